@@ -1,0 +1,98 @@
+"""S-SGD through offbeat against DistributedDataParallel: seconds a training step, same model, same data, on loopback.
+
+Both train in the same processes, in turns, so that whatever disturbs the machine disturbs both. Goal: at most 3% slower.
+
+    python benchmarks/ddp_overhead.py [--json]
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from _measure import Ratio, main, ratio
+from _ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+
+WORLD_SIZE = 2
+NUM_PAIRS = 40
+GOAL = 1.03
+
+
+def make_cnn() -> torch.nn.Module:
+    """About 0.3 M parameters, computation-bound."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 32, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(64, 128, 3, stride=2, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(128, 128, 3, stride=2, padding=1),
+        torch.nn.AdaptiveAvgPool2d(1),
+        torch.nn.Flatten(),
+        torch.nn.Linear(128, 10),
+    )
+
+
+def make_mlp() -> torch.nn.Module:
+    """About 9.5 M parameters in large layers, communication-bound."""
+    torch.manual_seed(0)
+    widths = [1024, 2048, 2048, 1536, 10]
+    layers: list[torch.nn.Module] = [torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 256), torch.nn.Linear(256, widths[0])]
+    for width, following in zip(widths, widths[1:], strict=False):
+        layers += [torch.nn.ReLU(), torch.nn.Linear(width, following)]
+    return torch.nn.Sequential(*layers)
+
+
+MODELS = {"cnn": make_cnn, "mlp": make_mlp}
+
+
+def step_s(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
+    dist.barrier()
+    begin_s = time.perf_counter()
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - begin_s
+
+
+def pairs(rank: int, world_size: int, name: str) -> list[tuple[float, float]]:
+    """(offbeat, DDP) seconds of one step each, by turns."""
+    mine, theirs = MODELS[name](), MODELS[name]()
+    mine_optimizer = torch.optim.SGD(mine.parameters(), lr=0.01)
+    ddp = DistributedDataParallel(theirs)
+    ddp_optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    batch = torch.randn(32, 3, 32, 32)
+    measured = []
+    with offbeat.attach(mine, mine_optimizer, offbeat.AllReduce()):
+        for turn in range(NUM_PAIRS + 5):
+            # Whoever goes second finds warmer caches: take turns.
+            if turn % 2:
+                mine_s = step_s(mine, mine_optimizer, batch)
+                theirs_s = step_s(ddp, ddp_optimizer, batch)
+            else:
+                theirs_s = step_s(ddp, ddp_optimizer, batch)
+                mine_s = step_s(mine, mine_optimizer, batch)
+            measured.append((mine_s, theirs_s))
+    return measured[5:]
+
+
+def cases() -> list[Ratio]:
+    return [
+        ratio(
+            f"S-SGD against DDP, step time, {name}, {WORLD_SIZE} workers",
+            run_ranks(pairs, WORLD_SIZE, name),
+            at_most=GOAL,
+            bound=1.0,
+        )
+        for name in MODELS
+    ]
+
+
+if __name__ == "__main__":
+    main(cases)

@@ -1,0 +1,106 @@
+"""Runs every benchmark of this directory, one after the other, and prints their cases as one table.
+
+    python benchmarks/run_all.py [NAME ...] [--json]
+
+A goal that is missed is printed as missed; only a benchmark that does not run to its end makes the exit status non-zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+VERDICTS = {True: "[green]holds", False: "[red]missed", "undecided": "[yellow]undecided"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One measured ratio, as a benchmark printed it. `holds` is "undecided" when the interval straddles the goal."""
+
+    benchmark: str
+    case: str
+    value: float
+    unit: str
+    goal: str
+    holds: bool | Literal["undecided"]
+    bound: str
+
+
+class BenchmarkError(Exception):
+    """A benchmark ended with an error, or printed what is no case."""
+
+
+def run(script: Path) -> Iterator[Case]:
+    """The cases of one benchmark, as soon as it prints them."""
+    with subprocess.Popen([sys.executable, script, "--json"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield parse(script.stem, line)
+    if process.returncode != 0:
+        raise BenchmarkError(f"{script.name} ended with status {process.returncode}")
+
+
+def parse(benchmark: str, line: str) -> Case:
+    """The case in one line of JSON. Fields beside those of `Case` (an interval, a device) are the benchmark's own."""
+    try:
+        row = json.loads(line)
+        holds = row["holds"]
+        if not (holds is True or holds is False or holds == "undecided"):
+            raise ValueError(f"holds is {holds!r}")
+        return Case(
+            benchmark=benchmark,
+            case=row["case"],
+            value=float(row["value"]),
+            unit=row["unit"],
+            goal=str(row["goal"]),
+            holds=holds,
+            bound=str(row["bound"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise BenchmarkError(f"{benchmark} printed {line.strip()!r}, which is no case ({error!r})") from error
+
+
+def table_of(cases: list[Case]) -> Table:
+    table = Table("benchmark", "case", "value", "goal", "", "bound", caption=f"{sum(c.holds is False for c in cases)} missed")
+    for case in cases:
+        value = f"{case.value:.4g} {case.unit}"
+        table.add_row(case.benchmark, case.case, value, case.goal, VERDICTS[case.holds], case.bound)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run every benchmark and print one table.")
+    scripts = {path.stem: path for path in sorted(HERE.glob("*.py")) if path.stem != "run_all" and path.name[0] != "_"}
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these: {', '.join(scripts)}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line instead")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(scripts):
+        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(scripts)}")
+    cases, failed = [], []
+    for name in arguments.names or scripts:
+        print(f"{name} ...", file=sys.stderr)
+        try:
+            cases.extend(run(scripts[name]))
+        except BenchmarkError as error:
+            failed.append(str(error))
+    if arguments.json:
+        print(*(json.dumps({name: getattr(case, name) for name in Case.__slots__}) for case in cases), sep="\n")
+    else:
+        Console().print(table_of(cases))
+    for message in failed:
+        print(message, file=sys.stderr)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

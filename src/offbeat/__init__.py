@@ -1,0 +1,50 @@
+"""Trains PyTorch models on the cluster people really have: slow links, uneven devices, stragglers, workers that die.
+
+    import offbeat
+
+    with offbeat.attach(model, optimizer, offbeat.GTopK(density=0.001)) as session:
+        for x, y in loader:
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+Names are loaded when they are first used, so that importing the package is cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offbeat.errors import OffbeatError
+    from offbeat.session import Session, attach, reshard
+    from offbeat.strategies.allreduce import AllReduce
+    from offbeat.strategies.gtopk import GTopK
+    from offbeat.strategies.topk import TopK
+
+__version__ = "0.1.0"
+
+__all__ = ["AllReduce", "GTopK", "OffbeatError", "Session", "TopK", "attach", "reshard"]
+
+_HOMES = {
+    "AllReduce": "offbeat.strategies.allreduce",
+    "GTopK": "offbeat.strategies.gtopk",
+    "OffbeatError": "offbeat.errors",
+    "Session": "offbeat.session",
+    "TopK": "offbeat.strategies.topk",
+    "attach": "offbeat.session",
+    "reshard": "offbeat.session",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'offbeat' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

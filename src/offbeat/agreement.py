@@ -1,0 +1,90 @@
+"""Before anything else is sent: do all ranks mean the same thing?
+
+Each rank describes its model, optimizer and strategy, or says why it refuses; everyone sees every description and comes to
+the same verdict. So a mistake on one rank is one clear error on all of them, and nobody hangs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from offbeat.errors import MismatchError, OffbeatError
+from offbeat.strategies.base import Strategy
+from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.operations import AllGather, Broadcast, Collective
+
+Description = Mapping[str, Any]
+
+
+def describe(model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> Description:
+    """What must be the same on all ranks, as JSON."""
+    return {
+        "model parameters": {
+            name: f"{list(p.shape)} {p.dtype} {p.device.type} {'trainable' if p.requires_grad else 'frozen'}"
+            for name, p in model.named_parameters()
+        },
+        "model buffers": {name: f"{list(b.shape)} {b.dtype} {b.device.type}" for name, b in model.named_buffers()},
+        "optimizer": {"class": type(optimizer).__qualname__, **_hyperparameters(optimizer)},
+        "strategy": {"options": repr(strategy)},
+    }
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    return {
+        f"group {number} {name}": repr(len(value) if name == "params" else value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+    }
+
+
+def agree(driver: Driver, stream: Stream, mine: Description | OffbeatError) -> None:
+    """Compare every rank's description with rank 0's. Collective.
+
+    Raises:
+        OffbeatError: this rank's own refusal, if it had one.
+        MismatchError: another rank refused, or a description differs. On every rank.
+    """
+    answer = {"refusal": str(mine)} if isinstance(mine, OffbeatError) else {"description": mine}
+    answers = driver.run(_gather(answer), stream.next())
+    if isinstance(mine, OffbeatError):
+        raise mine
+    for rank, other in enumerate(answers):
+        if "refusal" in other:
+            raise MismatchError(f"rank {rank} refused: {other['refusal']}")
+    for rank, other in enumerate(answers):
+        difference = _first_difference(answers[0]["description"], other["description"])
+        if difference:
+            raise MismatchError(f"rank {rank} differs from rank 0 in {difference}; every rank must build the same")
+
+
+def _first_difference(reference: Description, other: Description) -> str | None:
+    for section, expected in reference.items():
+        actual = other.get(section, {})
+        for name in [*expected, *(name for name in actual if name not in expected)]:
+            left, right = expected.get(name, "absent"), actual.get(name, "absent")
+            if left != right:
+                return f"its {section}, {name!r}: {right} there, {left} on rank 0"
+    return None
+
+
+def _gather(answer: Mapping[str, Any]) -> Collective[list[dict[str, Any]]]:
+    payloads = yield AllGather(json.dumps(answer).encode())
+    return [json.loads(bytes(payload)) for payload in payloads]
+
+
+def adopt_rank_0(driver: Driver, stream: Stream, model: torch.nn.Module) -> None:
+    """Overwrite every rank's parameters and buffers with rank 0's. Collective."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            driver.run(_broadcast(tensor), stream.next())
+
+
+def _broadcast(tensor: torch.Tensor) -> Collective[None]:
+    dense = tensor.detach().contiguous()
+    yield Broadcast(dense, 0)
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.copy_(dense)

@@ -1,0 +1,5 @@
+"""`python -m offbeat.cli`: the `offbeat` command where no script is installed, as under torchrun."""
+
+from offbeat.cli.main import main
+
+main()

@@ -1,0 +1,139 @@
+"""What people see: progress while workers train, and tables afterwards. Progress goes to standard error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from offbeat.lab.options import Option
+from offbeat.lab.progress import Progress
+from offbeat.lab.records import Summary
+
+_PLAIN_EVERY_S = 5.0
+
+
+@contextmanager
+def watching(title: str) -> Iterator[Callable[[Progress], None]]:
+    """Show progress under `title` for as long as the block runs: bars on a terminal, a line now and then elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(title, console)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}  waiting {task.fields[wait]:.0%}  {task.fields[sent]} a step"),
+        TimeElapsedColumn(),
+    )
+    with Bars(*columns, console=console) as bars:
+        console.print(title, style="bold")
+        yield _Bars(bars)
+
+
+class _Bars:
+    """One bar for each worker."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._tasks: dict[int, TaskID] = {}
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.rank not in self._tasks:
+            self._tasks[progress.rank] = self._bars.add_task(f"worker {progress.rank}", loss=0.0, wait=0.0, sent="")
+        self._bars.update(
+            self._tasks[progress.rank],
+            completed=progress.step,
+            total=progress.target,
+            loss=progress.loss,
+            wait=progress.wait_share,
+            sent=decimal(round(progress.bytes_per_step)),
+        )
+
+
+class _Lines:
+    """One line for all workers every few seconds, and one when the last of them is done."""
+
+    def __init__(self, title: str, console: Console) -> None:
+        self._title = title
+        self._console = console
+        self._latest: dict[int, Progress] = {}
+        self._printed_s = time.monotonic()
+
+    def __call__(self, progress: Progress) -> None:
+        self._latest[progress.rank] = progress
+        slowest = min(self._latest.values(), key=lambda latest: latest.step)
+        if time.monotonic() - self._printed_s < _PLAIN_EVERY_S and slowest.step < slowest.target:
+            return
+        self._printed_s = time.monotonic()
+        workers = [self._latest[rank] for rank in sorted(self._latest)]
+        losses = " ".join(f"{worker.loss:.4f}" for worker in workers)
+        waits = " ".join(f"{worker.wait_share:.0%}" for worker in workers)
+        self._console.print(
+            f"{self._title}: step {slowest.step}/{slowest.target}  loss {losses}  waiting {waits}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def print_summary(summary: Summary) -> None:
+    """One run as a table."""
+    table = Table(show_header=False, title=f"{summary.task} · {summary.strategy}", title_justify="left")
+    for label, text in _summary_rows(summary):
+        table.add_row(label, text)
+    Console().print(table)
+    _print_notices([summary])
+
+
+def print_side_by_side(summaries: Sequence[Summary]) -> None:
+    """Several runs of one task, a column each."""
+    table = Table(title=summaries[0].task, title_justify="left")
+    table.add_column("")
+    for summary in summaries:
+        table.add_column(summary.strategy, justify="right")
+    for rows in zip(*map(_summary_rows, summaries), strict=True):
+        table.add_row(rows[0][0], *(text for _, text in rows))
+    Console().print(table)
+    _print_notices(summaries)
+
+
+def print_options(name: str, summary: str, options: Sequence[Option]) -> None:
+    """A task or a strategy and what `--set` takes for it."""
+    console = Console()
+    console.print(f"[bold]{name}[/bold]  {escape(summary)}")
+    table = Table("option", "allowed", "default", "", box=None, padding=(0, 2))
+    for option in options:
+        table.add_row(option.name, escape(option.allowed), escape(option.default), escape(option.help))
+    console.print(table, "")
+
+
+def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
+    metric = "not measured" if summary.metric is None else f"{summary.metric:.4f}"
+    return [
+        (summary.metric_name.replace("_", " "), metric),
+        ("last loss", "not finite" if summary.loss is None else f"{summary.loss:.4f}"),
+        ("workers", str(summary.workers)),
+        ("parameters", f"{summary.num_parameters:,}"),
+        ("steps", f"{summary.steps:,}" + (f" (from {summary.resumed_from_step})" if summary.resumed_from_step else "")),
+        ("training time", f"{summary.seconds:.1f} s"),
+        ("steps a second", f"{summary.steps_per_s:.1f}"),
+        ("sent by a worker in a step", decimal(round(summary.bytes_sent_per_step))),
+        ("skipped steps", str(summary.skipped_steps)),
+        ("replicas", "identical" if summary.replicas_identical else "differ"),
+        ("record", escape(summary.run_directory)),
+    ]
+
+
+def _print_notices(summaries: Sequence[Summary]) -> None:
+    console = Console()
+    for summary in summaries:
+        for notice in summary.notices:
+            console.print(f"note ({summary.strategy}): {escape(notice)}", highlight=False, soft_wrap=True)

@@ -1,0 +1,277 @@
+"""One-pass CPU kernels, compiled by numba. They hold no GIL and allocate next to nothing.
+
+Magnitudes are ordered by their bits: for IEEE numbers without the sign bit, integer order is the order of magnitude, infinities
+above all finite numbers and NaNs above those. So nothing is lost even among values that are not numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+BLOCK = 64
+"""Elements that `scan` and `accumulate` test together; candidates are rare, so most blocks are passed over vectorised."""
+
+DIGIT_BITS = 16
+
+COMPILED: list[Callable[..., object]] = []
+"""Every kernel, as numba's dispatcher."""
+
+
+def _kernel(function: Callable[P, R]) -> Callable[P, R]:
+    compiled = cast(Callable[P, R], numba.njit(nogil=True, cache=True)(function))
+    COMPILED.append(compiled)
+    return compiled
+
+
+def bits_of(values: NDArray[np.floating]) -> NDArray[np.unsignedinteger]:
+    """The same memory as unsigned integers, sign bit included."""
+    return values.view(np.uint64 if values.dtype == np.float64 else np.uint32)
+
+
+def magnitude_mask(dtype: np.dtype[np.floating]) -> np.unsignedinteger:
+    """All bits of a number of `dtype` but the sign."""
+    return np.uint64(0x7FFF_FFFF_FFFF_FFFF) if dtype == np.float64 else np.uint32(0x7FFF_FFFF)
+
+
+@_kernel
+def _compact(
+    block: NDArray[np.floating],
+    begin: int,
+    threshold: np.floating,
+    indices: NDArray[np.int64],
+    values: NDArray[np.floating],
+    count: int,
+) -> int:
+    """Append what is not below `threshold`, without a branch per element; only count once the buffers are full."""
+    if count > indices.size - BLOCK:
+        for i in range(block.size):
+            count += not abs(block[i]) < threshold
+        return count
+    for i in range(block.size):
+        indices[count] = begin + i
+        values[count] = block[i]
+        count += not abs(block[i]) < threshold
+    return count
+
+
+@_kernel
+def accumulate(
+    flat: NDArray[np.floating],
+    residual: NDArray[np.floating],
+    weight: np.floating,
+    threshold: np.floating,
+    indices: NDArray[np.int64],
+    values: NDArray[np.floating],
+) -> tuple[int, bool]:
+    """flat = residual + weight * flat, and collect in order what reaches `threshold`.
+
+    Args:
+        flat: shape (n,), overwritten.
+        residual: shape (n,), of another memory.
+        weight: of the same dtype.
+        threshold: of the same dtype, > 0.
+        indices: takes the indices of candidates; room for `BLOCK` more than are wanted.
+        values: takes their values; as large.
+
+    Returns:
+        How many there are (all of them are collected only if that is at most indices.size - BLOCK) and whether all of `flat`
+        is finite.
+    """
+    count = 0
+    finite = True
+    for begin in range(0, flat.size, BLOCK):
+        block = flat[begin : begin + BLOCK]
+        owed = residual[begin : begin + BLOCK]
+        hit = False
+        for i in range(block.size):
+            x = owed[i] + weight * block[i]
+            block[i] = x
+            hit |= not abs(x) < threshold  # true of NaN too
+        if hit:
+            for i in range(block.size):
+                finite &= np.isfinite(block[i])
+            count = _compact(block, begin, threshold, indices, values, count)
+    return count, finite
+
+
+@_kernel
+def scan(
+    flat: NDArray[np.floating], threshold: np.floating, indices: NDArray[np.int64], values: NDArray[np.floating]
+) -> int:
+    """Collect like `accumulate`, from what `flat` holds already."""
+    count = 0
+    for begin in range(0, flat.size, BLOCK):
+        block = flat[begin : begin + BLOCK]
+        hit = False
+        for i in range(block.size):
+            hit |= not abs(block[i]) < threshold
+        if hit:
+            count = _compact(block, begin, threshold, indices, values, count)
+    return count
+
+
+@_kernel
+def sample(
+    flat: NDArray[np.floating], residual: NDArray[np.floating], weight: np.floating, out: NDArray[np.floating]
+) -> None:
+    """Write |residual + weight * flat| at `out.size` places, one at a scrambled place in each of as many equal strides."""
+    stride = flat.size // out.size
+    for i in range(out.size):
+        j = i * stride + (i * 40503 & 0xFFFF) % stride
+        out[i] = abs(residual[j] + weight * flat[j])
+
+
+@_kernel
+def add_momentum(
+    flat: NDArray[np.floating],
+    velocity: NDArray[np.floating],
+    momentum: np.floating,
+    weight: np.floating,
+    new_velocity: NDArray[np.floating],
+) -> None:
+    """new_velocity = flat = momentum * velocity + weight * flat."""
+    for i in range(flat.size):
+        x = momentum * velocity[i] + weight * flat[i]
+        new_velocity[i] = x
+        flat[i] = x
+
+
+@_kernel
+def digit_counts(
+    bits: NDArray[np.unsignedinteger],
+    mask: np.unsignedinteger,
+    prefix: np.uint64,
+    above: np.uint64,
+    shift: np.uint64,
+    counts: NDArray[np.int64],
+) -> None:
+    """Count the digits at `shift` of the magnitudes that agree with `prefix` in the bits `above`.
+
+    `counts` has 2**DIGIT_BITS places.
+    """
+    counts[:] = 0
+    for i in range(bits.size):
+        key = np.uint64(bits[i] & mask)
+        if key & above == prefix:
+            counts[np.int64(key >> shift) & 0xFFFF] += 1
+
+
+@_kernel
+def take_largest(
+    bits: NDArray[np.unsignedinteger], mask: np.unsignedinteger, kth: np.unsignedinteger, k: int, out: NDArray[np.bool_]
+) -> None:
+    """Mark the `k` largest magnitudes, given the k-th; among equals the first ones."""
+    left = k
+    for i in range(bits.size):
+        left -= bits[i] & mask > kth
+    for i in range(bits.size):
+        key = bits[i] & mask
+        equal = key == kth and left > 0
+        left -= equal
+        out[i] = equal or key > kth
+
+
+@_kernel
+def add_sorted(
+    indices_a: NDArray[np.int64],
+    values_a: NDArray[np.floating],
+    indices_b: NDArray[np.int64],
+    values_b: NDArray[np.floating],
+    indices: NDArray[np.int64],
+    values: NDArray[np.floating],
+) -> int:
+    """Merge two ascending lists into one, adding the values of equal indices. Returns its length."""
+    a = b = count = 0
+    while a < indices_a.size and b < indices_b.size:
+        index_a, index_b = indices_a[a], indices_b[b]
+        if index_a == index_b:
+            indices[count] = index_a
+            values[count] = values_a[a] + values_b[b]
+        elif index_a < index_b:
+            indices[count] = index_a
+            values[count] = values_a[a]
+        else:
+            indices[count] = index_b
+            values[count] = values_b[b]
+        a += index_a <= index_b
+        b += index_b <= index_a
+        count += 1
+    while a < indices_a.size:
+        indices[count] = indices_a[a]
+        values[count] = values_a[a]
+        a += 1
+        count += 1
+    while b < indices_b.size:
+        indices[count] = indices_b[b]
+        values[count] = values_b[b]
+        b += 1
+        count += 1
+    return count
+
+
+@_kernel
+def mark_common(indices: NDArray[np.int64], others: NDArray[np.int64], out: NDArray[np.bool_]) -> None:
+    """Mark which of the ascending `indices` occur in the ascending `others`."""
+    j = 0
+    for i in range(indices.size):
+        while j < others.size and others[j] < indices[i]:
+            j += 1
+        out[i] = j < others.size and others[j] == indices[i]
+
+
+@_kernel
+def add_at(flat: NDArray[np.floating], indices: NDArray[np.int64], values: NDArray[np.floating]) -> None:
+    """flat[indices] += values, for indices within bounds."""
+    for i in range(indices.size):
+        flat[indices[i]] += values[i]
+
+
+@_kernel
+def gap_codes(indices: NDArray[np.int64], codes: NDArray[np.uint16], places: NDArray[np.int64]) -> None:
+    """Code ascending indices by their gaps; a gap of 2**16 or more is bridged by fillers.
+
+    Args:
+        indices: strictly ascending, >= 0.
+        codes: takes gap - 1 of each entry, fillers included; as long as `num_gap_codes` says.
+        places: takes where in `codes` each index ends up.
+    """
+    position = -1
+    count = 0
+    for i in range(indices.size):
+        while indices[i] - position > 0x10000:
+            codes[count] = 0xFFFF
+            position += 0x10000
+            count += 1
+        codes[count] = indices[i] - position - 1
+        places[i] = count
+        position = indices[i]
+        count += 1
+
+
+def warm() -> None:
+    """Compile every kernel for float32 and float64, or load them from numba's cache on disk. Takes some 10 s the first time."""
+    indices = np.zeros(1 + BLOCK, dtype=np.int64)
+    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+        one = dtype.type(1)
+        values = np.zeros(1 + BLOCK, dtype=dtype)
+        mask = magnitude_mask(dtype)
+        bits, zero = bits_of(values), mask ^ mask
+        marks = np.zeros(values.size, dtype=np.bool_)
+        accumulate(values[:1], values[:1].copy(), one, one, indices, values.copy())
+        scan(values[:1], one, indices, values.copy())
+        sample(values, values.copy(), one, values[:1].copy())
+        add_momentum(values, values.copy(), one, one, values.copy())
+        digit_counts(bits, mask, np.uint64(0), np.uint64(0), np.uint64(0), np.zeros(1 << DIGIT_BITS, dtype=np.int64))
+        take_largest(bits, mask, zero, 0, marks)
+        add_sorted(indices[:1], values[:1], indices[:1], values[:1], indices.copy(), values.copy())
+        add_at(values, indices[:1], values[:1].copy())
+    mark_common(indices, indices.copy(), marks)
+    gap_codes(np.arange(1), np.zeros(1, dtype=np.uint16), np.zeros(1, dtype=np.int64))

@@ -1,0 +1,183 @@
+"""Error feedback for one flat bucket: what is not sent is owed, and added to the next gradient.
+
+    acc = residual + weight * gradient                  (written into the gradient's buffer)
+    send the k largest of acc; what is left is the new residual
+    add what other parts dropped or rounded off
+
+With momentum correction (DGC, arXiv 1712.01887, sections 3.1 and 3.2), acc = residual + velocity, where
+velocity = momentum * velocity + weight * gradient; factor masking clears the velocity wherever an entry was sent.
+
+A step is staged first and committed when it is known to be good everywhere, or discarded without a trace. Staging copies nothing:
+residual and gradient trade buffers on commit.
+
+Memory beside the gradient: one buffer of its size, three with momentum. Half-precision gradients are owed in float32; their buffer
+cannot be traded, so that takes two float32 buffers, four with momentum.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from offbeat.codec import cuda, kernels, select
+from offbeat.codec.select import Selection
+from offbeat.codec.sparse import Sparse
+
+
+class ErrorFeedback:
+    """Residual, velocity and selection of one bucket.
+
+    After `stage` or `stage_all` comes the `commit` of the same name, or `discard`.
+
+    Args:
+        num_elements: elements of the bucket, n.
+        dtype: of its gradients: float32 or float64, or bfloat16 or float16, whose state is kept in float32.
+        device: of its gradients.
+        selection: "exact", or "reuse" of the last step's threshold.
+        momentum: DGC's momentum correction, in [0, 1); None: none.
+        masking: DGC's factor masking; matters with `momentum` only.
+
+    Attributes:
+        threshold: state of "reuse"; 0 before the first step.
+    """
+
+    def __init__(
+        self,
+        num_elements: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        selection: Literal["exact", "reuse"],
+        momentum: float | None = None,
+        masking: bool = True,
+    ) -> None:
+        self.threshold = 0.0
+        self._selection = selection
+        self._momentum = momentum
+        self._masking = masking
+        state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._is_half = dtype != state_dtype
+
+        def buffer(wanted: bool) -> torch.Tensor:
+            return torch.zeros(num_elements if wanted else 0, dtype=state_dtype, device=device)
+
+        self._residual = buffer(True)
+        self._accumulator = buffer(self._is_half)
+        self._velocity, self._new_velocity = buffer(momentum is not None), buffer(momentum is not None)
+        self._gradient: torch.Tensor | None = None
+        self._new_threshold = 0.0
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """What is owed, shape (n,). Live: writes change the state; another buffer after each commit."""
+        return self._residual
+
+    @property
+    def velocity(self) -> torch.Tensor | None:
+        """DGC's velocity, shape (n,), live like `residual`; None without momentum."""
+        return None if self._momentum is None else self._velocity
+
+    def stage(self, gradient: torch.Tensor, k: int, *, weight: float = 1.0) -> Selection:
+        """Pick what to send.
+
+        Args:
+            gradient: shape (n,). Float32 and float64 buffers hold acc minus what was picked afterwards, and will be traded
+                for the residual's; half-precision ones stay the caller's.
+            k: how many entries, >= 1.
+            weight: of the gradient.
+        """
+        accumulated, weight = self._begin(gradient, weight)
+        chosen = select if accumulated.device.type == "cpu" else cuda
+        k = min(k, accumulated.numel())
+        if self._selection == "exact":
+            selection = chosen.exact(accumulated, self._residual, k=k, weight=weight)
+        else:
+            selection = chosen.reuse(accumulated, self._residual, k=k, weight=weight, threshold=self.threshold)
+            self._new_threshold = selection.threshold
+        if self._momentum is not None and self._masking:
+            self._new_velocity[torch.from_numpy(selection.sparse.indices).to(gradient.device)] = 0
+        return selection
+
+    def stage_all(self, gradient: torch.Tensor, *, weight: float = 1.0) -> bool:
+        """Leave all of acc in `gradient`, to be sent densely. Returns whether it is finite.
+
+        Only what rounding to half precision loses will be owed.
+        """
+        accumulated, weight = self._begin(gradient, weight)
+        torch.add(self._residual, accumulated, alpha=weight, out=accumulated)
+        if self._is_half:
+            gradient.copy_(accumulated)
+            accumulated.sub_(gradient)
+        self._new_threshold = self.threshold
+        if self._momentum is not None and self._masking:
+            self._new_velocity.zero_()
+        return gradient.numel() == 0 or bool(torch.linalg.vector_norm(gradient, float("inf")).isfinite())
+
+    def commit(self, owed: Sparse) -> torch.Tensor:
+        """What was left by `stage` becomes the residual, and `owed` is added to it.
+
+        Returns:
+            A zeroed buffer, shape (n,), to be used as the gradient's from now on: for half precision the same as before.
+        """
+        gradient, free = self._staged(), self._residual
+        self._residual = self._accumulator if self._is_half else gradient
+        self._finish()
+        if self._is_half:
+            self._accumulator, free = free, gradient
+        add_owed(self._residual, owed)
+        return free.zero_()
+
+    def commit_all(self) -> None:
+        """All of acc was sent: nothing is owed, but for rounding to half precision. The gradient's buffer stays the caller's."""
+        self._staged()
+        if self._is_half:
+            self._residual, self._accumulator = self._accumulator, self._residual
+        else:
+            self._residual.zero_()
+        self._finish()
+
+    def discard(self) -> None:
+        """Forget what was staged. The gradient's buffer stays the caller's; what it holds has no meaning."""
+        self._gradient = None
+
+    def _begin(self, gradient: torch.Tensor, weight: float) -> tuple[torch.Tensor, float]:
+        """The buffer to accumulate in, which holds the gradient or the new velocity, and the weight that it has yet to get."""
+        assert self._gradient is None, "the last step was neither committed nor discarded"
+        self._gradient = gradient
+        accumulated = self._accumulator.copy_(gradient) if self._is_half else gradient
+        if self._momentum is None:
+            return accumulated, weight
+        add_momentum(accumulated, self._velocity, self._momentum, weight, self._new_velocity)
+        return accumulated, 1.0
+
+    def _staged(self) -> torch.Tensor:
+        assert self._gradient is not None, "nothing is staged"
+        return self._gradient
+
+    def _finish(self) -> None:
+        self._velocity, self._new_velocity = self._new_velocity, self._velocity
+        self.threshold = self._new_threshold
+        self._gradient = None
+
+
+def add_owed(flat: torch.Tensor, owed: Sparse) -> None:
+    """Add `owed` into `flat`, shape (owed.num_elements,), in place."""
+    if flat.device.type == "cpu":
+        kernels.add_at(flat.numpy(), owed.indices, owed.values)
+    else:
+        flat.index_add_(0, torch.from_numpy(owed.indices).to(flat.device), torch.from_numpy(owed.values).to(flat))
+
+
+def add_momentum(
+    flat: torch.Tensor, velocity: torch.Tensor, momentum: float, weight: float, new_velocity: torch.Tensor
+) -> None:
+    """new_velocity = flat = momentum * velocity + weight * flat."""
+    if flat.device.type == "cpu":
+        values = flat.numpy()
+        kernels.add_momentum(
+            values, velocity.numpy(), values.dtype.type(momentum), values.dtype.type(weight), new_velocity.numpy()
+        )
+    else:
+        torch.mul(velocity, momentum, out=new_velocity).add_(flat, alpha=weight)
+        flat.copy_(new_velocity)

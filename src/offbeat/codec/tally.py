@@ -1,0 +1,91 @@
+"""What every rank must know of a step besides its gradients: weights, faults and which parameters took part.
+
+A `Tally` rides inside the messages of an exchange. Merging is associative, so any tree, ring or all-gather that reaches
+everyone gives every rank the same one.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from offbeat.errors import WireError
+
+_HEAD = struct.Struct("<dIII")
+NUM_COUNTERS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tally:
+    """Sums over the ranks merged so far.
+
+    Attributes:
+        weight: sum of the ranks' averaging weights; one rank alone counts 1.0 unless told otherwise.
+        num_nonfinite: ranks whose gradient held an infinity or a NaN.
+        num_failed: ranks that raised inside backward and joined only so that nobody hangs.
+        used: bool array, shape (number of parameters,): which ones got a gradient on some rank.
+    """
+
+    weight: float
+    num_nonfinite: int
+    num_failed: int
+    used: NDArray[np.bool_]
+
+    @property
+    def good(self) -> bool:
+        """Whether the step may be applied."""
+        return self.num_nonfinite == 0 and self.num_failed == 0
+
+    def merge(self, other: Tally) -> Tally:
+        """The tally of both sets of ranks, which must be disjoint."""
+        return Tally(
+            weight=self.weight + other.weight,
+            num_nonfinite=self.num_nonfinite + other.num_nonfinite,
+            num_failed=self.num_failed + other.num_failed,
+            used=self.used | other.used,
+        )
+
+    def to_bytes(self) -> bytes:
+        head = _HEAD.pack(self.weight, self.num_nonfinite, self.num_failed, self.used.size)
+        return head + np.packbits(self.used).tobytes()
+
+    @staticmethod
+    def num_bytes(num_parameters: int) -> int:
+        return _HEAD.size + (num_parameters + 7) // 8
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview, *, num_parameters: int) -> Tally:
+        """Inverse of `to_bytes`. Raises `WireError` when `data` is not a tally of `num_parameters` parameters."""
+        if len(data) != cls.num_bytes(num_parameters):
+            raise WireError(
+                f"a tally of {num_parameters} parameters takes {cls.num_bytes(num_parameters)} bytes, got {len(data)}; "
+                "do all ranks train the same model?"
+            )
+        weight, num_nonfinite, num_failed, size = _HEAD.unpack_from(data)
+        if size != num_parameters:
+            raise WireError(f"a tally of {size} parameters reached a model of {num_parameters}")
+        bits = np.frombuffer(data, dtype=np.uint8, offset=_HEAD.size)
+        used = np.unpackbits(bits, count=num_parameters).astype(np.bool_)
+        return cls(weight=weight, num_nonfinite=num_nonfinite, num_failed=num_failed, used=used)
+
+    def write_to(self, tail: torch.Tensor) -> None:
+        """Lay the tally out as the numbers of `tail`, shape (NUM_COUNTERS + number of parameters,), to be summed."""
+        numbers = np.empty(NUM_COUNTERS + self.used.size)
+        numbers[:NUM_COUNTERS] = (self.weight, self.num_nonfinite, self.num_failed)
+        numbers[NUM_COUNTERS:] = self.used
+        tail.copy_(torch.from_numpy(numbers))
+
+    @classmethod
+    def read_from(cls, tail: torch.Tensor) -> Tally:
+        """Inverse of `write_to`, after the numbers have been summed over ranks."""
+        numbers = tail.to(dtype=torch.float64, device="cpu").numpy()
+        return cls(
+            weight=float(numbers[0]),
+            num_nonfinite=int(numbers[1]),
+            num_failed=int(numbers[2]),
+            used=numbers[NUM_COUNTERS:] > 0,
+        )

@@ -1,0 +1,1 @@
+"""WITH WHOM: protocols written as generators, each with its cost."""

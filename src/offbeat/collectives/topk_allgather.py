@@ -1,0 +1,48 @@
+"""Top-k by all-gather: every rank sees every contribution.
+
+Two readings of the sum. Top-k S-SGD applies all of it, up to P k entries. The global top-k keeps its k largest; since each
+rank has seen everything, each knows which of its own entries were left out and owes exactly those.
+
+Cost per step: ceil(log2 P) messages, (P-1) k pairs sent by each rank: linear in P, good for few ranks only.
+"""
+
+from __future__ import annotations
+
+from offbeat.codec.sparse import Sparse, add, add_all, keep_largest, split_by_index
+from offbeat.codec.tally import Tally
+from offbeat.collectives.base import Exchanged, Wire
+from offbeat.collectives.gather import all_gather
+from offbeat.planning.costs import Network
+from offbeat.planning.trees import num_rounds
+from offbeat.transport.operations import Collective
+
+
+def topk_sum(rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire) -> Collective[Exchanged]:
+    """The sum of all contributions, with up to P k entries (Top-k S-SGD)."""
+    total, rounding, tally = yield from _sum(rank, world_size, mine, tally, wire)
+    return Exchanged(kept=total, owed=rounding, tally=tally)
+
+
+def global_topk(rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire) -> Collective[Exchanged]:
+    """The exact k largest entries of the sum of all contributions."""
+    total, rounding, tally = yield from _sum(rank, world_size, mine, tally, wire)
+    kept, _ = keep_largest(total, k)
+    # Rounding is owed wherever it happened; of the rest only what the selection left out.
+    _, left_out = split_by_index(mine, kept.indices)
+    inside, _ = split_by_index(rounding, kept.indices)
+    return Exchanged(kept=kept, owed=add(left_out, inside), tally=tally)
+
+
+def _sum(rank: int, world_size: int, mine: Sparse, tally: Tally, wire: Wire) -> Collective[tuple[Sparse, Sparse, Tally]]:
+    payload, rounding = wire.encode(mine, tally)
+    messages = yield from all_gather(rank, world_size, payload)
+    decoded = [wire.decode(message) for message in messages]
+    merged = decoded[0][1]
+    for _, other in decoded[1:]:
+        merged = merged.merge(other)
+    return add_all([sparse for sparse, _ in decoded]), rounding, merged
+
+
+def cost_s(*, world_size: int, num_elements: int, k: int, pair_bytes: int, network: Network) -> float:
+    """log2(P) alpha + (P-1) k beta."""
+    return network.messages.time_s(num_messages=num_rounds(world_size), num_bytes=(world_size - 1) * k * pair_bytes)

@@ -1,0 +1,1 @@
+"""WHAT moves between ranks, and when."""

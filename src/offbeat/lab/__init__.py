@@ -1,0 +1,1 @@
+"""Local runs: tasks, workers, supervisor, records."""

@@ -1,0 +1,166 @@
+"""What a run is to do, complete and checked: this is what a record's `config.json` holds and a worker is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from offbeat.checkpoint import Json
+from offbeat.errors import ConfigError
+from offbeat.lab.options import build_strategy, route, strategy_values
+from offbeat.lab.tasks import Task, build_task
+from offbeat.strategies.base import Strategy
+
+_DEFAULT_WORKERS = 4
+_DEFAULT_CHECKPOINT_EVERY = 100
+
+
+class RunConfig(BaseModel):
+    """A resolved run: every option has a value.
+
+    Attributes:
+        task, task_options: what is trained.
+        strategy, strategy_options: how workers exchange.
+        workers: number of processes.
+        epochs, steps: when to stop; exactly one of them is a number.
+        seed: of the initial parameters and of the order of samples.
+        checkpoint_every: steps between checkpoints; there is one at the end in any case.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str
+    task_options: dict[str, Json]
+    strategy: str
+    strategy_options: dict[str, Json]
+    workers: int = Field(ge=1)
+    epochs: int | None = Field(ge=1)
+    steps: int | None = Field(ge=1)
+    seed: int = Field(ge=0)
+    checkpoint_every: int = Field(ge=1)
+
+    def build_task(self) -> Task:
+        return build_task(self.task, self.task_options)
+
+    def build_strategy(self) -> Strategy:
+        return build_strategy(self.strategy, self.strategy_options)
+
+    def steps_to_do(self, task: Task) -> int:
+        """Optimizer steps of an uninterrupted run. Raises `ConfigError` when a worker does not get one batch an epoch."""
+        steps_per_epoch = task.steps_per_epoch(self.workers)
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return self.epochs * steps_per_epoch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What the user asked for; None and empty where nothing was said."""
+
+    task: str | None = None
+    strategy: str | None = None
+    workers: int | None = None
+    settings: Sequence[str] = ()
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int | None = None
+    checkpoint_every: int | None = None
+
+
+def resolve(request: Request) -> RunConfig:
+    """Fill in defaults and check everything that can be checked without training.
+
+    Raises:
+        ConfigError: anything that cannot be run as asked.
+    """
+    if request.task is None or request.strategy is None:
+        missing = "--task" if request.task is None else "--strategy"
+        raise ConfigError(f"{missing} is missing; give one (offbeat tasks and offbeat strategies list them), or --resume DIR")
+    _check_numbers(request)
+    for_task, for_strategy = route(request.task, request.strategy, request.settings)
+    task = build_task(request.task, for_task)
+    workers = request.workers or _DEFAULT_WORKERS
+    if "warmup" in for_strategy:  # counted in epochs, and only the task knows how long they are
+        for_strategy.setdefault("steps_per_epoch", str(task.steps_per_epoch(workers)))
+    config = RunConfig(
+        task=request.task,
+        task_options=task.options.model_dump(mode="json"),
+        strategy=request.strategy,
+        strategy_options=strategy_values(build_strategy(request.strategy, for_strategy)),
+        workers=workers,
+        epochs=task.default_epochs if request.epochs is None and request.steps is None else request.epochs,
+        steps=request.steps,
+        seed=request.seed or 0,
+        checkpoint_every=request.checkpoint_every or _DEFAULT_CHECKPOINT_EVERY,
+    )
+    _check_together(config, task)
+    return config
+
+
+def resolve_resume(stored: RunConfig, request: Request, *, steps_done: int, epochs_done: int) -> RunConfig:
+    """The stored run with what may be changed: `workers`, and more `epochs` or `steps`.
+
+    Args:
+        stored: as read from the record.
+        request: what the user said besides `--resume`.
+        steps_done: optimizer steps of the checkpoint.
+        epochs_done: complete passes over the data.
+
+    Raises:
+        ConfigError: the request contradicts the record, or there is nothing left to do.
+    """
+    _check_numbers(request)
+    for name in ("task", "strategy", "seed", "checkpoint_every"):
+        asked, kept = getattr(request, name), getattr(stored, name)
+        if asked is not None and asked != kept:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} {asked} contradicts the record, which has {kept}; leave it out, or start a new run with --out"
+            )
+    _check_settings(stored, request.settings)
+    config = stored.model_copy(
+        update={
+            "workers": request.workers or stored.workers,
+            "epochs": request.epochs or (None if request.steps else stored.epochs),
+            "steps": request.steps or (None if request.epochs else stored.steps),
+        }
+    )
+    done, target, unit = (
+        (steps_done, config.steps, "steps") if config.steps is not None else (epochs_done, config.epochs, "epochs")
+    )
+    if target is not None and target <= done:
+        raise ConfigError(f"the run has done {done} {unit} and is to do {target}; raise --{unit} to go on")
+    _check_together(config, config.build_task())
+    return config
+
+
+def _check_together(config: RunConfig, task: Task) -> None:
+    """Refuse what each part alone allows."""
+    config.steps_to_do(task)
+    config.build_strategy().check(task.optimizer(task.build_model(config.seed)))
+
+
+def _check_numbers(request: Request) -> None:
+    for name, least in (("workers", 1), ("epochs", 1), ("steps", 1), ("seed", 0), ("checkpoint_every", 1)):
+        value = getattr(request, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; allowed is {least} or more")
+    if request.epochs is not None and request.steps is not None:
+        raise ConfigError(f"got --epochs {request.epochs} and --steps {request.steps}; give one of them")
+
+
+def _check_settings(stored: RunConfig, settings: Sequence[str]) -> None:
+    """Refuse a `--set` that differs from what the record has."""
+    for_task, for_strategy = route(stored.task, stored.strategy, settings)
+    asked_task = build_task(stored.task, {**stored.task_options, **for_task}).options.model_dump(mode="json")
+    asked_strategy = strategy_values(build_strategy(stored.strategy, {**stored.strategy_options, **for_strategy}))
+    for key in [*for_task, *for_strategy]:
+        asked, kept = (
+            (asked_task if key in for_task else asked_strategy)[key],
+            (stored.task_options | stored.strategy_options)[key],
+        )
+        if asked != kept:
+            raise ConfigError(f"--set {key}={asked} contradicts the record, which has {kept}; leave it out, or start a new run")

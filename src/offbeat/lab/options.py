@@ -1,0 +1,148 @@
+"""Options of tasks and strategies: listed for people, routed from `key=value`, checked before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter, ValidationError
+
+from offbeat.checkpoint import Json
+from offbeat.errors import ConfigError, nearest
+from offbeat.lab.tasks import task_type
+from offbeat.strategies import REGISTRY
+from offbeat.strategies.base import Strategy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One option as shown to people: its name, allowed values or type, default (as text) and a line of help."""
+
+    name: str
+    allowed: str
+    default: str
+    help: str
+
+
+def strategy_type(name: str) -> type[Strategy]:
+    """The strategy called `name`. Raises `ConfigError` with the nearest name that exists."""
+    if name not in REGISTRY:
+        raise ConfigError(f"no strategy {name!r}; allowed are {', '.join(REGISTRY)}{nearest(name, REGISTRY)}")
+    return REGISTRY[name]
+
+
+def build_strategy(name: str, options: Mapping[str, object]) -> Strategy:
+    """The strategy called `name`; strings among the options are converted to their fields' types.
+
+    Raises:
+        ConfigError: no such strategy or option, or a value that is not allowed.
+    """
+    kind = strategy_type(name)
+    hints = typing.get_type_hints(kind)
+    fields = _field_names(kind)
+    values: dict[str, object] = {}
+    for option, value in options.items():
+        if option not in fields:
+            raise ConfigError(
+                f"strategy {name!r} has no option {option!r}; allowed are {', '.join(fields)}{nearest(option, fields)}"
+            )
+        given = None if value == "none" else value
+        try:
+            values[option] = TypeAdapter[object](hints[option]).validate_python(given)
+        except ValidationError as error:
+            allowed = _type_text(hints[option])
+            raise ConfigError(f"option {option} of strategy {name!r}: got {value!r}; allowed is {allowed}") from error
+    return kind(**values)
+
+
+def strategy_values(strategy: Strategy) -> dict[str, Json]:
+    """Every option of `strategy` with its value."""
+    return {name: getattr(strategy, name) for name in _field_names(type(strategy))}
+
+
+def route(task: str, strategy: str, settings: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Divide `key=value` settings into options of the task and options of the strategy.
+
+    Raises:
+        ConfigError: not `key=value`, a key neither of them knows (with the nearest), or one given twice.
+    """
+    of_task = list(task_type(task).options_type.model_fields)
+    of_strategy = _field_names(strategy_type(strategy))
+    chosen: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set takes key=value, got {setting!r}; for example --set density=0.01")
+        if key not in of_task and key not in of_strategy:
+            raise ConfigError(
+                f"neither task {task!r} nor strategy {strategy!r} has an option {key!r}; allowed are "
+                f"{', '.join(of_task + of_strategy)}{nearest(key, of_task + of_strategy)}"
+            )
+        target = chosen[0] if key in of_task else chosen[1]
+        if key in target:
+            raise ConfigError(f"--set {key} is given twice; give it once")
+        target[key] = value
+    return chosen
+
+
+def task_options(name: str) -> list[Option]:
+    """What `--set` takes for the task called `name`."""
+    return [
+        Option(
+            name=option,
+            allowed=_type_text(field.annotation),
+            default="required" if field.is_required() else str(field.default).lower(),
+            help=field.description or "",
+        )
+        for option, field in task_type(name).options_type.model_fields.items()
+    ]
+
+
+def strategy_options(name: str) -> list[Option]:
+    """What `--set` takes for the strategy called `name`; the help is its docstring's."""
+    kind = strategy_type(name)
+    hints, help_texts = typing.get_type_hints(kind), _argument_help(kind)
+    return [
+        Option(
+            name=field.name,
+            allowed=_type_text(hints[field.name]),
+            default="required" if field.default is dataclasses.MISSING else str(field.default).lower(),
+            help=help_texts.get(field.name, ""),
+        )
+        for field in dataclasses.fields(kind)
+        if field.init
+    ]
+
+
+def summary_line(kind: type) -> str:
+    """The first line of a class's docstring."""
+    return (inspect.getdoc(kind) or "").split("\n", 1)[0]
+
+
+def _field_names(kind: type[Strategy]) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind) if field.init]
+
+
+def _type_text(hint: object) -> str:
+    """A type as people write it: `exact | reuse`, `number`, `number | none`."""
+    names = {float: "number", int: "whole number", str: "text", bool: "true | false", type(None): "none"}
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(map(str, typing.get_args(hint)))
+    if parts := typing.get_args(hint):
+        return " | ".join(_type_text(part) for part in parts)
+    return names.get(hint, getattr(hint, "__name__", str(hint)).lower()) if isinstance(hint, type) else str(hint)
+
+
+def _argument_help(kind: type) -> dict[str, str]:
+    """Help by argument name, from the `Args:` or `Attributes:` sections of the docstrings of `kind` and its bases."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        section = re.search(r"^(?:Args|Attributes):\n((?:[ \t]+.*\n?|\n)*)", inspect.cleandoc(base.__doc__ or ""), re.MULTILINE)
+        if section:
+            for name, text in re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {8}.*)*)", section[1], re.MULTILINE):
+                texts[name] = re.sub(r"\s+", " ", text)
+    return texts

@@ -1,0 +1,80 @@
+"""What a worker tells its supervisor while it trains: lines of JSON over a pipe of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TypeAlias
+
+PIPE_VARIABLE = "OFFBEAT_PROGRESS_FD"
+"""Environment variable with the number of the pipe's descriptor."""
+
+EXIT_STOPPED = 3
+"""Exit status of a worker that was asked to stop and wrote a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far one worker is.
+
+    Attributes:
+        rank: which one.
+        pid: its process.
+        step: optimizer steps done.
+        target: steps when it will be finished.
+        loss: of its last batch.
+        wait_share: fraction of the last steps' time spent waiting for other ranks, 0 to 1.
+        bytes_per_step: sent in each of the last steps.
+    """
+
+    rank: int
+    pid: int
+    step: int
+    target: int
+    loss: float
+    wait_share: float
+    bytes_per_step: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why one worker gave up.
+
+    Attributes:
+        rank: which one.
+        kind: class of the error.
+        message: its text.
+    """
+
+    rank: int
+    kind: str
+    message: str
+
+
+Report: TypeAlias = Progress | Failure
+Reporter: TypeAlias = Callable[[Report], None]
+
+
+def pipe_reporter() -> Reporter:
+    """Writes reports to the pipe that the supervisor opened for this process; drops them when there is none."""
+    descriptor = os.environ.get(PIPE_VARIABLE)
+    if descriptor is None:
+        return lambda report: None
+    number = int(descriptor)
+    os.set_inheritable(number, False)
+    return lambda report: _write(number, encode(report))
+
+
+def encode(report: Report) -> bytes:
+    return json.dumps({"report": type(report).__name__, **asdict(report)}).encode() + b"\n"
+
+
+def decode(line: bytes) -> Report:
+    values = json.loads(line)
+    return Progress(**values) if values.pop("report") == Progress.__name__ else Failure(**values)
+
+
+def _write(descriptor: int, line: bytes) -> None:
+    os.write(descriptor, line)

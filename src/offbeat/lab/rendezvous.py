@@ -1,0 +1,126 @@
+"""How the lab's processes find each other: a store on loopback that the supervisor owns, or whatever torchrun provides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from offbeat.errors import ConfigError
+from offbeat.transport.interface import bound_socket
+
+LOOPBACK = "127.0.0.1"
+_STOP = "offbeat-lab/stop"
+_SUPERVISED = "OFFBEAT_STORE_PORT"
+_PATIENCE = timedelta(minutes=30)  # slowness is no failure: a dead worker is noticed by whoever started it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """This process's place among those that torchrun or srun started."""
+
+    rank: int
+    world_size: int
+
+
+class Store(Protocol):
+    """What is used of torch.distributed's stores."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+class Meeting:
+    """One rank's view of the store: settles between ranks what training itself does not exchange."""
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._num_barriers = 0
+
+    def stop_at(self, step: int) -> None:
+        """Ask all ranks to stop once they have done `step` steps, unless someone has already named a step."""
+        self._store.compare_set(_STOP, "", str(step))
+
+    def stop_step(self) -> int | None:
+        """After how many steps all ranks are to stop, if someone asked for it. One round trip to the store."""
+        return int(self._store.get(_STOP)) if self._store.check([_STOP]) else None
+
+    def share(self, name: str, text: str) -> list[str]:
+        """Every rank's `text`, by rank; waits for all. A name serves once."""
+        self._store.set(f"offbeat-lab/{name}/{self.rank}", text)
+        return [self._store.get(f"offbeat-lab/{name}/{rank}").decode() for rank in range(self.world_size)]
+
+    def barrier(self) -> None:
+        """Return once every rank is here."""
+        self._num_barriers += 1
+        self.share(f"barrier-{self._num_barriers}", "here")
+
+
+class StoreServer:
+    """The store of a local run, in the supervisor, on a socket that listens on loopback only."""
+
+    def __init__(self) -> None:
+        with bound_socket(LOOPBACK) as listener:
+            self.port: int = listener.getsockname()[1]
+            # Given only an address, the store would listen on every interface.
+            self._store: Store | None = dist.TCPStore(  # type: ignore[attr-defined]
+                LOOPBACK, self.port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+            )
+
+    def environment(self, rank: int, world_size: int) -> dict[str, str]:
+        """What worker `rank` needs to find the store, in the variables that torch.distributed knows too."""
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        return place | {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(self.port), _SUPERVISED: str(self.port)}
+
+    def close(self) -> None:
+        self._store = None
+
+
+def launched() -> Launch | None:
+    """This process's place, when torchrun or srun started it; None when it was started alone."""
+    for rank_name, size_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        rank, size = os.environ.get(rank_name, ""), os.environ.get(size_name, "")
+        if rank.isdigit() and size.isdigit() and (rank_name == "RANK" or int(size) > 1):
+            return Launch(rank=int(rank), world_size=int(size))
+    return None
+
+
+def join() -> Meeting:
+    """Initialise torch.distributed (gloo) among the processes of this run. `leave` undoes it."""
+    launch = launched()
+    if launch is None:
+        raise ConfigError("this process has no rank: RANK and WORLD_SIZE are not set; start it with torchrun or offbeat train")
+    if _SUPERVISED in os.environ:
+        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+            LOOPBACK, int(os.environ[_SUPERVISED]), is_master=False, wait_for_workers=False, timeout=_PATIENCE
+        )
+    else:
+        _require(("MASTER_ADDR", "MASTER_PORT"), launch)
+        os.environ.update(RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size))
+        store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
+    dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.world_size)
+    return Meeting(store, launch.rank, launch.world_size)
+
+
+def leave() -> None:
+    """Part when all ranks are done: the one that serves the store must not be gone while another still asks it."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _require(names: Sequence[str], launch: Launch) -> None:
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"this is rank {launch.rank} of {launch.world_size}, but {' and '.join(missing)} is not set; "
+            "export the address and a free port of rank 0's host"
+        )

@@ -1,0 +1,53 @@
+"""The tasks of the lab, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from pydantic import ValidationError
+
+from offbeat.errors import ConfigError, nearest
+from offbeat.lab.tasks.base import Batch, Task, TaskOptions
+from offbeat.lab.tasks.charlm import Charlm
+from offbeat.lab.tasks.digits import Digits
+from offbeat.lab.tasks.mnist import Mnist
+
+__all__ = ["TASKS", "Batch", "Task", "TaskOptions", "build_task", "task_type"]
+
+TASKS: Final[Mapping[str, type[Task]]] = {task.name: task for task in (Digits, Charlm, Mnist)}
+
+
+def task_type(name: str) -> type[Task]:
+    """The task called `name`. Raises `ConfigError` with the nearest name that exists."""
+    if name not in TASKS:
+        raise ConfigError(f"no task {name!r}; allowed are {', '.join(TASKS)}{nearest(name, TASKS)}")
+    return TASKS[name]
+
+
+def build_task(name: str, options: Mapping[str, object]) -> Task:
+    """The task called `name`, its options checked.
+
+    Args:
+        name: a key of `TASKS`.
+        options: values by option name; strings are converted.
+
+    Raises:
+        ConfigError: no such task or option, a value that is not allowed, or data that is not there.
+    """
+    kind = task_type(name)
+    try:
+        return kind(kind.options_type.model_validate(options))
+    except ValidationError as error:
+        raise ConfigError(_explain(kind, error)) from None
+
+
+def _explain(kind: type[Task], error: ValidationError) -> str:
+    first = error.errors()[0]
+    option = ".".join(map(str, first["loc"]))
+    allowed = kind.options_type.model_fields
+    if first["type"] == "extra_forbidden":
+        return f"task {kind.name!r} has no option {option!r}; allowed are {', '.join(allowed)}{nearest(option, allowed)}"
+    if first["type"] == "missing":
+        return f"task {kind.name!r} needs --set {option}=...: {allowed[option].description}"
+    return f"option {option} of task {kind.name!r}: got {first['input']!r}; {first['msg'].lower()}"

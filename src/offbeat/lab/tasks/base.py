@@ -1,0 +1,119 @@
+"""What a task is: a model, data that every rank reads in step, and a figure that says how good the model has become."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import ClassVar, Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+
+from offbeat.errors import ConfigError
+
+Size: TypeAlias = Literal["tiny", "small", "medium", "large"]
+Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+class TaskOptions(BaseModel):
+    """Options that all tasks share."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size: Size = Field("tiny", description="model size: about 0.1, 1, 5 or 25 million parameters")
+    batch_size: int = Field(32, ge=1, description="samples in one worker's batch")
+    lr: float = Field(0.05, gt=0, description="learning rate; gradients are averaged, so it holds for any number of workers")
+
+
+class Task(ABC):
+    """One model and one data set. Constructing it checks the options and touches no data yet.
+
+    Attributes:
+        name: on the command line.
+        summary: one line for people.
+        metric_name: what `evaluate` measures.
+        higher_is_better: whether a larger metric is the better one.
+        default_epochs: passes over the data when nobody says how many.
+        options_type: the pydantic model of its options.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    metric_name: ClassVar[str]
+    higher_is_better: ClassVar[bool]
+    default_epochs: ClassVar[int]
+    options_type: ClassVar[type[TaskOptions]]
+
+    options: TaskOptions
+
+    def __init__(self, options: TaskOptions) -> None:
+        """Take options of type `options_type`."""
+        assert isinstance(options, self.options_type)
+        self.options = options
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int:
+        """Training samples in one epoch over all workers."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A new model, drawn from torch's default generator."""
+
+    @abstractmethod
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer this task is trained with."""
+
+    @abstractmethod
+    def batch(self, samples: NDArray[np.int64]) -> Batch:
+        """Inputs and targets of the training samples with these numbers."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Mean loss of one batch, a scalar with a gradient."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> float:
+        """The metric on data that was held out of training."""
+
+    def build_model(self, seed: int) -> nn.Module:
+        """The model that `seed` determines, the same on every rank."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.model()
+
+    def steps_per_epoch(self, world_size: int) -> int:
+        """Full batches each of `world_size` workers gets in one epoch, the same number for all.
+
+        Raises:
+            ConfigError: not even one.
+        """
+        steps = self.num_samples // (world_size * self.options.batch_size)
+        if steps == 0:
+            raise ConfigError(
+                f"{world_size} workers with batches of {self.options.batch_size} need "
+                f"{world_size * self.options.batch_size} samples a step, but task {self.name!r} has {self.num_samples}; "
+                "use fewer workers or --set batch_size=..."
+            )
+        return steps
+
+    def batches(self, *, seed: int, epoch: int, rank: int, world_size: int, start_step: int = 0) -> Iterator[Batch]:
+        """This rank's batches of one epoch, from its step `start_step` on.
+
+        Every epoch is a fresh permutation drawn from (seed, epoch); step s takes the next `world_size * batch_size` samples
+        of it and deals each rank its share. So the samples of a step depend on neither the rank nor what came before.
+        """
+        order = np.random.default_rng((seed, epoch)).permutation(self.num_samples)
+        size = self.options.batch_size
+        for step in range(start_step, self.steps_per_epoch(world_size)):
+            first = (step * world_size + rank) * size
+            yield self.batch(order[first : first + size])
+
+
+def mean_over_batches(num_samples: int, batch_size: int, total: Callable[[slice], float]) -> float:
+    """Add `total` up over consecutive slices of at most `batch_size` samples, and divide by `num_samples`."""
+    slices = [slice(start, min(start + batch_size, num_samples)) for start in range(0, num_samples, batch_size)]
+    return sum(total(part) for part in slices) / num_samples

@@ -1,0 +1,124 @@
+"""One training run, from what the user asked for to its summary: with workers of its own, or as one rank of torchrun's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from offbeat.checkpoint import latest, verify
+from offbeat.errors import ConfigError, OffbeatError, RecordError
+from offbeat.lab.config import Request, RunConfig, resolve, resolve_resume
+from offbeat.lab.options import strategy_type
+from offbeat.lab.progress import Progress
+from offbeat.lab.records import Record, Summary, begin_attempt, create, lock
+from offbeat.lab.rendezvous import Launch, join, launched, leave
+from offbeat.lab.schedule import Position
+from offbeat.lab.supervisor import supervise
+
+Watcher = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A checked run that has touched nothing yet.
+
+    Attributes:
+        config: what to do.
+        out: directory for the record, None for the next free one; the record's own when resuming.
+        start_step: 0, or the step of the checkpoint to go on from.
+        launch: this process's place under torchrun or srun, None when workers are to be started.
+    """
+
+    config: RunConfig
+    out: Path | None
+    start_step: int
+    launch: Launch | None
+
+
+def plan(request: Request, *, out: Path | None = None, resume: Path | None = None) -> Plan:
+    """Check everything that can be checked before anything starts.
+
+    Raises:
+        ConfigError: the request cannot be run as asked.
+        RecordError: `resume` is no record.
+        CheckpointError: its checkpoint is missing, damaged or altered.
+    """
+    launch = launched()
+    if launch is not None:
+        if request.workers is not None and request.workers != launch.world_size:
+            raise ConfigError(
+                f"--workers {request.workers}, but {launch.world_size} processes were launched; leave --workers out or launch as many"
+            )
+        request = replace(request, workers=launch.world_size)
+    if resume is None:
+        return Plan(config=resolve(request), out=out, start_step=0, launch=launch)
+    if out is not None and out.resolve() != resume.resolve():
+        raise ConfigError(f"--resume goes on in {resume}, so --out {out} has no meaning; leave it out")
+    record = Record(resume)
+    manifest = latest(record.checkpoint_root)
+    verify(manifest)
+    position = Position.from_json(manifest.metadata.get("position"))
+    config = resolve_resume(record.config, request, steps_done=position.step, epochs_done=position.epoch)
+    return Plan(config=config, out=resume, start_step=manifest.step, launch=launch)
+
+
+def train(planned: Plan, on_progress: Watcher) -> Summary | None:
+    """Carry `planned` out.
+
+    Returns:
+        The summary; None on ranks other than 0 under torchrun or srun.
+
+    Raises:
+        RecordError: the output directory is in use.
+        PeerError: a worker died or failed; the message names it and says how to go on.
+        OffbeatError: under torchrun or srun, what went wrong on this rank.
+    """
+    if planned.launch is not None:
+        return _join(planned, on_progress)
+    directory = _directory(planned)
+    with lock(directory):
+        begin_attempt(directory, planned.config, start_step=planned.start_step)
+        supervise(
+            directory,
+            planned.config.workers,
+            survives_death=strategy_type(planned.config.strategy).survives_death,
+            on_progress=on_progress,
+        )
+        summary = Record(directory).summary()
+    if summary is None:
+        raise RecordError(f"the workers ended without a summary; see {directory / 'logs'}")
+    return summary
+
+
+def _join(planned: Plan, on_progress: Watcher) -> Summary | None:
+    from offbeat.lab.worker import train_rank  # the supervisor's side needs no session
+
+    meeting = join()
+    problem, directory, claim = "", Path(), None
+    if meeting.rank == 0:
+        try:
+            directory = _directory(planned).resolve()
+            claim = lock(directory)
+            begin_attempt(directory, planned.config, start_step=planned.start_step)
+        except OffbeatError as error:  # told to all ranks, or they would wait for ever
+            problem = str(error)
+    problem, chosen = meeting.share("problem", problem)[0], Path(meeting.share("directory", str(directory))[0])
+    if problem:
+        raise RecordError(problem)
+    if not (chosen / "config.json").exists():
+        raise ConfigError(f"rank {meeting.rank} does not see {chosen}; give an --out on a file system that all hosts share")
+    try:
+        summary = train_rank(chosen, meeting, lambda report: on_progress(report) if isinstance(report, Progress) else None)
+    finally:
+        if claim is not None:
+            claim.close()
+    leave()
+    return summary
+
+
+def _directory(planned: Plan) -> Path:
+    if planned.start_step:
+        assert planned.out is not None
+        return planned.out
+    return create(planned.out, planned.config)

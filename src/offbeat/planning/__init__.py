@@ -1,0 +1,1 @@
+"""Pure arithmetic: trees, fusion, ownership, costs."""

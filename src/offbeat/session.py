@@ -1,0 +1,353 @@
+"""`attach`: a strategy goes into a training loop, and comes out again.
+
+The session owns no algorithm. It checks that all ranks mean the same, puts hooks into the model and the optimizer, hands
+events to the strategy's parts, and keeps their state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from offbeat.agreement import adopt_rank_0, agree, describe
+from offbeat.errors import CheckpointError, ConfigError, OffbeatError, UnsupportedError
+from offbeat.hooks import BackwardHooks
+from offbeat.strategies.base import (
+    HasCounters,
+    OnAfterStep,
+    OnBackwardBegins,
+    OnBackwardDone,
+    OnBackwardFailed,
+    OnBeforeStep,
+    OnGradientReady,
+    Part,
+    PartState,
+    Strategy,
+    Workspace,
+    stream_counter,
+)
+from offbeat.transport.connect import connect, join_process_group
+from offbeat.transport.driver import Driver
+from offbeat.transport.wrappers import Arrival, Counting
+
+MAX_NOTICES = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stats:
+    """Totals of this rank since it was attached.
+
+    Attributes:
+        steps: optimizer steps taken.
+        exchanges: exchanges of gradients.
+        skipped_steps: exchanges whose result was discarded on all ranks.
+        bytes_sent, bytes_received, messages_sent: as the transport counted them.
+        wait_s: seconds spent waiting for other ranks.
+        encode_s: seconds spent on selection, residuals and putting results in place.
+    """
+
+    steps: int
+    exchanges: int
+    skipped_steps: int
+    bytes_sent: int
+    bytes_received: int
+    messages_sent: int
+    wait_s: float
+    encode_s: float
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    *,
+    group: dist.ProcessGroup | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Session:
+    """Let `strategy` decide what `param.grad` holds when `backward()` returns. Collective: every rank calls it.
+
+    Rank 0's parameters and buffers are copied to all ranks. If torch.distributed is not initialised but the environment is
+    that of torchrun or srun, it is initialised; with neither, the session trains alone, on the same code path.
+
+    Args:
+        model: a plain module: not wrapped in DistributedDataParallel, not sharded.
+        optimizer: one of torch.optim's, over parameters of `model`.
+        strategy: such as `offbeat.GTopK(density=0.001)`; the same on every rank.
+        group: the ranks that take part; all by default. It is never used for communication.
+        scaler: the GradScaler in use with AMP, so that residuals are kept unscaled and all ranks skip the same steps.
+
+    Raises:
+        ConfigError, UnsupportedError: this cannot work, with the reason. Every rank raises; none is left waiting.
+        MismatchError: the ranks disagree, with the first difference.
+    """
+    join_process_group()
+    refusal: OffbeatError | None = None
+    try:
+        _check(model, optimizer, strategy)
+    except OffbeatError as error:
+        refusal = error
+    alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+    if refusal is not None and alone:
+        raise refusal
+    driver = connect(group, cuda=any(parameter.is_cuda for parameter in model.parameters()))
+    try:
+        return Session(model, optimizer, strategy, driver=driver, scaler=scaler, refusal=refusal)
+    except BaseException:
+        driver.close()
+        raise
+
+
+def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    """Refuse what cannot work, before anything is sent."""
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(
+            f"strategy must be one such as offbeat.GTopK(density=0.001), got {strategy!r}; did you pass the class?"
+        )
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise UnsupportedError(
+            "the model is wrapped in DistributedDataParallel, which exchanges gradients itself; pass model.module"
+        )
+    parameters = dict(model.named_parameters())
+    sharded = [name for name, parameter in parameters.items() if type(parameter.data).__name__ == "DTensor"]
+    if sharded or type(model).__name__ == "FullyShardedDataParallel":
+        raise UnsupportedError(
+            f"the model is sharded (FSDP2 or DTensor{f', see {sharded[0]!r}' if sharded else ''}); offbeat needs every rank to "
+            "hold whole parameters: pass the model before fully_shard()"
+        )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            raise UnsupportedError(f"module {name!r} yields sparse gradients; build it with sparse=False")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "LBFGS runs several backward passes inside step(), each rank as many as it likes; use another optimizer"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError("SparseAdam needs sparse gradients, which this model does not yield; use torch.optim.Adam")
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
+    known = {id(parameter) for parameter in parameters.values()}
+    foreign = sum(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"])
+    if foreign:
+        raise ConfigError(
+            f"{foreign} of the optimizer's parameters are not the model's; build the optimizer from model.parameters(), after "
+            "moving the model to its device"
+        )
+    strategy.check(optimizer)
+
+
+class Session:
+    """A strategy at work in a training loop. Made by `attach`; a context manager that closes itself."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        *,
+        driver: Driver,
+        scaler: torch.amp.GradScaler | None = None,
+        refusal: OffbeatError | None = None,
+    ) -> None:
+        self.strategy = strategy
+        self.rank = driver.rank
+        self.world_size = driver.world_size
+        self.notices: list[str] = []
+        """Remarks that a user should see: fallbacks, skipped steps, choices made."""
+        new_stream = stream_counter()
+        control = new_stream()
+        agree(driver, control, refusal or describe(model, optimizer, strategy))
+        adopt_rank_0(driver, control, model)
+
+        self._counting = Counting(driver)
+        self._driver: Driver = self._counting
+        self._parameters = {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
+        self._frozen = [(_plain(name), p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._synchronised = True
+        self._steps = 0
+        self._closed = False
+        workspace = Workspace(
+            parameters=self._parameters,
+            driver=self._driver,
+            grad_scale=(lambda: 1.0) if scaler is None else scaler.get_scale,
+            has_scaler=scaler is not None and scaler.is_enabled(),
+            new_stream=new_stream,
+            notify=self._notify,
+        )
+        self._parts: Sequence[Part] = strategy.build(workspace)
+        self._hear_backward_begins = [part for part in self._parts if isinstance(part, OnBackwardBegins)]
+        self._hear_gradient_ready = [part for part in self._parts if isinstance(part, OnGradientReady)]
+        self._hear_backward_done = [part for part in self._parts if isinstance(part, OnBackwardDone)]
+        self._hear_backward_failed = [part for part in self._parts if isinstance(part, OnBackwardFailed)]
+        self._hear_before_step = [part for part in self._parts if isinstance(part, OnBeforeStep)]
+        self._hear_after_step = [part for part in self._parts if isinstance(part, OnAfterStep)]
+        self._counted = [part for part in self._parts if isinstance(part, HasCounters)]
+        self._hooks = BackwardHooks(model, list(self._parameters.values()), self)
+        self._step_handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    # The user's side
+
+    @property
+    def stats(self) -> Stats:
+        """Totals so far."""
+        traffic = self._counting.traffic
+        counters: Counter[str] = Counter()
+        for part in self._counted:
+            counters.update(part.counters())
+        return Stats(
+            steps=self._steps,
+            exchanges=int(counters["exchanges"]),
+            skipped_steps=int(counters["skipped_steps"]),
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
+            messages_sent=traffic.messages_sent,
+            wait_s=traffic.wait_s,
+            encode_s=counters["encode_s"],
+        )
+
+    def take_arrivals(self) -> list[Arrival]:
+        """When this rank came to each collective since the last call, and how long it waited there."""
+        return self._counting.take_arrivals()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside accumulate locally; the next one outside exchanges everything accumulated."""
+        before, self._synchronised = self._synchronised, False
+        try:
+            yield
+        finally:
+            self._synchronised = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: residuals, momenta, counters. Tensors are copies, keyed by parameter name."""
+        parts = {type(part).__name__: _copied(part.state_dict()) for part in self._parts}
+        return {"strategy": self.strategy.name, "world_size": self.world_size, "rank": self.rank, "parts": parts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`. Raises `CheckpointError` if the state is of another strategy, model, rank or world size."""
+        for key, here in (("strategy", self.strategy.name), ("world_size", self.world_size), ("rank", self.rank)):
+            if state.get(key) != here:
+                fix = "; offbeat.reshard shares old ranks' states out anew" if key == "world_size" else ""
+                raise CheckpointError(f"the state was saved with {key} {state.get(key)!r}, here it is {here!r}{fix}")
+        for part in self._parts:
+            if type(part).__name__ not in state["parts"]:
+                raise CheckpointError(
+                    f"the state lacks {type(part).__name__!r}; it was saved with other options of the strategy"
+                )
+            part.load_state_dict(state["parts"][type(part).__name__])
+
+    def close(self) -> None:
+        """Take every hook out and give back sockets and groups. Idempotent. Not collective: ranks may close at any time."""
+        if self._closed:
+            return
+        try:
+            self._hooks.report_failed_pass()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        self._hooks.remove()
+        for handle in self._step_handles:
+            handle.remove()
+        for part in self._parts:
+            part.close()
+        self._driver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+            return
+        # The peers must hear of it before the sockets go; what goes wrong on the way out must not hide the error.
+        with suppress(OffbeatError):
+            self._driver.abort(f"{type(error).__name__}: {error}")
+        with suppress(OffbeatError):
+            self._close()
+
+    # Events, from the hooks
+
+    def backward_begins(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UnsupportedError(
+                    f"parameter {name!r} was frozen when the session was attached and requires a gradient now; close the session "
+                    "and attach a new one after unfreezing"
+                )
+        for part in self._hear_backward_begins:
+            part.on_backward_begins(synchronised=self._synchronised)
+
+    def gradient_ready(self, index: int) -> None:
+        for part in self._hear_gradient_ready:
+            part.on_gradient_ready(index, synchronised=self._synchronised)
+
+    def backward_done(self) -> None:
+        for part in self._hear_backward_done:
+            part.on_backward_done(synchronised=self._synchronised)
+
+    def backward_failed(self) -> None:
+        for part in self._hear_backward_failed:
+            part.on_backward_failed()
+
+    def _before_step(self, *_: Any) -> None:
+        self._hooks.report_failed_pass()
+        for part in self._hear_before_step:
+            part.on_before_step()
+
+    def _after_step(self, *_: Any) -> None:
+        self._steps += 1
+        for part in self._hear_after_step:
+            part.on_after_step()
+        self._driver.mark_step(self._steps)
+
+    def _notify(self, remark: str) -> None:
+        if len(self.notices) < MAX_NOTICES:
+            self.notices.append(remark)
+
+
+def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> dict[str, Any]:
+    """The state of `rank` in a world of `world_size`, made of the states of all ranks of an older world.
+
+    What is additive (residuals, momenta) is shared out so that its sum over ranks stays the same: rank r takes the old ranks
+    r, r + world_size, ...; a rank beyond the old ones starts with zeros. With the same world size nothing changes.
+
+    Args:
+        states: `Session.state_dict()` of every old rank, by rank.
+        world_size: of the new world, >= 1.
+        rank: in the new world.
+    """
+    if not states:
+        raise CheckpointError("there is no state to share out")
+    parts = {name: _reshard_part([state["parts"][name] for state in states], world_size, rank) for name in states[0]["parts"]}
+    return {"strategy": states[0]["strategy"], "world_size": world_size, "rank": rank, "parts": parts}
+
+
+def _reshard_part(states: Sequence[PartState], world_size: int, rank: int) -> PartState:
+    mine = states[rank::world_size]
+    additive = {
+        name: torch.stack([state["additive"][name] for state in mine]).sum(dim=0) if mine else torch.zeros_like(tensor)
+        for name, tensor in states[0].get("additive", {}).items()
+    }
+    local = states[rank % len(states)].get("local", {})
+    return {"additive": additive, "local": local, "replicated": states[0].get("replicated", {})}
+
+
+def _copied(state: PartState) -> PartState:
+    additive = {name: tensor.detach().clone() for name, tensor in state.get("additive", {}).items()}
+    return {**state, "additive": additive}
+
+
+def _plain(name: str) -> str:
+    """A parameter's name without what torch.compile's wrapper puts in front."""
+    return name.replace("_orig_mod.", "")

@@ -1,0 +1,11 @@
+"""One file a system. A strategy is a recipe of four choices; base.py names the events its parts can act on."""
+
+from __future__ import annotations
+
+from offbeat.strategies.allreduce import AllReduce
+from offbeat.strategies.base import Strategy
+from offbeat.strategies.gtopk import GTopK
+from offbeat.strategies.topk import TopK
+
+REGISTRY: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (AllReduce, TopK, GTopK)}
+"""Strategies by the name that the command line knows them by."""

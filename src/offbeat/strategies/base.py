@@ -1,0 +1,136 @@
+"""What a strategy is: a frozen description that builds parts, and the events its parts can act on.
+
+A session dispatches events and does nothing else with parts. A part implements the events it needs, one protocol each, and
+the session asks with `isinstance` once, when it is attached. The order within a training step:
+
+    backward begins -> gradient ready (for each parameter) -> backward done -> before step -> after step
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+
+import torch
+
+from offbeat.transport.driver import Driver, Stream
+
+PartState: TypeAlias = dict[str, Any]
+"""A part's state. At most three keys, which say what becomes of it when the number of workers changes:
+
+- "additive": tensors by name whose sum over ranks matters (residuals); shared out anew, the sum preserved;
+- "replicated": the same on every rank; copied;
+- "local": a rank's own; handed to the rank of the same number modulo the old world size.
+"""
+
+
+@runtime_checkable
+class Part(Protocol):
+    """What every part must do."""
+
+    def state_dict(self) -> PartState:
+        """Everything a resumed run needs to go on as if it had never stopped. Tensors may be live ones."""
+        ...
+
+    def load_state_dict(self, state: PartState) -> None:
+        """Inverse of `state_dict`. Raises `CheckpointError` when the state does not fit."""
+        ...
+
+    def close(self) -> None:
+        """Put back whatever the part changed in the user's objects."""
+        ...
+
+
+@runtime_checkable
+class OnBackwardBegins(Protocol):
+    def on_backward_begins(self, *, synchronised: bool) -> None:
+        """An outermost backward pass begins and has accumulated nothing; `synchronised` is False inside `no_sync`."""
+        ...
+
+
+@runtime_checkable
+class OnGradientReady(Protocol):
+    def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
+        """Parameter `index` has its gradient of this backward pass."""
+        ...
+
+
+@runtime_checkable
+class OnBackwardDone(Protocol):
+    def on_backward_done(self, *, synchronised: bool) -> None:
+        """The backward pass is over. What this raises comes out of the user's `backward()`."""
+        ...
+
+
+@runtime_checkable
+class OnBackwardFailed(Protocol):
+    def on_backward_failed(self) -> None:
+        """An earlier backward pass ended in an exception on this rank, and its peers may be waiting."""
+        ...
+
+
+@runtime_checkable
+class OnBeforeStep(Protocol):
+    def on_before_step(self) -> None:
+        """`optimizer.step()` has been called."""
+        ...
+
+
+@runtime_checkable
+class OnAfterStep(Protocol):
+    def on_after_step(self) -> None:
+        """`optimizer.step()` is about to return."""
+        ...
+
+
+@runtime_checkable
+class HasCounters(Protocol):
+    def counters(self) -> Mapping[str, float]:
+        """Totals so far, summed over parts: "exchanges", "skipped_steps", "encode_s" (seconds)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """What a strategy's parts work with.
+
+    Attributes:
+        parameters: the model's trainable parameters by name, in the model's order; the same on all ranks.
+        driver: carries collectives out.
+        grad_scale: by what factor gradients are scaled at the moment (AMP); 1.0 without a scaler.
+        has_scaler: whether a GradScaler decides which steps are skipped.
+        new_stream: a fresh stream of channels; parts take theirs while they are built, in the same order on all ranks.
+        notify: puts a remark where the user will see it, in the record and the report.
+    """
+
+    parameters: Mapping[str, torch.nn.Parameter]
+    driver: Driver
+    grad_scale: Callable[[], float]
+    has_scaler: bool
+    new_stream: Callable[[], Stream]
+    notify: Callable[[str], None]
+
+
+def stream_counter() -> Callable[[], Stream]:
+    """A source of streams, numbered from 0."""
+    numbers = count()
+    return lambda: Stream(next(numbers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy(ABC):
+    """A recipe. Subclasses are frozen keyword-only dataclasses that check their options in `__post_init__`."""
+
+    name: ClassVar[str]
+    survives_death: ClassVar[bool] = False
+    """Whether the other workers go on when one dies."""
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most strategies go with every optimizer
+        """Raise `ConfigError` if the strategy cannot work with this optimizer. Runs before any communication."""
+
+    @abstractmethod
+    def build(self, workspace: Workspace) -> Sequence[Part]:
+        """The parts, in the order in which they get events. Collective: all ranks build together."""

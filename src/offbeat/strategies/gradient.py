@@ -1,0 +1,174 @@
+"""What the strategies that exchange gradients have in common: when to skip a step, and sparsification with error feedback."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.warmup import Warmup
+from offbeat.codec.wire import pair_bytes
+from offbeat.collectives.base import SparseCollective, ValueFormat, Wire
+from offbeat.errors import ConfigError
+from offbeat.exchange.buckets import Bucket, make_buckets
+from offbeat.exchange.gradients import ExchangeCounts, GradientExchange, Reduction
+from offbeat.exchange.reductions import Plan, SparseReduction
+from offbeat.exchange.replicas import ReplicaCheck
+from offbeat.strategies.base import Part, Strategy, Workspace
+from offbeat.strategies.options import (
+    require_at_least,
+    require_density,
+    require_fraction_below_one,
+    require_one_of,
+    require_positive,
+)
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientStrategy(Strategy):
+    """Synchronous: every rank applies the same gradient in every step.
+
+    Args:
+        max_skipped_steps: raise after more than this many steps in a row were skipped for non-finite gradients, >= 0.
+        replica_check_interval: compare the ranks' parameters every this many steps; 0 never does.
+    """
+
+    max_skipped_steps: int = 20
+    replica_check_interval: int = 100
+
+    def __post_init__(self) -> None:
+        require_at_least("max_skipped_steps", self.max_skipped_steps, 0)
+        require_at_least("replica_check_interval", self.replica_check_interval, 0)
+
+    @abstractmethod
+    def parts(self, workspace: Workspace, counts: ExchangeCounts) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
+        """Each bucket with its reduction, and whatever other parts the strategy needs."""
+
+    def build(self, workspace: Workspace) -> Sequence[Part]:
+        counts = ExchangeCounts()
+        pairs, others = self.parts(workspace, counts)
+        exchange = GradientExchange(
+            pairs,
+            counts=counts,
+            grad_scale=workspace.grad_scale,
+            has_scaler=workspace.has_scaler,
+            max_skipped_steps=self.max_skipped_steps,
+            notify=workspace.notify,
+        )
+        if self.replica_check_interval:
+            stream, interval = workspace.new_stream(), self.replica_check_interval
+            others.append(ReplicaCheck(workspace.parameters, driver=workspace.driver, stream=stream, interval=interval))
+        return [exchange, *others]
+
+
+Choose = Callable[[int, int], SparseCollective | None]
+"""(number of elements, k) -> the collective to use; None sends everything densely."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseGradientStrategy(GradientStrategy):
+    """Only the largest entries of residual + gradient travel; the rest is owed.
+
+    Args:
+        density: fraction of entries that travel, in (0, 1].
+        selection: "exact" takes exactly the k largest; "reuse" adapts the last step's threshold and takes 0.8 k to 1.2 k,
+            in fewer passes.
+        momentum_correction: DGC's momentum (arXiv 1712.01887, section 3.1), in [0, 1): momentum is applied before selection.
+            The optimizer's own momentum must be 0 then. None: leave momentum to the optimizer.
+        momentum_masking: DGC's factor masking: momentum stops where an entry was sent.
+        warmup: "paper" (0.25, 0.0725, 0.015, 0.004 in epochs 0 to 3), "exponential" (DGC), or None.
+        steps_per_epoch: exchanges in an epoch, >= 1; needed with `warmup`, which counts epochs.
+        values: "float32", or "bfloat16" on the wire; what rounding loses is owed.
+        bucket_mib: exchange in buckets of this size, overlapping with backward, each with its own top-k; None: all in one.
+    """
+
+    density: float = 0.001
+    selection: Literal["exact", "reuse"] = "exact"
+    momentum_correction: float | None = None
+    momentum_masking: bool = True
+    warmup: Literal["paper", "exponential"] | None = None
+    steps_per_epoch: int | None = None
+    values: Literal["float32", "bfloat16"] = "float32"
+    bucket_mib: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_density("density", self.density)
+        require_one_of("selection", self.selection, ("exact", "reuse"))
+        require_one_of("values", self.values, ("float32", "bfloat16"))
+        if self.momentum_correction is not None:
+            require_fraction_below_one("momentum_correction", self.momentum_correction)
+        if self.bucket_mib is not None:
+            require_positive("bucket_mib", self.bucket_mib)
+        if self.warmup is not None:
+            require_one_of("warmup", self.warmup, ("paper", "exponential"))
+            if self.steps_per_epoch is None:
+                raise ConfigError(f"warmup={self.warmup!r} counts epochs: pass steps_per_epoch too, such as len(loader)")
+        if self.steps_per_epoch is not None:
+            require_at_least("steps_per_epoch", self.steps_per_epoch, 1)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        momenta = [group.get("momentum", 0) for group in optimizer.param_groups]
+        if self.momentum_correction is not None and any(momenta):
+            raise ConfigError(
+                f"momentum_correction={self.momentum_correction} applies momentum before selection, but the optimizer has "
+                f"momentum={max(momenta)} of its own, so it would count twice; build the optimizer with momentum=0"
+            )
+
+    @abstractmethod
+    def chooser(self, workspace: Workspace) -> tuple[Choose, list[Part]]:
+        """How the collective is chosen, and the part, if any, that remembers the choice."""
+
+    def density_at(self, exchange: int) -> float:
+        """Density of exchange number `exchange`, counted from 0."""
+        if self.warmup is None or self.steps_per_epoch is None:
+            return self.density
+        if self.warmup == "paper":
+            schedule = Warmup.paper(self.steps_per_epoch)
+        else:
+            schedule = Warmup.exponential(self.steps_per_epoch, self.density)
+        return schedule.density_at(exchange, self.density)
+
+    def parts(self, workspace: Workspace, counts: ExchangeCounts) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
+        choose, others = self.chooser(workspace)
+        cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
+        buckets = make_buckets(workspace.parameters, cap_bytes=cap_bytes)
+        return [(bucket, self._reduction(bucket, workspace, counts, choose)) for bucket in buckets], others
+
+    def _reduction(self, bucket: Bucket, workspace: Workspace, counts: ExchangeCounts, choose: Choose) -> SparseReduction:
+        def plan() -> Plan:
+            k = max(1, round(self.density_at(counts.exchanges) * bucket.num_elements))
+            return Plan(k=k, collective=choose(bucket.num_elements, k))
+
+        feedback = ErrorFeedback(
+            bucket.num_elements,
+            dtype=bucket.flat.dtype,
+            device=bucket.flat.device,
+            selection=self.selection,
+            momentum=self.momentum_correction,
+            masking=self.momentum_masking,
+        )
+        return SparseReduction(
+            bucket, feedback, driver=workspace.driver, stream=workspace.new_stream(), wire=self._wire(bucket), plan=plan
+        )
+
+    def _wire(self, bucket: Bucket) -> Wire:
+        double = bucket.flat.dtype == torch.float64
+        return Wire(
+            num_elements=bucket.num_elements,
+            num_parameters=len(bucket.indices),
+            dtype=np.dtype(np.float64 if double else np.float32),
+            value_format="float64" if double and self.values == "float32" else self.values,
+        )
+
+    def pair_bytes(self) -> int:
+        """Bytes of one entry on the wire, for cost models."""
+        value_format: ValueFormat = self.values
+        return pair_bytes(value_format)

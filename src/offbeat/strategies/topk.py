@@ -1,0 +1,31 @@
+"""Top-k S-SGD: each rank sends its own k largest entries to everyone, and all of them are applied.
+
+    acc = residual + gradient
+    mine = the k largest entries of acc; residual = the others
+    gradient = (sum over ranks of their entries) / P          (up to P k entries)
+
+The baseline that gTop-k S-SGD (arXiv 1901.04359) improves on; error feedback after 1809.07599.
+
+Cost per step: ceil(log2 P) messages, (P-1) k pairs sent by each rank, which grows with P.
+
+Differences from the paper: momentum correction, warm-up, bfloat16 values and threshold re-use are offered here too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from offbeat.collectives.topk_allgather import topk_sum
+from offbeat.strategies.base import Part, Workspace
+from offbeat.strategies.gradient import Choose, SparseGradientStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(SparseGradientStrategy):
+    """Local top-k, summed over all ranks without a further selection. Its options are those of every sparse strategy."""
+
+    name: ClassVar[str] = "topk"
+
+    def chooser(self, workspace: Workspace) -> tuple[Choose, list[Part]]:
+        return lambda num_elements, k: topk_sum, []

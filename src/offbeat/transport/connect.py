@@ -1,0 +1,116 @@
+"""From an initialised torch.distributed (or an environment that can initialise it) to a driver of one's own.
+
+`connect` opens what a session needs and shares with nobody: a gloo group for dense collectives on CPU, an NCCL group where
+the model is on CUDA, and a mesh of authenticated ZeroMQ sockets for messages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from offbeat.errors import ConfigError, PeerError
+from offbeat.transport.c10d import C10d
+from offbeat.transport.driver import Driver
+from offbeat.transport.interface import listen_address
+from offbeat.transport.operations import AllGather
+from offbeat.transport.peers import Peers
+from offbeat.transport.routed import Routed
+from offbeat.transport.solo import Solo
+
+SECRET_VARIABLE = "OFFBEAT_RUN_SECRET"
+"""Environment variable with the run's secret, at least 16 characters, the same on every rank."""
+
+_generations = itertools.count()
+
+
+def join_process_group() -> bool:
+    """Initialise torch.distributed from the environment of torchrun, or of SLURM's srun, unless that has been done.
+
+    Returns whether there is a process group afterwards. Under srun, MASTER_ADDR and MASTER_PORT must be set, as for
+    torch.distributed itself.
+    """
+    if dist.is_initialized():
+        return True
+    environment = _launch_environment()
+    if environment is None:
+        return False
+    rank, world_size = environment
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"this is rank {rank} of {world_size}, but {' and '.join(missing)} is not set, so the ranks cannot find each other; "
+            "start with torchrun, or export the address and a free port of rank 0's host"
+        )
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world_size)
+    return True
+
+
+def _launch_environment() -> tuple[int, int] | None:
+    for rank_name, size_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if rank_name in os.environ and size_name in os.environ:
+            rank, world_size = int(os.environ[rank_name]), int(os.environ[size_name])
+            if world_size > 1 or rank_name == "RANK":
+                return rank, world_size
+    return None
+
+
+def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Driver:
+    """A driver over the ranks of `group` (default: all ranks). Collective: every rank of the group calls it.
+
+    Args:
+        group: which ranks take part; it is only asked who they are, never used for communication.
+        cuda: whether CUDA tensors will be reduced, so that an NCCL group is worth making.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return Solo()
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    nccl = cuda and dist.is_nccl_available()
+    # With local synchronisation a subgroup can be made by its members alone.
+    make: Callable[[str], dist.ProcessGroup] = lambda backend: dist.new_group(  # noqa: E731
+        ranks, backend=backend, use_local_synchronization=True
+    )
+    dense = C10d(make("gloo"), make("nccl") if nccl else None)
+    try:
+        return Routed(dense, _mesh(dense))
+    except BaseException:
+        dense.close()
+        raise
+
+
+def _mesh(dense: C10d) -> Peers:
+    """Open this rank's sockets, learn everybody's endpoints, and connect."""
+    gather: Callable[[bytes], list[bytes]] = lambda payload: dense.start(AllGather(payload), 0).wait()  # noqa: E731
+    secret = _agree_on_secret(dense.rank, gather)
+    messages = Peers(dense.rank, dense.world_size, address=listen_address(), secret=secret, generation=next(_generations))
+    try:
+        messages.connect([endpoint.decode() for endpoint in gather(messages.endpoint.encode())])
+        gather(b"connected")
+    except BaseException:
+        messages.close()
+        raise
+    return messages
+
+
+def _agree_on_secret(rank: int, gather: Callable[[bytes], list[bytes]]) -> bytes:
+    """The run's secret: from the environment if every rank has it there, else drawn by rank 0 and sent over gloo.
+
+    gloo is not encrypted: on a network that others can listen to, set the environment variable.
+    """
+    given = os.environ.get(SECRET_VARIABLE, "").encode()
+    have = gather(b"\1" if given else b"\0")
+    if len(set(have)) > 1:
+        without = [r for r, answer in enumerate(have) if answer == b"\0"]
+        raise ConfigError(f"{SECRET_VARIABLE} is set on some ranks but not on {without}; set it on all of them or on none")
+    if given:
+        return given
+    drawn = gather(secrets.token_bytes(32) if rank == 0 else b"")[0]
+    if not drawn:
+        raise PeerError("rank 0 sent no secret", rank=0)
+    return drawn

@@ -1,0 +1,142 @@
+"""The outgoing connection to one peer, and whether that peer still lives."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from offbeat.errors import ConfigError
+from offbeat.transport.envelope import Kind, pack
+from offbeat.transport.keys import KeyPair
+from offbeat.transport.operations import Payload
+
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+
+# below this size keeping track of a borrowed buffer costs more than copying it
+_ZERO_COPY_BYTES = 1 << 19
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerLimits:
+    """When a peer counts as dead, and how large a message may be.
+
+    Attributes:
+        max_message_bytes: largest payload of one message, sent or received.
+        heartbeat_interval_s: how often an idle connection is probed. The peer's I/O thread answers, busy or not.
+        heartbeat_timeout_s: a connection on which nothing is heard for this long is gone. The longest that a peer may be
+            stopped (a debugger, SIGSTOP, a suspended virtual machine) without being held dead.
+        grace_s: a peer whose connection is gone and stays gone for this long is dead. Longer than what a closing peer's
+            last messages may take to arrive.
+        connect_timeout_s: how long the first connection to a peer may take.
+        linger_s: how long closing waits for messages already sent to reach peers that still live.
+    """
+
+    max_message_bytes: int = 1 << 31
+    heartbeat_interval_s: float = 2.0
+    heartbeat_timeout_s: float = 20.0
+    grace_s: float = 2.0
+    connect_timeout_s: float = 60.0
+    linger_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"PeerLimits.{field.name} is {value}, allowed is any finite number above 0")
+
+
+class Link:
+    """Sends to one peer, and learns from the socket's monitor whether the peer can be reached."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        endpoint: str,
+        sender: int,
+        generation: int,
+        own_keys: KeyPair,
+        peer_key: bytes,
+        limits: PeerLimits,
+        now_s: float,
+    ) -> None:
+        self._sender = sender
+        self._generation = generation
+        self._limits = limits
+        self._next_sequence = 0
+        self._ever_connected = False
+        self._gone_since_s: float | None = now_s
+        self._refused = False
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.sndhwm = 0
+        self._socket.linger = round(limits.linger_s * 1000)
+        self._socket.ipv6 = "[" in endpoint
+        self._socket.heartbeat_ivl = math.ceil(limits.heartbeat_interval_s * 1000)
+        self._socket.heartbeat_timeout = math.ceil(limits.heartbeat_timeout_s * 1000)
+        # several attempts must fit into the grace period
+        self._socket.reconnect_ivl = max(1, min(100, round(limits.grace_s * 1000 / 8)))
+        self._socket.curve_publickey = own_keys.public
+        self._socket.curve_secretkey = own_keys.secret
+        self._socket.curve_serverkey = peer_key
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close(linger_s=0)
+            raise ConfigError(
+                f"cannot connect to {endpoint!r}: {error}; give what that rank's Peers.endpoint says, like 'tcp://10.0.0.7:41234'"
+            ) from error
+
+    def send(self, kind: Kind, channel: int, payload: Payload) -> None:
+        """Queue a message. Never blocks; large payloads are not copied."""
+        view = memoryview(payload).cast("B")
+        header = pack(
+            kind=kind,
+            sender=self._sender,
+            generation=self._generation,
+            channel=channel,
+            sequence=self._next_sequence,
+            payload=view,
+        )
+        self._next_sequence += 1
+        self._socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+        self._socket.send(view, zmq.NOBLOCK, copy=view.nbytes < _ZERO_COPY_BYTES)
+
+    def watch(self, now_s: float) -> None:
+        """Take note of what happened to the connection. Never blocks."""
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._gone_since_s = None
+                if self._ever_connected:
+                    self.send(Kind.HELLO, 0, b"")
+                self._ever_connected = True
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._refused = True
+            elif self._gone_since_s is None:
+                self._gone_since_s = now_s
+
+    def obituary(self, now_s: float) -> str | None:
+        """Why the peer is held dead ("lost its connection ..."); None while it may live."""
+        if self._refused:
+            return "refused this rank's key; do all ranks have the same run secret and generation?"
+        if self._gone_since_s is None:
+            return None
+        gone_s = now_s - self._gone_since_s
+        if not self._ever_connected and gone_s > self._limits.connect_timeout_s:
+            return (
+                f"could not be reached within {self._limits.connect_timeout_s:g} s; is its process running, and does it "
+                "listen on an address that this host can route to?"
+            )
+        if self._ever_connected and gone_s > self._limits.grace_s:
+            return f"is dead: its connection has been gone for {gone_s:.1f} s; its process ended or was killed, or its host is cut off"
+        return None
+
+    def close(self, *, linger_s: float) -> None:
+        """Close the socket; what was sent goes on being delivered for up to `linger_s`, until the context ends."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=math.ceil(linger_s * 1000))

@@ -1,0 +1,166 @@
+"""One rank's connections to all others and what it knows of them. Never blocks, knows no threads; `peers` adds both.
+
+Every rank binds one PULL socket and connects one PUSH socket to each other rank: O(P) sockets a rank, O(P^2) connections in
+all. ZeroMQ's I/O threads move the bytes and answer heartbeats while Python computes, so a busy rank is never taken for a
+dead one.
+
+A rank is dead when its connection was lost and did not come back within the grace period, when it aborted, or when messages
+were lost on a connection that broke. Sending and receiving use a ZeroMQ context each, because ending a context is the only
+way to learn that its last message has left, and the listening socket has to outlive that moment: peers watch it.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+
+import zmq
+
+from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError
+from offbeat.transport.envelope import Envelope, Kind
+from offbeat.transport.inbox import Inbox, split_channel
+from offbeat.transport.keys import Roster
+from offbeat.transport.link import Link, PeerLimits
+from offbeat.transport.listener import Listener
+from offbeat.transport.operations import Payload
+
+WATCH_INTERVAL_S = 0.02
+"""How often connections are looked at; a receive that is answered sooner never pays for it."""
+
+_MAX_REASON_BYTES = 4096
+_BLAME = struct.Struct("<q")
+_NOBODY = -1
+
+
+class Mesh:
+    """The connections of `rank` within one generation.
+
+    Attributes:
+        listener: what arrives here.
+        inbox: what has arrived and was not taken.
+        failures: the ranks known to be dead and why, in the order in which that was learnt.
+        watch_all: whether any rank's death dooms every receive, or only those from it.
+    """
+
+    def __init__(self, rank: int, world_size: int, *, address: str, secret: bytes, generation: int, limits: PeerLimits) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.watch_all = True
+        self.inbox = Inbox()
+        self.failures: dict[int, str] = {}
+        self._generation = generation
+        self._limits = limits
+        self._roster = Roster(secret, generation=generation, world_size=world_size)
+        self.listener = Listener(
+            address,
+            rank=rank,
+            generation=generation,
+            roster=self._roster,
+            max_message_bytes=limits.max_message_bytes,
+        )
+        self._sending: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sending.set(zmq.MAX_SOCKETS, 4 * world_size + 64)
+        self._links: dict[int, Link] = {}
+        self._left: set[int] = set()
+        self._next_watch_s = 0.0
+
+    def connect(self, endpoints: Sequence[str]) -> None:
+        """Connect to every rank's endpoint but one's own. Raises `ConfigError` for a malformed one, or the second time."""
+        if self._links:
+            raise ConfigError("connect was called twice; make a new Peers for a new membership")
+        for peer, endpoint in enumerate(endpoints):
+            if peer != self.rank:
+                self._links[peer] = Link(
+                    self._sending,
+                    endpoint=endpoint,
+                    sender=self.rank,
+                    generation=self._generation,
+                    own_keys=self._roster.pairs[self.rank],
+                    peer_key=self._roster.pairs[peer].public,
+                    limits=self._limits,
+                    now_s=time.monotonic(),
+                )
+
+    def send(self, peer: int, channel: int, payload: Payload) -> None:
+        """Queue a message; one to a rank that no longer reads is dropped."""
+        if peer not in self._links:
+            raise ConfigError("a message was sent before connect was called; call it with every rank's endpoint")
+        if self._listens(peer):
+            self._links[peer].send(Kind.DATA, channel, payload)
+
+    def abort(self, reason: str, blame: int | None) -> None:
+        """Tell everyone that this rank failed."""
+        self._tell_all(Kind.ABORT, _BLAME.pack(_NOBODY if blame is None else blame) + reason.encode()[:_MAX_REASON_BYTES])
+
+    def say_goodbye(self) -> None:
+        """Tell everyone that this rank sends nothing more."""
+        self._tell_all(Kind.GOODBYE, b"")
+
+    def anyone_listens(self) -> bool:
+        """Whether some rank may still read what is sent to it."""
+        return any(map(self._listens, self._links))
+
+    def look_around(self) -> None:
+        """Take in what has arrived, and now and then look who still lives."""
+        now_s = time.monotonic()
+        watch = now_s >= self._next_watch_s
+        if watch:
+            self._next_watch_s = now_s + WATCH_INTERVAL_S
+            for link in self._links.values():
+                link.watch(now_s)
+        # a dead rank's last words count, so they are read before it is judged
+        for message in self.listener.drain():
+            for control, payload in self.inbox.put(*message):
+                self._heed(control, payload)
+        for sender in self.inbox.senders_with_gaps():
+            self.failures.setdefault(sender, "lost messages: its connection broke and came back without them")
+        if watch:
+            for peer, link in self._links.items():
+                if self._listens(peer) and (obituary := link.obituary(now_s)):
+                    self.failures[peer] = obituary
+
+    def verdict(self, peer: int, channel: int) -> OffbeatError | None:
+        """Why a message that is not here will never come; None when it may."""
+        failed = next(iter(self.failures), peer) if self.watch_all else peer
+        if failed in self.failures:
+            return PeerError(f"rank {failed} {self.failures[failed]} ({self.wait_of(peer, channel)})", rank=failed)
+        if peer in self._left:
+            return PeerError(f"rank {peer} finished and closed its connections ({self.wait_of(peer, channel)})", rank=peer)
+        if (ahead := self.inbox.exchange_ahead(peer, channel)) is not None:
+            stream, exchange = split_channel(channel)
+            return MismatchError(
+                f"rank {peer} is already at exchange {ahead} while rank {self.rank} waits at {exchange} (stream {stream}): "
+                "the ranks ran a different number of backward passes or steps"
+            )
+        return None
+
+    def wait_of(self, peer: int, channel: int) -> str:
+        """What a receive of `peer`'s message on `channel` waits for, in words."""
+        stream, exchange = split_channel(channel)
+        return f"rank {self.rank} waited for rank {peer}'s message of exchange {exchange}, stream {stream}"
+
+    def close(self) -> None:
+        """Deliver what was sent to those who still read (within the time to linger) and end every thread."""
+        for peer, link in self._links.items():
+            link.close(linger_s=self._limits.linger_s if self._listens(peer) else 0)
+        self._sending.term()
+        self.listener.close()
+
+    def _listens(self, peer: int) -> bool:
+        return peer not in self.failures and peer not in self._left
+
+    def _tell_all(self, kind: Kind, payload: Payload) -> None:
+        for peer, link in self._links.items():
+            if self._listens(peer):
+                link.send(kind, 0, payload)
+
+    def _heed(self, envelope: Envelope, payload: Payload) -> None:
+        if envelope.kind == Kind.GOODBYE:
+            self._left.add(envelope.sender)
+        elif envelope.kind == Kind.ABORT and len(payload) >= _BLAME.size:
+            (blamed,) = _BLAME.unpack_from(payload)
+            reason = bytes(payload[_BLAME.size :]).decode(errors="replace")
+            if self.watch_all and 0 <= blamed < self.world_size and blamed not in (self.rank, envelope.sender):
+                self.failures.setdefault(blamed, f"failed, says rank {envelope.sender}: {reason}")
+            self.failures.setdefault(envelope.sender, f"aborted: {reason}")

@@ -1,0 +1,255 @@
+"""The peers driver: messages from rank to rank over ZeroMQ, encrypted, each rank known by its key.
+
+How ranks are connected and who counts as dead is in `mesh` and `link`, who is let in at all in `keys` and `listener`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+
+from offbeat.errors import ConfigError, PeerError, PeerTimeoutError, UnsupportedError
+from offbeat.transport.driver import Driver, Finished, Ticket
+from offbeat.transport.link import PeerLimits
+from offbeat.transport.mesh import WATCH_INTERVAL_S, Mesh
+from offbeat.transport.operations import Now, Operation, Payload, Recv, Send, Sleep
+
+__all__ = ["PeerLimits", "Peers"]
+
+
+class Peers(Driver):
+    """Carries out `Send`, `Recv`, `Sleep` and `Now` between the ranks of one run.
+
+    Any thread may use it. Where several wait, one of them polls the sockets for all, without holding the lock. It does not
+    survive a fork.
+
+    Attributes:
+        endpoint: where this rank listens, "tcp://address:port"; the others' `connect` needs it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        address: str,
+        secret: bytes,
+        generation: int = 0,
+        limits: PeerLimits | None = None,
+    ) -> None:
+        """Bind a free port of `address` and start to listen.
+
+        Args:
+            rank: this rank, 0 <= rank < world_size.
+            world_size: number of ranks.
+            address: numeric address of this host that the other ranks can route to (see `interface.listen_address`).
+            secret: the run's secret, 16 bytes or more, the same on every rank.
+            generation: number of the membership, 0 <= generation < 2**32, the same on every rank.
+            limits: the same on every rank.
+
+        Raises:
+            ConfigError: a bad rank, secret or address.
+        """
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank is {rank}, allowed is 0 to {world_size - 1} in a world of {world_size}")
+        self.rank = rank
+        self.world_size = world_size
+        self._limits = limits if limits is not None else PeerLimits()
+        self._mesh = Mesh(rank, world_size, address=address, secret=secret, generation=generation, limits=self._limits)
+        self.endpoint = self._mesh.listener.endpoint
+        self._news = threading.Condition(threading.Lock())
+        # the thread that polls is the only one to touch the mesh's receiving side, though it does not hold the lock
+        self._somebody_polls = False
+        self._closed = False
+
+    @property
+    def foreign_messages(self) -> int:
+        """Messages dropped: malformed, of another generation, or not of the rank whose key they came with."""
+        return self._mesh.listener.num_foreign
+
+    @property
+    def watch_all(self) -> bool:
+        """Whether any rank's death fails every receive that is not already answered; the default.
+
+        A synchronous protocol cannot go on without anyone. Where it can, set this to False: only receives from the dead
+        rank fail then.
+        """
+        return self._mesh.watch_all
+
+    @watch_all.setter
+    def watch_all(self, value: bool) -> None:
+        self._mesh.watch_all = value
+
+    def connect(self, endpoints: Sequence[str]) -> None:
+        """Connect to every other rank, in the background; messages sent meanwhile wait.
+
+        Args:
+            endpoints: every rank's `endpoint`, by rank. This rank's own is ignored.
+
+        Raises:
+            ConfigError: not one well-formed endpoint for each rank, or connected before.
+        """
+        if len(endpoints) != self.world_size:
+            raise ConfigError(f"got {len(endpoints)} endpoints for a world of {self.world_size}; give every rank's, by rank")
+        with self._news:
+            self._check_open()
+            self._mesh.connect(endpoints)
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        match operation:
+            case Send():
+                self._send(operation, channel)
+                return Finished()
+            case Recv():
+                self._check_peer(operation.peer)
+                return _Receipt(self, operation, channel)
+            case Sleep():
+                return _Nap(operation.seconds)
+            case Now():
+                return Finished(time.monotonic())
+            case _:
+                raise UnsupportedError(
+                    f"the peers driver got {type(operation).__name__}, it performs Send, Recv, Sleep and Now; "
+                    "give dense collectives to the c10d driver"
+                )
+
+    def dead(self) -> dict[int, str]:
+        """The ranks known to be dead and why, in the order in which this rank learnt of it. Never blocks."""
+        return self.wait_for_death(0)
+
+    def wait_for_death(self, timeout_s: float) -> dict[int, str]:
+        """As `dead`, but waits for up to `timeout_s` for somebody to be dead: for another driver that asks whom to blame."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._news:
+            while True:
+                self._look_around()
+                remaining_s = deadline_s - time.monotonic()
+                if self._mesh.failures or remaining_s <= 0:
+                    return dict(self._mesh.failures)
+                self._wait_for_news(remaining_s)
+
+    def abort(self, reason: str, *, blame: int | None = None) -> None:
+        """Tell every peer that this rank failed, so that their receives raise `PeerError` instead of waiting.
+
+        Args:
+            reason: what happened; the peers' errors repeat it.
+            blame: the rank at the root of it, when it is not this one; the peers' errors name that rank.
+        """
+        with self._news:
+            if not self._closed:
+                self._mesh.abort(reason, blame)
+
+    def close(self) -> None:
+        """Say goodbye, deliver what was sent (for up to `limits.linger_s`), and end every thread. Idempotent."""
+        with self._news:
+            if self._closed:
+                return
+            self._closed = True
+            while self._somebody_polls:
+                self._news.wait()
+            self._mesh.look_around()
+            self._mesh.say_goodbye()
+            # those who leave at the same moment read no more, so nothing has to linger for them
+            deadline_s = time.monotonic() + WATCH_INTERVAL_S
+            while self._mesh.anyone_listens() and (remaining_s := deadline_s - time.monotonic()) > 0:
+                self._mesh.listener.wait(remaining_s)
+                self._mesh.look_around()
+            self._mesh.close()
+
+    def answered(self, peer: int, channel: int) -> bool:
+        """Whether `receive` would return or raise at once. Never blocks."""
+        with self._news:
+            if self._closed:
+                return True
+            self._look_around()
+            return self._mesh.inbox.has(peer, channel) or self._mesh.verdict(peer, channel) is not None
+
+    def receive(self, peer: int, channel: int, *, deadline_s: float) -> Payload:
+        """The next message of `peer` on `channel`, waited for until `deadline_s` of the monotonic clock."""
+        mesh = self._mesh
+        with self._news:
+            while True:
+                self._look_around()
+                if mesh.inbox.has(peer, channel):
+                    return mesh.inbox.take(peer, channel)
+                if (verdict := mesh.verdict(peer, channel)) is not None:
+                    raise verdict
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0:
+                    raise PeerTimeoutError(f"the time limit passed while {mesh.wait_of(peer, channel)}", rank=peer)
+                self._wait_for_news(remaining_s)
+
+    def _send(self, operation: Send, channel: int) -> None:
+        self._check_peer(operation.peer)
+        num_bytes = memoryview(operation.payload).nbytes
+        if num_bytes > self._limits.max_message_bytes:
+            raise ConfigError(
+                f"a message to rank {operation.peer} has {num_bytes} bytes, allowed are {self._limits.max_message_bytes}; use "
+                "smaller buckets, or raise PeerLimits.max_message_bytes on every rank"
+            )
+        with self._news:
+            self._check_open()
+            self._mesh.send(operation.peer, channel, operation.payload)
+
+    def _check_peer(self, peer: int) -> None:
+        if not 0 <= peer < self.world_size or peer == self.rank:
+            raise ConfigError(
+                f"rank {self.rank} was to exchange a message with rank {peer}; allowed are the other ranks of a world of "
+                f"{self.world_size}"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PeerError(f"rank {self.rank} has closed its connections; nothing can be sent or received any more")
+
+    def _look_around(self) -> None:
+        """With the lock: take in what is new, unless another thread is about to."""
+        self._check_open()
+        if not self._somebody_polls:
+            self._mesh.look_around()
+
+    def _wait_for_news(self, timeout_s: float) -> None:
+        """With the lock: let other threads use the driver until something may have happened."""
+        timeout_s = min(timeout_s, WATCH_INTERVAL_S)
+        if self._somebody_polls:
+            self._news.wait(timeout_s)
+            return
+        self._somebody_polls = True
+        self._news.release()
+        try:
+            self._mesh.listener.wait(timeout_s)
+        finally:
+            self._news.acquire()
+            self._somebody_polls = False
+            self._news.notify_all()
+
+
+class _Receipt:
+    """A receive under way."""
+
+    def __init__(self, peers: Peers, operation: Recv, channel: int) -> None:
+        self._peers = peers
+        self._peer = operation.peer
+        self._channel = channel
+        self._deadline_s = math.inf if operation.timeout_s is None else time.monotonic() + operation.timeout_s
+
+    def done(self) -> bool:
+        return self._peers.answered(self._peer, self._channel) or time.monotonic() >= self._deadline_s
+
+    def wait(self) -> Payload:
+        return self._peers.receive(self._peer, self._channel, deadline_s=self._deadline_s)
+
+
+class _Nap:
+    """A sleep under way."""
+
+    def __init__(self, duration_s: float) -> None:
+        self._end_s = time.monotonic() + duration_s
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._end_s
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._end_s - time.monotonic()))

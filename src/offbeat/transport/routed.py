@@ -1,0 +1,69 @@
+"""One driver made of two: dense collectives go through torch.distributed, messages between two ranks through ZeroMQ.
+
+gloo knows that a connection broke but not whose death broke it; the ZeroMQ side knows who died but carries no dense
+collective. Here the one's failure gets the other's explanation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offbeat.errors import PeerError
+from offbeat.transport.c10d import C10d
+from offbeat.transport.driver import Driver, Ticket
+from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Operation
+from offbeat.transport.peers import Peers
+
+BLAME_TIMEOUT_S = 5.0
+"""How long a broken dense collective waits to learn whose death broke it."""
+
+
+class Routed(Driver):
+    """Performs dense collectives on `dense` and everything else on `messages`. Closes both."""
+
+    def __init__(self, dense: C10d, messages: Peers) -> None:
+        self.rank = dense.rank
+        self.world_size = dense.world_size
+        self._dense = dense
+        self._messages = messages
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        match operation:
+            case AllReduce() | Broadcast() | AllGather():
+                try:
+                    return _Blaming(self._dense.start(operation, channel), self._messages)
+                except PeerError as error:
+                    raise _blame(error, self._messages) from error
+            case _:
+                return self._messages.start(operation, channel)
+
+    def abort(self, reason: str) -> None:
+        self._messages.abort(reason)
+
+    def close(self) -> None:
+        self._messages.close()
+        self._dense.close()
+
+
+class _Blaming:
+    """A dense collective's ticket whose error names the rank that died."""
+
+    def __init__(self, ticket: Ticket, messages: Peers) -> None:
+        self._ticket, self._messages = ticket, messages
+
+    def done(self) -> bool:
+        return self._ticket.done()
+
+    def wait(self) -> Any:
+        try:
+            return self._ticket.wait()
+        except PeerError as error:
+            raise _blame(error, self._messages) from error
+
+
+def _blame(error: PeerError, messages: Peers) -> PeerError:
+    dead = messages.wait_for_death(BLAME_TIMEOUT_S)
+    if not dead:
+        return error
+    rank, reason = next(iter(dead.items()))
+    return PeerError(f"rank {rank} is gone ({reason}): {error}", rank=rank)

@@ -1,0 +1,25 @@
+"""Drivers around a driver: they count, delay, fail and record what passes, whatever carries it out.
+
+They nest in any order and work under the virtual driver too, since they take their time from the inner driver's `Now` and
+let it pass with the inner driver's `Sleep`.
+"""
+
+from offbeat.transport.wrappers.base import Wrapper
+from offbeat.transport.wrappers.counting import Arrival, Counting, Traffic, ring_traffic
+from offbeat.transport.wrappers.delaying import Delaying, Delivery
+from offbeat.transport.wrappers.failing import Failing, Fault
+from offbeat.transport.wrappers.recording import Recorded, Recording
+
+__all__ = [
+    "Arrival",
+    "Counting",
+    "Delaying",
+    "Delivery",
+    "Failing",
+    "Fault",
+    "Recorded",
+    "Recording",
+    "Traffic",
+    "Wrapper",
+    "ring_traffic",
+]

@@ -1,0 +1,54 @@
+"""What every wrapper does with what it does not care about."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from offbeat.errors import OffbeatError
+from offbeat.transport.driver import Driver, Ticket
+from offbeat.transport.operations import Now, Operation
+
+
+class Wrapper(Driver):
+    """Passes everything on to `inner`.
+
+    Attributes:
+        inner: the wrapped driver.
+        step: the training step that was marked last.
+    """
+
+    def __init__(self, inner: Driver) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.step = 0
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        return self.inner.start(operation, channel)
+
+    def mark_step(self, step: int) -> None:
+        self.step = step
+        self.inner.mark_step(step)
+
+    def abort(self, reason: str) -> None:
+        self.inner.abort(reason)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def now_s(self, channel: int) -> float:
+        """The inner driver's clock, in seconds."""
+        return float(self.inner.start(Now(), channel).wait())
+
+
+class Raised:
+    """The ticket of an operation that has failed."""
+
+    def __init__(self, error: OffbeatError) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> NoReturn:
+        raise self._error

@@ -1,0 +1,154 @@
+"""A slow network in user space, for machines where the kernel's own traffic shaping is not to be had.
+
+Each rank has one outgoing link that carries one message at a time:
+
+    begins = max(now, end of the previous one);  due = end = begins + delay(message)
+
+A sender goes on at once: the message travels with the time it is due, and the receiver's ticket waits until then. So all ranks
+need the same clock (one host, or the virtual driver) and must be wrapped alike. Receiving links are never busy: many ranks
+that send to one are not slowed down by each other, as they would be on a real network.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.errors import OffbeatError, PeerTimeoutError, WireError
+from offbeat.transport.driver import Driver, Finished, Ticket
+from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Operation, Payload, Recv, Send, Sleep
+from offbeat.transport.wrappers.base import Raised, Wrapper
+from offbeat.transport.wrappers.counting import ring_traffic
+
+_DUE = struct.Struct("<d")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivery:
+    """What occupies a link.
+
+    Attributes:
+        sender: whose link.
+        receiver: where to; None for this rank's share of a dense collective.
+        num_bytes: payload bytes.
+        num_messages: 1, or a dense collective's number of rounds.
+    """
+
+    sender: int
+    receiver: int | None
+    num_bytes: int
+    num_messages: int = 1
+
+
+class Delaying(Wrapper):
+    """Delivers messages late; dense collectives take as long as a ring of such links would need.
+
+    Args:
+        inner: any driver, wrapped alike on every rank.
+        delay: how long a delivery occupies the sender's link, in seconds; for a link of `latency_s` and `bytes_per_s`
+            `d.num_messages * latency_s + d.num_bytes / bytes_per_s`.
+    """
+
+    def __init__(self, inner: Driver, delay: Callable[[Delivery], float]) -> None:
+        super().__init__(inner)
+        self._delay = delay
+        self._link_free_s = -math.inf
+        self._arrived: defaultdict[tuple[int, int], deque[tuple[float, Payload]]] = defaultdict(deque)
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        match operation:
+            case Send(peer, payload):
+                delivery = Delivery(sender=self.rank, receiver=peer, num_bytes=memoryview(payload).nbytes)
+                due_s = self._occupy_link(delivery, channel)
+                return self.inner.start(Send(peer, _DUE.pack(due_s) + payload), channel)
+            case Recv(peer, _):
+                return _LateMessage(self, operation, channel, self._arrived[peer, channel])
+            case AllReduce() | Broadcast() | AllGather():
+                ticket = self.inner.start(operation, channel)
+                return _LateResult(self, ticket, channel, self._occupy_link(self._share(operation), channel))
+            case _:
+                return self.inner.start(operation, channel)
+
+    def sleep_until(self, when_s: float, channel: int) -> Ticket:
+        """A ticket that is done when the inner driver's clock shows `when_s`."""
+        remaining_s = when_s - self.now_s(channel)
+        return self.inner.start(Sleep(remaining_s), channel) if remaining_s > 0 else Finished()
+
+    def _occupy_link(self, delivery: Delivery, channel: int) -> float:
+        """Returns when the delivery ends."""
+        self._link_free_s = max(self.now_s(channel), self._link_free_s) + self._delay(delivery)
+        return self._link_free_s
+
+    def _share(self, operation: Operation) -> Delivery:
+        # the others' payloads are not known before they are here; ranks gather payloads of about equal size
+        payloads = [operation.payload] * self.world_size if isinstance(operation, AllGather) else None
+        traffic = ring_traffic(operation, payloads, rank=self.rank, world_size=self.world_size)
+        return Delivery(sender=self.rank, receiver=None, num_bytes=traffic.bytes_sent, num_messages=traffic.messages_sent)
+
+
+class _LateResult:
+    """A dense collective that is over, but not before it is due."""
+
+    def __init__(self, delaying: Delaying, ticket: Ticket, channel: int, due_s: float) -> None:
+        self._ticket = ticket
+        # begun here and not when the result is in, so that the two pass at the same time
+        self._rest = delaying.sleep_until(due_s, channel)
+
+    def done(self) -> bool:
+        return self._ticket.done() and self._rest.done()
+
+    def wait(self) -> Any:
+        result = self._ticket.wait()
+        self._rest.wait()
+        return result
+
+
+class _LateMessage:
+    """A receive that gives its message away when it is due. One that times out leaves it to the next receive."""
+
+    def __init__(self, delaying: Delaying, operation: Recv, channel: int, arrived: deque[tuple[float, Payload]]) -> None:
+        self._delaying = delaying
+        self._peer = operation.peer
+        self._channel = channel
+        self._arrived = arrived
+        timeout_s = math.inf if operation.timeout_s is None else operation.timeout_s
+        self._deadline_s = delaying.now_s(channel) + timeout_s
+        self._ticket: Ticket = Finished() if arrived else delaying.inner.start(operation, channel)
+        self._rest: Ticket | None = None
+
+    def done(self) -> bool:
+        return self._ticket.done() and self._until_due().done()
+
+    def wait(self) -> Payload:
+        self._until_due().wait()
+        due_s, payload = self._arrived[0]
+        if due_s > self._deadline_s:
+            raise PeerTimeoutError(f"the time limit passed before a message of rank {self._peer} was due", rank=self._peer)
+        self._arrived.popleft()
+        return payload
+
+    def _until_due(self) -> Ticket:
+        """What is left to wait for once the message is here."""
+        if self._rest is None:
+            try:
+                self._take_in()
+            except OffbeatError as error:
+                self._rest = Raised(error)
+            else:
+                self._rest = self._delaying.sleep_until(min(self._arrived[0][0], self._deadline_s), self._channel)
+        return self._rest
+
+    def _take_in(self) -> None:
+        if self._arrived:
+            return
+        stamped = memoryview(self._ticket.wait())
+        if len(stamped) < _DUE.size:
+            raise WireError(
+                f"a message of rank {self._peer} carries no time at which it is due; delay the driver of every rank"
+            )
+        (due_s,) = _DUE.unpack_from(stamped)
+        self._arrived.append((due_s, stamped[_DUE.size :]))

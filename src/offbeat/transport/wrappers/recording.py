@@ -1,0 +1,75 @@
+"""The sequence of operations that passed, for golden schedules."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from offbeat.transport.driver import Driver, Ticket
+from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Now, Operation, Recv, Send, Sleep
+from offbeat.transport.wrappers.base import Wrapper
+
+
+class Recorded(NamedTuple):
+    """One operation.
+
+    Attributes:
+        kind: class name of the operation.
+        peer: the other rank of a message, the root of a broadcast, else None.
+        num_bytes: bytes of the payload or tensor; 0 for a sleep.
+        channel: channel of the collective.
+    """
+
+    kind: str
+    peer: int | None
+    num_bytes: int
+    channel: int
+
+
+class Recording(Wrapper):
+    """Keeps every operation but `Now`: receives when their message is taken, the others when they begin.
+
+    Attributes:
+        operations: what has passed, in that order. Grows without bound.
+    """
+
+    def __init__(self, inner: Driver) -> None:
+        super().__init__(inner)
+        self.operations: list[Recorded] = []
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        ticket = self.inner.start(operation, channel)
+        kind = type(operation).__name__
+        match operation:
+            case Recv(peer, _):
+                return _Taken(ticket, self.operations, peer, channel)
+            case Send(peer, payload):
+                self.operations.append(Recorded(kind, peer, memoryview(payload).nbytes, channel))
+            case AllGather(payload):
+                self.operations.append(Recorded(kind, None, memoryview(payload).nbytes, channel))
+            case AllReduce(tensor):
+                self.operations.append(Recorded(kind, None, tensor.nbytes, channel))
+            case Broadcast(tensor, root):
+                self.operations.append(Recorded(kind, root, tensor.nbytes, channel))
+            case Sleep():
+                self.operations.append(Recorded(kind, None, 0, channel))
+            case Now():
+                pass
+        return ticket
+
+
+class _Taken:
+    """A receive that is written down once its message is taken: its size is not known before."""
+
+    def __init__(self, ticket: Ticket, operations: list[Recorded], peer: int, channel: int) -> None:
+        self._ticket = ticket
+        self._operations = operations
+        self._peer = peer
+        self._channel = channel
+
+    def done(self) -> bool:
+        return self._ticket.done()
+
+    def wait(self) -> Any:
+        payload = self._ticket.wait()
+        self._operations.append(Recorded(Recv.__name__, self._peer, memoryview(payload).nbytes, self._channel))
+        return payload

@@ -1,0 +1,116 @@
+"""The command line: quick to answer, one sentence for every mistake, one line of JSON when asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import offbeat
+from offbeat.cli.main import main
+
+
+class Outcome:
+    """Exit status, standard output and standard error of one call."""
+
+    def __init__(self, capture: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["offbeat", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        self.status = ended.value.code or 0
+        self.out, self.err = capture.readouterr()
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: Outcome(capsys, monkeypatch, *arguments)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"]])
+def test_help_and_version_import_nothing_heavy(arguments: list[str]) -> None:
+    program = f"""
+import sys
+sys.argv = ["offbeat", *{arguments!r}]
+from offbeat.cli.main import main
+try:
+    main()
+finally:
+    assert not {{"torch", "numpy", "zmq", "sklearn"}} & sys.modules.keys(), "heavy import"
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).returncode == 0
+
+
+def test_version(call) -> None:
+    assert call("--version").out == f"offbeat {offbeat.__version__}\n"
+
+
+def test_a_command_has_at_most_twelve_options(call) -> None:
+    assert call("train", "--help").out.count("\n  --") <= 12 + 1  # and --help
+
+
+def test_tasks_and_strategies_are_listed_with_their_options(call) -> None:
+    tasks, strategies = call("tasks").out, call("strategies").out
+    assert all(word in tasks for word in ("digits", "charlm", "mnist", "batch_size", "required"))
+    assert all(word in strategies for word in ("allreduce", "topk", "gtopk", "density", "0.001"))
+
+
+TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (("train",), 2, "--task is missing"),
+        (("train", "--task", "digitz", "--strategy", "gtopk"), 2, "did you mean 'digits'"),
+        (("train", "--task", "digits", "--strategy", "gtop"), 2, "did you mean 'gtopk'"),
+        ((*TRAIN, "--set", "densiti=0.1"), 2, "did you mean 'density'"),
+        ((*TRAIN, "--set", "density=0"), 2, "density"),
+        ((*TRAIN, "--set", "density=1.5"), 2, "density"),
+        ((*TRAIN, "--workers", "0"), 2, "--workers is 0"),
+        ((*TRAIN, "--workers", "100"), 2, "100 workers"),
+        (("train", "--task", "mnist", "--strategy", "topk", "--set", "path=none.npz"), 2, "no data at none.npz"),
+        (("train", "--resume", "nowhere"), 1, "nowhere holds no run record"),
+        ((*TRAIN, "--out", "taken"), 1, "taken is not empty and holds no run"),
+        (("demo", "--out", "taken"), 1, "taken exists"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_starts_nothing(
+    call, tmp_path: Path, arguments: tuple[str, ...], status: int, words: str
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.tex").write_text("precious")
+    outcome = call(*arguments)
+    assert outcome.status == status
+    assert outcome.out == ""
+    assert outcome.err.count("\n") == 1
+    assert words in outcome.err
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["taken", "taken/thesis.tex"]
+
+
+def test_a_launched_rank_refuses_another_number_of_workers(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    outcome = call(*TRAIN, "--workers", "3")
+    assert (outcome.status, outcome.err.count("\n")) == (2, 1)
+    assert "--workers 3, but 2 processes were launched" in outcome.err
+
+
+@pytest.mark.ranks
+def test_json_is_one_line_and_a_table_is_for_people(call, tmp_path: Path) -> None:
+    images, labels = np.zeros((8, 28, 28), dtype=np.uint8), np.arange(8)
+    np.savez(tmp_path / "data.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    arguments = ("train", "--task", "mnist", "--strategy", "allreduce", "--workers", "1", "--set", "path=data.npz")
+    outcome = call(*arguments, "--set", "batch_size=4", "--steps", "2", "--json", "--out", "run")
+    assert (outcome.status, outcome.out.count("\n")) == (0, 1)
+    line = json.loads(outcome.out)
+    expected = {"task", "strategy", "workers", "steps", "metric", "metric_name", "seconds", "bytes_sent_per_step", "world_size"}
+    assert expected <= line.keys()
+    assert (line["task"], line["steps"], line["metric_name"]) == ("mnist", 2, "accuracy")
+    table = call("train", "--resume", "run", "--steps", "3").out
+    assert all(word in table for word in ("accuracy", "sent by a worker", "steps", "mnist"))
+    assert call("train", "--resume", "run").status == 2

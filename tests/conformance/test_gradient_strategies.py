@@ -1,0 +1,382 @@
+"""What every strategy that exchanges gradients must do, checked in a world of one, where it can be compared with a plain loop.
+
+A new strategy joins by a row in `STRATEGIES`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.errors import ConfigError, NonFiniteError, UnsupportedError
+from offbeat.session import Session
+from offbeat.strategies.gradient import GradientStrategy, SparseGradientStrategy
+
+STRATEGIES: dict[str, GradientStrategy] = {
+    "allreduce": offbeat.AllReduce(),
+    "allreduce in small buckets": offbeat.AllReduce(bucket_mib=1e-4, first_bucket_mib=1e-4),
+    "topk": offbeat.TopK(density=0.2),
+    "topk in small buckets": offbeat.TopK(density=0.2, bucket_mib=1e-4),
+    "gtopk by reduce-scatter": offbeat.GTopK(density=0.2, collective="reduce_scatter"),
+    "gtopk by all-gather": offbeat.GTopK(density=0.2, collective="all_gather", values="bfloat16"),
+    "gtopk by tree": offbeat.GTopK(density=0.2, collective="tree"),
+    "gtopk as published": offbeat.GTopK(density=0.2, collective="tree", variant="paper"),
+    "gtopk dense": offbeat.GTopK(density=0.2, collective="dense"),
+    "gtopk auto": offbeat.GTopK(density=0.2),
+    "gtopk with threshold reuse": offbeat.GTopK(density=0.2, collective="reduce_scatter", selection="reuse"),
+    "gtopk with momentum correction": offbeat.GTopK(density=0.2, collective="reduce_scatter", momentum_correction=0.9),
+    "gtopk with warm-up": offbeat.GTopK(density=0.1, collective="reduce_scatter", warmup="paper", steps_per_epoch=1),
+}
+LOSSLESS = {
+    name: replace(strategy, density=1.0, values="float32", warmup=None)
+    if isinstance(strategy, SparseGradientStrategy)
+    else strategy
+    for name, strategy in STRATEGIES.items()
+    if getattr(strategy, "momentum_correction", None) is None
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest) -> GradientStrategy:
+    return STRATEGIES[request.param]
+
+
+@pytest.fixture(params=LOSSLESS)
+def lossless(request: pytest.FixtureRequest) -> GradientStrategy:
+    return LOSSLESS[request.param]
+
+
+class Net(torch.nn.Module):
+    """A frozen, an empty, a scalar and a shared parameter, a buffer, a layout that is not contiguous, and a branch."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(1)
+        self.conv = torch.nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = torch.nn.BatchNorm2d(4)
+        self.shared = torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 2)
+        self.branch = torch.nn.Linear(4, 2)
+        self.frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        self.empty = torch.nn.Parameter(torch.empty(0, 3))
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.use_branch = False
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=draw))
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.conv(x)).mean(dim=(2, 3))
+        hidden = torch.tanh(self.shared(torch.tanh(self.shared(hidden))))
+        head = self.branch if self.use_branch else self.head
+        return self.scale * head(hidden) * self.frozen + self.empty.sum()
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn((5, 3, 4, 4), generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def loss_of(net: torch.nn.Module, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return net(batch(step, dtype)).square().mean()
+
+
+@pytest.fixture
+def attached() -> Iterator[Callable[..., tuple[Net, torch.optim.Optimizer, Session]]]:
+    sessions: list[Session] = []
+
+    def make(
+        strategy: GradientStrategy, dtype: torch.dtype = torch.float32, **kwargs: object
+    ) -> tuple[Net, torch.optim.Optimizer, Session]:
+        net = Net(dtype)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        sessions.append(offbeat.attach(net, optimizer, strategy, **kwargs))
+        return net, optimizer, sessions[-1]
+
+    yield make
+    for session in sessions:
+        session.close()
+
+
+def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range, *, set_to_none: bool = True) -> None:
+    for step in steps:
+        loss_of(net, step).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def assert_same(left: torch.nn.Module, right: torch.nn.Module, **tolerance: float) -> None:
+    for (name, a), (_, b) in zip(left.named_parameters(), right.named_parameters(), strict=True):
+        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}", **(tolerance or {"rtol": 0, "atol": 0}))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_density_1_alone_is_the_plain_loop(lossless: GradientStrategy, attached: Callable, set_to_none: bool) -> None:
+    net, optimizer, _ = attached(lossless)
+    plain = Net()
+    train(net, optimizer, range(4), set_to_none=set_to_none)
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.05), range(4), set_to_none=set_to_none)
+    assert_same(net, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_keep_dtype_shape_and_device(strategy: GradientStrategy, attached: Callable, dtype: torch.dtype) -> None:
+    net, _, _ = attached(strategy, dtype)
+    loss_of(net, 0, dtype).backward()
+    for name, parameter in net.named_parameters():
+        if parameter.grad is not None:
+            assert (parameter.grad.dtype, parameter.grad.shape) == (dtype, parameter.shape), name
+    assert net.frozen.grad is None
+    assert net.branch.weight.grad is None
+
+
+def test_applied_plus_owed_is_the_sum_of_gradients(strategy: GradientStrategy, attached: Callable) -> None:
+    if getattr(strategy, "momentum_correction", None) is not None:
+        pytest.skip("momentum correction accumulates velocity, not gradients")
+    net, _, session = attached(strategy)
+    plain = copy.deepcopy(Net())
+    applied = {name: torch.zeros_like(p) for name, p in net.named_parameters() if p.requires_grad}
+    expected = copy.deepcopy(applied)
+    for step in range(5):
+        for model, total in ((net, applied), (plain, expected)):
+            loss_of(model, step).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    total[name] += parameter.grad
+            model.zero_grad()
+    owed = {name: torch.zeros_like(p) for name, p in applied.items()}
+    for part in session.state_dict()["parts"].values():
+        for key, tensor in part.get("additive", {}).items():
+            owed[key.removeprefix("residual/")] += tensor
+    for name, total in expected.items():
+        torch.testing.assert_close(applied[name] + owed[name], total, rtol=1e-4, atol=1e-5)
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(strategy: GradientStrategy, attached: Callable) -> None:
+    straight, straight_optimizer, _ = attached(strategy)
+    train(straight, straight_optimizer, range(6))
+    first, first_optimizer, first_session = attached(strategy)
+    train(first, first_optimizer, range(3))
+    second, second_optimizer, second_session = attached(strategy)
+    second.load_state_dict(first.state_dict())
+    second_session.load_state_dict(first_session.state_dict())
+    train(second, second_optimizer, range(3, 6))
+    assert_same(second, straight)
+
+
+def test_a_state_dict_is_a_copy(strategy: GradientStrategy, attached: Callable) -> None:
+    net, optimizer, session = attached(strategy)
+    train(net, optimizer, range(2))
+    state = session.state_dict()
+    kept = copy.deepcopy(state)
+    train(net, optimizer, range(2, 4))
+    for part, before in kept["parts"].items():
+        torch.testing.assert_close(state["parts"][part].get("additive", {}), before.get("additive", {}), rtol=0, atol=0)
+
+
+def test_resharding_preserves_sums(strategy: GradientStrategy, attached: Callable) -> None:
+    states = []
+    for seed in range(3):
+        net, optimizer, session = attached(strategy)
+        train(net, optimizer, range(seed, seed + 2))
+        states.append(session.state_dict())
+    for world_size in (1, 2, 3, 5):
+        new = [offbeat.reshard(states, world_size, rank) for rank in range(world_size)]
+        for part, state in states[0]["parts"].items():
+            for name in state.get("additive", {}):
+                old_sum = sum(s["parts"][part]["additive"][name] for s in states)
+                new_sum = sum(s["parts"][part]["additive"][name] for s in new)
+                torch.testing.assert_close(new_sum, old_sum)
+
+
+def test_closing_takes_everything_out(strategy: GradientStrategy, attached: Callable) -> None:
+    net, optimizer, session = attached(strategy)
+    train(net, optimizer, range(1))
+    session.close()
+    session.close()
+    plain = Net()
+    plain.load_state_dict(net.state_dict())
+    train(net, optimizer, range(1, 3))
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.05), range(1, 3))
+    assert_same(net, plain)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_no_sync_accumulates_and_the_next_pass_exchanges_everything(lossless: GradientStrategy, attached: Callable) -> None:
+    net, _, session = attached(lossless)
+    plain = Net()
+    with session.no_sync():
+        loss_of(net, 0).backward()
+        loss_of(net, 1).backward()
+    assert session.stats.exchanges == 0
+    loss_of(net, 2).backward()
+    assert session.stats.exchanges == 1
+    for step in range(3):
+        loss_of(plain, step).backward()
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_a_second_synchronised_pass_exchanges_only_what_is_new(lossless: GradientStrategy, attached: Callable) -> None:
+    net, _, session = attached(lossless)
+    plain = Net()
+    for step in range(2):
+        loss_of(net, step).backward()
+        loss_of(plain, step).backward()
+    assert session.stats.exchanges == 2
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_an_unsynchronised_pass_after_a_synchronised_one_is_refused_and_harms_nothing(
+    lossless: GradientStrategy, attached: Callable
+) -> None:
+    net, _, session = attached(lossless)
+    loss_of(net, 0).backward()
+    before = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+    with session.no_sync(), pytest.raises(UnsupportedError, match="unsynchronised passes of a step first"):
+        loss_of(net, 1).backward()
+    for parameter, gradient in zip(net.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_a_branch_taken_now_and_then(lossless: GradientStrategy, attached: Callable) -> None:
+    net, optimizer, _ = attached(lossless)
+    plain = Net()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for step in range(4):
+        net.use_branch = plain.use_branch = step % 2 == 1
+        train(net, optimizer, range(step, step + 1))
+        train(plain, plain_optimizer, range(step, step + 1))
+    assert_same(net, plain)
+
+
+def test_a_non_finite_gradient_skips_the_step_and_changes_nothing(strategy: GradientStrategy, attached: Callable) -> None:
+    net, optimizer, session = attached(strategy)
+    reference, reference_optimizer, _ = attached(strategy)
+    train(net, optimizer, range(2))
+    train(reference, reference_optimizer, range(2))
+    (loss_of(net, 99) * float("nan")).backward()
+    assert all(parameter.grad is None for parameter in net.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    reference.norm.load_state_dict(net.norm.state_dict())
+    assert_same(net, reference)
+    assert session.stats.skipped_steps == 1
+    assert any("non-finite" in notice for notice in session.notices)
+    if not isinstance(strategy, SparseGradientStrategy) or strategy.warmup is None:  # a skipped exchange counts for warm-up
+        train(net, optimizer, range(2, 4))
+        train(reference, reference_optimizer, range(2, 4))
+        assert_same(net, reference)
+
+
+def test_too_many_skipped_steps_in_a_row_raise(strategy: GradientStrategy, attached: Callable) -> None:
+    net, optimizer, _ = attached(replace(strategy, max_skipped_steps=2))
+    for _ in range(2):
+        (loss_of(net, 0) * float("inf")).backward()
+        optimizer.step()
+    with pytest.raises(NonFiniteError, match="max_skipped_steps"):
+        (loss_of(net, 0) * float("inf")).backward()
+
+
+def test_amp_with_a_scaler(lossless: GradientStrategy, attached: Callable) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    net, optimizer, session = attached(lossless, scaler=scaler)
+    plain, plain_scaler = Net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for step in range(4):
+        for model, opt, scale in ((net, optimizer, scaler), (plain, plain_optimizer, plain_scaler)):
+            factor = float("inf") if step == 2 else 1.0
+            scale.scale(loss_of(model, step) * factor).backward()
+            scale.unscale_(opt)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scale.step(opt)
+            scale.update()
+            opt.zero_grad()
+    assert_same(net, plain, rtol=1e-6, atol=1e-7)
+    assert scaler.get_scale() == plain_scaler.get_scale() < 1024.0
+    assert session.stats.steps == 3
+
+
+def test_residuals_are_kept_unscaled(attached: Callable) -> None:
+    strategy = offbeat.GTopK(density=0.2, collective="reduce_scatter")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    net, _, session = attached(strategy, scaler=scaler)
+    other, _, other_session = attached(strategy)
+    scaler.scale(loss_of(net, 0)).backward()
+    loss_of(other, 0).backward()
+    scaled, unscaled = session.state_dict()["parts"], other_session.state_dict()["parts"]
+    torch.testing.assert_close(scaled["GradientExchange"]["additive"], unscaled["GradientExchange"]["additive"])
+
+
+def test_chained_schedulers_see_nothing_of_it(lossless: GradientStrategy, attached: Callable) -> None:
+    net, optimizer, _ = attached(lossless)
+    plain = Net()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for model, opt in ((net, optimizer), (plain, plain_optimizer)):
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.9), torch.optim.lr_scheduler.StepLR(opt, 2)]
+        for step in range(5):
+            train(model, opt, range(step, step + 1))
+            for scheduler in schedulers:
+                scheduler.step()
+    assert_same(net, plain)
+
+
+def test_two_models_in_one_process(strategy: GradientStrategy, attached: Callable) -> None:
+    alone, alone_optimizer, _ = attached(strategy)
+    train(alone, alone_optimizer, range(4))
+    one, one_optimizer, _ = attached(strategy)
+    two, two_optimizer, _ = attached(strategy)
+    for step in range(4):
+        train(one, one_optimizer, range(step, step + 1))
+        train(two, two_optimizer, range(step, step + 1))
+    assert_same(one, alone)
+    assert_same(two, alone)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [(torch.optim.LBFGS, "several backward passes"), (torch.optim.SparseAdam, "torch.optim.Adam")],
+)
+def test_optimizers_that_cannot_work_are_refused(optimizer: type[torch.optim.Optimizer], reason: str) -> None:
+    net = torch.nn.Linear(2, 2)
+    with pytest.raises(UnsupportedError, match=reason):
+        offbeat.attach(net, optimizer(net.parameters()), offbeat.AllReduce())
+
+
+def test_a_foreign_optimizer_is_refused() -> None:
+    net, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="not the model's"):
+        offbeat.attach(net, torch.optim.SGD(other.parameters()), offbeat.AllReduce())
+
+
+def test_momentum_twice_is_refused() -> None:
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+    with pytest.raises(ConfigError, match="momentum=0"):
+        offbeat.attach(net, optimizer, offbeat.GTopK(momentum_correction=0.9))
+
+
+def test_a_parameter_unfrozen_later_is_refused(attached: Callable) -> None:
+    net, _, _ = attached(offbeat.AllReduce())
+    net.frozen.requires_grad_(True)
+    with pytest.raises(UnsupportedError, match="'frozen'"):
+        loss_of(net, 0).backward()
+
+
+@pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan")])
+def test_a_density_outside_its_range_is_refused(density: float) -> None:
+    with pytest.raises(ConfigError, match=r"\(0, 1\]"):
+        offbeat.GTopK(density=density)
+
+
+def test_the_class_in_place_of_an_instance_is_refused() -> None:
+    net = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="did you pass the class"):
+        offbeat.attach(net, torch.optim.SGD(net.parameters()), offbeat.GTopK)  # type: ignore[arg-type]

@@ -1,0 +1,27 @@
+"""The frame that every test runs in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from ranks_support.launch import run_ranks
+from ranks_support.leaks import no_leaks
+
+__all__ = ["run_ranks"]
+
+torch.set_num_threads(1)  # tests run side by side, and the order of sums must not depend on the number of cores
+
+settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("thorough", max_examples=2000, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("OFFBEAT_HYPOTHESIS", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def leave_nothing_behind() -> Iterator[None]:
+    with no_leaks():
+        yield

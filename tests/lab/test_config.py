@@ -1,0 +1,82 @@
+"""A request becomes a complete configuration, or one sentence that says why not."""
+
+from __future__ import annotations
+
+import pytest
+
+from offbeat.errors import ConfigError
+from offbeat.lab.config import Request, RunConfig, resolve, resolve_resume
+
+
+def asked(**changes: object) -> Request:
+    return Request(**({"task": "digits", "strategy": "gtopk"} | changes))
+
+
+def test_a_resolved_run_has_a_value_for_everything_and_survives_json() -> None:
+    config = resolve(asked(settings=["density=0.01", "size=small"], steps=7))
+    assert (config.task_options["size"], config.strategy_options["density"], config.workers) == ("small", 0.01, 4)
+    assert (config.steps, config.epochs) == (7, None)
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    assert config.build_strategy().density == 0.01
+
+
+def test_without_a_length_the_task_decides() -> None:
+    assert resolve(asked()).epochs == 30
+
+
+def test_warmup_learns_how_long_an_epoch_is() -> None:
+    assert resolve(asked(settings=["warmup=paper"])).strategy_options["steps_per_epoch"] == 1437 // (4 * 32)
+    assert resolve(asked(settings=["warmup=paper", "steps_per_epoch=5"])).strategy_options["steps_per_epoch"] == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": None}, "--task is missing"),
+        ({"strategy": None}, "--strategy is missing"),
+        ({"workers": 0}, "--workers is 0; allowed is 1 or more"),
+        ({"steps": -1}, "--steps is -1"),
+        ({"checkpoint_every": 0}, "--checkpoint-every is 0"),
+        ({"steps": 3, "epochs": 3}, "give one of them"),
+        ({"workers": 64}, "64 workers"),
+        ({"settings": ["density=2"]}, "density"),
+        ({"settings": ["momentum_correction=0.9"]}, "momentum"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(asked(**changes))
+
+
+STORED = {"steps": 20, "settings": ["density=0.01"], "seed": 5}
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (Request(steps=30), {"steps": 30}),
+        (Request(epochs=30), {"epochs": 30, "steps": None}),
+        (Request(workers=2), {"workers": 2}),
+        (asked(seed=5, settings=["density=1e-2", "size=tiny"]), {}),
+    ],
+)
+def test_a_resume_may_change_workers_and_length(request_: Request, expected: dict[str, object]) -> None:
+    stored = resolve(asked(**STORED))
+    assert resolve_resume(stored, request_, steps_done=10, epochs_done=0) == stored.model_copy(update=expected)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(task="charlm"), "--task charlm contradicts the record, which has digits"),
+        (Request(strategy="topk"), "--strategy topk contradicts"),
+        (Request(seed=0), "--seed 0 contradicts the record, which has 5"),
+        (Request(settings=["density=0.1"]), "--set density=0.1 contradicts the record, which has 0.01"),
+        (Request(settings=["size=large"]), "--set size=large contradicts"),
+        (Request(steps=10), "has done 10 steps and is to do 10; raise --steps"),
+        (Request(epochs=1), "has done 1 epochs and is to do 1; raise --epochs"),
+    ],
+)
+def test_a_resume_that_contradicts_the_record_is_refused(request_: Request, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_resume(resolve(asked(**STORED)), request_, steps_done=10, epochs_done=1)

@@ -1,0 +1,80 @@
+"""Stopping anywhere and going on gives the batches that never stopping would have given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.errors import CheckpointError
+from offbeat.lab.config import Request, RunConfig, resolve
+from offbeat.lab.schedule import Position, Schedule
+from offbeat.lab.tasks import TASKS
+
+
+class Numbers(TASKS["digits"]):  # type: ignore[misc, valid-type]
+    """A batch is the numbers of its samples; seven steps an epoch with two workers."""
+
+    num_samples = 60
+
+    def batch(self, samples: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.from_numpy(samples), torch.zeros(len(samples))
+
+
+TASK = Numbers(Numbers.options_type(batch_size=4))
+
+
+def config(**length: int) -> RunConfig:
+    return resolve(Request(task="digits", strategy="allreduce", workers=2, **length)).model_copy(update={"task_options": {}})
+
+
+def run(schedule: Schedule, stop_after: int | None = None) -> list[torch.Tensor]:
+    taken = []
+    for batch in schedule.batches(lambda steps_done: stop_after is not None and steps_done >= stop_after):
+        taken.append(batch[0])
+        schedule.advance()
+    return taken
+
+
+def take(schedule: Schedule, stop_after: int | None, seen: dict[int, list[int]]) -> int:
+    """Like `run`, noting samples by epoch; returns the number of batches."""
+    count = 0
+    for batch in schedule.batches(lambda steps_done: stop_after is not None and steps_done >= stop_after):
+        seen[schedule.position.epoch].extend(batch[0].tolist())
+        schedule.advance()
+        count += 1
+    return count
+
+
+@given(stop_after=st.integers(0, 25), length=st.sampled_from([{"epochs": 3}, {"steps": 17}]))
+def test_a_stop_changes_nothing(stop_after: int, length: dict[str, int]) -> None:
+    settings = config(**length)
+    straight = run(Schedule(settings, TASK, Position(), rank=1, world_size=2))
+    first = Schedule(settings, TASK, Position(), rank=1, world_size=2)
+    before = run(first, stop_after)
+    second = Schedule(settings, TASK, Position.from_json(first.position.to_json()), rank=1, world_size=2)
+    assert len(before) + second.target - second.position.step == first.target == len(straight)
+    together = before + run(second)
+    assert len(straight) == len(together) == (17 if "steps" in length else 21)
+    assert all(torch.equal(left, right) for left, right in zip(straight, together, strict=True))
+
+
+@given(stop_after=st.integers(0, 13), workers=st.integers(1, 9))
+def test_with_other_workers_no_sample_is_seen_twice_in_an_epoch(stop_after: int, workers: int) -> None:
+    settings = config(epochs=2)
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    first = [Schedule(settings, TASK, Position(), rank=rank, world_size=2) for rank in range(2)]
+    for schedule in first:
+        take(schedule, stop_after, seen)
+    stopped = first[0].position.to_json()
+    second = [Schedule(settings, TASK, Position.from_json(stopped), rank=rank, world_size=workers) for rank in range(workers)]
+    assert len({take(schedule, None, seen) for schedule in second}) == 1
+    assert all(schedule.position.epoch == 2 for schedule in second)
+    assert all(len(set(samples)) == len(samples) for samples in seen.values())
+
+
+def test_a_foreign_position_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="position"):
+        Position.from_json({"steps": 3})

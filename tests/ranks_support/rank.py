@@ -1,0 +1,82 @@
+"""One rank: `python -m ranks_support.rank`, with its `Orders` as JSON in the only argument.
+
+Joins the gloo group, calls the function, and writes its outcome as JSON to the pipe. At SIGABRT it prints the stacks of all
+its threads and ends; so it does by itself after `Orders.limit_s`, in case the test is gone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import json
+import os
+import resource
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Orders:
+    """Who this rank is and what it does: `function` of the file `source`, called with (rank, world_size, **arguments)."""
+
+    rank: int
+    world_size: int
+    store_port: int
+    result_fd: int
+    limit_s: float
+    source: str
+    function: str
+    arguments: dict[str, Any]
+
+
+def load(source: Path, name: str) -> Callable[..., Any]:
+    """The function `name` of a Python file, which is imported under its own base name."""
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[source.stem] = module
+    spec.loader.exec_module(module)
+    function: Callable[..., Any] = getattr(module, name)
+    return function
+
+
+def carry_out(orders: Orders) -> Any:
+    function = load(Path(orders.source), orders.function)
+    store = dist.TCPStore("127.0.0.1", orders.store_port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=orders.rank, world_size=orders.world_size)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return function(orders.rank, orders.world_size, **orders.arguments)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def main() -> None:
+    orders = Orders(**json.loads(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(orders.limit_s, exit=True)
+    os.set_inheritable(orders.result_fd, False)
+    torch.set_num_threads(1)
+    try:
+        outcome = json.dumps({"value": carry_out(orders)})
+    except BaseException:
+        outcome = json.dumps({"error": traceback.format_exc()})
+    # The descriptor stays open until the process has ended: that is how the test sees the end of it.
+    with open(orders.result_fd, "w", closefd=False) as pipe:
+        pipe.write(outcome)
+
+
+if __name__ == "__main__":
+    main()
