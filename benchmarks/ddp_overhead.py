@@ -8,14 +8,15 @@ Both train in the same processes, in turns, so that whatever disturbs the machin
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
-from _measure import Ratio, main, ratio
-from _ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
+from _measure import Ratio, main, ratio
+from _ranks import run_ranks
 
 WORLD_SIZE = 2
 NUM_PAIRS = 40
@@ -44,7 +45,7 @@ def make_mlp() -> torch.nn.Module:
     torch.manual_seed(0)
     widths = [1024, 2048, 2048, 1536, 10]
     layers: list[torch.nn.Module] = [torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 256), torch.nn.Linear(256, widths[0])]
-    for width, following in zip(widths, widths[1:], strict=False):
+    for width, following in pairwise(widths):
         layers += [torch.nn.ReLU(), torch.nn.Linear(width, following)]
     return torch.nn.Sequential(*layers)
 

@@ -86,7 +86,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(scripts):
         parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(scripts)}")
-    cases, failed = [], []
+    cases: list[Case] = []
+    failed: list[str] = []
     for name in arguments.names or scripts:
         print(f"{name} ...", file=sys.stderr)
         try:

@@ -48,9 +48,11 @@ leaves = (
 )
 trees = st.recursive(
     leaves,
-    lambda children: st.lists(children, max_size=3)
-    | st.lists(children, max_size=3).map(tuple)
-    | st.dictionaries(st.text(max_size=3) | st.integers(-3, 3), children, max_size=3),
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.lists(children, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(-3, 3), children, max_size=3)
+    ),
     max_leaves=8,
 )
 

@@ -80,13 +80,13 @@ class BackwardHooks:
             self._open = False
             self._listener.backward_failed()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_forward_begins(self, module: torch.nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             self.report_failed_pass()
             self._recomputing_pass = torch._C._current_graph_task_id()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_forward_ends(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -106,7 +106,7 @@ class BackwardHooks:
                 "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or checkpoint modules inside the model"
             )
         try:
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_done)  # type: ignore[no-untyped-call]
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_done)
         except (RuntimeError, NotImplementedError) as error:
             raise UnsupportedError(
                 f"this backward pass cannot be observed ({error}); compiled autograd is not supported: switch it off, plain "

@@ -282,7 +282,7 @@ class Session:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UnsupportedError(
-                    f"parameter {name!r} was frozen when the session was attached and requires a gradient now; close the session "
+                    f"parameter {name!r} was frozen when the session was attached and requires a gradient now; close it "
                     "and attach a new one after unfreezing"
                 )
         for part in self._hear_backward_begins:

@@ -73,7 +73,7 @@ TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
         ((*TRAIN, "--set", "density=1.5"), 2, "density"),
         ((*TRAIN, "--workers", "0"), 2, "--workers is 0"),
         ((*TRAIN, "--workers", "100"), 2, "100 workers"),
-        (("train", "--task", "mnist", "--strategy", "topk", "--set", "path=none.npz"), 2, "no data at none.npz"),
+        (("train", "--task", "mnist", "--strategy", "topk", "--set", "path=none.npz"), 2, "none.npz; give the path"),
         (("train", "--resume", "nowhere"), 1, "nowhere holds no run record"),
         ((*TRAIN, "--out", "taken"), 1, "taken is not empty and holds no run"),
         (("demo", "--out", "taken"), 1, "taken exists"),

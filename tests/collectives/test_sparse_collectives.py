@@ -152,7 +152,7 @@ def test_the_reduce_scatter_keeps_the_topk_up_to_its_resolution(case: tuple[int,
 
 def test_the_published_merge_loses_mass_from_four_ranks_on() -> None:
     """An entry dropped on one branch whose index survives through another is put back by nobody."""
-    lost = {world_size: 0.0 for world_size in (2, 4, 8, 16)}
+    lost = dict.fromkeys((2, 4, 8, 16), 0.0)
     for world_size in lost:
         for seed in range(20):
             mine = contributions(world_size, 200, 10, seed)

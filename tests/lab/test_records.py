@@ -80,7 +80,10 @@ def test_steps_that_a_resume_took_back_are_left_out(tmp_path: Path) -> None:
     write_events(path, range(4, 9), CONFIG.model_copy(update={"workers": 1}), loss=0.25)
     record = Record(path)
     assert [attempt.start_step for attempt in record.attempts] == [0, 3]
-    assert [(event.step, event.loss) for event in record.events(0)] == [*((s, 0.5) for s in (1, 2, 3)), *((s, 0.25) for s in range(4, 9))]
+    assert [(event.step, event.loss) for event in record.events(0)] == [
+        *((s, 0.5) for s in (1, 2, 3)),
+        *((s, 0.25) for s in range(4, 9)),
+    ]
     assert [event.step for event in record.events(1)] == [1, 2, 3]
 
 

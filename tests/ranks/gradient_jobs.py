@@ -15,6 +15,12 @@ from offbeat.errors import OffbeatError, PeerError
 from offbeat.strategies import REGISTRY
 
 
+def for_each(rank: int, world_size: int, *, job: str, strategies: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Run one of the jobs below with several strategies, one after the other in the same processes."""
+    run = globals()[job]
+    return {label: run(rank, world_size, name=name, options=options) for label, (name, options) in strategies.items()}
+
+
 def make_net(seed: int = 1) -> torch.nn.Sequential:
     torch.manual_seed(seed)
     return torch.nn.Sequential(
@@ -57,7 +63,7 @@ def against_ddp(rank: int, world_size: int, *, name: str, options: dict[str, Any
     theirs = make_net(seed=0)
     ddp = DistributedDataParallel(theirs)
     train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), rank, range(5))
-    apart = max(float((a - b).abs().max()) for a, b in zip(mine.parameters(), theirs.parameters(), strict=True))
+    apart = max(float((a - b).detach().abs().max()) for a, b in zip(mine.parameters(), theirs.parameters(), strict=True))
     return {"apart": apart, "fingerprint": fingerprint(mine), "bytes_sent": bytes_sent}
 
 

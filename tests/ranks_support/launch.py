@@ -23,13 +23,19 @@ import torch.distributed as dist
 from ranks_support.rank import Orders
 
 LOOPBACK = "127.0.0.1"
+START_S = 60.0
+"""How long the processes may take to begin: several import torch at once, perhaps beside other tests."""
+
+END_S = 30.0
+"""How long a process may take to end once its function has returned."""
+
 GRACE_S = 5.0
 """Once a rank has failed, how long the others may take to say what they think of it before they are ended."""
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class RanksFailed(Exception):
+class RanksError(Exception):
     """Some ranks did not return. The message has one paragraph for each, in the order in which they ended."""
 
 
@@ -54,27 +60,43 @@ class Process:
     rank: int
     popen: subprocess.Popen[bytes]
     log: Path
+    timeout_s: float
     received: bytearray = field(default_factory=bytearray)
-    ended_because: str = ""
+    overdue: str = "did not start"
+    deadline_s: float = field(default_factory=lambda: time.monotonic() + START_S)
+    was_told_to_end: bool = False
 
-    def end(self, reason: str) -> None:
+    def hear(self, chunk: bytes) -> None:
+        """The first byte says that the rank has joined the group; a line after it is the outcome."""
+        self.received += chunk
+        if self.outcome:
+            self.overdue, self.deadline_s = "returned but did not end", time.monotonic() + END_S
+        elif len(self.received) == len(chunk):
+            self.overdue, self.deadline_s = "hung", time.monotonic() + self.timeout_s
+
+    def hurry(self) -> None:
+        """Another rank has failed: this one may take only a moment more."""
+        if not self.was_told_to_end and not self.outcome and time.monotonic() + GRACE_S < self.deadline_s:
+            self.overdue, self.deadline_s = "was ended because another one had failed", time.monotonic() + GRACE_S
+
+    def end(self) -> None:
         """End the process by a signal at which it prints its stacks; if it was told so before, by one it cannot ignore."""
-        self.popen.send_signal(signal.SIGKILL if self.ended_because else signal.SIGABRT)
+        self.popen.send_signal(signal.SIGKILL if self.was_told_to_end else signal.SIGABRT)
         self.popen.send_signal(signal.SIGCONT)
-        self.ended_because = self.ended_because or reason
+        self.was_told_to_end, self.deadline_s = True, time.monotonic() + GRACE_S
 
     @property
     def outcome(self) -> dict[str, Any]:
-        """What the rank wrote before it ended: its value or its error; empty when it wrote nothing."""
-        return dict(json.loads(self.received)) if self.received else {}
+        """What the rank wrote before it ended: its value, or what it raised; empty when it did not get that far."""
+        return dict(json.loads(self.received)) if self.received.endswith(b"}\n") else {}
 
     def failure(self) -> str | None:
         """A paragraph that says how the rank failed; None when it returned."""
         printed = self.log.read_text(errors="replace").strip()
-        if error := self.outcome.get("error"):
-            return f"rank {self.rank} raised {error.strip().splitlines()[-1]}\n{error}{printed}"
-        if self.ended_because:
-            return f"rank {self.rank} {self.ended_because}, stack:\n{printed}"
+        if raised := self.outcome.get("raised"):
+            return f"rank {self.rank} raised {raised}\n{self.outcome['traceback']}{printed}"
+        if self.was_told_to_end:
+            return f"rank {self.rank} {self.overdue}, stack:\n{printed}"
         if self.popen.returncode < 0:
             return f"rank {self.rank} killed by {signal.Signals(-self.popen.returncode).name}\n{printed}"
         if self.popen.returncode > 0 or not self.outcome:
@@ -92,6 +114,7 @@ def launch(
     arguments: dict[str, Any],
 ) -> list[Any]:
     """See the fixture `run_ranks`; `directory` takes what the ranks print."""
+    __tracebackhide__ = True
     source = inspect.getsourcefile(function)
     assert source is not None
     with ExitStack() as stack:
@@ -111,24 +134,24 @@ def launch(
                 world_size=world_size,
                 store_port=port,
                 result_fd=writing,
-                limit_s=timeout_s + 4 * GRACE_S,
+                limit_s=START_S + timeout_s + END_S + 2 * GRACE_S,
                 source=source,
                 function=function.__name__,
                 arguments=arguments,
             )
-            process = stack.enter_context(started(orders, directory / f"rank-{rank}.log"))
+            process = stack.enter_context(started(orders, directory / f"rank-{rank}.log", timeout_s))
             processes.append(process)
             selector.register(reading, selectors.EVENT_READ, process)
-        ended = watch(selector, processes, timeout_s=timeout_s, may_die=may_die)
+        ended = watch(selector, processes, may_die)
         del store
     failures = [failure for p in ended if p.rank not in may_die and (failure := p.failure())]
     if failures:
-        raise RanksFailed("\n\n".join(failures))
+        raise RanksError("\n\n".join(failures))
     return [process.outcome.get("value") for process in processes]
 
 
 @contextmanager
-def started(orders: Orders, log: Path) -> Iterator[Process]:
+def started(orders: Orders, log: Path, timeout_s: float) -> Iterator[Process]:
     """A rank; it has ended when the block is left, whatever happened inside."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES} | {
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
@@ -145,37 +168,32 @@ def started(orders: Orders, log: Path) -> Iterator[Process]:
     finally:
         os.close(orders.result_fd)
     try:
-        yield Process(rank=orders.rank, popen=popen, log=log)
+        yield Process(rank=orders.rank, popen=popen, log=log, timeout_s=timeout_s)
     finally:
         popen.kill()
         popen.wait()
 
 
-def watch(
-    selector: selectors.BaseSelector, processes: list[Process], *, timeout_s: float, may_die: Collection[int]
-) -> list[Process]:
+def watch(selector: selectors.BaseSelector, processes: list[Process], may_die: Collection[int]) -> list[Process]:
     """Read the pipes until every rank has ended, or been ended. Returns the ranks in the order in which they ended."""
     ended: list[Process] = []
-    reason = "hung"
-    deadline_s = time.monotonic() + timeout_s
-    while len(ended) < len(processes):
-        events = selector.select(max(0.0, deadline_s - time.monotonic()))
+    while going := [process for process in processes if process not in ended]:
+        events = selector.select(max(0.0, min(process.deadline_s for process in going) - time.monotonic()))
         if not events:
-            for process in processes:
-                if process not in ended:
-                    process.end(reason)
-            deadline_s = time.monotonic() + GRACE_S
+            for process in going:
+                if process.deadline_s <= time.monotonic():
+                    process.end()
         for key, _ in events:
             process = key.data
             if chunk := os.read(key.fd, 1 << 16):
-                process.received += chunk
+                process.hear(chunk)
                 continue
             selector.unregister(key.fd)
             process.popen.wait()
             ended.append(process)
-            if process.rank not in may_die and process.failure() and time.monotonic() + GRACE_S < deadline_s:
-                reason = "was ended because another one had failed"
-                deadline_s = time.monotonic() + GRACE_S
+            if process.rank not in may_die and process.failure():
+                for other in going:
+                    other.hurry()
     return ended
 
 
@@ -185,8 +203,8 @@ def run_ranks(tmp_path: Path) -> RunRanks:
 
     `run_ranks(function, world_size, **arguments)` calls the module-level `function(rank, world_size, **arguments)` in each
     process; arguments and results are JSON. Ranks in `may_die` may end in any way; one that did not return gives None.
-    A rank that raises, dies or takes longer than `timeout_s` (seconds) fails the test with `RanksFailed`, which says which
-    one and how. No process is left, whatever happens.
+    A rank that raises, dies or takes longer than `timeout_s` (seconds, from when it has joined) fails the test with
+    `RanksError`, which says which one and how. No process is left, whatever happens.
     """
     num_calls = 0
 
@@ -198,12 +216,11 @@ def run_ranks(tmp_path: Path) -> RunRanks:
         may_die: Collection[int] = (),
         **arguments: Any,
     ) -> list[Any]:
+        __tracebackhide__ = True
         nonlocal num_calls
         num_calls += 1
         directory = tmp_path / f"ranks-{num_calls}"
         directory.mkdir()
-        return launch(
-            function, world_size, directory=directory, timeout_s=timeout_s, may_die=may_die, arguments=arguments
-        )
+        return launch(function, world_size, directory=directory, timeout_s=timeout_s, may_die=may_die, arguments=arguments)
 
     return run

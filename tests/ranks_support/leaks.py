@@ -40,7 +40,7 @@ def no_leaks() -> Iterator[None]:
         before, after = environment.get(name), os.environ.get(name)
         if before != after:
             leaks.append(f"environment variable {name} ({before!r} before, {after!r} after)")
-            os.environ.pop(name)if before is None else os.environ.update({name: before})
+            os.environ.pop(name) if before is None else os.environ.update({name: before})
     if leaks:
         raise LeakError(f"left behind: {', '.join(leaks)}")
 

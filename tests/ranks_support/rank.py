@@ -54,6 +54,7 @@ def carry_out(orders: Orders) -> Any:
     store = dist.TCPStore("127.0.0.1", orders.store_port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=orders.rank, world_size=orders.world_size)
     try:
+        os.write(orders.result_fd, b"\n")  # says that this rank has joined
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             return function(orders.rank, orders.world_size, **orders.arguments)
@@ -71,11 +72,12 @@ def main() -> None:
     torch.set_num_threads(1)
     try:
         outcome = json.dumps({"value": carry_out(orders)})
-    except BaseException:
-        outcome = json.dumps({"error": traceback.format_exc()})
+    except BaseException as error:  # noqa: BLE001 - the test is told of it
+        kind = traceback.format_exception_only(error)[0].splitlines()[0]
+        outcome = json.dumps({"raised": kind, "traceback": traceback.format_exc()})
     # The descriptor stays open until the process has ended: that is how the test sees the end of it.
     with open(orders.result_fd, "w", closefd=False) as pipe:
-        pipe.write(outcome)
+        pipe.write(f"{outcome}\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
@@ -21,9 +22,9 @@ _PLAIN_EVERY_S = 5.0
 
 
 @contextmanager
-def watching(title: str) -> Iterator[Callable[[Progress], None]]:
+def watching(title: str, *, quiet: bool = False) -> Iterator[Callable[[Progress], None]]:
     """Show progress under `title` for as long as the block runs: bars on a terminal, a line now and then elsewhere."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=quiet)
     if not console.is_terminal:
         yield _Lines(title, console)
         return
@@ -109,10 +110,11 @@ def print_options(name: str, summary: str, options: Sequence[Option]) -> None:
     """A task or a strategy and what `--set` takes for it."""
     console = Console()
     console.print(f"[bold]{name}[/bold]  {escape(summary)}")
-    table = Table("option", "allowed", "default", "", box=None, padding=(0, 2))
     for option in options:
-        table.add_row(option.name, escape(option.allowed), escape(option.default), escape(option.help))
-    console.print(table, "")
+        default = f" = {escape(option.default)}" if option.default != "required" else " (required)"
+        console.print(f"  [bold]{option.name}[/bold]{default}  [dim]{escape(option.allowed)}[/dim]", highlight=False)
+        console.print(Padding(escape(option.help), (0, 0, 0, 6)), highlight=False)
+    console.print()
 
 
 def _summary_rows(summary: Summary) -> list[tuple[str, str]]:

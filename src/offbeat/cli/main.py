@@ -84,7 +84,8 @@ def train(
         checkpoint_every=checkpoint_every,
     )
     planned = plan(request, out=out, resume=resume)
-    with display.watching(f"{planned.config.task} · {planned.config.strategy}") as watcher:
+    quiet = planned.launch is not None and planned.launch.rank != 0
+    with display.watching(f"{planned.config.task} · {planned.config.strategy}", quiet=quiet) as watcher:
         summary = carry_out(planned, watcher)
     if summary is None:
         return

@@ -42,7 +42,7 @@ def reuse(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, 
     """Pick what reaches `threshold`, if that is within 20% of `k` entries, else the `k` largest. As `select.reuse`."""
     if not 0 < threshold < math.inf:
         return exact(flat, residual, k=k, weight=weight)
-    candidates = accumulate(flat, residual, weight, flat.new_full((), threshold), 2 * k)
+    candidates = accumulate(flat, residual, weight, flat.new_full((), threshold), 4 * k)
     count = candidates.numel()
     if (1 - REUSE_SLACK) * k <= count <= (1 + REUSE_SLACK) * k:
         return _finish(flat, candidates, count, threshold * (count / k) ** GAIN)

@@ -17,7 +17,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 BLOCK = 64
-"""Elements that `scan` and `accumulate` test together; candidates are rare, so most blocks are passed over vectorised."""
+"""Elements that are tested for candidates together; candidates are rare, so most blocks are passed over vectorised."""
+
+CHUNK = 4096
+"""Elements that stay in the first-level cache between two uses."""
 
 DIGIT_BITS = 16
 
@@ -42,23 +45,48 @@ def magnitude_mask(dtype: np.dtype[np.floating]) -> np.unsignedinteger:
 
 
 @_kernel
-def _compact(
-    block: NDArray[np.floating],
+def collect(
+    flat: NDArray[np.floating],
     begin: int,
     threshold: np.floating,
     indices: NDArray[np.int64],
     values: NDArray[np.floating],
     count: int,
 ) -> int:
-    """Append what is not below `threshold`, without a branch per element; only count once the buffers are full."""
-    if count > indices.size - BLOCK:
-        for i in range(block.size):
-            count += not abs(block[i]) < threshold
-        return count
-    for i in range(block.size):
-        indices[count] = begin + i
-        values[count] = block[i]
-        count += not abs(block[i]) < threshold
+    """Append what reaches `threshold`, or is NaN, to two lists.
+
+    Args:
+        flat: shape (n,).
+        begin: index of its first element.
+        threshold: of the same dtype, > 0.
+        indices: takes indices; `BLOCK` places more than are wanted.
+        values: takes values; as large.
+        count: how many are there already.
+
+    Returns:
+        The new count. Beyond indices.size - BLOCK they are only counted.
+    """
+    room = indices.size - BLOCK
+    tail = flat.size - flat.size % BLOCK
+    for offset in range(0, tail, BLOCK):
+        block = flat[offset : offset + BLOCK]
+        hit = False
+        for i in range(BLOCK):
+            hit |= not abs(block[i]) < threshold
+        if hit and count <= room:
+            for i in range(BLOCK):  # without a branch for each element, which helps when many are candidates
+                indices[count] = begin + offset + i
+                values[count] = block[i]
+                count += not abs(block[i]) < threshold
+        elif hit:
+            for i in range(BLOCK):
+                count += not abs(block[i]) < threshold
+    for j in range(tail, flat.size):
+        if not abs(flat[j]) < threshold:
+            if count <= room:
+                indices[count] = begin + j
+                values[count] = flat[j]
+            count += 1
     return count
 
 
@@ -71,57 +99,36 @@ def accumulate(
     indices: NDArray[np.int64],
     values: NDArray[np.floating],
 ) -> tuple[int, bool]:
-    """flat = residual + weight * flat, and collect in order what reaches `threshold`.
+    """flat = residual + weight * flat, and `collect` it into empty lists.
+
+    Chunks are collected while they are in the cache: there, a mispredicted branch does not stall the stream from memory.
 
     Args:
         flat: shape (n,), overwritten.
         residual: shape (n,), of another memory.
         weight: of the same dtype.
-        threshold: of the same dtype, > 0.
-        indices: takes the indices of candidates; room for `BLOCK` more than are wanted.
-        values: takes their values; as large.
+        threshold: as of `collect`.
+        indices: as of `collect`.
+        values: as of `collect`.
 
     Returns:
-        How many there are (all of them are collected only if that is at most indices.size - BLOCK) and whether all of `flat`
-        is finite.
+        The count, as of `collect`, and whether all of `flat` is finite.
     """
     count = 0
-    finite = True
-    for begin in range(0, flat.size, BLOCK):
-        block = flat[begin : begin + BLOCK]
-        owed = residual[begin : begin + BLOCK]
-        hit = False
-        for i in range(block.size):
-            x = owed[i] + weight * block[i]
-            block[i] = x
-            hit |= not abs(x) < threshold  # true of NaN too
-        if hit:
-            for i in range(block.size):
-                finite &= np.isfinite(block[i])
-            count = _compact(block, begin, threshold, indices, values, count)
-    return count, finite
+    strange = False
+    for begin in range(0, flat.size, CHUNK):
+        chunk = flat[begin : begin + CHUNK]
+        owed = residual[begin : begin + CHUNK]
+        for i in range(chunk.size):
+            x = owed[i] + weight * chunk[i]
+            chunk[i] = x
+            strange |= not abs(x) < np.inf
+        count = collect(chunk, begin, threshold, indices, values, count)
+    return count, not strange
 
 
 @_kernel
-def scan(
-    flat: NDArray[np.floating], threshold: np.floating, indices: NDArray[np.int64], values: NDArray[np.floating]
-) -> int:
-    """Collect like `accumulate`, from what `flat` holds already."""
-    count = 0
-    for begin in range(0, flat.size, BLOCK):
-        block = flat[begin : begin + BLOCK]
-        hit = False
-        for i in range(block.size):
-            hit |= not abs(block[i]) < threshold
-        if hit:
-            count = _compact(block, begin, threshold, indices, values, count)
-    return count
-
-
-@_kernel
-def sample(
-    flat: NDArray[np.floating], residual: NDArray[np.floating], weight: np.floating, out: NDArray[np.floating]
-) -> None:
+def sample(flat: NDArray[np.floating], residual: NDArray[np.floating], weight: np.floating, out: NDArray[np.floating]) -> None:
     """Write |residual + weight * flat| at `out.size` places, one at a scrambled place in each of as many equal strides."""
     stride = flat.size // out.size
     for i in range(out.size):
@@ -190,19 +197,15 @@ def add_sorted(
 ) -> int:
     """Merge two ascending lists into one, adding the values of equal indices. Returns its length."""
     a = b = count = 0
+    zero = values.dtype.type(0)
     while a < indices_a.size and b < indices_b.size:
         index_a, index_b = indices_a[a], indices_b[b]
-        if index_a == index_b:
-            indices[count] = index_a
-            values[count] = values_a[a] + values_b[b]
-        elif index_a < index_b:
-            indices[count] = index_a
-            values[count] = values_a[a]
-        else:
-            indices[count] = index_b
-            values[count] = values_b[b]
-        a += index_a <= index_b
-        b += index_b <= index_a
+        takes_a, takes_b = index_a <= index_b, index_b <= index_a
+        indices[count] = index_a if takes_a else index_b
+        # Selections in place of branches, which nobody could predict.
+        values[count] = (values_a[a] if takes_a else zero) + (values_b[b] if takes_b else zero)
+        a += takes_a
+        b += takes_b
         count += 1
     while a < indices_a.size:
         indices[count] = indices_a[a]
@@ -266,7 +269,7 @@ def warm() -> None:
         bits, zero = bits_of(values), mask ^ mask
         marks = np.zeros(values.size, dtype=np.bool_)
         accumulate(values[:1], values[:1].copy(), one, one, indices, values.copy())
-        scan(values[:1], one, indices, values.copy())
+        collect(values[:1], 0, one, indices, values.copy(), 0)
         sample(values, values.copy(), one, values[:1].copy())
         add_momentum(values, values.copy(), one, one, values.copy())
         digit_counts(bits, mask, np.uint64(0), np.uint64(0), np.uint64(0), np.zeros(1 << DIGIT_BITS, dtype=np.int64))

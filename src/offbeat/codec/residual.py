@@ -7,11 +7,11 @@
 With momentum correction (DGC, arXiv 1712.01887, sections 3.1 and 3.2), acc = residual + velocity, where
 velocity = momentum * velocity + weight * gradient; factor masking clears the velocity wherever an entry was sent.
 
-A step is staged first and committed when it is known to be good everywhere, or discarded without a trace. Staging copies nothing:
-residual and gradient trade buffers on commit.
+A step is staged first and committed when it is known to be good everywhere, or discarded without a trace. Staging copies
+nothing: residual and gradient trade buffers on commit.
 
-Memory beside the gradient: one buffer of its size, three with momentum. Half-precision gradients are owed in float32; their buffer
-cannot be traded, so that takes two float32 buffers, four with momentum.
+Memory beside the gradient: one buffer of its size, three with momentum. Half-precision gradients are owed in float32; their
+buffer cannot be traded, so that takes two float32 buffers, four with momentum.
 """
 
 from __future__ import annotations
@@ -88,12 +88,14 @@ class ErrorFeedback:
             weight: of the gradient.
         """
         accumulated, weight = self._begin(gradient, weight)
-        chosen = select if accumulated.device.type == "cpu" else cuda
+        on_cpu = accumulated.device.type == "cpu"
         k = min(k, accumulated.numel())
         if self._selection == "exact":
-            selection = chosen.exact(accumulated, self._residual, k=k, weight=weight)
+            exact = select.exact if on_cpu else cuda.exact
+            selection = exact(accumulated, self._residual, k=k, weight=weight)
         else:
-            selection = chosen.reuse(accumulated, self._residual, k=k, weight=weight, threshold=self.threshold)
+            reuse = select.reuse if on_cpu else cuda.reuse
+            selection = reuse(accumulated, self._residual, k=k, weight=weight, threshold=self.threshold)
             self._new_threshold = selection.threshold
         if self._momentum is not None and self._masking:
             self._new_velocity[torch.from_numpy(selection.sparse.indices).to(gradient.device)] = 0
@@ -129,7 +131,10 @@ class ErrorFeedback:
         return free.zero_()
 
     def commit_all(self) -> None:
-        """All of acc was sent: nothing is owed, but for rounding to half precision. The gradient's buffer stays the caller's."""
+        """All of acc was sent: nothing is owed but what rounding to half precision lost.
+
+        The gradient's buffer stays the caller's.
+        """
         self._staged()
         if self._is_half:
             self._residual, self._accumulator = self._accumulator, self._residual

@@ -88,7 +88,7 @@ def reuse(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, 
     last = values.dtype.type(threshold)
     if not 0 < last < np.inf:
         return exact(flat, residual, k=k, weight=weight)
-    guess = Guess(last, min(values.size, 2 * k))
+    guess = Guess(last, min(values.size, 4 * k))
     indices, found = _room(guess.capacity, values.dtype)
     count, finite = kernels.accumulate(values, residual.numpy(), values.dtype.type(weight), last, indices, found)
     if not finite:
@@ -105,7 +105,7 @@ def _again(values: NDArray[np.floating], k: int) -> Sparse:
     """The `k` largest of what has been added up already."""
     guess = _guess(values, values, values.dtype.type(0), k)
     indices, found = _room(guess.capacity, values.dtype)
-    count = kernels.scan(values, guess.threshold, indices, found)
+    count = kernels.collect(values, 0, guess.threshold, indices, found, 0)
     return _largest(indices[:count], found[:count], values.size, k) if _suffices(guess, count, k) else _by_digits(values, k)
 
 

@@ -57,7 +57,8 @@ class Sparse:
 
     def where(self, mask: NDArray[np.bool_]) -> Sparse:
         """The pairs at which `mask`, shape (number of pairs,), is true."""
-        return Sparse(indices=self.indices[mask], values=self.values[mask], num_elements=self.num_elements)
+        places = np.flatnonzero(mask)  # many times faster than indexing by a mask without pattern
+        return Sparse(indices=self.indices[places], values=self.values[places], num_elements=self.num_elements)
 
 
 def add(a: Sparse, b: Sparse) -> Sparse:
@@ -125,6 +126,8 @@ def union_disjoint(parts: Sequence[Sparse]) -> Sparse:
     order = np.argsort(indices, kind="stable")  # finds the ascending runs and merges them
     indices = indices[order]
     if (indices[1:] == indices[:-1]).any():
-        raise WireError("two ranks reported results for the same index; do all ranks run the same version with the same options?")
+        raise WireError(
+            "two ranks reported results for the same index; do all ranks run the same version with the same options?"
+        )
     values = np.concatenate([part.values for part in parts])[order]
     return Sparse(indices=indices, values=values, num_elements=parts[0].num_elements)

@@ -34,4 +34,6 @@ class Warmup:
     @classmethod
     def exponential(cls, steps_per_epoch: int, density: float, epochs: int = 4) -> Warmup:
         """Of DGC (arXiv 1712.01887): from epoch to epoch by the same factor, down to `density` in epoch `epochs`."""
-        return cls(densities=tuple(density ** ((epoch + 1) / (epochs + 1)) for epoch in range(epochs)), steps_each=steps_per_epoch)
+        return cls(
+            densities=tuple(density ** ((epoch + 1) / (epochs + 1)) for epoch in range(epochs)), steps_each=steps_per_epoch
+        )

@@ -5,8 +5,8 @@
     indices  one code for each entry
     values   one for each entry
 
-All little-endian. Indices are coded by gaps in 2 bytes, with zero-valued fillers in gaps too large for that, or plainly in 4 (8 from
-2**32 elements on): whichever is shorter. So a pair takes at most 8 bytes with float32 values, 6 with bfloat16.
+All little-endian. Indices are coded by gaps in 2 bytes, with zero-valued fillers in gaps too large for that, or plainly in 4 (8
+for more than 2**32 elements): whichever is shorter. So a pair takes at most 8 bytes with float32 values, 6 with bfloat16.
 """
 
 from __future__ import annotations
@@ -140,9 +140,7 @@ def _num_gap_codes(indices: NDArray[np.int64]) -> int:
     return indices.size + int((np.diff(indices, prepend=-1) - 1 >> 16).sum())
 
 
-def _to_gaps(
-    indices: NDArray[np.int64], values: NDArray[np.generic]
-) -> tuple[NDArray[np.uint16], NDArray[np.generic]]:
+def _to_gaps(indices: NDArray[np.int64], values: NDArray[np.generic]) -> tuple[NDArray[np.uint16], NDArray[np.generic]]:
     codes = np.empty(_num_gap_codes(indices), dtype=np.uint16)
     if codes.size == indices.size:
         return (np.diff(indices, prepend=-1) - 1).astype(np.uint16), values
@@ -182,7 +180,7 @@ def _bfloat16_codes(values: NDArray[np.floating]) -> NDArray[np.uint16]:
     """Leading halves of the float32 numbers, rounded to nearest, ties to even (float64 is rounded to float32 first)."""
     single = np.clip(values, -_BFLOAT16_MAX, _BFLOAT16_MAX).astype(np.float32)
     bits = single.view(np.uint32)
-    codes = (bits + (0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    codes: NDArray[np.uint16] = ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
     codes[np.isnan(single)] = _BFLOAT16_NAN  # whose bits may have overflowed
     return codes
 

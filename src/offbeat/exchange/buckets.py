@@ -33,7 +33,7 @@ class Bucket:
         self.flat = torch.zeros(self.num_elements, dtype=first.dtype, device=first.device)
 
     def piece(self, position: int, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """The flat part, shape (numel,), of the parameter at `position` in this bucket; of `flat` instead of the buffer if given."""
+        """The part of the parameter at `position`, shape (numel,); of `flat` instead of the buffer if given."""
         source = self.flat if flat is None else flat
         return source[self.offsets[position] : self.offsets[position + 1]]
 

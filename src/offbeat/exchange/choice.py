@@ -51,7 +51,11 @@ class CheapestCollective:
         """Expected seconds of one exchange, by collective."""
         costs = {
             name: cost(
-                world_size=self._world_size, num_elements=num_elements, k=k, pair_bytes=self._pair_bytes, network=self.network
+                world_size=self._world_size,
+                num_elements=num_elements,
+                k=k,
+                pair_bytes=self._pair_bytes,
+                network=self.network,
             )
             for name, cost in COSTS.items()
         }

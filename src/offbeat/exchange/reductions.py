@@ -117,13 +117,13 @@ class SparseReduction:
         self._grad_scale = grad_scale
         self._staged = not tally.num_failed
         begin_s = time.perf_counter()
-        work: Collective[Exchanged] | Collective[Tally]
+        work: Collective[Exchanged | Tally]
         if plan.collective is None:
             work = self._everything(bucket.flat, tally)
         else:
             work = self._largest(bucket.flat, tally, plan.k, plan.collective)
         self.encode_s += time.perf_counter() - begin_s
-        self._pending: Pending[Exchanged] | Pending[Tally] = self._driver.launch(work, self._stream.next())
+        self._pending: Pending[Exchanged | Tally] = self._driver.launch(work, self._stream.next())
 
     def _largest(self, flat: torch.Tensor, tally: Tally, k: int, collective: SparseCollective) -> Collective[Exchanged]:
         mine = self._wire.empty()

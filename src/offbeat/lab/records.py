@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ SCHEMA = 1
 """Version of the layout. A reader refuses a newer one."""
 
 _KIND = "offbeat run"
+_TAIL_BYTES = 100_000
 _CONFIG = "config.json"
 _SUMMARY = "summary.json"
 
@@ -181,7 +183,9 @@ class EventWriter:
             self._file.write("\n")
         offset_s = time.time() - time.monotonic()
         head = {"kind": "offbeat events", "schema_version": SCHEMA, "rank": rank, "attempt": attempt}
-        self._file.write(json.dumps(head | {"host": socket.gethostname(), "pid": os.getpid(), "monotonic_to_unix_s": offset_s}) + "\n")
+        self._file.write(
+            json.dumps(head | {"host": socket.gethostname(), "pid": os.getpid(), "monotonic_to_unix_s": offset_s}) + "\n"
+        )
 
     def add(self, event: StepEvent) -> None:
         self._file.write(json.dumps(asdict(event)) + "\n")
@@ -219,6 +223,17 @@ def begin_attempt(path: Path, config: RunConfig, *, start_step: int) -> int:
     attempt = Attempt(started_at=datetime.now(UTC).isoformat(timespec="seconds"), workers=config.workers, start_step=start_step)
     _write_head(path, head.model_copy(update={"config": config, "attempts": [*head.attempts, attempt]}))
     return len(head.attempts)
+
+
+def last_step(path: Path, rank: int) -> int:
+    """The last step that rank `rank` is known to have finished; 0 when there is none. Cheap: reads the end of its events."""
+    events = path / f"events-rank-{rank}.jsonl"
+    if not events.exists():
+        return 0
+    with events.open("rb") as file:
+        file.seek(max(0, events.stat().st_size - _TAIL_BYTES))
+        steps = re.findall(rb'^{"step": (\d+),', file.read(), re.MULTILINE)
+    return int(steps[-1]) if steps else 0
 
 
 def write_summary(summary: Summary) -> None:

@@ -6,13 +6,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from offbeat.errors import ConfigError
 from offbeat.transport.interface import bound_socket
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 LOOPBACK = "127.0.0.1"
 _STOP = "offbeat-lab/stop"
@@ -26,15 +29,6 @@ class Launch:
 
     rank: int
     world_size: int
-
-
-class Store(Protocol):
-    """What is used of torch.distributed's stores."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 class Meeting:

@@ -23,6 +23,7 @@ from types import FrameType
 
 from offbeat.errors import PeerError
 from offbeat.lab.progress import EXIT_STOPPED, PIPE_VARIABLE, Failure, Progress, decode
+from offbeat.lab.records import last_step
 from offbeat.lab.rendezvous import LOOPBACK, StoreServer
 from offbeat.transport.connect import SECRET_VARIABLE
 
@@ -37,15 +38,15 @@ class _Worker:
     process: subprocess.Popen[bytes]
     pipe: int
     unread: bytes = b""
-    step: int = 0
     failure: Failure | None = None
 
 
 @dataclass(kw_only=True, slots=True)
 class _Watch:
-    """What the supervisor has decided so far. Deadlines are on the monotonic clock."""
+    """What the supervisor has seen and decided so far: `died` in order; deadlines on the monotonic clock."""
 
     num_interrupts: int = 0
+    died: list[int] = field(default_factory=list)
     stop_deadline_s: float | None = None
     fail_deadline_s: float | None = None
     ended_by_us: set[int] = field(default_factory=set)
@@ -125,7 +126,6 @@ def _read(worker: _Worker, on_progress: Callable[[Progress], None]) -> bool:
         if isinstance(report, Failure):
             worker.failure = report
         else:
-            worker.step = report.step
             on_progress(report)
     return bool(chunk)
 
@@ -138,8 +138,9 @@ def _act(workers: list[_Worker], watch: _Watch, *, survives_death: bool) -> None
         watch.stop_deadline_s = now_s + _STOP_S
         for worker in alive:
             worker.process.terminate()
-    died = any(worker.process.returncode not in (None, 0, EXIT_STOPPED) for worker in workers)
-    if died and not survives_death and watch.fail_deadline_s is None:
+    dead = [worker.rank for worker in workers if worker.process.returncode not in (None, 0, EXIT_STOPPED)]
+    watch.died += [rank for rank in dead if rank not in watch.died]
+    if watch.died and not survives_death and watch.fail_deadline_s is None:
         watch.fail_deadline_s = now_s + _SETTLE_S
     deadlines = [deadline for deadline in (watch.stop_deadline_s, watch.fail_deadline_s) if deadline is not None]
     if watch.num_interrupts > 1 or (deadlines and now_s > min(deadlines)):
@@ -160,7 +161,7 @@ def _verdict(run_directory: Path, workers: list[_Worker], watch: _Watch, *, surv
         raise PeerError(f"interrupted before the workers could write a checkpoint{_hint(run_directory)}")
     guilty = min(
         (worker for worker in workers if codes[worker.rank] not in (0, EXIT_STOPPED)),
-        key=lambda worker: (worker.rank in watch.ended_by_us, codes[worker.rank] > 0, _is_witness(worker), worker.rank),
+        key=lambda worker: (worker.rank in watch.ended_by_us, _is_witness(worker), watch.died.index(worker.rank)),
     )
     raise PeerError(_describe(run_directory, guilty) + _hint(run_directory), rank=guilty.rank)
 
@@ -176,10 +177,11 @@ def _describe(run_directory: Path, worker: _Worker) -> str:
     if code < 0:
         name = signal.Signals(-code).name
         cause = "; did the machine run out of memory?" if name == "SIGKILL" else f"; see {log}"
-        return f"{who} was killed by {name} at step {worker.step}{cause}"
+        return f"{who} was killed by {name} after step {last_step(run_directory, worker.rank)}{cause}"
     if worker.failure is not None:
-        return f"{who} failed at step {worker.step}: {worker.failure.message} (details in {log})"
-    return f"{who} ended with status {code} at step {worker.step}; see {log}"
+        message = worker.failure.message
+        return f"{who} failed after step {last_step(run_directory, worker.rank)}: {message} (details in {log})"
+    return f"{who} ended with status {code} after step {last_step(run_directory, worker.rank)}; see {log}"
 
 
 def _hint(run_directory: Path) -> str:

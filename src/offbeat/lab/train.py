@@ -48,7 +48,8 @@ def plan(request: Request, *, out: Path | None = None, resume: Path | None = Non
     if launch is not None:
         if request.workers is not None and request.workers != launch.world_size:
             raise ConfigError(
-                f"--workers {request.workers}, but {launch.world_size} processes were launched; leave --workers out or launch as many"
+                f"--workers {request.workers}, but {launch.world_size} processes were launched; "
+                "leave --workers out or launch as many"
             )
         request = replace(request, workers=launch.world_size)
     if resume is None:

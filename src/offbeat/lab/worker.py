@@ -103,7 +103,7 @@ def _train(run: _Run, watch: _Watch, stop_requested: threading.Event) -> None:
 
     for batch in schedule.batches(should_stop):
         loss = task.loss(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -24,7 +24,7 @@ def reduce_rounds(rank: int, world_size: int) -> list[tuple[int, bool]]:
 
 
 def broadcast_rounds(rank: int, world_size: int) -> list[tuple[int, bool]]:
-    """Rank `rank`'s part in a binomial broadcast from rank 0: the reduction's rounds backwards, sending and receiving swapped."""
+    """Rank `rank`'s part in a binomial broadcast from rank 0: the reduction backwards, sending and receiving swapped."""
     return [(peer, not sends) for peer, sends in reversed(reduce_rounds(rank, world_size))]
 
 

@@ -1,11 +1,12 @@
 """The driver over torch.distributed: dense collectives, and point-to-point messages where nothing better connects the ranks.
 
-It works on process groups of its own, so that nothing it does is ordered against the user's collectives. CPU tensors go
-through gloo, CUDA tensors through NCCL when a group for it was made (gloo copies them through the host otherwise).
+It works on backends of its own, never on the user's process group, so that nothing it does is ordered against the user's
+collectives. CPU tensors go through gloo, CUDA tensors through NCCL when there is a backend for it (gloo copies them through
+the host otherwise).
 
 What gloo demands, and why the code looks as it does:
 - a wait that times out closes that pair for good, so no wait is ever given a short timeout;
-- a dropped `isend` handle loses the message, so handles are kept until they are complete;
+- a dropped send handle loses the message, so handles are kept until they are complete;
 - a receive must know its length, so a header of (channel, length) goes ahead of each message.
 """
 
@@ -14,41 +15,99 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from offbeat.errors import PeerError, UnsupportedError
 from offbeat.transport.driver import Driver, Finished, Ticket
-from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Now, Operation, Recv, Send, Sleep
+from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Now, Operation, Payload, Recv, Send, Sleep
+
+
+class Work(Protocol):
+    """torch's handle of an operation under way."""
+
+    def wait(self) -> bool: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Backend(Protocol):
+    """What gloo's and NCCL's process groups have in common, which torch's stubs do not say."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> Work: ...
+
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> Work: ...
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Work: ...
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
+
+
+WAIT_LIMIT = timedelta(days=1)
+"""A peer may be slow for long; that it is dead shows in its connections."""
+
+_TAG = 0
+
+
+def gloo_backend(store: Store, rank: int, world_size: int, *, address: str) -> Backend:
+    """A gloo backend whose sockets are bound to `address`. Collective: returns when all ranks have made theirs.
+
+    Args:
+        store: where the ranks find each other; its keys must not have been used by an earlier backend.
+        rank: this rank.
+        world_size: number of ranks.
+        address: numeric address of this host.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from the stubs
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = WAIT_LIMIT
+    return cast(Backend, dist.ProcessGroupGloo(store, rank, world_size, options))
+
+
+def nccl_backend(store: Store, rank: int, world_size: int) -> Backend:
+    """An NCCL backend, for the current CUDA device."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = WAIT_LIMIT
+    return cast(Backend, dist.ProcessGroupNCCL(store, rank, world_size, options))
 
 
 class C10d(Driver):
-    """Dense collectives over `cpu_group` (gloo) and, for CUDA tensors, `cuda_group` (NCCL).
+    """Dense collectives over `cpu` (gloo) and, for CUDA tensors, over `cuda` (NCCL).
 
     Args:
-        cpu_group: a gloo group that nobody else uses; closed with the driver.
-        cuda_group: an NCCL group of the same ranks, or None.
+        cpu: a gloo backend that nobody else uses.
+        cuda: an NCCL backend of the same ranks, or None.
     """
 
-    def __init__(self, cpu_group: dist.ProcessGroup, cuda_group: dist.ProcessGroup | None = None) -> None:
-        self._cpu_group: dist.ProcessGroup | None = cpu_group
-        self._cuda_group = cuda_group
-        self.rank = dist.get_rank(cpu_group)
-        self.world_size = dist.get_world_size(cpu_group)
+    def __init__(self, cpu: Backend, cuda: Backend | None = None) -> None:
+        self._cpu: Backend | None = cpu
+        self._cuda: Backend | None = cuda
+        self.rank = cpu.rank()
+        self.world_size = cpu.size()
         self._inbox: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)
-        self._in_flight: list[tuple[Any, torch.Tensor]] = []
+        self._in_flight: list[tuple[Work, torch.Tensor]] = []
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
             case AllReduce(tensor):
-                begin = lambda: dist.all_reduce(tensor, group=self._group_of(tensor), async_op=True)  # noqa: E731
-                return _Work(begin, tensor, "all-reduce")
+                backend = self._backend_of(tensor)
+                return _Work(lambda: backend.allreduce([tensor], dist.AllreduceOptions()), tensor, "all-reduce")
             case Broadcast(tensor, root):
-                begin = lambda: dist.broadcast(tensor, group_src=root, group=self._group_of(tensor), async_op=True)  # noqa: E731
-                return _Work(begin, tensor, "broadcast")
+                options = dist.BroadcastOptions()
+                options.rootRank, options.rootTensor = root, 0
+                backend = self._backend_of(tensor)
+                return _Work(lambda: backend.broadcast([tensor], options), tensor, "broadcast")
             case AllGather(payload):
                 return _Later(lambda: self._all_gather(payload), "all-gather")
             case Send(peer, payload):
@@ -65,53 +124,57 @@ class C10d(Driver):
                 return Finished(time.monotonic())
 
     def close(self) -> None:
-        groups, self._cpu_group, self._cuda_group = (self._cpu_group, self._cuda_group), None, None
-        for group in groups:
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
+        # A backend closes its connections when the last reference to it goes.
+        self._cpu = self._cuda = None
         self._in_flight.clear()
 
-    def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup:
-        group = self._cuda_group if tensor.is_cuda and self._cuda_group is not None else self._cpu_group
-        if group is None:
-            raise PeerError("the driver is closed")
-        return group
+    def _backend_of(self, tensor: torch.Tensor) -> Backend:
+        backend = self._cuda if tensor.is_cuda and self._cuda is not None else self._cpu
+        if backend is None:
+            raise PeerError(f"rank {self.rank} has closed its connections; nothing can be sent or received any more")
+        return backend
 
-    def _all_gather(self, payload: bytes | bytearray | memoryview) -> list[bytes]:
-        group = self._group_of(torch.empty(0))
-        mine = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy())
+    def _all_gather(self, payload: Payload) -> list[bytes]:
+        mine = _as_tensor(payload)
+        backend = self._backend_of(mine)
         lengths = torch.zeros(self.world_size, dtype=torch.int64)
         lengths[self.rank] = mine.numel()
-        dist.all_reduce(lengths, group=group)
+        backend.allreduce([lengths], dist.AllreduceOptions()).wait()
         padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
         padded[: mine.numel()] = mine
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(gathered, padded, group=group)
+        if padded.numel():
+            backend.allgather([gathered], [padded]).wait()
         return [block[:length].numpy().tobytes() for block, length in zip(gathered, lengths.tolist(), strict=True)]
 
-    def _send(self, peer: int, channel: int, payload: bytes | bytearray | memoryview) -> None:
-        body = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy())
+    def _send(self, peer: int, channel: int, payload: Payload) -> None:
+        body = _as_tensor(payload)
         header = torch.tensor([channel, body.numel()], dtype=torch.int64)
-        group = self._group_of(body)
+        backend = self._backend_of(body)
         self._in_flight = [(work, tensor) for work, tensor in self._in_flight if not work.is_completed()]
         for tensor in (header, body):
-            self._in_flight.append((dist.isend(tensor, group_dst=peer, group=group), tensor))
+            self._in_flight.append((backend.send([tensor], peer, _TAG), tensor))
 
     def receive(self, peer: int, channel: int) -> bytes:
         """Block until the next message from `peer` on `channel`; others that come first are kept."""
         waiting = self._inbox[peer, channel]
         while not waiting:
             header = torch.empty(2, dtype=torch.int64)
-            group = self._group_of(header)
-            dist.recv(header, group_src=peer, group=group)
+            backend = self._backend_of(header)
+            backend.recv([header], peer, _TAG).wait()
             body = torch.empty(int(header[1]), dtype=torch.uint8)
-            dist.recv(body, group_src=peer, group=group)
+            backend.recv([body], peer, _TAG).wait()
             self._inbox[peer, int(header[0])].append(body.numpy().tobytes())
         return waiting.popleft()
 
     def has_message(self, peer: int, channel: int) -> bool:
         """Whether a message has already been taken off the wire; gloo cannot say more without blocking."""
         return bool(self._inbox[peer, channel])
+
+
+def _as_tensor(payload: Payload) -> torch.Tensor:
+    """A copy of the bytes, shape (len(payload),), uint8."""
+    return torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy())
 
 
 def _mapped(what: str, call: Callable[[], Any]) -> Any:
@@ -125,7 +188,7 @@ def _mapped(what: str, call: Callable[[], Any]) -> Any:
 class _Work:
     """A dense collective begun asynchronously."""
 
-    def __init__(self, begin: Callable[[], Any], tensor: torch.Tensor, what: str) -> None:
+    def __init__(self, begin: Callable[[], Work], tensor: torch.Tensor, what: str) -> None:
         self._what = what
         self._tensor = tensor
         self._work = _mapped(what, begin)

@@ -1,21 +1,26 @@
 """From an initialised torch.distributed (or an environment that can initialise it) to a driver of one's own.
 
-`connect` opens what a session needs and shares with nobody: a gloo group for dense collectives on CPU, an NCCL group where
-the model is on CUDA, and a mesh of authenticated ZeroMQ sockets for messages.
+`connect` opens what a session needs and shares with nobody: a gloo backend for dense collectives on CPU, an NCCL one where the
+model is on CUDA, and a mesh of authenticated ZeroMQ sockets for messages.
+
+The ranks find each other through the store of the process group that the user initialised (`_get_default_store`, private in
+PyTorch; there is no public way to it). `torch.distributed.new_group` would do, but it gives a group that is made after
+another one of the same ranks was destroyed the same name, and with it the dead one's addresses.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
+from collections import Counter
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from offbeat.errors import ConfigError, PeerError
-from offbeat.transport.c10d import C10d
+from offbeat.transport.c10d import C10d, gloo_backend, nccl_backend
 from offbeat.transport.driver import Driver
 from offbeat.transport.interface import listen_address
 from offbeat.transport.operations import AllGather
@@ -26,7 +31,8 @@ from offbeat.transport.solo import Solo
 SECRET_VARIABLE = "OFFBEAT_RUN_SECRET"
 """Environment variable with the run's secret, at least 16 characters, the same on every rank."""
 
-_generations = itertools.count()
+_generations: Counter[tuple[int, ...]] = Counter()
+"""How often each set of ranks has connected; its members agree on it."""
 
 
 def join_process_group() -> bool:
@@ -44,7 +50,7 @@ def join_process_group() -> bool:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"this is rank {rank} of {world_size}, but {' and '.join(missing)} is not set, so the ranks cannot find each other; "
+            f"this is rank {rank} of {world_size}, but {' and '.join(missing)} is not set, so ranks cannot find each other; "
             "start with torchrun, or export the address and a free port of rank 0's host"
         )
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
@@ -66,29 +72,31 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Dr
 
     Args:
         group: which ranks take part; it is only asked who they are, never used for communication.
-        cuda: whether CUDA tensors will be reduced, so that an NCCL group is worth making.
+        cuda: whether CUDA tensors will be reduced, so that an NCCL backend is worth making.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return Solo()
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    nccl = cuda and dist.is_nccl_available()
-    # With local synchronisation a subgroup can be made by its members alone.
-    make: Callable[[str], dist.ProcessGroup] = lambda backend: dist.new_group(  # noqa: E731
-        ranks, backend=backend, use_local_synchronization=True
-    )
-    dense = C10d(make("gloo"), make("nccl") if nccl else None)
+    rank, world_size, address = dist.get_rank(group), len(ranks), listen_address()
+    generation = _generations[tuple(ranks)]
+    _generations[tuple(ranks)] += 1
+    # Keys of an earlier connection of the same ranks lead to sockets that are closed, so each gets keys of its own.
+    name = f"offbeat/{'-'.join(map(str, ranks))}/{generation}"
+    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
+    nccl = nccl_backend(PrefixStore("nccl", store), rank, world_size) if cuda and dist.is_nccl_available() else None
+    dense = C10d(gloo_backend(PrefixStore("gloo", store), rank, world_size, address=address), nccl)
     try:
-        return Routed(dense, _mesh(dense))
+        return Routed(dense, _mesh(dense, address, generation))
     except BaseException:
         dense.close()
         raise
 
 
-def _mesh(dense: C10d) -> Peers:
+def _mesh(dense: C10d, address: str, generation: int) -> Peers:
     """Open this rank's sockets, learn everybody's endpoints, and connect."""
     gather: Callable[[bytes], list[bytes]] = lambda payload: dense.start(AllGather(payload), 0).wait()  # noqa: E731
     secret = _agree_on_secret(dense.rank, gather)
-    messages = Peers(dense.rank, dense.world_size, address=listen_address(), secret=secret, generation=next(_generations))
+    messages = Peers(dense.rank, dense.world_size, address=address, secret=secret, generation=generation)
     try:
         messages.connect([endpoint.decode() for endpoint in gather(messages.endpoint.encode())])
         gather(b"connected")

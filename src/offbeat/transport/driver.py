@@ -124,12 +124,15 @@ class Pending(Generic[T]):
                 operation = self._collective.send(outcome)
             self._ticket = self._driver.start(operation, self._channel)
         except StopIteration as stop:
-            self._over = True
-            self._result = stop.value
+            self._end(result=stop.value)
         except BaseException as error:
-            self._over = True
-            self._error = error
+            self._end(error=error)
             raise
+
+    def _end(self, *, result: T | None = None, error: BaseException | None = None) -> None:
+        self._over = True
+        self._result, self._error = result, error
+        self._ticket = Finished()  # a backend's handle may keep its connections open
 
 
 class Stream:

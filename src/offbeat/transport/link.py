@@ -85,7 +85,7 @@ class Link:
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
-            self.close(linger_s=0)
+            self.close(now_s, linger=False)
             raise ConfigError(
                 f"cannot connect to {endpoint!r}: {error}; give what that rank's Peers.endpoint says, like 'tcp://10.0.0.7:41234'"
             ) from error
@@ -102,7 +102,12 @@ class Link:
             payload=view,
         )
         self._next_sequence += 1
-        self._socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+        try:
+            self._socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+        except zmq.Again:
+            # the queue has no limit: a full one means that ZeroMQ gave the connection up, as it does after a refusal
+            self._refused = True
+            return
         self._socket.send(view, zmq.NOBLOCK, copy=view.nbytes < _ZERO_COPY_BYTES)
 
     def watch(self, now_s: float) -> None:
@@ -122,21 +127,28 @@ class Link:
     def obituary(self, now_s: float) -> str | None:
         """Why the peer is held dead ("lost its connection ..."); None while it may live."""
         if self._refused:
-            return "refused this rank's key; do all ranks have the same run secret and generation?"
-        if self._gone_since_s is None:
+            return "refused this rank; do all ranks have the same generation and world size?"
+        if self._patience_s(now_s) > 0:
             return None
-        gone_s = now_s - self._gone_since_s
-        if not self._ever_connected and gone_s > self._limits.connect_timeout_s:
+        if not self._ever_connected:
             return (
-                f"could not be reached within {self._limits.connect_timeout_s:g} s; is its process running, and does it "
-                "listen on an address that this host can route to?"
+                f"could not be reached within {self._limits.connect_timeout_s:g} s; is it running, can this host route "
+                "to its address, and do both have the same run secret?"
             )
-        if self._ever_connected and gone_s > self._limits.grace_s:
-            return f"is dead: its connection has been gone for {gone_s:.1f} s; its process ended or was killed, or its host is cut off"
-        return None
+        return f"is dead: its connection has been gone for {self._limits.grace_s:g} s; it ended, or its host is cut off"
 
-    def close(self, *, linger_s: float) -> None:
-        """Close the socket; what was sent goes on being delivered for up to `linger_s`, until the context ends."""
+    def close(self, now_s: float, *, linger: bool) -> None:
+        """Close the socket. With `linger`, what was sent goes on being delivered for a while, until the context ends."""
+        linger_s = min(self._limits.linger_s, self._patience_s(now_s)) if linger else 0.0
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=math.ceil(linger_s * 1000))
+
+    def _patience_s(self, now_s: float) -> float:
+        """How much longer the connection may stay away; infinite while it is there."""
+        if self._refused:
+            return 0.0
+        if self._gone_since_s is None:
+            return math.inf
+        allowed_s = self._limits.grace_s if self._ever_connected else self._limits.connect_timeout_s
+        return max(0.0, allowed_s - (now_s - self._gone_since_s))

@@ -1,8 +1,9 @@
 """One rank's connections to all others and what it knows of them. Never blocks, knows no threads; `peers` adds both.
 
 Every rank binds one PULL socket and connects one PUSH socket to each other rank: O(P) sockets a rank, O(P^2) connections in
-all. ZeroMQ's I/O threads move the bytes and answer heartbeats while Python computes, so a busy rank is never taken for a
-dead one.
+all. A connected peer takes about 5 file descriptors, so beyond some 200 ranks the usual limit of 1024 (`ulimit -n`) has to
+be raised. ZeroMQ's I/O threads move the bytes and answer heartbeats while Python computes, so a busy rank is never taken
+for a dead one.
 
 A rank is dead when its connection was lost and did not come back within the grace period, when it aborted, or when messages
 were lost on a connection that broke. Sending and receiving use a ZeroMQ context each, because ending a context is the only
@@ -91,11 +92,15 @@ class Mesh:
 
     def abort(self, reason: str, blame: int | None) -> None:
         """Tell everyone that this rank failed."""
-        self._tell_all(Kind.ABORT, _BLAME.pack(_NOBODY if blame is None else blame) + reason.encode()[:_MAX_REASON_BYTES])
+        note = _BLAME.pack(_NOBODY if blame is None else blame) + reason.encode()[:_MAX_REASON_BYTES]
+        for peer, link in self._links.items():
+            if self._listens(peer):
+                link.send(Kind.ABORT, 0, note)
 
     def say_goodbye(self) -> None:
-        """Tell everyone that this rank sends nothing more."""
-        self._tell_all(Kind.GOODBYE, b"")
+        """Tell everyone that this rank sends nothing more; those that failed too, for they may be about to close."""
+        for peer in self._links.keys() - self._left:
+            self._links[peer].send(Kind.GOODBYE, 0, b"")
 
     def anyone_listens(self) -> bool:
         """Whether some rank may still read what is sent to it."""
@@ -142,18 +147,15 @@ class Mesh:
 
     def close(self) -> None:
         """Deliver what was sent to those who still read (within the time to linger) and end every thread."""
+        now_s = time.monotonic()
         for peer, link in self._links.items():
-            link.close(linger_s=self._limits.linger_s if self._listens(peer) else 0)
+            link.watch(now_s)
+            link.close(now_s, linger=peer not in self._left)
         self._sending.term()
         self.listener.close()
 
     def _listens(self, peer: int) -> bool:
         return peer not in self.failures and peer not in self._left
-
-    def _tell_all(self, kind: Kind, payload: Payload) -> None:
-        for peer, link in self._links.items():
-            if self._listens(peer):
-                link.send(kind, 0, payload)
 
     def _heed(self, envelope: Envelope, payload: Payload) -> None:
         if envelope.kind == Kind.GOODBYE:

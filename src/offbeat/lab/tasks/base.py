@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Literal, TypeAlias
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import nn
 
 from offbeat.errors import ConfigError
 
 Size: TypeAlias = Literal["tiny", "small", "medium", "large"]
+AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
+"""A path that still holds when the run is resumed from another working directory."""
+
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 

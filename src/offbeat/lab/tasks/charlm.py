@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from offbeat.errors import ConfigError
-from offbeat.lab.tasks.base import Batch, Size, Task, TaskOptions, mean_over_batches
+from offbeat.lab.tasks.base import AbsolutePath, Batch, Size, Task, TaskOptions, mean_over_batches
 
 _VOCABULARY = 256
 _BLOCK_BYTES = 16_384
@@ -52,7 +52,9 @@ class CharlmOptions(TaskOptions):
     """Options of `charlm`."""
 
     lr: float = Field(0.003, gt=0, description="learning rate; try 1.0 with optimizer=sgd")
-    path: Path | None = Field(None, description="text file or directory; default: the source of Python's standard library")
+    path: AbsolutePath | None = Field(
+        None, description="text file or directory; default: the source of Python's standard library"
+    )
     model: Literal["lstm", "transformer"] = Field("lstm", description="network")
     optimizer: Literal["adam", "sgd"] = Field("adam", description="optimizer")
     momentum: float = Field(0.9, ge=0, lt=1, description="of sgd; 0 where the strategy's momentum_correction takes its place")
@@ -121,7 +123,7 @@ class Charlm(Task):
         held_out = self._windows[1]
 
         def total(part: slice) -> float:
-            return self.loss(model, _shifted(held_out[part])).item() * (part.stop - part.start)
+            return self.loss(model, _shifted(held_out[part])).item() * len(held_out[part])
 
         nats = mean_over_batches(len(held_out), _EVALUATION_BATCH, total)
         return nats / math.log(2)

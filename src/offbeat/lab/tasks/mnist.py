@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import nn
 
 from offbeat.errors import ConfigError
-from offbeat.lab.tasks.base import Size, TaskOptions
+from offbeat.lab.tasks.base import AbsolutePath, Size, TaskOptions
 from offbeat.lab.tasks.images import ImageData, ImageOptions, ImageTask, convolutional_network
 
 _WIDTHS: Final[dict[Size, tuple[int, int, int]]] = {
@@ -36,7 +36,7 @@ _ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 class MnistOptions(ImageOptions):
     """Options of `mnist`."""
 
-    path: Path = Field(description="npz file with x_train, y_train, x_test, y_test")
+    path: AbsolutePath = Field(description="npz file with x_train, y_train, x_test, y_test")
 
 
 class Mnist(ImageTask):
@@ -75,7 +75,8 @@ class Mnist(ImageTask):
     def _images(self, pixels: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
         if pixels.shape[1:] != (_IMAGE_SIZE, _IMAGE_SIZE) or pixels.dtype.kind not in "uif" or len(pixels) == 0:
             raise ConfigError(
-                f"images in {self._path} have shape {pixels.shape} and dtype {pixels.dtype}; allowed is (N, 28, 28), uint8 or float"
+                f"images in {self._path} have shape {pixels.shape} and dtype {pixels.dtype}; "
+                "allowed is (N, 28, 28), uint8 or float"
             )
         scale = 255.0 if pixels.dtype.kind in "ui" else 1.0
         return torch.from_numpy(pixels.astype(np.float32) / scale).unsqueeze(1)

@@ -121,7 +121,8 @@ class _LateMessage:
         self._rest: Ticket | None = None
 
     def done(self) -> bool:
-        return self._ticket.done() and self._until_due().done()
+        # once taken in, the message no longer makes its own ticket done
+        return (self._rest is not None or self._ticket.done()) and self._until_due().done()
 
     def wait(self) -> Payload:
         self._until_due().wait()

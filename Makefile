@@ -1,0 +1,51 @@
+# Needs a POSIX shell, make and Python >= 3.11 with its venv module. `make PYTHON=/path/to/python3.12 setup` names another.
+PYTHON = python3
+VENV = .venv
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.stamp
+PIP = $(BIN)/python -m pip -qq --disable-pip-version-check
+
+.PHONY: help setup demo test check bench clean
+
+help:
+	@echo "make setup   install offbeat and its tools into $(VENV)"
+	@echo "make demo    train the digits with S-SGD and gTop-k on four workers, side by side"
+	@echo "make test    run the tests"
+	@echo "make check   lint, formatting, types and the order of imports"
+	@echo "make bench   run every benchmark and print one table"
+	@echo "make clean   remove $(VENV) and everything generated"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "offbeat needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+	    "name another with: make PYTHON=/path/to/python3.11 setup" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "setting up $(VENV) (once; torch is large)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -c constraints.txt torch hatchling  # torch first: what depends on it then takes the build found here
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -c 'from offbeat.codec import kernels; kernels.warm()'
+	@touch $(STAMP)
+
+demo: setup
+	@$(BIN)/offbeat demo
+
+test: setup
+	$(BIN)/python -m pytest -q -n 2 -m "not ranks"
+	$(BIN)/python -m pytest -q -m ranks
+
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+bench: setup
+	@$(BIN)/python benchmarks/run_all.py
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,191 @@
+"""Error feedback: sent + owed == gradient, staged until committed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.codec import cuda, residual
+from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.sparse import Sparse, keep_largest
+
+CPU = torch.device("cpu")
+Selecting = Literal["exact", "reuse"]
+
+
+def feedback(
+    num_elements: int,
+    dtype: torch.dtype = torch.float32,
+    selection: Selecting = "exact",
+    momentum: float | None = None,
+    masking: bool = True,
+) -> ErrorFeedback:
+    return ErrorFeedback(num_elements, dtype=dtype, device=CPU, selection=selection, momentum=momentum, masking=masking)
+
+
+def integers(num_elements: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Whole numbers, whose sums are exact in every dtype used here."""
+    return torch.randint(-9, 10, (num_elements,), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def nothing(num_elements: int, dtype: torch.dtype) -> Sparse:
+    return Sparse.empty(num_elements, np.float64 if dtype == torch.float64 else np.float32)
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def either_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(residual, "select", cuda)
+
+
+@pytest.mark.usefixtures("either_path")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("selection", ["exact", "reuse"])
+def test_over_steps_nothing_is_lost(dtype: torch.dtype, selection: Selecting) -> None:
+    n, k = 6000, 60
+    state = feedback(n, dtype, selection)
+    gradients, sent, flat = torch.zeros(n), torch.zeros(n), torch.zeros(n, dtype=dtype)
+    for step in range(8):
+        flat.copy_(integers(n, step, dtype))
+        gradients += flat
+        picked = state.stage(flat, k).sparse
+        kept, dropped = keep_largest(picked, k // 2)
+        sent += torch.from_numpy(kept.to_dense())
+        flat = state.commit(dropped)
+        assert flat.dtype == dtype
+        assert not flat.any()
+    assert torch.equal(sent + state.residual, gradients)
+
+
+@given(st.lists(st.sampled_from(["commit", "discard", "all"]), max_size=8), st.sampled_from([None, 0.5]))
+def test_discarded_steps_leave_no_trace(steps: list[str], momentum: float | None) -> None:
+    n = 50
+    tried, sure = feedback(n, momentum=momentum), feedback(n, momentum=momentum)
+    for step, what in enumerate(steps):
+        flat, other = integers(n, step), integers(n, step)
+        if what == "all":
+            assert tried.stage_all(flat)
+            tried.commit_all()
+            assert sure.stage_all(other)
+            sure.commit_all()
+        elif what == "discard":
+            tried.stage(flat, 5)
+            tried.discard()
+        else:
+            tried.stage(flat, 5)
+            tried.commit(nothing(n, flat.dtype))
+            sure.stage(other, 5)
+            sure.commit(nothing(n, flat.dtype))
+        assert torch.equal(tried.residual, sure.residual)
+        if tried.velocity is not None and sure.velocity is not None:
+            assert torch.equal(tried.velocity, sure.velocity)
+
+
+def test_buffers_are_traded_not_copied() -> None:
+    state, flat = feedback(100), integers(100, 0)
+    before = state.residual.data_ptr()
+    state.stage(flat, 3)
+    returned = state.commit(nothing(100, flat.dtype))
+    assert returned.data_ptr() == before
+    assert state.residual.data_ptr() == flat.data_ptr()
+
+
+@pytest.mark.parametrize("masking", [True, False])
+def test_momentum_correction_follows_the_papers_recipe(masking: bool) -> None:
+    n, k, momentum = 5000, 50, 0.5
+    state = feedback(n, torch.float64, momentum=momentum, masking=masking)
+    flat = torch.zeros(n, dtype=torch.float64)
+    u, v = np.zeros(n), np.zeros(n)
+    for step in range(6):
+        flat.copy_(integers(n, step))
+        u = momentum * u + 0.25 * flat.numpy()
+        v = v + u
+        largest = np.sort(np.lexsort((np.arange(n), -np.abs(v)))[:k])
+        picked = state.stage(flat, k, weight=0.25).sparse
+        np.testing.assert_array_equal(picked.indices, largest)
+        np.testing.assert_array_equal(picked.values, v[largest])
+        v[largest] = 0
+        if masking:
+            u[largest] = 0
+        flat = state.commit(nothing(n, flat.dtype))
+        assert state.velocity is not None
+        np.testing.assert_array_equal(state.velocity.numpy(), u)
+        np.testing.assert_array_equal(state.residual.numpy(), v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sending_everything_pays_what_was_owed(dtype: torch.dtype) -> None:
+    n = 300
+    state, first, second = feedback(n, dtype), integers(n, 0, dtype) / 3, integers(n, 1, dtype) / 7
+    total = first.float() + second.float()
+    sent = torch.from_numpy(state.stage(first.clone(), 10).sparse.to_dense())
+    state.commit(nothing(n, dtype))
+    assert state.stage_all(second)
+    assert second.dtype == dtype
+    state.commit_all()
+    assert torch.equal(sent + second.float() + state.residual, total)
+    if dtype == torch.float32:
+        assert not state.residual.any()
+
+
+@pytest.mark.parametrize("masking", [True, False])
+def test_sending_everything_masks_the_velocity(masking: bool) -> None:
+    state, flat = feedback(10, momentum=0.5, masking=masking), integers(10, 0)
+    gradient = flat.clone()
+    assert state.stage_all(flat)
+    state.commit_all()
+    assert state.velocity is not None
+    assert torch.equal(state.velocity, torch.zeros(10) if masking else gradient)
+
+
+@pytest.mark.usefixtures("either_path")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype) -> None:
+    n = 5000
+    state = feedback(n, dtype, "reuse", momentum=0.5)
+    state.stage(integers(n, 0, dtype), 50)
+    flat = state.commit(nothing(n, dtype))
+    assert state.velocity is not None
+    before = state.residual.clone(), state.velocity.clone(), state.threshold
+    for densely in (False, True):
+        flat.copy_(integers(n, 1, dtype))
+        flat[1234] = float("nan")
+        assert not (state.stage_all(flat) if densely else state.stage(flat, 50).finite)
+        state.discard()
+        assert torch.equal(state.residual, before[0])
+        assert torch.equal(state.velocity, before[1])
+        assert state.threshold == before[2]
+
+
+def test_reuse_resumes_from_its_state() -> None:
+    n, k = 6000, 60
+    first, flat = feedback(n, selection="reuse"), torch.zeros(n)
+
+    def step(state: ErrorFeedback, seed: int) -> Sparse:
+        gradient = torch.randn(n, generator=torch.Generator().manual_seed(seed))
+        picked = state.stage(gradient, k).sparse
+        state.commit(nothing(n, flat.dtype))
+        return picked
+
+    for seed in range(4):
+        step(first, seed)
+    resumed = feedback(n, selection="reuse")
+    resumed.residual.copy_(first.residual)
+    resumed.threshold = first.threshold
+    for seed in range(4, 8):
+        np.testing.assert_array_equal(step(resumed, seed).indices, step(first, seed).indices)
+
+
+@pytest.mark.parametrize("selection", ["exact", "reuse"])
+def test_an_empty_bucket_is_no_trouble(selection: Selecting) -> None:
+    state, flat = feedback(0, selection=selection), torch.zeros(0)
+    assert len(state.stage(flat, 1).sparse) == 0
+    flat = state.commit(nothing(0, flat.dtype))
+    assert state.stage_all(flat)
+    state.commit_all()
+    assert flat.numel() == 0

@@ -1,0 +1,125 @@
+"""Sparse vectors against dense arithmetic: nothing is lost, and the largest are kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from offbeat.codec.sparse import Sparse, add, add_all, keep_largest, merge, partition, split_by_index, union_disjoint
+from offbeat.errors import WireError
+
+NUM_ELEMENTS = 40
+SMALL_INTEGERS = st.integers(-3, 3).map(float)
+"""Sums of these are exact, they tie often, and they cancel."""
+
+
+@st.composite
+def dense_vectors(draw: st.DrawFn) -> NDArray[np.floating]:
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    return draw(hnp.arrays(dtype, NUM_ELEMENTS, elements=SMALL_INTEGERS, fill=st.just(0.0)))
+
+
+@st.composite
+def sparses(draw: st.DrawFn) -> Sparse:
+    """With explicit zeros now and then."""
+    indices = np.array(sorted(draw(st.sets(st.integers(0, NUM_ELEMENTS - 1)))), dtype=np.int64)
+    values = draw(hnp.arrays(np.float32, indices.size, elements=SMALL_INTEGERS))
+    return Sparse(indices=indices, values=values, num_elements=NUM_ELEMENTS)
+
+
+def oracle_keep(dense: NDArray[np.floating], k: int) -> NDArray[np.floating]:
+    order = sorted(range(dense.size), key=lambda i: (-abs(dense[i]), i))[:k]
+    kept = np.zeros_like(dense)
+    kept[order] = dense[order]
+    return kept
+
+
+def assert_well_formed(sparse: Sparse) -> None:
+    assert (np.diff(sparse.indices) > 0).all()
+    assert sparse.indices.dtype == np.int64
+    assert sparse.values.shape == sparse.indices.shape
+
+
+@given(dense_vectors())
+def test_dense_round_trip(dense: NDArray[np.floating]) -> None:
+    sparse = Sparse.from_dense(dense)
+    assert_well_formed(sparse)
+    assert len(sparse) == np.count_nonzero(dense)
+    assert sparse.to_dense().dtype == dense.dtype
+    np.testing.assert_array_equal(sparse.to_dense(), dense)
+
+
+@given(sparses(), st.floats(-4, 4, width=32))
+def test_scaling_keeps_the_dtype(sparse: Sparse, factor: float) -> None:
+    scaled = sparse.scaled(factor)
+    assert scaled.values.dtype == sparse.values.dtype
+    np.testing.assert_array_equal(scaled.to_dense(), sparse.to_dense() * np.float32(factor))
+
+
+@given(sparses(), sparses())
+def test_add_is_dense_addition(a: Sparse, b: Sparse) -> None:
+    total = add(a, b)
+    assert_well_formed(total)
+    assert set(total.indices) == set(a.indices) | set(b.indices)
+    np.testing.assert_array_equal(total.to_dense(), a.to_dense() + b.to_dense())
+
+
+@given(st.lists(sparses(), min_size=1, max_size=7))
+def test_add_all_is_dense_addition(parts: list[Sparse]) -> None:
+    np.testing.assert_array_equal(add_all(parts).to_dense(), np.sum([part.to_dense() for part in parts], axis=0))
+
+
+@given(sparses(), st.integers(0, NUM_ELEMENTS))
+def test_the_largest_are_kept_and_ties_go_to_lower_indices(sparse: Sparse, k: int) -> None:
+    kept, dropped = keep_largest(sparse, k)
+    assert len(kept) == min(k, np.count_nonzero(sparse.values))
+    assert kept.values.all()
+    assert dropped.values.all()
+    np.testing.assert_array_equal(kept.to_dense(), oracle_keep(sparse.to_dense(), k))
+    np.testing.assert_array_equal(kept.to_dense() + dropped.to_dense(), sparse.to_dense())
+
+
+@given(sparses(), sparses(), st.integers(0, NUM_ELEMENTS))
+def test_a_merge_loses_nothing(a: Sparse, b: Sparse, k: int) -> None:
+    kept, dropped = merge(a, b, k)
+    assert len(kept) <= k
+    assert not set(kept.indices) & set(dropped.indices)
+    np.testing.assert_array_equal(kept.to_dense() + dropped.to_dense(), a.to_dense() + b.to_dense())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_even_infinities_and_nans_are_not_lost(dtype: type[np.floating]) -> None:
+    sparse = Sparse.from_dense(np.array([1, np.nan, -np.inf, 2, np.inf], dtype=dtype))
+    kept, dropped = keep_largest(sparse, 2)
+    assert kept.indices.tolist() == [1, 2]
+    assert dropped.indices.tolist() == [0, 3, 4]
+
+
+@given(sparses(), sparses())
+def test_splitting_by_index(sparse: Sparse, other: Sparse) -> None:
+    inside, outside = split_by_index(sparse, other.indices)
+    assert set(inside.indices) == set(sparse.indices) & set(other.indices)
+    assert set(outside.indices) == set(sparse.indices) - set(other.indices)
+    np.testing.assert_array_equal(add(inside, outside).to_dense(), sparse.to_dense())
+
+
+@given(sparses(), st.integers(1, 5), st.randoms(use_true_random=False))
+def test_partition_and_union_are_inverse(sparse: Sparse, num_owners: int, random: np.random.Generator) -> None:
+    owners = np.array([random.randrange(num_owners) for _ in range(len(sparse))], dtype=np.int64)  # type: ignore[attr-defined]
+    parts = partition(sparse, owners, num_owners)
+    assert len(parts) == num_owners
+    for owner, part in enumerate(parts):
+        np.testing.assert_array_equal(part.indices, sparse.indices[owners == owner])
+    union = union_disjoint(parts)
+    np.testing.assert_array_equal(union.indices, sparse.indices)
+    np.testing.assert_array_equal(union.values, sparse.values)
+
+
+def test_a_union_of_overlapping_parts_is_refused() -> None:
+    part = Sparse.from_dense(np.array([0.0, 1.0]))
+    with pytest.raises(WireError, match="same index"):
+        union_disjoint([part, part])

@@ -1,0 +1,236 @@
+"""The laws of the house that reading the source can prove: who may import whom, and what nobody may use."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "offbeat"
+
+ROOMS = (
+    "cli",
+    "report",
+    "lab",
+    "session",
+    "strategies",
+    "exchange",
+    "data",
+    "engine",
+    "collectives",
+    "transport",
+    "codec",
+    "curvature",
+    "planning",
+    "errors",
+)
+"""From top to bottom: a room imports only rooms below it."""
+
+SESSION_MODULES = frozenset({"session", "checkpoint", "agreement", "hooks"})
+"""Modules at the top of the package that together are the room `session`."""
+
+FACADE_OPENS = frozenset({"session", "strategies", "errors"})
+
+BLOCKING = frozenset(
+    {"asyncio", "select", "selectors", "socket", "socketserver", "ssl", "subprocess", "torch.distributed", "zmq", "time.sleep"}
+)
+"""What can wait for another process or for the network: the business of `transport`."""
+
+MAY_BLOCK = {
+    "session.py": {"torch.distributed"},  # names the type of the user's group and asks whether there is one
+    "lab/rendezvous.py": {"torch.distributed"},  # is to the lab's workers what torchrun is to a user's
+    "lab/records.py": {"socket"},  # the host's name
+    "lab/supervisor.py": {"selectors", "subprocess"},  # starts workers and watches them; no training happens in it
+}
+
+UNPICKLING = frozenset(
+    {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch.load", "torch.save"}
+)
+
+MACHINE_PATH = re.compile(rb"(?<![\w./~-])/(?:home|Users|root|work|tmp|mnt|scratch)/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A dotted name that a file imports, or reaches through what it imports, and the line."""
+
+    name: str
+    line: int
+
+    def within(self, names: frozenset[str]) -> str | None:
+        """Which of `names` this is or lies in."""
+        return next((name for name in names if f"{self.name}.".startswith(f"{name}.")), None)
+
+
+@cache
+def uses_of(path: Path) -> tuple[Use, ...]:
+    return tuple(find_uses(ast.parse(path.read_text(), filename=str(path))))
+
+
+def find_uses(tree: ast.Module) -> Iterator[Use]:
+    """Every imported name in full, and every attribute of one: `import torch as t; t.load` uses `torch` and `torch.load`."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                known[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
+                yield Use(alias.name, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            for alias in node.names:
+                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield Use(f"{node.module}.{alias.name}", node.lineno)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (name := dotted(node)):
+            first, _, rest = name.partition(".")
+            if first in known:
+                yield Use(f"{known[first]}.{rest}", node.lineno)
+
+
+def dotted(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (start := dotted(node.value)):
+        return f"{start}.{node.attr}"
+    return None
+
+
+def room_of(module: str) -> str:
+    """The room of a dotted name below `offbeat`; an empty string for the facade itself."""
+    name = module.split(".")[1] if "." in module else ""
+    if name in SESSION_MODULES:
+        return "session"
+    return name if name in ROOMS else ""
+
+
+def room_of_file(path: Path) -> str:
+    return room_of(".".join(("offbeat", *path.relative_to(SOURCE).with_suffix("").parts)))
+
+
+def objections(path: Path, room: str) -> Iterator[str]:
+    """Why `path`, which lies in `room`, may not import what it imports from the package."""
+    for use in uses_of(path):
+        if use.name.partition(".")[0] != "offbeat":
+            continue
+        target = room_of(use.name)
+        if not room:
+            allowed = target in FACADE_OPENS
+        elif not target:  # the facade opens the session, so only rooms above that may enter through it
+            allowed = ROOMS.index(room) < ROOMS.index("session")
+        else:
+            allowed = target == room or ROOMS.index(target) > ROOMS.index(room)
+        if not allowed:
+            yield f"line {use.line}: {room or 'the facade'} imports {use.name}"
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(SOURCE).as_posix())
+
+
+def test_every_file_lies_in_a_room() -> None:
+    assert [path for path in FILES if not room_of_file(path) and path != SOURCE / "__init__.py"] == []
+
+
+@each_file
+def test_a_room_imports_only_rooms_below_it(path: Path) -> None:
+    assert list(objections(path, room_of_file(path))) == []
+
+
+@each_file
+def test_only_transport_waits(path: Path) -> None:
+    if room_of_file(path) == "transport":
+        return
+    allowed = MAY_BLOCK.get(path.relative_to(SOURCE).as_posix(), set())
+    found = {(use.line, name) for use in uses_of(path) if (name := use.within(BLOCKING))}
+    assert {(line, name) for line, name in found if name not in allowed} == set()
+
+
+def test_no_exception_outlives_its_use() -> None:
+    for name, allowed in MAY_BLOCK.items():
+        assert {found for use in uses_of(SOURCE / name) if (found := use.within(BLOCKING))} == allowed, name
+
+
+@each_file
+def test_nothing_is_pickled(path: Path) -> None:
+    suspicious = {
+        (use.line, use.name)
+        for use in uses_of(path)
+        if use.within(UNPICKLING)
+        or re.search(r"^torch\.distributed.*(_object|_object_list)$", use.name)
+        or use.name.endswith((".send_pyobj", ".recv_pyobj"))
+    }
+    assert suspicious == set()
+
+
+@each_file
+def test_numpy_never_unpickles(path: Path) -> None:
+    """`numpy.load` unpickles only when it is told to."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    for keyword in (keyword for call in calls for keyword in call.keywords if keyword.arg == "allow_pickle"):
+        assert isinstance(keyword.value, ast.Constant)
+        assert keyword.value.value is False
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"], capture_output=True, check=False
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [path for name in listed.stdout.decode().split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    text = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".html", ""}
+    found = {
+        path.relative_to(ROOT).as_posix(): match.group()
+        for path in tracked_files()
+        if path.suffix in text and (match := MACHINE_PATH.search(path.read_bytes()))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "is_fine"),
+    [
+        ("codec", "from offbeat.planning import trees", True),
+        ("codec", "from offbeat.codec.sparse import Sparse", True),
+        ("codec", "from offbeat.transport.driver import Driver", False),
+        ("codec", "import offbeat.transport", False),
+        ("codec", "def later():\n    from offbeat.lab import train", False),
+        ("session", "from offbeat.hooks import Hooks", True),
+        ("lab", "import offbeat", True),
+        ("lab", "from offbeat import attach", True),
+        ("transport", "import offbeat", False),
+        ("", "from offbeat.session import attach", True),
+        ("", "from offbeat.transport.peers import Peers", False),
+    ],
+)
+def test_the_order_is_read_from_every_form_of_import(tmp_path: Path, room: str, source: str, is_fine: bool) -> None:
+    path = tmp_path / "example.py"
+    path.write_text(source)
+    assert (list(objections(path, room)) == []) == is_fine
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import time\ntime.sleep(1)", "time.sleep"),
+        ("from time import sleep as nap", "time.sleep"),
+        ("import torch\ntorch.load('x')", "torch.load"),
+        ("import torch as t\nt.distributed.barrier()", "torch.distributed.barrier"),
+        ("import torch.distributed as dist\ndist.send_object_list([])", "torch.distributed.send_object_list"),
+        ("from torch import distributed", "torch.distributed"),
+    ],
+)
+def test_uses_are_found_under_any_name(source: str, name: str) -> None:
+    assert name in {use.name for use in find_uses(ast.parse(source))}

@@ -1,0 +1,126 @@
+"""What the documentation shows runs, what it links to exists, and every option has a place in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offbeat import errors
+from offbeat.errors import OffbeatError
+from offbeat.strategies import REGISTRY
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
+EXAMPLES = {"plain_loop.py": ["--epochs", "1"], "amp_accumulation.py": ["--steps", "3"]}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(language: str) -> Iterator[tuple[str, str]]:
+    """Fenced blocks of all pages, as (page and number, content)."""
+    for page in PAGES:
+        for number, content in enumerate(re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)):
+            yield f"{name_of(page)} {number}", content
+
+
+PYTHON_BLOCKS = dict(blocks("python"))
+DIFF_BLOCKS = dict(blocks("diff"))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A world of one, in an empty directory."""
+    for variable in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(code: str) -> None:
+    script = Path("block.py")
+    script.write_text(code)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("where", PYTHON_BLOCKS)
+def test_python_blocks_run(where: str) -> None:
+    run(PYTHON_BLOCKS[where])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("where", DIFF_BLOCKS)
+@pytest.mark.parametrize("side", ["-", "+"])
+def test_both_sides_of_a_diff_run(where: str, side: str) -> None:
+    lines = [line for line in DIFF_BLOCKS[where].splitlines() if line[:1] in ("", " ", side)]
+    run("\n".join(line[1:] for line in lines))
+
+
+def test_the_readme_shows_the_loop_as_a_diff() -> None:
+    assert any(where.startswith("README.md") for where in DIFF_BLOCKS)
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in ROOT.glob("examples/*.py")} == set(EXAMPLES)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_run_alone(example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", [example, *EXAMPLES[example]])
+    runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+    assert "step" in capsys.readouterr().out
+
+
+def anchors(page: Path) -> set[str]:
+    """What links can point to within a page: its headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in anchors(linked), target
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / path).resolve() for path in re.findall(r"\]\(([^)#]+)", index.read_text())}
+    assert {page.resolve() for page in PAGES} - {index.resolve()} <= linked
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_option_of_a_strategy_stands_on_its_page_with_its_default(name: str) -> None:
+    page = (ROOT / "docs" / "methods" / f"{name}.md").read_text()
+    for field in dataclasses.fields(REGISTRY[name]):
+        row = re.search(rf"^\| `{field.name}` \| (.*?) \|", page, re.MULTILINE)
+        assert row, field.name
+        assert row[1].strip("`").replace('"', "'") == repr(field.default), field.name
+
+
+def test_every_error_has_a_section_in_troubleshooting() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, OffbeatError)]
+    assert [kind.__name__ for kind in kinds if f"`{kind.__name__}`" not in page and kind is not OffbeatError] == []
+
+
+def test_every_dependency_is_accounted_for() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    required = re.search(r"^dependencies = \[(.*?)^\]", project, re.DOTALL | re.MULTILINE)
+    assert required
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    for name in re.findall(r'"([\w-]+)', required[1]):
+        assert f"| {name} |" in page, name

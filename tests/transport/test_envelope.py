@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.errors import WireError
+from offbeat.transport.envelope import HEADER_BYTES, Envelope, Kind, pack, parse, verify
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+HEADER = pack(kind=Kind.DATA, sender=1, generation=2, channel=3, sequence=4, payload=b"payload")
+
+
+@given(st.sampled_from(Kind), U32, U32, U64, U64, st.binary(max_size=200))
+def test_what_is_packed_is_parsed(
+    kind: Kind, sender: int, generation: int, channel: int, sequence: int, payload: bytes
+) -> None:
+    header = pack(kind=kind, sender=sender, generation=generation, channel=channel, sequence=sequence, payload=payload)
+    envelope = parse(header)
+    verify(envelope, payload)
+    assert len(header) == HEADER_BYTES
+    assert (envelope.kind, envelope.sender, envelope.generation) == (kind, sender, generation)
+    assert (envelope.channel, envelope.sequence, envelope.num_bytes) == (channel, sequence, len(payload))
+
+
+@given(st.binary(max_size=2 * HEADER_BYTES))
+def test_random_bytes_are_refused_with_one_kind_of_error(noise: bytes) -> None:
+    with pytest.raises(WireError):
+        parse(noise)
+
+
+@given(st.integers(0, 8 * 8 - 1))
+def test_no_bit_of_magic_version_kind_and_padding_may_change_unnoticed(bit: int) -> None:
+    altered = bytearray(HEADER)
+    altered[bit // 8] ^= 1 << bit % 8
+    with suppress(WireError):
+        assert parse(altered).kind != Kind.DATA
+
+
+@given(st.binary(min_size=1, max_size=100), st.data())
+def test_a_flipped_bit_of_the_payload_names_the_sender(payload: bytes, data: st.DataObject) -> None:
+    envelope = parse(pack(kind=Kind.DATA, sender=7, generation=0, channel=0, sequence=0, payload=payload))
+    altered = bytearray(payload)
+    altered[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(WireError, match=r"rank 7.*checksum"):
+        verify(envelope, altered)
+
+
+def test_a_truncated_payload_names_the_sender() -> None:
+    with pytest.raises(WireError, match="rank 1 announced 7 bytes and holds 6"):
+        verify(parse(HEADER), b"payloa")
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "complaint"),
+    [(0, 0, "starts with"), (4, 99, "wire version 99"), (5, 200, "kind 200"), (6, 1, "kind")],
+)
+def test_a_foreign_header_is_refused_with_the_reason(position: int, value: int, complaint: str) -> None:
+    altered = bytearray(HEADER)
+    altered[position] = value
+    with pytest.raises(WireError, match=complaint):
+        parse(altered)
+
+
+def test_an_envelope_cannot_be_changed() -> None:
+    envelope = parse(HEADER)
+    assert isinstance(envelope, Envelope)
+    with pytest.raises(AttributeError):
+        envelope.sender = 2  # type: ignore[misc]

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+from zmq.utils import z85
+
+from offbeat.errors import ConfigError
+from offbeat.transport.keys import ZAP_DOMAIN, Roster, key_pair
+
+SECRET = bytes(range(32))
+
+
+@given(st.binary(min_size=16, max_size=64), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_a_key_pair_belongs_together_and_can_be_derived_again(secret: bytes, generation: int, rank: int) -> None:
+    pair = key_pair(secret, generation=generation, rank=rank)
+    assert pair == key_pair(secret, generation=generation, rank=rank)
+    assert pair.public == zmq.curve_public(pair.secret)
+    assert len(z85.decode(pair.secret)) == 32
+
+
+def test_secret_generation_and_rank_all_change_the_keys() -> None:
+    pairs = [
+        key_pair(secret, generation=generation, rank=rank)
+        for secret in (SECRET, SECRET[::-1])
+        for generation in (0, 1)
+        for rank in (0, 1)
+    ]
+    assert len({pair.public for pair in pairs}) == 8
+
+
+def test_a_secret_too_short_to_be_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has 15 bytes, needed are 16"):
+        key_pair(b"x" * 15, generation=0, rank=0)
+
+
+def test_printing_a_key_pair_does_not_show_its_secret() -> None:
+    pair = key_pair(SECRET, generation=0, rank=0)
+    assert pair.secret.decode() not in repr(pair)
+
+
+def test_the_roster_knows_its_ranks_and_nobody_else() -> None:
+    roster = Roster(SECRET, generation=3, world_size=4)
+    for rank, pair in enumerate(roster.pairs):
+        assert roster.rank_of(pair.public) == rank
+        assert roster.callback(ZAP_DOMAIN, pair.public)
+        assert not roster.callback("another domain", pair.public)
+    for stranger in (key_pair(SECRET, generation=2, rank=0), key_pair(SECRET, generation=3, rank=4)):
+        assert roster.rank_of(stranger.public) is None
+        assert not roster.callback(ZAP_DOMAIN, stranger.public)
