@@ -58,8 +58,7 @@ class BackwardHooks:
         self._recomputing_pass = -1
         # Accumulation nodes are made on demand and forgotten with their hooks unless somebody keeps them.
         self._nodes: list[Node] = [get_gradient_edge(parameter).node for parameter in parameters]
-        self._handles: list[Any] = [model.register_forward_pre_hook(self._on_forward_begins)]
-        self._handles.append(model.register_forward_hook(self._on_forward_ends))
+        self._handles: list[Any] = self._hook_forward(model)
         self._handles += [node.register_prehook(self._on_progress) for node in self._nodes]
         self._handles += [
             parameter.register_post_accumulate_grad_hook(partial(self._on_accumulated, index))
@@ -80,17 +79,27 @@ class BackwardHooks:
             self._open = False
             self._listener.backward_failed()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _on_forward_begins(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():
-            self.report_failed_pass()
-            self._recomputing_pass = torch._C._current_graph_task_id()
+    def _hook_forward(self, model: torch.nn.Module) -> list[Any]:
+        """Hook the root with plain functions, which `copy.deepcopy` of a model shares and does not follow.
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _on_forward_ends(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._on_progress)
+        They pass over every module but the root itself, so that copies, such as averaged models, stay out of it.
+        """
+        number = id(model)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def begins(module: torch.nn.Module, args: Any) -> None:
+            if id(module) == number and torch.is_grad_enabled():
+                self.report_failed_pass()
+                self._recomputing_pass = torch._C._current_graph_task_id()
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def ends(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if id(module) == number:
+                for leaf in tree_leaves(output):
+                    if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                        leaf.register_hook(self._on_progress)
+
+        return [model.register_forward_pre_hook(begins), model.register_forward_hook(ends)]
 
     def _on_progress(self, gradient: Any) -> None:
         if not self._open and not self._removed:
@@ -107,7 +116,7 @@ class BackwardHooks:
             )
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self._on_done)
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
             raise UnsupportedError(
                 f"this backward pass cannot be observed ({error}); compiled autograd is not supported: switch it off, plain "
                 "torch.compile works"

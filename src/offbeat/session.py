@@ -12,12 +12,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from offbeat.agreement import adopt_rank_0, agree, describe
-from offbeat.errors import CheckpointError, ConfigError, OffbeatError, UnsupportedError
+from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError, UnsupportedError
 from offbeat.hooks import BackwardHooks
 from offbeat.strategies.base import (
     HasCounters,
@@ -38,6 +39,9 @@ from offbeat.transport.driver import Driver
 from offbeat.transport.wrappers import Arrival, Counting
 
 MAX_NOTICES = 100
+
+_attached: WeakSet[torch.nn.Module] = WeakSet()
+"""Modules with a session, which exchanges their gradients; a second one would do so twice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +143,9 @@ def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: S
             f"{foreign} of the optimizer's parameters are not the model's; build the optimizer from model.parameters(), after "
             "moving the model to its device"
         )
-    strategy.check(optimizer)
+    if any(module in _attached for module in model.modules()):
+        raise ConfigError("the model, or a part of it, is attached already; close that session first")
+    strategy.check(model, optimizer)
 
 
 class Session:
@@ -181,6 +187,7 @@ class Session:
             notify=self._notify,
         )
         self._parts: Sequence[Part] = strategy.build(workspace)
+        self._counting.restart()  # what setting up took, such as measuring the links, is not training
         self._hear_backward_begins = [part for part in self._parts if isinstance(part, OnBackwardBegins)]
         self._hear_gradient_ready = [part for part in self._parts if isinstance(part, OnGradientReady)]
         self._hear_backward_done = [part for part in self._parts if isinstance(part, OnBackwardDone)]
@@ -188,6 +195,8 @@ class Session:
         self._hear_before_step = [part for part in self._parts if isinstance(part, OnBeforeStep)]
         self._hear_after_step = [part for part in self._parts if isinstance(part, OnAfterStep)]
         self._counted = [part for part in self._parts if isinstance(part, HasCounters)]
+        self._modules = list(model.modules())
+        _attached.update(self._modules)
         self._hooks = BackwardHooks(model, list(self._parameters.values()), self)
         self._step_handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -256,6 +265,7 @@ class Session:
 
     def _close(self) -> None:
         self._closed = True
+        _attached.difference_update(self._modules)
         self._hooks.remove()
         for handle in self._step_handles:
             handle.remove()
@@ -272,7 +282,8 @@ class Session:
             return
         # The peers must hear of it before the sockets go; what goes wrong on the way out must not hide the error.
         with suppress(OffbeatError):
-            self._driver.abort(f"{type(error).__name__}: {error}")
+            blame = error.rank if isinstance(error, PeerError) else None
+            self._driver.abort(f"{type(error).__name__}: {error}", blame=blame)
         with suppress(OffbeatError):
             self._close()
 
@@ -300,8 +311,10 @@ class Session:
         for part in self._hear_backward_failed:
             part.on_backward_failed()
 
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hooks.report_failed_pass()
+        if callable(kwargs.get("closure", args[0] if args else None)):
+            return  # the closure will run backward, and that exchanges
         for part in self._hear_before_step:
             part.on_before_step()
 

@@ -181,6 +181,14 @@ def test_reuse_resumes_from_its_state() -> None:
         np.testing.assert_array_equal(step(resumed, seed).indices, step(first, seed).indices)
 
 
+def test_sending_everything_keeps_the_threshold() -> None:
+    state = feedback(100, selection="reuse")
+    state.threshold = 2.5
+    assert state.stage_all(integers(100, 0))
+    state.commit_all()
+    assert state.threshold == 2.5
+
+
 @pytest.mark.parametrize("selection", ["exact", "reuse"])
 def test_an_empty_bucket_is_no_trouble(selection: Selecting) -> None:
     state, flat = feedback(0, selection=selection), torch.zeros(0)

@@ -122,6 +122,19 @@ def test_the_fallback_equals_the_oracle(name: str, dtype: type[np.floating]) -> 
         np.testing.assert_array_equal(select._by_digits(values, k).indices, oracle(values, k))
 
 
+def test_a_sample_that_misleads_does_no_harm() -> None:
+    k, flat = 61, torch.full((NUM_ELEMENTS,), 0.5)
+    plan = select.sample_plan(NUM_ELEMENTS, k)
+    assert plan is not None
+    assert plan.rank < k
+    places = np.empty(plan.num_samples)
+    kernels.sample(np.arange(float(NUM_ELEMENTS)), np.zeros(NUM_ELEMENTS), np.float64(1), places)
+    flat[torch.from_numpy(places[: plan.rank].astype(np.int64))] = 3.0  # fewer than k, and all of them in the sample
+    accumulated = flat.clone()
+    selection = select.exact(flat, torch.zeros(NUM_ELEMENTS), k=k, weight=1.0)
+    assert_selected(selection, flat, accumulated, oracle(accumulated.numpy(), k))
+
+
 def test_the_weight_is_applied_once_and_rounded_as_separate_operations() -> None:
     rng = np.random.default_rng(2)
     gradient, owed = (rng.standard_normal(NUM_ELEMENTS).astype(np.float32) for _ in range(2))

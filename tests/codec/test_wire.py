@@ -72,8 +72,10 @@ def test_double_precision_is_owed_what_single_precision_loses(message: Sparse) -
     assert_same(decoded, without_zeros(precise))
 
 
-@given(hnp.arrays(np.float32, st.integers(1, 30), elements=st.floats(-(2.0**127), 2.0**127, width=32)))
-def test_bfloat16_rounds_as_torch_does(values: NDArray[np.float32]) -> None:
+@given(hnp.arrays(np.float32, st.integers(1, 30), elements=st.floats(-(2.0**127), 2.0**127, width=32)), st.booleans())
+def test_bfloat16_rounds_as_torch_does(values: NDArray[np.float32], halfway: bool) -> None:
+    if halfway:
+        values = (values.view(np.uint32) & 0xFFFF_0000 | 0x8000).view(np.float32)
     message = Sparse(indices=np.arange(values.size), values=values, num_elements=values.size)
     payload, _ = encode(message, tally_of(), value_format="bfloat16")
     decoded, _ = decode(payload, num_elements=values.size, num_parameters=3, dtype=np.dtype(np.float32))
@@ -86,6 +88,15 @@ def test_values_beyond_bfloat16_become_its_largest() -> None:
     decoded, _ = decode(payload, num_elements=2, num_parameters=3, dtype=np.dtype(np.float32))
     assert np.isfinite(decoded.values).all()
     assert_same(add(decoded, rounding), message)
+
+
+@pytest.mark.parametrize("bits", [0x7FC0_0000, 0x7FFF_FFFF, 0xFFFF_FFFF, 0x7F80_0001])
+def test_nan_stays_nan_in_bfloat16(bits: int) -> None:
+    message = Sparse.from_dense(np.array([bits], dtype=np.uint32).view(np.float32))
+    payload, _ = encode(message, tally_of(), value_format="bfloat16")
+    decoded, _ = decode(payload, num_elements=1, num_parameters=3, dtype=np.dtype(np.float32))
+    assert np.isnan(decoded.values).all()
+    assert len(decoded) == 1
 
 
 @given(messages(), st.sampled_from(list(VALUE_BYTES)))
@@ -188,6 +199,14 @@ def test_another_dtype_or_model_is_refused() -> None:
         decode(payload, num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32))
     with pytest.raises(WireError, match="same model"):
         decode(payload, num_elements=num_elements, num_parameters=300, dtype=np.dtype(np.float64))
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
+def test_a_weight_that_is_none_is_refused(weight: float) -> None:
+    tally = Tally(weight=weight, num_nonfinite=0, num_failed=0, used=np.zeros(3, dtype=np.bool_))
+    payload, _ = encode(Sparse.empty(5, np.float32), tally, value_format="float32")
+    with pytest.raises(WireError, match="weight"):
+        decode(payload, num_elements=5, num_parameters=3, dtype=np.dtype(np.float32))
 
 
 def test_views_are_read_like_bytes() -> None:

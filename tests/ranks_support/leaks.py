@@ -45,9 +45,19 @@ def no_leaks() -> Iterator[None]:
         raise LeakError(f"left behind: {', '.join(leaks)}")
 
 
+LIBRARY_THREADS = ("GarbageCollectorThread",)
+"""Classes of threads that a library keeps for the life of the process: pyzmq's, from the first zero-copy send on."""
+
+
 def left_running(before: set[threading.Thread]) -> list[threading.Thread]:
     """Threads begun since that go on. Those that C++ began are the library's, and only Python's view of them is new."""
-    begun = [t for t in threading.enumerate() if t not in before and not isinstance(t, threading._DummyThread)]
+    begun = [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before
+        and not isinstance(thread, threading._DummyThread)
+        and type(thread).__name__ not in LIBRARY_THREADS
+    ]
     for thread in begun:
         thread.join(END_WITHIN_S)
     return [thread for thread in begun if thread.is_alive()]

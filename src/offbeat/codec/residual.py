@@ -111,7 +111,6 @@ class ErrorFeedback:
         if self._is_half:
             gradient.copy_(accumulated)
             accumulated.sub_(gradient)
-        self._new_threshold = self.threshold
         if self._momentum is not None and self._masking:
             self._new_velocity.zero_()
         return gradient.numel() == 0 or bool(torch.linalg.vector_norm(gradient, float("inf")).isfinite())
@@ -150,6 +149,7 @@ class ErrorFeedback:
         """The buffer to accumulate in, which holds the gradient or the new velocity, and the weight that it has yet to get."""
         assert self._gradient is None, "the last step was neither committed nor discarded"
         self._gradient = gradient
+        self._new_threshold = self.threshold
         accumulated = self._accumulator.copy_(gradient) if self._is_half else gradient
         if self._momentum is None:
             return accumulated, weight

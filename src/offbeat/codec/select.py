@@ -139,7 +139,7 @@ def sample_plan(num_elements: int, k: int) -> SamplePlan | None:
     """Room for four standard deviations of the sample to either side; None when sampling saves nothing."""
     if num_elements <= SMALL or 2 * k >= num_elements:
         return None
-    num_samples = min(max(128 * num_elements // k, SMALL), 1 << 17, num_elements)
+    num_samples = min(max(128 * num_elements // k, SMALL), 1 << 17, num_elements // 8)
     expected = k * num_samples / num_elements
     rank = math.ceil(expected + 4 * math.sqrt(expected) + 2)
     capacity = math.ceil(k * (1 + 10 / math.sqrt(expected))) + 1024

@@ -118,7 +118,7 @@ def decode(
 
 
 def _difference(message: Sparse, rounded: NDArray[np.floating]) -> Sparse:
-    differs = message.values != rounded
+    differs = (message.values != rounded) & ~np.isnan(message.values)
     if not differs.any():
         return Sparse.empty(message.num_elements, message.values.dtype)
     errors = message.values[differs] - rounded[differs]

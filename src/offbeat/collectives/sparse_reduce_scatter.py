@@ -9,13 +9,16 @@
 
 Owners see every contribution to their indices, so the sums are exact, and what is dropped is dropped once, by one rank.
 Magnitudes are compared by their leading 16 bits (8 of the mantissa), so the result is the exact top-k up to a relative
-2**-8 in magnitude at the boundary: an entry that is left out is at most that much larger than the smallest one kept.
+2**-8 in magnitude at the boundary: an entry that is left out is at most that much larger than the smallest one kept. That
+holds while each owner's share of the top-k lies within half and twice the mean, give or take `MARGIN` entries; an owner
+beyond that keeps a few entries too many or too few.
 
 After Ok-Topk (Li and Hoefler, PPoPP 2022) and SparDL (arXiv 2304.00737). Differences: owners are dealt blocks in turn where
 Ok-Topk re-balances regions by consensus; the threshold is agreed on in each step where Ok-Topk re-uses it; nothing is
 re-sparsified on the way, as SparDL does.
 
-Cost per step: P-1 + 2 ceil(log2 P) messages in sequence; 2 (P-1)/P k pairs sent by each rank, and at most another k counters.
+Cost per step: P-1 + 2 ceil(log2 P) messages in sequence; 2 (P-1)/P k pairs sent by each rank, and (P-1) c counters of 6 bytes,
+where c is at most 2 k / P + 512 and commonly a few dozen.
 """
 
 from __future__ import annotations
@@ -39,6 +42,12 @@ from offbeat.transport.operations import Collective, Payload, Recv, Send
 
 _HEAD = struct.Struct("<I")
 COUNTER_BYTES = 6
+MARGIN = 512
+"""Entries by which an owner's share of the k largest may differ from half or twice the mean without any effect."""
+
+EXPECTED_COUNTERS = 64
+"""Counters an owner reports, for the cost: a quarter of an octave of magnitudes lies between half and twice the mean share of
+normally distributed gradients."""
 
 
 def sparse_reduce_scatter(rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire) -> Collective[Exchanged]:
@@ -55,7 +64,7 @@ def sparse_reduce_scatter(rank: int, world_size: int, mine: Sparse, tally: Tally
         sums = add(sums, theirs)
         tally = tally.merge(their_tally)
 
-    messages = yield from all_gather(rank, world_size, _pack(histogram(sums, k)))
+    messages = yield from all_gather(rank, world_size, _pack(histogram(sums, k, world_size)))
     kept, dropped = keep_largest(sums, quotas([_unpack(message) for message in messages], k)[rank])
     payload, rounding = wire.encode(kept, tally)
     owed = add(add(owed, dropped), rounding)
@@ -66,7 +75,7 @@ def sparse_reduce_scatter(rank: int, world_size: int, mine: Sparse, tally: Tally
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Histogram:
-    """How many entries an owner has of each magnitude that it has.
+    """How many entries an owner has of each magnitude near the boundary.
 
     Attributes:
         magnitudes: uint16 array, descending: the leading bits of |value| as float32, monotone in |value|.
@@ -77,13 +86,19 @@ class Histogram:
     counts: NDArray[np.int64]
 
 
-def histogram(sparse: Sparse, k: int) -> Histogram:
-    """Of the magnitudes of the `k` largest entries; smaller ones cannot be among the k largest of all owners."""
-    keys = np.abs(sparse.values).astype(np.float32).view(np.uint32) >> 15
-    magnitudes, counts = np.unique(keys.astype(np.uint16), return_counts=True)
-    magnitudes, counts = magnitudes[::-1], counts[::-1]
-    enough = int(np.searchsorted(np.cumsum(counts), k)) + 1
-    return Histogram(magnitudes[:enough], counts[:enough])
+def histogram(sparse: Sparse, k: int, world_size: int) -> Histogram:
+    """Of the magnitudes around this owner's share of the `k` largest.
+
+    Shares are close to k / world_size, so the boundary lies near that rank. Entries that rank well above it are counted with
+    the largest magnitude reported, entries well below it are left out: at most 2 k / world_size + `MARGIN` counters, and
+    commonly a few dozen.
+    """
+    keys = np.sort((np.abs(sparse.values).astype(np.float32).view(np.uint32) >> 15).astype(np.uint16))[::-1]
+    share = k // world_size
+    surely_kept, reported = max(0, share // 2 - MARGIN), min(k, 2 * share + MARGIN)
+    keys = np.minimum(keys[:reported], keys[surely_kept : surely_kept + 1]) if len(keys) > surely_kept else keys
+    magnitudes, counts = np.unique(keys, return_counts=True)
+    return Histogram(magnitudes[::-1], counts[::-1].astype(np.int64))
 
 
 def quotas(histograms: Sequence[Histogram], k: int) -> list[int]:
@@ -122,8 +137,7 @@ def _unpack(message: Payload) -> Histogram:
 
 
 def cost_s(*, world_size: int, num_elements: int, k: int, pair_bytes: int, network: Network) -> float:
-    """(P-1 + 2 log2 P) alpha + (2 (P-1)/P k pairs + the counters) beta, counting half a counter for each pair kept."""
-    share = (world_size - 1) / world_size
-    num_bytes = 2 * share * k * pair_bytes + share * k * COUNTER_BYTES / 2
+    """(P-1 + 2 log2 P) alpha + (2 (P-1)/P k pairs + (P-1) c counters) beta."""
+    num_bytes = 2 * (world_size - 1) / world_size * k * pair_bytes + (world_size - 1) * EXPECTED_COUNTERS * COUNTER_BYTES
     messages = world_size - 1 + 2 * num_rounds(world_size)
     return network.messages.time_s(num_messages=messages, num_bytes=num_bytes)

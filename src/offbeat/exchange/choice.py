@@ -70,8 +70,8 @@ class CheapestCollective:
             self._told.add((num_elements, k))
             others = ", ".join(f"{other} {cost * 1e3:.2f} ms" for other, cost in costs.items() if other != "dense")
             self._notify(
-                f'collective="auto" chose dense for {num_elements:,} elements at k={k:,}: {costs["dense"] * 1e3:.2f} ms expected '
-                f"against {others}. On these links, at this size, plain S-SGD is the better choice"
+                f'collective="auto" chose dense for {num_elements:,} elements at k={k:,}: {costs["dense"] * 1e3:.2f} ms '
+                f"expected against {others}. On these links, at this size, plain S-SGD is the better choice"
             )
         return name
 

@@ -251,7 +251,8 @@ class GradientExchange:
             bucket.flat.add_(aside)
         shown = tally.used | self._shown[b]
         for position in np.flatnonzero(shown):
-            bucket.parameters[position].grad = bucket.view(int(position))
+            if bucket.parameters[position].requires_grad:  # one frozen meanwhile is not to be moved by what it was still owed
+                bucket.parameters[position].grad = bucket.view(int(position))
         self._shown[b] = shown
 
     def _discard(self) -> None:

@@ -140,7 +140,8 @@ def resolve_resume(stored: RunConfig, request: Request, *, steps_done: int, epoc
 def _check_together(config: RunConfig, task: Task) -> None:
     """Refuse what each part alone allows."""
     config.steps_to_do(task)
-    config.build_strategy().check(task.optimizer(task.build_model(config.seed)))
+    model = task.build_model(config.seed)
+    config.build_strategy().check(model, task.optimizer(model))
 
 
 def _check_numbers(request: Request) -> None:

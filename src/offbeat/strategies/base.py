@@ -128,8 +128,8 @@ class Strategy(ABC):
     survives_death: ClassVar[bool] = False
     """Whether the other workers go on when one dies."""
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most strategies go with every optimizer
-        """Raise `ConfigError` if the strategy cannot work with this optimizer. Runs before any communication."""
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with everything
+        """Raise `ConfigError` if the strategy cannot work with these. Runs before any communication."""
 
     @abstractmethod
     def build(self, workspace: Workspace) -> Sequence[Part]:

@@ -14,7 +14,7 @@ from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.warmup import Warmup
 from offbeat.codec.wire import pair_bytes
 from offbeat.collectives.base import SparseCollective, ValueFormat, Wire
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.exchange.buckets import Bucket, make_buckets
 from offbeat.exchange.gradients import ExchangeCounts, GradientExchange, Reduction
 from offbeat.exchange.reductions import Plan, SparseReduction
@@ -114,7 +114,13 @@ class SparseGradientStrategy(GradientStrategy):
         if self.steps_per_epoch is not None:
             require_at_least("steps_per_epoch", self.steps_per_epoch, 1)
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        odd = next((name for name, p in model.named_parameters() if p.requires_grad and not p.is_floating_point()), None)
+        if odd is not None:
+            raise UnsupportedError(
+                f"parameter {odd!r} is not real-valued, and the largest entries are selected among real numbers only; train "
+                "its real and imaginary parts as two parameters, or use offbeat.AllReduce()"
+            )
         momenta = [group.get("momentum", 0) for group in optimizer.param_groups]
         if self.momentum_correction is not None and any(momenta):
             raise ConfigError(

@@ -50,7 +50,7 @@ def join_process_group() -> bool:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"this is rank {rank} of {world_size}, but {' and '.join(missing)} is not set, so ranks cannot find each other; "
+            f"this is rank {rank} of {world_size}, but {' and '.join(missing)} must be set too; "
             "start with torchrun, or export the address and a free port of rank 0's host"
         )
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"

@@ -59,8 +59,8 @@ class Driver(ABC):
     def mark_step(self, step: int) -> None:  # noqa: B027 - most drivers do not care which step it is
         """Tell wrappers that script or count by step which training step begins."""
 
-    def abort(self, reason: str) -> None:  # noqa: B027 - a driver without a side channel cannot tell anybody
-        """Tell every other rank that this one gives up, so that nobody waits for it."""
+    def abort(self, reason: str, *, blame: int | None = None) -> None:  # noqa: B027 - without a side channel nobody can be told
+        """Tell every other rank that this one gives up, so that nobody waits for it. `blame`: the rank at the root of it."""
 
     def launch(self, collective: Collective[T], channel: int) -> Pending[T]:
         """Begin `collective` and go as far as it gets without waiting."""

@@ -63,7 +63,7 @@ class Mesh:
         self._sending: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sending.set(zmq.MAX_SOCKETS, 4 * world_size + 64)
         self._links: dict[int, Link] = {}
-        self._left: set[int] = set()
+        self.left: set[int] = set()
         self._next_watch_s = 0.0
 
     def connect(self, endpoints: Sequence[str]) -> None:
@@ -99,7 +99,7 @@ class Mesh:
 
     def say_goodbye(self) -> None:
         """Tell everyone that this rank sends nothing more; those that failed too, for they may be about to close."""
-        for peer in self._links.keys() - self._left:
+        for peer in self._links.keys() - self.left:
             self._links[peer].send(Kind.GOODBYE, 0, b"")
 
     def anyone_listens(self) -> bool:
@@ -130,7 +130,7 @@ class Mesh:
         failed = next(iter(self.failures), peer) if self.watch_all else peer
         if failed in self.failures:
             return PeerError(f"rank {failed} {self.failures[failed]} ({self.wait_of(peer, channel)})", rank=failed)
-        if peer in self._left:
+        if peer in self.left:
             return PeerError(f"rank {peer} finished and closed its connections ({self.wait_of(peer, channel)})", rank=peer)
         if (ahead := self.inbox.exchange_ahead(peer, channel)) is not None:
             stream, exchange = split_channel(channel)
@@ -150,16 +150,16 @@ class Mesh:
         now_s = time.monotonic()
         for peer, link in self._links.items():
             link.watch(now_s)
-            link.close(now_s, linger=peer not in self._left)
+            link.close(now_s, linger=peer not in self.left)
         self._sending.term()
         self.listener.close()
 
     def _listens(self, peer: int) -> bool:
-        return peer not in self.failures and peer not in self._left
+        return peer not in self.failures and peer not in self.left
 
     def _heed(self, envelope: Envelope, payload: Payload) -> None:
         if envelope.kind == Kind.GOODBYE:
-            self._left.add(envelope.sender)
+            self.left.add(envelope.sender)
         elif envelope.kind == Kind.ABORT and len(payload) >= _BLAME.size:
             (blamed,) = _BLAME.unpack_from(payload)
             reason = bytes(payload[_BLAME.size :]).decode(errors="replace")

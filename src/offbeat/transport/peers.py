@@ -130,6 +130,12 @@ class Peers(Driver):
                     return dict(self._mesh.failures)
                 self._wait_for_news(remaining_s)
 
+    def left(self) -> list[int]:
+        """The ranks that said goodbye, in the order of their numbers. Never blocks."""
+        with self._news:
+            self._look_around()
+            return sorted(self._mesh.left)
+
     def abort(self, reason: str, *, blame: int | None = None) -> None:
         """Tell every peer that this rank failed, so that their receives raise `PeerError` instead of waiting.
 

@@ -37,8 +37,8 @@ class Routed(Driver):
             case _:
                 return self._messages.start(operation, channel)
 
-    def abort(self, reason: str) -> None:
-        self._messages.abort(reason)
+    def abort(self, reason: str, *, blame: int | None = None) -> None:
+        self._messages.abort(reason, blame=blame)
 
     def close(self) -> None:
         self._messages.close()
@@ -62,8 +62,9 @@ class _Blaming:
 
 
 def _blame(error: PeerError, messages: Peers) -> PeerError:
-    dead = messages.wait_for_death(BLAME_TIMEOUT_S)
-    if not dead:
+    """The error of a broken dense collective, with the name of the rank that broke it, if that can be learnt."""
+    gone = messages.wait_for_death(BLAME_TIMEOUT_S) or dict.fromkeys(messages.left(), "finished and closed its connections")
+    if not gone:
         return error
-    rank, reason = next(iter(dead.items()))
-    return PeerError(f"rank {rank} is gone ({reason}): {error}", rank=rank)
+    rank, reason = next(iter(gone.items()))
+    return PeerError(f"rank {rank} {reason} (rank {messages.rank} learnt of it by this: {error})", rank=rank)

@@ -30,8 +30,8 @@ class Wrapper(Driver):
         self.step = step
         self.inner.mark_step(step)
 
-    def abort(self, reason: str) -> None:
-        self.inner.abort(reason)
+    def abort(self, reason: str, *, blame: int | None = None) -> None:
+        self.inner.abort(reason, blame=blame)
 
     def close(self) -> None:
         self.inner.close()

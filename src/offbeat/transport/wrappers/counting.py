@@ -124,6 +124,11 @@ class Counting(Wrapper):
             case _:
                 return self.inner.start(operation, channel)
 
+    def restart(self) -> None:
+        """Count from zero again."""
+        self.traffic = Traffic()
+        self._arrivals.clear()
+
     def take_arrivals(self) -> list[Arrival]:
         """The arrivals since the last call, oldest first; at most the latest 65,536."""
         taken = list(self._arrivals)
