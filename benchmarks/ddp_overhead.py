@@ -19,7 +19,7 @@ from _measure import Ratio, main, ratio
 from _ranks import run_ranks
 
 WORLD_SIZE = 2
-NUM_PAIRS = 40
+NUM_PAIRS = 100
 GOAL = 1.03
 
 

@@ -57,7 +57,7 @@ def accumulate(
     `capacity` is how many the kernel makes room for; when there are more, they are collected again by torch.
     """
     threshold = threshold.clamp(min=torch.finfo(flat.dtype).tiny)
-    if _HAS_TRITON and flat.is_cuda and flat.dtype == torch.float32:
+    if _HAS_TRITON and flat.is_cuda and flat.dtype == torch.float32 and flat.numel() < 1 << 31:
         from offbeat.codec import triton_kernels
 
         count, indices = triton_kernels.accumulate(flat, residual, weight, threshold, capacity)

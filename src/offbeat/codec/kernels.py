@@ -16,11 +16,8 @@ from numpy.typing import NDArray
 P = ParamSpec("P")
 R = TypeVar("R")
 
-BLOCK = 64
+BLOCK = 32
 """Elements that are tested for candidates together; candidates are rare, so most blocks are passed over vectorised."""
-
-CHUNK = 4096
-"""Elements that stay in the first-level cache between two uses."""
 
 DIGIT_BITS = 16
 
@@ -45,48 +42,50 @@ def magnitude_mask(dtype: np.dtype[np.floating]) -> np.unsignedinteger:
 
 
 @_kernel
-def collect(
+def _append(
     flat: NDArray[np.floating],
     begin: int,
+    end: int,
     threshold: np.floating,
     indices: NDArray[np.int64],
     values: NDArray[np.floating],
     count: int,
 ) -> int:
-    """Append what reaches `threshold`, or is NaN, to two lists.
+    """Append what reaches `threshold` among at most `BLOCK` elements, without a branch for each; without room, only count."""
+    if count > indices.size - BLOCK:
+        for i in range(begin, end):
+            count += not abs(flat[i]) < threshold
+        return count
+    for i in range(begin, end):
+        indices[count] = i
+        values[count] = flat[i]
+        count += not abs(flat[i]) < threshold
+    return count
+
+
+@_kernel
+def collect(
+    flat: NDArray[np.floating], threshold: np.floating, indices: NDArray[np.int64], values: NDArray[np.floating]
+) -> int:
+    """List what reaches `threshold`, or is NaN.
 
     Args:
         flat: shape (n,).
-        begin: index of its first element.
         threshold: of the same dtype, > 0.
         indices: takes indices; `BLOCK` places more than are wanted.
         values: takes values; as large.
-        count: how many are there already.
 
     Returns:
-        The new count. Beyond indices.size - BLOCK they are only counted.
+        How many there are. Beyond indices.size - BLOCK they are only counted.
     """
-    room = indices.size - BLOCK
-    tail = flat.size - flat.size % BLOCK
-    for offset in range(0, tail, BLOCK):
-        block = flat[offset : offset + BLOCK]
+    count = 0
+    for begin in range(0, flat.size, BLOCK):
+        end = min(begin + BLOCK, flat.size)
         hit = False
-        for i in range(BLOCK):
-            hit |= not abs(block[i]) < threshold
-        if hit and count <= room:
-            for i in range(BLOCK):  # without a branch for each element, which helps when many are candidates
-                indices[count] = begin + offset + i
-                values[count] = block[i]
-                count += not abs(block[i]) < threshold
-        elif hit:
-            for i in range(BLOCK):
-                count += not abs(block[i]) < threshold
-    for j in range(tail, flat.size):
-        if not abs(flat[j]) < threshold:
-            if count <= room:
-                indices[count] = begin + j
-                values[count] = flat[j]
-            count += 1
+        for i in range(begin, end):
+            hit |= not abs(flat[i]) < threshold
+        if hit:
+            count = _append(flat, begin, end, threshold, indices, values, count)
     return count
 
 
@@ -99,15 +98,13 @@ def accumulate(
     indices: NDArray[np.int64],
     values: NDArray[np.floating],
 ) -> tuple[int, bool]:
-    """flat = residual + weight * flat, and `collect` it into empty lists.
-
-    Chunks are collected while they are in the cache: there, a mispredicted branch does not stall the stream from memory.
+    """flat = residual + weight * flat, and `collect` it.
 
     Args:
         flat: shape (n,), overwritten.
         residual: shape (n,), of another memory.
         weight: of the same dtype.
-        threshold: as of `collect`.
+        threshold: as of `collect`, and finite: so whatever is not finite reaches it.
         indices: as of `collect`.
         values: as of `collect`.
 
@@ -115,16 +112,22 @@ def accumulate(
         The count, as of `collect`, and whether all of `flat` is finite.
     """
     count = 0
-    strange = False
-    for begin in range(0, flat.size, CHUNK):
-        chunk = flat[begin : begin + CHUNK]
-        owed = residual[begin : begin + CHUNK]
-        for i in range(chunk.size):
-            x = owed[i] + weight * chunk[i]
-            chunk[i] = x
-            strange |= not abs(x) < np.inf
-        count = collect(chunk, begin, threshold, indices, values, count)
-    return count, not strange
+    finite = True
+    whole = flat.size - flat.size % BLOCK
+    for begin in range(0, whole, BLOCK):
+        hit = False
+        for i in range(begin, begin + BLOCK):  # of a fixed length, which the compiler unrolls and vectorises
+            x = residual[i] + weight * flat[i]
+            flat[i] = x
+            hit |= not abs(x) < threshold
+        if hit:
+            count = _append(flat, begin, begin + BLOCK, threshold, indices, values, count)
+            for i in range(begin, begin + BLOCK):
+                finite &= np.isfinite(flat[i])
+    for i in range(whole, flat.size):
+        flat[i] = residual[i] + weight * flat[i]
+        finite &= np.isfinite(flat[i])
+    return _append(flat, whole, flat.size, threshold, indices, values, count), finite
 
 
 @_kernel
@@ -269,7 +272,7 @@ def warm() -> None:
         bits, zero = bits_of(values), mask ^ mask
         marks = np.zeros(values.size, dtype=np.bool_)
         accumulate(values[:1], values[:1].copy(), one, one, indices, values.copy())
-        collect(values[:1], 0, one, indices, values.copy(), 0)
+        collect(values[:1], one, indices, values.copy())
         sample(values, values.copy(), one, values[:1].copy())
         add_momentum(values, values.copy(), one, one, values.copy())
         digit_counts(bits, mask, np.uint64(0), np.uint64(0), np.uint64(0), np.zeros(1 << DIGIT_BITS, dtype=np.int64))

@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 
 from offbeat.codec import cuda, kernels, select
+from offbeat.codec.finite import is_finite
 from offbeat.codec.select import Selection
 from offbeat.codec.sparse import Sparse
 
@@ -113,7 +114,7 @@ class ErrorFeedback:
             accumulated.sub_(gradient)
         if self._momentum is not None and self._masking:
             self._new_velocity.zero_()
-        return gradient.numel() == 0 or bool(torch.linalg.vector_norm(gradient, float("inf")).isfinite())
+        return is_finite(gradient)
 
     def commit(self, owed: Sparse) -> torch.Tensor:
         """What was left by `stage` becomes the residual, and `owed` is added to it.

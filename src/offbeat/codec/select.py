@@ -105,7 +105,7 @@ def _again(values: NDArray[np.floating], k: int) -> Sparse:
     """The `k` largest of what has been added up already."""
     guess = _guess(values, values, values.dtype.type(0), k)
     indices, found = _room(guess.capacity, values.dtype)
-    count = kernels.collect(values, 0, guess.threshold, indices, found, 0)
+    count = kernels.collect(values, guess.threshold, indices, found)
     return _largest(indices[:count], found[:count], values.size, k) if _suffices(guess, count, k) else _by_digits(values, k)
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_non_overlapping_and_dense
 
 from offbeat.planning.fusion import fuse
+
+_NUM_BUFFERS = 2
+"""Buffers that a sparse reduction uses in turns."""
 
 
 class Bucket:
@@ -16,8 +20,9 @@ class Bucket:
     Attributes:
         indices: each parameter's position in the model's order.
         names: their names.
+        parameters: the parameters.
+        offsets: where each one's place begins, and the end of the last.
         num_elements: elements of all of them.
-        flat: the buffer, shape (num_elements,); may be replaced by another one of the same kind.
     """
 
     def __init__(self, named: Mapping[str, torch.nn.Parameter], indices: list[int]) -> None:
@@ -25,28 +30,41 @@ class Bucket:
         self.indices = indices
         self.names = [names[i] for i in indices]
         self.parameters = [parameters[i] for i in indices]
-        self.offsets = [0]
-        for parameter in self.parameters:
-            self.offsets.append(self.offsets[-1] + parameter.numel())
+        self.offsets = list(accumulate((p.numel() for p in self.parameters), initial=0))
         self.num_elements = self.offsets[-1]
+        self._dense = [is_non_overlapping_and_dense(parameter) for parameter in self.parameters]
+        self._views: dict[int, list[torch.Tensor]] = {}
         first = self.parameters[0]
         self.flat = torch.zeros(self.num_elements, dtype=first.dtype, device=first.device)
 
-    def piece(self, position: int, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """The part of the parameter at `position`, shape (numel,); of `flat` instead of the buffer if given."""
-        source = self.flat if flat is None else flat
-        return source[self.offsets[position] : self.offsets[position + 1]]
+    @property
+    def flat(self) -> torch.Tensor:
+        """The buffer, shape (num_elements,). May be replaced by another one of the same kind."""
+        return self._flat
 
-    def view(self, position: int, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """Like `piece`, in the shape and, where it is dense, the memory order of the parameter."""
-        parameter, piece = self.parameters[position], self.piece(position, flat)
-        if is_non_overlapping_and_dense(parameter):
-            return piece.as_strided(parameter.shape, parameter.stride())
-        return piece.view(parameter.shape)
+    @flat.setter
+    def flat(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+        if flat.data_ptr() not in self._views:
+            if len(self._views) == _NUM_BUFFERS:
+                self._views.clear()
+            self._views[flat.data_ptr()] = self.views_of(flat)
+        self.views = self._views[flat.data_ptr()]
+        """The place of each parameter in the buffer, in the parameter's shape and, where it is dense, memory order."""
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Like `views`, of another buffer with at least as many elements."""
+        pieces = zip(self.parameters, self._dense, self.offsets, strict=False)
+        return [
+            flat.as_strided(p.shape, p.stride(), flat.storage_offset() + offset)
+            if dense
+            else flat[offset : offset + p.numel()].view(p.shape)
+            for p, dense, offset in pieces
+        ]
 
     def holds(self, position: int, gradient: torch.Tensor) -> bool:
         """Whether `gradient` already is this bucket's view."""
-        return gradient.data_ptr() == self.piece(position).data_ptr() and gradient.device == self.flat.device
+        return gradient.data_ptr() == self.views[position].data_ptr() and gradient.device == self._flat.device
 
 
 def make_buckets(

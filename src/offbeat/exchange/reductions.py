@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from offbeat.codec.finite import is_finite
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.tally import NUM_COUNTERS, Tally
 from offbeat.collectives.base import Exchanged, SparseCollective, Wire
@@ -189,10 +190,4 @@ class SparseReduction:
 
     def _named(self, kind: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a flat state tensor by parameter name, in the parameters' shapes."""
-        names = enumerate(self._bucket.names)
-        return {f"{kind}/{name}": self._bucket.view(position, flat) for position, name in names}
-
-
-def is_finite(flat: torch.Tensor) -> bool:
-    """Whether every element is finite, in one pass without a mask: the largest magnitude carries infinities and NaNs."""
-    return flat.numel() == 0 or bool(torch.isfinite(torch.linalg.vector_norm(flat, float("inf"))))
+        return {f"{kind}/{name}": view for name, view in zip(self._bucket.names, self._bucket.views_of(flat), strict=True)}

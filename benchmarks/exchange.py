@@ -1,0 +1,108 @@
+"""The whole gTop-k exchange of 25 M elements (residual, selection, collective, scatter) against gloo's dense all-reduce.
+
+Four workers on loopback, interleaved in the same processes. Goal: at least 3x faster. The bound is the time in which four
+workers could stream their residual and gradient through this machine's memory once (read both, write the sum: 12 bytes an
+element) and zero the result (4 bytes), were communication free: the ratio that would be left then.
+
+    python benchmarks/exchange.py [--json]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+import offbeat
+from _measure import Ratio, interleave, main, ratio, timed
+from _ranks import run_ranks
+from offbeat.codec.tally import Tally
+from offbeat.exchange.gradients import ExchangeCounts
+from offbeat.strategies.base import Workspace, stream_counter
+from offbeat.transport.connect import connect
+from offbeat.transport.operations import AllReduce
+
+NUM_ELEMENTS = 25_000_000
+WORLD_SIZE = 4
+NUM_ROUNDS = 15
+GOAL = 3.0
+COLLECTIVES = ("reduce_scatter", "tree", "all_gather")
+
+
+def measure(rank: int, world_size: int) -> dict[str, list[float]]:
+    """Seconds of each exchange by name: the slowest rank's, of every round."""
+    driver = connect()
+    streams = stream_counter()
+    workspace = Workspace(
+        parameters={"weight": torch.nn.Parameter(torch.zeros(NUM_ELEMENTS))},
+        driver=driver,
+        grad_scale=lambda: 1.0,
+        has_scaler=False,
+        new_stream=streams,
+        notify=print,
+    )
+    noise = torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(rank))
+    control = streams()
+
+    def sparse(collective: str):  # type: ignore[no-untyped-def]
+        strategy = offbeat.GTopK(density=0.001, collective=collective)
+        ((bucket, reduction),), _ = strategy.parts(workspace, ExchangeCounts())
+        tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=torch.ones(1, dtype=torch.bool).numpy())
+
+        def exchange() -> None:
+            reduction.launch(bucket, tally, grad_scale=1.0)
+            assert reduction.wait().good
+            bucket.flat = reduction.commit()
+
+        return bucket, exchange
+
+    dense = noise.clone()
+
+    def dense_exchange() -> None:
+        driver.start(AllReduce(dense), control.next()).wait()
+
+    def stream() -> None:
+        torch.add(noise, dense, out=dense)
+
+    def dense_once() -> float:
+        dense.copy_(noise)
+        return run(dense_exchange)
+
+    measured = {"dense": dense_once, "memory": lambda: run(stream)}
+
+    def run(work) -> float:  # type: ignore[no-untyped-def]
+        dist.barrier()
+        seconds = torch.tensor(timed(work))
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return float(seconds)
+
+    for name in COLLECTIVES:
+        bucket, exchange = sparse(name)
+
+        def once(bucket=bucket, exchange=exchange) -> float:  # type: ignore[no-untyped-def]
+            bucket.flat.copy_(noise)
+            return run(exchange)
+
+        measured[name] = once
+    try:
+        return interleave(measured, num_rounds=NUM_ROUNDS)
+    finally:
+        driver.close()
+
+
+def cases() -> Iterator[Ratio]:
+    seconds = run_ranks(measure, WORLD_SIZE)
+    dense, memory = seconds["dense"], seconds["memory"]
+    bound = sorted(dense)[len(dense) // 2] / (sorted(memory)[len(memory) // 2] * 16 / 12)
+    for name in COLLECTIVES:
+        yield ratio(
+            f"dense all-reduce / gTop-k by {name}, 25 M elements, {WORLD_SIZE} workers",
+            list(zip(dense, seconds[name], strict=True)),
+            at_least=GOAL,
+            bound=bound,
+        )
+
+
+if __name__ == "__main__":
+    main(cases)
