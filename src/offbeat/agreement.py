@@ -20,7 +20,7 @@ from offbeat.transport.operations import AllGather, Broadcast, Collective
 Description = Mapping[str, Any]
 
 
-def describe(model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> Description:
+def describe(model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, *, has_scaler: bool) -> Description:
     """What must be the same on all ranks, as JSON."""
     return {
         "model parameters": {
@@ -28,17 +28,21 @@ def describe(model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy:
             for name, p in model.named_parameters()
         },
         "model buffers": {name: f"{list(b.shape)} {b.dtype} {b.device.type}" for name, b in model.named_buffers()},
-        "optimizer": {"class": type(optimizer).__qualname__, **_hyperparameters(optimizer)},
-        "strategy": {"options": repr(strategy)},
+        "optimizer": {"class": type(optimizer).__qualname__, **_hyperparameters(model, optimizer)},
+        "strategy": {"options": repr(strategy), "scaler": str(has_scaler)},
     }
 
 
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    return {
-        f"group {number} {name}": repr(len(value) if name == "params" else value)
-        for number, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-    }
+def _hyperparameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    described = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for option, value in group.items():
+            if option == "params":
+                described[f"group {number} params"] = str([names[id(parameter)] for parameter in value])
+            elif not callable(value):  # functions have no name that all processes share
+                described[f"group {number} {option}"] = str(value)
+    return described
 
 
 def agree(driver: Driver, stream: Stream, mine: Description | OffbeatError) -> None:
@@ -85,6 +89,6 @@ def adopt_rank_0(driver: Driver, stream: Stream, model: torch.nn.Module) -> None
 
 def _broadcast(tensor: torch.Tensor) -> Collective[None]:
     dense = tensor.detach().contiguous()
-    yield Broadcast(dense, 0)
+    yield Broadcast(dense.reshape(-1).view(torch.uint8), 0)  # as bytes: backends do not know every type
     if dense.data_ptr() != tensor.data_ptr():
         tensor.copy_(dense)

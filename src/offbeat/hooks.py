@@ -96,7 +96,7 @@ class BackwardHooks:
         def ends(module: torch.nn.Module, args: Any, output: Any) -> None:
             if id(module) == number:
                 for leaf in tree_leaves(output):
-                    if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
                         leaf.register_hook(self._on_progress)
 
         return [model.register_forward_pre_hook(begins), model.register_forward_hook(ends)]

@@ -28,6 +28,7 @@ from offbeat.strategies.base import (
     OnBackwardFailed,
     OnBeforeStep,
     OnGradientReady,
+    OnJoin,
     Part,
     PartState,
     Strategy,
@@ -41,7 +42,7 @@ from offbeat.transport.wrappers import Arrival, Counting
 MAX_NOTICES = 100
 
 _attached: WeakSet[torch.nn.Module] = WeakSet()
-"""Modules with a session, which exchanges their gradients; a second one would do so twice."""
+"""Models with a session, which exchanges their gradients; a second one would do so twice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +135,9 @@ def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: S
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError("SparseAdam needs sparse gradients, which this model does not yield; use torch.optim.Adam")
+    lazy = next((name for name, p in parameters.items() if isinstance(p, torch.nn.parameter.UninitializedParameter)), None)
+    if lazy is not None:
+        raise UnsupportedError(f"parameter {lazy!r} has no shape yet; run the model once on a sample batch before attaching")
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise ConfigError("the model has no parameter that requires a gradient, so there is nothing to train")
     known = {id(parameter) for parameter in parameters.values()}
@@ -143,7 +147,8 @@ def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: S
             f"{foreign} of the optimizer's parameters are not the model's; build the optimizer from model.parameters(), after "
             "moving the model to its device"
         )
-    if any(module in _attached for module in model.modules()):
+    taken = {id(parameter) for attached in _attached for parameter in attached.parameters()}
+    if any(id(parameter) in taken for parameter in parameters.values()):
         raise ConfigError("the model, or a part of it, is attached already; close that session first")
     strategy.check(model, optimizer)
 
@@ -168,7 +173,8 @@ class Session:
         """Remarks that a user should see: fallbacks, skipped steps, choices made."""
         new_stream = stream_counter()
         control = new_stream()
-        agree(driver, control, refusal or describe(model, optimizer, strategy))
+        has_scaler = scaler is not None and scaler.is_enabled()
+        agree(driver, control, refusal or describe(model, optimizer, strategy, has_scaler=has_scaler))
         adopt_rank_0(driver, control, model)
 
         self._counting = Counting(driver)
@@ -182,7 +188,7 @@ class Session:
             parameters=self._parameters,
             driver=self._driver,
             grad_scale=(lambda: 1.0) if scaler is None else scaler.get_scale,
-            has_scaler=scaler is not None and scaler.is_enabled(),
+            has_scaler=has_scaler,
             new_stream=new_stream,
             notify=self._notify,
         )
@@ -192,16 +198,17 @@ class Session:
         self._hear_gradient_ready = [part for part in self._parts if isinstance(part, OnGradientReady)]
         self._hear_backward_done = [part for part in self._parts if isinstance(part, OnBackwardDone)]
         self._hear_backward_failed = [part for part in self._parts if isinstance(part, OnBackwardFailed)]
+        self._hear_join = [part for part in self._parts if isinstance(part, OnJoin)]
         self._hear_before_step = [part for part in self._parts if isinstance(part, OnBeforeStep)]
         self._hear_after_step = [part for part in self._parts if isinstance(part, OnAfterStep)]
         self._counted = [part for part in self._parts if isinstance(part, HasCounters)]
-        self._modules = list(model.modules())
-        _attached.update(self._modules)
         self._hooks = BackwardHooks(model, list(self._parameters.values()), self)
         self._step_handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        self._model = model
+        _attached.add(model)
 
     # The user's side
 
@@ -227,6 +234,16 @@ class Session:
         """When this rank came to each collective since the last call, and how long it waited there."""
         return self._counting.take_arrivals()
 
+    def join(self) -> None:
+        """Take part in the other ranks' exchange without a backward pass, contributing nothing new.
+
+        For a rank that has no batch in this step. `optimizer.step()` does it by itself; `GradScaler.step()` cannot, since it
+        looks for gradients first: there, call this in the place of `backward()`.
+        """
+        with torch.no_grad():
+            for part in self._hear_join:
+                part.on_join()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate locally; the next one outside exchanges everything accumulated."""
@@ -247,15 +264,17 @@ class Session:
             if state.get(key) != here:
                 fix = "; offbeat.reshard shares old ranks' states out anew" if key == "world_size" else ""
                 raise CheckpointError(f"the state was saved with {key} {state.get(key)!r}, here it is {here!r}{fix}")
+        parts = state.get("parts", {})
         for part in self._parts:
-            if type(part).__name__ not in state["parts"]:
+            if type(part).__name__ not in parts:
                 raise CheckpointError(
                     f"the state lacks {type(part).__name__!r}; it was saved with other options of the strategy"
                 )
-            part.load_state_dict(state["parts"][type(part).__name__])
+        for part in self._parts:
+            part.load_state_dict(parts[type(part).__name__])
 
     def close(self) -> None:
-        """Take every hook out and give back sockets and groups. Idempotent. Not collective: ranks may close at any time."""
+        """Take every hook out and give back sockets and groups. Idempotent."""
         if self._closed:
             return
         try:
@@ -265,7 +284,7 @@ class Session:
 
     def _close(self) -> None:
         self._closed = True
-        _attached.difference_update(self._modules)
+        _attached.discard(self._model)
         self._hooks.remove()
         for handle in self._step_handles:
             handle.remove()
@@ -289,6 +308,9 @@ class Session:
 
     # Events, from the hooks
 
+    # Under backward(create_graph=True) autograd records; what is done with finished gradients is not to be recorded.
+
+    @torch.no_grad()
     def backward_begins(self) -> None:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
@@ -299,21 +321,24 @@ class Session:
         for part in self._hear_backward_begins:
             part.on_backward_begins(synchronised=self._synchronised)
 
+    @torch.no_grad()
     def gradient_ready(self, index: int) -> None:
         for part in self._hear_gradient_ready:
             part.on_gradient_ready(index, synchronised=self._synchronised)
 
+    @torch.no_grad()
     def backward_done(self) -> None:
         for part in self._hear_backward_done:
             part.on_backward_done(synchronised=self._synchronised)
 
+    @torch.no_grad()
     def backward_failed(self) -> None:
         for part in self._hear_backward_failed:
             part.on_backward_failed()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hooks.report_failed_pass()
-        if callable(kwargs.get("closure", args[0] if args else None)):
+        if callable(kwargs.get("closure", args[1] if len(args) > 1 else None)):
             return  # the closure will run backward, and that exchanges
         for part in self._hear_before_step:
             part.on_before_step()

@@ -6,6 +6,7 @@ A new strategy joins by a row in `STRATEGIES`.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -13,11 +14,11 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.errors import ConfigError, NonFiniteError, UnsupportedError
+from offbeat.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedError
 from offbeat.session import Session
 from offbeat.strategies.gradient import GradientStrategy, SparseGradientStrategy
 
-STRATEGIES: dict[str, GradientStrategy] = {
+_STRATEGIES: dict[str, GradientStrategy] = {
     "allreduce": offbeat.AllReduce(),
     "allreduce in small buckets": offbeat.AllReduce(bucket_mib=1e-4, first_bucket_mib=1e-4),
     "topk": offbeat.TopK(density=0.2),
@@ -32,6 +33,7 @@ STRATEGIES: dict[str, GradientStrategy] = {
     "gtopk with momentum correction": offbeat.GTopK(density=0.2, collective="reduce_scatter", momentum_correction=0.9),
     "gtopk with warm-up": offbeat.GTopK(density=0.1, collective="reduce_scatter", warmup="paper", steps_per_epoch=1),
 }
+STRATEGIES = {name: replace(strategy, replica_check_interval=1) for name, strategy in _STRATEGIES.items()}
 LOSSLESS = {
     name: replace(strategy, density=1.0, values="float32", warmup=None)
     if isinstance(strategy, SparseGradientStrategy)
@@ -52,7 +54,7 @@ def lossless(request: pytest.FixtureRequest) -> GradientStrategy:
 
 
 class Net(torch.nn.Module):
-    """A frozen, an empty, a scalar and a shared parameter, a buffer, a layout that is not contiguous, and a branch."""
+    """A frozen, an empty, a scalar, an unaligned and a shared parameter, a buffer, an unusual layout, and a branch."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -65,6 +67,7 @@ class Net(torch.nn.Module):
         self.frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
         self.empty = torch.nn.Parameter(torch.empty(0, 3))
         self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.unaligned = torch.nn.Parameter(torch.ones(5)[1:3])
         self.use_branch = False
         with torch.no_grad():
             for parameter in self.parameters():
@@ -75,7 +78,7 @@ class Net(torch.nn.Module):
         hidden = self.norm(self.conv(x)).mean(dim=(2, 3))
         hidden = torch.tanh(self.shared(torch.tanh(self.shared(hidden))))
         head = self.branch if self.use_branch else self.head
-        return self.scale * head(hidden) * self.frozen + self.empty.sum()
+        return self.scale * head(hidden) * self.frozen * self.unaligned + self.empty.sum()
 
 
 def batch(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -380,3 +383,100 @@ def test_the_class_in_place_of_an_instance_is_refused() -> None:
     net = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="did you pass the class"):
         offbeat.attach(net, torch.optim.SGD(net.parameters()), offbeat.GTopK)  # type: ignore[arg-type]
+
+
+def test_momentum_correction_on_the_dense_path_is_momentum(attached: Callable) -> None:
+    net, optimizer, _ = attached(offbeat.GTopK(collective="dense", momentum_correction=0.9))
+    plain = Net()
+    train(net, optimizer, range(4))
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), range(4))
+    assert_same(net, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_parameter_frozen_while_attached_stays_where_it_is(
+    strategy: GradientStrategy, attached: Callable, set_to_none: bool
+) -> None:
+    net, optimizer, _ = attached(strategy)
+    train(net, optimizer, range(2), set_to_none=set_to_none)
+    net.shared.weight.requires_grad_(False)
+    before = net.shared.weight.clone()
+    train(net, optimizer, range(2, 5), set_to_none=set_to_none)
+    torch.testing.assert_close(net.shared.weight.detach(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("keyword", [True, False])
+def test_a_step_with_a_closure_exchanges_once(lossless: GradientStrategy, attached: Callable, keyword: bool) -> None:
+    net, optimizer, session = attached(lossless)
+    plain = Net()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for model, opt in ((net, optimizer), (plain, plain_optimizer)):
+        for step in range(3):
+
+            def closure(model: Net = model, opt: torch.optim.Optimizer = opt, step: int = step) -> torch.Tensor:
+                opt.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                return loss
+
+            opt.step(closure=closure) if keyword else opt.step(closure)
+    assert_same(net, plain)
+    assert session.stats.exchanges == 3
+
+
+def test_backward_that_builds_a_graph(lossless: GradientStrategy, attached: Callable) -> None:
+    net, _, _ = attached(lossless)
+    plain = Net()
+    for model in (net, plain):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of the reference cycle that the caller asked for
+            loss_of(model, 0).backward(create_graph=True)
+    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad.detach())
+
+
+def test_averaged_and_copied_models_stay_out_of_it(lossless: GradientStrategy, attached: Callable) -> None:
+    net, optimizer, session = attached(lossless)
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+    train(net, optimizer, range(2))
+    averaged.update_parameters(net)
+    loss_of(averaged, 0).backward()
+    loss_of(copy.deepcopy(net), 0).backward()
+    assert session.stats.exchanges == 2
+
+
+def test_two_models_may_share_a_module_without_parameters_but_no_parameter(attached: Callable) -> None:
+    shared = torch.nn.ReLU()
+    models = [torch.nn.Sequential(torch.nn.Linear(2, 2), shared) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters()) for model in models]
+    with offbeat.attach(models[0], optimizers[0], offbeat.AllReduce()):
+        offbeat.attach(models[1], optimizers[1], offbeat.AllReduce()).close()
+        with pytest.raises(ConfigError, match="attached already"):
+            offbeat.attach(models[0], optimizers[0], offbeat.AllReduce())
+    offbeat.attach(models[0], optimizers[0], offbeat.AllReduce()).close()
+
+
+def test_complex_parameters_are_refused_where_they_cannot_be_ranked() -> None:
+    net = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    optimizer = torch.optim.SGD(net.parameters())
+    with pytest.raises(UnsupportedError, match="real-valued"):
+        offbeat.attach(net, optimizer, offbeat.GTopK())
+    offbeat.attach(net, optimizer, offbeat.AllReduce()).close()
+
+
+def test_a_state_that_does_not_fit_changes_nothing(attached: Callable) -> None:
+    net, optimizer, session = attached(offbeat.TopK(density=0.2, bucket_mib=1e-4))
+    train(net, optimizer, range(2))
+    before = session.state_dict()
+    wrong = copy.deepcopy(before)
+    residuals = wrong["parts"]["GradientExchange"]["additive"]
+    for tensor in residuals.values():
+        tensor.fill_(7)
+    residuals["residual/conv.weight"] = torch.zeros(1)
+    with pytest.raises(CheckpointError, match="conv.weight"):
+        session.load_state_dict(wrong)
+    after = session.state_dict()["parts"]["GradientExchange"]["additive"]
+    torch.testing.assert_close(after, before["parts"]["GradientExchange"]["additive"])
+    with pytest.raises(CheckpointError, match="GradientExchange"):
+        session.load_state_dict({key: value for key, value in before.items() if key != "parts"})

@@ -167,6 +167,7 @@ def exception_in_backward(rank: int, world_size: int, *, name: str, options: dic
             optimizer.step()
         except (MemoryError, PeerError) as error:
             heard = type(error).__name__
+        optimizer.step()
         optimizer.zero_grad()
         train(model, optimizer, rank, range(2, 4))
         return {"fingerprint": fingerprint(model), "heard": heard, "exchanges": session.stats.exchanges}

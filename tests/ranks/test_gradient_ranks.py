@@ -28,7 +28,7 @@ STRATEGIES: Strategies = {
     ),
     "gtopk by all-gather": ("gtopk", SPARSE | {"collective": "all_gather"}),
     "gtopk by tree": ("gtopk", SPARSE | {"collective": "tree"}),
-    "gtopk dense": ("gtopk", SPARSE | {"collective": "dense"}),
+    "gtopk dense": ("gtopk", SPARSE | {"collective": "dense", "bucket_mib": 1e-3}),
     "gtopk auto": ("gtopk", SPARSE),
 }
 PAIR: Strategies = {label: STRATEGIES[label] for label in ("allreduce in small buckets", "gtopk by reduce-scatter")}

@@ -112,3 +112,19 @@ def test_dense_collectives() -> None:
 
     expected = (3.0, 2.0, [b"", b"\1", b"\2\2"])
     assert VirtualCluster(3).run([work(rank) for rank in range(3)]) == [expected] * 3
+
+
+def test_dense_collectives_meet_in_the_order_in_which_ranks_begin_them_whatever_their_channel() -> None:
+    cluster = VirtualCluster(2)
+    first, second = (torch.zeros(1), torch.ones(1)), (torch.zeros(1), torch.ones(1))
+    begun = [
+        (cluster.drivers[0].start(AllReduce(first[0]), 5), cluster.drivers[0].start(AllReduce(first[1]), 6)),
+        (cluster.drivers[1].start(AllReduce(second[1]), 6), cluster.drivers[1].start(AllReduce(second[0]), 5)),
+    ]
+
+    def finish() -> Collective[None]:
+        yield Sleep(1.0)
+
+    cluster.run([finish(), finish()])
+    assert all(ticket.done() for tickets in begun for ticket in tickets)
+    assert [float(tensor) for tensor in (*first, *second)] == [1.0, 1.0, 1.0, 1.0]

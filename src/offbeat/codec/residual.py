@@ -105,6 +105,7 @@ class ErrorFeedback:
     def stage_all(self, gradient: torch.Tensor, *, weight: float = 1.0) -> bool:
         """Leave all of acc in `gradient`, to be sent densely. Returns whether it is finite.
 
+        Momentum goes on unmasked: masking is against momentum that outlives what was owed too long, and here nothing was.
         Only what rounding to half precision loses will be owed.
         """
         accumulated, weight = self._begin(gradient, weight)
@@ -112,8 +113,6 @@ class ErrorFeedback:
         if self._is_half:
             gradient.copy_(accumulated)
             accumulated.sub_(gradient)
-        if self._momentum is not None and self._masking:
-            self._new_velocity.zero_()
         return is_finite(gradient)
 
     def commit(self, owed: Sparse) -> torch.Tensor:

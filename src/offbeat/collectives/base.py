@@ -63,11 +63,11 @@ class SparseCollective(Protocol):
     """A protocol that sums sparse contributions: the tree, the reduce-scatter, the all-gather."""
 
     def __call__(self, rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire) -> Collective[Exchanged]:
-        """Args: `mine` has at most `k` pairs; the result has at most `k` pairs unless the protocol says otherwise."""
+        """Args: `mine` has about `k` pairs; the result has at most `k` unless the protocol says otherwise."""
         ...
 
 
 class CostOf(Protocol):
-    """Seconds that a collective takes under the alpha-beta model."""
+    """Seconds that a sparse collective takes under the alpha-beta model."""
 
-    def __call__(self, *, world_size: int, num_elements: int, k: int, pair_bytes: int, network: Network) -> float: ...
+    def __call__(self, *, world_size: int, k: int, pair_bytes: int, network: Network) -> float: ...

@@ -11,14 +11,13 @@ from offbeat.planning.costs import Network
 from offbeat.transport.operations import AllReduce, Collective
 
 
-def dense_all_reduce(tensor: torch.Tensor, tail: torch.Tensor | None = None) -> Collective[None]:
-    """Sum `tensor` over all ranks, in place; then `tail`, for what may not be summed in the tensor's own precision."""
-    yield AllReduce(tensor)
-    if tail is not None:
-        yield AllReduce(tail)
+def dense_all_reduce(tensor: torch.Tensor) -> Collective[torch.Tensor]:
+    """Sum `tensor` over all ranks, in place."""
+    total: torch.Tensor = yield AllReduce(tensor)
+    return total
 
 
-def cost_s(*, world_size: int, num_elements: int, k: int, pair_bytes: int, network: Network) -> float:
-    """2(P-1) alpha + 2(P-1)/P n beta, with 4-byte elements; `k` and `pair_bytes` do not matter."""
+def cost_s(*, world_size: int, num_bytes: int, network: Network) -> float:
+    """2(P-1) alpha + 2(P-1)/P m beta, for a tensor of m = `num_bytes`."""
     hops = 2 * (world_size - 1)
-    return network.dense.time_s(num_messages=hops, num_bytes=hops / world_size * 4 * num_elements)
+    return network.dense.time_s(num_messages=hops, num_bytes=hops / world_size * num_bytes)

@@ -74,7 +74,7 @@ def broadcast(rank: int, world_size: int, message: Payload) -> Collective[Payloa
     return message
 
 
-def cost_s(*, world_size: int, num_elements: int, k: int, pair_bytes: int, network: Network) -> float:
+def cost_s(*, world_size: int, k: int, pair_bytes: int, network: Network) -> float:
     """2 log2(P) alpha + 2 k log2(P) beta: each round of both phases passes one message of k pairs."""
     rounds = 2 * num_rounds(world_size)
     return network.messages.time_s(num_messages=rounds, num_bytes=rounds * k * pair_bytes)

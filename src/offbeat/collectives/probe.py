@@ -19,20 +19,23 @@ SMALL_BYTES = 64
 LARGE_BYTES = 1 << 20
 
 
-def probe(rank: int, world_size: int, *, select_s_per_element: float, repeats: int = 5) -> Collective[Network]:
+def probe(
+    rank: int, world_size: int, *, select_s_per_element: float, device: torch.device, repeats: int = 5
+) -> Collective[Network]:
     """The network as the slowest rank sees it; the same on every rank. About 15 MiB each way at the default.
 
     Args:
         rank: this rank.
         world_size: number of ranks.
         select_s_per_element: this rank's own cost of selection, to be agreed on with the rest.
+        device: of the gradients: a dense all-reduce of CUDA tensors goes another way than one of CPU tensors.
         repeats: measurements of each kind; the fastest counts, since everything else is disturbance.
     """
     small_s = yield from _fastest(repeats, lambda: _pass_on(rank, world_size, SMALL_BYTES))
     large_s = yield from _fastest(repeats, lambda: _pass_on(rank, world_size, LARGE_BYTES))
     messages = _fit(small_s, large_s, SMALL_BYTES, LARGE_BYTES)
-    small_s = yield from _fastest(repeats, lambda: _reduce(SMALL_BYTES))
-    large_s = yield from _fastest(repeats, lambda: _reduce(LARGE_BYTES))
+    small_s = yield from _fastest(repeats, lambda: _reduce(SMALL_BYTES, device))
+    large_s = yield from _fastest(repeats, lambda: _reduce(LARGE_BYTES, device))
     hops = max(2 * (world_size - 1), 1)
     dense = _fit(small_s / hops, large_s / hops, SMALL_BYTES / world_size, LARGE_BYTES / world_size)
     mine = (messages.alpha_s, messages.beta_s_per_byte, dense.alpha_s, dense.beta_s_per_byte, select_s_per_element)
@@ -60,8 +63,9 @@ def _pass_on(rank: int, world_size: int, num_bytes: int) -> Collective[None]:
         yield Recv((rank - 1) % world_size)
 
 
-def _reduce(num_bytes: int) -> Collective[None]:
-    yield AllReduce(torch.zeros(num_bytes // 4))
+def _reduce(num_bytes: int, device: torch.device) -> Collective[None]:
+    total = yield AllReduce(torch.zeros(num_bytes // 4, device=device))
+    float(total[0])  # on a GPU the sum is over only when the host can read it
 
 
 def _fit(small_s: float, large_s: float, small_bytes: float, large_bytes: float) -> Link:

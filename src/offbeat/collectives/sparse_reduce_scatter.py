@@ -26,6 +26,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,17 +61,18 @@ def sparse_reduce_scatter(rank: int, world_size: int, mine: Sparse, tally: Tally
         owed = add(owed, rounding)
         yield Send(owner, payload)
     for distance in range(1, world_size):
-        theirs, their_tally = wire.decode((yield Recv((rank - distance) % world_size)))
+        theirs, _ = wire.decode((yield Recv((rank - distance) % world_size)))
         sums = add(sums, theirs)
-        tally = tally.merge(their_tally)
 
     messages = yield from all_gather(rank, world_size, _pack(histogram(sums, k, world_size)))
     kept, dropped = keep_largest(sums, quotas([_unpack(message) for message in messages], k)[rank])
     payload, rounding = wire.encode(kept, tally)
     owed = add(add(owed, dropped), rounding)
 
+    # Tallies are merged here, in the order of ranks: sums of weights depend on the order, and all ranks must get the same.
     messages = yield from all_gather(rank, world_size, payload)
-    return Exchanged(kept=union_disjoint([wire.decode(message)[0] for message in messages]), owed=owed, tally=tally)
+    regions, tallies = zip(*(wire.decode(message) for message in messages), strict=True)
+    return Exchanged(kept=union_disjoint(regions), owed=owed, tally=reduce(Tally.merge, tallies))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +138,7 @@ def _unpack(message: Payload) -> Histogram:
     return Histogram(magnitudes, np.frombuffer(message, "<u4", size, _HEAD.size + 2 * size).astype(np.int64))
 
 
-def cost_s(*, world_size: int, num_elements: int, k: int, pair_bytes: int, network: Network) -> float:
+def cost_s(*, world_size: int, k: int, pair_bytes: int, network: Network) -> float:
     """(P-1 + 2 log2 P) alpha + (2 (P-1)/P k pairs + (P-1) c counters) beta."""
     num_bytes = 2 * (world_size - 1) / world_size * k * pair_bytes + (world_size - 1) * EXPECTED_COUNTERS * COUNTER_BYTES
     messages = world_size - 1 + 2 * num_rounds(world_size)

@@ -43,6 +43,6 @@ def _sum(rank: int, world_size: int, mine: Sparse, tally: Tally, wire: Wire) -> 
     return add_all([sparse for sparse, _ in decoded]), rounding, merged
 
 
-def cost_s(*, world_size: int, num_elements: int, k: int, pair_bytes: int, network: Network) -> float:
+def cost_s(*, world_size: int, k: int, pair_bytes: int, network: Network) -> float:
     """log2(P) alpha + (P-1) k beta."""
     return network.messages.time_s(num_messages=num_rounds(world_size), num_bytes=(world_size - 1) * k * pair_bytes)

@@ -35,7 +35,7 @@ class Bucket:
         self._dense = [is_non_overlapping_and_dense(parameter) for parameter in self.parameters]
         self._views: dict[int, list[torch.Tensor]] = {}
         first = self.parameters[0]
-        self.flat = torch.zeros(self.num_elements, dtype=first.dtype, device=first.device)
+        self._flat = torch.zeros(self.num_elements, dtype=first.dtype, device=first.device)
 
     @property
     def flat(self) -> torch.Tensor:
@@ -45,12 +45,16 @@ class Bucket:
     @flat.setter
     def flat(self, flat: torch.Tensor) -> None:
         self._flat = flat
-        if flat.data_ptr() not in self._views:
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """The place of each parameter in the buffer, in the parameter's shape and, where it is dense, memory order."""
+        place = self._flat.data_ptr()
+        if place not in self._views:
             if len(self._views) == _NUM_BUFFERS:
                 self._views.clear()
-            self._views[flat.data_ptr()] = self.views_of(flat)
-        self.views = self._views[flat.data_ptr()]
-        """The place of each parameter in the buffer, in the parameter's shape and, where it is dense, memory order."""
+            self._views[place] = self.views_of(self._flat)
+        return self._views[place]
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Like `views`, of another buffer with at least as many elements."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +16,28 @@ from offbeat.collectives.probe import probe
 from offbeat.planning.costs import Link, Network, cheapest
 from offbeat.transport.driver import Driver, Stream
 
-COSTS: Mapping[str, CostOf] = {
+SPARSE_COSTS: Mapping[str, CostOf] = {
     "reduce_scatter": sparse_reduce_scatter.cost_s,
     "all_gather": topk_allgather.cost_s,
-    "dense": dense.cost_s,
 }
-"""What `collective="auto"` chooses among."""
+"""What `collective="auto"` chooses among, beside the dense all-reduce."""
 
 SAMPLE_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketKind:
+    """What the cost of a bucket's exchange depends on.
+
+    Attributes:
+        num_elements: of the bucket.
+        element_bytes: of a dense element.
+        pair_bytes: of an entry in a sparse message.
+    """
+
+    num_elements: int
+    element_bytes: int
+    pair_bytes: int
 
 
 class CheapestCollective:
@@ -31,46 +46,40 @@ class CheapestCollective:
     The choice steers the numbers that training sees, so it is state: a resumed run uses the measurements of the first one.
     """
 
-    def __init__(self, network: Network, *, world_size: int, pair_bytes: int, notify: Callable[[str], None]) -> None:
+    def __init__(self, network: Network, *, world_size: int, notify: Callable[[str], None]) -> None:
         self.network = network
         self._world_size = world_size
-        self._pair_bytes = pair_bytes
         self._notify = notify
         self._told: set[tuple[int, int]] = set()
 
     @classmethod
     def measure(
-        cls, driver: Driver, stream: Stream, *, sample: torch.Tensor, pair_bytes: int, notify: Callable[[str], None]
+        cls, driver: Driver, stream: Stream, *, sample: torch.Tensor, notify: Callable[[str], None]
     ) -> CheapestCollective:
         """Probe the links. Collective. `sample`: any tensor of the gradients' dtype and device."""
         select_s = _select_s_per_element(sample)
-        network = driver.run(probe(driver.rank, driver.world_size, select_s_per_element=select_s), stream.next())
-        return cls(network, world_size=driver.world_size, pair_bytes=pair_bytes, notify=notify)
+        work = probe(driver.rank, driver.world_size, select_s_per_element=select_s, device=sample.device)
+        return cls(driver.run(work, stream.next()), world_size=driver.world_size, notify=notify)
 
-    def costs_s(self, *, num_elements: int, k: int) -> dict[str, float]:
+    def costs_s(self, bucket: BucketKind, k: int) -> dict[str, float]:
         """Expected seconds of one exchange, by collective."""
+        select_s = self.network.select_s_per_element * bucket.num_elements
         costs = {
-            name: cost(
-                world_size=self._world_size,
-                num_elements=num_elements,
-                k=k,
-                pair_bytes=self._pair_bytes,
-                network=self.network,
-            )
-            for name, cost in COSTS.items()
+            name: select_s + cost(world_size=self._world_size, k=k, pair_bytes=bucket.pair_bytes, network=self.network)
+            for name, cost in SPARSE_COSTS.items()
         }
-        select_s = self.network.select_s_per_element * num_elements
-        return {name: cost + (0.0 if name == "dense" else select_s) for name, cost in costs.items()}
+        num_bytes = bucket.num_elements * bucket.element_bytes
+        return costs | {"dense": dense.cost_s(world_size=self._world_size, num_bytes=num_bytes, network=self.network)}
 
-    def choose(self, *, num_elements: int, k: int) -> str:
+    def choose(self, bucket: BucketKind, k: int) -> str:
         """The cheapest collective's name. Says so, once, when that is the dense one."""
-        costs = self.costs_s(num_elements=num_elements, k=k)
+        costs = self.costs_s(bucket, k)
         name = cheapest(costs)
-        if name == "dense" and (num_elements, k) not in self._told:
-            self._told.add((num_elements, k))
+        if name == "dense" and (bucket.num_elements, k) not in self._told:
+            self._told.add((bucket.num_elements, k))
             others = ", ".join(f"{other} {cost * 1e3:.2f} ms" for other, cost in costs.items() if other != "dense")
             self._notify(
-                f'collective="auto" chose dense for {num_elements:,} elements at k={k:,}: {costs["dense"] * 1e3:.2f} ms '
+                f'collective="auto" chose dense for {bucket.num_elements:,} elements at k={k:,}: {costs["dense"] * 1e3:.2f} ms '
                 f"expected against {others}. On these links, at this size, plain S-SGD is the better choice"
             )
         return name
@@ -99,8 +108,10 @@ def _select_s_per_element(sample: torch.Tensor) -> float:
     durations_s = []
     for _ in range(3):
         gradient = torch.randn(SAMPLE_ELEMENTS, generator=generator, dtype=sample.dtype, device=sample.device)
+        if sample.is_cuda:
+            torch.cuda.synchronize(sample.device)
         begin_s = time.perf_counter()
-        feedback.stage(gradient, SAMPLE_ELEMENTS // 1000)
+        feedback.stage(gradient, SAMPLE_ELEMENTS // 1000)  # ends on the host, so what it took on a GPU is over too
         durations_s.append(time.perf_counter() - begin_s)
         feedback.discard()
     return min(durations_s) / SAMPLE_ELEMENTS

@@ -166,8 +166,12 @@ class GradientExchange:
 
     def on_before_step(self) -> None:
         if not self._exchanged_since_step or self._unsent:
-            self.on_backward_begins(synchronised=True)
-            self._exchange()
+            self.on_join()
+
+    def on_join(self) -> None:
+        """Exchange without a backward pass: what has been accumulated without being sent, or nothing."""
+        self.on_backward_begins(synchronised=True)
+        self._exchange()
 
     def on_after_step(self) -> None:
         self._exchanged_since_step = False
@@ -179,7 +183,7 @@ class GradientExchange:
             self._launch_next(failed=failed)
         tallies = [reduction.wait() for _, reduction in self._pairs]
         self._num_launched = 0
-        self._exchanged_since_step = not failed
+        self._exchanged_since_step = True
         self._unsent = False
         self.counts.exchanges += 1
         if any(tally.num_failed for tally in tallies):
@@ -215,7 +219,7 @@ class GradientExchange:
             return
         self._ready[b][position] = True
         if not bucket.holds(position, gradient):
-            bucket.views[position].copy_(gradient)
+            bucket.views[position].copy_(gradient.detach())
 
     def _set_aside(self, b: int) -> None:
         bucket = self._pairs[b][0]
@@ -253,8 +257,9 @@ class GradientExchange:
             bucket.flat.add_(aside)
         shown = tally.used | self._shown[b]
         for position in np.flatnonzero(shown).tolist():
-            if bucket.parameters[position].requires_grad:  # one frozen meanwhile is not to be moved by what it was still owed
-                bucket.parameters[position].grad = bucket.views[position]
+            # One frozen meanwhile is not to be moved by what it was still owed.
+            parameter = bucket.parameters[position]
+            parameter.grad = bucket.views[position] if parameter.requires_grad else None
         self._shown[b] = shown
 
     def _discard(self) -> None:
@@ -266,6 +271,7 @@ class GradientExchange:
                 parameter.grad = None
 
     def _skip(self, num_nonfinite: int) -> None:
+        """Skip the step, and with it what earlier passes of the same step have exchanged."""
         self._discard()
         self.counts.skipped += 1
         self.counts.skipped_in_a_row += 1
@@ -307,7 +313,12 @@ class GradientExchange:
                 f"the state was saved with another model or strategy: it lacks {missing[:3]} and has {foreign[:3]} too many"
             )
         for _, reduction in self._pairs:
-            reduction.load(state["additive"], state["local"])  # type: ignore[arg-type]  # checked by the reduction
+            for name, live in reduction.additive_state().items():
+                shape = getattr(state["additive"][name], "shape", None)
+                if shape != live.shape:
+                    raise CheckpointError(f"{name!r} was saved with shape {shape}, here it has {live.shape}")
+        for _, reduction in self._pairs:
+            reduction.load(state["additive"], state["local"])  # type: ignore[arg-type]  # checked above
         self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]
         self.counts.skipped = int(state["replicated"]["skipped"])  # type: ignore[call-overload]
 
@@ -317,4 +328,6 @@ class GradientExchange:
 
 def _is_zero(flat: torch.Tensor) -> bool:
     """Whether every element is 0. Extremes are found several times faster than `any` looks at each element."""
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
     return flat.numel() == 0 or not any(bool(extreme) for extreme in flat.aminmax())

@@ -11,13 +11,12 @@ import torch
 
 from offbeat.codec.finite import is_finite
 from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import NUM_COUNTERS, Tally
 from offbeat.collectives.base import Exchanged, SparseCollective, Wire
 from offbeat.collectives.dense import dense_all_reduce
-from offbeat.errors import CheckpointError
 from offbeat.exchange.buckets import Bucket
 from offbeat.transport.driver import Driver, Pending, Stream
-from offbeat.transport.operations import Collective
 
 _EXACT = (torch.float32, torch.float64)
 """Types in which sums of small integers and of weights are exact enough to count with."""
@@ -35,14 +34,13 @@ class DenseReduction:
         self._driver = driver
         self._stream = stream
         size = NUM_COUNTERS + len(bucket.indices)
+        self._message = bucket.flat
         if bucket.flat.dtype in _EXACT:
             self._message = torch.cat([bucket.flat, bucket.flat.new_zeros(size)])
             self._tail = self._message[bucket.num_elements :]
-            self._own_tail = None
             bucket.flat = self._message[: bucket.num_elements]
         else:  # sums of weights and counts are not exact in half precision
-            self._message = bucket.flat
-            self._tail = self._own_tail = torch.zeros(size, dtype=torch.float64)
+            self._tail = torch.zeros(size, dtype=torch.float64)
 
     def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
         if not tally.num_failed:
@@ -50,10 +48,12 @@ class DenseReduction:
             bucket.flat.mul_(tally.weight / self._driver.world_size)
         tally.write_to(self._tail)
         self._flat = bucket.flat
-        self._pending = self._driver.launch(dense_all_reduce(self._message, self._own_tail), self._stream.next())
+        rides = self._tail.dtype == self._message.dtype
+        self._sums = launch_sums(self._driver, self._stream, self._message, *(() if rides else (self._tail,)))
 
     def wait(self) -> Tally:
-        self._pending.wait()
+        for pending in self._sums:
+            pending.wait()
         self._tally = Tally.read_from(self._tail)
         return self._tally
 
@@ -112,57 +112,61 @@ class SparseReduction:
         self._stream = stream
         self._wire = wire
         self._plan = plan
+        self._pending: Pending[Exchanged] | None = None
 
     def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
         plan = self._plan()
         self._grad_scale = grad_scale
         self._staged = not tally.num_failed
+        self._pending = None
         begin_s = time.perf_counter()
-        work: Collective[Exchanged | Tally]
         if plan.collective is None:
-            work = self._everything(bucket.flat, tally)
+            self._launch_everything(bucket.flat, tally)
         else:
-            work = self._largest(bucket.flat, tally, plan.k, plan.collective)
+            mine, tally = self._pick(bucket.flat, tally, plan.k)
+            work = plan.collective(self._driver.rank, self._driver.world_size, mine, tally, plan.k, self._wire)
+            self._pending = self._driver.launch(work, self._stream.next())
         self.encode_s += time.perf_counter() - begin_s
-        self._pending: Pending[Exchanged | Tally] = self._driver.launch(work, self._stream.next())
 
-    def _largest(self, flat: torch.Tensor, tally: Tally, k: int, collective: SparseCollective) -> Collective[Exchanged]:
-        mine = self._wire.empty()
-        if self._staged:
-            selection = self._feedback.stage(flat, k, weight=tally.weight / self._grad_scale)
-            if selection.finite:
-                mine = selection.sparse
-            else:
-                tally = replace(tally, num_nonfinite=1)
-        return collective(self._driver.rank, self._driver.world_size, mine, tally, k, self._wire)
+    def _pick(self, flat: torch.Tensor, tally: Tally, k: int) -> tuple[Sparse, Tally]:
+        if not self._staged:
+            return self._wire.empty(), tally
+        selection = self._feedback.stage(flat, k, weight=tally.weight / self._grad_scale)
+        return selection.sparse, replace(tally, num_nonfinite=int(not selection.finite))
 
-    def _everything(self, flat: torch.Tensor, tally: Tally) -> Collective[Tally]:
+    def _launch_everything(self, flat: torch.Tensor, tally: Tally) -> None:
         if self._staged:
             finite = self._feedback.stage_all(flat, weight=tally.weight / self._grad_scale)
             tally = replace(tally, num_nonfinite=int(not finite))
-        tail = torch.empty(NUM_COUNTERS + tally.used.size, dtype=torch.float64)
-        tally.write_to(tail)
-        yield from dense_all_reduce(flat, tail)
-        return Tally.read_from(tail)
+        self._tail = torch.empty(NUM_COUNTERS + tally.used.size, dtype=torch.float64)
+        tally.write_to(self._tail)
+        self._sums = launch_sums(self._driver, self._stream, flat, self._tail)
 
     def wait(self) -> Tally:
-        outcome = self._pending.wait()
-        self._exchanged = outcome if isinstance(outcome, Exchanged) else None
-        self._tally = outcome.tally if isinstance(outcome, Exchanged) else outcome
+        if self._pending is not None:
+            self._exchanged = self._pending.wait()
+            self._tally = self._exchanged.tally
+        else:
+            for pending in self._sums:
+                pending.wait()
+            self._tally = Tally.read_from(self._tail)
         return self._tally
 
     def commit(self) -> torch.Tensor:
         begin_s = time.perf_counter()
         factor = self._grad_scale / self._tally.weight
-        if self._exchanged is None:
-            self._feedback.commit_all()
-            flat = self._bucket.flat.mul_(factor)
-        else:
+        if self._pending is not None:
             flat = self._feedback.commit(self._exchanged.owed)
             kept = self._exchanged.kept
             indices = torch.from_numpy(kept.indices).to(flat.device)
             flat[indices] = torch.from_numpy(kept.values * factor).to(device=flat.device, dtype=flat.dtype)
-            self._tally.used[np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1] = True
+            hit = np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1
+        else:
+            self._feedback.commit_all()
+            flat = self._bucket.flat.mul_(factor)
+            unused = np.flatnonzero(~self._tally.used).tolist()
+            hit = np.array([position for position in unused if self._bucket.views[position].any()], dtype=np.int64)
+        self._tally.used[hit] = True
         self.encode_s += time.perf_counter() - begin_s
         return flat
 
@@ -181,13 +185,18 @@ class SparseReduction:
 
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None:
         for name, live in self.additive_state().items():
-            if additive[name].shape != live.shape:
-                raise CheckpointError(
-                    f"{name!r} was saved with shape {list(additive[name].shape)}, here it has {list(live.shape)}"
-                )
             live.copy_(additive[name])
         self._feedback.threshold = local.get(f"threshold/{self._bucket.names[0]}", 0.0)
 
     def _named(self, kind: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a flat state tensor by parameter name, in the parameters' shapes."""
         return {f"{kind}/{name}": view for name, view in zip(self._bucket.names, self._bucket.views_of(flat), strict=True)}
+
+
+def launch_sums(driver: Driver, stream: Stream, *tensors: torch.Tensor) -> list[Pending[torch.Tensor]]:
+    """Begin to sum each tensor over all ranks, in place.
+
+    All of them are begun here and now, in this order: dense collectives meet in the order in which ranks begin them, so none
+    may be begun whenever another one happens to be over.
+    """
+    return [driver.launch(dense_all_reduce(tensor), stream.next()) for tensor in tensors]

@@ -22,10 +22,12 @@ def checksum(parameters: Sequence[torch.Tensor]) -> int:
     """
     total = 0
     for position, parameter in enumerate(parameters):
-        bits = parameter.detach().contiguous().view(torch.uint8)
+        flat = parameter.detach().reshape(-1)
+        if flat.storage_offset() * flat.element_size() % 8:
+            flat = flat.clone()
+        bits = flat.view(torch.uint8)
         whole = bits.numel() // 8 * 8
-        flat = bits.reshape(-1)
-        words = int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum())
+        words = int(bits[:whole].view(torch.int64).sum()) + int(bits[whole:].sum())
         total = (total + (2 * position + 1) * words) & 0xFFFFFFFFFFFFFFFF
     return total - (1 << 63)
 

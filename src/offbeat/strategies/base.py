@@ -73,6 +73,13 @@ class OnBackwardFailed(Protocol):
 
 
 @runtime_checkable
+class OnJoin(Protocol):
+    def on_join(self) -> None:
+        """This rank takes part in its peers' exchange although it ran no backward pass."""
+        ...
+
+
+@runtime_checkable
 class OnBeforeStep(Protocol):
     def on_before_step(self) -> None:
         """`optimizer.step()` has been called."""

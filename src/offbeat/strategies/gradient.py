@@ -13,9 +13,10 @@ import torch
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.warmup import Warmup
 from offbeat.codec.wire import pair_bytes
-from offbeat.collectives.base import SparseCollective, ValueFormat, Wire
+from offbeat.collectives.base import SparseCollective, Wire
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.exchange.buckets import Bucket, make_buckets
+from offbeat.exchange.choice import BucketKind
 from offbeat.exchange.gradients import ExchangeCounts, GradientExchange, Reduction
 from offbeat.exchange.reductions import Plan, SparseReduction
 from offbeat.exchange.replicas import ReplicaCheck
@@ -68,8 +69,8 @@ class GradientStrategy(Strategy):
         return [exchange, *others]
 
 
-Choose = Callable[[int, int], SparseCollective | None]
-"""(number of elements, k) -> the collective to use; None sends everything densely."""
+Choose = Callable[[BucketKind, int], SparseCollective | None]
+"""(the bucket, k) -> the collective to use; None sends everything densely."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,8 @@ class SparseGradientStrategy(GradientStrategy):
         warmup: "paper" (0.25, 0.0725, 0.015, 0.004 in epochs 0 to 3), "exponential" (DGC), or None.
         steps_per_epoch: exchanges in an epoch, >= 1; needed with `warmup`, which counts epochs.
         values: "float32", or "bfloat16" on the wire; what rounding loses is owed.
-        bucket_mib: exchange in buckets of this size, overlapping with backward, each with its own top-k; None: all in one.
+        bucket_mib: exchange in buckets of this size, each with its own top-k, whose first messages leave during backward;
+            None: all in one, after it.
     """
 
     density: float = 0.001
@@ -149,9 +151,16 @@ class SparseGradientStrategy(GradientStrategy):
         return [(bucket, self._reduction(bucket, workspace, counts, choose)) for bucket in buckets], others
 
     def _reduction(self, bucket: Bucket, workspace: Workspace, counts: ExchangeCounts, choose: Choose) -> SparseReduction:
+        wire = self._wire(bucket)
+        kind = BucketKind(
+            num_elements=bucket.num_elements,
+            element_bytes=bucket.flat.element_size(),
+            pair_bytes=pair_bytes(wire.value_format),
+        )
+
         def plan() -> Plan:
             k = max(1, round(self.density_at(counts.exchanges) * bucket.num_elements))
-            return Plan(k=k, collective=choose(bucket.num_elements, k))
+            return Plan(k=k, collective=choose(kind, k))
 
         feedback = ErrorFeedback(
             bucket.num_elements,
@@ -161,9 +170,7 @@ class SparseGradientStrategy(GradientStrategy):
             momentum=self.momentum_correction,
             masking=self.momentum_masking,
         )
-        return SparseReduction(
-            bucket, feedback, driver=workspace.driver, stream=workspace.new_stream(), wire=self._wire(bucket), plan=plan
-        )
+        return SparseReduction(bucket, feedback, driver=workspace.driver, stream=workspace.new_stream(), wire=wire, plan=plan)
 
     def _wire(self, bucket: Bucket) -> Wire:
         double = bucket.flat.dtype == torch.float64
@@ -173,8 +180,3 @@ class SparseGradientStrategy(GradientStrategy):
             dtype=np.dtype(np.float64 if double else np.float32),
             value_format="float64" if double and self.values == "float32" else self.values,
         )
-
-    def pair_bytes(self) -> int:
-        """Bytes of one entry on the wire, for cost models."""
-        value_format: ValueFormat = self.values
-        return pair_bytes(value_format)

@@ -75,12 +75,11 @@ class GTopK(SparseGradientStrategy):
     def chooser(self, workspace: Workspace) -> tuple[Choose, list[Part]]:
         if self.collective != "auto":
             fixed = partial(gtopk_tree, variant=self.variant) if self.collective == "tree" else COLLECTIVES[self.collective]
-            return lambda num_elements, k: fixed, []
+            return lambda bucket, k: fixed, []
         cheapest = CheapestCollective.measure(
             workspace.driver,
             workspace.new_stream(),
             sample=next(iter(workspace.parameters.values())),
-            pair_bytes=self.pair_bytes(),
             notify=workspace.notify,
         )
-        return lambda num_elements, k: COLLECTIVES[cheapest.choose(num_elements=num_elements, k=k)], [cheapest]
+        return lambda bucket, k: COLLECTIVES[cheapest.choose(bucket, k)], [cheapest]

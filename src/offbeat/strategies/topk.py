@@ -28,4 +28,4 @@ class TopK(SparseGradientStrategy):
     name: ClassVar[str] = "topk"
 
     def chooser(self, workspace: Workspace) -> tuple[Choose, list[Part]]:
-        return lambda num_elements, k: topk_sum, []
+        return lambda bucket, k: topk_sum, []

@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from offbeat.errors import ConfigError, PeerError
+from offbeat.errors import ConfigError, MismatchError, PeerError
 from offbeat.transport.c10d import C10d, gloo_backend, nccl_backend
 from offbeat.transport.driver import Driver
 from offbeat.transport.interface import listen_address
@@ -77,12 +77,13 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Dr
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return Solo()
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    rank, world_size, address = dist.get_rank(group), len(ranks), listen_address()
+    rank, world_size = dist.get_rank(group), len(ranks)
     generation = _generations[tuple(ranks)]
     _generations[tuple(ranks)] += 1
     # Keys of an earlier connection of the same ranks lead to sockets that are closed, so each gets keys of its own.
     name = f"offbeat/{'-'.join(map(str, ranks))}/{generation}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
+    address = _agree_to_listen(store, rank, world_size)
     nccl = nccl_backend(PrefixStore("nccl", store), rank, world_size) if cuda and dist.is_nccl_available() else None
     dense = C10d(gloo_backend(PrefixStore("gloo", store), rank, world_size, address=address), nccl)
     try:
@@ -90,6 +91,23 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Dr
     except BaseException:
         dense.close()
         raise
+
+
+def _agree_to_listen(store: Store, rank: int, world_size: int) -> str:
+    """This rank's address. Raises on every rank if one of them has none, since the others would wait for it."""
+    refusal: ConfigError | None = None
+    address = ""
+    try:
+        address = listen_address()
+    except ConfigError as error:
+        refusal = error
+    store.set(f"refusal/{rank}", str(refusal or ""))
+    if refusal is not None:
+        raise refusal
+    for other in range(world_size):
+        if said := store.get(f"refusal/{other}").decode():
+            raise MismatchError(f"rank {other} refused: {said}")
+    return address
 
 
 def _mesh(dense: C10d, address: str, generation: int) -> Peers:

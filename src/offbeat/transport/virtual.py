@@ -76,8 +76,8 @@ class VirtualCluster:
         self._out_free_s = [0.0] * world_size
         self._in_free_s = [0.0] * world_size
         self._inbox: dict[tuple[int, int, int], deque[bytes]] = defaultdict(deque)
-        self._meetings: dict[tuple[int, int], dict[int, Operation]] = {}
-        self._results: dict[tuple[int, int], Any] = {}
+        self._meetings: dict[int, dict[int, Operation]] = {}
+        self._results: dict[int, dict[int, Any]] = {}
         self._dead: dict[int, str] = {}
 
     def run(
@@ -150,7 +150,7 @@ class VirtualCluster:
         """The first rank that failed, and why."""
         return next(iter(self._dead.items()), None)
 
-    def meet(self, rank: int, key: tuple[int, int], operation: Operation) -> None:
+    def meet(self, rank: int, key: int, operation: Operation) -> None:
         """Rank `rank` enters the dense collective `key`; the last one to come computes the result for all."""
         here = self._meetings.setdefault(key, {})
         here[rank] = operation
@@ -158,11 +158,22 @@ class VirtualCluster:
             everyone = [here[r] for r in range(self.world_size)]
             num_bytes = max(_num_bytes(op) for op in everyone)
             del self._meetings[key]
-            self.at(self.now_s + self._dense_s(num_bytes), lambda: self._results.__setitem__(key, _combine(everyone)))
+            self.at(
+                self.now_s + self._dense_s(num_bytes),
+                lambda: self._results.__setitem__(key, dict(enumerate(_combine(everyone)))),
+            )
 
-    def result(self, key: tuple[int, int]) -> Any:
-        """The dense collective's per-rank results, or None while it is under way."""
-        return self._results.get(key)
+    def has_met(self, key: int) -> bool:
+        """Whether the dense collective is over."""
+        return key in self._results
+
+    def take_result(self, rank: int, key: int) -> Any:
+        """Rank `rank`'s result of a dense collective that is over, once."""
+        results = self._results[key]
+        result = results.pop(rank)
+        if not results:
+            del self._results[key]
+        return result
 
     def _dense_s(self, num_bytes: int) -> float:
         hops = 2 * (self.world_size - 1)
@@ -177,7 +188,7 @@ class VirtualDriver(Driver):
         self.world_size = cluster.world_size
         self.waiting_for = "nothing"
         self._cluster = cluster
-        self._num_meetings: dict[int, int] = defaultdict(int)
+        self._num_meetings = 0
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         cluster = self._cluster
@@ -194,9 +205,9 @@ class VirtualDriver(Driver):
             case Sleep(seconds):
                 return _VirtualSleep(cluster, seconds)
             case AllReduce() | Broadcast() | AllGather():
-                # The number tells the n-th dense collective of a channel from the others, as gloo's ordering does.
-                key = (channel, self._num_meetings[channel])
-                self._num_meetings[channel] += 1
+                # Dense collectives meet in the order in which each rank begins them, whatever their channel, as over gloo.
+                key = self._num_meetings
+                self._num_meetings += 1
                 cluster.meet(self.rank, key, operation)
                 return _VirtualMeeting(cluster, self.rank, key)
 
@@ -245,16 +256,15 @@ class _VirtualSleep:
 
 
 class _VirtualMeeting:
-    def __init__(self, cluster: VirtualCluster, rank: int, key: tuple[int, int]) -> None:
+    def __init__(self, cluster: VirtualCluster, rank: int, key: int) -> None:
         self._cluster, self._rank, self._key = cluster, rank, key
 
     def done(self) -> bool:
-        return self._cluster.result(self._key) is not None or self._cluster.death() is not None
+        return self._cluster.has_met(self._key) or self._cluster.death() is not None
 
     def wait(self) -> Any:
-        results = self._cluster.result(self._key)
-        if results is not None:
-            return results[self._rank]
+        if self._cluster.has_met(self._key):
+            return self._cluster.take_result(self._rank, self._key)
         death = self._cluster.death()
         assert death is not None, "a virtual collective was waited for before it was done"
         raise PeerError(f"rank {death[0]} failed during a collective: {death[1]}", rank=death[0])

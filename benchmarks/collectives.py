@@ -1,0 +1,88 @@
+"""Tree and reduce-scatter against their own alpha-beta cost, with alpha and beta measured in the same run.
+
+Four workers, k = 25,000 of 25 M elements. On loopback, and behind links of 1 Gbit/s and 100 us that a wrapper emulates in user
+space (the receiver waits until the message is due). Goal: at most 1.5 times the cost. The cost counts messages and bytes only;
+merging, coding and encryption come on top of it, which shows on loopback, where they are not small against the transfer.
+
+    python benchmarks/collectives.py [--json]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from _measure import Ratio, main, ratio, timed
+from _ranks import run_ranks
+from offbeat.codec.sparse import Sparse
+from offbeat.codec.tally import Tally
+from offbeat.codec.wire import pair_bytes
+from offbeat.collectives import gtopk_tree, sparse_reduce_scatter
+from offbeat.collectives.base import Wire
+from offbeat.collectives.probe import probe
+from offbeat.strategies.base import stream_counter
+from offbeat.transport.connect import connect
+from offbeat.transport.driver import Driver
+from offbeat.transport.wrappers import Delaying
+
+NUM_ELEMENTS = 25_000_000
+K = 25_000
+WORLD_SIZE = 4
+NUM_ROUNDS = 40
+GOAL = 1.5
+LINKS = {"loopback": None, "1 Gbit/s, 100 us": (100e-6, 1e9 / 8)}
+COLLECTIVES = {
+    "tree": (gtopk_tree.gtopk_tree, gtopk_tree.cost_s),
+    "reduce_scatter": (sparse_reduce_scatter.sparse_reduce_scatter, sparse_reduce_scatter.cost_s),
+}
+
+
+def behind_link(driver: Driver, link: tuple[float, float] | None) -> Driver:
+    if link is None:
+        return driver
+    latency_s, bytes_per_s = link
+    return Delaying(driver, lambda d: d.num_messages * latency_s + d.num_bytes / bytes_per_s)
+
+
+def contribution(rank: int) -> Sparse:
+    draw = np.random.default_rng(rank)
+    indices = np.sort(draw.choice(NUM_ELEMENTS, K, replace=False))
+    return Sparse(indices=indices, values=draw.standard_normal(K).astype(np.float32), num_elements=NUM_ELEMENTS)
+
+
+def measure(rank: int, world_size: int, link: tuple[float, float] | None) -> dict[str, list[tuple[float, float]]]:
+    """(measured, cost) seconds of each round by collective; the cost from a probe beside each measurement."""
+    driver = behind_link(connect(), link)
+    stream = stream_counter()()
+    wire = Wire(num_elements=NUM_ELEMENTS, num_parameters=1, dtype=np.dtype(np.float32), value_format="float32")
+    tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, dtype=np.bool_))
+    mine = contribution(rank)
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in COLLECTIVES}
+    for turn in range(NUM_ROUNDS + 2):
+        network = driver.run(probe(rank, world_size, select_s_per_element=0.0), stream.next())
+        for name, (collective, cost_of) in COLLECTIVES.items():
+            dist.barrier()
+            seconds = torch.tensor(
+                timed(lambda c=collective: driver.run(c(rank, world_size, mine, tally, K, wire), stream.next()))
+            )
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            cost = cost_of(
+                world_size=world_size, num_elements=NUM_ELEMENTS, k=K, pair_bytes=pair_bytes("float32"), network=network
+            )
+            if turn >= 2:
+                pairs[name].append((float(seconds), cost))
+    driver.close()
+    return pairs
+
+
+def cases() -> Iterator[Ratio]:
+    for where, link in LINKS.items():
+        for name, pairs in run_ranks(measure, WORLD_SIZE, link).items():
+            yield ratio(f"{name} / its alpha-beta cost, {where}, {WORLD_SIZE} workers", pairs, at_most=GOAL, bound=1.0)
+
+
+if __name__ == "__main__":
+    main(cases)
