@@ -119,6 +119,8 @@ def attach_error(rank: int, world_size: int, *, fault: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if odd and fault == "lr" else 0.1)
     if odd and fault == "optimizer":
         optimizer = torch.optim.LBFGS(model.parameters())
+    if odd and fault == "interface":
+        os.environ["OFFBEAT_INTERFACE"] = "no-such-interface"
     strategy = offbeat.GTopK(density=0.5 if odd and fault == "strategy" else 0.1)
     try:
         offbeat.attach(model, optimizer, strategy)

@@ -136,10 +136,12 @@ def test_a_rank_that_runs_more_passes_is_found_out(run_ranks: RunRanks) -> None:
         ("optimizer", "rank 1 refused: LBFGS"),
         ("lr", "'group 0 lr': 0.2 there, 0.1 on rank 0"),
         ("strategy", "density=0.5"),
+        ("interface", "rank 1 refused"),
     ],
 )
 def test_a_mismatch_is_one_error_on_every_rank(run_ranks: RunRanks, fault: str, said: str) -> None:
     results = run_ranks(jobs.attach_error, 2, fault=fault)
     assert results[0]["kind"] == "MismatchError"
     assert said in results[0]["message"]
-    assert results[1]["kind"] == ("UnsupportedError" if fault == "optimizer" else "MismatchError")
+    own = {"optimizer": "UnsupportedError", "interface": "ConfigError"}
+    assert results[1]["kind"] == own.get(fault, "MismatchError")
