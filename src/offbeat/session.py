@@ -315,8 +315,8 @@ class Session:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UnsupportedError(
-                    f"parameter {name!r} was frozen when the session was attached and requires a gradient now; close it "
-                    "and attach a new one after unfreezing"
+                    f"parameter {name!r} was frozen when the session was attached and requires a gradient now; close "
+                    "the session and attach again after unfreezing"
                 )
         for part in self._hear_backward_begins:
             part.on_backward_begins(synchronised=self._synchronised)
