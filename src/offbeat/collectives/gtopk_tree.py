@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from offbeat.codec.sparse import Sparse, add, merge, split_by_index
+from offbeat.codec.sparse import Sparse, add_all, merge, split_by_index
 from offbeat.codec.tally import Tally
 from offbeat.collectives.base import Exchanged, Wire
 from offbeat.planning.costs import Network
@@ -42,25 +42,25 @@ def gtopk_tree(
     variant: Literal["conserving", "paper"] = "conserving",
 ) -> Collective[Exchanged]:
     """At most k entries that approximate the k largest of the sum."""
-    sum_so_far, owed = mine, wire.empty()
+    sum_so_far = mine
+    left_over: list[Sparse] = []  # added up at the end, when nobody waits for this rank any more
     for peer, sends in reduce_rounds(rank, world_size):
         if sends:
             payload, rounding = wire.encode(sum_so_far, tally)
-            owed = add(owed, rounding)
+            left_over.append(rounding)
             yield Send(peer, payload)
         else:
             theirs, their_tally = wire.decode((yield Recv(peer)))
             sum_so_far, dropped = merge(sum_so_far, theirs, k)
-            owed = add(owed, dropped)
+            left_over.append(dropped)
             tally = tally.merge(their_tally)
     message: Payload = b""
     if rank == 0:
         message, rounding = wire.encode(sum_so_far, tally)
-        owed = add(owed, rounding)
+        left_over.append(rounding)
     message = yield from broadcast(rank, world_size, message)
     kept, tally = wire.decode(message)
-    if variant == "paper":
-        _, owed = split_by_index(mine, kept.indices)
+    owed = split_by_index(mine, kept.indices)[1] if variant == "paper" else add_all(left_over)
     return Exchanged(kept=kept, owed=owed, tally=tally)
 
 
