@@ -147,7 +147,7 @@ def latest(root: Path) -> Manifest:
     found = [entry for entry in root.iterdir() if _STEP_NAME.fullmatch(entry.name)] if root.is_dir() else []
     if not found:
         raise CheckpointError(
-            f"no checkpoint in {root}; a run writes one every few steps, at its end and when it is interrupted"
+            f"no checkpoint in {root}; a run writes one every few steps, at its end and when it is interrupted; start a new one"
         )
     return read_manifest(max(found, key=lambda entry: int(entry.name.removeprefix("step-"))))
 
@@ -163,13 +163,17 @@ def read_manifest(path: Path) -> Manifest:
         body = content["body"]
         schema = body["schema"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / _MANIFEST} is not a manifest ({error}); use another checkpoint") from None
+        raise CheckpointError(
+            f"{path / _MANIFEST} is not a manifest ({error}); restore it from a copy, or start a new run"
+        ) from None
     if schema != SCHEMA:
         raise CheckpointError(
             f"{path} has checkpoint schema {schema!r}, this version reads {SCHEMA}; install the offbeat that wrote it"
         )
     if content.get("sha256") != _digest_json(body):
-        raise CheckpointError(f"{path / _MANIFEST} does not match its own checksum: it was altered; use another checkpoint")
+        raise CheckpointError(
+            f"{path / _MANIFEST} does not match its own checksum: it was altered; restore a copy, or start a new run"
+        )
     if path.name != f"step-{body['step']:08d}":
         raise CheckpointError(f"{path} holds the checkpoint of step {body['step']}: it was renamed; give it its own name back")
     manifest = Manifest(
@@ -184,7 +188,7 @@ def read_manifest(path: Path) -> Manifest:
         actual = (path / name).stat().st_size if (path / name).is_file() else None
         if actual != size:
             state = "is missing" if actual is None else f"has {actual} bytes instead of {size}: it was truncated or altered"
-            raise CheckpointError(f"{path / name} {state}; use another checkpoint")
+            raise CheckpointError(f"{path / name} {state}; restore it from a copy, or start a new run")
     return manifest
 
 
@@ -199,7 +203,9 @@ def read_shard(manifest: Manifest, rank: int) -> Tree:
         raise CheckpointError(f"{manifest.path} has shards for ranks 0 to {manifest.world_size - 1}, asked for rank {rank}")
     content = _read(manifest.path / name)
     if hashlib.sha256(content).hexdigest() != manifest.files[name]:
-        raise CheckpointError(f"{manifest.path / name} does not match its checksum: it was altered; use another checkpoint")
+        raise CheckpointError(
+            f"{manifest.path / name} does not match its checksum: it was altered; restore a copy, or start a new run"
+        )
     return _parse(manifest.path / name, content).tree
 
 
@@ -207,7 +213,9 @@ def verify(manifest: Manifest) -> None:
     """Compare the checksum of every shard without reading tensors. Raises `CheckpointError`."""
     for name, expected in manifest.files.items():
         if _digest_file(manifest.path / name) != expected:
-            raise CheckpointError(f"{manifest.path / name} does not match its checksum: it was altered; use another checkpoint")
+            raise CheckpointError(
+                f"{manifest.path / name} does not match its checksum: it was altered; restore a copy, or start a new run"
+            )
 
 
 def _shard_name(rank: int) -> str:
@@ -318,7 +326,9 @@ def _parse(path: Path, content: bytes) -> Stored:
         tensors = safetensors.torch.load(content)
         return Stored(_decode(json.loads(header["structure"]), tensors), json.loads(header["metadata"]))
     except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{path} is damaged or was not written by offbeat ({error}); use another checkpoint") from None
+        raise CheckpointError(
+            f"{path} is damaged or was not written by offbeat ({error}); restore it from a copy, or start a new run"
+        ) from None
 
 
 def _read(path: Path) -> bytes:

@@ -126,8 +126,16 @@ def test_the_summary_of_the_attempt_before_is_kept(tmp_path: Path) -> None:
     assert json.loads((path / "summary-attempt-0.json").read_text())["steps"] == 20
 
 
+def test_going_on_is_offered_where_there_is_something_to_go_on_from(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "checkpoint" / "step-5").mkdir(parents=True)
+    with pytest.raises(RecordError, match=f"go on with --resume {tmp_path}"):
+        create(tmp_path, CONFIG)
+
+
 @pytest.mark.parametrize(
-    ("content", "message"), [({}, "holds the record of an earlier run.*--resume"), (None, "is not empty and holds no run")]
+    ("content", "message"),
+    [({}, "holds the record of an earlier run; choose another --out$"), (None, "is not empty and holds no run")],
 )
 def test_nothing_is_overwritten(tmp_path: Path, content: dict[str, object] | None, message: str) -> None:
     name = "notes.txt" if content is None else "config.json"

@@ -36,7 +36,7 @@ def run(*, workers: int, out: Path | None, as_json: bool) -> int:
     }
     summaries: list[Summary] = []
     for name, planned in plans.items():
-        with display.watching(f"digits · {name}") as watcher:
+        with display.watching(f"digits · {name}", workers) as watcher:
             summary = train(planned, watcher)
         if summary is None:
             return 0

@@ -22,34 +22,36 @@ _PLAIN_EVERY_S = 5.0
 
 
 @contextmanager
-def watching(title: str, *, quiet: bool = False) -> Iterator[Callable[[Progress], None]]:
+def watching(title: str, num_workers: int, *, quiet: bool = False) -> Iterator[Callable[[Progress], None]]:
     """Show progress under `title` for as long as the block runs: bars on a terminal, a line now and then elsewhere."""
     console = Console(stderr=True, quiet=quiet)
     if not console.is_terminal:
-        yield _Lines(title, console)
+        yield _Lines(title, console, num_workers)
         return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  waiting {task.fields[wait]:.0%}  {task.fields[sent]} a step"),
+        TextColumn("loss {task.fields[loss]:.4f}  waiting {task.fields[wait]:>4.0%}  {task.fields[sent]:>9} a step"),
         TimeElapsedColumn(),
     )
     with Bars(*columns, console=console) as bars:
         console.print(title, style="bold")
-        yield _Bars(bars)
+        yield _Bars(bars, num_workers)
 
 
 class _Bars:
     """One bar for each worker."""
 
-    def __init__(self, bars: Bars) -> None:
+    def __init__(self, bars: Bars, num_workers: int) -> None:
         self._bars = bars
-        self._tasks: dict[int, TaskID] = {}
+        nothing_yet = {"loss": float("nan"), "wait": 0.0, "sent": "", "total": None}
+        self._tasks: dict[int, TaskID] = {
+            rank: bars.add_task(f"worker {rank}", **nothing_yet)  # type: ignore[arg-type]  # fields of any type
+            for rank in range(num_workers)
+        }
 
     def __call__(self, progress: Progress) -> None:
-        if progress.rank not in self._tasks:
-            self._tasks[progress.rank] = self._bars.add_task(f"worker {progress.rank}", loss=0.0, wait=0.0, sent="")
         self._bars.update(
             self._tasks[progress.rank],
             completed=progress.step,
@@ -63,14 +65,17 @@ class _Bars:
 class _Lines:
     """One line for all workers every few seconds, and one when the last of them is done."""
 
-    def __init__(self, title: str, console: Console) -> None:
+    def __init__(self, title: str, console: Console, num_workers: int) -> None:
         self._title = title
+        self._num_workers = num_workers
         self._console = console
         self._latest: dict[int, Progress] = {}
         self._printed_s = time.monotonic()
 
     def __call__(self, progress: Progress) -> None:
         self._latest[progress.rank] = progress
+        if len(self._latest) < self._num_workers:
+            return
         slowest = min(self._latest.values(), key=lambda latest: latest.step)
         if time.monotonic() - self._printed_s < _PLAIN_EVERY_S and slowest.step < slowest.target:
             return
@@ -88,6 +93,8 @@ class _Lines:
 def print_summary(summary: Summary) -> None:
     """One run as a table."""
     table = Table(show_header=False, title=f"{summary.task} · {summary.strategy}", title_justify="left")
+    table.add_column()
+    table.add_column(overflow="fold")
     for label, text in _summary_rows(summary):
         table.add_row(label, text)
     Console().print(table)
@@ -99,7 +106,7 @@ def print_side_by_side(summaries: Sequence[Summary]) -> None:
     table = Table(title=summaries[0].task, title_justify="left")
     table.add_column("")
     for summary in summaries:
-        table.add_column(summary.strategy, justify="right")
+        table.add_column(summary.strategy, justify="right", overflow="fold")
     for rows in zip(*map(_summary_rows, summaries), strict=True):
         table.add_row(rows[0][0], *(text for _, text in rows))
     Console().print(table)

@@ -85,7 +85,8 @@ def train(
     )
     planned = plan(request, out=out, resume=resume)
     quiet = planned.launch is not None and planned.launch.rank != 0
-    with display.watching(f"{planned.config.task} · {planned.config.strategy}", quiet=quiet) as watcher:
+    num_watched = planned.config.workers if planned.launch is None else 1
+    with display.watching(f"{planned.config.task} · {planned.config.strategy}", num_watched, quiet=quiet) as watcher:
         summary = carry_out(planned, watcher)
     if summary is None:
         return

@@ -7,7 +7,8 @@ figures count. Two message sizes give alpha and beta.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -15,14 +16,15 @@ from offbeat.planning.costs import Link, Network
 from offbeat.transport.operations import AllGather, AllReduce, Collective, Now, Recv, Send
 
 _REPORT = struct.Struct("<5d")
-SMALL_BYTES = 64
-LARGE_BYTES = 1 << 20
+MESSAGE_BYTES = (64, 1 << 20)
+TENSOR_BYTES = (64, 1 << 22)
+"""Sizes that are measured. Gradients do not fit into a cache, so neither should the larger tensor."""
 
 
 def probe(
     rank: int, world_size: int, *, select_s_per_element: float, device: torch.device, repeats: int = 5
 ) -> Collective[Network]:
-    """The network as the slowest rank sees it; the same on every rank. About 15 MiB each way at the default.
+    """The network as the slowest rank sees it; the same on every rank. About 35 MiB each way at the default.
 
     Args:
         rank: this rank.
@@ -31,13 +33,11 @@ def probe(
         device: of the gradients: a dense all-reduce of CUDA tensors goes another way than one of CPU tensors.
         repeats: measurements of each kind; the fastest counts, since everything else is disturbance.
     """
-    small_s = yield from _fastest(repeats, lambda: _pass_on(rank, world_size, SMALL_BYTES))
-    large_s = yield from _fastest(repeats, lambda: _pass_on(rank, world_size, LARGE_BYTES))
-    messages = _fit(small_s, large_s, SMALL_BYTES, LARGE_BYTES)
-    small_s = yield from _fastest(repeats, lambda: _reduce(SMALL_BYTES, device))
-    large_s = yield from _fastest(repeats, lambda: _reduce(LARGE_BYTES, device))
+    small_s, large_s = yield from _fastest(repeats, [partial(_pass_on, rank, world_size, n) for n in MESSAGE_BYTES])
+    messages = _fit(small_s, large_s, *MESSAGE_BYTES)
+    small_s, large_s = yield from _fastest(repeats, [partial(_reduce, n, device) for n in TENSOR_BYTES])
     hops = max(2 * (world_size - 1), 1)
-    dense = _fit(small_s / hops, large_s / hops, SMALL_BYTES / world_size, LARGE_BYTES / world_size)
+    dense = _fit(small_s / hops, large_s / hops, *(num_bytes / world_size for num_bytes in TENSOR_BYTES))
     mine = (messages.alpha_s, messages.beta_s_per_byte, dense.alpha_s, dense.beta_s_per_byte, select_s_per_element)
     reports = yield AllGather(_REPORT.pack(*mine))
     slowest = [max(column) for column in zip(*(_REPORT.unpack(report) for report in reports), strict=True)]
@@ -48,13 +48,15 @@ def probe(
     )
 
 
-def _fastest(repeats: int, make: Callable[[], Collective[None]]) -> Collective[float]:
-    durations_s = []
+def _fastest(repeats: int, makes: Sequence[Callable[[], Collective[None]]]) -> Collective[list[float]]:
+    """The least seconds that each takes. They take turns, so that a disturbance does not hit all repeats of one of them."""
+    durations_s: list[list[float]] = [[] for _ in makes]
     for _ in range(repeats):
-        begin_s = yield Now()
-        yield from make()
-        durations_s.append((yield Now()) - begin_s)
-    return float(min(durations_s))
+        for make, durations in zip(makes, durations_s, strict=True):
+            begin_s = yield Now()
+            yield from make()
+            durations.append((yield Now()) - begin_s)
+    return [min(durations) for durations in durations_s]
 
 
 def _pass_on(rank: int, world_size: int, num_bytes: int) -> Collective[None]:
@@ -69,5 +71,10 @@ def _reduce(num_bytes: int, device: torch.device) -> Collective[None]:
 
 
 def _fit(small_s: float, large_s: float, small_bytes: float, large_bytes: float) -> Link:
-    beta = max(large_s - small_s, 0.0) / (large_bytes - small_bytes)
+    """The line through both points.
+
+    If the small one was disturbed, the line would be flat, and any number of bytes would seem to cost nothing: so at least half
+    of the large one's time is put down to its bytes.
+    """
+    beta = max((large_s - small_s) / (large_bytes - small_bytes), large_s / large_bytes / 2)
     return Link(alpha_s=max(small_s - small_bytes * beta, 0.0), beta_s_per_byte=beta)

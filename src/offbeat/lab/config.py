@@ -137,6 +137,10 @@ def resolve_resume(stored: RunConfig, request: Request, *, steps_done: int, epoc
     return config
 
 
+MAX_SEED = 2**32 - 1
+"""Each rank makes its own generators' seeds out of it, and those have 64 bits."""
+
+
 def _check_together(config: RunConfig, task: Task) -> None:
     """Refuse what each part alone allows."""
     config.steps_to_do(task)
@@ -149,6 +153,8 @@ def _check_numbers(request: Request) -> None:
         value = getattr(request, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; allowed is {least} or more")
+    if request.seed is not None and request.seed > MAX_SEED:
+        raise ConfigError(f"--seed is {request.seed}; allowed is 0 to {MAX_SEED}")
     if request.epochs is not None and request.steps is not None:
         raise ConfigError(f"got --epochs {request.epochs} and --steps {request.steps}; give one of them")
 

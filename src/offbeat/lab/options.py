@@ -130,6 +130,8 @@ def _field_names(kind: type[Strategy]) -> list[str]:
 def _type_text(hint: object) -> str:
     """A type as people write it: `exact | reuse`, `number`, `number | none`."""
     names = {float: "number", int: "whole number", str: "text", bool: "true | false", type(None): "none"}
+    if typing.get_origin(hint) is typing.Annotated:
+        return _type_text(typing.get_args(hint)[0])
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(map(str, typing.get_args(hint)))
     if parts := typing.get_args(hint):

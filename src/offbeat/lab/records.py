@@ -207,8 +207,12 @@ def create(path: Path | None, config: RunConfig) -> Path:
     directory = _first_free(config) if path is None else path
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RecordError(f"{directory} {_describe(directory)}; choose another --out{_resume_hint(directory)}")
-    (directory / "logs").mkdir(parents=True, exist_ok=True)
-    _write_head(directory, _Head(kind=_KIND, schema_version=SCHEMA, config=config, attempts=[], environment=_environment()))
+    head = _Head(kind=_KIND, schema_version=SCHEMA, config=config, attempts=[], environment=_environment())
+    try:
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+        _write_head(directory, head)
+    except OSError as error:
+        raise RecordError(f"cannot write {directory}: {error.strerror}; choose another --out") from None
     return directory
 
 
@@ -269,7 +273,7 @@ def _describe(path: Path) -> str:
 
 
 def _resume_hint(path: Path) -> str:
-    return f", or go on with --resume {path}" if (path / _CONFIG).exists() else ""
+    return f", or go on with --resume {path}" if any(path.glob("checkpoint/step-*")) else ""
 
 
 def _environment() -> dict[str, Json]:

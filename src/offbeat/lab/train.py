@@ -102,7 +102,7 @@ def _join(planned: Plan, on_progress: Watcher) -> Summary | None:
             directory = _directory(planned).resolve()
             claim = lock(directory)
             begin_attempt(directory, planned.config, start_step=planned.start_step)
-        except OffbeatError as error:  # told to all ranks, or they would wait for ever
+        except (OffbeatError, OSError) as error:  # told to all ranks, or they would wait for ever
             problem = str(error)
     problem, chosen = meeting.share("problem", problem)[0], Path(meeting.share("directory", str(directory))[0])
     if problem:

@@ -305,9 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summary = train_rank(Path(config_path).parent, meeting, report)
         leave()
     except Exception as error:  # noqa: BLE001 - the supervisor wants to know of every kind
-        traceback.print_exc()
         message = str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}"
         report(Failure(rank=meeting.rank if meeting else -1, kind=type(error).__name__, message=message))
+        traceback.print_exc()  # after the report, since a full disk takes no log
         return 1
     return 0 if summary is None or summary.status == "finished" else EXIT_STOPPED
 

@@ -25,7 +25,7 @@ Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 class TaskOptions(BaseModel):
     """Options that all tasks share."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     size: Size = Field("tiny", description="model size: about 0.1, 1, 5 or 25 million parameters")
     batch_size: int = Field(32, ge=1, description="samples in one worker's batch")

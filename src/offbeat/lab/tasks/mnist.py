@@ -97,8 +97,8 @@ def _opened(path: Path) -> Iterator[NpzFile]:
     with path.open("rb") as file:
         try:
             arrays = np.load(file, allow_pickle=False)
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-            raise ConfigError(f"{path} is not an npz file ({error}); save one with numpy.savez") from None
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile):
+            raise ConfigError(f"{path} is not an npz file; save one with numpy.savez") from None
         if not isinstance(arrays, NpzFile):
             raise ConfigError(f"{path} holds a single array; allowed is an npz file with {', '.join(_ARRAYS)}")
         yield arrays

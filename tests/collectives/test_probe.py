@@ -1,0 +1,30 @@
+"""The probe finds the link it is run on, agrees on it everywhere, and is not fooled by a disturbed small message."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offbeat.collectives.probe import MESSAGE_BYTES, _fit, probe
+from offbeat.transport.virtual import VirtualCluster, VirtualLink
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_the_probe_finds_the_link_and_all_ranks_agree(world_size: int) -> None:
+    link = VirtualLink(latency_s=1e-4, bytes_per_s=125e6)
+    ranks = [
+        probe(rank, world_size, select_s_per_element=1e-9 * rank, device=torch.device("cpu")) for rank in range(world_size)
+    ]
+    networks = VirtualCluster(world_size, link=link).run(ranks)
+    assert all(network == networks[0] for network in networks)
+    for measured in (networks[0].messages, networks[0].dense):
+        assert measured.alpha_s == pytest.approx(1e-4, rel=0.05)
+        assert measured.beta_s_per_byte == pytest.approx(8e-9, rel=0.05)
+    assert networks[0].select_s_per_element == pytest.approx(1e-9 * (world_size - 1))
+
+
+@pytest.mark.parametrize("small_s", [0.0, 1e-3, 5e-3])
+def test_a_disturbed_small_message_does_not_make_bytes_free(small_s: float) -> None:
+    link = _fit(small_s, 2e-3, *MESSAGE_BYTES)
+    assert link.time_s(num_messages=1, num_bytes=100 * MESSAGE_BYTES[1]) >= 50 * 2e-3
+    assert link.alpha_s >= 0
