@@ -5,6 +5,7 @@ A new strategy joins by a row in `STRATEGIES`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator
@@ -480,3 +481,21 @@ def test_a_state_that_does_not_fit_changes_nothing(attached: Callable) -> None:
     torch.testing.assert_close(after, before["parts"]["GradientExchange"]["additive"])
     with pytest.raises(CheckpointError, match="GradientExchange"):
         session.load_state_dict({key: value for key, value in before.items() if key != "parts"})
+
+
+@pytest.mark.parametrize(("synchronised", "exchanges"), [(True, 2), (False, 1)])
+def test_a_pass_that_fails_concerns_the_peers_only_if_they_wait_for_it(
+    lossless: GradientStrategy, attached: Callable, synchronised: bool, exchanges: int
+) -> None:
+    net, _, session = attached(lossless)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    failing = net.conv.weight.register_hook(fail)
+    with contextlib.nullcontext() if synchronised else session.no_sync(), pytest.raises(MemoryError):
+        loss_of(net, 0).backward()
+    failing.remove()
+    net.zero_grad()
+    loss_of(net, 1).backward()
+    assert session.stats.exchanges == exchanges

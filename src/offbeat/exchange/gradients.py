@@ -119,6 +119,7 @@ class GradientExchange:
         self._aside: list[torch.Tensor | None] = [None] * len(self._pairs)
         self._num_launched = 0
         self._num_accumulated = 0
+        self._synchronised = True
         self._exchanged_since_step = False
         self._unsent = False
 
@@ -127,6 +128,7 @@ class GradientExchange:
     def on_backward_begins(self, *, synchronised: bool) -> None:
         """Set aside the results of an earlier exchange, so that this pass accumulates only what is new."""
         self._num_accumulated = 0
+        self._synchronised = synchronised
         for b in range(len(self._pairs)):
             self._ready[b][:] = False
             self._set_aside(b)
@@ -161,8 +163,12 @@ class GradientExchange:
             self._exchange()
 
     def on_backward_failed(self) -> None:
-        """Join the exchange that the peers are in, with nothing but the news that this rank failed."""
-        self._exchange(failed=True)
+        """Join the exchange that the peers are in, with nothing but the news that this rank failed.
+
+        Inside `no_sync` there is none: what failed there concerns this rank alone.
+        """
+        if self._synchronised:
+            self._exchange(failed=True)
 
     def on_before_step(self) -> None:
         if not self._exchanged_since_step or self._unsent:
