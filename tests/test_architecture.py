@@ -47,6 +47,10 @@ MAY_BLOCK = {
     "session.py": {"torch.distributed"},  # names the type of the user's group and asks whether there is one
     "lab/rendezvous.py": {"torch.distributed"},  # is to the lab's workers what torchrun is to a user's
     "lab/records.py": {"socket"},  # the host's name
+    "lab/attached.py": {"time.sleep"},  # holds torch's own collectives back where links are imitated in user space
+    "lab/native/ddp.py": {"torch.distributed"},  # what torch ships, as torch ships it
+    "lab/native/local.py": {"torch.distributed"},
+    "lab/pace.py": {"time.sleep"},  # emulated compute
     "lab/supervisor.py": {"selectors", "subprocess"},  # starts workers and watches them; no training happens in it
 }
 

@@ -7,7 +7,7 @@ events to the strategy's parts, and keeps their state.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -92,6 +92,19 @@ def attach(
         ConfigError, UnsupportedError: this cannot work, with the reason. Every rank raises; none is left waiting.
         MismatchError: the ranks disagree, with the first difference.
     """
+    return attach_through(lambda driver: driver, model, optimizer, strategy, group=group, scaler=scaler)
+
+
+def attach_through(
+    wrap: Callable[[Driver], Driver],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    *,
+    group: dist.ProcessGroup | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Session:
+    """`attach` with a wrapper of `offbeat.transport.wrappers` around the transport: to delay, to fail, to record."""
     join_process_group()
     refusal: OffbeatError | None = None
     try:
@@ -101,7 +114,7 @@ def attach(
     alone = not dist.is_initialized() or dist.get_world_size(group) == 1
     if refusal is not None and alone:
         raise refusal
-    driver = connect(group, cuda=any(parameter.is_cuda for parameter in model.parameters()))
+    driver = wrap(connect(group, cuda=any(parameter.is_cuda for parameter in model.parameters())))
     try:
         return Session(model, optimizer, strategy, driver=driver, scaler=scaler, refusal=refusal)
     except BaseException:
@@ -233,6 +246,13 @@ class Session:
     def take_arrivals(self) -> list[Arrival]:
         """When this rank came to each collective since the last call, and how long it waited there."""
         return self._counting.take_arrivals()
+
+    def take_ready_at_s(self) -> float | None:
+        """When this rank first stood still for the others since the last call, on the monotonic clock; None if it never did.
+
+        All ranks leave a collective at about the same time; who keeps whom waiting shows only in when they come to it.
+        """
+        return self._counting.take_ready_at_s()
 
     def join(self) -> None:
         """Take part in the other ranks' exchange without a backward pass, contributing nothing new.

@@ -49,8 +49,9 @@ def test_version(call) -> None:
     assert call("--version").out == f"offbeat {offbeat.__version__}\n"
 
 
-def test_a_command_has_at_most_twelve_options(call) -> None:
-    assert call("train", "--help").out.count("\n  --") <= 12 + 1  # and --help
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_the_help_of_a_command_fits_on_a_screen(call, command: str) -> None:
+    assert call(command, "--help").out.count("\n  --") <= 18 + 1  # and --help
 
 
 def test_tasks_and_strategies_are_listed_with_their_options(call) -> None:

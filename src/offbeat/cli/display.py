@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -90,13 +91,15 @@ class _Lines:
         )
 
 
-def print_summary(summary: Summary) -> None:
-    """One run as a table."""
+def print_summary(summary: Summary, page: Path | None = None) -> None:
+    """One run as a table, and where its page is."""
     table = Table(show_header=False, title=f"{summary.task} · {summary.strategy}", title_justify="left")
     table.add_column()
     table.add_column(overflow="fold")
     for label, text in _summary_rows(summary):
         table.add_row(label, text)
+    if page is not None:
+        table.add_row("page", escape(str(page)))
     Console().print(table)
     _print_notices([summary])
 

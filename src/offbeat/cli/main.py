@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
 import offbeat
-from offbeat.errors import ConfigError, OffbeatError
+from offbeat.errors import ConfigError, OffbeatError, nearest
+
+if TYPE_CHECKING:
+    from offbeat.lab.cluster import Cluster
+    from offbeat.lab.emulation.report import EmulationMode
 
 app = typer.Typer(
     help="Train PyTorch models on slow links and uneven devices, and see what each strategy does.",
@@ -23,6 +28,13 @@ EXIT_FAILED = 1
 EXIT_MISUSED = 2
 EXIT_INTERRUPTED = 130
 
+Preset = Annotated[str | None, typer.Option("--cluster", help="A cluster to emulate: a TOML file, or the name of a preset.")]
+Workers = Annotated[int | None, typer.Option(help="Processes to start on this machine (default 4).")]
+Link = Annotated[str | None, typer.Option(help="Every worker's link to emulate: 1gbit, or 1gbit/0.2ms.")]
+Speeds = Annotated[str | None, typer.Option(help="Relative speeds to emulate, such as 1,1,1,0.5; repeated in turn.")]
+Delay = Annotated[str | None, typer.Option(help="Straggling: 2x320ms makes two random workers late in each step.")]
+StepTime = Annotated[str | None, typer.Option(help="Fixed duration of forward and backward, as on an accelerator: 200ms.")]
+How = Annotated[str, typer.Option("--emulation", help="auto, namespaces (needs root), delaying, or none.")]
 Out = Annotated[Path | None, typer.Option(help="New directory for the record; by default one below runs/.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one line of JSON on standard output, and nothing else.")]
 
@@ -55,7 +67,7 @@ def options(
 def train(
     task: Annotated[str | None, typer.Option(help="What to train; `offbeat tasks` lists them.")] = None,
     strategy: Annotated[str | None, typer.Option(help="How workers exchange; `offbeat strategies` lists them.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes to start on this machine (default 4).")] = None,
+    workers: Workers = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of task or strategy.")
     ] = None,
@@ -63,6 +75,13 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, in place of epochs.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of initial parameters and sample order (default 0).")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints (default 100).")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between measurements (default: only at the end).")] = None,
+    cluster: Preset = None,
+    link: Link = None,
+    speeds: Speeds = None,
+    delay: Delay = None,
+    step_time: StepTime = None,
+    emulation: How = "auto",
     out: Out = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run recorded in this directory.")] = None,
     as_json: JsonFlag = False,
@@ -82,6 +101,9 @@ def train(
         steps=steps,
         seed=seed,
         checkpoint_every=checkpoint_every,
+        eval_every=eval_every,
+        cluster=_cluster(cluster, workers, link, speeds, delay, step_time),
+        emulation=_emulation(emulation),
     )
     planned = plan(request, out=out, resume=resume)
     quiet = planned.launch is not None and planned.launch.rank != 0
@@ -90,15 +112,101 @@ def train(
         summary = carry_out(planned, watcher)
     if summary is None:
         return
+    page = _write_page(Path(summary.run_directory))
     if as_json:
         print(summary.model_dump_json())
     else:
-        display.print_summary(summary)
+        display.print_summary(summary, page)
     if summary.status == "stopped":
         print(
             f"stopped after step {summary.steps}; go on with: offbeat train --resume {summary.run_directory}", file=sys.stderr
         )
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+def compare(
+    task: Annotated[str, typer.Option(help="What to train; `offbeat tasks` lists them.")],
+    strategies: Annotated[
+        str, typer.Option(help="Separated by commas, with options after colons: ddp,gtopk:density=0.01,ddp-powersgd:rank=1.")
+    ],
+    cluster: Preset = None,
+    workers: Workers = None,
+    link: Link = None,
+    speeds: Speeds = None,
+    delay: Delay = None,
+    step_time: StepTime = None,
+    emulation: How = "auto",
+    seeds: Annotated[int, typer.Option(help="Runs of each strategy.")] = 3,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the task.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data (default: the task's).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps, in place of epochs.")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between measurements (default: a dozen in a run).")] = None,
+    target: Annotated[float | None, typer.Option(help="The metric to reach (default: the best that all runs reach).")] = None,
+    turn: Annotated[float, typer.Option(help="Seconds that a strategy trains before the next one's turn.")] = 3.0,
+    out: Out = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train a task with several strategies by turns, on this machine or an emulated cluster, and say which is best."""
+    from offbeat.cli import comparing
+    from offbeat.lab.cluster import Cluster
+    from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
+
+    if seeds < 1:
+        raise ConfigError(f"--seeds is {seeds}; allowed is 1 or more")
+    request = CompareRequest(
+        task=task,
+        strategies=[text for text in strategies.split(",") if text.strip()],
+        settings=settings or (),
+        cluster=_cluster(cluster, workers, link, speeds, delay, step_time) or Cluster(workers=workers or 4),
+        emulation=_emulation(emulation),
+        seeds=range(seeds),
+        epochs=epochs,
+        steps=steps,
+        eval_every=eval_every,
+        target=target,
+        turn_s=turn,
+    )
+    planned = plan_comparison(request, out=out)
+    with comparing.watching(quiet=as_json) as watcher:
+        directory, comparison = carry_out(planned, watcher, command=shlex.join(["offbeat", *sys.argv[1:]]))
+    if comparison.status == "stopped":
+        print(f"stopped; what was recorded so far is in {directory}", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED)
+    page = _write_page(directory)
+    if as_json:
+        print(comparison.model_dump_json())
+    else:
+        comparing.print_comparison(comparison, directory, page)
+    if all(contestant.failure is not None for contestant in comparison.contestants):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(help="The record of a run or of a comparison.")],
+) -> None:
+    """Write the page of a record again, and print where it is."""
+    from offbeat.report.page import write_report
+
+    print(write_report(directory))
+
+
+@app.command()
+def trace(
+    directory: Annotated[Path, typer.Argument(help="The record of a run or of a comparison.")],
+    out: Annotated[Path, typer.Option(help="File to write (.json or .json.gz), or a directory with --tensorboard.")],
+    tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars instead.")] = False,
+) -> None:
+    """Write a trace of all workers for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+    from offbeat.report.tensorboard import write_scalars
+    from offbeat.report.trace import write_trace
+
+    if tensorboard:
+        write_scalars(directory, out)
+        print(f"scalars in {out}; look at them with: tensorboard --logdir {out}")
+    else:
+        print(f"{write_trace(directory, out):,} events in {out}; open it at https://ui.perfetto.dev")
 
 
 @app.command()
@@ -128,8 +236,38 @@ def tasks() -> None:
 def strategies() -> None:
     """List the strategies and what --set takes for each."""
     from offbeat.cli import display
-    from offbeat.lab.options import strategy_options, summary_line
-    from offbeat.strategies import REGISTRY
+    from offbeat.lab.options import RECIPES, strategy_options, summary_line
 
-    for name, kind in REGISTRY.items():
+    for name, kind in RECIPES.items():
         display.print_options(name, summary_line(kind), strategy_options(name))
+
+
+def _cluster(
+    cluster: str | None,
+    workers: int | None,
+    link: str | None,
+    speeds: str | None,
+    delay: str | None,
+    step_time: str | None,
+) -> Cluster | None:
+    """The cluster that these flags describe; None where they say nothing about one."""
+    from offbeat.lab.cluster import from_flags
+
+    if all(flag is None for flag in (cluster, link, speeds, delay, step_time)):
+        return None
+    return from_flags(cluster=cluster, workers=workers, link=link, speeds=speeds, delay=delay, step_time=step_time)
+
+
+def _emulation(name: str) -> EmulationMode:
+    from offbeat.lab.emulation.report import EmulationMode
+
+    if name not in get_args(EmulationMode):
+        allowed = ", ".join(get_args(EmulationMode))
+        raise ConfigError(f"--emulation is {name!r}; allowed are {allowed}{nearest(name, get_args(EmulationMode))}")
+    return cast("EmulationMode", name)
+
+
+def _write_page(directory: Path) -> Path:
+    from offbeat.report.page import write_report
+
+    return write_report(directory)

@@ -9,9 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from offbeat.checkpoint import Json
 from offbeat.errors import ConfigError
-from offbeat.lab.options import build_strategy, route, strategy_values
+from offbeat.lab.cluster import Cluster
+from offbeat.lab.emulation.report import EmulationMode
+from offbeat.lab.native import Native
+from offbeat.lab.options import Recipe, build_strategy, route, strategy_values
 from offbeat.lab.tasks import Task, build_task
-from offbeat.strategies.base import Strategy
 
 _DEFAULT_WORKERS = 4
 _DEFAULT_CHECKPOINT_EVERY = 100
@@ -26,7 +28,10 @@ class RunConfig(BaseModel):
         workers: number of processes.
         epochs, steps: when to stop; exactly one of them is a number.
         seed: of the initial parameters and of the order of samples.
-        checkpoint_every: steps between checkpoints; there is one at the end in any case.
+        checkpoint_every: steps between checkpoints, and there is one at the end in any case; None: none at all.
+        eval_every: steps between measurements of the metric; None: only at the end.
+        cluster: what is emulated; None: this machine as it is.
+        emulation: how, see `offbeat.lab.emulation.emulate`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,12 +44,15 @@ class RunConfig(BaseModel):
     epochs: int | None = Field(ge=1)
     steps: int | None = Field(ge=1)
     seed: int = Field(ge=0)
-    checkpoint_every: int = Field(ge=1)
+    checkpoint_every: int | None = Field(ge=1)
+    eval_every: int | None = Field(None, ge=1)
+    cluster: Cluster | None = None
+    emulation: EmulationMode = "auto"
 
     def build_task(self) -> Task:
         return build_task(self.task, self.task_options)
 
-    def build_strategy(self) -> Strategy:
+    def build_strategy(self) -> Recipe:
         return build_strategy(self.strategy, self.strategy_options)
 
     def steps_to_do(self, task: Task) -> int:
@@ -68,6 +76,9 @@ class Request:
     steps: int | None = None
     seed: int | None = None
     checkpoint_every: int | None = None
+    eval_every: int | None = None
+    cluster: Cluster | None = None
+    emulation: EmulationMode = "auto"
 
 
 def resolve(request: Request) -> RunConfig:
@@ -82,7 +93,7 @@ def resolve(request: Request) -> RunConfig:
     _check_numbers(request)
     for_task, for_strategy = route(request.task, request.strategy, request.settings)
     task = build_task(request.task, for_task)
-    workers = request.workers or _DEFAULT_WORKERS
+    workers = request.workers or (request.cluster.workers if request.cluster is not None else _DEFAULT_WORKERS)
     if "warmup" in for_strategy:  # counted in epochs, and only the task knows how long they are
         for_strategy.setdefault("steps_per_epoch", str(task.steps_per_epoch(workers)))
     config = RunConfig(
@@ -95,6 +106,9 @@ def resolve(request: Request) -> RunConfig:
         steps=request.steps,
         seed=request.seed or 0,
         checkpoint_every=request.checkpoint_every or _DEFAULT_CHECKPOINT_EVERY,
+        eval_every=request.eval_every,
+        cluster=request.cluster,
+        emulation=request.emulation,
     )
     _check_together(config, task)
     return config
@@ -113,7 +127,10 @@ def resolve_resume(stored: RunConfig, request: Request, *, steps_done: int, epoc
         ConfigError: the request contradicts the record, or there is nothing left to do.
     """
     _check_numbers(request)
-    for name in ("task", "strategy", "seed", "checkpoint_every"):
+    recipe = stored.build_strategy()
+    if isinstance(recipe, Native) and not recipe.resumable:
+        raise ConfigError(f"{recipe.name} keeps state that torch does not let anybody save; start a new run with --out")
+    for name in ("task", "strategy", "seed", "checkpoint_every", "eval_every", "cluster"):
         asked, kept = getattr(request, name), getattr(stored, name)
         if asked is not None and asked != kept:
             flag = f"--{name.replace('_', '-')}"
@@ -149,7 +166,7 @@ def _check_together(config: RunConfig, task: Task) -> None:
 
 
 def _check_numbers(request: Request) -> None:
-    for name, least in (("workers", 1), ("epochs", 1), ("steps", 1), ("seed", 0), ("checkpoint_every", 1)):
+    for name, least in (("workers", 1), ("epochs", 1), ("steps", 1), ("seed", 0), ("checkpoint_every", 1), ("eval_every", 1)):
         value = getattr(request, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; allowed is {least} or more")

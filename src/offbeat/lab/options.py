@@ -8,14 +8,21 @@ import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
 from offbeat.checkpoint import Json
 from offbeat.errors import ConfigError, nearest
+from offbeat.lab.native import NATIVE, Native
 from offbeat.lab.tasks import task_type
 from offbeat.strategies import REGISTRY
 from offbeat.strategies.base import Strategy
+
+Recipe: TypeAlias = Strategy | Native
+"""One of offbeat's strategies, or one that torch ships."""
+
+RECIPES: Final[Mapping[str, type[Recipe]]] = {**REGISTRY, **NATIVE}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +35,14 @@ class Option:
     help: str
 
 
-def strategy_type(name: str) -> type[Strategy]:
+def strategy_type(name: str) -> type[Recipe]:
     """The strategy called `name`. Raises `ConfigError` with the nearest name that exists."""
-    if name not in REGISTRY:
-        raise ConfigError(f"no strategy {name!r}; allowed are {', '.join(REGISTRY)}{nearest(name, REGISTRY)}")
-    return REGISTRY[name]
+    if name not in RECIPES:
+        raise ConfigError(f"no strategy {name!r}; allowed are {', '.join(RECIPES)}{nearest(name, RECIPES)}")
+    return RECIPES[name]
 
 
-def build_strategy(name: str, options: Mapping[str, object]) -> Strategy:
+def build_strategy(name: str, options: Mapping[str, object]) -> Recipe:
     """The strategy called `name`; strings among the options are converted to their fields' types.
 
     Raises:
@@ -59,7 +66,7 @@ def build_strategy(name: str, options: Mapping[str, object]) -> Strategy:
     return kind(**values)
 
 
-def strategy_values(strategy: Strategy) -> dict[str, Json]:
+def strategy_values(strategy: Recipe) -> dict[str, Json]:
     """Every option of `strategy` with its value."""
     return {name: getattr(strategy, name) for name in _field_names(type(strategy))}
 
@@ -87,6 +94,24 @@ def route(task: str, strategy: str, settings: Sequence[str]) -> tuple[dict[str, 
             raise ConfigError(f"--set {key} is given twice; give it once")
         target[key] = value
     return chosen
+
+
+def parse_spec(text: str) -> tuple[str, dict[str, str]]:
+    """A strategy with its options, as in "gtopk:density=0.01:selection=reuse". Raises `ConfigError`."""
+    name, *settings = text.strip().split(":")
+    fields = _field_names(strategy_type(name))
+    options: dict[str, str] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or key not in fields:
+            raise ConfigError(
+                f"{setting!r} in {text!r} is no option of strategy {name!r}; write {name}:key=value:key=value with "
+                f"{', '.join(fields) or 'nothing, since it has none'}{nearest(key, fields)}"
+            )
+        if key in options:
+            raise ConfigError(f"option {key} is given twice in {text!r}; give it once")
+        options[key] = value
+    return name, options
 
 
 def task_options(name: str) -> list[Option]:
@@ -120,10 +145,10 @@ def strategy_options(name: str) -> list[Option]:
 
 def summary_line(kind: type) -> str:
     """The first line of a class's docstring."""
-    return (inspect.getdoc(kind) or "").split("\n", 1)[0]
+    return (inspect.getdoc(kind) or "").split("\n", 1)[0].removesuffix(".")
 
 
-def _field_names(kind: type[Strategy]) -> list[str]:
+def _field_names(kind: type[Recipe]) -> list[str]:
     return [field.name for field in dataclasses.fields(kind) if field.init]
 
 

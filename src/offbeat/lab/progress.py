@@ -11,6 +11,9 @@ from typing import TypeAlias
 PIPE_VARIABLE = "OFFBEAT_PROGRESS_FD"
 """Environment variable with the number of the pipe's descriptor."""
 
+TURNS_VARIABLE = "OFFBEAT_TURNS"
+"""Environment variable that is set where a worker trains only up to the step that its standard input names."""
+
 EXIT_STOPPED = 3
 """Exit status of a worker that was asked to stop and wrote a checkpoint."""
 
@@ -23,19 +26,23 @@ class Progress:
         rank: which one.
         pid: its process.
         step: optimizer steps done.
+        seconds: spent on them in this attempt.
         target: steps when it will be finished.
         loss: of its last batch.
         wait_share: fraction of the last steps' time spent waiting for other ranks, 0 to 1.
         bytes_per_step: sent in each of the last steps.
+        metric: as measured last; None before that, and on all ranks but 0.
     """
 
     rank: int
     pid: int
     step: int
+    seconds: float
     target: int
     loss: float
     wait_share: float
     bytes_per_step: float
+    metric: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +60,22 @@ class Failure:
     message: str
 
 
-Report: TypeAlias = Progress | Failure
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paused:
+    """One worker's turn is over: it waits for the next one.
+
+    Attributes:
+        rank: which one.
+        step: optimizer steps done.
+        seconds: spent on them in this attempt.
+    """
+
+    rank: int
+    step: int
+    seconds: float
+
+
+Report: TypeAlias = Progress | Failure | Paused
 Reporter: TypeAlias = Callable[[Report], None]
 
 
@@ -73,7 +95,8 @@ def encode(report: Report) -> bytes:
 
 def decode(line: bytes) -> Report:
     values = json.loads(line)
-    return Progress(**values) if values.pop("report") == Progress.__name__ else Failure(**values)
+    kinds: dict[str, type[Report]] = {kind.__name__: kind for kind in (Progress, Failure, Paused)}
+    return kinds[values.pop("report")](**values)
 
 
 def _write(descriptor: int, line: bytes) -> None:

@@ -2,6 +2,7 @@
 
     RUN/config.json            what was asked for, resolved; where and with what it ran; one entry for each attempt
     RUN/events-rank-N.jsonl    one line for each step of rank N
+    RUN/evaluations.jsonl      the metric as it was measured on the way
     RUN/summary.json           how it ended
     RUN/checkpoint/            see `offbeat.checkpoint`
     RUN/logs/rank-N.log        what the worker printed
@@ -20,7 +21,8 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
@@ -33,29 +35,36 @@ from pydantic import BaseModel, ConfigDict
 from offbeat.checkpoint import Json
 from offbeat.errors import RecordError
 from offbeat.lab.config import RunConfig
+from offbeat.lab.emulation.report import EmulationReport
 from offbeat.transport.wrappers import Arrival
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the layout. A reader refuses a newer one."""
 
 _KIND = "offbeat run"
 _TAIL_BYTES = 100_000
 _CONFIG = "config.json"
 _SUMMARY = "summary.json"
+_EVALUATIONS = "evaluations.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepEvent:
-    """One optimizer step of one rank. Durations in seconds.
+    """One optimizer step of one rank. Durations in seconds, times on the host's monotonic clock.
 
     Attributes:
         step: counted from 1.
         loss: of this rank's batch; None when it is not finite.
         batch_size: samples in it.
-        compute_s: the step's wall time less `encode_s` and `wait_s`.
+        began_s: when the step began.
+        ready_s: when this rank first stood still for others; None if it never did.
+        duration_s: of the whole step: `compute_s`, `encode_s` and `wait_s` together.
+        compute_s: all of the step but `encode_s` and `wait_s`.
         encode_s: selection, compression and decoding.
         wait_s: blocked on other ranks.
+        padded_s: the part of `compute_s` that was slept, for emulated compute and straggling.
         bytes_sent: handed to the network.
+        messages_sent: likewise.
         skipped: whether some rank's gradient was not finite, so that nobody applied the step.
         arrivals: when this rank came to each collective.
     """
@@ -63,15 +72,57 @@ class StepEvent:
     step: int
     loss: float | None
     batch_size: int
+    began_s: float
+    ready_s: float | None
+    duration_s: float
     compute_s: float
     encode_s: float
     wait_s: float
+    padded_s: float
     bytes_sent: int
+    messages_sent: int
     skipped: bool
     arrivals: Sequence[Arrival] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The metric, measured by rank 0 while all ranks pause.
+
+    Attributes:
+        step: steps done.
+        seconds: spent on these steps, without measuring and checkpoints, over all attempts.
+        bytes_sent: by rank 0 so far, over all attempts.
+        metric: its value.
+        at_s: when, on the host's monotonic clock.
+    """
+
+    step: int
+    seconds: float
+    bytes_sent: int
+    metric: float
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """The first line of one rank's events of one attempt.
+
+    Attributes:
+        attempt: counted from 0.
+        host, pid: where the rank ran.
+        monotonic_to_unix_s: what to add to a time to compare hosts.
+    """
+
+    attempt: int
+    host: str
+    pid: int
+    monotonic_to_unix_s: float
+
+
 _EVENT = pydantic.TypeAdapter(StepEvent)
+_EVALUATION = pydantic.TypeAdapter(Evaluation)
+_EVENT_FIELDS = tuple(field.name for field in fields(StepEvent))
 
 
 class Summary(BaseModel):
@@ -87,10 +138,14 @@ class Summary(BaseModel):
     steps: int
     metric: float | None
     metric_name: str
+    higher_is_better: bool
     loss: float | None
     seconds: float
     steps_per_s: float
+    samples_per_s: float
     bytes_sent_per_step: float
+    messages_sent_per_step: float
+    peak_memory_bytes: list[int]
     skipped_steps: int
     num_parameters: int
     parameters_sha256: str
@@ -108,6 +163,7 @@ class Attempt(BaseModel):
     started_at: str
     workers: int
     start_step: int
+    emulation: EmulationReport | None = None
 
 
 class _Head(BaseModel):
@@ -143,6 +199,11 @@ class Record:
         return self._head.environment
 
     @property
+    def emulation(self) -> EmulationReport | None:
+        """What was emulated in the latest attempt, and how; None where nothing was asked for."""
+        return self.attempts[-1].emulation if self.attempts else None
+
+    @property
     def checkpoint_root(self) -> Path:
         return self.path / "checkpoint"
 
@@ -171,13 +232,35 @@ class Record:
             if all(event.step <= start_step for start_step in later):
                 yield event
 
+    def heads(self, rank: int) -> list[Head]:
+        """Where rank `rank` ran, for each attempt it took part in."""
+        lines = (line for _, line in _complete_lines(self.path / f"events-rank-{rank}.jsonl") if _is_head(line))
+        return [Head(**{field.name: line[field.name] for field in fields(Head)}) for line in lines]  # type: ignore[arg-type]
+
+    def evaluations(self) -> list[Evaluation]:
+        """The metric on the way, in order of steps, without what a resume took back.
+
+        Raises:
+            RecordError: a line that is no evaluation.
+        """
+        path = self.path / _EVALUATIONS
+        found: list[Evaluation] = []
+        for number, values in _complete_lines(path) if path.exists() else ():
+            try:
+                evaluation = _EVALUATION.validate_python(values)
+            except pydantic.ValidationError as error:
+                raise RecordError(f"{path}, line {number}, is no evaluation: {error.errors()[0]['msg']}") from None
+            found = [earlier for earlier in found if earlier.step < evaluation.step] + [evaluation]
+        return found
+
 
 class EventWriter:
     """Appends one rank's events. Each line reaches the file at once, so a killed worker loses none that it finished."""
 
     def __init__(self, run_directory: Path, *, rank: int, attempt: int) -> None:
         path = run_directory / f"events-rank-{rank}.jsonl"
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        torn = path.exists() and not _tail(path, 1).endswith(b"\n")
+        self._run_directory = run_directory
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
         if torn:
             self._file.write("\n")
@@ -188,7 +271,12 @@ class EventWriter:
         )
 
     def add(self, event: StepEvent) -> None:
-        self._file.write(json.dumps(asdict(event)) + "\n")
+        self._file.write(json.dumps({name: getattr(event, name) for name in _EVENT_FIELDS}) + "\n")
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Append to the run's evaluations, which one rank writes."""
+        with (self._run_directory / _EVALUATIONS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(evaluation)) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -207,7 +295,7 @@ def create(path: Path | None, config: RunConfig) -> Path:
     directory = _first_free(config) if path is None else path
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RecordError(f"{directory} {_describe(directory)}; choose another --out{_resume_hint(directory)}")
-    head = _Head(kind=_KIND, schema_version=SCHEMA, config=config, attempts=[], environment=_environment())
+    head = _Head(kind=_KIND, schema_version=SCHEMA, config=config, attempts=[], environment=environment())
     try:
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         _write_head(directory, head)
@@ -216,7 +304,7 @@ def create(path: Path | None, config: RunConfig) -> Path:
     return directory
 
 
-def begin_attempt(path: Path, config: RunConfig, *, start_step: int) -> int:
+def begin_attempt(path: Path, config: RunConfig, *, start_step: int, emulation: EmulationReport | None = None) -> int:
     """Note in config.json that the run starts (again) with `config`; returns the attempt's number, from 0.
 
     The summary of the attempt before is kept as `summary-attempt-N.json`.
@@ -224,7 +312,12 @@ def begin_attempt(path: Path, config: RunConfig, *, start_step: int) -> int:
     head = _read_head(path)
     if (path / _SUMMARY).exists():
         os.replace(path / _SUMMARY, path / f"summary-attempt-{len(head.attempts) - 1}.json")
-    attempt = Attempt(started_at=datetime.now(UTC).isoformat(timespec="seconds"), workers=config.workers, start_step=start_step)
+    attempt = Attempt(
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        workers=config.workers,
+        start_step=start_step,
+        emulation=emulation,
+    )
     _write_head(path, head.model_copy(update={"config": config, "attempts": [*head.attempts, attempt]}))
     return len(head.attempts)
 
@@ -232,12 +325,14 @@ def begin_attempt(path: Path, config: RunConfig, *, start_step: int) -> int:
 def last_step(path: Path, rank: int) -> int:
     """The last step that rank `rank` is known to have finished; 0 when there is none. Cheap: reads the end of its events."""
     events = path / f"events-rank-{rank}.jsonl"
-    if not events.exists():
-        return 0
-    with events.open("rb") as file:
-        file.seek(max(0, events.stat().st_size - _TAIL_BYTES))
-        steps = re.findall(rb'^{"step": (\d+),', file.read(), re.MULTILINE)
+    steps = re.findall(rb'^{"step": (\d+),', _tail(events, _TAIL_BYTES), re.MULTILINE) if events.exists() else []
     return int(steps[-1]) if steps else 0
+
+
+def _tail(path: Path, num_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - num_bytes))
+        return file.read()
 
 
 def write_summary(summary: Summary) -> None:
@@ -276,7 +371,8 @@ def _resume_hint(path: Path) -> str:
     return f", or go on with --resume {path}" if any(path.glob("checkpoint/step-*")) else ""
 
 
-def _environment() -> dict[str, Json]:
+def environment() -> dict[str, Json]:
+    """Where and with what this process runs, as a record keeps it."""
     import offbeat  # the facade; only its version is wanted
 
     versions: dict[str, Json] = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
@@ -314,20 +410,27 @@ def _write_text(path: Path, text: str) -> None:
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     """(attempt, values) of every event line. A line torn by a kill can only be the last of its attempt."""
+    attempt, last = -1, 0
+    for number, values in _complete_lines(path):
+        if _is_head(values):
+            attempt = int(str(values["attempt"]))
+        elif attempt < 0 or number != last + 1:
+            raise RecordError(f"{path} is damaged near line {number}")
+        else:
+            yield attempt, values
+        last = number
+
+
+def _is_head(values: Mapping[str, object]) -> bool:
+    return values.get("kind") == "offbeat events"
+
+
+def _complete_lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """(number, values) of every line of JSON, one at a time; torn ones are passed over."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                with suppress(ValueError):
+                    yield number, json.loads(line)
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}") from None
-    attempt, torn = -1, False
-    for number, line in enumerate(filter(None, lines), start=1):
-        try:
-            values = json.loads(line)
-        except ValueError:
-            torn = True
-            continue
-        if values.get("kind") == "offbeat events":
-            attempt, torn = values["attempt"], False
-            continue
-        if torn or attempt < 0:
-            raise RecordError(f"{path} is damaged near line {number}")
-        yield attempt, values

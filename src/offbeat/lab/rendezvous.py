@@ -60,20 +60,21 @@ class Meeting:
 
 
 class StoreServer:
-    """The store of a local run, in the supervisor, on a socket that listens on loopback only."""
+    """The store of a local run, in the supervisor, on a socket that listens on `address` only."""
 
-    def __init__(self) -> None:
-        with bound_socket(LOOPBACK) as listener:
+    def __init__(self, address: str = LOOPBACK) -> None:
+        self.address = address
+        with bound_socket(address) as listener:
             self.port: int = listener.getsockname()[1]
             # Given only an address, the store would listen on every interface.
             self._store: Store | None = dist.TCPStore(  # type: ignore[attr-defined]
-                LOOPBACK, self.port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+                address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
             )
 
     def environment(self, rank: int, world_size: int) -> dict[str, str]:
         """What worker `rank` needs to find the store, in the variables that torch.distributed knows too."""
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        return place | {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(self.port), _SUPERVISED: str(self.port)}
+        return place | {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port), _SUPERVISED: str(self.port)}
 
     def close(self) -> None:
         self._store = None
@@ -95,7 +96,7 @@ def join() -> Meeting:
         raise ConfigError("this process has no rank: RANK and WORLD_SIZE are not set; start it with torchrun or offbeat train")
     if _SUPERVISED in os.environ:
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-            LOOPBACK, int(os.environ[_SUPERVISED]), is_master=False, wait_for_workers=False, timeout=_PATIENCE
+            os.environ["MASTER_ADDR"], int(os.environ[_SUPERVISED]), is_master=False, wait_for_workers=False, timeout=_PATIENCE
         )
     else:
         _require(("MASTER_ADDR", "MASTER_PORT"), launch)

@@ -16,13 +16,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Final, Self
 
 from offbeat.errors import PeerError
-from offbeat.lab.progress import EXIT_STOPPED, PIPE_VARIABLE, Failure, Progress, decode
+from offbeat.lab.cluster import Cluster, Fault, SpeedChange
+from offbeat.lab.config import RunConfig
+from offbeat.lab.emulation import Emulation
+from offbeat.lab.options import strategy_type
+from offbeat.lab.progress import EXIT_STOPPED, PIPE_VARIABLE, TURNS_VARIABLE, Failure, Paused, Progress, decode
 from offbeat.lab.records import last_step
 from offbeat.lab.rendezvous import LOOPBACK, StoreServer
 from offbeat.transport.connect import SECRET_VARIABLE
@@ -39,131 +44,283 @@ class _Worker:
     pipe: int
     unread: bytes = b""
     failure: Failure | None = None
+    progress: Progress | None = None
+    paused_at: int | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
 
 
 @dataclass(kw_only=True, slots=True)
-class _Watch:
-    """What the supervisor has seen and decided so far: `died` in order; deadlines on the monotonic clock."""
+class Interrupts:
+    """How often this process was asked to stop."""
 
-    num_interrupts: int = 0
-    died: list[int] = field(default_factory=list)
-    stop_deadline_s: float | None = None
-    fail_deadline_s: float | None = None
-    ended_by_us: set[int] = field(default_factory=set)
+    count: int = 0
 
 
-def supervise(run_directory: Path, num_workers: int, *, survives_death: bool, on_progress: Callable[[Progress], None]) -> bool:
+class Crew:
+    """The workers of one run. A context manager: none of them is left when it ends.
+
+    Args:
+        run_directory: a record with a config.json; workers write beside it.
+        config: what it says.
+        emulation: of the run's cluster, or of this machine as it is.
+        turns: whether workers train only up to the step that `let_go` names.
+        on_progress: called for each report of a worker.
+
+    Attributes:
+        remarks: what of the cluster's script could not be carried out.
+    """
+
+    def __init__(
+        self,
+        run_directory: Path,
+        config: RunConfig,
+        emulation: Emulation,
+        *,
+        turns: bool = False,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self.run_directory = run_directory
+        self.remarks: list[str] = []
+        self._config = config
+        self._emulation = emulation
+        self._turns = turns
+        self._on_progress = on_progress
+        self._survives_death = strategy_type(config.strategy).survives_death
+        self._workers: list[_Worker] = []
+        self._store: StoreServer | None = None
+        self._script = Script(config.cluster)
+        self._selector = selectors.DefaultSelector()
+        self._died: list[int] = []
+        self._ended_by_us: set[int] = set()
+        self._ended_by_script: set[int] = set()
+        self._num_interrupts = 0
+        self._stop_deadline_s: float | None = None
+        self._fail_deadline_s: float | None = None
+
+    def __enter__(self) -> Self:
+        self._store = self._emulation.call_inside(lambda: StoreServer(self._emulation.store_address))
+        secret = secrets.token_hex(32)
+        try:
+            for rank in range(self._config.workers):
+                self._workers.append(self._start(rank, secret))
+                self._selector.register(self._workers[rank].pipe, selectors.EVENT_READ, self._workers[rank])
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    @property
+    def over(self) -> bool:
+        """Whether every worker has ended and everything it wrote has been read."""
+        return not self._selector.get_map() and not any(worker.alive for worker in self._workers)
+
+    @property
+    def seconds(self) -> float:
+        """Training time of the worker that has trained longest."""
+        return max((worker.progress.seconds for worker in self._workers if worker.progress is not None), default=0.0)
+
+    @property
+    def paused_at(self) -> int | None:
+        """The step at which all living workers wait for the next turn; None while one of them still trains."""
+        living = [worker for worker in self._workers if worker.alive]
+        steps = [worker.paused_at for worker in living if worker.paused_at is not None]
+        return min(steps) if living and len(steps) == len(living) else None
+
+    def let_go(self, until_step: int) -> None:
+        """Let the workers train up to `until_step`."""
+        for worker in self._workers:
+            worker.paused_at = None
+            self._apply_speed(worker.rank)
+            with suppress(OSError):  # a worker that is gone is noticed elsewhere
+                assert worker.process.stdin is not None
+                worker.process.stdin.write(f"{until_step}\n".encode())
+                worker.process.stdin.flush()
+
+    def poll(self, timeout_s: float) -> None:
+        """Pass reports on for up to `timeout_s`, and do what is due: the script, stopping, ending after a death."""
+        for key, _ in self._selector.select(timeout_s):
+            if not self._read(key.data):
+                self._selector.unregister(key.fileobj)
+        for action in self._script.due(self.seconds):
+            self._carry_out(action)
+        self._act()
+
+    def interrupt(self) -> None:
+        """Ask the workers to write a checkpoint and stop; asked again, end them."""
+        self._num_interrupts += 1
+
+    def verdict(self) -> bool:
+        """Whether the run finished; False when it was interrupted and has written a checkpoint.
+
+        Raises:
+            PeerError: a worker died or failed; the message names it and says how to go on.
+        """
+        workers = self._workers
+        codes = {worker.rank: worker.process.returncode for worker in workers}
+        if all(code == 0 for code in codes.values()):
+            return True
+        if all(code in (0, EXIT_STOPPED) for code in codes.values()):
+            return False
+        if self._survives_death and EXIT_STOPPED not in codes.values() and 0 in codes.values():
+            return True
+        if self._num_interrupts and not any(worker.failure for worker in workers):
+            raise PeerError(f"interrupted before the workers could write a checkpoint{_hint(self.run_directory)}")
+        guilty = min(
+            (worker for worker in workers if codes[worker.rank] not in (0, EXIT_STOPPED)),
+            key=lambda worker: (worker.rank in self._ended_by_us, _is_witness(worker), self._died.index(worker.rank)),
+        )
+        if guilty.rank in self._ended_by_script:
+            what = f"worker {guilty.rank} was killed, as the cluster description says, and {self._config.strategy} cannot go on"
+            raise PeerError(f"{what} without it{_hint(self.run_directory)}", rank=guilty.rank)
+        raise PeerError(_describe(self.run_directory, guilty) + _hint(self.run_directory), rank=guilty.rank)
+
+    def _start(self, rank: int, secret: str) -> _Worker:
+        assert self._store is not None
+        reading, writing = os.pipe()
+        placement = self._emulation.placement(rank)
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+            "OFFBEAT_INTERFACE": LOOPBACK,
+            PIPE_VARIABLE: str(writing),
+            SECRET_VARIABLE: secret,
+        } | ({TURNS_VARIABLE: "1"} if self._turns else {})
+        environment |= self._store.environment(rank, self._config.workers) | dict(placement.environment)
+        arguments = [sys.executable, "-m", "offbeat.lab.worker", str(self.run_directory / "config.json")]
+        try:
+            with (self.run_directory / "logs" / f"rank-{rank}.log").open("ab") as log:
+                process = subprocess.Popen(
+                    [*placement.prefix, *arguments],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(writing,),
+                    start_new_session=True,
+                    env=os.environ | environment,
+                )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        self._emulation.admit(rank, process.pid)
+        return _Worker(rank=rank, process=process, pipe=reading)
+
+    def _read(self, worker: _Worker) -> bool:
+        """Take what `worker` has written; returns False at its end."""
+        chunk = os.read(worker.pipe, 65_536)
+        *lines, worker.unread = (worker.unread + chunk).split(b"\n")
+        for line in lines:
+            match decode(line):
+                case Failure() as failure:
+                    worker.failure = failure
+                case Paused(step=step):
+                    worker.paused_at = step
+                case Progress() as progress:
+                    worker.progress = progress
+                    self._on_progress(progress)
+        return bool(chunk)
+
+    def _act(self) -> None:
+        """Ask workers to stop after an interrupt; end them when one has died, or when stopping takes too long."""
+        now_s = time.monotonic()
+        alive = [worker for worker in self._workers if worker.alive]
+        if self._num_interrupts and self._stop_deadline_s is None:
+            self._stop_deadline_s = now_s + _STOP_S
+            for worker in alive:
+                worker.process.terminate()
+        dead = [worker.rank for worker in self._workers if worker.process.returncode not in (None, 0, EXIT_STOPPED)]
+        self._died += [rank for rank in dead if rank not in self._died]
+        if self._died and not self._survives_death and self._fail_deadline_s is None:
+            self._fail_deadline_s = now_s + _SETTLE_S
+        deadlines = [deadline for deadline in (self._stop_deadline_s, self._fail_deadline_s) if deadline is not None]
+        if self._num_interrupts > 1 or (deadlines and now_s > min(deadlines)):
+            self._ended_by_us |= {worker.rank for worker in alive}
+            _kill(alive)
+
+    def _carry_out(self, action: Fault | SpeedChange) -> None:
+        worker = self._workers[action.worker]
+        if isinstance(action, SpeedChange):
+            self._apply_speed(action.worker)
+        elif action.action in _SIGNALS:
+            if worker.alive:
+                self._ended_by_script |= {worker.rank} if action.action == "kill" else set()
+                os.killpg(worker.process.pid, _SIGNALS[action.action])
+        elif not self._emulation.set_link(action.worker, up=action.action == "mend"):
+            self.remarks.append(
+                f"not carried out: {action.action} worker {action.worker} at {action.at_s:g} s; it needs network namespaces"
+            )
+
+    def _apply_speed(self, rank: int) -> None:
+        if self._config.cluster is not None:
+            self._emulation.set_speed(rank, self._config.cluster.speed_at(rank, self.seconds))
+
+    def _close(self) -> None:
+        _kill(self._workers)
+        for worker in self._workers:
+            worker.process.wait()
+            assert worker.process.stdin is not None
+            with suppress(OSError):
+                worker.process.stdin.close()
+            os.close(worker.pipe)
+        self._selector.close()
+        if self._store is not None:
+            self._store.close()
+
+
+_SIGNALS: Final[Mapping[str, signal.Signals]] = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "continue": signal.SIGCONT,
+}
+
+
+class Script:
+    """What a cluster description says will happen during the run, in order of time."""
+
+    def __init__(self, cluster: Cluster | None) -> None:
+        actions: list[Fault | SpeedChange] = [] if cluster is None else [*cluster.faults, *cluster.changes]
+        self._left = sorted(actions, key=lambda action: action.at_s)
+
+    def due(self, seconds: float) -> list[Fault | SpeedChange]:
+        """What has become due by `seconds` of training and was not given out before."""
+        due = [action for action in self._left if action.at_s <= seconds]
+        self._left = self._left[len(due) :]
+        return due
+
+
+def supervise(
+    run_directory: Path, config: RunConfig, emulation: Emulation, *, on_progress: Callable[[Progress], None]
+) -> tuple[bool, list[str]]:
     """Run the workers of `run_directory/config.json` to their end.
 
     Args:
         run_directory: a record with a config.json; workers write beside it.
-        num_workers: how many to start.
-        survives_death: whether the others go on when one dies.
+        config: what it says.
+        emulation: of its cluster.
         on_progress: called for each report of a worker.
 
     Returns:
-        Whether they finished; False when they were interrupted and have written a checkpoint.
+        Whether they finished (False when they were interrupted and have written a checkpoint), and what of the cluster's
+        script could not be carried out.
 
     Raises:
         PeerError: a worker died or failed, or was interrupted before it could write a checkpoint. No worker is left.
     """
-    with ExitStack() as stack:
-        store = StoreServer()
-        stack.callback(store.close)
-        workers: list[_Worker] = []
-        stack.callback(_end_all, workers)
-        watch = stack.enter_context(_interrupts())
-        secret = secrets.token_hex(32)
-        for rank in range(num_workers):
-            environment = store.environment(rank, num_workers) | {SECRET_VARIABLE: secret}
-            workers.append(_start(run_directory, rank, environment))
-        _follow(workers, watch, survives_death=survives_death, on_progress=on_progress)
-        return _verdict(run_directory, workers, watch, survives_death=survives_death)
-
-
-def _start(run_directory: Path, rank: int, environment: Mapping[str, str]) -> _Worker:
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    reading, writing = os.pipe()
-    with (run_directory / "logs" / f"rank-{rank}.log").open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "offbeat.lab.worker", str(run_directory / "config.json")],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            pass_fds=(writing,),
-            start_new_session=True,
-            env=os.environ
-            | {
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": loopback,
-                "OFFBEAT_INTERFACE": LOOPBACK,
-                PIPE_VARIABLE: str(writing),
-            }
-            | dict(environment),
-        )
-    os.close(writing)
-    return _Worker(rank=rank, process=process, pipe=reading)
-
-
-def _follow(workers: list[_Worker], watch: _Watch, *, survives_death: bool, on_progress: Callable[[Progress], None]) -> None:
-    """Pass reports on until every worker has ended, by itself or because it had to."""
-    with selectors.DefaultSelector() as selector:
-        for worker in workers:
-            selector.register(worker.pipe, selectors.EVENT_READ, worker)
-        while any(worker.process.poll() is None for worker in workers) or selector.get_map():
-            for key, _ in selector.select(_POLL_S):
-                if not _read(key.data, on_progress):
-                    selector.unregister(key.fileobj)
-            _act(workers, watch, survives_death=survives_death)
-
-
-def _read(worker: _Worker, on_progress: Callable[[Progress], None]) -> bool:
-    """Take what `worker` has written; returns False at its end."""
-    chunk = os.read(worker.pipe, 65_536)
-    *lines, worker.unread = (worker.unread + chunk).split(b"\n")
-    for line in lines:
-        report = decode(line)
-        if isinstance(report, Failure):
-            worker.failure = report
-        else:
-            on_progress(report)
-    return bool(chunk)
-
-
-def _act(workers: list[_Worker], watch: _Watch, *, survives_death: bool) -> None:
-    """Ask workers to stop after an interrupt; end them when one has died, or when stopping takes too long."""
-    now_s = time.monotonic()
-    alive = [worker for worker in workers if worker.process.poll() is None]
-    if watch.num_interrupts and watch.stop_deadline_s is None:
-        watch.stop_deadline_s = now_s + _STOP_S
-        for worker in alive:
-            worker.process.terminate()
-    dead = [worker.rank for worker in workers if worker.process.returncode not in (None, 0, EXIT_STOPPED)]
-    watch.died += [rank for rank in dead if rank not in watch.died]
-    if watch.died and not survives_death and watch.fail_deadline_s is None:
-        watch.fail_deadline_s = now_s + _SETTLE_S
-    deadlines = [deadline for deadline in (watch.stop_deadline_s, watch.fail_deadline_s) if deadline is not None]
-    if watch.num_interrupts > 1 or (deadlines and now_s > min(deadlines)):
-        watch.ended_by_us |= {worker.rank for worker in alive}
-        _kill(alive)
-
-
-def _verdict(run_directory: Path, workers: list[_Worker], watch: _Watch, *, survives_death: bool) -> bool:
-    """Whether the run finished, or the error that says who is to blame."""
-    codes = {worker.rank: worker.process.returncode for worker in workers}
-    if all(code == 0 for code in codes.values()):
-        return True
-    if all(code in (0, EXIT_STOPPED) for code in codes.values()):
-        return False
-    if survives_death and EXIT_STOPPED not in codes.values() and 0 in codes.values():
-        return True
-    if watch.num_interrupts and not any(worker.failure for worker in workers):
-        raise PeerError(f"interrupted before the workers could write a checkpoint{_hint(run_directory)}")
-    guilty = min(
-        (worker for worker in workers if codes[worker.rank] not in (0, EXIT_STOPPED)),
-        key=lambda worker: (worker.rank in watch.ended_by_us, _is_witness(worker), watch.died.index(worker.rank)),
-    )
-    raise PeerError(_describe(run_directory, guilty) + _hint(run_directory), rank=guilty.rank)
+    with interrupts() as interrupted, Crew(run_directory, config, emulation, on_progress=on_progress) as crew:
+        told = 0
+        while not crew.over:
+            while told < interrupted.count:
+                crew.interrupt()
+                told += 1
+            crew.poll(_POLL_S)
+        return crew.verdict(), crew.remarks
 
 
 def _is_witness(worker: _Worker) -> bool:
@@ -197,29 +354,20 @@ def _kill(workers: list[_Worker]) -> None:
             os.killpg(worker.process.pid, signal.SIGKILL)  # its own session: whatever it started goes with it
 
 
-def _end_all(workers: list[_Worker]) -> None:
-    _kill(workers)
-    for worker in workers:
-        worker.process.wait()
-        assert worker.process.stdin is not None
-        worker.process.stdin.close()
-        os.close(worker.pipe)
-
-
 @contextmanager
-def _interrupts() -> Iterator[_Watch]:
+def interrupts() -> Iterator[Interrupts]:
     """Count SIGINT and SIGTERM in place of being ended by them. Elsewhere than in the main thread, only watch workers."""
-    watch = _Watch()
+    interrupted = Interrupts()
 
     def count(number: int, frame: FrameType | None) -> None:
-        watch.num_interrupts += 1
+        interrupted.count += 1
 
     if threading.current_thread() is not threading.main_thread():
-        yield watch
+        yield interrupted
         return
     before = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield watch
+        yield interrupted
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from offbeat.checkpoint import latest, verify
 from offbeat.errors import ConfigError, OffbeatError, RecordError
+from offbeat.lab.cluster import Cluster
 from offbeat.lab.config import Request, RunConfig, resolve, resolve_resume
-from offbeat.lab.options import strategy_type
+from offbeat.lab.emulation import emulate
 from offbeat.lab.progress import Progress
-from offbeat.lab.records import Record, Summary, begin_attempt, create, lock
+from offbeat.lab.records import Record, Summary, begin_attempt, create, lock, write_summary
 from offbeat.lab.rendezvous import Launch, join, launched, leave
 from offbeat.lab.schedule import Position
 from offbeat.lab.supervisor import supervise
@@ -78,17 +79,17 @@ def train(planned: Plan, on_progress: Watcher) -> Summary | None:
     if planned.launch is not None:
         return _join(planned, on_progress)
     directory = _directory(planned)
-    with lock(directory):
-        begin_attempt(directory, planned.config, start_step=planned.start_step)
-        supervise(
-            directory,
-            planned.config.workers,
-            survives_death=strategy_type(planned.config.strategy).survives_death,
-            on_progress=on_progress,
-        )
+    config = planned.config
+    with lock(directory), emulate(config.cluster or Cluster(workers=config.workers), mode=config.emulation) as emulation:
+        report = None if config.cluster is None else emulation.report
+        begin_attempt(directory, config, start_step=planned.start_step, emulation=report)
+        _, remarks = supervise(directory, config, emulation, on_progress=on_progress)
         summary = Record(directory).summary()
-    if summary is None:
-        raise RecordError(f"the workers ended without a summary; see {directory / 'logs'}")
+        if summary is None:
+            raise RecordError(f"the workers ended without a summary; see {directory / 'logs'}")
+        if remarks:
+            summary = summary.model_copy(update={"notices": [*summary.notices, *remarks]})
+            write_summary(summary)
     return summary
 
 

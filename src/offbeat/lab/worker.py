@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
+import resource
 import signal
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypedDict, cast
@@ -25,17 +23,21 @@ from typing import Any, TypedDict, cast
 import torch
 from torch import nn
 
-import offbeat
 from offbeat.checkpoint import Manifest, Tree, latest, read_shard, write_checkpoint
 from offbeat.errors import CheckpointError, OffbeatError
-from offbeat.lab.progress import EXIT_STOPPED, Failure, Progress, Reporter, pipe_reporter
-from offbeat.lab.records import EventWriter, Record, StepEvent, Summary, write_summary
+from offbeat.lab.attached import Attached, InSession, Meter
+from offbeat.lab.cluster import Cluster
+from offbeat.lab.config import RunConfig
+from offbeat.lab.gate import Gate
+from offbeat.lab.native import Native
+from offbeat.lab.pace import Pace
+from offbeat.lab.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Reporter, pipe_reporter
+from offbeat.lab.records import Record, Summary, write_summary
 from offbeat.lab.rendezvous import Meeting, join, leave
 from offbeat.lab.schedule import Position, Schedule
-from offbeat.lab.tasks import Task
-from offbeat.session import Session, reshard
-
-_REPORT_EVERY_S = 0.1
+from offbeat.lab.watch import Run, Watch
+from offbeat.session import attach_through, reshard
+from offbeat.transport.wrappers.delaying import Delaying, Delivery
 
 
 class _State(TypedDict):
@@ -47,21 +49,14 @@ class _State(TypedDict):
     random: torch.Tensor
 
 
-@dataclass(kw_only=True)
-class _Run:
-    """Everything one rank trains with."""
-
-    record: Record
-    meeting: Meeting
-    task: Task
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    session: Session
-    schedule: Schedule
-
-
-def train_rank(run_directory: Path, meeting: Meeting, report: Reporter) -> Summary | None:
+def train_rank(run_directory: Path, meeting: Meeting, report: Reporter, *, gate: Gate | None = None) -> Summary | None:
     """Train as rank `meeting.rank` what `run_directory/config.json` says, from its checkpoint if the attempt is a resume.
+
+    Args:
+        run_directory: the record.
+        meeting: of this run's ranks.
+        report: hears how far this rank is.
+        gate: whose turn it is; None trains without pause.
 
     Returns:
         The summary, on rank 0; it has been written too.
@@ -76,112 +71,100 @@ def train_rank(run_directory: Path, meeting: Meeting, report: Reporter) -> Summa
     task = config.build_task()
     model = task.build_model(config.seed)
     optimizer = task.optimizer(model)
-    with offbeat.attach(model, optimizer, config.build_strategy()) as session, _stop_requests() as stop_requested:
-        position = _restore(record, meeting, model, optimizer, session) if start_step else Position()
-        schedule = Schedule(config, task, position, rank=meeting.rank, world_size=meeting.world_size)
-        run = _Run(
-            record=record, meeting=meeting, task=task, model=model, optimizer=optimizer, session=session, schedule=schedule
+    in_user_space = record.emulation is not None and record.emulation.kind == "delaying"
+    with (
+        _attach(config, meeting, model, optimizer, in_user_space=in_user_space) as attached,
+        _stop_requests() as stop_requested,
+    ):
+        position = _restore(record, meeting, model, optimizer, attached) if start_step else Position()
+        run = Run(
+            record=record,
+            meeting=meeting,
+            task=task,
+            model=model,
+            optimizer=optimizer,
+            attached=attached,
+            schedule=Schedule(config, task, position, rank=meeting.rank, world_size=meeting.world_size),
+            pace=Pace(config.cluster, meeting.rank, by_sleeping=in_user_space),
         )
-        watch = _Watch(run, report)
+        watch = Watch(run, report)
         try:
-            _train(run, watch, stop_requested)
+            _train(run, watch, gate or Gate.open(), stop_requested)
         finally:
             watch.close()
-        _save(run)
+        if config.checkpoint_every is not None:
+            _save(run)
     return _conclude(run, watch)
 
 
-def _train(run: _Run, watch: _Watch, stop_requested: threading.Event) -> None:
-    task, model, optimizer, schedule = run.task, run.model, run.optimizer, run.schedule
+def _attach(
+    config: RunConfig, meeting: Meeting, model: nn.Module, optimizer: torch.optim.Optimizer, *, in_user_space: bool
+) -> Attached:
+    """Put the run's strategy to work; `in_user_space` imitates the cluster's links there."""
+    recipe = config.build_strategy()
+    delay = None if config.cluster is None or not in_user_space else _link_delay(config.cluster, meeting.rank)
+    if isinstance(recipe, Native):
+        return recipe.attach(model, optimizer, Meter(meeting.world_size, rank=meeting.rank, delay=delay))
+    wrap = (lambda driver: driver) if delay is None else (lambda driver: Delaying(driver, delay))
+    return InSession(model, optimizer, attach_through(wrap, model, optimizer, recipe))
+
+
+def _link_delay(cluster: Cluster, rank: int) -> Callable[[Delivery], float]:
+    link = cluster.link_of(rank)
+    return lambda delivery: delivery.num_messages * link.latency_s + delivery.num_bytes / link.bytes_per_s
+
+
+def _train(run: Run, watch: Watch, gate: Gate, stop_requested: threading.Event) -> None:
+    task, attached, schedule, pace = run.task, run.attached, run.schedule, run.pace
+    config = run.record.config
 
     def should_stop(steps_done: int) -> bool:
+        if gate.closed(steps_done):
+            watch.paused()
+            gate.wait(steps_done, stop_requested)
+            watch.restart()
         if stop_requested.is_set():
             # Nobody can finish the coming step without this rank, so all ranks read this before the step after it.
             run.meeting.stop_at(steps_done + 1)
         agreed = run.meeting.stop_step()
         return agreed is not None and steps_done >= agreed
 
+    if config.eval_every is not None and schedule.position.step == 0:
+        _evaluate(run, watch)
     for batch in schedule.batches(should_stop):
-        loss = task.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        pace.begin(schedule.position.step + 1)
+        loss = task.loss(attached.module, batch)
+        pace.before_backward(watch.seconds)
+        with pace.backward():
+            attached.backward(loss)
+        attached.optimizer.step()
+        attached.optimizer.zero_grad()
 
         schedule.advance()
         watch.step_done(loss=loss.item(), batch_size=len(batch[0]))
-        if schedule.position.step % run.record.config.checkpoint_every == 0:
+        step = schedule.position.step
+        if config.checkpoint_every is not None and step % config.checkpoint_every == 0:
             _save(run)
             watch.restart()
+        if config.eval_every is not None and step % config.eval_every == 0 and step < schedule.target:
+            _evaluate(run, watch)
 
 
-class _Watch:
-    """Writes the event of each step and reports progress a few times a second."""
-
-    def __init__(self, run: _Run, report: Reporter) -> None:
-        self._run = run
-        self._report = report
-        self._events = EventWriter(run.record.path, rank=run.meeting.rank, attempt=len(run.record.attempts) - 1)
-        self._before = self.first = run.session.stats
-        self.first_step = run.schedule.position.step
-        self.seconds = 0.0
-        self.last_loss: float | None = None
-        self._since_s = self._reported_s = time.perf_counter()
-        self._seconds_reported, self._stats_reported, self._step_reported = 0.0, self.first, self.first_step
-
-    def step_done(self, *, loss: float, batch_size: int) -> None:
-        now_s = time.perf_counter()
-        step_s, stats, before = now_s - self._since_s, self._run.session.stats, self._before
-        encode_s, wait_s = stats.encode_s - before.encode_s, stats.wait_s - before.wait_s
-        self._events.add(
-            StepEvent(
-                step=self._run.schedule.position.step,
-                loss=loss if math.isfinite(loss) else None,
-                batch_size=batch_size,
-                compute_s=max(0.0, step_s - encode_s - wait_s),
-                encode_s=encode_s,
-                wait_s=wait_s,
-                bytes_sent=stats.bytes_sent - before.bytes_sent,
-                skipped=stats.skipped_steps > before.skipped_steps,
-                arrivals=self._run.session.take_arrivals(),
-            )
-        )
-        self.seconds += step_s
-        self._before, self.last_loss = stats, loss
-        if now_s - self._reported_s >= _REPORT_EVERY_S or self._run.schedule.position.step >= self._run.schedule.target:
-            self._tell(now_s)
-        self.restart()
-
-    def restart(self) -> None:
-        """Leave out what happened since the last step, such as a checkpoint."""
-        self._since_s = time.perf_counter()
-
-    def close(self) -> None:
-        self._events.close()
-
-    def _tell(self, now_s: float) -> None:
-        position, stats = self._run.schedule.position, self._before
-        num_steps = max(1, position.step - self._step_reported)
-        seconds = max(1e-9, self.seconds - self._seconds_reported)
-        self._report(
-            Progress(
-                rank=self._run.meeting.rank,
-                pid=os.getpid(),
-                step=position.step,
-                target=self._run.schedule.target,
-                loss=self.last_loss or 0.0,
-                wait_share=min(1.0, (stats.wait_s - self._stats_reported.wait_s) / seconds),
-                bytes_per_step=(stats.bytes_sent - self._stats_reported.bytes_sent) / num_steps,
-            )
-        )
-        self._reported_s, self._seconds_reported = now_s, self.seconds
-        self._stats_reported, self._step_reported = stats, position.step
+def _evaluate(run: Run, watch: Watch) -> None:
+    """Measure the metric on rank 0, in nobody's training time."""
+    if run.meeting.rank == 0:
+        run.model.eval()
+        watch.measured(run.task.evaluate(run.model))
+        run.model.train()
+    run.meeting.barrier()
+    watch.restart()
 
 
-def _save(run: _Run) -> None:
+def _save(run: Run) -> None:
     tree = _State(
         model=run.model.state_dict(),
         optimizer=run.optimizer.state_dict(),
-        session=run.session.state_dict(),
+        session=run.attached.state_dict(),
         random=torch.get_rng_state(),
     )
     write_checkpoint(
@@ -196,7 +179,7 @@ def _save(run: _Run) -> None:
 
 
 def _restore(
-    record: Record, meeting: Meeting, model: nn.Module, optimizer: torch.optim.Optimizer, session: Session
+    record: Record, meeting: Meeting, model: nn.Module, optimizer: torch.optim.Optimizer, attached: Attached
 ) -> Position:
     manifest, start_step = latest(record.checkpoint_root), record.attempts[-1].start_step
     if manifest.step != start_step:
@@ -206,10 +189,12 @@ def _restore(
     tree = _shard(manifest, meeting.rank % manifest.world_size)
     model.load_state_dict(tree["model"])
     optimizer.load_state_dict(tree["optimizer"])
+    session = attached.session if isinstance(attached, InSession) else None
     if manifest.world_size == meeting.world_size:
-        session.load_state_dict(tree["session"])
+        if session is not None:
+            session.load_state_dict(tree["session"])
         torch.set_rng_state(tree["random"])
-    else:
+    elif session is not None:
         states = [_shard(manifest, rank)["session"] for rank in range(manifest.world_size)]
         session.load_state_dict(reshard(states, meeting.world_size, meeting.rank))
     return Position.from_json(manifest.metadata.get("position"))
@@ -222,17 +207,27 @@ def _shard(manifest: Manifest, rank: int) -> _State:
     return cast(_State, tree)
 
 
-def _conclude(run: _Run, watch: _Watch) -> Summary | None:
+def _conclude(run: Run, watch: Watch) -> Summary | None:
     """Compare the replicas, measure the model on rank 0, and write the summary."""
-    config, step, last = run.record.config, run.schedule.position.step, run.session.stats
-    num_steps = step - watch.first_step
-    bytes_per_step = (last.bytes_sent - watch.first.bytes_sent) / num_steps if num_steps else 0.0
-    shared = run.meeting.share("end", json.dumps({"digest": digest(run.model), "bytes_per_step": bytes_per_step}))
+    config, step, last = run.record.config, run.schedule.position.step, run.attached.stats
+    num_steps = max(1, step - watch.first_step)
+    mine = {
+        "digest": digest(run.model),
+        "bytes_per_step": (last.bytes_sent - watch.first.bytes_sent) / num_steps,
+        "messages_per_step": (last.messages_sent - watch.first.messages_sent) / num_steps,
+        "num_samples": watch.num_samples,
+        "peak_memory_bytes": _peak_memory_bytes(),
+        "notices": [*run.attached.notices, *_pace_notices(run, num_steps)],
+    }
+    ends = [json.loads(text) for text in run.meeting.share("end", json.dumps(mine))]
     if run.meeting.rank != 0:
         return None
-    ends = [json.loads(text) for text in shared]
     stopped = step < run.schedule.target
-    run.model.eval()
+    metric = None
+    if not stopped:
+        run.model.eval()
+        metric = run.task.evaluate(run.model)
+        watch.measured(metric)
     summary = Summary(
         status="stopped" if stopped else "finished",
         task=config.task,
@@ -240,22 +235,38 @@ def _conclude(run: _Run, watch: _Watch) -> Summary | None:
         workers=config.workers,
         world_size=run.meeting.world_size,
         steps=step,
-        metric=None if stopped else run.task.evaluate(run.model),
+        metric=metric,
         metric_name=run.task.metric_name,
+        higher_is_better=run.task.higher_is_better,
         loss=watch.last_loss,
         seconds=watch.seconds,
-        steps_per_s=num_steps / watch.seconds if watch.seconds else 0.0,
+        steps_per_s=(step - watch.first_step) / watch.seconds if watch.seconds else 0.0,
+        samples_per_s=sum(end["num_samples"] for end in ends) / watch.seconds if watch.seconds else 0.0,
         bytes_sent_per_step=sum(end["bytes_per_step"] for end in ends) / len(ends),
+        messages_sent_per_step=sum(end["messages_per_step"] for end in ends) / len(ends),
+        peak_memory_bytes=[end["peak_memory_bytes"] for end in ends],
         skipped_steps=last.skipped_steps - watch.first.skipped_steps,
         num_parameters=sum(parameter.numel() for parameter in run.model.parameters()),
         parameters_sha256=ends[0]["digest"],
         replicas_identical=len({end["digest"] for end in ends}) == 1,
         resumed_from_step=watch.first_step or None,
-        notices=list(run.session.notices),
+        notices=list(dict.fromkeys(notice for end in ends for notice in end["notices"])),
         run_directory=str(run.record.path),
     )
     write_summary(summary)
     return summary
+
+
+def _pace_notices(run: Run, num_steps: int) -> list[str]:
+    if run.pace.num_late * 20 < num_steps:
+        return []
+    what = f"worker {run.meeting.rank} computed for longer than the emulated step in {run.pace.num_late} of {num_steps} steps"
+    return [f"{what}; give a longer --step-time, or fewer workers"]
+
+
+def _peak_memory_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def digest(model: nn.Module) -> str:
@@ -283,26 +294,27 @@ def _stop_requests() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _end_with_supervisor() -> None:
-    """Die when standard input closes: the supervisor holds its other end, and may itself have been killed."""
+def _listen_to_supervisor(gate: Gate) -> None:
+    """Obey lines on standard input; die when it closes: the supervisor holds its other end, and may have been killed."""
 
-    def watch() -> None:
-        while os.read(sys.stdin.fileno(), 1):
-            pass
+    def listen() -> None:
+        for line in sys.stdin:
+            gate.move(int(line))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
+    threading.Thread(target=listen, name="supervisor-watch", daemon=True).start()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of a supervised worker; returns its exit status."""
     (config_path,) = sys.argv[1:] if arguments is None else arguments
-    _end_with_supervisor()
+    gate = Gate(0) if TURNS_VARIABLE in os.environ else Gate.open()
+    _listen_to_supervisor(gate)
     report = pipe_reporter()
     meeting: Meeting | None = None
     try:
         meeting = join()
-        summary = train_rank(Path(config_path).parent, meeting, report)
+        summary = train_rank(Path(config_path).parent, meeting, report, gate=gate)
         leave()
     except Exception as error:  # noqa: BLE001 - the supervisor wants to know of every kind
         message = str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}"

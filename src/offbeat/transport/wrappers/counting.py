@@ -112,6 +112,7 @@ class Counting(Wrapper):
         self.traffic = Traffic()
         # bounded, for whoever never takes them: the oldest go first
         self._arrivals: deque[Arrival] = deque(maxlen=_MAX_ARRIVALS)
+        self._ready_at_s: float | None = None
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
@@ -128,11 +129,17 @@ class Counting(Wrapper):
         """Count from zero again."""
         self.traffic = Traffic()
         self._arrivals.clear()
+        self._ready_at_s = None
 
     def take_arrivals(self) -> list[Arrival]:
         """The arrivals since the last call, oldest first; at most the latest 65,536."""
         taken = list(self._arrivals)
         self._arrivals.clear()
+        return taken
+
+    def take_ready_at_s(self) -> float | None:
+        """When this rank first stood still for the others since the last call, on the driver's clock; None if it never did."""
+        taken, self._ready_at_s = self._ready_at_s, None
         return taken
 
     def _add(self, traffic: Traffic) -> None:
@@ -163,6 +170,8 @@ class _Timed:
     def wait(self) -> Any:
         counting, channel = self._counting, self._channel
         entered_s = counting.now_s(channel)
+        if counting._ready_at_s is None:
+            counting._ready_at_s = entered_s
         try:
             result = self._ticket.wait()
         finally:

@@ -1,0 +1,19 @@
+"""The cluster description: one small TOML file, read here, emulated by the lab, simulated by the virtual driver."""
+
+from offbeat.lab.cluster.flags import from_flags
+from offbeat.lab.cluster.model import Cluster
+from offbeat.lab.cluster.parts import Fault, LinkSpec, SpeedChange, Straggling
+from offbeat.lab.cluster.reading import PRESETS, load, parse_cluster, preset
+
+__all__ = [
+    "PRESETS",
+    "Cluster",
+    "Fault",
+    "LinkSpec",
+    "SpeedChange",
+    "Straggling",
+    "from_flags",
+    "load",
+    "parse_cluster",
+    "preset",
+]

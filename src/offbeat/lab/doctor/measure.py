@@ -1,0 +1,106 @@
+"""Measures the network between the workers that this command was started on. Collective: every worker calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+from offbeat.exchange.choice import CheapestCollective
+from offbeat.lab.doctor.pairs import PairLink, measure_pairs
+from offbeat.lab.doctor.sockets import Listening, own_sockets, sockets_at
+from offbeat.lab.rendezvous import join, leave
+from offbeat.planning.costs import Network
+from offbeat.transport.connect import connect
+from offbeat.transport.driver import Driver, Stream
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """Where one rank runs, and with what."""
+
+    name: str
+    torch: str
+    num_threads: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """What the workers found together; the same on every rank.
+
+    Attributes:
+        world_size: number of workers.
+        device: of the tensors that were reduced, "cpu" or "cuda".
+        hosts: one a rank.
+        network: what messages and dense all-reduces cost the slowest rank, and selection.
+        pairs: what messages between any two of them cost.
+        listening: sockets that accept connections, of all ranks, while they train.
+    """
+
+    world_size: int
+    device: str
+    hosts: list[Host]
+    network: Network
+    pairs: list[PairLink]
+    listening: list[Listening]
+
+    @property
+    def on_one_host(self) -> bool:
+        return len({host.name for host in self.hosts}) == 1
+
+
+def measure() -> Measurement:
+    """Join the other workers, open what a session opens, measure, look at what listens, and part.
+
+    Raises:
+        OffbeatError: the workers cannot find or reach each other.
+    """
+    opened: dict[str, frozenset[tuple[str, int]]] = {"before": own_sockets()}
+    meeting = join()
+    opened["process group"] = own_sockets()
+    has_device = int(os.environ.get("LOCAL_RANK", meeting.rank)) < torch.cuda.device_count()
+    device = "cuda" if set(meeting.share("cuda", str(has_device))) == {"True"} else "cpu"
+    driver = connect(cuda=device == "cuda")
+    try:
+        opened["offbeat"] = own_sockets()
+        network, pairs = _probe(driver, device)
+    finally:
+        driver.close()
+    host = Host(name=platform.node(), torch=str(torch.__version__), num_threads=torch.get_num_threads())
+    sockets = _by_owner(opened, meeting.rank)
+    hosts = [Host(**json.loads(said)) for said in meeting.share("host", json.dumps(asdict(host)))]
+    found = meeting.share("sockets", json.dumps([asdict(socket) for socket in sockets]))
+    leave()
+    return Measurement(
+        world_size=meeting.world_size,
+        device=device,
+        hosts=hosts,
+        network=network,
+        pairs=pairs,
+        listening=[Listening(**socket) for said in found for socket in json.loads(said)],
+    )
+
+
+def _probe(driver: Driver, device: str) -> tuple[Network, list[PairLink]]:
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", driver.rank)))
+    stream = Stream(0)
+    sample = torch.zeros(1, device=device)
+    choice = CheapestCollective.measure(driver, stream, sample=sample, notify=lambda notice: None)
+    return choice.network, driver.run(measure_pairs(driver.rank, driver.world_size), stream.next())
+
+
+def _by_owner(opened: Mapping[str, frozenset[tuple[str, int]]], rank: int) -> list[Listening]:
+    """What was opened after each step belongs to whom the step is named after; on rank 0 the store's, whoever runs it."""
+    port = int(os.environ.get("MASTER_PORT", "0"))
+    stores = sockets_at(port) if rank == 0 else frozenset()
+    owners = dict.fromkeys(stores, "rendezvous store")
+    known = opened["before"]
+    for owner in ("process group", "offbeat"):
+        owners = dict.fromkeys(opened[owner] - known, owner) | owners
+        known |= opened[owner]
+    return sorted(Listening(address=address, port=port, owner=owner, rank=rank) for (address, port), owner in owners.items())

@@ -1,0 +1,181 @@
+"""From the records of runs to figures. Reads records only; what the figures mean in words is in `offbeat.lab.verdict`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from offbeat.lab.breakdown import Steps, read_steps
+from offbeat.lab.comparison import Comparison, Difference, Measure
+from offbeat.lab.records import Evaluation, Record, Summary
+from offbeat.lab.statistics import Estimate, blocks, compare, estimate
+from offbeat.lab.verdict import findings, verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Run:
+    """One finished run."""
+
+    summary: Summary
+    steps: Steps
+    evaluations: Sequence[Evaluation]
+
+    @property
+    def block_s(self) -> Sequence[float]:
+        """Seconds a step, in blocks of steps; a step takes as long as the ranks' mean."""
+        return list(map(float, blocks(self.steps.duration_s.mean(axis=0))))
+
+    @property
+    def batch_size(self) -> float:
+        """Samples a step, all workers together."""
+        return float(self.steps.batch_size.sum(axis=0).mean())
+
+
+def judge(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) -> Comparison:
+    """`comparison` with measures, differences, verdict and findings.
+
+    Args:
+        directory: the comparison's.
+        comparison: with contestants that have run, and failures noted.
+        alone: by seed, the run in which the workers exchanged nothing; where it is missing there is no efficiency.
+    """
+    runs = {
+        contestant.label: [_read(directory / path) for path in contestant.runs]
+        for contestant in comparison.contestants
+        if contestant.failure is None
+    }
+    target = comparison.target if comparison.target is not None else _common_level(runs, comparison.higher_is_better)
+    ceiling = {seed: _samples_per_s(run) for seed, path in alone.items() if (run := _read(path)) is not None}
+    contestants = [
+        contestant.model_copy(
+            update={
+                "measures": _measures(runs[contestant.label], comparison, target, ceiling),
+                "lateness_s": _mean_lateness_s(runs[contestant.label]),
+                "notices": _notices(runs[contestant.label]),
+            }
+        )
+        if contestant.label in runs
+        else contestant
+        for contestant in comparison.contestants
+    ]
+    judged = comparison.model_copy(update={"contestants": contestants, "target": target})
+    samples = {label: [s for run in of if run is not None for s in run.block_s] for label, of in runs.items()}
+    judged = judged.model_copy(update={"differences": _differences(judged, samples)})
+    return judged.model_copy(update={"verdict": verdict(judged), "findings": findings(judged)})
+
+
+def _read(path: Path) -> _Run | None:
+    record = Record(path)
+    summary = record.summary()
+    if summary is None or summary.status != "finished":
+        return None
+    return _Run(summary=summary, steps=read_steps(record), evaluations=record.evaluations())
+
+
+def _common_level(runs: Mapping[str, Sequence[_Run | None]], higher_is_better: bool) -> float | None:
+    """The best metric that every run has reached at some time."""
+    best = max if higher_is_better else min
+    reached = [
+        best(evaluation.metric for evaluation in run.evaluations)
+        for of in runs.values()
+        for run in of
+        if run is not None and run.evaluations
+    ]
+    return (min if higher_is_better else max)(reached) if reached else None
+
+
+def _measures(
+    runs: Sequence[_Run | None], comparison: Comparison, target: float | None, ceiling: Mapping[int, float]
+) -> dict[Measure, Estimate]:
+    reached = [_reach(run, target, comparison.higher_is_better) for run in runs]
+    block_s = [s for run in runs if run is not None for s in run.block_s]
+    step_s = [None if run is None else float(np.median(run.block_s)) for run in runs]
+    per_step = next((run.batch_size for run in runs if run is not None), 0.0)
+    rates = [None if run is None else _samples_per_s(run) for run in runs]
+    best = float(np.median(list(ceiling.values()))) if ceiling else None
+    measures: dict[Measure, Estimate] = {
+        "time_to_target_s": estimate([None if r is None else r[0] for r in reached]),
+        "steps_to_target": estimate([None if r is None else r[1] for r in reached]),
+        "final_metric": estimate([None if run is None else run.summary.metric for run in runs]),
+        "step_s": estimate(step_s, block_s),
+        "steps_per_s": estimate([s and 1 / s for s in step_s], [1 / s for s in block_s]),
+        "samples_per_s": estimate(rates, [per_step / s for s in block_s]),
+        "bytes_per_step": estimate([None if run is None else run.summary.bytes_sent_per_step for run in runs]),
+        "messages_per_step": estimate([None if run is None else run.summary.messages_sent_per_step for run in runs]),
+        "peak_memory_bytes": estimate([None if run is None else float(max(run.summary.peak_memory_bytes)) for run in runs]),
+    }
+    if best:
+        measures["efficiency"] = estimate([rate and rate / best for rate in rates], [per_step / s / best for s in block_s])
+    shares = [None if run is None else _shares(run.steps) for run in runs]
+    for name in ("share_compute", "share_encode", "share_wait", "share_transfer"):
+        measures[name] = estimate([None if share is None else share[name] for share in shares])
+    return measures
+
+
+def _samples_per_s(run: _Run) -> float:
+    return run.batch_size / float(np.median(run.block_s))
+
+
+def _shares(steps: Steps) -> dict[Measure, float]:
+    total_s = float(steps.duration_s.sum()) or 1.0
+    late_s, wait_s = float(steps.waiting_for_others_s().sum()), float(steps.wait_s.sum())
+    return {
+        "share_compute": float(steps.compute_s.sum()) / total_s,
+        "share_encode": float(steps.encode_s.sum()) / total_s,
+        "share_wait": late_s / total_s,
+        "share_transfer": (wait_s - late_s) / total_s,
+    }
+
+
+def _reach(run: _Run | None, target: float | None, higher_is_better: bool) -> tuple[float, float] | None:
+    """(seconds, steps) when the metric reached the target, read off a straight line between measurements."""
+    if run is None or target is None:
+        return None
+    sign = 1 if higher_is_better else -1
+    before: Evaluation | None = None
+    for evaluation in run.evaluations:
+        gained = sign * (evaluation.metric - target)
+        if gained >= 0:
+            if before is None:
+                return evaluation.seconds, float(evaluation.step)
+            missing = sign * (target - before.metric)
+            part = missing / (missing + gained) if missing + gained else 1.0
+            return (
+                before.seconds + part * (evaluation.seconds - before.seconds),
+                before.step + part * (evaluation.step - before.step),
+            )
+        before = evaluation
+    return None
+
+
+def _mean_lateness_s(runs: Sequence[_Run | None]) -> list[float]:
+    late = [run.steps.lateness_s() for run in runs if run is not None]
+    late = [matrix for matrix in late if np.isfinite(matrix).any()]
+    return (
+        [float(np.nanmean(np.concatenate([matrix[rank] for matrix in late]))) for rank in range(len(late[0]))] if late else []
+    )
+
+
+def _notices(runs: Sequence[_Run | None]) -> list[str]:
+    notices = list(dict.fromkeys(notice for run in runs if run is not None for notice in run.summary.notices))
+    skipped = sum(run.summary.skipped_steps for run in runs if run is not None)
+    return notices + ([f"{skipped} steps were skipped, since some gradient was not finite"] if skipped else [])
+
+
+def _differences(comparison: Comparison, samples: Mapping[str, Sequence[float]]) -> list[Difference]:
+    """Every pair of contestants, by the time to the target and by the time of a step."""
+    able = [contestant for contestant in comparison.contestants if contestant.label in samples]
+    found = []
+    for place, a in enumerate(able):
+        for b in able[place + 1 :]:
+            for measure in ("time_to_target_s", "step_s"):
+                first, second = a.measures[measure], b.measures[measure]
+                if not first.median or not second.median:
+                    continue
+                fine = (samples[a.label], samples[b.label]) if measure == "step_s" else (None, None)
+                ratio = compare(first, second, *fine)
+                found.append(Difference(measure=measure, a=a.label, b=b.label, **ratio.model_dump()))
+    return found

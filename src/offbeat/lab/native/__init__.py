@@ -1,0 +1,16 @@
+"""What torch itself ships, to be measured beside offbeat's strategies: by name, on the command line only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from offbeat.lab.native.base import Native
+from offbeat.lab.native.ddp import DDP, BFloat16, Float16, PowerSGD
+from offbeat.lab.native.local import Alone, PostLocalSGD
+
+NATIVE: Final[Mapping[str, type[Native]]] = {
+    native.name: native for native in (DDP, Float16, BFloat16, PowerSGD, PostLocalSGD, Alone)
+}
+
+__all__ = ["NATIVE", "Native"]

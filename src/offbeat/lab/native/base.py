@@ -1,0 +1,29 @@
+"""What a strategy of torch's own looks like to the lab."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from offbeat.lab.attached import Attached, Meter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Native(ABC):
+    """A recipe that torch ships. Its options are its fields, as for offbeat's strategies."""
+
+    name: ClassVar[str]
+    survives_death: ClassVar[bool] = False
+    resumable: ClassVar[bool] = False
+    """Whether a checkpoint of model and optimizer is all there is to keep."""
+
+    def check(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with everything
+        """Raise `ConfigError` if it cannot work with these."""
+
+    @abstractmethod
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter) -> Attached:
+        """Put it around `model` and `optimizer`, over torch.distributed's default group. Collective."""

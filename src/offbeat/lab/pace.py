@@ -1,0 +1,77 @@
+"""Emulated compute, by sleeping: workers that are late, workers that are slow, and steps as long as an accelerator's.
+
+    sleep the straggling delay of this step
+    forward
+    sleep until forward and the coming backward together take what the cluster says
+    backward
+
+The pad comes before the backward pass, so that what a strategy overlaps with the backward pass still overlaps with it. How long
+the coming one will take is not known; it is taken to need as much CPU time as the one before, less what the strategy itself
+computed in it, which an emulated accelerator would not do for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from offbeat.lab.cluster import Cluster
+
+
+class Pace:
+    """One worker's clockwork.
+
+    Args:
+        cluster: None paces nothing.
+        rank: of this worker.
+        by_sleeping: whether a lower speed is to be imitated here, since no CPU quota does it.
+    """
+
+    def __init__(self, cluster: Cluster | None, rank: int, *, by_sleeping: bool) -> None:
+        self._cluster = cluster
+        self._rank = rank
+        self._by_sleeping = by_sleeping
+        self._backward_cpu_s = 0.0
+        self._began_s = 0.0
+        self.slept_s = 0.0
+        """In the current step."""
+        self.num_late = 0
+        """Steps whose own computing already took longer than it was to take altogether."""
+
+    def begin(self, step: int) -> None:
+        """Step `step`, counted from 1, begins: be late, if it is this worker's turn."""
+        self.slept_s = 0.0
+        if self._cluster is not None:
+            self._sleep(self._cluster.delay_s(self._rank, step))
+        self._began_s = time.monotonic()
+
+    def before_backward(self, elapsed_s: float) -> None:
+        """The forward pass is done. `elapsed_s`: training time so far, which decides about speeds that change."""
+        cluster = self._cluster
+        if cluster is None:
+            return
+        forward_s, speed = time.monotonic() - self._began_s, cluster.speed_at(self._rank, elapsed_s)
+        if cluster.step_s is not None:
+            left_s = cluster.step_s / speed - forward_s - self._backward_cpu_s
+            self.num_late += left_s < 0
+            self._sleep(left_s)
+        elif self._by_sleeping:
+            self._sleep((forward_s + self._backward_cpu_s) * (1 / speed - 1))
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward pass, to learn how long the next one will take."""
+        before_s = time.thread_time()
+        yield
+        self._backward_cpu_s = time.thread_time() - before_s
+
+    def not_compute(self, encode_s: float) -> None:
+        """Of the last backward pass, this much was the strategy's own work."""
+        self._backward_cpu_s = max(0.0, self._backward_cpu_s - encode_s)
+
+    def _sleep(self, duration_s: float) -> None:
+        if duration_s > 0:
+            begun_s = time.monotonic()
+            time.sleep(duration_s)
+            self.slept_s += time.monotonic() - begun_s

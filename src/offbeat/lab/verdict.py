@@ -1,0 +1,165 @@
+"""What a comparison's figures mean, in words. A difference smaller than the spread is said to be none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from offbeat.lab.comparison import Comparison, Contestant, Difference, Measure
+
+_NOTABLE_LATENESS = 0.05
+"""Fraction of a step by which a worker is late before a finding says so."""
+
+
+def between(comparison: Comparison, measure: Measure, a: str, b: str) -> Difference | None:
+    """The difference from `a` to `b`, whichever way round it is stored; None if there is none."""
+    for found in comparison.differences:
+        if found.measure == measure and (found.a, found.b) == (a, b):
+            return found
+        if found.measure == measure and (found.b, found.a) == (a, b):
+            low, high = (None, None) if found.low is None or found.high is None else (1 / found.high, 1 / found.low)
+            return found.model_copy(update={"a": a, "b": b, "ratio": 1 / found.ratio, "low": low, "high": high})
+    return None
+
+
+def ranking(comparison: Comparison, measure: Measure) -> list[Contestant]:
+    """Those that have a median of `measure`, the least first."""
+    able = [c for c in comparison.contestants if measure in c.measures and c.measures[measure].median is not None]
+    return sorted(able, key=lambda contestant: contestant.measures[measure].median or 0.0)
+
+
+def verdict(comparison: Comparison) -> str:
+    """Which strategy is best, in one sentence, or that none is."""
+    complete = [
+        c
+        for c in ranking(comparison, "time_to_target_s")
+        if comparison.target is not None and None not in c.measures["time_to_target_s"].values
+    ]
+    if len(complete) < 2:
+        return _step_verdict(comparison)
+    first, second, last = complete[0], complete[1], complete[-1]
+    goal = f"{comparison.metric_name.replace('_', ' ')} {comparison.target:.4g}"
+    difference = between(comparison, "time_to_target_s", second.label, first.label)
+    assert difference is not None
+    took = f"{goal} in {_seconds(first, 'time_to_target_s')}"
+    if difference.decided:
+        return f"{first.label} reached {took}, {_times(difference)} faster than {second.label}, the next best."
+    equals = [c.label for c in complete[1:] if not _decided(comparison, "time_to_target_s", c, first)]
+    rest = f"; {last.label} took {_seconds(last, 'time_to_target_s')}" if last.label not in equals else ""
+    return f"No difference in the time to {goal} between {_listed([first.label, *equals])} that this comparison can see{rest}."
+
+
+def _step_verdict(comparison: Comparison) -> str:
+    order = ranking(comparison, "step_s")
+    if not order:
+        return "No strategy finished."
+    if len(order) == 1:
+        return f"Only {order[0].label} finished: {_seconds(order[0], 'step_s')} a step."
+    first, second = order[0], order[1]
+    difference = between(comparison, "step_s", second.label, first.label)
+    assert difference is not None
+    if difference.decided:
+        return (
+            f"{first.label} takes the shortest steps, {_seconds(first, 'step_s')}: {_times(difference)} faster than "
+            f"{second.label}, the next best."
+        )
+    equals = [c.label for c in order[1:] if not _decided(comparison, "step_s", c, first)]
+    return f"No difference in step time between {_listed([first.label, *equals])} that this comparison can see."
+
+
+def findings(comparison: Comparison) -> list[str]:
+    """What else is worth knowing, a sentence each: failures, each strategy against DDP, the metric, who is slow."""
+    found = [f"{c.label} failed: {c.failure}" for c in comparison.contestants if c.failure is not None]
+    order = ranking(comparison, "step_s")
+    reference = next((c for c in order if c.strategy == "ddp"), None)
+    if reference is not None:
+        for contestant in order:
+            difference = between(comparison, "step_s", reference.label, contestant.label)
+            if contestant is not reference and difference is not None:
+                found.append(_against(reference, contestant, difference))
+    found += _metric_gaps(comparison)
+    if comparison.target is not None:
+        for contestant in comparison.contestants:
+            missed = (
+                sum(value is None for value in contestant.measures["time_to_target_s"].values) if contestant.measures else 0
+            )
+            if missed:
+                runs = f"{missed} of its {len(contestant.runs)} runs"
+                found.append(f"{contestant.label} did not reach {comparison.target:.4g} in {runs}.")
+    return found + _slow_worker(order)
+
+
+def _against(reference: Contestant, contestant: Contestant, difference: Difference) -> str:
+    steps = (
+        f"{contestant.label} takes {_seconds(contestant, 'step_s')} a step, {reference.label} {_seconds(reference, 'step_s')}"
+    )
+    if not difference.decided:
+        return f"{steps}: no difference larger than the spread."
+    faster = difference.ratio > 1
+    times = _times(difference) if faster else _times(_turned(difference))
+    return f"{steps}: {times} {'faster' if faster else 'slower'}."
+
+
+def _metric_gaps(comparison: Comparison) -> list[str]:
+    """By how much final metrics differ from the dense ones at equal steps."""
+    reference = next((c for c in comparison.contestants if c.strategy in ("ddp", "allreduce") and c.measures), None)
+    if reference is None or not (base := reference.measures["final_metric"].median):
+        return []
+    name = comparison.metric_name.replace("_", " ")
+    gaps = []
+    for contestant in comparison.contestants:
+        metric = contestant.measures["final_metric"].median if contestant.measures else None
+        if contestant is not reference and metric is not None:
+            worse = (metric - base) / abs(base) * (-1 if comparison.higher_is_better else 1)
+            how = (
+                "the same as"
+                if round(metric, 4) == round(base, 4)
+                else f"{abs(worse):.2%} {'worse' if worse > 0 else 'better'} than"
+            )
+            gaps.append(
+                f"After {comparison.steps} steps {contestant.label} has {name} {metric:.4f}, {how} {reference.label}'s."
+            )
+    return gaps
+
+
+def _slow_worker(order: Sequence[Contestant]) -> list[str]:
+    """The worker that others wait for most, if one stands out."""
+    for contestant in order:
+        late, step_s = contestant.lateness_s, contestant.measures["step_s"].median
+        if len(late) > 1 and step_s:
+            slowest = int(np.argmax(late))
+            others = max(value for rank, value in enumerate(late) if rank != slowest)
+            if late[slowest] - others > _NOTABLE_LATENESS * step_s:
+                lag = _time_text(late[slowest])
+                where = f"under {contestant.label} it comes to the exchange {lag} after the first worker on average"
+                return [f"Worker {slowest} is the slow one: {where}."]
+    return []
+
+
+def _decided(comparison: Comparison, measure: Measure, a: Contestant, b: Contestant) -> bool:
+    difference = between(comparison, measure, a.label, b.label)
+    return difference is not None and difference.decided
+
+
+def _turned(difference: Difference) -> Difference:
+    low, high = (None, None) if difference.low is None or difference.high is None else (1 / difference.high, 1 / difference.low)
+    return difference.model_copy(update={"ratio": 1 / difference.ratio, "low": low, "high": high})
+
+
+def _times(difference: Difference) -> str:
+    if difference.low is None or difference.high is None:
+        return f"{difference.ratio:.3g} times"
+    return f"{difference.ratio:.3g} times ({difference.low:.3g} to {difference.high:.3g})"
+
+
+def _seconds(contestant: Contestant, measure: Measure) -> str:
+    return _time_text(contestant.measures[measure].median or 0.0)
+
+
+def _time_text(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _listed(labels: Sequence[str]) -> str:
+    return labels[0] if len(labels) == 1 else f"{', '.join(labels[:-1])} and {labels[-1]}"

@@ -1,0 +1,128 @@
+"""Keeps the books of one rank while it trains: an event for each step, and a report a few times a second."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from offbeat.lab.attached import Attached
+from offbeat.lab.pace import Pace
+from offbeat.lab.progress import Paused, Progress, Reporter
+from offbeat.lab.records import Evaluation, EventWriter, Record, StepEvent
+from offbeat.lab.rendezvous import Meeting
+from offbeat.lab.schedule import Schedule
+from offbeat.lab.tasks import Task
+
+_REPORT_EVERY_S = 0.1
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything one rank trains with."""
+
+    record: Record
+    meeting: Meeting
+    task: Task
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    attached: Attached
+    schedule: Schedule
+    pace: Pace
+
+
+class Watch:
+    """Writes the event of each step and reports progress a few times a second."""
+
+    def __init__(self, run: Run, report: Reporter) -> None:
+        self._run = run
+        self._report = report
+        self._events = EventWriter(run.record.path, rank=run.meeting.rank, attempt=len(run.record.attempts) - 1)
+        self._before = self.first = run.attached.stats
+        self.first_step = run.schedule.position.step
+        self.seconds = 0.0
+        self.num_samples = 0
+        self.last_loss: float | None = None
+        self._metric: float | None = None
+        earlier = list(run.record.events(0)) if run.meeting.rank == 0 and self.first_step else []
+        self._earlier_s, self._earlier_bytes = sum(e.duration_s for e in earlier), sum(e.bytes_sent for e in earlier)
+        self._since_s = self._reported_s = time.monotonic()
+        self._seconds_reported, self._stats_reported, self._step_reported = 0.0, self.first, self.first_step
+
+    def step_done(self, *, loss: float, batch_size: int) -> None:
+        now_s = time.monotonic()
+        run, stats, before = self._run, self._run.attached.stats, self._before
+        step_s, encode_s, wait_s = now_s - self._since_s, stats.encode_s - before.encode_s, stats.wait_s - before.wait_s
+        self._events.add(
+            StepEvent(
+                step=run.schedule.position.step,
+                loss=loss if math.isfinite(loss) else None,
+                batch_size=batch_size,
+                began_s=self._since_s,
+                ready_s=run.attached.take_ready_at_s(),
+                duration_s=step_s,
+                compute_s=max(0.0, step_s - encode_s - wait_s),
+                encode_s=encode_s,
+                wait_s=wait_s,
+                padded_s=run.pace.slept_s,
+                bytes_sent=stats.bytes_sent - before.bytes_sent,
+                messages_sent=stats.messages_sent - before.messages_sent,
+                skipped=stats.skipped_steps > before.skipped_steps,
+                arrivals=run.attached.take_arrivals(),
+            )
+        )
+        run.pace.not_compute(encode_s)
+        self.seconds += step_s
+        self.num_samples += batch_size
+        self._before, self.last_loss = stats, loss
+        if now_s - self._reported_s >= _REPORT_EVERY_S or run.schedule.position.step >= run.schedule.target:
+            self._tell(now_s)
+        self.restart(now_s)
+
+    def restart(self, since_s: float | None = None) -> None:
+        """Count the next step from `since_s`, by default from now: what happened before belongs to no step."""
+        self._since_s = time.monotonic() if since_s is None else since_s
+
+    def measured(self, metric: float) -> None:
+        """Rank 0 has measured the metric."""
+        self._metric = metric
+        self._events.add_evaluation(
+            Evaluation(
+                step=self._run.schedule.position.step,
+                seconds=self._earlier_s + self.seconds,
+                bytes_sent=self._earlier_bytes + self._before.bytes_sent - self.first.bytes_sent,
+                metric=metric,
+                at_s=time.monotonic(),
+            )
+        )
+
+    def paused(self) -> None:
+        """This rank's turn is over."""
+        self._report(Paused(rank=self._run.meeting.rank, step=self._run.schedule.position.step, seconds=self.seconds))
+
+    def close(self) -> None:
+        self._events.close()
+
+    def _tell(self, now_s: float) -> None:
+        position, stats = self._run.schedule.position, self._before
+        num_steps = max(1, position.step - self._step_reported)
+        seconds = max(1e-9, self.seconds - self._seconds_reported)
+        self._report(
+            Progress(
+                rank=self._run.meeting.rank,
+                pid=os.getpid(),
+                step=position.step,
+                seconds=self.seconds,
+                target=self._run.schedule.target,
+                loss=self.last_loss or 0.0,
+                wait_share=min(1.0, (stats.wait_s - self._stats_reported.wait_s) / seconds),
+                bytes_per_step=(stats.bytes_sent - self._stats_reported.bytes_sent) / num_steps,
+                metric=self._metric,
+            )
+        )
+        self._reported_s, self._seconds_reported = now_s, self.seconds
+        self._stats_reported, self._step_reported = stats, position.step

@@ -1,0 +1,1 @@
+"""Records in; pages, traces and curves out."""
