@@ -36,7 +36,7 @@ ROOMS = (
 SESSION_MODULES = frozenset({"session", "checkpoint", "agreement", "hooks"})
 """Modules at the top of the package that together are the room `session`."""
 
-FACADE_OPENS = frozenset({"session", "strategies", "errors"})
+FACADE_OPENS = frozenset({"session", "strategies", "errors", "lab"})
 
 BLOCKING = frozenset(
     {"asyncio", "select", "selectors", "socket", "socketserver", "ssl", "subprocess", "torch.distributed", "zmq", "time.sleep"}
@@ -47,9 +47,13 @@ MAY_BLOCK = {
     "session.py": {"torch.distributed"},  # names the type of the user's group and asks whether there is one
     "lab/rendezvous.py": {"torch.distributed"},  # is to the lab's workers what torchrun is to a user's
     "lab/records.py": {"socket"},  # the host's name
+    "lab/doctor/facts.py": {"torch.distributed"},  # asks which backends there are
+    "lab/doctor/kernel.py": {"subprocess"},  # asks ip and tc
+    "lab/doctor/local.py": {"subprocess"},  # starts workers to measure between
     "lab/attached.py": {"time.sleep"},  # holds torch's own collectives back where links are imitated in user space
     "lab/native/ddp.py": {"torch.distributed"},  # what torch ships, as torch ships it
     "lab/native/local.py": {"torch.distributed"},
+    "lab/native/torchft_local.py": {"torch.distributed"},
     "lab/pace.py": {"time.sleep"},  # emulated compute
     "lab/supervisor.py": {"selectors", "subprocess"},  # starts workers and watches them; no training happens in it
 }

@@ -18,7 +18,7 @@ HEAVY = ["torch", "numba", "numpy", "zmq", "scipy"]
 
 
 def test_the_public_names_are_these_and_no_others() -> None:
-    assert offbeat.__all__ == ["AllReduce", "GTopK", "OffbeatError", "Session", "TopK", "attach", "reshard"]
+    assert offbeat.__all__ == ["AllReduce", "Cluster", "GTopK", "OffbeatError", "Session", "TopK", "attach", "reshard"]
 
 
 @pytest.mark.parametrize("name", offbeat.__all__)

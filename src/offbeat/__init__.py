@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from offbeat.errors import OffbeatError
+    from offbeat.lab.cluster import Cluster
     from offbeat.session import Session, attach, reshard
     from offbeat.strategies.allreduce import AllReduce
     from offbeat.strategies.gtopk import GTopK
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["AllReduce", "GTopK", "OffbeatError", "Session", "TopK", "attach", "reshard"]
+__all__ = ["AllReduce", "Cluster", "GTopK", "OffbeatError", "Session", "TopK", "attach", "reshard"]
 
 _HOMES = {
     "AllReduce": "offbeat.strategies.allreduce",
+    "Cluster": "offbeat.lab.cluster",
     "GTopK": "offbeat.strategies.gtopk",
     "OffbeatError": "offbeat.errors",
     "Session": "offbeat.session",

@@ -10,6 +10,7 @@ import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,12 +21,11 @@ from rich.console import Console
 from offbeat.cli import doctor as doctor_command
 from offbeat.collectives import dense, gtopk_tree
 from offbeat.errors import ConfigError, OffbeatError
-from offbeat.lab.doctor import Diagnosis, diagnose
+from offbeat.lab.doctor import Diagnosis, diagnose, local
 from offbeat.lab.doctor.advice import USUAL_SIZES, advise, display_link, predict, verdict
 from offbeat.lab.doctor.diagnosis import ALONE, judge
 from offbeat.lab.doctor.facts import Finding, capabilities, find_all
 from offbeat.lab.doctor.kernel import scratch_name, try_kernel, try_writing
-from offbeat.lab.doctor.local import measure_locally
 from offbeat.lab.doctor.measure import Host, Measurement
 from offbeat.lab.doctor.pairs import PairLink, measure_pairs, num_rounds, partner, slow_workers
 from offbeat.lab.doctor.sockets import Listening, own_sockets, parse_table
@@ -264,7 +264,7 @@ def test_without_gloo_the_status_says_so(monkeypatch: pytest.MonkeyPatch, capsys
 @pytest.mark.ranks
 @needs_proc
 def test_real_workers_measure_each_other_and_listen_on_loopback_only() -> None:
-    found = measure_locally(2)
+    found = local.measure_locally(2)
     assert found.world_size == len(found.hosts) == 2
     assert found.on_one_host
     assert [(link.first, link.second) for link in found.pairs] == [(0, 1)]
@@ -277,11 +277,18 @@ def test_real_workers_measure_each_other_and_listen_on_loopback_only() -> None:
 
 @pytest.mark.ranks
 def test_a_worker_that_fails_ends_all_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: Any) -> subprocess.Popen[bytes]:
+        started.append(original(*arguments))
+        return started[-1]
+
+    original = local._start
+    monkeypatch.setattr(local, "_start", start)
     monkeypatch.setenv("OFFBEAT_RUN_SECRET", "short")
     with pytest.raises(OffbeatError, match=r"worker \d of the measurement failed: .*needed are 16 or more"):
-        measure_locally(2)
-    children = subprocess.run(["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=False)
-    assert "offbeat.lab.doctor.worker" not in children.stdout
+        local.measure_locally(2)
+    assert [process.returncode is not None for process in started] == [True, True]
 
 
 def test_json_of_a_finding_is_plain() -> None:

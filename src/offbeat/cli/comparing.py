@@ -179,7 +179,8 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
         console.print(f"- {escape(line)}", highlight=False, soft_wrap=True)
     target = "" if comparison.target is None else f"target {comparison.target:.4g}"
     reason = "" if comparison.target_was_given or not target else " (the best that every run reached)"
-    console.print(f"[dim]{target}{reason}{'; ' if target else ''}medians over {len(comparison.seeds)} seeds[/dim]")
+    seeds = f"medians over {len(comparison.seeds)} seeds" if len(comparison.seeds) > 1 else "one seed"
+    console.print(f"[dim]{target}{reason}{'; ' if target else ''}{seeds}[/dim]")
     emulation = comparison.emulation
     console.print(f"[dim]network: {escape(emulation.network)}; compute: {escape(emulation.compute)}[/dim]", soft_wrap=True)
     for notice in emulation.notices:

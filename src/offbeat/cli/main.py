@@ -14,7 +14,7 @@ from offbeat.errors import ConfigError, OffbeatError, nearest
 
 if TYPE_CHECKING:
     from offbeat.lab.cluster import Cluster
-    from offbeat.lab.emulation.report import EmulationMode
+    from offbeat.lab.emulation import Mode as EmulationMode
 
 app = typer.Typer(
     help="Train PyTorch models on slow links and uneven devices, and see what each strategy does.",
@@ -23,6 +23,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+lab = typer.Typer(help="Look after what emulated clusters leave on this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(lab, name="lab")
 
 EXIT_FAILED = 1
 EXIT_MISUSED = 2
@@ -210,15 +213,37 @@ def trace(
 
 
 @app.command()
+def doctor(
+    workers: Annotated[int | None, typer.Option(help="Local processes to measure between, where nobody launched any.")] = None,
+    parameters: Annotated[list[int] | None, typer.Option(help="Size of a model to predict for; may be given again.")] = None,
+    density: Annotated[float, typer.Option(help="That gTop-k would send.")] = 0.001,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say what this machine has, measure the network between workers, and what that means for the choice of strategy."""
+    from offbeat.cli import doctor as diagnosing
+
+    raise typer.Exit(diagnosing.run(workers=workers, parameters=parameters or (), density=density, as_json=as_json))
+
+
+@app.command()
 def demo(
     workers: Annotated[int, typer.Option(help="Processes to start.")] = 4,
     out: Out = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train real digits with S-SGD and with gTop-k, and put them side by side."""
+    """Compare DDP, gTop-k and PowerSGD on real digits behind a slow link, and write a page about it."""
     from offbeat.cli import demonstration
 
     raise typer.Exit(demonstration.run(workers=workers, out=out, as_json=as_json))
+
+
+@lab.command()
+def clean() -> None:
+    """Remove the namespaces, quotas and workers that a killed run left behind, and nothing else."""
+    from offbeat.lab.emulation import clean as remove_leftovers
+
+    removed = remove_leftovers()
+    print("\n".join(removed) if removed else "nothing was left behind")
 
 
 @app.command()
@@ -259,7 +284,7 @@ def _cluster(
 
 
 def _emulation(name: str) -> EmulationMode:
-    from offbeat.lab.emulation.report import EmulationMode
+    from offbeat.lab.emulation import Mode as EmulationMode
 
     if name not in get_args(EmulationMode):
         allowed = ", ".join(get_args(EmulationMode))

@@ -107,6 +107,7 @@ class Meter:
         self._arrivals: list[Arrival] = []
         self._ready_at_s: float | None = None
         self._launched_at_s: float | None = None
+        self._reducing = False
 
     def reduced(self, num_bytes: int, num_collectives: int = 1) -> None:
         """All-reduces of `num_bytes` altogether were begun."""
@@ -114,6 +115,7 @@ class Meter:
         share, num_messages = -(-2 * hops * num_bytes // self.world_size), 2 * hops * num_collectives
         self.bytes_sent += share
         self.messages_sent += num_messages
+        self._reducing = True
         if self._delay is not None:
             delivery = Delivery(sender=self._rank, receiver=None, num_bytes=share, num_messages=num_messages)
             self._link_free_s = max(time.monotonic(), self._link_free_s) + self._delay(delivery)
@@ -135,10 +137,13 @@ class Meter:
         time.sleep(max(0.0, self._link_free_s - time.monotonic()))
 
     def launched(self, begun_s: float, channel: int) -> None:
-        """A hook was called at `begun_s` and returns now."""
-        self._launched_at_s = time.monotonic()
-        self.encode_s += self._launched_at_s - begun_s
-        self._arrivals.append(Arrival(self.steps, channel, "AllReduce", begun_s, 0.0))
+        """A hook was called at `begun_s` and returns now; what it began, if anything, is awaited with the backward pass."""
+        now_s = time.monotonic()
+        self.encode_s += now_s - begun_s
+        if self._reducing:
+            self._launched_at_s = now_s
+            self._arrivals.append(Arrival(self.steps, channel, "AllReduce", begun_s, 0.0))
+        self._reducing = False
 
     def backward_done(self) -> None:
         """The backward pass is over; since the last hook returned, this rank had only waited."""
@@ -150,6 +155,7 @@ class Meter:
         """This rank stood still from `since_s` until now."""
         now_s = time.monotonic()
         self.wait_s += now_s - since_s
+        self._reducing = False
         if self._ready_at_s is None:
             self._ready_at_s = since_s
         self._arrivals = [

@@ -11,6 +11,7 @@ memory together, as many as fit take turns, and the order is rotated from seed t
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +26,13 @@ from offbeat.errors import ConfigError, OffbeatError, RecordError
 from offbeat.lab import records
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.comparison import Comparison, Contestant, write_comparison
-from offbeat.lab.config import Request, RunConfig, resolve
+from offbeat.lab.config import MAX_SEED, Request, RunConfig, resolve
 from offbeat.lab.emulation import Emulation, emulate
-from offbeat.lab.emulation.report import EmulationMode
+from offbeat.lab.emulation import Mode as EmulationMode
 from offbeat.lab.judge import judge
 from offbeat.lab.options import build_strategy, parse_spec, strategy_type, strategy_values, summary_line
 from offbeat.lab.progress import Progress
+from offbeat.lab.records import Record
 from offbeat.lab.supervisor import Crew, Interrupts, interrupts
 
 _POLL_S = 0.1
@@ -108,13 +110,11 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
 
     Raises:
         ConfigError: the comparison cannot be made as asked.
+        RecordError: `out` is in use.
     """
-    if not request.strategies:
-        raise ConfigError("no strategies to compare; give some, such as --strategies ddp,gtopk")
-    if not request.seeds:
-        raise ConfigError("no seeds; give at least one")
-    if request.turn_s <= 0:
-        raise ConfigError(f"a turn of {request.turn_s:g} s is none; allowed is more than 0")
+    _check_request(request)
+    if out is not None:
+        _check_free(out)
     specs = [parse_spec(text) for text in request.strategies]
     labels = _labels(specs)
     contestants, configs = [], []
@@ -127,6 +127,7 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
                 epochs=request.epochs,
                 steps=request.steps,
                 seed=request.seeds[0],
+                eval_every=request.eval_every,
                 cluster=request.cluster,
                 emulation=request.emulation,
             )
@@ -143,7 +144,7 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
         configs.append(config)
     task = configs[0].build_task()
     steps = configs[0].steps_to_do(task)
-    every = request.eval_every or max(1, steps // _EVALUATIONS)
+    every = request.eval_every if request.eval_every is not None else max(1, steps // _EVALUATIONS)
     configs = [
         config.model_copy(update={"steps": steps, "epochs": None, "checkpoint_every": None, "eval_every": every})
         for config in configs
@@ -176,8 +177,10 @@ def carry_out(plan: ComparePlan, watcher: Watcher, *, command: str) -> tuple[Pat
         ConfigError: the cluster cannot be emulated as asked.
     """
     request = plan.request
-    directory = _make_directory(plan)
+    directory = plan.out if plan.out is not None else _first_free(request.task)
+    _check_free(directory)
     with emulate(request.cluster, mode=request.emulation) as emulation:
+        _make_directory(directory)
         comparison = _begin(plan, emulation, command)
         write_comparison(directory, comparison)
         watcher.begin([c.label for c in plan.contestants], request.cluster.workers, len(request.seeds), plan.steps)
@@ -262,6 +265,8 @@ class _Rounds:
         with ExitStack() as stack:
             entrants: list[_Entrant] = []
             for label, path, config in runs:
+                if interrupted.count:
+                    break
                 records.create(path, config)
                 records.begin_attempt(path, config, start_step=0, emulation=self._emulation.report)
                 crew = Crew(path, config, self._emulation, turns=True, on_progress=self._listener(label))
@@ -297,7 +302,8 @@ class _Rounds:
             if entrant.crew.over and not entrant.judged:
                 entrant.judged = True
                 try:
-                    entrant.crew.verdict()
+                    if entrant.crew.verdict():
+                        _add_remarks(entrant.crew)
                 except OffbeatError as error:
                     if not interrupted.count:
                         self.failures[entrant.label] = str(error)
@@ -307,9 +313,35 @@ class _Rounds:
         return lambda progress: self._watcher.progress(label, progress)
 
 
+def _check_request(request: CompareRequest) -> None:
+    """Refuse what no comparison can be made of, whatever is compared."""
+    if not request.strategies:
+        raise ConfigError("no strategies to compare; give some, such as --strategies ddp,gtopk")
+    if not request.seeds:
+        raise ConfigError("no seeds; give at least one")
+    for seed in request.seeds:
+        if not 0 <= seed <= MAX_SEED:
+            raise ConfigError(f"seed {seed} cannot be; allowed is 0 to {MAX_SEED}")
+    if len(set(request.seeds)) < len(request.seeds):
+        raise ConfigError(f"a seed is given twice among {', '.join(map(str, request.seeds))}; give each once")
+    if not 0 < request.turn_s < math.inf:
+        raise ConfigError(f"a turn of {request.turn_s:g} s cannot be; allowed is a number of seconds above 0")
+    if request.target is not None and not math.isfinite(request.target):
+        raise ConfigError(f"target {request.target} cannot be reached; give a number, or leave it out")
+
+
+def _add_remarks(crew: Crew) -> None:
+    """Note in the run's summary what of the cluster's script could not be carried out."""
+    summary = Record(crew.run_directory).summary() if crew.remarks else None
+    if summary is not None:
+        records.write_summary(summary.model_copy(update={"notices": [*summary.notices, *crew.remarks]}))
+
+
 def _labels(specs: Sequence[tuple[str, dict[str, str]]]) -> list[str]:
     """A strategy's name, with its options where the name alone would not tell it from another."""
     names = [name for name, _ in specs]
+    if _ALONE in names:
+        raise ConfigError(f"{_ALONE} takes part in every comparison, as the ideal to hold the others against; leave it out")
     labels = [
         name if names.count(name) == 1 else " ".join([name, *(f"{key}={value}" for key, value in options.items())])
         for name, options in specs
@@ -346,15 +378,16 @@ def _available_bytes() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def _make_directory(plan: ComparePlan) -> Path:
-    directory = plan.out if plan.out is not None else _first_free(plan.request.task)
+def _check_free(directory: Path) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RecordError(f"{directory} exists and is not empty; choose another --out")
+
+
+def _make_directory(directory: Path) -> None:
     try:
         (directory / "runs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecordError(f"cannot write {directory}: {error.strerror}; choose another --out") from None
-    return directory
 
 
 def _first_free(task: str) -> Path:

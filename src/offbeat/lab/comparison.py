@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from offbeat.checkpoint import Json
 from offbeat.errors import RecordError
 from offbeat.lab.cluster import Cluster
-from offbeat.lab.emulation.report import EmulationReport
+from offbeat.lab.emulation import EmulationReport
 from offbeat.lab.statistics import Estimate, Ratio
 
 SCHEMA = 1

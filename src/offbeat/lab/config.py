@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from offbeat.checkpoint import Json
 from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster
-from offbeat.lab.emulation.report import EmulationMode
+from offbeat.lab.emulation import Mode as EmulationMode
 from offbeat.lab.native import Native
 from offbeat.lab.options import Recipe, build_strategy, route, strategy_values
 from offbeat.lab.tasks import Task, build_task

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,11 @@ def _read(path: Path) -> _Run | None:
     summary = record.summary()
     if summary is None or summary.status != "finished":
         return None
-    return _Run(summary=summary, steps=read_steps(record), evaluations=record.evaluations())
+    steps = read_steps(record)
+    if not steps.num_steps:
+        return None
+    evaluations = [evaluation for evaluation in record.evaluations() if math.isfinite(evaluation.metric)]  # diverged
+    return _Run(summary=summary, steps=steps, evaluations=evaluations)
 
 
 def _common_level(runs: Mapping[str, Sequence[_Run | None]], higher_is_better: bool) -> float | None:
@@ -153,10 +158,10 @@ def _reach(run: _Run | None, target: float | None, higher_is_better: bool) -> tu
 
 def _mean_lateness_s(runs: Sequence[_Run | None]) -> list[float]:
     late = [run.steps.lateness_s() for run in runs if run is not None]
-    late = [matrix for matrix in late if np.isfinite(matrix).any()]
-    return (
-        [float(np.nanmean(np.concatenate([matrix[rank] for matrix in late]))) for rank in range(len(late[0]))] if late else []
-    )
+    if not late:
+        return []
+    together = np.concatenate(late, axis=1)
+    return list(map(float, np.nanmean(together, axis=1))) if np.isfinite(together).any(axis=1).all() else []
 
 
 def _notices(runs: Sequence[_Run | None]) -> list[str]:

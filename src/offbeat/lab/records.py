@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict
 from offbeat.checkpoint import Json
 from offbeat.errors import RecordError
 from offbeat.lab.config import RunConfig
-from offbeat.lab.emulation.report import EmulationReport
+from offbeat.lab.emulation import EmulationReport
 from offbeat.transport.wrappers import Arrival
 
 SCHEMA = 2

@@ -38,7 +38,7 @@ class Ratio(BaseModel):
 
     Attributes:
         ratio: of the medians.
-        low, high: 95% bootstrap interval; None where there are too few samples to say.
+        low, high: 95% bootstrap interval; None where there are too few samples to say, or some of them are zero.
         decided: whether the difference is larger than the spread: the interval leaves out 1, and the two quantities' own
             intervals do not overlap.
     """
@@ -61,7 +61,7 @@ def blocks(durations_s: NDArray[np.float64]) -> NDArray[np.float64]:
         durations_s: of each step, shape (steps,).
     """
     rest = durations_s[min(_MAX_WARM_UP_STEPS, durations_s.size // 4) :]
-    return np.array([block.mean() for block in np.array_split(rest, min(_BLOCKS, rest.size)) if block.size])
+    return np.array([block.mean() for block in np.array_split(rest, max(1, min(_BLOCKS, rest.size))) if block.size])
 
 
 def estimate(values: Sequence[float | None], samples: Sequence[float] | None = None) -> Estimate:
@@ -91,6 +91,8 @@ def compare(
     assert b.median
     first, second = _samples(a, samples_a), _samples(b, samples_b)
     if min(first.size, second.size) < 2:
+        return Ratio(ratio=a.median / b.median, low=None, high=None, decided=False)
+    if not (first.all() and second.all()):
         return Ratio(ratio=a.median / b.median, low=None, high=None, decided=False)
     result = stats.bootstrap(
         (first, second),

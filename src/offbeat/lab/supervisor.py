@@ -44,7 +44,7 @@ class _Worker:
     pipe: int
     unread: bytes = b""
     failure: Failure | None = None
-    progress: Progress | None = None
+    seconds: float = 0.0
     paused_at: int | None = None
 
     @property
@@ -96,6 +96,8 @@ class Crew:
         self._died: list[int] = []
         self._ended_by_us: set[int] = set()
         self._ended_by_script: set[int] = set()
+        self._held_up: set[tuple[str, int]] = set()
+        self._heard_s = 0.0
         self._num_interrupts = 0
         self._stop_deadline_s: float | None = None
         self._fail_deadline_s: float | None = None
@@ -123,7 +125,7 @@ class Crew:
     @property
     def seconds(self) -> float:
         """Training time of the worker that has trained longest."""
-        return max((worker.progress.seconds for worker in self._workers if worker.progress is not None), default=0.0)
+        return max((worker.seconds for worker in self._workers), default=0.0)
 
     @property
     def paused_at(self) -> int | None:
@@ -147,7 +149,7 @@ class Crew:
         for key, _ in self._selector.select(timeout_s):
             if not self._read(key.data):
                 self._selector.unregister(key.fileobj)
-        for action in self._script.due(self.seconds):
+        for action in self._script.due(self._script_s()):
             self._carry_out(action)
         self._act()
 
@@ -161,6 +163,7 @@ class Crew:
         Raises:
             PeerError: a worker died or failed; the message names it and says how to go on.
         """
+        self._note_deaths()
         workers = self._workers
         codes = {worker.rank: worker.process.returncode for worker in workers}
         if all(code == 0 for code in codes.values()):
@@ -220,10 +223,10 @@ class Crew:
             match decode(line):
                 case Failure() as failure:
                     worker.failure = failure
-                case Paused(step=step):
-                    worker.paused_at = step
+                case Paused(step=step, seconds=seconds):
+                    worker.paused_at, worker.seconds = step, seconds
                 case Progress() as progress:
-                    worker.progress = progress
+                    worker.seconds, self._heard_s = progress.seconds, time.monotonic()
                     self._on_progress(progress)
         return bool(chunk)
 
@@ -235,14 +238,22 @@ class Crew:
             self._stop_deadline_s = now_s + _STOP_S
             for worker in alive:
                 worker.process.terminate()
-        dead = [worker.rank for worker in self._workers if worker.process.returncode not in (None, 0, EXIT_STOPPED)]
-        self._died += [rank for rank in dead if rank not in self._died]
+                worker.process.send_signal(signal.SIGCONT)  # one that the script has stopped could not hear it
+        self._note_deaths()
         if self._died and not self._survives_death and self._fail_deadline_s is None:
             self._fail_deadline_s = now_s + _SETTLE_S
         deadlines = [deadline for deadline in (self._stop_deadline_s, self._fail_deadline_s) if deadline is not None]
         if self._num_interrupts > 1 or (deadlines and now_s > min(deadlines)):
             self._ended_by_us |= {worker.rank for worker in alive}
             _kill(alive)
+
+    def _note_deaths(self) -> None:
+        dead = [worker.rank for worker in self._workers if worker.process.returncode not in (None, 0, EXIT_STOPPED)]
+        self._died += [rank for rank in dead if rank not in self._died]
+
+    def _script_s(self) -> float:
+        """The script's time: training time, but by the clock while a fault may hold everybody up, or none would ever end."""
+        return self.seconds + (time.monotonic() - self._heard_s if self._held_up else 0.0)
 
     def _carry_out(self, action: Fault | SpeedChange) -> None:
         worker = self._workers[action.worker]
@@ -252,10 +263,19 @@ class Crew:
             if worker.alive:
                 self._ended_by_script |= {worker.rank} if action.action == "kill" else set()
                 os.killpg(worker.process.pid, _SIGNALS[action.action])
-        elif not self._emulation.set_link(action.worker, up=action.action == "mend"):
+                self._note_hold_up(action)
+        elif self._emulation.set_link(action.worker, up=action.action == "mend"):
+            self._note_hold_up(action)
+        else:
             self.remarks.append(
                 f"not carried out: {action.action} worker {action.worker} at {action.at_s:g} s; it needs network namespaces"
             )
+
+    def _note_hold_up(self, fault: Fault) -> None:
+        if fault.action in _UNDONE_BY:
+            self._held_up.add((_UNDONE_BY[fault.action], fault.worker))
+            self._heard_s = time.monotonic()
+        self._held_up.discard((fault.action, fault.worker))
 
     def _apply_speed(self, rank: int) -> None:
         if self._config.cluster is not None:
@@ -279,6 +299,7 @@ _SIGNALS: Final[Mapping[str, signal.Signals]] = {
     "stop": signal.SIGSTOP,
     "continue": signal.SIGCONT,
 }
+_UNDONE_BY: Final[Mapping[str, str]] = {"stop": "continue", "cut": "mend"}
 
 
 class Script:

@@ -31,23 +31,34 @@ def ranking(comparison: Comparison, measure: Measure) -> list[Contestant]:
 
 def verdict(comparison: Comparison) -> str:
     """Which strategy is best, in one sentence, or that none is."""
-    complete = [
-        c
-        for c in ranking(comparison, "time_to_target_s")
-        if comparison.target is not None and None not in c.measures["time_to_target_s"].values
-    ]
-    if len(complete) < 2:
+    if comparison.target is None:
         return _step_verdict(comparison)
-    first, second, last = complete[0], complete[1], complete[-1]
     goal = f"{comparison.metric_name.replace('_', ' ')} {comparison.target:.4g}"
+    complete = [c for c in ranking(comparison, "time_to_target_s") if None not in c.measures["time_to_target_s"].values]
+    if len(complete) < 2:
+        return _verdict_for_few(comparison, goal, complete)
+    first, second, last = complete[0], complete[1], complete[-1]
+    if not first.measures["time_to_target_s"].median:
+        return f"{_step_verdict(comparison)[:-1]}; {goal} was reached before the first step."
     difference = between(comparison, "time_to_target_s", second.label, first.label)
     assert difference is not None
     took = f"{goal} in {_seconds(first, 'time_to_target_s')}"
+    if difference.low is None:
+        return f"{_step_verdict(comparison)[:-1]}; in the only run of each, {first.label} was the first to reach {took}."
     if difference.decided:
         return f"{first.label} reached {took}, {_times(difference)} faster than {second.label}, the next best."
     equals = [c.label for c in complete[1:] if not _decided(comparison, "time_to_target_s", c, first)]
     rest = f"; {last.label} took {_seconds(last, 'time_to_target_s')}" if last.label not in equals else ""
     return f"No difference in the time to {goal} between {_listed([first.label, *equals])} that this comparison can see{rest}."
+
+
+def _verdict_for_few(comparison: Comparison, goal: str, complete: Sequence[Contestant]) -> str:
+    """The verdict where at most one strategy reached the target in every run."""
+    if len(ranking(comparison, "step_s")) < 2:
+        return _step_verdict(comparison)
+    if not complete:
+        return f"{_step_verdict(comparison)[:-1]}; none of them reached {goal} in every run."
+    return f"Only {complete[0].label} reached {goal} in every run, in {_seconds(complete[0], 'time_to_target_s')}."
 
 
 def _step_verdict(comparison: Comparison) -> str:

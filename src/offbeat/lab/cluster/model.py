@@ -66,7 +66,7 @@ class Cluster(Described):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: object) -> object:
-        """Give every worker its speed, and put in order what has times."""
+        """Give every worker its speed."""
         if not isinstance(values, Mapping):
             return values
         workers, speeds = values.get("workers", 4), values.get("speeds", (1.0,))

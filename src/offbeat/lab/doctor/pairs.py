@@ -16,7 +16,7 @@ from typing import Final
 from offbeat.planning.costs import Link
 from offbeat.transport.operations import AllGather, Collective, Now, Recv, Send
 
-MESSAGE_BYTES: Final = (64, 1 << 18)
+MESSAGE_BYTES: Final = (64, 1 << 20)
 _REPORT = struct.Struct("<2I2d")
 _REPEATS = 3
 _SLOW = 2.0
@@ -51,7 +51,7 @@ def num_rounds(world_size: int) -> int:
 
 
 def measure_pairs(rank: int, world_size: int) -> Collective[list[PairLink]]:
-    """Every pair once, in order; the same list on every rank. 0.8 MiB each way for each pair."""
+    """Every pair once, in order; the same list on every rank. 3 MiB each way for each pair."""
     mine: list[bytes] = []
     for round_ in range(num_rounds(world_size)):
         peer = partner(rank, world_size, round_)

@@ -1,11 +1,7 @@
-"""Emulation of a described cluster."""
-from offbeat.lab.cluster import Cluster
-from offbeat.lab.emulation.base import Emulation, Placement, Plain
-from offbeat.lab.emulation.report import EmulationMode, EmulationReport, LinkCheck
+"""A cluster made of local processes: the kernel gives each worker its link and its share of the processors."""
 
+from offbeat.lab.emulation.base import Emulation, EmulationReport, LinkCheck, Placement
+from offbeat.lab.emulation.choice import Mode, emulate
+from offbeat.lab.emulation.leftovers import clean
 
-def emulate(cluster: Cluster, *, mode: EmulationMode = "auto") -> Emulation:
-    """An emulation of `cluster`."""
-    if cluster.is_plain or mode == "none":
-        return Plain(EmulationReport(kind="none", network="this machine's loopback", compute="this machine's cores"))
-    return Plain(EmulationReport(kind="delaying", network="delays in user space", compute="sleeps"))
+__all__ = ["Emulation", "EmulationReport", "LinkCheck", "Mode", "Placement", "clean", "emulate"]

@@ -8,9 +8,10 @@ from typing import Final
 from offbeat.lab.native.base import Native
 from offbeat.lab.native.ddp import DDP, BFloat16, Float16, PowerSGD
 from offbeat.lab.native.local import Alone, PostLocalSGD
+from offbeat.lab.native.torchft_local import TorchftLocalSGD
 
 NATIVE: Final[Mapping[str, type[Native]]] = {
-    native.name: native for native in (DDP, Float16, BFloat16, PowerSGD, PostLocalSGD, Alone)
+    native.name: native for native in (DDP, Float16, BFloat16, PowerSGD, PostLocalSGD, TorchftLocalSGD, Alone)
 }
 
 __all__ = ["NATIVE", "Native"]

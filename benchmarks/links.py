@@ -1,0 +1,155 @@
+"""Strategies behind emulated links: a network of 25 million parameters, batches of 8, four workers.
+
+Each strategy trains for a few steps by turns with the others (`offbeat compare`); the goals are about seconds a step. The
+bound is what the link alone would allow: bytes over bandwidth of both, nothing computed. Needs root for network namespaces;
+without, links are imitated in user space, and the case says so. First, gloo's dense all-reduce alone must fill the line:
+a baseline that does not would be a dishonest one.
+
+    python benchmarks/links.py [--json] [--keep DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from _measure import Ratio, print_rows
+from offbeat.lab.cluster import Cluster, LinkSpec
+from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
+from offbeat.lab.comparison import Comparison
+from offbeat.lab.emulation import Emulation, emulate
+from offbeat.lab.progress import Progress
+from offbeat.lab.rendezvous import StoreServer
+from offbeat.lab.verdict import between
+
+WORKERS = 4
+STRATEGIES = ("ddp", "gtopk:density=0.001", "ddp-powersgd:rank=1:start_step=2", "ddp-powersgd:rank=4:start_step=2", "ddp-fp16")
+GOALS = {1e9: 5.0, 100e6: 40.0}
+"""By rate in bit/s: how many times the steps per second of DDP gTop-k has to make."""
+STEPS = {1e9: 32, 100e6: 16}
+ALL_REDUCE_BYTES = 100_000_000
+LEAST_LINE_RATE = 0.9
+
+_ALL_REDUCE = f"""
+import time, torch, torch.distributed as dist, os
+torch.set_num_threads(1)
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+tensor = torch.zeros({ALL_REDUCE_BYTES} // 4)
+for turn in range(4):
+    dist.barrier()
+    begun_s = time.perf_counter()
+    dist.all_reduce(tensor)
+    if turn and dist.get_rank() == 0:
+        print(time.perf_counter() - begun_s, flush=True)
+dist.barrier()
+"""
+
+
+class Quiet:
+    """Watches and says nothing but failures."""
+
+    def begin(self, labels: object, num_workers: int, num_seeds: int, steps: int) -> None: ...
+    def seed(self, place: int) -> None: ...
+    def turn(self, label: str) -> None: ...
+    def progress(self, label: str, progress: Progress) -> None: ...
+    def failed(self, label: str, reason: str) -> None:
+        print(f"{label} failed: {reason}", file=sys.stderr)
+
+
+def all_reduce_s(emulation: Emulation) -> list[float]:
+    """Seconds of a dense all-reduce by gloo, three times."""
+    store = emulation.call_inside(lambda: StoreServer(emulation.store_address))
+    with ExitStack() as stack:
+        stack.callback(store.close)
+        workers = []
+        for rank in range(WORKERS):
+            placement = emulation.placement(rank)
+            environment = {"OMP_NUM_THREADS": "1", **store.environment(rank, WORKERS), **placement.environment}
+            process = subprocess.Popen(
+                [*placement.prefix, sys.executable, "-c", _ALL_REDUCE], env=environment, stdout=subprocess.PIPE, text=True
+            )
+            stack.callback(process.kill)
+            emulation.admit(rank, process.pid)
+            workers.append(process)
+        outputs = [process.communicate(timeout=300)[0] for process in workers]
+    return [float(line) for line in outputs[0].split()]
+
+
+def line_rate(rate_bit_per_s: float) -> Ratio:
+    """How much of the line gloo's all-reduce fills."""
+    with emulate(Cluster(workers=WORKERS, link=LinkSpec(rate_bit_per_s=rate_bit_per_s))) as emulation:
+        seconds = all_reduce_s(emulation)
+        kind = emulation.report.kind
+    ideal_s = 2 * (WORKERS - 1) / WORKERS * ALL_REDUCE_BYTES * 8 / rate_bit_per_s
+    parts = [ideal_s / s for s in seconds]
+    return Ratio(
+        case=f"gloo all-reduce of 100 MB, share of a line of {rate_bit_per_s / 1e6:g} Mbit/s ({kind})",
+        value=float(np.median(parts)),
+        unit="x",
+        goal=f"at least {LEAST_LINE_RATE:g}",
+        holds=bool(np.median(parts) >= LEAST_LINE_RATE),
+        bound=1.0,
+        interval=(min(parts), max(parts)),
+    )
+
+
+def compared(rate_bit_per_s: float | None, steps: int, out: Path) -> Comparison:
+    cluster = Cluster(workers=WORKERS, link=LinkSpec(rate_bit_per_s=rate_bit_per_s))
+    request = CompareRequest(
+        task="digits",
+        strategies=STRATEGIES,
+        settings=("size=large", "batch_size=8"),
+        cluster=cluster,
+        seeds=(0,),
+        steps=steps,
+        eval_every=steps,
+        turn_s=4.0,
+    )
+    return carry_out(plan_comparison(request, out=out), Quiet(), command="python benchmarks/links.py")[1]
+
+
+def faster(comparison: Comparison, slow: str, at_least: float, case: str) -> Ratio:
+    """How many times shorter gTop-k's steps are than those of `slow`."""
+    difference = between(comparison, "step_s", slow, "gtopk")
+    if difference is None or difference.low is None or difference.high is None:
+        raise SystemExit(f"no result for {slow}")
+    by_label = {contestant.label: contestant.measures["bytes_per_step"].median or 1.0 for contestant in comparison.contestants}
+    straddles = difference.low < at_least < difference.high
+    return Ratio(
+        case=f"{case}: {slow} over gtopk, seconds a step ({comparison.emulation.kind})",
+        value=difference.ratio,
+        unit="x",
+        goal=f"at least {at_least:g}",
+        holds="undecided" if straddles else difference.low >= at_least,
+        bound=by_label[slow] / by_label["gtopk"],
+        interval=(difference.low, difference.high),
+    )
+
+
+def cases(directory: Path) -> Iterator[Ratio]:
+    for rate_bit_per_s, goal in GOALS.items():
+        name = f"{rate_bit_per_s / 1e6:g} Mbit/s"
+        yield line_rate(rate_bit_per_s)
+        comparison = compared(rate_bit_per_s, STEPS[rate_bit_per_s], directory / f"{rate_bit_per_s / 1e6:g}mbit")
+        print(f"{name}: {comparison.verdict}", file=sys.stderr)
+        yield faster(comparison, "ddp", goal, name)
+        for contestant in comparison.contestants:
+            if contestant.label not in ("ddp", "gtopk"):
+                yield faster(comparison, contestant.label, 1.0, name)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
+    parser.add_argument("--keep", type=Path, help="directory for the comparisons; by default they are thrown away")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        print_rows(cases(arguments.keep or Path(temporary)), as_json=arguments.json)

@@ -1,0 +1,92 @@
+"""What writing a record costs: training steps of gTop-k with an event written for each, against the same steps less the
+time that went into the event. It is spent in the training thread, so it adds to the step.
+
+python benchmarks/recording.py [--json]
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+import offbeat
+from _measure import Ratio, main, ratio
+from _ranks import run_ranks
+from offbeat.lab import records
+from offbeat.lab.attached import InSession
+from offbeat.lab.config import Request, resolve
+from offbeat.lab.pace import Pace
+from offbeat.lab.watch import Run, Watch
+
+WORLD_SIZE = 2
+NUM_STEPS = 300
+GOAL = 1.01
+SIZES = {"tiny": 32, "small": 32}
+"""Model size of the digits task: samples in a batch."""
+
+
+def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
+    """(with its record, without) seconds of the same step."""
+    settings = (f"size={size}", f"batch_size={SIZES[size]}")
+    config = resolve(Request(task="digits", strategy="gtopk", settings=(*settings, "collective=reduce_scatter"), workers=1))
+    task = config.build_task()
+    model = task.build_model(0)
+    optimizer = task.optimizer(model)
+    batch = next(task.batches(seed=0, epoch=0, rank=rank, world_size=world_size))
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        offbeat.attach(model, optimizer, cast(Any, config.build_strategy())) as session,
+    ):
+        path = records.create(Path(directory) / "run", config)
+        records.begin_attempt(path, config, start_step=0)
+        attached = InSession(model, optimizer, session)
+        schedule = SimpleNamespace(position=SimpleNamespace(step=0), target=10 * NUM_STEPS)
+        run = Run(
+            record=records.Record(path),
+            meeting=cast(Any, SimpleNamespace(rank=rank)),
+            task=task,
+            model=model,
+            optimizer=optimizer,
+            attached=attached,
+            schedule=cast(Any, schedule),
+            pace=Pace(None, rank, by_sleeping=False),
+        )
+        watch = Watch(run, lambda report: None)
+
+        measured = []
+        for _ in range(NUM_STEPS + 10):
+            begin_s = time.perf_counter()
+            loss = task.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.position.step += 1
+            value = loss.item()
+            trained_s = time.perf_counter()
+            watch.step_done(loss=value, batch_size=len(batch[0]))
+            recorded_s = time.perf_counter()
+            measured.append((recorded_s - begin_s, trained_s - begin_s))
+        watch.close()
+    return measured[10:]
+
+
+def cases() -> list[Ratio]:
+    torch.set_num_threads(1)
+    return [
+        ratio(
+            f"a step with its record against one without, digits {size}, {WORLD_SIZE} workers",
+            run_ranks(pairs, WORLD_SIZE, size),
+            at_most=GOAL,
+            bound=1.0,
+        )
+        for size in SIZES
+    ]
+
+
+if __name__ == "__main__":
+    main(cases)

@@ -1,0 +1,126 @@
+"""Which kind of emulation a cluster gets."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from offbeat.lab.cluster import Cluster
+from offbeat.lab.emulation import leftovers
+from offbeat.lab.emulation.base import Emulation, EmulationReport, MissingMeansError, Placement
+from offbeat.lab.emulation.compute import open_compute
+from offbeat.lab.emulation.namespaces import InNamespaces
+from offbeat.lab.emulation.plan import Name
+from offbeat.lab.emulation.quotas import needs_quotas
+
+T = TypeVar("T")
+Mode = Literal["auto", "namespaces", "delaying", "none"]
+
+_LOOPBACK = "127.0.0.1"
+
+
+def emulate(cluster: Cluster, *, mode: Mode = "auto") -> Emulation:
+    """Make `cluster` out of this machine. Close what is returned, or use it as a context manager.
+
+    Args:
+        cluster: what to emulate.
+        mode: "namespaces" for the kernel, "delaying" where the workers delay messages by themselves, "none" for neither;
+            "auto" takes the kernel where there is a network to emulate and it can be done, and delaying where it cannot.
+
+    Raises:
+        ConfigError: with "namespaces", what is missing for it; with it or "auto", a link that this machine cannot carry.
+    """
+    if mode == "none" or (mode == "auto" and not needs_network(cluster)):
+        return OnLoopback(cluster, kind="none", limit_compute=mode != "none")
+    if mode == "delaying":
+        return OnLoopback(cluster, kind="delaying")
+    try:
+        return InNamespaces(cluster)
+    except MissingMeansError as error:
+        if mode == "namespaces":
+            raise
+        return OnLoopback(cluster, kind="delaying", reason=str(error))
+
+
+def needs_network(cluster: Cluster) -> bool:
+    """Whether any link differs from loopback, or is cut at some time."""
+    links = (cluster.link_of(worker) for worker in range(cluster.workers))
+    return any(not link.is_plain for link in links) or any(fault.action == "cut" for fault in cluster.faults)
+
+
+class OnLoopback(Emulation):
+    """No network is emulated by the kernel; speeds may be.
+
+    Args:
+        cluster: what to emulate.
+        kind: "delaying" where the workers are to delay messages by themselves.
+        reason: why the kernel does not do it, where it was asked to.
+        limit_compute: whether workers of different speeds get quotas.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        kind: Literal["none", "delaying"],
+        reason: str | None = None,
+        limit_compute: bool = True,
+    ) -> None:
+        self.store_address = _LOOPBACK
+        self._name: Name | None = None
+        self._holder = os.getpid()
+        notices = _network_notices(cluster, kind, reason)
+        if limit_compute:
+            quotas, compute, missing = open_compute(cluster, self._claim)
+        else:
+            quotas, compute, missing = None, "not limited", []
+            if needs_quotas(cluster):
+                missing.append("speeds are not emulated: no emulation was asked for")
+        super().__init__(quotas)
+        network = "loopback; messages of offbeat are delayed by the workers" if kind == "delaying" else "loopback, not limited"
+        self.report = EmulationReport(kind=kind, network=network, compute=compute, notices=notices + missing)
+
+    def placement(self, worker: int) -> Placement:
+        interface = "lo0" if sys.platform == "darwin" else "lo"
+        return Placement(
+            environment={"OFFBEAT_INTERFACE": _LOOPBACK, "GLOO_SOCKET_IFNAME": interface, "MASTER_ADDR": _LOOPBACK}
+        )
+
+    def set_link(self, worker: int, *, up: bool) -> bool:
+        return False
+
+    def call_inside(self, function: Callable[[], T]) -> T:
+        return function()
+
+    def sent_bytes(self, worker: int) -> int | None:
+        return None
+
+    def close(self) -> None:
+        name, self._name = self._name, None
+        if name is not None and os.getpid() == self._holder:
+            atexit.unregister(self.close)
+            leftovers.remove(name)
+
+    def _claim(self) -> str:
+        self._name = leftovers.claim()
+        atexit.register(self.close)
+        return str(self._name)
+
+
+def _network_notices(cluster: Cluster, kind: Literal["none", "delaying"], reason: str | None) -> list[str]:
+    """What differs from the network of `cluster`."""
+    notices: list[str] = []
+    if needs_network(cluster) and kind == "none":
+        notices.append("the network is not emulated: no emulation was asked for")
+    if kind == "delaying":
+        because = f": {reason}" if reason else ""
+        notices.append(
+            f"the kernel does not emulate the network{because}. In its place the workers delay messages of offbeat; torch's "
+            "own process group, which DDP and its hooks use, is as fast as loopback, so do not compare with those"
+        )
+    if any(fault.action == "cut" for fault in cluster.faults):
+        notices.append("links cannot be cut without network namespaces; such faults are left out")
+    return notices

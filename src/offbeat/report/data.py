@@ -1,0 +1,177 @@
+"""What the page shows, as plain values. `data_records` builds it from records; the rest of the page knows nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.lab.breakdown import Steps
+
+Floats = NDArray[np.float64]
+
+_WARM_UP_STEPS = 10
+
+
+class Better(Enum):
+    """Which way a measure is to go."""
+
+    LOWER = -1
+    HIGHER = 1
+    NEITHER = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A measure over seeds. None where nothing was measured, or, for the interval, where one value is all there is."""
+
+    median: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Curve:
+    """The metric as one run went on; arrays of shape (number of evaluations,), in order.
+
+    Attributes:
+        steps: optimizer steps done.
+        seconds: of training until then, evaluations excluded.
+        bytes_sent: by a worker until then, mean over workers.
+        metric: as measured; NaN where it was not finite.
+    """
+
+    steps: Floats
+    seconds: Floats
+    bytes_sent: Floats
+    metric: Floats
+
+
+def window(steps: Steps, start: int, stop: int | None = None) -> Steps:
+    """Columns `start` to `stop` of all workers' steps."""
+    return Steps(**{field.name: getattr(steps, field.name)[..., start:stop] for field in fields(Steps)})
+
+
+def settled(steps: Steps) -> Steps:
+    """Without the first ten steps, or the first quarter of a short run: memory is allocated and code compiled in them."""
+    return window(steps, min(_WARM_UP_STEPS, steps.num_steps // 4))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Run:
+    """One run of a contestant.
+
+    Attributes:
+        seed: of parameters and sample order.
+        directory: as the user would name it.
+        status: "finished", "stopped", or "unfinished" where there is no summary.
+        curve, steps: what it did.
+        last_start: the step from which the last attempt went on; 0 unless the run was resumed.
+    """
+
+    seed: int
+    directory: str
+    status: str
+    curve: Curve
+    steps: Steps
+    last_start: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Contestant:
+    """One strategy with its options, and what its runs gave.
+
+    Attributes:
+        measures: estimates by the names of `style.MEASURES`.
+        notices: honest remarks of its runs.
+        failure: why it has no result.
+    """
+
+    label: str
+    strategy: str
+    options: Mapping[str, object]
+    summary: str = ""
+    runs: Sequence[Run] = ()
+    measures: Mapping[str, Estimate] = field(default_factory=dict)
+    notices: Sequence[str] = ()
+    failure: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """How contestant `a` compares with `b`: the ratio of their medians, a over b, with its interval, if there is one."""
+
+    measure: str
+    a: str
+    b: str
+    ratio: float
+    low: float | None
+    high: float | None
+    decided: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkCheck:
+    """What an emulated link was found to carry before it was measured on."""
+
+    worker: int
+    asked_bit_per_s: float
+    measured_bit_per_s: float
+    round_trip_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What the runs ran on.
+
+    Attributes:
+        cluster, cluster_file: the description in a line, and as a file; empty where no cluster was described.
+        network, compute: how links and speeds were emulated, a sentence each; empty where they were not.
+    """
+
+    cluster: str = ""
+    cluster_file: str = ""
+    network: str = ""
+    compute: str = ""
+    checks: Sequence[LinkCheck] = ()
+    notices: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Report:
+    """Everything on the page.
+
+    Attributes:
+        title: what it is about.
+        unfinished: what the reader must know when the runs did not end as planned; None when they did.
+        verdict: one sentence.
+        findings: a few more.
+        metric_better: which way the metric is to go.
+        target: of the metric.
+        details: rows of the configuration, what and value.
+        environment: rows of the machine.
+        command: what reproduces it.
+    """
+
+    title: str
+    verdict: str
+    findings: Sequence[str] = ()
+    unfinished: str | None = None
+    created_at: str = ""
+    metric_name: str
+    metric_better: Better
+    target: float | None = None
+    contestants: Sequence[Contestant]
+    differences: Sequence[Difference] = ()
+    setting: Setting = Setting()
+    details: Sequence[tuple[str, str]] = ()
+    environment: Sequence[tuple[str, str]] = ()
+    command: str = ""
+
+    @property
+    def compares(self) -> bool:
+        """Whether there is more than one contestant."""
+        return len(self.contestants) > 1

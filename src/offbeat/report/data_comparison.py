@@ -1,0 +1,77 @@
+"""Builds the page's values from a comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from offbeat.errors import RecordError
+from offbeat.lab.comparison import Contestant as Compared
+from offbeat.lab.comparison import read_comparison
+from offbeat.lab.records import Record
+from offbeat.report.data import Better, Contestant, Difference, Estimate, Report
+from offbeat.report.data_records import count_workers, read_run, rows, setting, words
+from offbeat.report.style import write_option
+
+
+def report_of_comparison(directory: Path) -> Report:
+    """Everything that the page shows of the comparison in `directory`. Raises `RecordError`."""
+    comparison = read_comparison(directory)
+    unfinished = None
+    if comparison.status != "finished":
+        unfinished = f"This comparison is {comparison.status}: the page shows what had been measured when it was written."
+    return Report(
+        title=f"{comparison.task} on {count_workers(comparison.workers)}",
+        verdict=comparison.verdict,
+        findings=comparison.findings,
+        unfinished=unfinished,
+        created_at=comparison.created_at,
+        metric_name=words(comparison.metric_name),
+        metric_better=Better.HIGHER if comparison.higher_is_better else Better.LOWER,
+        target=comparison.target,
+        contestants=[_contestant(directory, compared) for compared in comparison.contestants],
+        differences=[
+            Difference(
+                measure=found.measure,
+                a=found.a,
+                b=found.b,
+                ratio=found.ratio,
+                low=found.low,
+                high=found.high,
+                decided=found.decided,
+            )
+            for found in comparison.differences
+        ],
+        setting=setting(comparison.emulation, comparison.cluster),
+        details=[
+            ("task", comparison.task),
+            *rows(comparison.task_options),
+            ("workers", str(comparison.workers)),
+            ("parameters", f"{comparison.num_parameters:,}"),
+            ("steps", f"{comparison.steps:,}"),
+            ("seeds", write_option(comparison.seeds)),
+        ],
+        environment=rows(comparison.environment),
+        command=comparison.command,
+    )
+
+
+def _contestant(directory: Path, compared: Compared) -> Contestant:
+    runs, missing = [], []
+    for name in compared.runs:
+        try:
+            runs.append(read_run(Record(directory / name), name=name))
+        except RecordError as error:
+            missing.append(f"the charts leave out {name}: {error}")
+    return Contestant(
+        label=compared.label,
+        strategy=compared.strategy,
+        options=compared.options,
+        summary=compared.summary,
+        runs=[run for run in runs if run.steps.num_steps],
+        measures={
+            name: Estimate(median=measured.median, low=measured.low, high=measured.high)
+            for name, measured in compared.measures.items()
+        },
+        notices=[*compared.notices, *missing],
+        failure=compared.failure,
+    )

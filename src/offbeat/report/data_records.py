@@ -1,0 +1,85 @@
+"""What pages of runs and of comparisons have in common: a run's steps and curve, the cluster, rows of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from offbeat.lab.breakdown import Steps, read_steps
+from offbeat.lab.cluster import Cluster
+from offbeat.lab.emulation import EmulationReport
+from offbeat.lab.records import Evaluation, Record
+from offbeat.report.data import Curve, LinkCheck, Run, Setting
+from offbeat.report.style import BYTES, write, write_option
+
+
+def read_run(record: Record, *, name: str) -> Run:
+    """One run: its steps on one clock, and its metric on the way."""
+    steps = read_steps(record)
+    summary = record.summary()
+    return Run(
+        seed=record.config.seed,
+        directory=name,
+        status=summary.status if summary else "unfinished",
+        curve=_curve(record.evaluations(), steps),
+        steps=steps,
+        last_start=record.attempts[-1].start_step if record.attempts else 0,
+    )
+
+
+def _curve(evaluations: Sequence[Evaluation], steps: Steps) -> Curve:
+    """Bytes are the mean over workers wherever every step's are known, and rank 0's otherwise."""
+    at = np.array([evaluation.step for evaluation in evaluations], dtype=np.float64)
+    bytes_sent = np.array([evaluation.bytes_sent for evaluation in evaluations], dtype=np.float64)
+    if at.size and np.array_equal(steps.step, np.arange(1, steps.num_steps + 1)) and at[-1] <= steps.num_steps:
+        total = np.concatenate([[0.0], np.cumsum(steps.bytes_sent.mean(axis=0))])
+        bytes_sent = total[at.astype(np.int64)]
+    return Curve(
+        steps=at,
+        seconds=np.array([evaluation.seconds for evaluation in evaluations], dtype=np.float64),
+        bytes_sent=bytes_sent,
+        metric=np.array([evaluation.metric for evaluation in evaluations], dtype=np.float64),
+    )
+
+
+def setting(emulation: EmulationReport | None, cluster: Cluster | None) -> Setting:
+    """What a run or comparison ran on."""
+    described = Setting() if cluster is None else Setting(cluster=cluster.describe(), cluster_file=cluster.to_toml())
+    if emulation is None:
+        return described
+    return replace(
+        described,
+        network=emulation.network,
+        compute=emulation.compute,
+        checks=[
+            LinkCheck(
+                worker=check.worker,
+                asked_bit_per_s=check.asked_bit_per_s,
+                measured_bit_per_s=check.measured_bit_per_s,
+                round_trip_s=check.round_trip_s,
+            )
+            for check in emulation.checks
+        ],
+        notices=emulation.notices,
+    )
+
+
+def rows(values: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Options or versions, as (name, value) for people."""
+    return [
+        (words(name.removesuffix("_bytes")), write(value, BYTES))
+        if name.endswith("_bytes") and isinstance(value, int)
+        else (words(name), write_option(value))
+        for name, value in values.items()
+    ]
+
+
+def words(name: str) -> str:
+    """An identifier as people write it."""
+    return name.replace("_", " ")
+
+
+def count_workers(number: int) -> str:
+    return "one worker" if number == 1 else f"{number} workers"

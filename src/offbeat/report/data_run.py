@@ -1,0 +1,116 @@
+"""Builds the page's values from one run: a report with a single contestant."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from offbeat.lab.breakdown import Steps
+from offbeat.lab.records import Record, Summary
+from offbeat.lab.statistics import blocks
+from offbeat.report.data import Better, Contestant, Estimate, Report, settled
+from offbeat.report.data_records import count_workers, read_run, rows, setting, words
+from offbeat.report.style import BYTES, NUMBER, SECONDS, capital, write
+
+
+def report_of_run(directory: Path) -> Report:
+    """Everything that the page shows of the run in `directory`. Raises `RecordError`."""
+    record = Record(directory)
+    config, summary = record.config, record.summary()
+    run = read_run(record, name=record.path.name)
+    measures = _measures(run.steps, summary)
+    metric_name = words(summary.metric_name) if summary else "metric"
+    status = {
+        "stopped": "The run was stopped before its end.",
+        "unfinished": "The run goes on, or was killed: it has no summary.",
+    }
+    length = ("steps", f"{config.steps:,}") if config.steps is not None else ("epochs", f"{config.epochs:,}")
+    return Report(
+        title=f"{config.strategy} on {config.task}, {count_workers(config.workers)}",
+        verdict=_verdict(run.steps, summary, measures, metric_name),
+        unfinished=status.get(run.status),
+        created_at=record.attempts[0].started_at if record.attempts else "",
+        metric_name=metric_name,
+        metric_better=Better.HIGHER if summary is None or summary.higher_is_better else Better.LOWER,
+        contestants=[
+            Contestant(
+                label=config.strategy,
+                strategy=config.strategy,
+                options=config.strategy_options,
+                runs=[run] if run.steps.num_steps else [],
+                measures=measures,
+                notices=summary.notices if summary else [],
+            )
+        ],
+        setting=setting(record.emulation, config.cluster),
+        details=[
+            ("task", config.task),
+            *rows(config.task_options),
+            ("workers", str(config.workers)),
+            length,
+            ("seed", str(config.seed)),
+            *([("parameters", f"{summary.num_parameters:,}")] if summary else []),
+            *([("replicas at the end", "identical" if summary.replicas_identical else "differ")] if summary else []),
+            *([("skipped steps", f"{summary.skipped_steps:,}")] if summary else []),
+        ],
+        environment=rows(record.environment),
+        command=_command(record),
+    )
+
+
+def _verdict(steps: Steps, summary: Summary | None, measures: Mapping[str, Estimate], metric_name: str) -> str:
+    if summary is None:
+        return f"{steps.num_steps:,} steps are recorded, and no summary."
+    metric = f"{metric_name} {write(summary.metric, NUMBER)} after " if summary.metric is not None else ""
+    step_s = measures["step_s"].median if "step_s" in measures else None
+    pace = f": {write(step_s, SECONDS)} a step" if step_s else ""
+    return capital(
+        f"{metric}{summary.steps:,} steps and {write(summary.seconds, SECONDS)}{pace}, "
+        f"{write(summary.bytes_sent_per_step, BYTES)} sent by a worker in each."
+    )
+
+
+def _measures(steps: Steps, summary: Summary | None) -> dict[str, Estimate]:
+    """As a comparison would measure them: the first steps are left out of what is said about steps."""
+    found: dict[str, float | None] = {}
+    if steps.num_steps:
+        step_s = float(np.median(blocks(steps.duration_s.mean(axis=0))))
+        found = {
+            "step_s": step_s,
+            "samples_per_s": float(steps.batch_size.sum(axis=0).mean()) / step_s,
+            **_shares(settled(steps)),
+        }
+    if summary is not None:
+        found |= {
+            "final_metric": summary.metric,
+            "bytes_per_step": summary.bytes_sent_per_step,
+            "messages_per_step": summary.messages_sent_per_step,
+            "peak_memory_bytes": max(summary.peak_memory_bytes, default=None),
+        }
+    return {name: Estimate(median=value) for name, value in found.items()}
+
+
+def _shares(steps: Steps) -> dict[str, float]:
+    whole_s, waiting_s = steps.duration_s.sum(), steps.waiting_for_others_s()
+    parts = {"compute": steps.compute_s, "encode": steps.encode_s, "wait": waiting_s, "transfer": steps.wait_s - waiting_s}
+    return {f"share_{name}": float(part.sum() / whole_s) for name, part in parts.items()}
+
+
+def _command(record: Record) -> str:
+    """The command line that starts the same run anew."""
+    config = record.config
+    words = ["offbeat", "train", "--task", config.task, "--strategy", config.strategy, "--workers", str(config.workers)]
+    words += ["--steps", str(config.steps)] if config.steps is not None else ["--epochs", str(config.epochs)]
+    words += ["--seed", str(config.seed)]
+    words += ["--eval-every", str(config.eval_every)] if config.eval_every is not None else []
+    words += ["--cluster", "cluster.toml"] if config.cluster is not None else []
+    for name, value in {**config.task_options, **config.strategy_options}.items():
+        words += ["--set", f"{name}={_typed(value)}"] if value is not None else []
+    return shlex.join(words)
+
+
+def _typed(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,176 @@
+"""Who waited for whom: properties of arbitrary events, and the events of real hosts put on one clock."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.errors import RecordError
+from offbeat.lab.breakdown import Steps, read_steps
+from offbeat.lab.config import RunConfig
+from offbeat.lab.judge import _shares
+from offbeat.lab.records import EventWriter, Record, StepEvent, begin_attempt, create
+
+EVENT = StepEvent(
+    step=1,
+    loss=1.0,
+    batch_size=8,
+    began_s=100.0,
+    ready_s=100.25,
+    duration_s=1.0,
+    compute_s=0.5,
+    encode_s=0.25,
+    wait_s=0.25,
+    padded_s=0.0,
+    bytes_sent=10,
+    messages_sent=2,
+    skipped=False,
+)
+
+
+def matrices(ready_s: Sequence[Sequence[float]], **others: Sequence[Sequence[float]]) -> Steps:
+    """Steps with these times; whatever is not given is zero."""
+    ready = np.array(ready_s, dtype=np.float64)
+    names = ("loss", "batch_size", "began_s", "duration_s", "compute_s", "encode_s", "wait_s", "padded_s")
+    columns = {name: np.zeros_like(ready) for name in (*names, "bytes_sent", "messages_sent", "skipped")}
+    columns |= {name: np.array(values, dtype=np.float64) for name, values in others.items()}
+    return Steps(step=np.arange(1, ready.shape[1] + 1), ready_s=ready, **columns)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Steps:
+    """Any ranks, any steps; some ranks exchange nothing in some of them, some wait although they do not."""
+    num_ranks, num_steps = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+
+    def table(values: st.SearchStrategy[float]) -> list[list[float]]:
+        row = st.lists(values, min_size=num_steps, max_size=num_steps)
+        return draw(st.lists(row, min_size=num_ranks, max_size=num_ranks))
+
+    duration = st.floats(0, 100)
+    compute_s, encode_s, wait_s = (np.array(table(duration)) for _ in range(3))
+    return matrices(
+        table(st.one_of(st.floats(1e3, 1e6), st.just(np.nan))),
+        compute_s=compute_s,
+        encode_s=encode_s,
+        wait_s=wait_s,
+        duration_s=compute_s + encode_s + wait_s,
+    )
+
+
+@given(steps())
+def test_shares_are_fractions_that_add_up_to_one(of: Steps) -> None:
+    shares = _shares(of)
+    assert all(-1e-12 <= share <= 1 + 1e-12 for share in shares.values())
+    assert sum(shares.values()) == pytest.approx(1.0 if of.duration_s.sum() else 0.0)
+
+
+@given(steps())
+def test_nobody_is_early_and_in_every_exchange_somebody_is_first(of: Steps) -> None:
+    late_s = of.lateness_s()
+    assert np.array_equal(np.isnan(late_s), np.isnan(of.ready_s))
+    for step in range(of.num_steps):
+        here = late_s[:, step][~np.isnan(late_s[:, step])]
+        assert not here.size or here.min() == 0.0
+
+
+@given(steps())
+def test_waiting_for_others_is_a_part_of_waiting_and_the_last_one_waits_for_nobody(of: Steps) -> None:
+    waiting_s = of.waiting_for_others_s()
+    assert (waiting_s >= 0).all()
+    assert (waiting_s <= of.wait_s).all()
+    for step in range(of.num_steps):
+        if not np.isnan(of.ready_s[:, step]).all():
+            assert waiting_s[np.nanargmax(of.ready_s[:, step]), step] == 0.0
+
+
+def test_who_comes_first_waits_for_the_last_and_the_rest_is_transfer() -> None:
+    of = matrices([[10.0], [10.5], [12.0]], wait_s=[[2.3], [1.8], [0.3]], duration_s=[[4.0]] * 3)
+    assert of.lateness_s().ravel().tolist() == [0.0, 0.5, 2.0]
+    assert of.waiting_for_others_s().ravel().tolist() == [2.0, 1.5, 0.0]
+    assert _shares(of)["share_wait"] == pytest.approx(3.5 / 12)
+    assert _shares(of)["share_transfer"] == pytest.approx(0.9 / 12)
+
+
+def test_without_an_exchange_nobody_waits_for_anybody() -> None:
+    of = matrices([[np.nan], [np.nan]], wait_s=[[0.5], [0.0]])
+    assert np.isnan(of.lateness_s()).all()
+    assert not of.waiting_for_others_s().any()
+
+
+def write(path: Path, by_rank: Sequence[Sequence[StepEvent]]) -> Path:
+    config = RunConfig(
+        task="digits",
+        task_options={},
+        strategy="ddp",
+        strategy_options={},
+        workers=len(by_rank),
+        epochs=None,
+        steps=9,
+        seed=0,
+        checkpoint_every=None,
+    )
+    create(path, config)
+    attempt = begin_attempt(path, config, start_step=0)
+    for rank, events in enumerate(by_rank):
+        writer = EventWriter(path, rank=rank, attempt=attempt)
+        for event in events:
+            writer.add(event)
+        writer.close()
+    return path
+
+
+def test_only_steps_that_every_rank_has_finished_count(tmp_path: Path) -> None:
+    run = write(
+        tmp_path / "run",
+        [
+            [replace(EVENT, step=step, bytes_sent=10 * rank + step) for step in range(1, 6 - rank)]
+            for rank in range(3)
+        ],
+    )
+    of = read_steps(Record(run))
+    assert of.step.tolist() == [1, 2, 3]
+    assert (of.num_ranks, of.num_steps) == (3, 3)
+    assert of.bytes_sent.tolist() == [[1, 2, 3], [11, 12, 13], [21, 22, 23]]
+
+
+def test_a_rank_that_finished_no_step_leaves_none(tmp_path: Path) -> None:
+    of = read_steps(Record(write(tmp_path / "run", [[EVENT], []])))
+    assert (of.num_ranks, of.num_steps) == (2, 0)
+    assert of.lateness_s().shape == of.waiting_for_others_s().shape == (2, 0)
+
+
+def test_what_has_no_number_is_not_a_number(tmp_path: Path) -> None:
+    of = read_steps(Record(write(tmp_path / "run", [[replace(EVENT, loss=None, ready_s=None)], [EVENT]])))
+    assert np.isnan([of.loss[0, 0], of.ready_s[0, 0]]).all()
+    assert (of.loss[1, 0], of.ready_s[1, 0]) == (1.0, 100.25)
+
+
+@pytest.mark.parametrize(("host", "ahead_s"), [("elsewhere", 40.0), (socket.gethostname(), 0.0)])
+def test_times_of_another_host_are_put_on_the_clock_of_the_first(tmp_path: Path, host: str, ahead_s: float) -> None:
+    """Each host counts from when it was started; on one host a difference is only the clock's being set."""
+    run = write(tmp_path / "run", [[EVENT], [EVENT]])
+    path = run / "events-rank-1.jsonl"
+    first, *rest = path.read_text().splitlines()
+    head = json.loads(first)
+    offset_s = json.loads((run / "events-rank-0.jsonl").read_text().splitlines()[0])["monotonic_to_unix_s"]
+    head |= {"host": host, "monotonic_to_unix_s": offset_s + 40.0}
+    path.write_text("\n".join([json.dumps(head), *rest]) + "\n")
+    of = read_steps(Record(run))
+    assert of.began_s[:, 0] == pytest.approx([100.0, 100.0 + ahead_s], abs=1e-5)
+    assert of.lateness_s()[:, 0] == pytest.approx([0.0, ahead_s], abs=1e-5)
+    assert of.duration_s.tolist() == [[1.0], [1.0]]
+
+
+def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [[EVENT], [EVENT]])
+    (run / "events-rank-1.jsonl").unlink()
+    with pytest.raises(RecordError, match="cannot read"):
+        read_steps(Record(run))

@@ -1,0 +1,254 @@
+"""From records to figures: runs made by hand, and what they must come to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lab_support.made import comparison, contestant, write_run
+from offbeat.errors import RecordError
+from offbeat.lab.comparison import MEASURES, Comparison, read_comparison, write_comparison
+from offbeat.lab.judge import _common_level, _reach, _Run, judge
+from offbeat.lab.records import Evaluation, Record
+
+STEPS = 40
+
+
+def compare_runs(
+    directory: Path, runs: Mapping[str, Sequence[dict[str, Any]]], *, alone: Sequence[dict[str, Any]] = (), **settings: Any
+) -> Comparison:
+    """The judged comparison of these runs, by label and seed; a contestant without runs has failed."""
+    entries = []
+    num_seeds = max(len(of) for of in runs.values())
+    for label, of in runs.items():
+        for seed, made in enumerate(of):
+            write_run(directory / f"runs/{label}-seed-{seed}", **made)
+        entries.append(contestant(label, failure=None if of else "it broke", num_seeds=num_seeds))
+    ceiling = {seed: write_run(directory / f"runs/alone-seed-{seed}", **made) for seed, made in enumerate(alone)}
+    return judge(directory, comparison(entries, num_seeds=num_seeds, **settings), ceiling)
+
+
+def measured(judged: Comparison, label: str, measure: str) -> list[float | None]:
+    (found,) = (c for c in judged.contestants if c.label == label)
+    return found.measures[measure].values  # type: ignore[index]  # a key that is none fails
+
+
+def run_with(evaluations: Sequence[Evaluation]) -> _Run:
+    return _Run(summary=None, steps=None, evaluations=evaluations)  # type: ignore[arg-type]  # only its evaluations are read
+
+
+def evaluations(*rows: tuple[int, float, float]) -> list[Evaluation]:
+    """From (step, seconds, metric)."""
+    return [Evaluation(step=step, seconds=seconds, bytes_sent=0, metric=metric, at_s=0.0) for step, seconds, metric in rows]
+
+
+@pytest.mark.parametrize("higher_is_better", [True, False])
+def test_the_target_is_reached_between_two_measurements(higher_is_better: bool) -> None:
+    sign = 1 if higher_is_better else -1
+    run = run_with(evaluations((0, 0.0, sign * 0.1), (10, 2.0, sign * 0.5), (20, 6.0, sign * 0.9), (30, 8.0, sign * 0.3)))
+    assert _reach(run, sign * 0.8, higher_is_better) == pytest.approx((5.0, 17.5))
+    assert _reach(run, sign * 0.5, higher_is_better) == pytest.approx((2.0, 10.0))
+    assert _reach(run, sign * 0.9, higher_is_better) == pytest.approx((6.0, 20.0))
+    assert _reach(run, sign * 0.05, higher_is_better) == (0.0, 0.0)
+    assert _reach(run, sign * 0.91, higher_is_better) is None
+
+
+def test_without_target_or_run_nothing_is_reached() -> None:
+    assert _reach(run_with(evaluations((0, 0.0, 0.1))), None, True) is None
+    assert _reach(None, 0.1, True) is None
+    assert _reach(run_with([]), 0.1, True) is None
+
+
+metrics = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6)
+
+
+@given(st.lists(metrics, min_size=1, max_size=4), st.booleans())
+def test_the_derived_target_is_reached_by_every_run_and_is_the_best_such(runs: list[list[float]], higher: bool) -> None:
+    made = [run_with(evaluations(*((10 * i, float(i), metric) for i, metric in enumerate(of)))) for of in runs]
+    level = _common_level({"some": made[:1], "others": [*made[1:], None]}, higher)
+    assert level is not None
+    for run in made:
+        reached = _reach(run, level, higher)
+        assert reached is not None
+        assert 0 <= reached[0] <= run.evaluations[-1].seconds
+    bests = [(max if higher else min)(of) for of in runs]
+    assert level in bests
+    assert all(best >= level if higher else best <= level for best in bests)
+
+
+def test_nothing_measured_gives_no_target() -> None:
+    assert _common_level({"a": [None], "b": [run_with([])]}, True) is None
+
+
+def test_measures_of_runs_whose_figures_are_known(tmp_path: Path) -> None:
+    rising = [(0, 0.1), (20, 0.5), (40, 0.9)]
+    slow, fast, ideal = [0.4] * STEPS, [0.1] * STEPS, [0.05] * STEPS
+    judged = compare_runs(
+        tmp_path,
+        {
+            "ddp": [{"step_s": slow, "metrics": rising}, {"step_s": slow, "metrics": rising}],
+            "gtopk": [{"step_s": fast, "metrics": rising, "strategy": "gtopk"}] * 2,
+        },
+        alone=[{"step_s": ideal, "late_s": (None, None)}] * 2,
+        target=0.7,
+    )
+    expected = {
+        "time_to_target_s": (12.0, 3.0),
+        "steps_to_target": (30.0, 30.0),
+        "final_metric": (0.9, 0.9),
+        "step_s": (0.4, 0.1),
+        "steps_per_s": (2.5, 10.0),
+        "samples_per_s": (40.0, 160.0),
+        "efficiency": (0.125, 0.5),
+        "bytes_per_step": (1_000.0, 1_000.0),
+        "messages_per_step": (4.0, 4.0),
+        "share_compute": (0.25, 0.25),
+        "share_encode": (0.25, 0.25),
+        "share_wait": (0.0, 0.0),
+        "share_transfer": (0.5, 0.5),
+        "peak_memory_bytes": (200.0, 200.0),
+    }
+    assert expected.keys() == MEASURES.keys()
+    for measure, (ddp, gtopk) in expected.items():
+        assert measured(judged, "ddp", measure) == pytest.approx([ddp, ddp]), measure
+        assert measured(judged, "gtopk", measure) == pytest.approx([gtopk, gtopk]), measure
+    assert [(d.measure, d.a, d.b, d.decided) for d in judged.differences] == [
+        ("time_to_target_s", "ddp", "gtopk", True),
+        ("step_s", "ddp", "gtopk", True),
+    ]
+    assert [d.ratio for d in judged.differences] == pytest.approx([4.0, 4.0])
+    assert judged.verdict.startswith("gtopk reached accuracy 0.7 in 3 s, 4 times")
+
+
+def test_a_target_that_some_run_never_reaches(tmp_path: Path) -> None:
+    steps = [0.1] * STEPS
+    judged = compare_runs(
+        tmp_path,
+        {
+            "ddp": [{"step_s": steps, "metrics": [(0, 0.0), (40, 0.8)]}] * 2,
+            "gtopk": [{"step_s": steps, "metrics": [(0, 0.0), (40, last)]} for last in (0.3, 0.8)],
+        },
+        target=0.4,
+    )
+    assert measured(judged, "ddp", "time_to_target_s") == pytest.approx([2.0, 2.0])
+    assert measured(judged, "gtopk", "time_to_target_s") == [None, pytest.approx(2.0)]
+    assert judged.verdict == "Only ddp reached accuracy 0.4 in every run, in 2 s."
+    assert "gtopk did not reach 0.4 in 1 of its 2 runs." in judged.findings
+
+
+def test_the_derived_target_is_noted_as_such(tmp_path: Path) -> None:
+    made = [{"step_s": [0.1] * STEPS, "metrics": [(0, 0.0), (40, last)]} for last in (0.8, 0.5)]
+    judged = compare_runs(tmp_path, {"ddp": made[:1], "gtopk": made[1:]}, target=None, target_was_given=False)
+    assert judged.target == 0.5
+    assert measured(judged, "ddp", "time_to_target_s") == pytest.approx([2.5])
+    assert measured(judged, "gtopk", "time_to_target_s") == pytest.approx([4.0])
+
+
+def test_a_target_that_holds_before_the_first_step_is_no_race(tmp_path: Path) -> None:
+    """A strategy that diverges at once makes the untrained model the best that every run reached."""
+    judged = compare_runs(
+        tmp_path,
+        {
+            "ddp": [{"step_s": [0.4] * STEPS, "metrics": [(0, 0.1), (40, 0.8)]}] * 2,
+            "gtopk": [{"step_s": [0.1] * STEPS, "metrics": [(0, 0.1), (40, 0.05)]}] * 2,
+        },
+        target=None,
+        target_was_given=False,
+    )
+    assert judged.target == 0.1
+    assert [d.measure for d in judged.differences] == ["step_s"]
+    assert judged.verdict.startswith("gtopk takes the shortest steps")
+    assert judged.verdict.endswith("accuracy 0.1 was reached before the first step.")
+
+
+def test_a_metric_that_is_not_a_number_is_none_that_was_reached(tmp_path: Path) -> None:
+    judged = compare_runs(
+        tmp_path,
+        {
+            "ddp": [{"step_s": [0.1] * STEPS, "metrics": [(0, 3.0), (20, math.nan), (40, 1.0)]}],
+            "gtopk": [{"step_s": [0.1] * STEPS, "metrics": [(0, 3.0), (20, math.inf), (40, math.nan)]}],
+        },
+        target=2.0,
+        higher_is_better=False,
+    )
+    assert measured(judged, "ddp", "time_to_target_s") == pytest.approx([2.0])
+    assert measured(judged, "gtopk", "time_to_target_s") == [None]
+
+
+def test_a_failed_contestant_has_no_measures_and_the_others_have(tmp_path: Path) -> None:
+    made = {"step_s": [0.1] * STEPS, "metrics": [(0, 0.1), (40, 0.9)]}
+    judged = compare_runs(tmp_path, {"ddp": [made] * 2, "gtopk": []}, target=0.5)
+    ddp, gtopk = judged.contestants
+    assert (gtopk.failure, gtopk.measures, gtopk.lateness_s) == ("it broke", {}, [])
+    assert ddp.measures["step_s"].median == pytest.approx(0.1)
+    assert judged.differences == []
+    assert judged.verdict == "Only ddp finished: 100 ms a step."
+    assert "gtopk failed: it broke" in judged.findings
+
+
+def test_all_failed(tmp_path: Path) -> None:
+    judged = judge(tmp_path, comparison([contestant("ddp", failure="a"), contestant("gtopk", failure="b")]), {})
+    assert judged.verdict == "No strategy finished."
+    assert judged.findings == ["ddp failed: a", "gtopk failed: b"]
+
+
+@pytest.mark.parametrize("unfinished", [{"status": "stopped"}, {"step_s": []}])
+def test_a_run_that_did_not_finish_has_no_values(tmp_path: Path, unfinished: dict[str, Any]) -> None:
+    made: dict[str, Any] = {"step_s": [0.1] * STEPS, "metrics": [(0, 0.1), (40, 0.9)]}
+    judged = compare_runs(tmp_path, {"ddp": [made, {"step_s": [0.1], **unfinished}]}, target=0.5)
+    for measure in MEASURES.keys() - {"efficiency"}:
+        first, second = measured(judged, "ddp", measure)
+        assert first is not None, measure
+        assert second is None, measure
+
+
+def test_efficiency_is_against_the_same_seeds_that_ran_alone(tmp_path: Path) -> None:
+    made = {"step_s": [0.2] * STEPS}
+    alone = [{"step_s": [0.1] * STEPS}, {"step_s": [0.1] * STEPS, "status": "stopped"}]
+    judged = compare_runs(tmp_path / "a", {"ddp": [made] * 2}, alone=alone)
+    assert measured(judged, "ddp", "efficiency") == pytest.approx([0.5, 0.5])
+    judged = compare_runs(tmp_path / "b", {"ddp": [made] * 2})
+    assert "efficiency" not in judged.contestants[0].measures
+
+
+def test_lateness_is_the_mean_of_each_rank_over_all_runs(tmp_path: Path) -> None:
+    step_s = [1.0] * STEPS
+    judged = compare_runs(tmp_path, {"ddp": [{"step_s": step_s, "late_s": (0.0, late)} for late in (0.1, 0.3)]})
+    assert judged.contestants[0].lateness_s == pytest.approx([0.0, 0.2])
+    assert measured(judged, "ddp", "share_wait") == pytest.approx([0.05, 0.15])  # rank 0 alone waits, and that is a half
+
+
+@pytest.mark.parametrize("late_s", [(None, None), (0.0, None)])
+def test_who_never_waits_has_no_lateness(tmp_path: Path, late_s: tuple[float | None, ...]) -> None:
+    judged = compare_runs(tmp_path / "in", {"ddp": [{"step_s": [1.0] * STEPS, "late_s": late_s}]})
+    assert judged.contestants[0].lateness_s == []
+    write_comparison(tmp_path, judged)
+    assert read_comparison(tmp_path) == judged
+
+
+def test_notices_are_said_once_and_skipped_steps_are_among_them(tmp_path: Path) -> None:
+    made = {"step_s": [0.1] * STEPS, "notices": ["slow disk"], "skipped_steps": 2}
+    judged = compare_runs(tmp_path, {"ddp": [made, made]})
+    assert judged.contestants[0].notices == ["slow disk", "4 steps were skipped, since some gradient was not finite"]
+
+
+def test_a_damaged_run_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs/ddp-seed-0", step_s=[0.1] * 3)
+    (run / "config.json").write_text("{}")
+    with pytest.raises(RecordError):
+        Record(run)
+    with pytest.raises(RecordError):
+        judge(tmp_path, comparison([contestant("ddp", num_seeds=1)], num_seeds=1), {})
+
+
+def test_what_was_judged_is_written_and_read_back(tmp_path: Path) -> None:
+    made = {"step_s": [0.1] * STEPS, "metrics": [(0, 0.1), (40, 0.9)]}
+    judged = compare_runs(tmp_path, {"ddp": [made] * 3, "gtopk": [made] * 3}, target=0.5)
+    write_comparison(tmp_path, judged)
+    assert read_comparison(tmp_path) == judged

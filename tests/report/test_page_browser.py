@@ -1,0 +1,144 @@
+"""The page in a real browser: it draws, it answers, it fits a phone, it loads nothing, it complains of nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offbeat.report.page import write_report
+from report_support.browser import DESKTOP, PHONE, Browser
+from report_support.synthetic import Made, write_run
+
+OPEN_WITHIN_MS = 2_000
+"""The promise is kept with a margin of a factor of ten, so a busy machine does not fail it."""
+
+MARKS = """[...document.querySelectorAll("figure > svg")].map((svg) => svg.querySelectorAll("path, rect, line").length)"""
+WIDEST = "document.documentElement.scrollWidth"
+
+
+@pytest.fixture(params=["comparison", "run"])
+def page(request: pytest.FixtureRequest) -> Path:
+    directory: Path = request.getfixturevalue(request.param)
+    return directory / "report.html"
+
+
+def failed(browser: Browser) -> object:
+    return browser.evaluate("document.documentElement.dataset.failed ?? null")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_every_chart_is_drawn_and_nothing_is_wrong(browser: Browser, page: Path, size: tuple[int, int], dark: bool) -> None:
+    browser.open(page, size=size, dark=dark)
+    marks = browser.evaluate(MARKS)
+    assert len(marks) == int(browser.evaluate("document.documentElement.dataset.drawn"))
+    assert min(marks) > 5
+    assert browser.console == []
+    assert failed(browser) is None
+    assert browser.requests == [page.as_uri()]
+    assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == (
+        "rgb(21, 24, 27)" if dark else "rgb(253, 253, 252)"
+    )
+
+
+@pytest.mark.parametrize("width", [320, 360, 768])
+def test_nothing_sticks_out_of_a_narrow_screen(browser: Browser, page: Path, width: int) -> None:
+    browser.open(page, size=(width, 740))
+    assert browser.evaluate(WIDEST) <= width
+    inside = """[...document.querySelectorAll("svg text, .bar-text, .bar-label, h1, h2, h3, p, dd, select")].filter((one) => {
+        const box = one.getBoundingClientRect();
+        return !one.closest(".scroll, .unseen") && box.width && (box.right > innerWidth + 0.5 || box.left < -0.5);
+    }).map((one) => one.textContent)"""
+    assert browser.evaluate(inside) == []
+
+
+def test_a_window_that_changes_its_width_is_drawn_anew(browser: Browser, run: Path) -> None:
+    browser.open(run / "report.html")
+    browser.call("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=1, mobile=True)
+    browser.evaluate("new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go))).then(() => 1)")
+    widths = browser.evaluate("""[...document.querySelectorAll("figure > svg")].map((svg) => svg.viewBox.baseVal.width)""")
+    assert max(widths) <= 360
+
+
+def test_contestants_can_be_hidden(browser: Browser, comparison: Path) -> None:
+    lines = """document.querySelectorAll("figure[data-chart=metric-seconds] .line").length"""
+    browser.open(comparison / "report.html")
+    before = browser.evaluate(lines)
+    assert before == 4 * (3 + 1)
+    browser.evaluate("""document.querySelector("#shown input[value='0']").click()""")
+    assert browser.evaluate(lines) == before - 4
+    browser.evaluate("""document.querySelectorAll("#shown input:checked").forEach((box) => box.click())""")
+    assert browser.evaluate(lines) == 0
+    browser.evaluate("""document.querySelector("#shown input[value='0']").click()""")
+    assert browser.evaluate(lines) == 4
+    assert browser.console == []
+
+
+def choose(browser: Browser, name: str, value: object) -> str:
+    """Set one of the timeline's filters; returns the sentence below it."""
+    browser.evaluate(
+        f"""(() => {{
+            const field = document.getElementById("timeline-{name}");
+            field.value = "{value}";
+            field.dispatchEvent(new Event("input"));
+        }})()"""
+    )
+    return str(browser.evaluate("""document.getElementById("timeline-says").textContent"""))
+
+
+def test_the_timeline_shows_what_was_chosen(browser: Browser, comparison: Path) -> None:
+    drawn = """document.querySelector("#timeline > svg").innerHTML"""
+    browser.open(comparison / "report.html")
+    seen = [browser.evaluate(drawn)]
+    for name, value in (("contestant", 1), ("run", 2), ("count", 3), ("from", 7)):
+        sentence = choose(browser, name, value)
+        seen.append(browser.evaluate(drawn))
+    assert len(set(seen)) == len(seen)
+    assert sentence.startswith("gtopk, seed 2: steps ")
+    first, last = (int(word) for word in sentence.split() if word.isdigit() and int(word) > 4)
+    assert last - first == 2
+    assert browser.evaluate("""document.querySelectorAll("#timeline .last").length""") == 3
+    assert browser.console == []
+
+
+def test_bars_show_seconds_or_shares(browser: Browser, comparison: Path) -> None:
+    widths = """[...document.querySelectorAll(".stacked .bar")].map((bar) => Math.round(bar.getBoundingClientRect().width))"""
+    browser.open(comparison / "report.html")
+    seconds = browser.evaluate(widths)
+    assert len(set(seconds)) == 4
+    browser.evaluate("""document.querySelector("#step-scale input[value=share]").click()""")
+    assert set(browser.evaluate(widths)) == {max(seconds)}
+
+
+def test_the_pointer_is_told_what_it_points_at(browser: Browser, comparison: Path) -> None:
+    browser.open(comparison / "report.html")
+    tip = """document.getElementById("tip").hidden ? "" : document.getElementById("tip").textContent"""
+    for selector, expected in (
+        ("figure[data-chart=metric-steps] .marker", "accuracy"),
+        ("#timeline .phase-waiting", "worker 3"),
+    ):
+        box = browser.evaluate(
+            f"""(() => {{
+                const mark = document.querySelector("{selector}");
+                mark.scrollIntoView({{ block: "center" }});
+                const box = mark.getBoundingClientRect();
+                return [box.x + box.width / 2, box.y + box.height / 2];
+            }})()"""
+        )
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+        assert expected in browser.evaluate(tip)
+    assert browser.console == []
+
+
+def test_a_hundred_thousand_events_open_quickly(browser: Browser, tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", Made(workers=4, steps=25_000, random_late_s=0.1))
+    path = write_report(directory)
+    assert path.stat().st_size < 1_000_000
+    browser.open(path)
+    assert browser.evaluate("document.documentElement.dataset.drawn") is not None
+    assert browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < OPEN_WITHIN_MS
+    points = browser.evaluate(
+        """Math.max(...[...document.querySelectorAll("path.line")].map((line) => line.getAttribute("d").length))"""
+    )
+    assert points < 20_000

@@ -1,0 +1,153 @@
+"""Lines keep their shape when they are binned, and the timeline keeps within what was recorded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from offbeat.lab.breakdown import Steps
+from offbeat.report.charts import bin_mean, line_charts
+from offbeat.report.charts_timeline import MAX_BARS, middle, phase_lengths_s, timelines
+from offbeat.report.data import Better, Contestant, Curve, Report, Run
+
+VALUES = st.floats(-1e6, 1e6)
+
+
+@given(arrays.arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(1, 200)), elements=VALUES), st.integers(1, 50))
+def test_bins_hold_every_point(y: np.ndarray, max_points: int) -> None:
+    x = np.arange(y.shape[1], dtype=np.float64)
+    at, mean, low, high = bin_mean(x, y, max_points)
+    assert at.size == mean.size == min(max_points, x.size)
+    assert low.min() == y.min()
+    assert high.max() == y.max()
+    assert (low <= mean + 1e-6).all()
+    assert (mean <= high + 1e-6).all()
+    assert (np.diff(at) > 0).all()
+
+
+def test_a_bin_leaves_out_what_is_not_finite() -> None:
+    y = np.array([[1.0, np.nan, 3.0, np.inf], [np.nan, np.nan, 5.0, np.nan]])
+    _, mean, low, high = bin_mean(np.arange(4.0), y)
+    np.testing.assert_array_equal(mean, [1, np.nan, 4, np.nan])
+    np.testing.assert_array_equal(low, [1, np.nan, 3, np.nan])
+    np.testing.assert_array_equal(high, [1, np.nan, 5, np.nan])
+
+
+def curve(steps: list[int], metric: list[float], *, seconds_per_step: float = 1.0, bytes_per_step: float = 10.0) -> Curve:
+    at = np.array(steps, dtype=np.float64)
+    return Curve(steps=at, seconds=at * seconds_per_step, bytes_sent=at * bytes_per_step, metric=np.array(metric))
+
+
+def some_steps(num_workers: int, num_steps: int, seed: int = 0) -> Steps:
+    random = np.random.default_rng(seed)
+    shape = (num_workers, num_steps)
+    compute, encode, wait = random.random((3, *shape))
+    began = np.cumsum(np.full(shape, 3.0), axis=1)
+    ready = began + random.random(shape) * (compute + encode + wait)
+    ready[:, random.random(num_steps) < 0.2] = np.nan
+    return Steps(
+        step=np.arange(1, num_steps + 1),
+        loss=random.random(shape),
+        batch_size=np.ones(shape),
+        began_s=began,
+        ready_s=ready,
+        duration_s=compute + encode + wait,
+        compute_s=compute,
+        encode_s=encode,
+        wait_s=wait,
+        padded_s=compute * random.random(shape),
+        bytes_sent=np.ones(shape),
+        messages_sent=np.ones(shape),
+        skipped=np.zeros(shape),
+    )
+
+
+def report_of(*contestants: list[Run]) -> Report:
+    return Report(
+        title="a title",
+        verdict="a verdict",
+        metric_name="accuracy",
+        metric_better=Better.HIGHER,
+        target=0.5,
+        contestants=[
+            Contestant(label=f"number {number}", strategy="gtopk", options={}, runs=runs)
+            for number, runs in enumerate(contestants)
+        ],
+    )
+
+
+def run_of(line: Curve, *, steps: Steps | None = None, seed: int = 0, last_start: int = 0) -> Run:
+    steps = some_steps(2, 5) if steps is None else steps
+    return Run(seed=seed, directory="run", status="finished", curve=line, steps=steps, last_start=last_start)
+
+
+def test_the_thick_line_is_the_median_over_seeds_where_all_measured() -> None:
+    runs = [
+        run_of(curve([0, 1, 2], [0.1, 0.2, 0.3]), seed=0),
+        run_of(curve([0, 1, 2], [0.1, 0.4, 0.5], seconds_per_step=2.0), seed=1),
+        run_of(curve([0, 2], [0.1, 0.9], seconds_per_step=3.0), seed=2),
+    ]
+    charts = {chart.key: chart for chart in line_charts(report_of(runs, [run_of(curve([0, 4], [0.1, 0.2]))]))}
+    median = next(series for series in charts["metric-seconds"].series if series.contestant == 0 and not series.thin)
+    assert (median.x, median.y) == ([0.0, 4.0], [0.1, 0.5])
+    assert sum(series.thin for series in charts["metric-steps"].series) == 3
+    assert charts["metric-steps"].target == 0.5
+
+
+def test_a_logarithmic_axis_only_where_contestants_lie_far_apart() -> None:
+    near = line_charts(report_of([run_of(curve([0, 9], [0, 1]))], [run_of(curve([0, 9], [0, 1], bytes_per_step=50.0))]))
+    far = line_charts(report_of([run_of(curve([0, 9], [0, 1]))], [run_of(curve([0, 9], [0, 1], bytes_per_step=5000.0))]))
+    assert not any(chart.x.log for chart in near)
+    assert [chart.key for chart in far if chart.x.log] == ["metric-bytes_sent"]
+    drawn = [x for chart in far if chart.x.log for series in chart.series for x in series.x if x is not None]
+    assert min(drawn) > 0
+
+
+def test_one_measurement_makes_no_curve() -> None:
+    assert line_charts(report_of([run_of(curve([9], [0.5]))], [run_of(curve([9], [0.5]))])) == []
+
+
+@given(st.integers(1, 9), st.integers(1, 60), st.integers(0, 2**20))
+def test_phases_are_not_negative_and_fit_into_the_step(num_workers: int, num_steps: int, seed: int) -> None:
+    steps = some_steps(num_workers, num_steps, seed)
+    lengths = phase_lengths_s(steps)
+    assert lengths.min() >= -1e-12
+    assert (lengths.sum(axis=0) <= steps.duration_s + 1e-9).all()
+
+
+def test_waiting_is_drawn_for_those_who_wait() -> None:
+    steps = some_steps(2, 1)
+    steps = replace(
+        steps,
+        began_s=np.array([[0.0], [0.0]]),
+        ready_s=np.array([[1.0], [3.0]]),
+        duration_s=np.array([[4.0], [4.0]]),
+        compute_s=np.array([[1.0], [3.0]]),
+        encode_s=np.zeros((2, 1)),
+        wait_s=np.array([[3.0], [1.0]]),
+        padded_s=np.array([[0.0], [2.0]]),
+    )
+    compute, padded, _, waiting, transfer, *_ = phase_lengths_s(steps)[:, :, 0]
+    np.testing.assert_allclose(compute, [1, 1])
+    np.testing.assert_allclose(padded, [0, 2])
+    np.testing.assert_allclose(waiting, [2, 0])
+    np.testing.assert_allclose(transfer, [1, 1])
+    (window,) = timelines(report_of([run_of(curve([], []), steps=steps)]))
+    assert (window.last, window.ready) == ([1], [3_000_000])
+
+
+@pytest.mark.parametrize("num_workers", [1, 4, 64])
+def test_the_window_is_in_the_middle_of_the_last_attempt_and_small(num_workers: int) -> None:
+    run = run_of(curve([], []), steps=some_steps(num_workers, 1000), last_start=500)
+    numbers = middle(run).step
+    assert 500 < numbers[0] <= 750 <= numbers[-1] <= 1000
+    assert numbers.size * num_workers * 7 <= max(MAX_BARS, 3 * num_workers * 7)
+
+
+def test_a_run_without_steps_has_no_timeline() -> None:
+    assert list(timelines(report_of([run_of(curve([], []), steps=some_steps(2, 0))]))) == []

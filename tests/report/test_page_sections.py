@@ -1,0 +1,144 @@
+"""The best is marked only when it is, and the slow worker is named only when there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from offbeat.lab.breakdown import Steps
+from offbeat.report.data import Better, Contestant, Curve, Difference, Estimate, Report, Run
+from offbeat.report.data_waiting import lateness
+from offbeat.report.page_sections import Row, lateness_bars, rows, step_bars, traffic_bars
+
+NOTHING = np.empty(0)
+NO_CURVE = Curve(steps=NOTHING, seconds=NOTHING, bytes_sent=NOTHING, metric=NOTHING)
+
+
+def contestant(label: str, step_s: float | None, **more: object) -> Contestant:
+    measures = {"step_s": Estimate(median=step_s, low=step_s, high=step_s), "bytes_per_step": Estimate(median=8.0)}
+    return replace(Contestant(label=label, strategy=label, options={}, measures=measures), **more)  # type: ignore[arg-type]
+
+
+def difference(a: str, b: str, *, decided: bool) -> Difference:
+    return Difference(measure="step_s", a=a, b=b, ratio=2.0, low=1.9, high=2.1, decided=decided)
+
+
+def report(contestants: list[Contestant], differences: list[Difference]) -> Report:
+    return Report(
+        title="a title",
+        verdict="a verdict",
+        metric_name="accuracy",
+        metric_better=Better.HIGHER,
+        contestants=contestants,
+        differences=differences,
+    )
+
+
+def step_row(contestants: list[Contestant], differences: list[Difference]) -> Row:
+    return next(row for row in rows(report(contestants, differences)) if row.title == "Time of a step")
+
+
+def test_the_best_is_marked_when_it_is_ahead_of_all() -> None:
+    three = [contestant("a", 3.0), contestant("b", 1.0), contestant("c", 2.0)]
+    row = step_row(three, [difference("a", "b", decided=True), difference("b", "c", decided=True)])
+    assert [cell.best for cell in row.cells] == [False, True, False]
+    assert row.note == ""
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_nothing_is_marked_when_one_difference_is_none(known: bool) -> None:
+    three = [contestant("a", 3.0), contestant("b", 1.0), contestant("c", 2.0)]
+    undecided = [difference("c", "b", decided=False)] if known else []
+    row = step_row(three, [difference("a", "b", decided=True), *undecided])
+    assert not any(cell.best for cell in row.cells)
+    assert row.note == "no difference beyond the spread between b and c."
+
+
+def test_who_failed_is_said_to_have() -> None:
+    row = step_row([contestant("a", 3.0), contestant("b", None, failure="out of memory", measures={})], [])
+    assert [cell.text for cell in row.cells] == ["3 s", "failed"]
+
+
+def test_a_target_nobody_reached_is_no_row_and_one_not_reached_is_said() -> None:
+    reached = contestant("a", 1.0, measures={"time_to_target_s": Estimate(median=4.0)})
+    missed = contestant("b", 1.0, measures={"time_to_target_s": Estimate(median=None)})
+    (row,) = rows(report([reached, missed], []))
+    assert [cell.text for cell in row.cells] == ["4 s", "not reached"]
+    assert list(rows(report([missed], []))) == []
+
+
+def test_bars_are_as_long_as_the_values() -> None:
+    shares = {"share_compute": Estimate(median=0.75), "share_transfer": Estimate(median=0.25)}
+    two = [contestant("a", 4.0), contestant("b", 1.0)]
+    two = [replace(one, measures={**one.measures, **shares}) for one in two]
+    found = step_bars(report(two, []))
+    assert found
+    assert [bar.percent for bar in found.bars] == [100, 25]
+    assert [(phase, percent) for phase, percent, _ in found.bars[0].parts] == [("compute", 75), ("transfer", 25)]
+    (traffic,) = traffic_bars(report(two, []))
+    assert [bar.text for bar in traffic.bars] == ["8 B", "8 B"]
+
+
+def run_with(ready_s: np.ndarray) -> Run:
+    shape = ready_s.shape
+    zero, one = np.zeros(shape), np.ones(shape)
+    steps = Steps(
+        step=np.arange(1, shape[1] + 1),
+        loss=one,
+        batch_size=one,
+        began_s=zero,
+        ready_s=ready_s,
+        duration_s=one,
+        compute_s=one,
+        encode_s=zero,
+        wait_s=zero,
+        padded_s=zero,
+        bytes_sent=zero,
+        messages_sent=zero,
+        skipped=zero,
+    )
+    return Run(seed=0, directory="run", status="finished", curve=NO_CURVE, steps=steps)
+
+
+def test_the_slow_worker_is_named() -> None:
+    ready = np.zeros((4, 60))
+    ready[3] = 0.21
+    ready[1, 30] = 0.5
+    ready[2, :5] = 9.0  # while starting up
+    late = lateness([run_with(ready)])
+    assert late
+    assert late.slow_worker == 3
+    assert late.sentence() == "Worker 3 was last in 98% of steps, 210 ms behind the first on average."
+    (bars,) = lateness_bars(report([contestant("a", 1.0, runs=[run_with(ready)])], []))
+    assert [bar.mark for bar in bars.bars] == [False, False, False, True]
+
+
+def test_of_many_workers_the_latest_are_shown() -> None:
+    ready = np.tile(np.arange(40.0)[:, None], 5)
+    (bars,) = lateness_bars(report([contestant("a", 1.0, runs=[run_with(ready)])], []))
+    assert [bar.label for bar in bars.bars] == [f"worker {worker}" for worker in range(39, 27, -1)]
+    assert bars.left_out == 28
+
+
+def test_lateness_that_goes_round_has_no_slow_worker() -> None:
+    ready = 0.3 * np.tile(np.eye(4), 13)[:, :50]
+    late = lateness([run_with(ready)])
+    assert late
+    assert late.slow_worker is None
+    assert late.sentence().startswith("No single worker is the slow one: none was last in more than 25% of steps.")
+
+
+def test_who_comes_together_is_not_called_late() -> None:
+    ready = np.zeros((2, 20))
+    ready[1] = 0.001
+    late = lateness([run_with(ready)])
+    assert late
+    assert late.slow_worker is None
+    assert late.sentence() == "Workers come together: the last one 1 ms after the first on average."
+
+
+@pytest.mark.parametrize("ready", [np.zeros((1, 5)), np.full((3, 5), np.nan), np.empty((3, 0))])
+def test_no_lateness_without_an_exchange(ready: np.ndarray) -> None:
+    assert lateness([run_with(ready)]) is None
