@@ -208,7 +208,7 @@ def test_a_run_that_did_not_finish_has_no_values(tmp_path: Path, unfinished: dic
         assert second is None, measure
 
 
-def test_efficiency_is_against_the_same_seeds_that_ran_alone(tmp_path: Path) -> None:
+def test_efficiency_is_against_the_runs_without_exchange_that_finished(tmp_path: Path) -> None:
     made = {"step_s": [0.2] * STEPS}
     alone = [{"step_s": [0.1] * STEPS}, {"step_s": [0.1] * STEPS, "status": "stopped"}]
     judged = compare_runs(tmp_path / "a", {"ddp": [made] * 2}, alone=alone)

@@ -45,6 +45,7 @@ def test_a_value_alone(value: float | None, unit: Unit, text: str) -> None:
         (41.238, 40.1, 42.9, SECONDS, ("41.2 s", "40.1 to 42.9")),
         (41.238, 35.1, 47.9, SECONDS, ("41 s", "35 to 48")),
         (0.97231, 0.968, 0.975, NUMBER, ("0.972", "0.968 to 0.975")),
+        (2061.52, 2061.50, 2061.58, BYTES, ("2.062 kB", "")),
         (5.2e6, 5.2e6, 5.2e6, BYTES, ("5.20 MB", "")),
         (0.5, None, None, SECONDS, ("500 ms", "")),
     ],
@@ -66,7 +67,7 @@ def test_no_more_digits_than_the_interval_supports(median: float, spread: float)
     half_width = median * spread
     text, interval = write_estimate(Estimate(median=median, low=median - half_width, high=median + half_width), NUMBER)
     decimals = len(text.partition(".")[2])
-    assert decimals == 0 or 10.0**-decimals > half_width / 31
+    assert decimals == 0 or 10.0**-decimals > half_width / 31  # two digits of the half width at most
     assert all(len(bound.partition(".")[2]) == decimals for bound in interval.split(" to ") if bound)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from offbeat.lab.cluster import Cluster, LinkSpec
 from offbeat.lab.comparison import Comparison, Contestant, write_comparison
 from offbeat.lab.config import RunConfig
-from offbeat.lab.emulation.report import EmulationReport, LinkCheck
+from offbeat.lab.emulation import EmulationReport, LinkCheck
 from offbeat.lab.judge import judge
 from offbeat.lab.records import Evaluation, EventWriter, StepEvent, Summary, begin_attempt, create, write_summary
 
@@ -60,7 +60,15 @@ EMULATION = EmulationReport(
     network="Each worker in a network namespace of its own, tbf at 1 Gbit/s both ways.",
     compute="Quotas of processor time: worker 3 at half speed.",
     checks=[
-        LinkCheck(worker=rank, asked_bit_per_s=1e9, measured_bit_per_s=9.4e8 + 2e6 * rank, round_trip_s=2.1e-4)
+        LinkCheck(
+            worker=rank,
+            peer=(rank + 1) % 4,
+            asked_bit_per_s=1e9,
+            sent_bit_per_s=9.6e8,
+            received_bit_per_s=9.4e8 + 2e6 * rank,
+            share=0.94,
+            round_trip_s=2.1e-4,
+        )
         for rank in range(4)
     ],
     notices=["This kernel has no netem, so torch's own collectives do not feel the latency."],

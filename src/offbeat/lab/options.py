@@ -61,8 +61,9 @@ def build_strategy(name: str, options: Mapping[str, object]) -> Recipe:
         try:
             values[option] = TypeAdapter[object](hints[option]).validate_python(given)
         except ValidationError as error:
-            allowed = _type_text(hints[option])
-            raise ConfigError(f"option {option} of strategy {name!r}: got {value!r}; allowed is {allowed}") from error
+            allowed, meaning = _type_text(hints[option]), _argument_help(kind).get(option, "")
+            hint = f" ({meaning.rstrip('.')})" if meaning else ""
+            raise ConfigError(f"option {option} of strategy {name!r}: got {value!r}; allowed is {allowed}{hint}") from error
     return kind(**values)
 
 

@@ -382,8 +382,10 @@ def environment() -> dict[str, Json]:
 def _read_head(path: Path) -> _Head:
     try:
         content = json.loads((path / _CONFIG).read_bytes())
-    except (OSError, ValueError):
+    except OSError:
         raise RecordError(f"{path} holds no run record; give the directory that offbeat train printed") from None
+    except ValueError as error:
+        raise RecordError(f"{path / _CONFIG} is damaged: {error}; the run cannot be read without it") from None
     if not isinstance(content, Mapping) or content.get("kind") != _KIND:
         raise RecordError(f"{path / _CONFIG} was not written by offbeat; give the directory that offbeat train printed")
     if content.get("schema_version") != SCHEMA:

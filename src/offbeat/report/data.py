@@ -115,12 +115,22 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkCheck:
-    """What an emulated link was found to carry before it was measured on."""
+    """What an emulated link was found to carry before anything was measured on it.
+
+    Attributes:
+        worker: whose link.
+        asked_bit_per_s: None where it is not limited.
+        measured_bit_per_s: the worse of the two directions.
+        share: of what the links at both its ends allow; None where neither is limited.
+        together: whether all workers were sending meanwhile.
+    """
 
     worker: int
-    asked_bit_per_s: float
+    asked_bit_per_s: float | None
     measured_bit_per_s: float
+    share: float | None
     round_trip_s: float
+    together: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,7 +58,9 @@ def setting(emulation: EmulationReport | None, cluster: Cluster | None) -> Setti
                 worker=check.worker,
                 asked_bit_per_s=check.asked_bit_per_s,
                 measured_bit_per_s=check.measured_bit_per_s,
+                share=check.share,
                 round_trip_s=check.round_trip_s,
+                together=check.together,
             )
             for check in emulation.checks
         ],

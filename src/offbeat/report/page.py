@@ -23,7 +23,7 @@ from offbeat.report.charts_timeline import timelines
 from offbeat.report.data import Report
 from offbeat.report.data_comparison import report_of_comparison
 from offbeat.report.data_run import report_of_run
-from offbeat.report.style import BITS_PER_S, SECONDS, write, write_option
+from offbeat.report.style import BITS_PER_S, SECONDS, SHARE, write, write_option
 
 NAME = "report.html"
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[µm]?s|min|h|[kMGT]?B|[kMG]?bit/s|times|steps)\b)")
@@ -60,7 +60,11 @@ def read_report(directory: Path) -> Report:
 def render(report: Report) -> str:
     """The page as text. Everything that comes from records is escaped."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"seconds": lambda value: write(value, SECONDS), "rate": lambda value: write(value, BITS_PER_S)}
+    environment.filters |= {
+        "seconds": lambda value: write(value, SECONDS),
+        "rate": lambda value: write(value, BITS_PER_S),
+        "share": lambda value: write(value, SHARE),
+    }
     environment.filters |= {"option": write_option, "together": lambda text: _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)}
     charts = line_charts(report)
     windows = list(timelines(report))

@@ -13,7 +13,8 @@ NOTHING: Final = "–"
 """What stands where nothing was measured."""
 
 _USUAL_DIGITS: Final = 3
-_MOST_DIGITS: Final = 5
+_MOST_DIGITS: Final = 4
+"""However narrow an interval is, nobody reads more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Unit:
 
     scales: Sequence[tuple[float, float, str]]
     digits: int = _USUAL_DIGITS
-    most_decimals: int = _MOST_DIGITS
+    most_decimals: int = 9
 
     def scale_of(self, value: float) -> tuple[float, str]:
         """What to divide a value such as this by, and the name of the result."""
@@ -48,7 +49,7 @@ BYTES: Final = Unit(_prefixed("B", "", "k", "M", "G", "T"))
 BITS_PER_S: Final = Unit(_prefixed("bit/s", "", "k", "M", "G"))
 SAMPLES_PER_S: Final = Unit(_prefixed("samples/s", "", "k ", "M "))
 SHARE: Final = Unit(((0.0, 0.01, "%"),), digits=2, most_decimals=1)
-COUNT: Final = Unit(((0.0, 1.0, ""),), digits=_MOST_DIGITS, most_decimals=0)
+COUNT: Final = Unit(((0.0, 1.0, ""),), digits=9, most_decimals=0)
 NUMBER: Final = Unit(((0.0, 1.0, ""),), digits=4)
 RATIO: Final = Unit(((0.0, 1.0, ""),))
 
@@ -101,7 +102,7 @@ def write_estimate(estimate: Estimate, unit: Unit) -> tuple[str, str]:
     divisor, name = unit.scale_of(median)
     decimals = _decimals(median / divisor, (high - low) / 2 / divisor, unit)
     number, *interval = (_round(value / divisor, decimals) for value in (median, low, high))
-    return _with_name(number, name), " to ".join(interval)
+    return _with_name(number, name), "" if len(set(interval)) == 1 else " to ".join(interval)
 
 
 def capital(text: str) -> str:

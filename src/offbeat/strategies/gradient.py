@@ -127,7 +127,8 @@ class SparseGradientStrategy(GradientStrategy):
         if self.momentum_correction is not None and any(momenta):
             raise ConfigError(
                 f"momentum_correction={self.momentum_correction} applies momentum before selection, but the optimizer has "
-                f"momentum={max(momenta)} of its own, so it would count twice; build the optimizer with momentum=0"
+                f"momentum={max(momenta)} of its own, so it would count twice; build the optimizer with "
+                "momentum=0 (a task of the lab: --set momentum=0)"
             )
 
     @abstractmethod

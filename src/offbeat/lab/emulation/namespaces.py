@@ -144,9 +144,9 @@ class InNamespaces(Emulation):
             longest_s = max(self._delayed.values())
             run_batch("ip", [line for worker in self._delayed for line in plug_in(worker)], namespace=self._name.hub)
             self._delayed = {}
+            asked = display_duration(longest_s)
             return [
-                f"latency of {display_duration(longest_s)} is not emulated: this kernel has no netem, and {error}; messages take "
-                "what this machine takes"
+                f"latency of {asked} is not emulated (this kernel has no netem, and {error}); messages take what they take here"
             ]
         return []
 
@@ -201,10 +201,11 @@ def _shortfalls(checks: list[LinkCheck]) -> list[str]:
     worst = min(short, key=lambda check: check.share or 1.0)
     assert worst.asked_bit_per_s is not None
     assert worst.share is not None
-    return [
+    notice = (
         f"each link reaches its rate by itself, but this machine cannot carry all at once: then worker {worst.worker} gets "
         f"{worst.share:.0%} of it (below {LEAST_SHARE:.0%}), so exchanges among all workers are slower than on such a network"
-    ]
+    )
+    return [notice]
 
 
 def _listed(texts: list[str]) -> str:

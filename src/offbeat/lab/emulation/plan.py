@@ -24,6 +24,7 @@ MAX_WORKERS = 1000
 
 MIN_RATE_BIT_PER_S = 1e6
 _ETHERNET_MTU, _LARGEST_MTU = 1500, 60_000
+_LEAST_QUEUE = 32 * 1024
 _FRAME, _HEADERS = 14, 52
 """Bytes of a packet of TCP besides its payload: outside of what the MTU counts, and inside."""
 
@@ -68,18 +69,20 @@ class Shape:
 def shape(link: LinkSpec, mtu: int) -> Shape | None:
     """How to keep to the rate of `link`; None where it has none.
 
-    The rate is that of the wire, and large packets would leave more of it to the payload than Ethernet does: they get as much
-    less as makes TCP's payload 95.6% of what was asked for, whatever the packets' size. The bucket holds a millisecond's worth: less, and timers that fire late cost throughput; more, and short messages pay no
-    bandwidth. Queues hold 4 and 8 ms: what waits in a deep one waits longer than TCP's window lasts.
+    The rate is that of the wire, and large packets would leave more of it to the payload than Ethernet does. They get so much
+    less of it that TCP's payload is 95.6% of the rate asked for, whatever the size of packets.
+
+    The bucket holds a millisecond's worth: with less, timers that fire late cost throughput; with more, short messages pay no
+    bandwidth. Queues hold 4 and 8 ms: what waits in a deeper one waits longer than TCP's window lasts.
     """
     if link.rate_bit_per_s is None:
         return None
     per_ms = link.rate_bit_per_s / 8 / 1000
     return Shape(
         rate_bit_per_s=link.rate_bit_per_s * _payload_share(_ETHERNET_MTU) / _payload_share(mtu),
-        burst_bytes=round(max(per_ms, 16 * 1024, 2 * mtu)),
-        worker_queue_bytes=round(max(4 * per_ms, 256 * 1024)),
-        hub_queue_bytes=round(max(8 * per_ms, 256 * 1024)),
+        burst_bytes=round(max(per_ms, 2 * (mtu + _FRAME))),
+        worker_queue_bytes=round(max(4 * per_ms, _LEAST_QUEUE)),
+        hub_queue_bytes=round(max(8 * per_ms, _LEAST_QUEUE)),
     )
 
 

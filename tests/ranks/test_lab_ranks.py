@@ -1,0 +1,296 @@
+"""The lab with real processes: torch's own strategies do what they are called, and comparisons take turns, fail and stop."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lab_jobs
+import numpy as np
+import pytest
+
+from offbeat.errors import ConfigError
+from offbeat.lab.cluster import Cluster, Fault
+from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
+from offbeat.lab.comparison import MEASURES, Comparison, read_comparison
+from offbeat.lab.config import Request
+from offbeat.lab.progress import Progress
+from offbeat.lab.records import Record, StepEvent
+from offbeat.lab.train import plan, train
+from ranks_support.launch import RunRanks
+
+pytestmark = pytest.mark.ranks
+
+ENDLESS = 1_000_000
+DEADLINE_S = 20
+STEPS = 8
+
+
+def test_torchs_strategies_do_what_they_are_called(run_ranks: RunRanks) -> None:
+    strategies = {
+        "allreduce": ("allreduce", {}),
+        "ddp": ("ddp", {}),
+        "fp16": ("ddp-fp16", {}),
+        "bf16": ("ddp-bf16", {}),
+        "powersgd": ("ddp-powersgd", {"rank": 1, "start_step": 3}),
+        "local": ("post-localsgd", {"start_step": 2, "period": 3}),
+        "alone": ("alone", {}),
+    }
+    ranks = run_ranks(lab_jobs.for_each, 2, steps=STEPS, strategies=strategies)
+    of = {label: [result[label] for result in ranks] for label in strategies}
+    num_parameters = of["ddp"][0]["num_parameters"]
+    for label, results in of.items():
+        if "refused" not in results[0]:
+            assert [result["counted"] for result in results] == [STEPS, STEPS], label
+
+    dense = np.array([step["parameters"] for step in of["ddp"][0]["steps"]])
+    for label, tolerance in (("allreduce", 1e-6), ("fp16", 2e-3), ("bf16", 2e-2)):
+        if label == "bf16" and "refused" in of[label][0]:
+            assert "backend cannot add bfloat16" in of[label][0]["refused"]
+            assert of[label][0]["refused"].endswith("use ddp-fp16")
+            continue
+        for rank in range(2):
+            assert np.abs(parameters(of[label][rank]) - dense).max() < tolerance, label
+    assert np.abs(parameters(of["fp16"][0]) - dense).max() > 0  # half the digits are lost
+    assert counted(of["ddp"][0], "bytes") == [4 * num_parameters] * STEPS
+    assert counted(of["allreduce"][0], "bytes")[0] >= 4 * num_parameters
+    assert counted(of["fp16"][0], "bytes") == [2 * num_parameters] * STEPS
+
+    compressed = counted(of["powersgd"][0], "bytes")
+    assert compressed[:3] == [4 * num_parameters] * 3
+    assert len(set(compressed[3:])) == 1
+    assert 0 < compressed[3] < 4 * num_parameters / 4
+    assert counted(of["powersgd"][0], "messages") == [2] * 3 + [6] * (STEPS - 3)
+    assert counted(of["powersgd"][0], "channels") == [[0]] * STEPS  # one bucket, whatever DDP would make
+    assert np.array_equal(parameters(of["powersgd"][0])[:3], dense[:3])
+    assert np.array_equal(parameters(of["powersgd"][0]), parameters(of["powersgd"][1]))
+    assert np.abs(parameters(of["powersgd"][0])[3:] - dense[3:]).max() > 0
+
+    # Two steps of DDP; then steps 3, 6, ... end with an average.
+    exchanges = [step in (1, 2, 3, 6) for step in range(1, STEPS + 1)]
+    assert counted(of["local"][0], "bytes") == [4 * num_parameters * exchange for exchange in exchanges]
+    assert counted(of["local"][0], "ready") == counted(of["local"][0], "waited") == exchanges
+    same = [bool(np.allclose(a, b)) for a, b in zip(parameters(of["local"][0]), parameters(of["local"][1]), strict=True)]
+    assert same == exchanges
+    assert np.array_equal(parameters(of["local"][0])[:2], dense[:2])
+
+    for result in of["alone"]:
+        for what, nothing in (("bytes", 0), ("messages", 0), ("ready", False), ("waited", False), ("channels", [])):
+            assert counted(result, what) == [nothing] * STEPS
+    assert not np.allclose(parameters(of["alone"][0])[0], parameters(of["alone"][1])[0])
+    for label in ("ddp", "fp16", "powersgd", "allreduce"):
+        assert all(counted(of[label][0], "ready"))
+
+
+def parameters(result: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Shape (steps, parameters)."""
+    return np.array(counted(result, "parameters"))
+
+
+def counted(result: dict[str, Any], what: str) -> list[Any]:
+    return [step[what] for step in result["steps"]]
+
+
+def test_what_cannot_be_resumed_is_refused_and_left_as_it_was(npz: Path, tmp_path: Path) -> None:
+    settings = [f"path={npz}", "batch_size=4"]
+    request = Request(task="mnist", strategy="post-localsgd", workers=1, steps=2, settings=settings)
+    summary = train(plan(request, out=tmp_path / "run"), lambda progress: None)
+    assert summary is not None
+    assert (summary.status, summary.steps) == ("finished", 2)
+    with pytest.raises(ConfigError, match="post-localsgd keeps state that torch does not let anybody save"):
+        plan(Request(steps=4), resume=tmp_path / "run")
+
+
+class Watcher:
+    """Hears a comparison, and does something about it at the right moment."""
+
+    def __init__(self) -> None:
+        self.pids: dict[tuple[str, int], int] = {}
+        self.failures: dict[str, str] = {}
+        self.turns: list[str] = []
+
+    def begin(self, labels: object, num_workers: int, num_seeds: int, steps: int) -> None: ...
+
+    def seed(self, place: int) -> None: ...
+
+    def turn(self, label: str) -> None:
+        self.turns.append(label)
+
+    def progress(self, label: str, progress: Progress) -> None:
+        self.pids[label, progress.rank] = progress.pid
+
+    def failed(self, label: str, reason: str) -> None:
+        self.failures[label] = reason
+
+
+def comparing(npz: Path, **changes: Any) -> CompareRequest:
+    settings: dict[str, Any] = {
+        "task": "mnist",
+        "strategies": ["ddp", "gtopk:density=0.01:collective=reduce_scatter"],
+        "settings": [f"path={npz}", "batch_size=4"],
+        "cluster": Cluster(workers=2),
+        "emulation": "none",
+        "seeds": (5,),
+        "steps": 60,
+        "turn_s": 0.02,
+    }
+    return CompareRequest(**(settings | changes))
+
+
+@pytest.fixture
+def npz(tmp_path: Path) -> Path:
+    """A data set for task `mnist`: 64 random images to train on, 10 held out."""
+    random = np.random.default_rng(0)
+    path = tmp_path / "images.npz"
+    images = {f"x_{part}": random.integers(0, 256, (size, 28, 28), dtype=np.uint8) for part, size in (("train", 64), ("test", 10))}
+    np.savez(path, y_train=np.arange(64) % 10, y_test=np.arange(10), **images)  # type: ignore[arg-type]
+    return path
+
+
+def run_of(directory: Path, comparison: Comparison, label: str) -> Record:
+    (run,) = [directory / run for c in comparison.contestants if c.label == label for run in c.runs]
+    return Record(run)
+
+
+def assert_gone(pids: Iterator[int]) -> None:
+    """Wait for processes that are not ours to end; fails if one does not."""
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            assert select.select([handle], [], [], DEADLINE_S)[0], f"process {pid} is still there"
+        finally:
+            os.close(handle)
+
+
+def spans(events: list[StepEvent]) -> list[tuple[float, float]]:
+    return [(event.began_s, event.began_s + event.duration_s) for event in events]
+
+
+def test_strategies_take_turns_and_all_of_it_is_recorded(npz: Path, tmp_path: Path) -> None:
+    watcher = Watcher()
+    directory, comparison = carry_out(plan_comparison(comparing(npz), out=tmp_path / "out"), watcher, command="offbeat compare")
+    assert comparison.status == "finished"
+    assert read_comparison(directory) == comparison
+    assert watcher.failures == {}
+    assert {"ddp", "gtopk", "alone"} == set(watcher.turns)
+    assert_gone(iter(watcher.pids.values()))
+
+    labelled: list[tuple[float, float, str]] = []
+    for contestant in comparison.contestants:
+        record = run_of(directory, comparison, contestant.label)
+        summary = record.summary()
+        assert summary is not None
+        assert (summary.status, summary.steps, record.config.seed) == ("finished", 60, 5)
+        assert [evaluation.step for evaluation in record.evaluations()] == list(range(0, 61, 5))
+        for rank in range(2):
+            events = list(record.events(rank))
+            assert [event.step for event in events] == list(range(1, 61))
+            labelled += [(began_s, ended_s, contestant.label) for began_s, ended_s in spans(events)]
+        assert contestant.measures.keys() == MEASURES.keys()
+        assert sum(contestant.measures[name].median or 0 for name in MEASURES if name.startswith("share")) == pytest.approx(1)
+        assert len(contestant.lateness_s) == 2
+    alone = Record(directory / "runs/alone-seed-5")
+    for rank in range(2):
+        labelled += [(began_s, ended_s, "alone") for began_s, ended_s in spans(list(alone.events(rank)))]
+    labelled.sort()
+    changes = 0
+    for (_, ended_s, label), (began_s, _, following) in pairwise(labelled):
+        if following != label:
+            changes += 1
+            assert began_s >= ended_s, f"{following} trained in the turn of {label}"
+    assert changes >= 8
+    assert comparison.target is not None
+    assert {(d.measure, d.a, d.b) for d in comparison.differences} >= {("step_s", "ddp", "gtopk")}
+    assert comparison.verdict
+
+
+def test_a_strategy_whose_worker_dies_is_out_and_the_other_goes_on(npz: Path, tmp_path: Path) -> None:
+    class Killing(Watcher):
+        def progress(self, label: str, progress: Progress) -> None:
+            super().progress(label, progress)
+            if (label, progress.rank) == ("gtopk", 1) and "gtopk" not in self.failures and progress.step >= 3:
+                os.kill(progress.pid, signal.SIGKILL)
+
+    watcher = Killing()
+    request = comparing(npz, seeds=(0, 1), steps=40)
+    directory, comparison = carry_out(plan_comparison(request, out=tmp_path / "out"), watcher, command="")
+    ddp, gtopk = comparison.contestants
+    assert comparison.status == "finished"
+    assert gtopk.failure is not None
+    assert "worker 1" in gtopk.failure
+    assert "killed by SIGKILL" in gtopk.failure
+    assert watcher.failures == {"gtopk": gtopk.failure}
+    assert gtopk.measures == {}
+    assert not (directory / gtopk.runs[1]).exists()
+    assert None not in ddp.measures["step_s"].values
+    assert comparison.verdict.startswith("Only ddp finished")
+    assert_gone(iter(watcher.pids.values()))
+
+
+@pytest.mark.parametrize("when", ["starting", "training"])
+def test_an_interrupt_stops_all_and_leaves_nobody(npz: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    from offbeat.lab import supervisor
+
+    started: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    start = supervisor.Crew._start
+
+    def noting(crew: supervisor.Crew, rank: int, secret: str) -> Any:
+        worker = start(crew, rank, secret)
+        started.append(worker.process.pid)
+        if when == "starting" and len(started) == 2:
+            signal.raise_signal(signal.SIGINT)  # the first strategy's workers are on their way, the others' are not
+        return worker
+
+    class Interrupting(Watcher):
+        def progress(self, label: str, progress: Progress) -> None:
+            super().progress(label, progress)
+            if when == "training" and not self.interrupted and progress.step >= 5:
+                self.interrupted = True
+                signal.raise_signal(signal.SIGINT)
+
+        interrupted = False
+
+    monkeypatch.setattr(supervisor.Crew, "_start", noting)
+    request = comparing(npz, steps=ENDLESS, eval_every=ENDLESS)
+    directory, comparison = carry_out(plan_comparison(request, out=tmp_path / "out"), Interrupting(), command="")
+    assert comparison.status == "stopped"
+    assert read_comparison(directory) == comparison
+    assert all(c.failure is None for c in comparison.contestants)
+    assert len(started) == (2 if when == "starting" else 6)
+    assert_gone(iter(started))
+    assert signal.getsignal(signal.SIGINT) is before
+    if when == "training":
+        summary = run_of(directory, comparison, "ddp").summary()
+        assert summary is not None
+        assert summary.status == "stopped"
+
+
+def test_a_worker_that_stands_still_goes_on_when_the_script_says_so(npz: Path, tmp_path: Path) -> None:
+    """While it stands still nobody finishes a step, so training time stands still too."""
+    stopped = Cluster(
+        workers=2,
+        faults=(Fault(at_s=0.05, worker=1, action="stop"), Fault(at_s=0.6, worker=1, action="continue")),
+    )
+    request = Request(
+        task="mnist",
+        strategy="allreduce",
+        cluster=stopped,
+        emulation="none",
+        steps=400,
+        eval_every=None,
+        settings=[f"path={npz}", "batch_size=4"],
+    )
+    summary = train(plan(request, out=tmp_path / "run"), lambda progress: None)
+    assert summary is not None
+    assert (summary.status, summary.steps) == ("finished", 400)
+    longest_s = max(event.duration_s for event in Record(tmp_path / "run").events(0))
+    assert longest_s > 0.25
