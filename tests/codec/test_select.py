@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from offbeat.codec import cuda, kernels, select
+from offbeat.codec.jit import COMPILED
 from offbeat.codec.select import Selection
 
 NUM_ELEMENTS = 20_011
@@ -187,10 +188,10 @@ def test_nothing_but_nans_is_no_trouble(exact: Exact) -> None:
 
 def test_kernels_are_compiled_for_all_that_is_used() -> None:
     kernels.warm()
-    before = [len(kernel.signatures) for kernel in kernels.COMPILED]  # type: ignore[attr-defined]
+    before = [len(kernel.signatures) for kernel in COMPILED]  # type: ignore[attr-defined]
     for name in ("normal", "all equal"):
         for dtype in (torch.float32, torch.float64):
             flat, residual = drawn(name, dtype)
             threshold = select.exact(flat, residual, k=100, weight=0.5).threshold
             select.reuse(flat, residual, k=300, weight=0.5, threshold=threshold)
-    assert [len(kernel.signatures) for kernel in kernels.COMPILED] == before  # type: ignore[attr-defined]
+    assert [len(kernel.signatures) for kernel in COMPILED] == before  # type: ignore[attr-defined]

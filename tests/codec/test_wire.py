@@ -34,7 +34,8 @@ def tally_of(num_parameters: int = 3) -> Tally:
 
 
 def without_zeros(sparse: Sparse) -> Sparse:
-    return sparse.where(sparse.values != 0)
+    nonzero = sparse.values != 0
+    return Sparse(indices=sparse.indices[nonzero], values=sparse.values[nonzero], num_elements=sparse.num_elements)
 
 
 def assert_same(a: Sparse, b: Sparse) -> None:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import ArrayLike
 
 from offbeat.errors import RecordError
 from offbeat.lab.breakdown import Steps, read_steps
 from offbeat.lab.config import RunConfig
-from offbeat.lab.judge import _shares
 from offbeat.lab.records import EventWriter, Record, StepEvent, begin_attempt, create
 
 EVENT = StepEvent(
@@ -36,7 +36,7 @@ EVENT = StepEvent(
 )
 
 
-def matrices(ready_s: Sequence[Sequence[float]], **others: Sequence[Sequence[float]]) -> Steps:
+def matrices(ready_s: ArrayLike, **others: ArrayLike) -> Steps:
     """Steps with these times; whatever is not given is zero."""
     ready = np.array(ready_s, dtype=np.float64)
     names = ("loss", "batch_size", "began_s", "duration_s", "compute_s", "encode_s", "wait_s", "padded_s")
@@ -67,7 +67,7 @@ def steps(draw: st.DrawFn) -> Steps:
 
 @given(steps())
 def test_shares_are_fractions_that_add_up_to_one(of: Steps) -> None:
-    shares = _shares(of)
+    shares = of.shares()
     assert all(-1e-12 <= share <= 1 + 1e-12 for share in shares.values())
     assert sum(shares.values()) == pytest.approx(1.0 if of.duration_s.sum() else 0.0)
 
@@ -95,8 +95,8 @@ def test_who_comes_first_waits_for_the_last_and_the_rest_is_transfer() -> None:
     of = matrices([[10.0], [10.5], [12.0]], wait_s=[[2.3], [1.8], [0.3]], duration_s=[[4.0]] * 3)
     assert of.lateness_s().ravel().tolist() == [0.0, 0.5, 2.0]
     assert of.waiting_for_others_s().ravel().tolist() == [2.0, 1.5, 0.0]
-    assert _shares(of)["share_wait"] == pytest.approx(3.5 / 12)
-    assert _shares(of)["share_transfer"] == pytest.approx(0.9 / 12)
+    assert of.shares()["wait"] == pytest.approx(3.5 / 12)
+    assert of.shares()["transfer"] == pytest.approx(0.9 / 12)
 
 
 def test_without_an_exchange_nobody_waits_for_anybody() -> None:
@@ -116,6 +116,7 @@ def write(path: Path, by_rank: Sequence[Sequence[StepEvent]]) -> Path:
         steps=9,
         seed=0,
         checkpoint_every=None,
+        eval_every=None,
     )
     create(path, config)
     attempt = begin_attempt(path, config, start_step=0)
@@ -130,10 +131,7 @@ def write(path: Path, by_rank: Sequence[Sequence[StepEvent]]) -> Path:
 def test_only_steps_that_every_rank_has_finished_count(tmp_path: Path) -> None:
     run = write(
         tmp_path / "run",
-        [
-            [replace(EVENT, step=step, bytes_sent=10 * rank + step) for step in range(1, 6 - rank)]
-            for rank in range(3)
-        ],
+        [[replace(EVENT, step=step, bytes_sent=10 * rank + step) for step in range(1, 6 - rank)] for rank in range(3)],
     )
     of = read_steps(Record(run))
     assert of.step.tolist() == [1, 2, 3]
@@ -174,3 +172,13 @@ def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
     (run / "events-rank-1.jsonl").unlink()
     with pytest.raises(RecordError, match="cannot read"):
         read_steps(Record(run))
+
+
+@given(steps())
+def test_a_window_has_those_columns_and_settled_steps_are_the_later_ones(of: Steps) -> None:
+    inner = of.window(1, 3)
+    assert inner.step.tolist() == of.step[1:3].tolist()
+    assert np.array_equal(inner.ready_s, of.ready_s[:, 1:3], equal_nan=True)
+    assert inner.num_ranks == of.num_ranks
+    settled = of.settled()
+    assert settled.step.tolist() == of.step[of.num_steps // 4 :].tolist()  # of so few steps a quarter is left out

@@ -116,7 +116,9 @@ def test_as_many_runs_take_turns_as_fit_into_memory(
 
 def test_more_workers_than_memory_allows_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compare, "_available_bytes", lambda: GIGABYTE)
-    with pytest.raises(ConfigError, match=r"8 workers with [\d,]+ parameters need about 1\.\d GB, and 1\.0 GB are free; use fewer"):
+    with pytest.raises(
+        ConfigError, match=r"8 workers with [\d,]+ parameters need about 1\.\d GB, and 1\.0 GB are free; use fewer"
+    ):
         plan_comparison(replace(REQUEST, cluster=Cluster(workers=8)), out=tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -157,7 +159,9 @@ def test_a_cluster_that_cannot_be_emulated_leaves_the_name_free(tmp_path: Path, 
 class FakeRounds:
     """In place of the runs: notes what was to run together, and in what order."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: Callable[[str, int], bool] = lambda label, place: False) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, failing: Callable[[str, int], bool] = lambda label, place: False
+    ) -> None:
         self.together: list[list[str]] = []
 
         def run(rounds: Any, runs: Any, interrupted: Interrupts) -> None:

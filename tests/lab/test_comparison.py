@@ -23,6 +23,10 @@ WHOLE = comparison(
 )
 
 
+def names(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()]
+
+
 def altered(directory: Path, **values: Any) -> None:
     path = directory / FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -33,7 +37,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     write_comparison(tmp_path, WHOLE)
     assert is_comparison(tmp_path)
     assert read_comparison(tmp_path) == WHOLE
-    assert os.listdir(tmp_path) == [FILE]
+    assert names(tmp_path) == [FILE]
 
 
 def test_it_is_replaced_whole(tmp_path: Path) -> None:
@@ -41,7 +45,7 @@ def test_it_is_replaced_whole(tmp_path: Path) -> None:
     write_comparison(tmp_path, WHOLE.model_copy(update={"status": "finished", "contestants": []}))
     found = read_comparison(tmp_path)
     assert (found.status, found.contestants) == ("finished", [])
-    assert os.listdir(tmp_path) == [FILE]
+    assert names(tmp_path) == [FILE]
 
 
 def test_where_there_is_none(tmp_path: Path) -> None:
@@ -109,7 +113,7 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(RecordError, match=r"cannot write .*comparison\.json: No space left on device; make room"):
         write_comparison(tmp_path, WHOLE.model_copy(update={"status": "finished"}))
     monkeypatch.undo()
-    assert os.listdir(tmp_path) == [FILE]
+    assert names(tmp_path) == [FILE]
     assert (tmp_path / FILE).read_bytes() == before
 
 
@@ -118,4 +122,4 @@ def test_a_disk_that_really_is_full_is_said_to_be(tmp_path: Path) -> None:
     (tmp_path / f".{FILE}.tmp").symlink_to("/dev/full")
     with pytest.raises(RecordError, match="No space left on device"):
         write_comparison(tmp_path, WHOLE)
-    assert os.listdir(tmp_path) == []
+    assert names(tmp_path) == []

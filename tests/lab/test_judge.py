@@ -210,7 +210,7 @@ def test_a_run_that_did_not_finish_has_no_values(tmp_path: Path, unfinished: dic
 
 def test_efficiency_is_against_the_runs_without_exchange_that_finished(tmp_path: Path) -> None:
     made = {"step_s": [0.2] * STEPS}
-    alone = [{"step_s": [0.1] * STEPS}, {"step_s": [0.1] * STEPS, "status": "stopped"}]
+    alone: list[dict[str, Any]] = [{"step_s": [0.1] * STEPS}, {"step_s": [0.1] * STEPS, "status": "stopped"}]
     judged = compare_runs(tmp_path / "a", {"ddp": [made] * 2}, alone=alone)
     assert measured(judged, "ddp", "efficiency") == pytest.approx([0.5, 0.5])
     judged = compare_runs(tmp_path / "b", {"ddp": [made] * 2})

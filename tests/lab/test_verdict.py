@@ -16,9 +16,11 @@ from offbeat.lab.verdict import between, findings, ranking, verdict
 Values = Mapping[Measure, Sequence[float | None]]
 
 
-def measured(label: str, time_s: Sequence[float | None], step_s: Sequence[float], **others: Sequence[float]) -> Contestant:
-    values: dict[Measure, Sequence[float | None]] = {"time_to_target_s": time_s, "step_s": step_s}
-    return contestant(label, values | others, num_seeds=len(time_s))  # type: ignore[operator]  # names of measures
+def measured(
+    label: str, time_s: Sequence[float | None], step_s: Sequence[float], *, final_metric: Sequence[float | None] = (None,)
+) -> Contestant:
+    values: Values = {"time_to_target_s": time_s, "step_s": step_s, "final_metric": final_metric}
+    return contestant(label, values, num_seeds=len(time_s))
 
 
 def judged(*contestants: Contestant, target: float | None = 0.9, **settings: bool) -> Comparison:

@@ -12,6 +12,7 @@ from offbeat.lab.emulation import EmulationReport
 from offbeat.lab.records import Evaluation, EventWriter, StepEvent, Summary, begin_attempt, create, write_summary
 from offbeat.lab.statistics import Estimate, estimate
 
+_ALWAYS: Sequence[Measure] = ("time_to_target_s", "step_s", "final_metric")
 NO_EMULATION = EmulationReport(kind="none", network="loopback", compute="this machine's cores")
 
 
@@ -49,6 +50,7 @@ def write_run(
         steps=max(1, len(step_s)),
         seed=0,
         checkpoint_every=None,
+        eval_every=None,
     )
     create(path, config)
     attempt = begin_attempt(path, config, start_step=0)
@@ -123,7 +125,7 @@ def contestant(
     estimates: dict[Measure, Estimate] = {name: estimate(values) for name, values in (measures or {}).items()}
     if estimates:  # a contestant that ran has every measure
         nothing = estimate([None] * num_seeds)
-        estimates = {"time_to_target_s": nothing, "step_s": nothing, "final_metric": nothing} | estimates
+        estimates = dict.fromkeys(_ALWAYS, nothing) | estimates
     return Contestant(
         label=label,
         strategy=label.split()[0],

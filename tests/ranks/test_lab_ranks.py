@@ -6,6 +6,7 @@ import os
 import select
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ import lab_jobs
 import numpy as np
 import pytest
 
+import offbeat.cli.comparing
+import offbeat.cli.main
+from lab_support.data import npz
 from offbeat.errors import ConfigError
+from offbeat.lab import supervisor
 from offbeat.lab.cluster import Cluster, Fault
 from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
 from offbeat.lab.comparison import MEASURES, Comparison, read_comparison
@@ -23,6 +28,8 @@ from offbeat.lab.progress import Progress
 from offbeat.lab.records import Record, StepEvent
 from offbeat.lab.train import plan, train
 from ranks_support.launch import RunRanks
+
+__all__ = ["npz"]
 
 pytestmark = pytest.mark.ranks
 
@@ -137,19 +144,9 @@ def comparing(npz: Path, **changes: Any) -> CompareRequest:
         "emulation": "none",
         "seeds": (5,),
         "steps": 60,
-        "turn_s": 0.02,
+        "turn_s": 1e-3,  # a step or two
     }
     return CompareRequest(**(settings | changes))
-
-
-@pytest.fixture
-def npz(tmp_path: Path) -> Path:
-    """A data set for task `mnist`: 64 random images to train on, 10 held out."""
-    random = np.random.default_rng(0)
-    path = tmp_path / "images.npz"
-    images = {f"x_{part}": random.integers(0, 256, (size, 28, 28), dtype=np.uint8) for part, size in (("train", 64), ("test", 10))}
-    np.savez(path, y_train=np.arange(64) % 10, y_test=np.arange(10), **images)  # type: ignore[arg-type]
-    return path
 
 
 def run_of(directory: Path, comparison: Comparison, label: str) -> Record:
@@ -220,8 +217,8 @@ def test_a_strategy_whose_worker_dies_is_out_and_the_other_goes_on(npz: Path, tm
                 os.kill(progress.pid, signal.SIGKILL)
 
     watcher = Killing()
-    request = comparing(npz, seeds=(0, 1), steps=40)
-    directory, comparison = carry_out(plan_comparison(request, out=tmp_path / "out"), watcher, command="")
+    request = comparing(npz, steps=40)
+    _, comparison = carry_out(plan_comparison(request, out=tmp_path / "out"), watcher, command="")
     ddp, gtopk = comparison.contestants
     assert comparison.status == "finished"
     assert gtopk.failure is not None
@@ -229,16 +226,15 @@ def test_a_strategy_whose_worker_dies_is_out_and_the_other_goes_on(npz: Path, tm
     assert "killed by SIGKILL" in gtopk.failure
     assert watcher.failures == {"gtopk": gtopk.failure}
     assert gtopk.measures == {}
-    assert not (directory / gtopk.runs[1]).exists()
     assert None not in ddp.measures["step_s"].values
     assert comparison.verdict.startswith("Only ddp finished")
     assert_gone(iter(watcher.pids.values()))
 
 
 @pytest.mark.parametrize("when", ["starting", "training"])
-def test_an_interrupt_stops_all_and_leaves_nobody(npz: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    from offbeat.lab import supervisor
-
+def test_an_interrupt_stops_all_and_leaves_nobody(
+    npz: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     started: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     start = supervisor.Crew._start
@@ -260,16 +256,21 @@ def test_an_interrupt_stops_all_and_leaves_nobody(npz: Path, tmp_path: Path, mon
         interrupted = False
 
     monkeypatch.setattr(supervisor.Crew, "_start", noting)
-    request = comparing(npz, steps=ENDLESS, eval_every=ENDLESS)
-    directory, comparison = carry_out(plan_comparison(request, out=tmp_path / "out"), Interrupting(), command="")
+    monkeypatch.setattr(offbeat.cli.comparing, "watching", lambda quiet: nullcontext(Interrupting()))
+    arguments = "compare --task mnist --strategies ddp,gtopk:density=0.01:collective=reduce_scatter --workers 2 --seeds 1"
+    arguments += f" --emulation none --steps {ENDLESS} --eval-every {ENDLESS} --turn 0.001 --set path={npz} --set batch_size=4"
+    monkeypatch.setattr("sys.argv", ["offbeat", *arguments.split(), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        offbeat.cli.main.main()
+    assert ended.value.code == offbeat.cli.main.EXIT_INTERRUPTED
+    comparison = read_comparison(tmp_path / "out")
     assert comparison.status == "stopped"
-    assert read_comparison(directory) == comparison
     assert all(c.failure is None for c in comparison.contestants)
     assert len(started) == (2 if when == "starting" else 6)
     assert_gone(iter(started))
     assert signal.getsignal(signal.SIGINT) is before
     if when == "training":
-        summary = run_of(directory, comparison, "ddp").summary()
+        summary = run_of(tmp_path / "out", comparison, "ddp").summary()
         assert summary is not None
         assert summary.status == "stopped"
 

@@ -1,47 +1,20 @@
-"""One-pass CPU kernels, compiled by numba. They hold no GIL and allocate next to nothing.
-
-Magnitudes are ordered by their bits: for IEEE numbers without the sign bit, integer order is the order of magnitude, infinities
-above all finite numbers and NaNs above those. So nothing is lost even among values that are not numbers.
-"""
+"""One-pass CPU kernels over dense vectors, compiled by numba. They hold no GIL and allocate next to nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
-
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-P = ParamSpec("P")
-R = TypeVar("R")
+from offbeat.codec import sparse_kernels
+from offbeat.codec.jit import bits_of, kernel, magnitude_mask
 
 BLOCK = 32
 """Elements that are tested for candidates together; candidates are rare, so most blocks are passed over vectorised."""
 
 DIGIT_BITS = 16
 
-COMPILED: list[Callable[..., object]] = []
-"""Every kernel, as numba's dispatcher."""
 
-
-def _kernel(function: Callable[P, R]) -> Callable[P, R]:
-    compiled = cast(Callable[P, R], numba.njit(nogil=True, cache=True)(function))
-    COMPILED.append(compiled)
-    return compiled
-
-
-def bits_of(values: NDArray[np.floating]) -> NDArray[np.unsignedinteger]:
-    """The same memory as unsigned integers, sign bit included."""
-    return values.view(np.uint64 if values.dtype == np.float64 else np.uint32)
-
-
-def magnitude_mask(dtype: np.dtype[np.floating]) -> np.unsignedinteger:
-    """All bits of a number of `dtype` but the sign."""
-    return np.uint64(0x7FFF_FFFF_FFFF_FFFF) if dtype == np.float64 else np.uint32(0x7FFF_FFFF)
-
-
-@_kernel
+@kernel
 def _append(
     flat: NDArray[np.floating],
     begin: int,
@@ -63,7 +36,7 @@ def _append(
     return count
 
 
-@_kernel
+@kernel
 def collect(
     flat: NDArray[np.floating], threshold: np.floating, indices: NDArray[np.int64], values: NDArray[np.floating]
 ) -> int:
@@ -89,7 +62,7 @@ def collect(
     return count
 
 
-@_kernel
+@kernel
 def accumulate(
     flat: NDArray[np.floating],
     residual: NDArray[np.floating],
@@ -130,7 +103,7 @@ def accumulate(
     return _append(flat, whole, flat.size, threshold, indices, values, count), finite
 
 
-@_kernel
+@kernel
 def sample(flat: NDArray[np.floating], residual: NDArray[np.floating], weight: np.floating, out: NDArray[np.floating]) -> None:
     """Write |residual + weight * flat| at `out.size` places, one at a scrambled place in each of as many equal strides."""
     stride = flat.size // out.size
@@ -139,7 +112,7 @@ def sample(flat: NDArray[np.floating], residual: NDArray[np.floating], weight: n
         out[i] = abs(residual[j] + weight * flat[j])
 
 
-@_kernel
+@kernel
 def add_momentum(
     flat: NDArray[np.floating],
     velocity: NDArray[np.floating],
@@ -154,7 +127,7 @@ def add_momentum(
         flat[i] = x
 
 
-@_kernel
+@kernel
 def digit_counts(
     bits: NDArray[np.unsignedinteger],
     mask: np.unsignedinteger,
@@ -174,7 +147,7 @@ def digit_counts(
             counts[np.int64(key >> shift) & 0xFFFF] += 1
 
 
-@_kernel
+@kernel
 def take_largest(
     bits: NDArray[np.unsignedinteger], mask: np.unsignedinteger, kth: np.unsignedinteger, k: int, out: NDArray[np.bool_]
 ) -> None:
@@ -189,77 +162,11 @@ def take_largest(
         out[i] = equal or key > kth
 
 
-@_kernel
-def add_sorted(
-    indices_a: NDArray[np.int64],
-    values_a: NDArray[np.floating],
-    indices_b: NDArray[np.int64],
-    values_b: NDArray[np.floating],
-    indices: NDArray[np.int64],
-    values: NDArray[np.floating],
-) -> int:
-    """Merge two ascending lists into one, adding the values of equal indices. Returns its length."""
-    a = b = count = 0
-    zero = values.dtype.type(0)
-    while a < indices_a.size and b < indices_b.size:
-        index_a, index_b = indices_a[a], indices_b[b]
-        takes_a, takes_b = index_a <= index_b, index_b <= index_a
-        indices[count] = index_a if takes_a else index_b
-        # Selections in place of branches, which nobody could predict.
-        values[count] = (values_a[a] if takes_a else zero) + (values_b[b] if takes_b else zero)
-        a += takes_a
-        b += takes_b
-        count += 1
-    while a < indices_a.size:
-        indices[count] = indices_a[a]
-        values[count] = values_a[a]
-        a += 1
-        count += 1
-    while b < indices_b.size:
-        indices[count] = indices_b[b]
-        values[count] = values_b[b]
-        b += 1
-        count += 1
-    return count
-
-
-@_kernel
-def mark_common(indices: NDArray[np.int64], others: NDArray[np.int64], out: NDArray[np.bool_]) -> None:
-    """Mark which of the ascending `indices` occur in the ascending `others`."""
-    j = 0
-    for i in range(indices.size):
-        while j < others.size and others[j] < indices[i]:
-            j += 1
-        out[i] = j < others.size and others[j] == indices[i]
-
-
-@_kernel
+@kernel
 def add_at(flat: NDArray[np.floating], indices: NDArray[np.int64], values: NDArray[np.floating]) -> None:
     """flat[indices] += values, for indices within bounds."""
     for i in range(indices.size):
         flat[indices[i]] += values[i]
-
-
-@_kernel
-def gap_codes(indices: NDArray[np.int64], codes: NDArray[np.uint16], places: NDArray[np.int64]) -> None:
-    """Code ascending indices by their gaps; a gap of 2**16 or more is bridged by fillers.
-
-    Args:
-        indices: strictly ascending, >= 0.
-        codes: takes gap - 1 of each entry, fillers included; as long as `num_gap_codes` says.
-        places: takes where in `codes` each index ends up.
-    """
-    position = -1
-    count = 0
-    for i in range(indices.size):
-        while indices[i] - position > 0x10000:
-            codes[count] = 0xFFFF
-            position += 0x10000
-            count += 1
-        codes[count] = indices[i] - position - 1
-        places[i] = count
-        position = indices[i]
-        count += 1
 
 
 def warm() -> None:
@@ -277,7 +184,5 @@ def warm() -> None:
         add_momentum(values, values.copy(), one, one, values.copy())
         digit_counts(bits, mask, np.uint64(0), np.uint64(0), np.uint64(0), np.zeros(1 << DIGIT_BITS, dtype=np.int64))
         take_largest(bits, mask, zero, 0, marks)
-        add_sorted(indices[:1], values[:1], indices[:1], values[:1], indices.copy(), values.copy())
         add_at(values, indices[:1], values[:1].copy())
-    mark_common(indices, indices.copy(), marks)
-    gap_codes(np.arange(1), np.zeros(1, dtype=np.uint16), np.zeros(1, dtype=np.int64))
+    sparse_kernels.warm()

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from offbeat.codec import kernels
+from offbeat.codec.jit import bits_of, magnitude_mask
 from offbeat.codec.sparse import Sparse, keep_largest
 
 SMALL = 4096
@@ -174,7 +175,7 @@ def _largest(indices: NDArray[np.int64], values: NDArray[np.floating], num_eleme
 
 def _by_digits(values: NDArray[np.floating], k: int) -> Sparse:
     """The `k` largest, whatever the distribution: the k-th magnitude is found 16 bits at a time."""
-    bits, mask = kernels.bits_of(values), kernels.magnitude_mask(values.dtype)
+    bits, mask = bits_of(values), magnitude_mask(values.dtype)
     counts = np.empty(1 << kernels.DIGIT_BITS, dtype=np.int64)
     kth, left = 0, k
     for shift in reversed(range(0, 8 * values.itemsize, kernels.DIGIT_BITS)):

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from offbeat.codec import kernels
+from offbeat.codec import sparse_kernels
+from offbeat.codec.jit import bits_of, magnitude_mask
 from offbeat.errors import WireError
 
 
@@ -55,11 +58,6 @@ class Sparse:
     def scaled(self, factor: float) -> Sparse:
         return Sparse(indices=self.indices, values=self.values * self.values.dtype.type(factor), num_elements=self.num_elements)
 
-    def where(self, mask: NDArray[np.bool_]) -> Sparse:
-        """The pairs at which `mask`, shape (number of pairs,), is true."""
-        places = np.flatnonzero(mask)  # many times faster than indexing by a mask without pattern
-        return Sparse(indices=self.indices[places], values=self.values[places], num_elements=self.num_elements)
-
 
 def add(a: Sparse, b: Sparse) -> Sparse:
     """The sum of two vectors of the same length and dtype."""
@@ -67,10 +65,8 @@ def add(a: Sparse, b: Sparse) -> Sparse:
         return b
     if not len(b):
         return a
-    indices = np.empty(len(a) + len(b), dtype=np.int64)
-    values = np.empty(indices.size, dtype=a.values.dtype)
-    count = kernels.add_sorted(a.indices, a.values, b.indices, b.values, indices, values)
-    return Sparse(indices=indices[:count], values=values[:count], num_elements=a.num_elements)
+    total = _room_for(len(a) + len(b), a)
+    return _pairs(*total, a, end=sparse_kernels.add_sorted(a.indices, a.values, b.indices, b.values, *total))
 
 
 def add_all(sparses: Sequence[Sparse]) -> Sparse:
@@ -87,16 +83,15 @@ def keep_largest(sparse: Sparse, k: int) -> tuple[Sparse, Sparse]:
     Among equal magnitudes those at lower indices are kept. Pairs with value zero are in neither result, so fewer than `k`
     may be kept.
     """
-    nonzero = sparse.values != 0
-    if not nonzero.all():
-        sparse = sparse.where(nonzero)
-    kept = np.full(len(sparse), k > 0)
+    k = min(k, len(sparse))
+    mask, bits = magnitude_mask(sparse.values.dtype), bits_of(sparse.values)
     if 0 < k < len(sparse):
-        mask = kernels.magnitude_mask(sparse.values.dtype)
-        bits = kernels.bits_of(sparse.values)
         kth = np.partition(bits & mask, bits.size - k)[bits.size - k]
-        kernels.take_largest(bits, mask, kth, k, kept)
-    return sparse.where(kept), sparse.where(~kept)
+    else:
+        kth = mask ^ mask if k else mask  # below or above every magnitude
+    indices, values = _room_for(len(sparse) + 1, sparse)
+    num_kept, num_others = sparse_kernels.split_largest(sparse.indices, bits, mask, kth, k, indices, bits_of(values))
+    return _pairs(indices, values, sparse, end=num_kept), _pairs(indices, values, sparse, begin=k, end=k + num_others)
 
 
 def merge(a: Sparse, b: Sparse, k: int) -> tuple[Sparse, Sparse]:
@@ -106,28 +101,36 @@ def merge(a: Sparse, b: Sparse, k: int) -> tuple[Sparse, Sparse]:
 
 def split_by_index(sparse: Sparse, indices: NDArray[np.int64]) -> tuple[Sparse, Sparse]:
     """The pairs whose index is among the ascending `indices`, and the others."""
-    inside = np.empty(len(sparse), dtype=np.bool_)
-    kernels.mark_common(sparse.indices, indices, inside)
-    return sparse.where(inside), sparse.where(~inside)
+    inside, outside = _room_for(len(sparse), sparse), _room_for(len(sparse), sparse)
+    num_inside, num_outside = sparse_kernels.split_common(sparse.indices, sparse.values, indices, *inside, *outside)
+    return _pairs(*inside, sparse, end=num_inside), _pairs(*outside, sparse, end=num_outside)
 
 
-def partition(sparse: Sparse, owners: NDArray[np.integer], num_owners: int) -> list[Sparse]:
-    """The pairs of each owner. `owners`: shape (number of pairs,), in [0, num_owners)."""
-    narrow = owners.astype(np.uint16 if num_owners <= 1 << 16 else np.int64)  # numpy sorts 16 bits by radix
-    order = np.argsort(narrow, kind="stable")
-    bounds = np.searchsorted(narrow[order], np.arange(1, num_owners, dtype=narrow.dtype))
-    indices, values = np.split(sparse.indices[order], bounds), np.split(sparse.values[order], bounds)
-    return [Sparse(indices=i, values=v, num_elements=sparse.num_elements) for i, v in zip(indices, values, strict=True)]
+def partition(sparse: Sparse, num_owners: int) -> list[Sparse]:
+    """The pairs of each owner; `planning.fusion.owner_of` says who owns an index."""
+    indices, values = _room_for(len(sparse), sparse)
+    ends = np.empty(num_owners, dtype=np.int64)
+    owners = np.empty(len(sparse), dtype=np.uint32)
+    sparse_kernels.deal(sparse.indices, sparse.values, owners, ends, indices, values)
+    bounds = [0, *ends.tolist()]
+    return [_pairs(indices, values, sparse, begin=begin, end=end) for begin, end in pairwise(bounds)]
 
 
 def union_disjoint(parts: Sequence[Sparse]) -> Sparse:
     """One vector of at least one part. Raises `WireError` if two parts have an index in common."""
-    indices = np.concatenate([part.indices for part in parts])
-    order = np.argsort(indices, kind="stable")  # finds the ascending runs and merges them
-    indices = indices[order]
-    if (indices[1:] == indices[:-1]).any():
+    union = add_all(parts)
+    if len(union) != sum(map(len, parts)):
         raise WireError(
             "two ranks reported results for the same index; do all ranks run the same version with the same options?"
         )
-    values = np.concatenate([part.values for part in parts])[order]
-    return Sparse(indices=indices, values=values, num_elements=parts[0].num_elements)
+    return union
+
+
+def _room_for(num_pairs: int, like: Sparse) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
+    return np.empty(num_pairs, dtype=np.int64), np.empty(num_pairs, dtype=like.values.dtype)
+
+
+def _pairs(
+    indices: NDArray[np.int64], values: NDArray[np.floating], like: Sparse, *, begin: SupportsIndex = 0, end: SupportsIndex
+) -> Sparse:
+    return Sparse(indices=indices[begin:end], values=values[begin:end], num_elements=like.num_elements)

@@ -1,29 +1,37 @@
 """All-gather of messages of any length, for any world size (Bruck's algorithm).
 
 In round j each rank passes all it has, at most 2**j blocks, to the rank 2**j below it: ceil(log2 P) rounds, and every rank
-sends P-1 blocks altogether, which is the least possible.
+sends P-1 blocks altogether, which is the least possible. What has arrived is read while the next round's blocks are on their
+way.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from typing import TypeVar
 
 from offbeat.errors import WireError
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 
+T = TypeVar("T")
+
 _LENGTH = struct.Struct("<Q")
 
 
-def all_gather(rank: int, world_size: int, mine: Payload) -> Collective[list[Payload]]:
-    """Every rank's payload, by rank."""
+def all_gather(rank: int, world_size: int, mine: Payload, read: Callable[[Payload], T]) -> Collective[list[T]]:
+    """Every rank's payload, by rank, as `read` understands it; this rank's own too."""
     blocks: list[Payload] = [mine]  # blocks[i] is from rank + i
+    results: list[T] = []
     distance = 1
     while distance < world_size:
         count = min(distance, world_size - distance)
         yield Send((rank - distance) % world_size, _join(blocks[:count]))
+        results += map(read, blocks[len(results) :])
         blocks += _split((yield Recv((rank + distance) % world_size)), count)
         distance *= 2
-    return [blocks[(source - rank) % world_size] for source in range(world_size)]
+    results += map(read, blocks[len(results) :])
+    return [results[(source - rank) % world_size] for source in range(world_size)]
 
 
 def _join(blocks: list[Payload]) -> bytes:

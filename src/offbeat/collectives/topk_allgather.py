@@ -8,6 +8,8 @@ Cost per step: ceil(log2 P) messages, (P-1) k pairs sent by each rank: linear in
 
 from __future__ import annotations
 
+from functools import reduce
+
 from offbeat.codec.sparse import Sparse, add, add_all, keep_largest, split_by_index
 from offbeat.codec.tally import Tally
 from offbeat.collectives.base import Exchanged, Wire
@@ -35,12 +37,8 @@ def global_topk(rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, 
 
 def _sum(rank: int, world_size: int, mine: Sparse, tally: Tally, wire: Wire) -> Collective[tuple[Sparse, Sparse, Tally]]:
     payload, rounding = wire.encode(mine, tally)
-    messages = yield from all_gather(rank, world_size, payload)
-    decoded = [wire.decode(message) for message in messages]
-    merged = decoded[0][1]
-    for _, other in decoded[1:]:
-        merged = merged.merge(other)
-    return add_all([sparse for sparse, _ in decoded]), rounding, merged
+    contributions, tallies = zip(*(yield from all_gather(rank, world_size, payload, wire.decode)), strict=True)
+    return add_all(contributions), rounding, reduce(Tally.merge, tallies)
 
 
 def cost_s(*, world_size: int, k: int, pair_bytes: int, network: Network) -> float:

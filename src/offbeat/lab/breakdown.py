@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.lab.records import Record, StepEvent
+from offbeat.lab.statistics import num_warm_up
 
 Matrix = NDArray[np.float64]
 """Shape (ranks, steps)."""
@@ -59,6 +60,21 @@ class Steps:
         """The part of `wait_s` in which somebody was still to come. The rest is transfer."""
         longest_s = _over_ranks(np.fmax, self.ready_s) - self.ready_s
         return np.minimum(self.wait_s, np.nan_to_num(longest_s))
+
+    def window(self, start: int, stop: int | None = None) -> Steps:
+        """Columns `start` to `stop`."""
+        return Steps(**{field.name: getattr(self, field.name)[..., start:stop] for field in fields(self)})
+
+    def settled(self) -> Steps:
+        """Without the first steps, which are not typical."""
+        return self.window(num_warm_up(self.num_steps))
+
+    def shares(self) -> dict[str, float]:
+        """Fractions of the time of all steps by phase: "compute", "encode", "wait" (for others), "transfer"."""
+        waiting_s = self.waiting_for_others_s()
+        parts = {"compute": self.compute_s, "encode": self.encode_s, "wait": waiting_s, "transfer": self.wait_s - waiting_s}
+        whole_s = float(self.duration_s.sum()) or 1.0
+        return {name: float(part.sum()) / whole_s for name, part in parts.items()}
 
 
 _COLUMNS: Final = tuple(field.name for field in fields(Steps) if field.name != "step")

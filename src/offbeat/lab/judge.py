@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -14,6 +15,13 @@ from offbeat.lab.comparison import Comparison, Difference, Measure
 from offbeat.lab.records import Evaluation, Record, Summary
 from offbeat.lab.statistics import Estimate, blocks, compare, estimate
 from offbeat.lab.verdict import findings, verdict
+
+_PHASES: Final[Mapping[Measure, str]] = {
+    "share_compute": "compute",
+    "share_encode": "encode",
+    "share_wait": "wait",
+    "share_transfer": "transfer",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -114,25 +122,14 @@ def _measures(
     }
     if best:
         measures["efficiency"] = estimate([rate and rate / best for rate in rates], [per_step / s / best for s in block_s])
-    shares = [None if run is None else _shares(run.steps) for run in runs]
-    for name in ("share_compute", "share_encode", "share_wait", "share_transfer"):
-        measures[name] = estimate([None if share is None else share[name] for share in shares])
+    shares = [None if run is None else run.steps.settled().shares() for run in runs]
+    for name, phase in _PHASES.items():
+        measures[name] = estimate([None if share is None else share[phase] for share in shares])
     return measures
 
 
 def _samples_per_s(run: _Run) -> float:
     return run.batch_size / float(np.median(run.block_s))
-
-
-def _shares(steps: Steps) -> dict[Measure, float]:
-    total_s = float(steps.duration_s.sum()) or 1.0
-    late_s, wait_s = float(steps.waiting_for_others_s().sum()), float(steps.wait_s.sum())
-    return {
-        "share_compute": float(steps.compute_s.sum()) / total_s,
-        "share_encode": float(steps.encode_s.sum()) / total_s,
-        "share_wait": late_s / total_s,
-        "share_transfer": (wait_s - late_s) / total_s,
-    }
 
 
 def _reach(run: _Run | None, target: float | None, higher_is_better: bool) -> tuple[float, float] | None:
@@ -157,7 +154,7 @@ def _reach(run: _Run | None, target: float | None, higher_is_better: bool) -> tu
 
 
 def _mean_lateness_s(runs: Sequence[_Run | None]) -> list[float]:
-    late = [run.steps.lateness_s() for run in runs if run is not None]
+    late = [run.steps.settled().lateness_s() for run in runs if run is not None]
     if not late:
         return []
     together = np.concatenate(late, axis=1)

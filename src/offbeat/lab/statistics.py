@@ -51,16 +51,21 @@ class Ratio(BaseModel):
     decided: bool
 
 
+def num_warm_up(num_steps: int) -> int:
+    """How many steps at the beginning are not typical: memory is allocated and buckets are found in them."""
+    return min(_MAX_WARM_UP_STEPS, num_steps // 4)
+
+
 def blocks(durations_s: NDArray[np.float64]) -> NDArray[np.float64]:
     """Mean duration in each of about twelve blocks of consecutive steps, without the first steps.
 
-    The first steps are not typical: buffers are allocated, buckets are found. The mean within a block is fair to strategies
+    The mean within a block is fair to strategies
     that communicate every few steps; the median over blocks is not impressed by a hiccup of the machine.
 
     Args:
         durations_s: of each step, shape (steps,).
     """
-    rest = durations_s[min(_MAX_WARM_UP_STEPS, durations_s.size // 4) :]
+    rest = durations_s[num_warm_up(durations_s.size) :]
     return np.array([block.mean() for block in np.array_split(rest, max(1, min(_BLOCKS, rest.size))) if block.size])
 
 

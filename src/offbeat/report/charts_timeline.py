@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.lab.breakdown import Steps
-from offbeat.report.data import Report, Run, window
+from offbeat.report.data import Report, Run
 
 PHASES = ("compute", "padded", "encode", "waiting", "transfer")
 _DRAWN = (*PHASES, "encode", "compute")
@@ -63,7 +63,7 @@ def middle(run: Run) -> Steps:
     wanted = int(np.clip(MAX_BARS // (len(_DRAWN) * max(1, steps.num_ranks)), _FEWEST_STEPS, _MOST_STEPS))
     available = steps.num_steps - first
     start = first + max(0, available - wanted) // 2
-    return window(steps, start, start + min(wanted, available))
+    return steps.window(start, start + min(wanted, available))
 
 
 def phase_lengths_s(steps: Steps) -> NDArray[np.float64]:
@@ -103,4 +103,4 @@ def _timeline(contestant: int, run: int, steps: Steps) -> Timeline:
 
 
 def _microseconds(seconds: NDArray[np.float64]) -> list:  # type: ignore[type-arg]  # nested as the array is
-    return np.rint(seconds * 1e6).astype(np.int64).tolist()
+    return list(np.rint(seconds * 1e6).astype(np.int64).tolist())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from offbeat.lab.breakdown import Steps
 
 Floats = NDArray[np.float64]
-
-_WARM_UP_STEPS = 10
 
 
 class Better(Enum):
@@ -48,16 +46,6 @@ class Curve:
     seconds: Floats
     bytes_sent: Floats
     metric: Floats
-
-
-def window(steps: Steps, start: int, stop: int | None = None) -> Steps:
-    """Columns `start` to `stop` of all workers' steps."""
-    return Steps(**{field.name: getattr(steps, field.name)[..., start:stop] for field in fields(Steps)})
-
-
-def settled(steps: Steps) -> Steps:
-    """Without the first ten steps, or the first quarter of a short run: memory is allocated and code compiled in them."""
-    return window(steps, min(_WARM_UP_STEPS, steps.num_steps // 4))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ import numpy as np
 from offbeat.lab.breakdown import Steps
 from offbeat.lab.records import Record, Summary
 from offbeat.lab.statistics import blocks
-from offbeat.report.data import Better, Contestant, Estimate, Report, settled
+from offbeat.report.data import Better, Contestant, Estimate, Report
 from offbeat.report.data_records import count_workers, read_run, rows, setting, words
 from offbeat.report.style import BYTES, NUMBER, SECONDS, capital, write
 
@@ -81,7 +81,7 @@ def _measures(steps: Steps, summary: Summary | None) -> dict[str, Estimate]:
         found = {
             "step_s": step_s,
             "samples_per_s": float(steps.batch_size.sum(axis=0).mean()) / step_s,
-            **_shares(settled(steps)),
+            **{f"share_{phase}": share for phase, share in steps.settled().shares().items()},
         }
     if summary is not None:
         found |= {
@@ -91,12 +91,6 @@ def _measures(steps: Steps, summary: Summary | None) -> dict[str, Estimate]:
             "peak_memory_bytes": max(summary.peak_memory_bytes, default=None),
         }
     return {name: Estimate(median=value) for name, value in found.items()}
-
-
-def _shares(steps: Steps) -> dict[str, float]:
-    whole_s, waiting_s = steps.duration_s.sum(), steps.waiting_for_others_s()
-    parts = {"compute": steps.compute_s, "encode": steps.encode_s, "wait": waiting_s, "transfer": steps.wait_s - waiting_s}
-    return {f"share_{name}": float(part.sum() / whole_s) for name, part in parts.items()}
 
 
 def _command(record: Record) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.report.data import Floats, Run, settled
+from offbeat.report.data import Floats, Run
 from offbeat.report.style import SECONDS, write
 
 _TOGETHER = 0.02
@@ -58,7 +58,7 @@ class Lateness:
 
 def lateness(runs: Sequence[Run]) -> Lateness | None:
     """What `runs` say about lateness; None where no step had two workers that exchanged something."""
-    late = [settled(run.steps).lateness_s() for run in runs if run.steps.num_ranks > 1]
+    late = [run.steps.settled().lateness_s() for run in runs if run.steps.num_ranks > 1]
     late = [values[:, ~np.isnan(values).any(axis=0)] for values in late]
     late = [values for values in late if values.size]
     if not late or len({len(values) for values in late}) > 1:
@@ -69,5 +69,5 @@ def lateness(runs: Sequence[Run]) -> Lateness | None:
         mean_s=together.mean(axis=1),
         last_share=last / together.shape[1],
         spread_s=float(together.max(axis=0).mean()),
-        step_s=float(np.mean([settled(run.steps).duration_s.mean() for run in runs if run.steps.num_steps])),
+        step_s=float(np.mean([run.steps.settled().duration_s.mean() for run in runs if run.steps.num_steps])),
     )

@@ -119,7 +119,7 @@ def _timing(cluster: Cluster) -> _Timing:
     latency_s = max(cluster.link_of(worker).latency_s for worker in range(cluster.workers))
     rates = [rate for worker in range(cluster.workers) if (rate := cluster.link_of(worker).rate_bit_per_s) is not None]
     megabyte_s = 8e6 / min(rates, default=float("inf"))
-    return _Timing(warm_s=0.15 + megabyte_s / 4 + 20 * latency_s, measure_s=0.3 + megabyte_s)
+    return _Timing(warm_s=0.15 + megabyte_s + 20 * latency_s, measure_s=0.3 + megabyte_s)
 
 
 def _enough(flow: Flow, rate_bit_per_s: float) -> bool:
@@ -173,6 +173,7 @@ def _stop(stop: threading.Event, senders: Sequence[socket.socket]) -> None:
 
 def _send(connection: socket.socket, start: threading.Barrier, stop: threading.Event) -> None:
     start.wait()
+    connection.settimeout(None)
     with suppress(OSError):
         while not stop.is_set():
             connection.sendall(_CHUNK)
@@ -184,7 +185,7 @@ def _receive(connection: socket.socket, start: threading.Barrier, timing: _Timin
     begun_s = time.perf_counter()
     total, since_s = 0, None
     while True:
-        num_bytes = connection.recv_into(buffer)
+        num_bytes = connection.recv_into(buffer, 0, socket.MSG_TRUNC)  # counts and drops
         if not num_bytes:
             raise ConnectionError("a connection between two workers was closed")
         now_s = time.perf_counter()

@@ -202,8 +202,9 @@ def _shortfalls(checks: list[LinkCheck]) -> list[str]:
     assert worst.asked_bit_per_s is not None
     assert worst.share is not None
     notice = (
-        f"each link reaches its rate by itself, but this machine cannot carry all at once: then worker {worst.worker} gets "
-        f"{worst.share:.0%} of it (below {LEAST_SHARE:.0%}), so exchanges among all workers are slower than on such a network"
+        f"each link reaches its rate by itself, but with all workers sending at once that of worker {worst.worker} reaches "
+        f"{worst.share:.0%} (wanted {LEAST_SHARE:.0%}): this machine is too slow or too busy for so much traffic, so exchanges "
+        "among all workers take longer than on such a network"
     )
     return [notice]
 

@@ -24,7 +24,9 @@ MAX_WORKERS = 1000
 
 MIN_RATE_BIT_PER_S = 1e6
 _ETHERNET_MTU, _LARGEST_MTU = 1500, 60_000
-_LEAST_QUEUE = 32 * 1024
+_QUEUED_PACKETS, _QUEUED_BYTES = 24, 150_000
+"""A queue holds so many packets, or so many bytes if that is less, however slow the link: TCP needs them to find the rate."""
+
 _FRAME, _HEADERS = 14, 52
 """Bytes of a packet of TCP besides its payload: outside of what the MTU counts, and inside."""
 
@@ -78,22 +80,23 @@ def shape(link: LinkSpec, mtu: int) -> Shape | None:
     if link.rate_bit_per_s is None:
         return None
     per_ms = link.rate_bit_per_s / 8 / 1000
+    least = min(_QUEUED_PACKETS * mtu, _QUEUED_BYTES)
     return Shape(
         rate_bit_per_s=link.rate_bit_per_s * _payload_share(_ETHERNET_MTU) / _payload_share(mtu),
         burst_bytes=round(max(per_ms, 2 * (mtu + _FRAME))),
-        worker_queue_bytes=round(max(4 * per_ms, _LEAST_QUEUE)),
-        hub_queue_bytes=round(max(8 * per_ms, _LEAST_QUEUE)),
+        worker_queue_bytes=round(max(4 * per_ms, least)),
+        hub_queue_bytes=round(max(8 * per_ms, least)),
     )
 
 
 def choose_mtu(cluster: Cluster) -> int:
-    """Largest packet of every link, in bytes: a millisecond's worth of the slowest, and at least Ethernet's.
+    """Largest packet of every link, in bytes: half a millisecond's worth of the slowest, and at least Ethernet's.
 
-    With small packets the kernel hands over a millisecond's worth at a time as well, but takes it apart at every limit: large
-    ones cost the processors, which have training to do, a fraction of that.
+    With small packets the kernel hands over up to a millisecond's worth at a time as well, but takes it apart at every limit.
+    Large ones cost the processors, which have training to do, a fraction of that.
     """
     rates = [rate for worker in range(cluster.workers) if (rate := cluster.link_of(worker).rate_bit_per_s) is not None]
-    return round(max(_ETHERNET_MTU, min(_LARGEST_MTU, *(rate / 8 / 1000 for rate in rates), _LARGEST_MTU)))
+    return round(max(_ETHERNET_MTU, min(_LARGEST_MTU, *(rate / 8 / 2000 for rate in rates), _LARGEST_MTU)))
 
 
 def _payload_share(mtu: int) -> float:
@@ -132,9 +135,10 @@ def create_links(name: Name, num_workers: int, mtu: int) -> list[str]:
     lines = []
     for worker in range(num_workers):
         inside, hub = name.worker(worker), name.hub
+        near = f"{DATA} address {_mac(worker, 1)} mtu {mtu} netns {inside}"
+        far = f"w{worker} address {_mac(worker, 2)} mtu {mtu} netns {hub}"
         lines += [
-            f"link add {DATA} address {_mac(worker, 1)} mtu {mtu} netns {inside} type veth "
-            f"peer name w{worker} address {_mac(worker, 2)} mtu {mtu} netns {hub}",
+            f"link add {near} type veth peer name {far}",
             f"link add {CONTROL} netns {inside} type veth peer name c{worker} netns {hub}",
         ]
     return lines

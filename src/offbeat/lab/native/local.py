@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -39,8 +40,9 @@ class PostLocalSGD(Native):
             )
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter) -> Attached:
-        # imported here, since torch compiles a dozen optimizers to import one
-        from torch.distributed.optim import PostLocalSGDOptimizer
+        # imported here, since torch compiles a dozen optimizers to import one, and with what it calls deprecated itself
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            from torch.distributed.optim import PostLocalSGDOptimizer
 
         state = PostLocalSGDState(
             process_group=None, subgroup=None, start_localSGD_iter=self.start_step, post_local_gradient_allreduce=False
