@@ -120,18 +120,6 @@ class Meter:
             delivery = Delivery(sender=self._rank, receiver=None, num_bytes=share, num_messages=num_messages)
             self._link_free_s = max(time.monotonic(), self._link_free_s) + self._delay(delivery)
 
-    def held_back(self, future: torch.futures.Future[torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
-        """`future`, but not before the imitated link has carried what was last counted."""
-        if self._delay is None:
-            return future
-        due_s = self._link_free_s
-
-        def hold(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            time.sleep(max(0.0, due_s - time.monotonic()))
-            return done.value()
-
-        return future.then(hold)
-
     def hold_back(self) -> None:
         """Return when the imitated link has carried everything counted so far."""
         time.sleep(max(0.0, self._link_free_s - time.monotonic()))
@@ -148,6 +136,7 @@ class Meter:
     def backward_done(self) -> None:
         """The backward pass is over; since the last hook returned, this rank had only waited."""
         if self._launched_at_s is not None:
+            self.hold_back()
             self.waited(self._launched_at_s)
         self._launched_at_s = None
 

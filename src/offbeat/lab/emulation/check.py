@@ -21,6 +21,7 @@ from offbeat.lab.emulation.plan import Name, data_address
 LEAST_SHARE = 0.9
 _ROUNDS = 3  # a machine that was busy with something else for a moment gets another chance
 _NUM_PINGS = 8
+_PATIENCE_S = 20.0
 _CHUNK = bytes(1024 * 1024)
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # what is still queued is dropped
 
@@ -70,9 +71,14 @@ def check_links(name: Name, cluster: Cluster) -> list[LinkCheck]:
     Raises:
         ConfigError: a link does not reach `LEAST_SHARE` of its rate even by itself.
     """
-    flows = neighbours(cluster)
+    try:
+        return _check(name, cluster, neighbours(cluster), _timing(cluster))
+    except TimeoutError as error:
+        raise ConfigError("the links between the workers carry nothing; does a firewall drop what is forwarded?") from error
+
+
+def _check(name: Name, cluster: Cluster, flows: Sequence[Flow], timing: _Timing) -> list[LinkCheck]:
     trips_s = _round_trips(name, flows)
-    timing = _timing(cluster)
     rates = _best_of(name, flows, timing)
     alone: set[Flow] = set()
     for flow in flows:
@@ -153,7 +159,7 @@ def _measure(name: Name, flows: Sequence[Flow], timing: _Timing) -> dict[Flow, f
     """Bits per second that each flow delivers while all run."""
     if not flows:
         return {}
-    start, stop = threading.Barrier(2 * len(flows), timeout=30.0), threading.Event()
+    start, stop = threading.Barrier(2 * len(flows), timeout=_PATIENCE_S), threading.Event()
     with ExitStack() as stack:
         ends = {flow: _connect(name, flow, stack) for flow in flows}
         pool = stack.enter_context(ThreadPoolExecutor(2 * len(flows), thread_name_prefix="link-check"))
@@ -224,12 +230,14 @@ def _connect(name: Name, flow: Flow, stack: ExitStack) -> tuple[socket.socket, s
     )
     port = listener.getsockname()[1]
     near = stack.enter_context(
-        call_in(name.worker(flow.sender), lambda: socket.create_connection((data_address(flow.receiver), port), timeout=30.0))
+        call_in(
+            name.worker(flow.sender), lambda: socket.create_connection((data_address(flow.receiver), port), timeout=_PATIENCE_S)
+        )
     )
     far, _ = listener.accept()
     stack.enter_context(far)
     for end in (near, far):
-        end.settimeout(30.0)
+        end.settimeout(_PATIENCE_S)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     return near, far

@@ -51,6 +51,14 @@ def run_batch(program: str, lines: Sequence[str], *, namespace: str | None = Non
         raise MissingMeansError(f"{program} failed: {reason}")
 
 
+def run_shell(namespace: str, lines: Sequence[str]) -> None:
+    """Have a shell carry out `lines` where /sys shows the devices of `namespace`. Raises `OSError` when one fails."""
+    command = [path_of("ip"), "netns", "exec", namespace, "sh", "-e"]
+    done = subprocess.run(command, input="\n".join(lines), text=True, capture_output=True, timeout=_PATIENCE_S, check=False)
+    if done.returncode != 0:
+        raise OSError(" ".join(done.stderr.split()) or f"sh: status {done.returncode}")
+
+
 def ask(program: str, *words: str, namespace: str) -> str:
     """What `ip` or `tc` prints, as JSON."""
     command = [path_of(program), "-n", namespace, "-s", "-j", *words]

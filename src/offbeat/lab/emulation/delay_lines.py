@@ -23,12 +23,11 @@ import os
 import platform
 import socket
 import struct
-import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from offbeat.lab.emulation.base import MissingMeansError
-from offbeat.lab.emulation.commands import call_in, path_of, run_batch
+from offbeat.lab.emulation.commands import call_in, run_batch, run_shell
 from offbeat.lab.emulation.plan import plug_in
 
 PATH_S = 25e-6
@@ -64,7 +63,7 @@ class DelayLines:
         try:
             _set_polling(hub, latencies_s)
             call_in(hub, lambda: self._attach_all(latencies_s))
-        except (OSError, subprocess.CalledProcessError) as error:
+        except OSError as error:
             self.close()
             raise MissingMeansError(f"the kernel takes no delay line: {error}") from error
 
@@ -77,7 +76,7 @@ class DelayLines:
             self._attach(worker, latency_s)
 
     def _attach(self, worker: int, latency_s: float) -> None:
-        into, out, again, back = (f"{letter}{worker}" for letter in ("a", "b", "e", "d"))
+        into, out, again, back = (f"{letter}{worker}" for letter in "abcd")
         for sender, receiver in ((into, out), (again, back)):
             _ethtool(sender, _SET_TSO, 0)  # only then
             _ethtool(receiver, _SET_GRO, 1)  # the receiver has a queue that can be polled by a timer
@@ -97,24 +96,23 @@ def tick_s(latency_s: float) -> float:
 
 
 def _devices(worker: int, mtu: int) -> list[str]:
-    pairs = [(f"a{worker}", f"b{worker}"), (f"e{worker}", f"d{worker}")]
+    pairs = [(f"a{worker}", f"b{worker}"), (f"c{worker}", f"d{worker}")]
     lines = [f"link add {one} mtu {mtu} type veth peer name {other} mtu {mtu}" for one, other in pairs]
     lines += [f"link set {device} addrgenmode none up" for pair in pairs for device in pair]
     return lines + plug_in(worker, through=f"a{worker}")
 
 
 def _set_polling(hub: str, latencies_s: Mapping[int, float]) -> None:
-    """Two numbers a device, to be written where only a process with this namespace's /sys can reach them."""
-    script = []
+    """Two numbers a device."""
+    lines = []
     for worker, latency_s in latencies_s.items():
         for device in (f"b{worker}", f"d{worker}"):
             place = f"/sys/class/net/{device}"
-            script += [
+            lines += [
                 f"echo {tick_s(latency_s) * 1e9:.0f} > {place}/gro_flush_timeout",
                 f"echo 2 > {place}/napi_defer_hard_irqs",  # idle ticks before the timer rests
             ]
-    command = [path_of("ip"), "netns", "exec", hub, "sh", "-e"]
-    subprocess.run(command, input="\n".join(script), text=True, capture_output=True, check=True)
+    run_shell(hub, lines)
 
 
 def _stamp(delay_s: float) -> Program:

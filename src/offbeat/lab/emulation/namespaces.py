@@ -127,12 +127,13 @@ class InNamespaces(Emulation):
         notices = self._open_delay_lines(mtu)
         self._quotas, compute, missing = open_compute(cluster, lambda: str(name))
         checks = check_links(name, cluster)
+        trips = [] if notices else _odd_trips(cluster, checks)
         self.report = EmulationReport(
             kind="namespaces",
             network=self._describe(mtu, has_netem),
             compute=compute,
             checks=checks,
-            notices=[*notices, *_shortfalls(checks), *missing],
+            notices=[*notices, *_shortfalls(checks), *trips, *missing],
         )
 
     def _open_delay_lines(self, mtu: int) -> list[str]:
@@ -207,6 +208,18 @@ def _shortfalls(checks: list[LinkCheck]) -> list[str]:
         "among all workers take longer than on such a network"
     )
     return [notice]
+
+
+def _odd_trips(cluster: Cluster, checks: list[LinkCheck]) -> list[str]:
+    """Round trips that are far from twice the latency."""
+    odd = []
+    for check in checks:
+        if check.peer is not None:
+            asked_s = cluster.link_of(check.worker).latency_s + cluster.link_of(check.peer).latency_s
+            if abs(check.round_trip_s - asked_s) > max(asked_s / 4, 2 * PATH_S):
+                got, asked = (display_duration(float(f"{s:.2g}")) for s in (check.round_trip_s, asked_s))
+                odd.append(f"a round trip between workers {check.worker} and {check.peer} takes {got}; asked for is {asked}")
+    return odd
 
 
 def _listed(texts: list[str]) -> str:

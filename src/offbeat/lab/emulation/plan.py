@@ -139,7 +139,7 @@ def create_links(name: Name, num_workers: int, mtu: int) -> list[str]:
         far = f"w{worker} address {_mac(worker, 2)} mtu {mtu} netns {hub}"
         lines += [
             f"link add {near} type veth peer name {far}",
-            f"link add {CONTROL} netns {inside} type veth peer name c{worker} netns {hub}",
+            f"link add {CONTROL} netns {inside} type veth peer name {CONTROL}-w{worker} netns {hub}",
         ]
     return lines
 
@@ -163,6 +163,7 @@ def set_up_hub(num_workers: int) -> list[str]:
     lines = [
         "link set lo up",
         f"addr add {HUB_DATA_ADDRESS}/32 dev lo",
+        "route add blackhole 10.201.0.0/16",  # who sends to a worker that is cut off hears nothing
         "link add ctl type bridge",
         f"addr add {HUB_CONTROL_ADDRESS}/16 dev ctl",
         "link set ctl addrgenmode none",
@@ -172,8 +173,8 @@ def set_up_hub(num_workers: int) -> list[str]:
         lines += [
             f"link set w{worker} addrgenmode none",
             *plug_in(worker),
-            f"link set c{worker} addrgenmode none",
-            f"link set c{worker} master ctl up",
+            f"link set {CONTROL}-w{worker} addrgenmode none",
+            f"link set {CONTROL}-w{worker} master ctl up",
         ]
     return lines
 

@@ -32,7 +32,7 @@ def wrapped(model: nn.Module, hook: Hook, meter: Meter, *, bucket_mib: int | Non
 
     def timed(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         begun_s = time.monotonic()
-        future = meter.held_back(hook(bucket))
+        future = hook(bucket)
         meter.launched(begun_s, bucket.index())
         return future
 
