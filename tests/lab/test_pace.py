@@ -44,7 +44,7 @@ def step(
     with pace.backward():
         clock.work(backward_s + encode_s)
         clock.sleep(wait_s)
-    pace.not_compute(encode_s)
+    pace.not_compute(encode_s, wait_s)
     return clock.now_s - began_s
 
 

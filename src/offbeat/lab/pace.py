@@ -32,7 +32,7 @@ class Pace:
         self._cluster = cluster
         self._rank = rank
         self._by_sleeping = by_sleeping
-        self._backward_cpu_s = 0.0
+        self._backward_cpu_s = self._backward_s = 0.0
         self._began_s = 0.0
         self.slept_s = 0.0
         """In the current step."""
@@ -62,13 +62,19 @@ class Pace:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Around the backward pass, to learn how long the next one will take."""
-        before_s = time.thread_time()
+        before_s, before_cpu_s = time.monotonic(), time.thread_time()
         yield
-        self._backward_cpu_s = time.thread_time() - before_s
+        self._backward_s = time.monotonic() - before_s
+        self._backward_cpu_s = time.thread_time() - before_cpu_s
 
-    def not_compute(self, encode_s: float) -> None:
-        """Of the last backward pass, this much was the strategy's own work."""
-        self._backward_cpu_s = max(0.0, self._backward_cpu_s - encode_s)
+    def not_compute(self, encode_s: float, wait_s: float) -> None:
+        """Of the last backward pass, the strategy's own work took `encode_s`, and `wait_s` were spent waiting.
+
+        Both by the clock: where more workers than cores compute, that is more than the CPU time that encoding took.
+        """
+        busy_s = self._backward_s - wait_s
+        if busy_s > 0:
+            self._backward_cpu_s *= max(0.0, 1 - encode_s / busy_s)
 
     def _sleep(self, duration_s: float) -> None:
         if duration_s > 0:

@@ -75,7 +75,7 @@ class Watch:
                 arrivals=run.attached.take_arrivals(),
             )
         )
-        run.pace.not_compute(encode_s)
+        run.pace.not_compute(encode_s, wait_s)
         self.seconds += step_s
         self.num_samples += batch_size
         self._before, self.last_loss = stats, loss

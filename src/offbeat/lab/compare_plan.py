@@ -1,0 +1,183 @@
+"""What a comparison is to do, complete and checked before anything starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from offbeat.errors import ConfigError, RecordError
+from offbeat.lab.cluster import Cluster
+from offbeat.lab.comparison import Contestant
+from offbeat.lab.config import MAX_SEED, Request, RunConfig, resolve
+from offbeat.lab.emulation import Mode as EmulationMode
+from offbeat.lab.options import parse_spec, strategy_type, summary_line
+
+_EVALUATIONS = 12
+_WORKER_BYTES = 220 << 20
+_BYTES_PER_PARAMETER = 32  # parameters, gradients, two optimizer moments, residual, buckets, and what a step allocates
+ALONE = "alone"
+"""The strategy that exchanges nothing, and bounds what the others can do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareRequest:
+    """What the user asked for.
+
+    Attributes:
+        task, settings: what is trained, and `key=value` options of the task.
+        strategies: such as "gtopk" or "gtopk:density=0.01:selection=reuse".
+        cluster: what is emulated.
+        emulation: how.
+        seeds: the runs of each strategy.
+        epochs, steps: how long each run is; neither: the task's default.
+        eval_every: steps between measurements of the metric; None: about a dozen in a run.
+        target: the metric to be reached; None: the best that every run reaches.
+        turn_s: how long a strategy trains before the next one's turn.
+    """
+
+    task: str
+    strategies: Sequence[str]
+    settings: Sequence[str] = ()
+    cluster: Cluster = field(default_factory=Cluster)
+    emulation: EmulationMode = "auto"
+    seeds: Sequence[int] = (0, 1, 2)
+    epochs: int | None = None
+    steps: int | None = None
+    eval_every: int | None = None
+    target: float | None = None
+    turn_s: float = 3.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparePlan:
+    """A checked comparison that has touched nothing yet."""
+
+    request: CompareRequest
+    contestants: Sequence[Contestant]
+    configs: Sequence[RunConfig]
+    steps: int
+    num_parameters: int
+    at_once: int
+    out: Path | None
+
+
+def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> ComparePlan:
+    """Check everything that can be checked before anything starts.
+
+    Raises:
+        ConfigError: the comparison cannot be made as asked.
+        RecordError: `out` is in use.
+    """
+    _check_request(request)
+    if out is not None:
+        check_free(out)
+    specs = [parse_spec(text) for text in request.strategies]
+    labels = _labels(specs)
+    contestants, configs = [], []
+    for label, (name, options) in zip(labels, specs, strict=True):
+        config = resolve(
+            Request(
+                task=request.task,
+                strategy=name,
+                settings=[*request.settings, *(f"{key}={value}" for key, value in options.items())],
+                epochs=request.epochs,
+                steps=request.steps,
+                seed=request.seeds[0],
+                eval_every=request.eval_every,
+                cluster=request.cluster,
+                emulation=request.emulation,
+            )
+        )
+        contestants.append(
+            Contestant(
+                label=label,
+                strategy=name,
+                options=config.strategy_options,
+                summary=summary_line(strategy_type(name)),
+                runs=[f"runs/{_file_name(label)}-seed-{seed}" for seed in request.seeds],
+            )
+        )
+        configs.append(config)
+    task = configs[0].build_task()
+    steps = configs[0].steps_to_do(task)
+    every = request.eval_every if request.eval_every is not None else max(1, steps // _EVALUATIONS)
+    configs = [
+        config.model_copy(update={"steps": steps, "epochs": None, "checkpoint_every": None, "eval_every": every})
+        for config in configs
+    ]
+    num_parameters = sum(parameter.numel() for parameter in task.build_model(0).parameters())
+    return ComparePlan(
+        request=request,
+        contestants=contestants,
+        configs=configs,
+        steps=steps,
+        num_parameters=num_parameters,
+        at_once=_how_many_fit(len(contestants) + 1, request.cluster.workers, num_parameters),
+        out=out,
+    )
+
+
+def check_free(directory: Path) -> None:
+    """Raise `RecordError` unless a comparison may be written to `directory`. Touches nothing."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise RecordError(f"{directory} exists and is not empty; choose another --out")
+
+
+def _check_request(request: CompareRequest) -> None:
+    """Refuse what no comparison can be made of, whatever is compared."""
+    if not request.strategies:
+        raise ConfigError("no strategies to compare; give some, such as --strategies ddp,gtopk")
+    if not request.seeds:
+        raise ConfigError("no seeds; give at least one")
+    for seed in request.seeds:
+        if not 0 <= seed <= MAX_SEED:
+            raise ConfigError(f"seed {seed} cannot be; allowed is 0 to {MAX_SEED}")
+    if len(set(request.seeds)) < len(request.seeds):
+        raise ConfigError(f"a seed is given twice among {', '.join(map(str, request.seeds))}; give each once")
+    if not 0 < request.turn_s < math.inf:
+        raise ConfigError(f"a turn of {request.turn_s:g} s cannot be; allowed is a number of seconds above 0")
+    if request.target is not None and not math.isfinite(request.target):
+        raise ConfigError(f"target {request.target} cannot be reached; give a number, or leave it out")
+
+
+def _labels(specs: Sequence[tuple[str, dict[str, str]]]) -> list[str]:
+    """A strategy's name, with its options where the name alone would not tell it from another."""
+    names = [name for name, _ in specs]
+    if ALONE in names:
+        raise ConfigError(f"{ALONE} takes part in every comparison, as the ideal to hold the others against; leave it out")
+    labels = [
+        name if names.count(name) == 1 else " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+        for name, options in specs
+    ]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError(f"strategy {label!r} is given twice; give it once, or with different options")
+    return labels
+
+
+def _file_name(label: str) -> str:
+    return "".join(character if character.isalnum() or character in "-_.=" else "-" for character in label)
+
+
+def _how_many_fit(wanted: int, workers: int, num_parameters: int) -> int:
+    """How many runs fit into memory at a time. Raises `ConfigError` if not even one does."""
+    each = workers * (_WORKER_BYTES + num_parameters * _BYTES_PER_PARAMETER)
+    available = _available_bytes()
+    if available is None:
+        return 1
+    if each > available:
+        raise ConfigError(
+            f"{workers} workers with {num_parameters:,} parameters need about {each / 1e9:.1f} GB, and "
+            f"{available / 1e9:.1f} GB are free; use fewer workers or a smaller model"
+        )
+    return min(wanted, int(available * 0.8 // each) or 1)
+
+
+def _available_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
