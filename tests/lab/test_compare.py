@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offbeat.errors import ConfigError, RecordError
-from offbeat.lab import compare_plan, turns
+from offbeat.lab import compare, compare_plan, turns
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.compare import ComparePlan, CompareRequest, carry_out, plan_comparison
 from offbeat.lab.comparison import read_comparison
