@@ -54,6 +54,9 @@ MAY_BLOCK = {
     "lab/native/ddp.py": {"torch.distributed"},  # what torch ships, as torch ships it
     "lab/native/local.py": {"torch.distributed"},
     "lab/native/torchft_local.py": {"torch.distributed"},
+    "lab/emulation/check.py": {"socket"},  # sends through the links it checks
+    "lab/emulation/commands.py": {"subprocess"},  # ip and tc
+    "lab/emulation/delay_lines.py": {"socket"},  # names of interfaces
     "lab/pace.py": {"time.sleep"},  # emulated compute
     "lab/supervisor.py": {"selectors", "subprocess"},  # starts workers and watches them; no training happens in it
 }

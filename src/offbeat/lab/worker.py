@@ -85,7 +85,9 @@ def train_rank(run_directory: Path, meeting: Meeting, report: Reporter, *, gate:
             optimizer=optimizer,
             attached=attached,
             schedule=Schedule(config, task, position, rank=meeting.rank, world_size=meeting.world_size),
-            pace=Pace(config.cluster, meeting.rank, by_sleeping=in_user_space),
+            pace=Pace(
+                config.cluster, meeting.rank, by_sleeping=record.emulation is not None and record.emulation.speeds == "sleeping"
+            ),
         )
         watch = Watch(run, report)
         try:

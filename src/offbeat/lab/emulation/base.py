@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,6 +14,7 @@ from offbeat.errors import ConfigError
 from offbeat.lab.emulation.quotas import Quotas
 
 T = TypeVar("T")
+Speeds: TypeAlias = Literal["equal", "quotas", "padded", "sleeping", "ignored"]
 
 
 class MissingMeansError(ConfigError):
@@ -56,6 +57,8 @@ class EmulationReport(BaseModel):
     Attributes:
         kind: by what means the network is emulated.
         network, compute: a sentence each.
+        speeds: what makes workers of different speeds: the kernel's quotas, steps padded to a fixed time, or workers that
+            sleep after they computed; "equal" where there is no difference, "ignored" where nobody asked for emulation.
         checks: of each worker's link, by worker; empty where the kernel emulates none.
         notices: what was asked for and could not be emulated, why, and what stands in for it.
     """
@@ -65,6 +68,7 @@ class EmulationReport(BaseModel):
     kind: Literal["none", "namespaces", "delaying"]
     network: str
     compute: str
+    speeds: Speeds = "equal"
     checks: list[LinkCheck] = []
     notices: list[str] = []
 

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.emulation import leftovers
 from offbeat.lab.emulation.base import Emulation, EmulationReport, MissingMeansError, Placement
-from offbeat.lab.emulation.compute import open_compute
+from offbeat.lab.emulation.compute import Compute, open_compute
 from offbeat.lab.emulation.namespaces import InNamespaces
 from offbeat.lab.emulation.plan import Name
 from offbeat.lab.emulation.quotas import needs_quotas
@@ -74,14 +74,19 @@ class OnLoopback(Emulation):
         self._holder = os.getpid()
         notices = _network_notices(cluster, kind, reason)
         if limit_compute:
-            quotas, compute, missing = open_compute(cluster, self._claim)
+            compute = open_compute(cluster, self._claim)
         else:
-            quotas, compute, missing = None, "not limited", []
-            if needs_quotas(cluster):
-                missing.append("speeds are not emulated: no emulation was asked for")
-        super().__init__(quotas)
-        network = "loopback; messages of offbeat are delayed by the workers" if kind == "delaying" else "loopback, not limited"
-        self.report = EmulationReport(kind=kind, network=network, compute=compute, notices=notices + missing)
+            ignored = "speeds are not emulated: no emulation was asked for"
+            compute = Compute(speeds="ignored", notices=[ignored]) if needs_quotas(cluster) else Compute()
+        super().__init__(compute.quotas)
+        delayed = "loopback; the workers deliver messages late"
+        self.report = EmulationReport(
+            kind=kind,
+            network=delayed if kind == "delaying" else "loopback, not limited",
+            compute=compute.words,
+            speeds=compute.speeds,
+            notices=notices + compute.notices,
+        )
 
     def placement(self, worker: int) -> Placement:
         interface = "lo0" if sys.platform == "darwin" else "lo"
@@ -118,8 +123,8 @@ def _network_notices(cluster: Cluster, kind: Literal["none", "delaying"], reason
     if kind == "delaying":
         because = f": {reason}" if reason else ""
         notices.append(
-            f"the kernel does not emulate the network{because}. In its place the workers delay messages of offbeat; torch's "
-            "own process group, which DDP and its hooks use, is as fast as loopback, so do not compare with those"
+            f"the kernel does not emulate the network{because}. In its place the workers deliver offbeat's messages late, and "
+            "hold torch's collectives back for as long as a ring of such links would take"
         )
     if any(fault.action == "cut" for fault in cluster.faults):
         notices.append("links cannot be cut without network namespaces; such faults are left out")

@@ -1,25 +1,39 @@
-"""Differences of speed between workers: by quotas where the kernel keeps them, in words where it does not."""
+"""Differences of speed between workers: by quotas where the kernel keeps them, by sleeping where it does not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.cluster.quantities import display_duration
+from offbeat.lab.emulation.base import Speeds
 from offbeat.lab.emulation.quotas import Quotas, needs_quotas, open_quotas, share_out, usable_cores
 
 
-def open_compute(cluster: Cluster, claim: Callable[[], str]) -> tuple[Quotas | None, str, list[str]]:
-    """Quotas where `cluster` needs some, called what `claim` says; a sentence about its compute; what could not be done."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compute:
+    """What makes the speeds of a cluster: `quotas` if the kernel does, and the same for the report."""
+
+    quotas: Quotas | None = None
+    speeds: Speeds = "equal"
+    words: str = "not limited"
+    notices: list[str] = field(default_factory=list)
+
+
+def open_compute(cluster: Cluster, claim: Callable[[], str]) -> Compute:
+    """Quotas where `cluster` needs some, called what `claim` says."""
     if cluster.step_s is not None:
-        return None, f"padded by the workers: {display_duration(cluster.step_s)} a step at speed 1", []
+        words = f"padded by the workers: {display_duration(cluster.step_s)} a step at speed 1"
+        return Compute(speeds="padded", words=words)
     if not needs_quotas(cluster):
-        return None, "not limited", []
+        return Compute()
     try:
         quotas = open_quotas(cluster, claim())
     except ConfigError as error:
-        notice = f"speeds are not emulated: {error}; run as root, or let steps be padded (--step-time 200ms)"
-        return None, "not limited, though speeds differ", [notice]
+        notice = f"no quotas of the processors: {error}; in their place slower workers sleep after they computed"
+        return Compute(speeds="sleeping", words="slower workers sleep in proportion to what they compute", notices=[notice])
     cores_per_speed = share_out(cluster, usable_cores())
-    return quotas, f"quotas of the processors by cgroups: {cores_per_speed:.2f} of a core at speed 1", []
+    words = f"quotas of the processors by cgroups: {cores_per_speed:.2f} of a core at speed 1"
+    return Compute(quotas=quotas, speeds="quotas", words=words)

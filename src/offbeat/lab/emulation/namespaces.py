@@ -125,15 +125,17 @@ class InNamespaces(Emulation):
         ]
         run_batch("tc", queues, namespace=name.hub)
         notices = self._open_delay_lines(mtu)
-        self._quotas, compute, missing = open_compute(cluster, lambda: str(name))
+        compute = open_compute(cluster, lambda: str(name))
+        self._quotas = compute.quotas
         checks = check_links(name, cluster)
         trips = [] if notices else _odd_trips(cluster, checks)
         self.report = EmulationReport(
             kind="namespaces",
             network=self._describe(mtu, has_netem),
-            compute=compute,
+            compute=compute.words,
+            speeds=compute.speeds,
             checks=checks,
-            notices=[*notices, *_shortfalls(checks), *trips, *missing],
+            notices=[*notices, *_shortfalls(checks), *trips, *compute.notices],
         )
 
     def _open_delay_lines(self, mtu: int) -> list[str]:
