@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offbeat.errors import ConfigError, RecordError
-from offbeat.lab import compare, compare_plan, turns
+from offbeat.lab import compare, memory, turns
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.compare import ComparePlan, CompareRequest, carry_out, plan_comparison
 from offbeat.lab.comparison import read_comparison
@@ -110,12 +110,12 @@ def test_all_runs_are_as_long_and_measured_as_often() -> None:
 def test_as_many_runs_take_turns_as_fit_into_memory(
     monkeypatch: pytest.MonkeyPatch, available_bytes: int | None, at_once: int
 ) -> None:
-    monkeypatch.setattr(compare_plan, "_available_bytes", lambda: available_bytes)
+    monkeypatch.setattr(memory, "available_bytes", lambda: available_bytes)
     assert plan_comparison(REQUEST).at_once == at_once
 
 
 def test_more_workers_than_memory_allows_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compare_plan, "_available_bytes", lambda: GIGABYTE)
+    monkeypatch.setattr(memory, "available_bytes", lambda: GIGABYTE)
     with pytest.raises(
         ConfigError, match=r"8 workers with [\d,]+ parameters need about 1\.\d GB, and 1\.0 GB are free; use fewer"
     ):

@@ -12,11 +12,10 @@ from offbeat.lab.cluster import Cluster
 from offbeat.lab.comparison import Contestant
 from offbeat.lab.config import MAX_SEED, Request, RunConfig, resolve
 from offbeat.lab.emulation import Mode as EmulationMode
+from offbeat.lab.memory import how_many_fit
 from offbeat.lab.options import parse_spec, strategy_type, summary_line
 
 _EVALUATIONS = 12
-_WORKER_BYTES = 220 << 20
-_BYTES_PER_PARAMETER = 32  # parameters, gradients, two optimizer moments, residual, buckets, and what a step allocates
 ALONE = "alone"
 """The strategy that exchanges nothing, and bounds what the others can do."""
 
@@ -107,14 +106,14 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
         config.model_copy(update={"steps": steps, "epochs": None, "checkpoint_every": None, "eval_every": every})
         for config in configs
     ]
-    num_parameters = sum(parameter.numel() for parameter in task.build_model(0).parameters())
+    num_parameters = task.num_parameters()
     return ComparePlan(
         request=request,
         contestants=contestants,
         configs=configs,
         steps=steps,
         num_parameters=num_parameters,
-        at_once=_how_many_fit(len(contestants) + 1, request.cluster.workers, num_parameters),
+        at_once=how_many_fit(len(contestants) + 1, request.cluster.workers, num_parameters),
         out=out,
     )
 
@@ -159,25 +158,3 @@ def _labels(specs: Sequence[tuple[str, dict[str, str]]]) -> list[str]:
 
 def _file_name(label: str) -> str:
     return "".join(character if character.isalnum() or character in "-_.=" else "-" for character in label)
-
-
-def _how_many_fit(wanted: int, workers: int, num_parameters: int) -> int:
-    """How many runs fit into memory at a time. Raises `ConfigError` if not even one does."""
-    each = workers * (_WORKER_BYTES + num_parameters * _BYTES_PER_PARAMETER)
-    available = _available_bytes()
-    if available is None:
-        return 1
-    if each > available:
-        raise ConfigError(
-            f"{workers} workers with {num_parameters:,} parameters need about {each / 1e9:.1f} GB, and "
-            f"{available / 1e9:.1f} GB are free; use fewer workers or a smaller model"
-        )
-    return min(wanted, int(available * 0.8 // each) or 1)
-
-
-def _available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -101,7 +101,11 @@ def join() -> Meeting:
     else:
         _require(("MASTER_ADDR", "MASTER_PORT"), launch)
         os.environ.update(RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size))
-        store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
+        where = f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
+        try:
+            store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
+        except (RuntimeError, ValueError) as error:  # a port in use, a host that is not there, a number that is none
+            raise ConfigError(f"the ranks cannot meet at {where}: {error}; name rank 0's host and a free port of it") from None
     dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.world_size)
     return Meeting(store, launch.rank, launch.world_size)
 

@@ -11,6 +11,7 @@ from offbeat.errors import ConfigError, OffbeatError, RecordError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.config import Request, RunConfig, resolve, resolve_resume
 from offbeat.lab.emulation import emulate
+from offbeat.lab.memory import how_many_fit
 from offbeat.lab.progress import Progress
 from offbeat.lab.records import Record, Summary, begin_attempt, create, lock, write_summary
 from offbeat.lab.rendezvous import Launch, join, launched, leave
@@ -52,9 +53,17 @@ def plan(request: Request, *, out: Path | None = None, resume: Path | None = Non
                 f"--workers {request.workers}, but {launch.world_size} processes were launched; "
                 "leave --workers out or launch as many"
             )
+        if request.cluster is not None and _needs_supervisor(request.cluster):
+            raise ConfigError(
+                f"{launch.world_size} processes were launched by torchrun or srun, and links, speeds and faults are emulated only "
+                "for workers that offbeat starts itself; leave them out, or start offbeat train alone"
+            )
         request = replace(request, workers=launch.world_size)
     if resume is None:
-        return Plan(config=resolve(request), out=out, start_step=0, launch=launch)
+        config = resolve(request)
+        if launch is None:
+            how_many_fit(1, config.workers, config.build_task().num_parameters())
+        return Plan(config=config, out=out, start_step=0, launch=launch)
     if out is not None and out.resolve() != resume.resolve():
         raise ConfigError(f"--resume goes on in {resume}, so --out {out} has no meaning; leave it out")
     record = Record(resume)
@@ -63,6 +72,13 @@ def plan(request: Request, *, out: Path | None = None, resume: Path | None = Non
     position = Position.from_json(manifest.metadata.get("position"))
     config = resolve_resume(record.config, request, steps_done=position.step, epochs_done=position.epoch)
     return Plan(config=config, out=resume, start_step=manifest.step, launch=launch)
+
+
+def _needs_supervisor(cluster: Cluster) -> bool:
+    """Whether workers cannot emulate it by themselves, as they can be late and pad their steps."""
+    uneven = cluster.step_s is None and min(cluster.speeds) < max(cluster.speeds)
+    limited = any(not cluster.link_of(worker).is_plain for worker in range(cluster.workers))
+    return uneven or limited or bool(cluster.faults) or bool(cluster.changes)
 
 
 def train(planned: Plan, on_progress: Watcher) -> Summary | None:

@@ -89,6 +89,11 @@ class Task(ABC):
             torch.manual_seed(seed)
             return self.model()
 
+    def num_parameters(self) -> int:
+        """Of the model, without making it."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.model().parameters())
+
     def steps_per_epoch(self, world_size: int) -> int:
         """Full batches each of `world_size` workers gets in one epoch, the same number for all.
 
