@@ -9,7 +9,7 @@ PIP = $(BIN)/python -m pip -qq --disable-pip-version-check
 
 help:
 	@echo "make setup   install offbeat and its tools into $(VENV)"
-	@echo "make demo    train the digits with S-SGD and gTop-k on four workers, side by side"
+	@echo "make demo    compare DDP, gTop-k and PowerSGD on four workers behind a slow link"
 	@echo "make test    run the tests"
 	@echo "make check   lint, formatting, types and the order of imports"
 	@echo "make bench   run every benchmark and print one table"

@@ -33,7 +33,7 @@ WORKERS = 4
 STRATEGIES = ("ddp", "gtopk:density=0.001", "ddp-powersgd:rank=1:start_step=2", "ddp-powersgd:rank=4:start_step=2", "ddp-fp16")
 GOALS = {1e9: 5.0, 100e6: 40.0}
 """By rate in bit/s: how many times the steps per second of DDP gTop-k has to make."""
-STEPS = {1e9: 32, 100e6: 16}
+STEPS = {1e9: 32, 100e6: 10}
 ALL_REDUCE_BYTES = 100_000_000
 LEAST_LINE_RATE = 0.9
 

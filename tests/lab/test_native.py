@@ -51,7 +51,7 @@ def test_no_option_of_a_strategy_hides_behind_one_of_a_task() -> None:
         ("ddp-powersgd", {"ranks": "1"}, "no option 'ranks'.*did you mean 'rank'"),
         ("post-localsgd", {"period": "0"}, "period is 0, allowed is 1 or more"),
         ("post-localsgd", {"start_step": "-1"}, "start_step is -1, allowed is 0 or more"),
-        ("dpd", {}, "no strategy 'dpd'.*did you mean 'ddp'"),
+        ("ddpp", {}, "no strategy 'ddpp'.*did you mean 'ddp'"),
     ],
 )
 def test_bad_options_are_refused(name: str, options: dict[str, str], message: str) -> None:

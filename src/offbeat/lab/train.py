@@ -55,7 +55,7 @@ def plan(request: Request, *, out: Path | None = None, resume: Path | None = Non
             )
         if request.cluster is not None and _needs_supervisor(request.cluster):
             raise ConfigError(
-                f"{launch.world_size} processes were launched by torchrun or srun, and links, speeds and faults are emulated only "
+                f"{launch.world_size} processes were launched by torchrun or srun; links, speeds and faults are emulated only "
                 "for workers that offbeat starts itself; leave them out, or start offbeat train alone"
             )
         request = replace(request, workers=launch.world_size)
