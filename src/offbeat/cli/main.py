@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -44,6 +45,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one line of JSON o
 
 def main() -> None:
     """Entry point: runs the command line and turns what offbeat raises on purpose into one line and an exit status."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of every host that has no name
     try:
         app()
     except OffbeatError as error:
