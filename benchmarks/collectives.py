@@ -2,7 +2,7 @@
 
 Two and four workers, k = 25,000 of 25 M elements. On loopback, and behind links of 1 Gbit/s and 100 Mbit/s, 100 us, that a
 wrapper emulates in user space (the receiver waits until the message is due). Goal: at most 1.5 times the cost. Alpha and beta
-are the mean of many messages in a row beside each collective, as ping-pong benchmarks take it, and of the slowest rank. The cost
+are the mean of many messages in a row beside each collective, as ping-pong benchmarks take it, of the slowest rank. The cost
 counts messages and bytes only; merging, coding and encryption come on top of it, which shows where they are not small against
 the transfer, and where more workers than cores have to do them one after the other. So the processor time that the busiest
 rank spends in the collective itself, without sending and receiving, is set against the same cost: the goal leaves 0.5 for it.
