@@ -21,18 +21,38 @@ if TYPE_CHECKING:
     from offbeat.lab.cluster import Cluster
     from offbeat.session import Session, attach, reshard
     from offbeat.strategies.allreduce import AllReduce
+    from offbeat.strategies.dpsgd import DPSGD
     from offbeat.strategies.gtopk import GTopK
+    from offbeat.strategies.localsgd import LocalSGD, Outer
+    from offbeat.strategies.sgp import SGP
     from offbeat.strategies.topk import TopK
 
 __version__ = "0.1.0"
 
-__all__ = ["AllReduce", "Cluster", "GTopK", "OffbeatError", "Session", "TopK", "attach", "reshard"]
+__all__ = [
+    "DPSGD",
+    "SGP",
+    "AllReduce",
+    "Cluster",
+    "GTopK",
+    "LocalSGD",
+    "OffbeatError",
+    "Outer",
+    "Session",
+    "TopK",
+    "attach",
+    "reshard",
+]
 
 _HOMES = {
     "AllReduce": "offbeat.strategies.allreduce",
     "Cluster": "offbeat.lab.cluster",
+    "DPSGD": "offbeat.strategies.dpsgd",
     "GTopK": "offbeat.strategies.gtopk",
+    "LocalSGD": "offbeat.strategies.localsgd",
     "OffbeatError": "offbeat.errors",
+    "Outer": "offbeat.strategies.localsgd",
+    "SGP": "offbeat.strategies.sgp",
     "Session": "offbeat.session",
     "TopK": "offbeat.strategies.topk",
     "attach": "offbeat.session",

@@ -6,6 +6,7 @@ events to the strategy's parts, and keeps their state.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,9 +20,11 @@ import torch.distributed as dist
 
 from offbeat.agreement import adopt_rank_0, agree, describe
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError, UnsupportedError
+from offbeat.exchange.weights import ModelWeights, choose_buffers
 from offbeat.hooks import BackwardHooks
 from offbeat.strategies.base import (
     HasCounters,
+    HasWeight,
     OnAfterStep,
     OnBackwardBegins,
     OnBackwardDone,
@@ -51,8 +54,9 @@ class Stats:
 
     Attributes:
         steps: optimizer steps taken.
-        exchanges: exchanges of gradients.
-        skipped_steps: exchanges whose result was discarded on all ranks.
+        exchanges: exchanges of gradients or weights.
+        skipped_steps: steps that did nothing because of a gradient that was not finite: on all ranks where gradients are
+            exchanged, on this one alone where weights are.
         bytes_sent, bytes_received, messages_sent: as the transport counted them.
         wait_s: seconds spent waiting for other ranks.
         encode_s: seconds spent on selection, residuals and putting results in place.
@@ -76,7 +80,10 @@ def attach(
     group: dist.ProcessGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Session:
-    """Let `strategy` decide what `param.grad` holds when `backward()` returns. Collective: every rank calls it.
+    """Let `strategy` decide what ranks tell each other in training. Collective: every rank calls it.
+
+    One that exchanges gradients decides what `param.grad` holds when `backward()` returns; one that exchanges weights, what
+    the parameters hold when `optimizer.step()` returns.
 
     Rank 0's parameters and buffers are copied to all ranks. If torch.distributed is not initialised but the environment is
     that of torchrun or srun, it is initialised; with neither, the session trains alone, on the same code path.
@@ -106,13 +113,13 @@ def attach_through(
 ) -> Session:
     """`attach` with a wrapper of `offbeat.transport.wrappers` around the transport: to delay, to fail, to record."""
     join_process_group()
+    world_size = dist.get_world_size(group) if dist.is_initialized() else 1
     refusal: OffbeatError | None = None
     try:
-        _check(model, optimizer, strategy)
+        _check(model, optimizer, strategy, world_size=world_size)
     except OffbeatError as error:
         refusal = error
-    alone = not dist.is_initialized() or dist.get_world_size(group) == 1
-    if refusal is not None and alone:
+    if refusal is not None and world_size == 1:
         raise refusal
     driver = wrap(connect(group, cuda=any(parameter.is_cuda for parameter in model.parameters())))
     try:
@@ -122,7 +129,7 @@ def attach_through(
         raise
 
 
-def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, *, world_size: int) -> None:
     """Refuse what cannot work, before anything is sent."""
     if not isinstance(strategy, Strategy):
         raise ConfigError(
@@ -164,6 +171,7 @@ def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: S
     if any(id(parameter) in taken for parameter in parameters.values()):
         raise ConfigError("the model, or a part of it, is attached already; close that session first")
     strategy.check(model, optimizer)
+    strategy.check_world(world_size)
 
 
 class Session:
@@ -197,8 +205,11 @@ class Session:
         self._synchronised = True
         self._steps = 0
         self._closed = False
+        self._chosen_buffers = choose_buffers(_persistent_buffers(model))
         workspace = Workspace(
             parameters=self._parameters,
+            buffers=lambda: _persistent_buffers(model),
+            optimizer=optimizer,
             driver=self._driver,
             grad_scale=(lambda: 1.0) if scaler is None else scaler.get_scale,
             has_scaler=has_scaler,
@@ -206,6 +217,7 @@ class Session:
             notify=self._notify,
         )
         self._parts: Sequence[Part] = strategy.build(workspace)
+        self._control = control
         self._counting.restart()  # what setting up took, such as measuring the links, is not training
         self._hear_backward_begins = [part for part in self._parts if isinstance(part, OnBackwardBegins)]
         self._hear_gradient_ready = [part for part in self._parts if isinstance(part, OnGradientReady)]
@@ -272,6 +284,28 @@ class Session:
             yield
         finally:
             self._synchronised = before
+
+    def averaged_model(self) -> torch.nn.Module:
+        """A copy of the model that holds the mean over all ranks, to evaluate and to save. Collective: every rank calls it.
+
+        Trainable parameters and floating-point buffers are weighted means, integer buffers maxima, and everything else this
+        rank's own. Where all ranks hold the same parameters anyway, only buffers travel. What it moves is no training and is
+        not in `stats`. Call it between steps; the copy is in the mode, training or evaluation, that the model is in.
+
+        Raises:
+            NonFiniteError: this rank's weights hold an infinity or a NaN.
+        """
+        copied = copy.deepcopy(self._model)
+        parameters = {_plain(name): parameter for name, parameter in copied.named_parameters()}
+        weights = ModelWeights(
+            parameters={name: parameters[name] for name in self._parameters} if self.strategy.replicas_differ else {},
+            buffers=lambda: _persistent_buffers(copied),
+            chosen=self._chosen_buffers,
+        )
+        weight = next((part.averaging_weight() for part in self._parts if isinstance(part, HasWeight)), 1.0)
+        with torch.no_grad():
+            weights.average_(self._counting.inner, self._control, weight=weight)
+        return copied
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momenta, counters. Tensors are copies, keyed by parameter name."""
@@ -356,6 +390,7 @@ class Session:
         for part in self._hear_backward_failed:
             part.on_backward_failed()
 
+    @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hooks.report_failed_pass()
         if callable(kwargs.get("closure", args[1] if len(args) > 1 else None)):
@@ -363,6 +398,7 @@ class Session:
         for part in self._hear_before_step:
             part.on_before_step()
 
+    @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         self._steps += 1
         for part in self._hear_after_step:
@@ -402,8 +438,16 @@ def _reshard_part(states: Sequence[PartState], world_size: int, rank: int) -> Pa
 
 
 def _copied(state: PartState) -> PartState:
-    additive = {name: tensor.detach().clone() for name, tensor in state.get("additive", {}).items()}
-    return {**state, "additive": additive}
+    return {
+        kind: {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in entries.items()}
+        for kind, entries in {"additive": {}, **state}.items()
+    }
+
+
+def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that belong to the model's state; the others are derived from something else."""
+    saved = model.state_dict(keep_vars=True).keys()
+    return {_plain(name): buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 def _plain(name: str) -> str:

@@ -1,5 +1,5 @@
 """`python -m offbeat.cli`: the `offbeat` command where no script is installed, as under torchrun."""
 
-from offbeat.cli.main import main
+from offbeat.cli.main import start
 
-main()
+start()

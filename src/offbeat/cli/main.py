@@ -45,12 +45,17 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one line of JSON o
 
 def main() -> None:
     """Entry point: runs the command line and turns what offbeat raises on purpose into one line and an exit status."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of every host that has no name
     try:
         app()
     except OffbeatError as error:
         print(f"offbeat: {error}", file=sys.stderr)
         sys.exit(EXIT_MISUSED if isinstance(error, ConfigError) else EXIT_FAILED)
+
+
+def start() -> None:
+    """`main` in a process of its own."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of every host that has no name
+    main()
 
 
 def _print_version(wanted: bool) -> None:

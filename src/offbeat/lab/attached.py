@@ -22,9 +22,11 @@ class Attached(ABC):
     Attributes:
         module: to be called in the forward pass.
         optimizer: to be stepped.
+        model: the task's own, which `module` may wrap.
         notices: remarks for the record.
     """
 
+    model: nn.Module
     module: nn.Module
     optimizer: torch.optim.Optimizer
     notices: Sequence[str]
@@ -46,6 +48,10 @@ class Attached(ABC):
     def take_ready_at_s(self) -> float | None:
         """When this rank first stood still for others since the last call, on the monotonic clock."""
 
+    def averaged_model(self) -> nn.Module:
+        """The model to evaluate: where replicas differ on purpose, their mean. Collective."""
+        return self.model
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps besides model and optimizer."""
@@ -64,7 +70,7 @@ class InSession(Attached):
     """A strategy of offbeat's. `session` is open until this is closed."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, session: Session) -> None:
-        self.module = model
+        self.model = self.module = model
         self.optimizer = optimizer
         self.session = session
         self.notices = session.notices
@@ -78,6 +84,9 @@ class InSession(Attached):
 
     def take_ready_at_s(self) -> float | None:
         return self.session.take_ready_at_s()
+
+    def averaged_model(self) -> nn.Module:
+        return self.session.averaged_model() if self.session.strategy.replicas_differ else self.model
 
     def state_dict(self) -> dict[str, Any]:
         return self.session.state_dict()
@@ -166,6 +175,7 @@ class Metered(Attached):
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter, notices: Sequence[str] = ()) -> None:
         self.module = module
+        self.model = getattr(module, "module", module)  # DDP holds the model that it wraps
         self.optimizer = optimizer
         self.meter = meter
         self.notices = list(notices)

@@ -14,6 +14,7 @@ from offbeat.lab.emulation import Mode as EmulationMode
 from offbeat.lab.native import Native
 from offbeat.lab.options import Recipe, build_strategy, route, strategy_values
 from offbeat.lab.tasks import Task, build_task
+from offbeat.strategies.base import Strategy
 
 _DEFAULT_WORKERS = 4
 _DEFAULT_CHECKPOINT_EVERY = 100
@@ -162,7 +163,10 @@ def _check_together(config: RunConfig, task: Task) -> None:
     """Refuse what each part alone allows."""
     config.steps_to_do(task)
     model = task.build_model(config.seed)
-    config.build_strategy().check(model, task.optimizer(model))
+    recipe = config.build_strategy()
+    recipe.check(model, task.optimizer(model))
+    if isinstance(recipe, Strategy):
+        recipe.check_world(config.workers)
 
 
 def _check_numbers(request: Request) -> None:

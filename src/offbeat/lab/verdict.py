@@ -83,7 +83,7 @@ def findings(comparison: Comparison) -> list[str]:
     """What else is worth knowing, a sentence each: failures, each strategy against DDP, the metric, who is slow."""
     found = [f"{c.label} failed: {c.failure}" for c in comparison.contestants if c.failure is not None]
     order = ranking(comparison, "step_s")
-    reference = next((c for c in order if c.strategy == "ddp"), None)
+    reference = next((c for name in ("ddp", "allreduce") for c in order if c.strategy == name), None)
     if reference is not None:
         for contestant in order:
             difference = between(comparison, "step_s", reference.label, contestant.label)

@@ -96,7 +96,8 @@ def train_rank(run_directory: Path, meeting: Meeting, report: Reporter, *, gate:
             watch.close()
         if config.checkpoint_every is not None:
             _save(run)
-    return _conclude(run, watch)
+        final = attached.averaged_model()
+    return _conclude(run, watch, final)
 
 
 def _attach(
@@ -154,10 +155,11 @@ def _train(run: Run, watch: Watch, gate: Gate, stop_requested: threading.Event) 
 
 def _evaluate(run: Run, watch: Watch) -> None:
     """Measure the metric on rank 0, in nobody's training time."""
+    model = run.attached.averaged_model()
     if run.meeting.rank == 0:
-        run.model.eval()
-        watch.measured(run.task.evaluate(run.model))
-        run.model.train()
+        model.eval()
+        watch.measured(run.task.evaluate(model))
+        model.train()
     run.meeting.barrier()
     watch.restart()
 
@@ -209,8 +211,8 @@ def _shard(manifest: Manifest, rank: int) -> _State:
     return cast(_State, tree)
 
 
-def _conclude(run: Run, watch: Watch) -> Summary | None:
-    """Compare the replicas, measure the model on rank 0, and write the summary."""
+def _conclude(run: Run, watch: Watch, final: nn.Module) -> Summary | None:
+    """Compare the replicas, measure the `final` model on rank 0, and write the summary."""
     config, step, last = run.record.config, run.schedule.position.step, run.attached.stats
     num_steps = max(1, step - watch.first_step)
     mine = {
@@ -219,7 +221,7 @@ def _conclude(run: Run, watch: Watch) -> Summary | None:
         "messages_per_step": (last.messages_sent - watch.first.messages_sent) / num_steps,
         "num_samples": watch.num_samples,
         "peak_memory_bytes": _peak_memory_bytes(),
-        "notices": [*run.attached.notices, *_pace_notices(run, num_steps)],
+        "notices": [*run.attached.notices, *_pace_notices(run, num_steps), *_replica_notices(run, final)],
     }
     ends = [json.loads(text) for text in run.meeting.share("end", json.dumps(mine))]
     if run.meeting.rank != 0:
@@ -227,8 +229,8 @@ def _conclude(run: Run, watch: Watch) -> Summary | None:
     stopped = step < run.schedule.target
     metric = None
     if not stopped:
-        run.model.eval()
-        metric = run.task.evaluate(run.model)
+        final.eval()
+        metric = run.task.evaluate(final)
         watch.measured(metric)
     summary = Summary(
         status="stopped" if stopped else "finished",
@@ -249,7 +251,7 @@ def _conclude(run: Run, watch: Watch) -> Summary | None:
         peak_memory_bytes=[end["peak_memory_bytes"] for end in ends],
         skipped_steps=last.skipped_steps - watch.first.skipped_steps,
         num_parameters=sum(parameter.numel() for parameter in run.model.parameters()),
-        parameters_sha256=ends[0]["digest"],
+        parameters_sha256=digest(final),
         replicas_identical=len({end["digest"] for end in ends}) == 1,
         resumed_from_step=watch.first_step or None,
         notices=list(dict.fromkeys(notice for end in ends for notice in end["notices"])),
@@ -257,6 +259,10 @@ def _conclude(run: Run, watch: Watch) -> Summary | None:
     )
     write_summary(summary)
     return summary
+
+
+def _replica_notices(run: Run, final: nn.Module) -> list[str]:
+    return [] if final is run.model else ["the workers' models differ on purpose; the metric is that of their mean"]
 
 
 def _pace_notices(run: Run, num_steps: int) -> list[str]:

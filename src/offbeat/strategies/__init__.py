@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.dpsgd import DPSGD
 from offbeat.strategies.gtopk import GTopK
+from offbeat.strategies.localsgd import LocalSGD
+from offbeat.strategies.sgp import SGP
 from offbeat.strategies.topk import TopK
 
-REGISTRY: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (AllReduce, TopK, GTopK)}
+REGISTRY: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (AllReduce, TopK, GTopK, LocalSGD, DPSGD, SGP)}
 """Strategies by the name that the command line knows them by."""

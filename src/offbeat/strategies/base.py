@@ -100,6 +100,13 @@ class HasCounters(Protocol):
         ...
 
 
+@runtime_checkable
+class HasWeight(Protocol):
+    def averaging_weight(self) -> float:
+        """This rank's weight in the mean of all ranks' models; 1.0 where no part says otherwise."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
     """What a strategy's parts work with.
@@ -109,6 +116,8 @@ class Workspace:
         driver: carries collectives out.
         grad_scale: by what factor gradients are scaled at the moment (AMP); 1.0 without a scaler.
         has_scaler: whether a GradScaler decides which steps are skipped.
+        buffers: the model's persistent buffers by name, at the moment of the call: modules may replace them.
+        optimizer: the user's, for its state; None where nobody needs it.
         new_stream: a fresh stream of channels; parts take theirs while they are built, in the same order on all ranks.
         notify: puts a remark where the user will see it, in the record and the report.
     """
@@ -119,6 +128,8 @@ class Workspace:
     has_scaler: bool
     new_stream: Callable[[], Stream]
     notify: Callable[[str], None]
+    buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
+    optimizer: torch.optim.Optimizer | None = None
 
 
 def stream_counter() -> Callable[[], Stream]:
@@ -134,9 +145,14 @@ class Strategy(ABC):
     name: ClassVar[str]
     survives_death: ClassVar[bool] = False
     """Whether the other workers go on when one dies."""
+    replicas_differ: ClassVar[bool] = False
+    """Whether the ranks' models are apart between steps, on purpose; `Session.averaged_model` is what they stand for."""
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with everything
         """Raise `ConfigError` if the strategy cannot work with these. Runs before any communication."""
+
+    def check_world(self, world_size: int) -> None:  # noqa: B027 - most go with any number
+        """Raise `ConfigError` if the strategy cannot work with so many ranks. Runs before any communication."""
 
     @abstractmethod
     def build(self, workspace: Workspace) -> Sequence[Part]:

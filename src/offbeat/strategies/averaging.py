@@ -1,0 +1,57 @@
+"""What the strategies that average weights have in common: what of a model is averaged, and steps that are skipped alone."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from offbeat.errors import UnsupportedError
+from offbeat.exchange.weights import BufferNames, ModelWeights, choose_buffers
+from offbeat.exchange.weights_guard import GradientGuard
+from offbeat.strategies.base import Part, Strategy, Workspace
+from offbeat.strategies.options import require_at_least, require_one_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragingStrategy(Strategy):
+    """Every rank steps by its own gradient, and weights are averaged afterwards.
+
+    Args:
+        buffers: "averaged": floating-point buffers, such as BatchNorm's running statistics, are averaged with the weights;
+            "local": they are left alone.
+        max_skipped_steps: raise after more than this many steps in a row were skipped for non-finite gradients, >= 0.
+    """
+
+    replicas_differ: ClassVar[bool] = True
+
+    buffers: Literal["averaged", "local"] = "averaged"
+    max_skipped_steps: int = 20
+
+    def __post_init__(self) -> None:
+        require_one_of("buffers", self.buffers, ("averaged", "local"))
+        require_at_least("max_skipped_steps", self.max_skipped_steps, 0)
+
+    @abstractmethod
+    def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
+        """What exchanges `weights`."""
+
+    def build(self, workspace: Workspace) -> Sequence[Part]:
+        if workspace.has_scaler:
+            raise UnsupportedError(
+                f"{type(self).__name__} counts optimizer steps, and a GradScaler skips some of them on one rank and not on the "
+                "others; use bfloat16 autocast, which needs no scaler, or a strategy that exchanges gradients"
+            )
+        weights = ModelWeights(
+            parameters=workspace.parameters,
+            buffers=workspace.buffers,
+            chosen=choose_buffers(workspace.buffers()) if self.buffers == "averaged" else BufferNames(),
+        )
+        guard = GradientGuard(
+            workspace.parameters,
+            max_skipped_steps=self.max_skipped_steps,
+            notify=workspace.notify,
+            rank=workspace.driver.rank,
+        )
+        return [*self.parts(workspace, weights), guard]

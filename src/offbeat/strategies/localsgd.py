@@ -1,0 +1,112 @@
+"""Local SGD: every rank trains alone for H = `period` steps, then all weights are averaged (arXiv 1805.09767, algorithm 1).
+
+    repeat:
+        H times: optimizer step on this rank's own gradient
+        x = mean of all ranks' x
+
+With `start_step` it is post-local SGD (arXiv 1808.07217): gradients are all-reduced in the first steps, as in `AllReduce`.
+With `outer` the mean goes through an optimizer of its own, which makes it SlowMo or DiLoCo; see `exchange.weights_outer`.
+
+Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, after the step and overlapped with
+nothing. So a step costs 1/H of S-SGD's bytes, and ranks wait for each other once in H steps.
+
+Differences from the papers: the optimizer is the user's, with momentum that stays local unless `optimizer_state` says
+otherwise; buffers are averaged; a rank whose gradient is not finite skips its own step; SlowMo's outer momentum is not
+rescaled when the learning rate changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Literal
+
+from offbeat.errors import ConfigError
+from offbeat.exchange.gradients import GradientExchange
+from offbeat.exchange.weights import ModelWeights
+from offbeat.exchange.weights_outer import OuterOptimizer
+from offbeat.exchange.weights_periodic import PeriodicAverage
+from offbeat.exchange.weights_phase import GradientPhase
+from offbeat.strategies.allreduce import AllReduce
+from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.base import Part, Workspace
+from offbeat.strategies.options import require_at_least, require_fraction_below_one, require_one_of, require_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """An optimizer of averaged weights: their change since the last average is its gradient. The defaults are DiLoCo's.
+
+    Args:
+        lr: of the outer optimizer, > 0; 1 without momentum takes the mean as it is.
+        momentum: from average to average, in [0, 1).
+        nesterov: Nesterov's momentum in place of plain one.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        require_positive("the outer lr", self.lr)
+        require_fraction_below_one("the outer momentum", self.momentum)
+        if self.nesterov and not self.momentum:
+            raise ConfigError("nesterov=True needs an outer momentum greater than 0, got 0; pass nesterov=False")
+
+
+OUTERS = {
+    "slowmo": Outer(lr=1.0, momentum=0.5, nesterov=False),
+    "diloco": Outer(lr=0.7, momentum=0.9, nesterov=True),
+}
+"""Outer optimizers by name, with the values of their papers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(AveragingStrategy):
+    """Weights averaged once in a while.
+
+    Args:
+        period: local steps between averages, >= 1.
+        start_step: steps with all-reduced gradients before the first local one, >= 0.
+        outer: "slowmo", "diloco" or an `offbeat.Outer(lr=..., momentum=..., nesterov=...)` that is applied to the mean;
+            None takes the mean as it is.
+        optimizer_state: "local": momentum and second moments stay the rank's own; "averaged": they are averaged with the
+            weights, which multiplies the bytes.
+    """
+
+    name: ClassVar[str] = "localsgd"
+
+    period: int = 10
+    start_step: int = 0
+    outer: Outer | Literal["slowmo", "diloco"] | None = None
+    optimizer_state: Literal["local", "averaged"] = "local"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("period", self.period, 1)
+        require_at_least("start_step", self.start_step, 0)
+        require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
+        if isinstance(self.outer, str):
+            require_one_of("outer", self.outer, tuple(OUTERS))
+        elif not isinstance(self.outer, Outer | None):
+            raise ConfigError(
+                f"outer must be 'slowmo', 'diloco', None or an offbeat.Outer(lr=..., momentum=...), got {self.outer!r}"
+            )
+
+    def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
+        outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
+        average = PeriodicAverage(
+            weights,
+            driver=workspace.driver,
+            stream=workspace.new_stream(),
+            period=self.period,
+            start_step=self.start_step,
+            outer=None if outer is None else OuterOptimizer(workspace.parameters, **asdict(outer)),
+            optimizer=workspace.optimizer if self.optimizer_state == "averaged" else None,
+        )
+        return [*self._gradient_phase(workspace), average]
+
+    def _gradient_phase(self, workspace: Workspace) -> list[Part]:
+        if not self.start_step:
+            return []
+        exchanges = AllReduce(max_skipped_steps=self.max_skipped_steps, replica_check_interval=0).build(workspace)
+        return [GradientPhase(part, num_steps=self.start_step) for part in exchanges if isinstance(part, GradientExchange)]

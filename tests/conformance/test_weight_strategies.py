@@ -1,0 +1,422 @@
+"""What every strategy that averages weights must do, checked in a world of one, where it can be compared with a plain loop.
+
+A new strategy joins by a row in `STRATEGIES`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import offbeat
+from conformance_support.nets import Net, assert_same, loss_of, train
+from offbeat.checkpoint import load, save
+from offbeat.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedError
+from offbeat.session import Session
+from offbeat.strategies.averaging import AveragingStrategy
+
+PLAIN: dict[str, AveragingStrategy] = {
+    "localsgd": offbeat.LocalSGD(period=2),
+    "localsgd with averaged momentum": offbeat.LocalSGD(period=2, optimizer_state="averaged"),
+    "localsgd with local buffers": offbeat.LocalSGD(period=1, buffers="local"),
+    "post-local sgd": offbeat.LocalSGD(period=2, start_step=3),
+    "dpsgd": offbeat.DPSGD(),
+    "sgp": offbeat.SGP(),
+}
+"""Those that leave a world of one as it is."""
+STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
+    "slowmo": offbeat.LocalSGD(period=2, outer="slowmo"),
+    "diloco": offbeat.LocalSGD(period=2, outer="diloco"),
+    "post-local diloco": offbeat.LocalSGD(period=2, start_step=1, outer=offbeat.Outer(lr=0.5)),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest) -> AveragingStrategy:
+    return STRATEGIES[request.param]
+
+
+@pytest.fixture(params=PLAIN)
+def plain_strategy(request: pytest.FixtureRequest) -> AveragingStrategy:
+    return PLAIN[request.param]
+
+
+def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+@pytest.fixture
+def attached() -> Iterator[Callable[..., tuple[Net, torch.optim.Optimizer, Session]]]:
+    sessions: list[Session] = []
+
+    def make(
+        strategy: AveragingStrategy, dtype: torch.dtype = torch.float32, **kwargs: object
+    ) -> tuple[Net, torch.optim.Optimizer, Session]:
+        net = Net(dtype)
+        optimizer = sgd(net)
+        sessions.append(offbeat.attach(net, optimizer, strategy, **kwargs))
+        return net, optimizer, sessions[-1]
+
+    yield make
+    for session in sessions:
+        session.close()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_alone_it_is_the_plain_loop(plain_strategy: AveragingStrategy, attached: Callable, set_to_none: bool) -> None:
+    net, optimizer, session = attached(plain_strategy)
+    plain = Net()
+    train(net, optimizer, range(5), set_to_none=set_to_none)
+    train(plain, sgd(plain), range(5), set_to_none=set_to_none)
+    assert_same(net, plain)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(net.get_buffer(name), buffer, rtol=0, atol=0)
+    assert session.stats.steps == 5
+
+
+def test_tensors_stay_where_they_are(strategy: AveragingStrategy, attached: Callable) -> None:
+    net, optimizer, _ = attached(strategy)
+    tensors = [*net.parameters(), *net.buffers()]
+    places = [tensor.data_ptr() for tensor in tensors]
+    train(net, optimizer, range(4))
+    assert all(a is b for a, b in zip([*net.parameters(), *net.buffers()], tensors, strict=True))
+    assert [tensor.data_ptr() for tensor in tensors] == places
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_weights_keep_dtype_and_shape(strategy: AveragingStrategy, attached: Callable, dtype: torch.dtype) -> None:
+    net, optimizer, _ = attached(strategy, dtype)
+    before = {name: (p.dtype, p.shape, p.stride()) for name, p in net.named_parameters()}
+    for step in range(3):
+        loss_of(net, step, dtype).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {name: (p.dtype, p.shape, p.stride()) for name, p in net.named_parameters()} == before
+    assert all(bool(p.isfinite().all()) for p in net.parameters())
+    torch.testing.assert_close(net.frozen.detach(), torch.ones_like(net.frozen) * Net(dtype).frozen, rtol=0, atol=0)
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
+    strategy: AveragingStrategy, attached: Callable, tmp_path: Path
+) -> None:
+    straight, straight_optimizer, _ = attached(strategy)
+    train(straight, straight_optimizer, range(9))
+    for stop in range(1, 6):
+        first, first_optimizer, first_session = attached(strategy)
+        train(first, first_optimizer, range(stop))
+        states = {"model": first.state_dict(), "optimizer": first_optimizer.state_dict(), "session": first_session.state_dict()}
+        save(tmp_path, f"{stop}", states)
+        stored = load(tmp_path, f"{stop}").tree
+        second, second_optimizer, second_session = attached(strategy)
+        second.load_state_dict(stored["model"])
+        second_optimizer.load_state_dict(stored["optimizer"])
+        second_session.load_state_dict(stored["session"])
+        train(second, second_optimizer, range(stop, 9))
+        assert_same(second, straight)
+
+
+def test_a_state_dict_is_a_copy(strategy: AveragingStrategy, attached: Callable) -> None:
+    net, optimizer, session = attached(strategy)
+    train(net, optimizer, range(2))
+    state = session.state_dict()
+    kept = copy.deepcopy(state)
+    train(net, optimizer, range(2, 6))
+    torch.testing.assert_close(state["parts"], kept["parts"], rtol=0, atol=0)
+
+
+def test_a_state_is_handed_to_any_number_of_workers(strategy: AveragingStrategy, attached: Callable) -> None:
+    net, optimizer, session = attached(strategy)
+    train(net, optimizer, range(4))
+    states = [session.state_dict() for _ in range(3)]
+    fresh, fresh_optimizer, fresh_session = attached(strategy)
+    fresh.load_state_dict(net.state_dict())
+    fresh_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    fresh_session.load_state_dict(offbeat.reshard(states, 1, 0))
+    for model, opt in ((net, optimizer), (fresh, fresh_optimizer)):
+        train(model, opt, range(4, 7))
+    assert_same(fresh, net)
+
+
+def test_closing_takes_everything_out(strategy: AveragingStrategy, attached: Callable) -> None:
+    net, optimizer, session = attached(strategy)
+    train(net, optimizer, range(1))
+    session.close()
+    session.close()
+    plain = Net()
+    plain.load_state_dict(net.state_dict())
+    plain_optimizer = sgd(plain)
+    plain_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(net, optimizer, range(1, 3))
+    train(plain, plain_optimizer, range(1, 3))
+    assert_same(net, plain)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_closing_with_an_exchange_under_way(strategy: AveragingStrategy, attached: Callable) -> None:
+    net, _, session = attached(strategy)
+    before = copy.deepcopy(net.state_dict())
+    loss_of(net, 0).backward()
+    session.close()
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0)
+
+
+def test_several_passes_and_none_in_a_step(plain_strategy: AveragingStrategy, attached: Callable) -> None:
+    net, optimizer, session = attached(plain_strategy)
+    plain = Net()
+    plain_optimizer = sgd(plain)
+    with session.no_sync():
+        loss_of(net, 0).backward()
+    loss_of(net, 1).backward()
+    for step in range(2):
+        loss_of(plain, step).backward()
+    for model, opt in ((net, optimizer), (plain, plain_optimizer)):
+        opt.step()
+        opt.zero_grad()
+        opt.step()  # a rank without a batch
+        train(model, opt, range(2, 5))
+    assert_same(net, plain, rtol=1e-6, atol=1e-7)
+    assert session.stats.steps == 5
+
+
+@pytest.mark.parametrize("keyword", [True, False])
+def test_a_step_with_a_closure(plain_strategy: AveragingStrategy, attached: Callable, keyword: bool) -> None:
+    net, optimizer, _ = attached(plain_strategy)
+    plain = Net()
+    plain_optimizer = sgd(plain)
+    for model, opt in ((net, optimizer), (plain, plain_optimizer)):
+        for step in range(4):
+
+            def closure(model: Net = model, opt: torch.optim.Optimizer = opt, step: int = step) -> torch.Tensor:
+                opt.zero_grad()
+                loss = loss_of(model, step)
+                loss.backward()
+                return loss
+
+            opt.step(closure=closure) if keyword else opt.step(closure)
+    assert_same(net, plain)
+
+
+def test_a_branch_taken_now_and_then(plain_strategy: AveragingStrategy, attached: Callable) -> None:
+    net, optimizer, _ = attached(plain_strategy)
+    plain = Net()
+    plain_optimizer = sgd(plain)
+    for step in range(5):
+        net.use_branch = plain.use_branch = step % 2 == 1
+        train(net, optimizer, range(step, step + 1))
+        train(plain, plain_optimizer, range(step, step + 1))
+    assert_same(net, plain)
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(strategy: AveragingStrategy, attached: Callable) -> None:
+    net, optimizer, session = attached(replace(strategy, period=100) if isinstance(strategy, offbeat.LocalSGD) else strategy)
+    train(net, optimizer, range(2))
+    before = copy.deepcopy(list(net.parameters()))
+    (loss_of(net, 99) * float("nan")).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.testing.assert_close(list(net.parameters()), before, rtol=0, atol=0)
+    assert session.stats.skipped_steps == 1
+    assert any("not finite" in notice or "non-finite" in notice for notice in session.notices)
+    train(net, optimizer, range(2, 4))
+    assert all(bool(p.isfinite().all()) for p in net.parameters())
+
+
+def test_too_many_skipped_steps_in_a_row_raise(strategy: AveragingStrategy, attached: Callable) -> None:
+    net, optimizer, _ = attached(replace(strategy, max_skipped_steps=2))
+
+    def spoil(num_steps: int) -> None:
+        for _ in range(num_steps):
+            (loss_of(net, 0) * float("inf")).backward()
+            optimizer.step()
+
+    spoil(2)
+    with pytest.raises(NonFiniteError, match="max_skipped_steps"):
+        spoil(3)  # skips while gradients are exchanged count apart from those afterwards
+
+
+def test_weights_that_are_not_finite_reach_nobody(strategy: AveragingStrategy, attached: Callable) -> None:
+    net, optimizer, _ = attached(strategy)
+    with torch.no_grad():
+        net.head.bias[0] = float("inf")
+
+    def go_on() -> None:
+        for _ in range(6):
+            optimizer.step()
+
+    with pytest.raises(NonFiniteError, match="rank 0 are no longer finite"):
+        go_on()
+
+
+def test_a_gradient_scaler_is_refused(strategy: AveragingStrategy) -> None:
+    net = Net()
+    optimizer = sgd(net)
+    with pytest.raises(UnsupportedError, match="bfloat16 autocast"):
+        offbeat.attach(net, optimizer, strategy, scaler=torch.amp.GradScaler("cpu"))
+    offbeat.attach(net, optimizer, strategy, scaler=torch.amp.GradScaler("cpu", enabled=False)).close()
+
+
+def test_a_parameter_frozen_while_attached_stays_where_it_is(strategy: AveragingStrategy, attached: Callable) -> None:
+    net, optimizer, _ = attached(strategy)
+    train(net, optimizer, range(4))
+    net.shared.weight.requires_grad_(False)
+    net.shared.weight.grad = None
+    before = net.shared.weight.clone()
+    train(net, optimizer, range(4, 8))
+    torch.testing.assert_close(net.shared.weight.detach(), before, rtol=0, atol=0)
+
+
+def test_two_models_in_one_process(strategy: AveragingStrategy, attached: Callable) -> None:
+    alone, alone_optimizer, _ = attached(strategy)
+    train(alone, alone_optimizer, range(4))
+    pairs = [attached(strategy)[:2] for _ in range(2)]
+    for step in range(4):
+        for net, optimizer in pairs:
+            train(net, optimizer, range(step, step + 1))
+    for net, _ in pairs:
+        assert_same(net, alone)
+
+
+def test_the_averaged_model_is_a_copy_that_stays_out_of_it(strategy: AveragingStrategy, attached: Callable) -> None:
+    net, optimizer, session = attached(strategy)
+    train(net, optimizer, range(3))
+    before, stats = copy.deepcopy(net.state_dict()), session.stats
+    averaged = session.averaged_model()
+    torch.testing.assert_close(averaged.state_dict(), before, rtol=0, atol=0)
+    averaged.eval()
+    with torch.no_grad():
+        for parameter in averaged.parameters():
+            parameter.zero_()
+    assert net.training
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    loss_of(averaged, 0).backward()
+    assert session.stats == stats
+
+
+def test_buffers_that_hold_an_infinity_or_are_derived_are_left_alone(strategy: AveragingStrategy) -> None:
+    net = torch.nn.Linear(3, 3)
+    net.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+    net.register_buffer("derived", torch.tensor([float("nan")]), persistent=False)
+    net.register_buffer("seen", torch.tensor([True, False]))
+    before = copy.deepcopy(dict(net.named_buffers()))
+    optimizer = sgd(net)
+    with offbeat.attach(net, optimizer, strategy) as session:
+        for _ in range(4):
+            net(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        session.averaged_model()
+    torch.testing.assert_close(dict(net.named_buffers()), before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_complex_parameters(strategy: AveragingStrategy) -> None:
+    net = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    plain = copy.deepcopy(net)
+    for model in (net, plain):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if model is net:
+            session = offbeat.attach(net, optimizer, strategy)
+        for _ in range(4):
+            model(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    session.close()
+    if strategy in PLAIN.values():
+        assert_same(net, plain)
+
+
+@pytest.mark.parametrize("change", ["model", "strategy", "nothing"])
+def test_a_state_of_something_else_is_refused(strategy: AveragingStrategy, attached: Callable, change: str) -> None:
+    net, optimizer, session = attached(strategy)
+    train(net, optimizer, range(4))
+    state = session.state_dict()
+    if change == "strategy":
+        state["strategy"] = "gtopk"
+    elif change == "nothing":
+        state["parts"] = {}
+    else:
+        tensors = [entries for part in state["parts"].values() for entries in part.values()]
+        found = [(entries, key) for entries in tensors for key in entries if isinstance(entries[key], torch.Tensor)]
+        if not found:
+            pytest.skip("keeps no tensor of the model's")
+        for entries, key in found:
+            entries[key] = torch.zeros(1)
+    with pytest.raises(CheckpointError):
+        session.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: offbeat.LocalSGD(period=0), "period must be an integer of at least 1, got 0"),
+        (lambda: offbeat.LocalSGD(start_step=-1), "start_step"),
+        (lambda: offbeat.LocalSGD(outer="dilocco"), "did you mean 'diloco'"),
+        (lambda: offbeat.LocalSGD(outer=0.7), r"offbeat.Outer\(lr"),
+        (lambda: offbeat.LocalSGD(optimizer_state="mean"), "optimizer_state"),
+        (lambda: offbeat.LocalSGD(buffers="mean"), "buffers"),
+        (lambda: offbeat.Outer(lr=0), "outer lr"),
+        (lambda: offbeat.Outer(momentum=1.0), "outer momentum"),
+        (lambda: offbeat.Outer(momentum=0.0), "nesterov=False"),
+        (lambda: offbeat.SGP(out_degree=0), "out_degree"),
+        (lambda: offbeat.DPSGD(max_skipped_steps=-1), "max_skipped_steps"),
+        (lambda: offbeat.SGP(out_degree=4).check_world(4), "send to 3 others"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+def test_an_out_degree_is_judged_by_the_world_it_meets() -> None:
+    offbeat.SGP(out_degree=3).check_world(4)
+    offbeat.SGP(out_degree=3).check_world(1)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_outer_optimizer_is_sgd_on_the_change(attached: Callable, nesterov: bool) -> None:
+    outer = offbeat.Outer(lr=0.6, momentum=0.8, nesterov=nesterov)
+    net, optimizer, _ = attached(offbeat.LocalSGD(period=3, outer=outer))
+    inner, slow = Net(), Net()
+    inner_optimizer = sgd(inner)
+    slow_optimizer = torch.optim.SGD(slow.parameters(), lr=0.6, momentum=0.8, nesterov=nesterov)
+    train(net, optimizer, range(9))
+    for begin in range(0, 9, 3):
+        train(inner, inner_optimizer, range(begin, begin + 3))
+        for theirs, anchor in zip(inner.parameters(), slow.parameters(), strict=True):
+            anchor.grad = anchor.detach() - theirs.detach() if anchor.requires_grad else None
+        slow_optimizer.step()
+        inner.load_state_dict(slow.state_dict() | dict(inner.named_buffers()))
+    assert_same(net, slow, rtol=1e-5, atol=1e-6)
+
+
+def test_an_anchor_is_taken_when_training_begins(attached: Callable) -> None:
+    """Weights loaded after attaching are where the first period starts."""
+    strategy = offbeat.LocalSGD(period=1, outer=offbeat.Outer(lr=1.0, momentum=0.0, nesterov=False))
+    net, optimizer, _ = attached(strategy)
+    plain = Net()
+    for model in (net, plain):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+    train(net, optimizer, range(3))
+    train(plain, sgd(plain), range(3))
+    assert_same(net, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_does_not_swallow_an_outer_step() -> None:
+    """Outer steps below half precision's resolution add up in the anchor."""
+    net = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    strategy = offbeat.LocalSGD(period=1, outer=offbeat.Outer(lr=0.25, momentum=0.0, nesterov=False))
+    with offbeat.attach(net, optimizer, strategy):
+        for _ in range(4):
+            net.weight.grad = torch.full_like(net.weight, 2**-8)
+            optimizer.step()
+    assert net.weight.item() == 1.0 - 2**-8
