@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 import offbeat
@@ -24,14 +25,15 @@ from offbeat.lab.pace import Pace
 from offbeat.lab.watch import Run, Watch
 
 WORLD_SIZE = 2
-NUM_STEPS = 300
+NUM_STEPS = 1_000
+BLOCK = 50
 GOAL = 1.01
 SIZES = {"tiny": 32, "small": 32}
 """Model size of the digits task: samples in a batch."""
 
 
 def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
-    """(with its record, without) seconds of the same step."""
+    """(with its record, without) seconds of the same steps, in blocks, since several events are written at once."""
     settings = (f"size={size}", f"batch_size={SIZES[size]}")
     config = resolve(Request(task="digits", strategy="gtopk", settings=(*settings, "collective=reduce_scatter"), workers=1))
     task = config.build_task()
@@ -72,7 +74,8 @@ def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
             recorded_s = time.perf_counter()
             measured.append((recorded_s - begin_s, trained_s - begin_s))
         watch.close()
-    return measured[10:]
+    blocks = np.array(measured[10:]).reshape(-1, BLOCK, 2).sum(axis=1)
+    return [(with_s, without_s) for with_s, without_s in blocks.tolist()]
 
 
 def cases() -> list[Ratio]:
