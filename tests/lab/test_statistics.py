@@ -17,13 +17,13 @@ few = hypothesis_settings(max_examples=20)  # each draws thousands of resamples
 
 @few
 @given(samples)
-def test_the_interval_holds_the_median_and_lies_within_the_samples(values: list[float]) -> None:
+def test_the_interval_holds_the_median_and_is_the_same_every_time(values: list[float]) -> None:
     found = estimate(values)
     assert found.median == pytest.approx(float(np.median(values)))
     assert found.median is not None
     assert found.low is not None
     assert found.high is not None
-    in_order = [min(values), found.low, found.median, found.high, max(values)]
+    in_order = [found.low, found.median, found.high]
     assert in_order == pytest.approx(sorted(in_order), rel=1e-12)  # percentiles are interpolated
     assert estimate(values) == found  # nothing is left to chance
 
@@ -39,9 +39,14 @@ def test_equal_samples_that_differ_from_others_are_decided() -> None:
     assert (found.ratio, found.low, found.high, found.decided) == (1.5, 1.5, 1.5, True)
 
 
-def test_three_seeds_span_the_interval() -> None:
-    # The middle of three is the least of them in 7 of 27 resamples, far more than one in forty.
-    assert estimate([3.0, 1.0, 2.0]) == Estimate(values=[3.0, 1.0, 2.0], median=2.0, low=1.0, high=3.0)
+def test_three_seeds_promise_less_than_their_range() -> None:
+    """Two other sets of three from the same place would often lie apart if they promised no more than their range."""
+    found = estimate([3.0, 1.0, 2.0])
+    assert found.median == 2.0
+    assert found.low is not None
+    assert found.high is not None
+    assert 0 < found.low < 1.0
+    assert found.high > 3.0
 
 
 def test_runs_that_have_no_value_are_left_out() -> None:
@@ -94,18 +99,18 @@ def test_turned_round_a_ratio_is_its_inverse_and_as_decided(a: list[float], b: l
 @few
 @given(samples, st.integers(0, 1_000))
 def test_a_difference_within_the_spread_is_never_decided(values: list[float], seed: int) -> None:
-    """Two runs of one thing: the second has the same samples in another order, moved by less than their interval is wide."""
+    """Two runs of one thing: the second has the same samples in another order, scaled by less than their interval is wide."""
     found = estimate(values)
     assert found.low is not None
     assert found.high is not None
-    shift = (found.high - found.low) * 0.99
-    others = [float(value) + shift for value in np.random.default_rng(seed).permutation(values)]
+    scale = (found.high / found.low) ** 0.99
+    others = [float(value) * scale for value in np.random.default_rng(seed).permutation(values)]
     assert not compare(estimate(values), estimate(others)).decided
     assert not compare(estimate(others), estimate(values)).decided
 
 
 @few
-@given(st.lists(st.floats(1.0, 2.0), min_size=2, max_size=12), st.lists(st.floats(10.0, 20.0), min_size=2, max_size=12))
+@given(st.lists(st.floats(1.0, 2.0), min_size=3, max_size=12), st.lists(st.floats(10.0, 20.0), min_size=3, max_size=12))
 def test_a_tenfold_difference_is_decided(small: list[float], large: list[float]) -> None:
     ratio = compare(estimate(large), estimate(small))
     assert ratio.decided

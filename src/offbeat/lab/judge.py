@@ -121,7 +121,10 @@ def _measures(
         "peak_memory_bytes": estimate([None if run is None else float(max(run.summary.peak_memory_bytes)) for run in runs]),
     }
     if best:
-        measures["efficiency"] = estimate([rate and rate / best for rate in rates], [per_step / s / best for s in block_s])
+        measures["efficiency"] = estimate(
+            [rate and rate / ceiling.get(seed, best) for seed, rate in zip(comparison.seeds, rates, strict=True)],
+            [per_step / s / best for s in block_s],
+        )
     shares = [None if run is None else run.steps.settled().shares() for run in runs]
     for name, phase in _PHASES.items():
         measures[name] = estimate([None if share is None else share[phase] for share in shares])

@@ -1,8 +1,8 @@
-"""Medians with bootstrap intervals, and when a difference is one."""
+"""Medians with intervals, and when a difference is one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,8 @@ CONFIDENCE = 0.95
 _RESAMPLES = 2_000
 _SEED = 0
 _BLOCKS = 12
+_LEAST_SEEDS = 3
+"""For Student's interval: that of two is so wide that it says nothing."""
 _MAX_WARM_UP_STEPS = 10
 
 
@@ -22,7 +24,7 @@ class Estimate(BaseModel):
     Attributes:
         values: one for each seed; None where a run has none.
         median: over the samples; None without any.
-        low, high: 95% bootstrap interval of the median; None where there are too few samples to say.
+        low, high: 95% interval: the wider of a bootstrap of the median and Student's over seeds; None with too few samples.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -59,8 +61,8 @@ def num_warm_up(num_steps: int) -> int:
 def blocks(durations_s: NDArray[np.float64]) -> NDArray[np.float64]:
     """Mean duration in each of about twelve blocks of consecutive steps, without the first steps.
 
-    The mean within a block is fair to strategies
-    that communicate every few steps; the median over blocks is not impressed by a hiccup of the machine.
+    The mean within a block is fair to strategies that communicate every few steps; the median over blocks is not impressed
+    by a hiccup of the machine.
 
     Args:
         durations_s: of each step, shape (steps,).
@@ -76,10 +78,11 @@ def estimate(values: Sequence[float | None], samples: Sequence[float] | None = N
         values: one for each seed.
         samples: finer ones from within the runs, if there are.
     """
-    data = np.array([value for value in (values if samples is None else samples) if value is not None])
+    by_seed = _known(values)
+    data = by_seed if samples is None else np.array(samples, dtype=np.float64)
     if not data.size:
         return Estimate(values=list(values), median=None, low=None, high=None)
-    low, high = _interval(data)
+    low, high = _hull(_bootstrap((data,), np.median), _student(by_seed))
     return Estimate(values=list(values), median=float(np.median(data)), low=low, high=high)
 
 
@@ -89,49 +92,65 @@ def compare(
     """How many times larger `a` is than `b`. Both have a median other than zero.
 
     Args:
-        a, b: the quantities.
+        a, b: the quantities, their values by the same seeds.
         samples_a, samples_b: what their medians were taken of, if not of their values.
     """
     assert a.median is not None
     assert b.median
-    first, second = _samples(a, samples_a), _samples(b, samples_b)
-    if min(first.size, second.size) < 2:
-        return Ratio(ratio=a.median / b.median, low=None, high=None, decided=False)
-    if not (first.all() and second.all()):
-        return Ratio(ratio=a.median / b.median, low=None, high=None, decided=False)
-    result = stats.bootstrap(
-        (first, second),
-        lambda x, y, axis: np.median(x, axis=axis) / np.median(y, axis=axis),
-        n_resamples=_RESAMPLES,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        rng=np.random.default_rng(_SEED),
-    ).confidence_interval
-    apart = None not in (a.low, a.high, b.low, b.high) and (a.low > b.high or b.low > a.high)  # type: ignore[operator]
-    return Ratio(
-        ratio=a.median / b.median,
-        low=float(result.low),
-        high=float(result.high),
-        decided=bool(apart and not result.low <= 1 <= result.high),
+    ratio = a.median / b.median
+    first = _known(a.values if samples_a is None else samples_a)
+    second = _known(b.values if samples_b is None else samples_b)
+    if min(first.size, second.size) < 2 or not (first.all() and second.all()):
+        return Ratio(ratio=ratio, low=None, high=None, decided=False)
+    by_seed = _known([x / y if x is not None and y else None for x, y in zip(a.values, b.values, strict=False)])
+    low, high = _hull(
+        _bootstrap((first, second), lambda x, y, axis: np.median(x, axis=axis) / np.median(y, axis=axis)), _student(by_seed)
     )
+    if low is None or high is None:
+        return Ratio(ratio=ratio, low=None, high=None, decided=False)
+    apart = None not in (a.low, a.high, b.low, b.high) and (a.low > b.high or b.low > a.high)  # type: ignore[operator]
+    return Ratio(ratio=ratio, low=low, high=high, decided=bool(apart and not low <= 1 <= high))
 
 
-def _samples(quantity: Estimate, samples: Sequence[float] | None) -> NDArray[np.float64]:
-    chosen = quantity.values if samples is None else samples
-    return np.array([value for value in chosen if value is not None], dtype=np.float64)
+def _known(values: Sequence[float | None]) -> NDArray[np.float64]:
+    return np.array([value for value in values if value is not None], dtype=np.float64)
 
 
-def _interval(data: NDArray[np.float64]) -> tuple[float | None, float | None]:
-    if data.size < 2:
-        return None, None
-    if np.ptp(data) == 0:  # a bootstrap of equal numbers is not a number
-        return float(data[0]), float(data[0])
-    result = stats.bootstrap(
-        (data,),
-        np.median,
+def _bootstrap(data: tuple[NDArray[np.float64], ...], statistic: Callable[..., object]) -> tuple[float, float] | None:
+    """Percentile interval; None where a sample is too small."""
+    if min(part.size for part in data) < 2:
+        return None
+    if all(np.ptp(part) == 0 for part in data):  # a bootstrap of equal numbers is not a number
+        value = float(np.asarray(statistic(*data, axis=-1)))
+        return value, value
+    interval = stats.bootstrap(
+        data,
+        statistic,
         n_resamples=_RESAMPLES,
         confidence_level=CONFIDENCE,
         method="percentile",
         rng=np.random.default_rng(_SEED),
     ).confidence_interval
-    return float(result.low), float(result.high)
+    return float(interval.low), float(interval.high)
+
+
+def _student(by_seed: NDArray[np.float64]) -> tuple[float, float] | None:
+    """Student's interval of the mean over seeds, on a logarithmic scale where that can be.
+
+    A bootstrap of three numbers never leaves their range, and so promises more than they can: another three differ by more.
+    """
+    if by_seed.size < _LEAST_SEEDS:
+        return None
+    positive = bool((by_seed > 0).all())
+    data = np.log(by_seed) if positive else by_seed
+    spread = float(stats.t.ppf((1 + CONFIDENCE) / 2, data.size - 1) * data.std(ddof=1) / np.sqrt(data.size))
+    ends = np.array([data.mean() - spread, data.mean() + spread])
+    low, high = np.exp(np.clip(ends, -700, 700)) if positive else ends
+    return float(low), float(high)
+
+
+def _hull(*intervals: tuple[float, float] | None) -> tuple[float | None, float | None]:
+    known = [interval for interval in intervals if interval is not None]
+    if not known:
+        return None, None
+    return min(low for low, _ in known), max(high for _, high in known)
