@@ -34,7 +34,7 @@ demo: setup
 	@$(BIN)/offbeat demo
 
 test: setup
-	$(BIN)/python -m pytest -q -n 2 -m "not ranks"
+	$(BIN)/python -m pytest -q -n 2 -m "not ranks and not slow"
 	$(BIN)/python -m pytest -q -m ranks
 
 check: setup

@@ -25,7 +25,19 @@ from torch._C._distributed_c10d import Store
 
 from offbeat.errors import PeerError, UnsupportedError
 from offbeat.transport.driver import Driver, Finished, Ticket
-from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Now, Operation, Payload, Recv, Send, Sleep
+from offbeat.transport.operations import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Now,
+    Operation,
+    Payload,
+    Post,
+    Recv,
+    RecvAny,
+    Send,
+    Sleep,
+)
 
 
 class Work(Protocol):
@@ -122,6 +134,8 @@ class C10d(Driver):
                 return Finished()
             case Now():
                 return Finished(time.monotonic())
+            case RecvAny() | Post():
+                raise UnsupportedError("gloo and NCCL cannot receive from anybody; use the peers driver")
 
     def close(self) -> None:
         # A backend closes its connections when the last reference to it goes.

@@ -19,7 +19,7 @@ class Inbox:
     """What one rank has received and not yet taken. Knows no sockets."""
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[int, int], deque[tuple[Envelope, Payload]]] = {}
+        self._queues: dict[tuple[int, int], deque[tuple[Envelope | None, Payload]]] = {}
         self._next_sequence: defaultdict[int, int] = defaultdict(int)
         self._early: dict[int, dict[int, tuple[Envelope, Payload]]] = {}
         self._latest: dict[tuple[int, int], int] = {}
@@ -46,6 +46,10 @@ class Inbox:
             del self._early[sender]
         return control
 
+    def post(self, rank: int, channel: int, payload: Payload) -> None:
+        """Take in what `rank`, whose inbox this is, leaves for itself."""
+        self._queues.setdefault((rank, channel), deque()).append((None, payload))
+
     def has(self, peer: int, channel: int) -> bool:
         return (peer, channel) in self._queues
 
@@ -53,10 +57,16 @@ class Inbox:
         """The next message of `peer` on `channel`, which must be there. Raises `WireError` when it is corrupt."""
         queue = self._queues[peer, channel]
         envelope, payload = queue.popleft()
-        if not queue:
-            del self._queues[peer, channel]
-        verify(envelope, payload)
+        del self._queues[peer, channel]
+        if queue:
+            self._queues[peer, channel] = queue  # behind all others, so that nobody starves
+        if envelope is not None:
+            verify(envelope, payload)
         return payload
+
+    def first_of(self, peers: frozenset[int], channel: int) -> int | None:
+        """Whose message on `channel` should be taken next; None when none of `peers` has sent one."""
+        return next((sender for sender, used in self._queues if used == channel and sender in peers), None)
 
     def senders_with_gaps(self) -> list[int]:
         """Ranks some of whose messages are missing while later ones are here.

@@ -140,6 +140,13 @@ class Mesh:
             )
         return None
 
+    def obituary(self, peers: frozenset[int]) -> PeerError | None:
+        """That one of `peers` will send nothing more; None when all may."""
+        for peer in sorted(peers & (self.failures.keys() | self.left)):
+            why = self.failures.get(peer, "finished and closed its connections")
+            return PeerError(f"rank {peer} {why} (rank {self.rank} waited for anybody's message)", rank=peer)
+        return None
+
     def wait_of(self, peer: int, channel: int) -> str:
         """What a receive of `peer`'s message on `channel` waits for, in words."""
         stream, exchange = split_channel(channel)

@@ -46,6 +46,27 @@ class Recv:
 
 
 @dataclass(frozen=True, slots=True)
+class RecvAny:
+    """Wait for the next message on this channel from any of `peers`. Result: a pair (rank, payload).
+
+    A rank that names itself among `peers` also waits for what it posts to itself, so one receive can wait for the network
+    and for another thread. Raises, into the collective, `PeerError` naming a rank of `peers` that is dead or has left once
+    nothing is there to be taken, whether or not others still may send: leave it out and go on. Raises `PeerTimeoutError` as
+    `Recv` does. No one else may receive on this channel with `Recv`.
+    """
+
+    peers: frozenset[int]
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Leave `payload` for this rank's own `RecvAny` on this channel: an event, not traffic. Result: None."""
+
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
 class AllReduce:
     """Replace `tensor` (contiguous, any numeric dtype) by its sum over all ranks, in place. Result: the tensor."""
 
@@ -83,7 +104,7 @@ class Now:
     """Result: the driver's monotonic clock, in seconds (virtual under the virtual driver)."""
 
 
-Operation: TypeAlias = Send | Recv | AllReduce | Broadcast | AllGather | Sleep | Now
+Operation: TypeAlias = Send | Recv | RecvAny | Post | AllReduce | Broadcast | AllGather | Sleep | Now
 
 Collective: TypeAlias = Generator[Operation, Any, T]
 """A protocol in progress that will return a `T`."""

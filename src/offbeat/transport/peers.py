@@ -8,19 +8,23 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, TypeVar
 
 from offbeat.errors import ConfigError, PeerError, PeerTimeoutError, UnsupportedError
 from offbeat.transport.driver import Driver, Finished, Ticket
 from offbeat.transport.link import PeerLimits
 from offbeat.transport.mesh import WATCH_INTERVAL_S, Mesh
-from offbeat.transport.operations import Now, Operation, Payload, Recv, Send, Sleep
+from offbeat.transport.operations import Now, Operation, Payload, Post, Recv, RecvAny, Send, Sleep
 
 __all__ = ["PeerLimits", "Peers"]
 
+T = TypeVar("T")
+
 
 class Peers(Driver):
-    """Carries out `Send`, `Recv`, `Sleep` and `Now` between the ranks of one run.
+    """Carries out `Send`, `Recv`, `RecvAny`, `Post`, `Sleep` and `Now` between the ranks of one run.
 
     Any thread may use it. Where several wait, one of them polls the sockets for all, without holding the lock. It does not
     survive a fork.
@@ -102,16 +106,25 @@ class Peers(Driver):
             case Send():
                 self._send(operation, channel)
                 return Finished()
-            case Recv():
-                self._check_peer(operation.peer)
-                return _Receipt(self, operation, channel)
+            case Recv(peer, timeout_s):
+                self._check_peer(peer)
+                return _Receipt(partial(self.answered, peer, channel), partial(self.receive, peer, channel), timeout_s)
+            case RecvAny(peers, timeout_s):
+                for peer in peers - {self.rank}:
+                    self._check_peer(peer)
+                return _Receipt(
+                    partial(self.answered_by_any, peers, channel), partial(self.receive_any, peers, channel), timeout_s
+                )
+            case Post(payload):
+                self._post(payload, channel)
+                return Finished()
             case Sleep():
                 return _Nap(operation.seconds)
             case Now():
                 return Finished(time.monotonic())
             case _:
                 raise UnsupportedError(
-                    f"the peers driver got {type(operation).__name__}, it performs Send, Recv, Sleep and Now; "
+                    f"the peers driver got {type(operation).__name__}, it performs messages, Sleep and Now; "
                     "give dense collectives to the c10d driver"
                 )
 
@@ -172,7 +185,7 @@ class Peers(Driver):
             self._look_around()
             return self._mesh.inbox.has(peer, channel) or self._mesh.verdict(peer, channel) is not None
 
-    def receive(self, peer: int, channel: int, *, deadline_s: float) -> Payload:
+    def receive(self, peer: int, channel: int, deadline_s: float) -> Payload:
         """The next message of `peer` on `channel`, waited for until `deadline_s` of the monotonic clock."""
         mesh = self._mesh
         with self._news:
@@ -186,6 +199,37 @@ class Peers(Driver):
                 if remaining_s <= 0:
                     raise PeerTimeoutError(f"the time limit passed while {mesh.wait_of(peer, channel)}", rank=peer)
                 self._wait_for_news(remaining_s)
+
+    def answered_by_any(self, peers: frozenset[int], channel: int) -> bool:
+        """Whether `receive_any` would return or raise at once. Never blocks."""
+        with self._news:
+            if self._closed:
+                return True
+            self._look_around()
+            return self._mesh.inbox.first_of(peers, channel) is not None or self._mesh.obituary(peers) is not None
+
+    def receive_any(self, peers: frozenset[int], channel: int, deadline_s: float) -> tuple[int, Payload]:
+        """The next message of any of `peers` on `channel`, waited for until `deadline_s` of the monotonic clock."""
+        mesh = self._mesh
+        with self._news:
+            while True:
+                self._look_around()
+                if (peer := mesh.inbox.first_of(peers, channel)) is not None:
+                    return peer, mesh.inbox.take(peer, channel)
+                if (obituary := mesh.obituary(peers)) is not None:
+                    raise obituary
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0:
+                    raise PeerTimeoutError(f"the time limit passed while rank {self.rank} waited for anybody's message")
+                self._wait_for_news(remaining_s)
+
+    def _post(self, payload: Payload, channel: int) -> None:
+        with self._news:
+            self._check_open()
+            self._mesh.inbox.post(self.rank, channel, payload)
+            if self._somebody_polls:
+                self._mesh.listener.ring()
+            self._news.notify_all()
 
     def _send(self, operation: Send, channel: int) -> None:
         self._check_peer(operation.peer)
@@ -232,20 +276,19 @@ class Peers(Driver):
             self._news.notify_all()
 
 
-class _Receipt:
-    """A receive under way."""
+class _Receipt(Generic[T]):
+    """A receive under way: `answered` tells whether `take` would return or raise at once."""
 
-    def __init__(self, peers: Peers, operation: Recv, channel: int) -> None:
-        self._peers = peers
-        self._peer = operation.peer
-        self._channel = channel
-        self._deadline_s = math.inf if operation.timeout_s is None else time.monotonic() + operation.timeout_s
+    def __init__(self, answered: Callable[[], bool], take: Callable[[float], T], timeout_s: float | None) -> None:
+        self._answered = answered
+        self._take = take
+        self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
 
     def done(self) -> bool:
-        return self._peers.answered(self._peer, self._channel) or time.monotonic() >= self._deadline_s
+        return self._answered() or time.monotonic() >= self._deadline_s
 
-    def wait(self) -> Payload:
-        return self._peers.receive(self._peer, self._channel, deadline_s=self._deadline_s)
+    def wait(self) -> T:
+        return self._take(self._deadline_s)
 
 
 class _Nap:

@@ -4,35 +4,27 @@
 the clock jumps to the next arrival. A link passes `bytes_per_s` in each direction, one message at a time, and adds
 `latency_s`; `jitter_s` adds a random part drawn from the seed (messages between two ranks still arrive in order).
 
-When nothing can ever happen again the run ends with `DeadlockError`, which says who waits for whom. A rank that raises is
-dead for the others: their receives raise `PeerError`, as they would over sockets.
+When nothing can ever happen again the run ends with `DeadlockError`, which says who waits for whom. A rank that raises or
+is killed is dead for the others: their receives raise `PeerError`, as they would over sockets. A rank may have several
+collectives under way, as a process has threads (`beside`), and may be stopped for a while (`freeze`).
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from offbeat.errors import OffbeatError, PeerError, PeerTimeoutError
-from offbeat.transport.driver import Driver, Finished, Pending, Ticket
-from offbeat.transport.operations import (
-    AllGather,
-    AllReduce,
-    Broadcast,
-    Collective,
-    Now,
-    Operation,
-    Payload,
-    Recv,
-    Send,
-    Sleep,
-)
+from offbeat.errors import OffbeatError, PeerError
+from offbeat.transport.driver import Driver, Pending
+from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Collective, Operation, Payload
+from offbeat.transport.virtual_driver import VirtualDriver
 
 T = TypeVar("T")
 
@@ -63,9 +55,19 @@ class VirtualCluster:
         world_size: number of ranks, >= 1.
         seed: decides the order in which ranks go on and every jitter.
         link: the network.
+        watch_all: whether any rank's death fails every receive, or only those from it.
+        death_notice_s: how long after a death the others learn of it, in seconds.
     """
 
-    def __init__(self, world_size: int, *, seed: int = 0, link: VirtualLink | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        seed: int = 0,
+        link: VirtualLink | None = None,
+        watch_all: bool = True,
+        death_notice_s: float = 0.0,
+    ) -> None:
         self.world_size = world_size
         self.now_s = 0.0
         self.drivers = [VirtualDriver(self, rank) for rank in range(world_size)]
@@ -75,10 +77,22 @@ class VirtualCluster:
         self._num_events = 0
         self._out_free_s = [0.0] * world_size
         self._in_free_s = [0.0] * world_size
+        self._reached_s: dict[tuple[int, int], float] = defaultdict(float)
+        self._num_on_the_way = [0] * world_size
+        self._untold: dict[int, Callable[[], None]] = {}
+        self._watch_all = watch_all
+        self._death_notice_s = death_notice_s
         self._inbox: dict[tuple[int, int, int], deque[bytes]] = defaultdict(deque)
+        self._senders: dict[tuple[int, int], set[int]] = defaultdict(set)
         self._meetings: dict[int, dict[int, Operation]] = {}
         self._results: dict[int, dict[int, Any]] = {}
+        self._failed: dict[int, OffbeatError] = {}
+        self._failed_at_s: dict[int, float] = {}
         self._dead: dict[int, str] = {}
+        self._left: set[int] = set()
+        self._frozen: dict[int, int] = {}
+        self._touched: set[int] = set()
+        self._beside: list[tuple[int, tuple[Collective[Any], int]]] = []
 
     def run(
         self, collectives: Sequence[Collective[T]], *, channel: int = 0, wrap: Callable[[Driver], Driver] | None = None
@@ -101,35 +115,107 @@ class VirtualCluster:
     ) -> list[T | OffbeatError]:
         """Like `run`, with a rank's `OffbeatError` in the place of its result."""
         drivers = [wrap(driver) if wrap else driver for driver in self.drivers]
-        pending = [Pending(driver, work, channel) for driver, work in zip(drivers, collectives, strict=True)]
-        errors: dict[int, OffbeatError] = {}
+        own = [Pending(driver, work, channel) for driver, work in zip(drivers, collectives, strict=True)]
+        tasks = [*enumerate(own), *((rank, Pending(drivers[rank], *work)) for rank, work in self._beside)]
+        self._beside.clear()
+        numbers = [[number for number, (its_rank, _) in enumerate(tasks) if its_rank == rank] for rank in range(len(own))]
+        ready: set[int] = set()
         unfinished = set(range(self.world_size))
+        self.touch(*unfinished)
         while unfinished:
-            ready = [rank for rank in sorted(unfinished) if pending[rank].ready()]
-            if not ready:
+            for rank in self._touched:
+                stands_still = rank in self._failed or rank in self._frozen
+                for number in numbers[rank]:
+                    task = tasks[number][1]
+                    can_go_on = not (stands_still or task.over) and task.ready()
+                    (ready.add if can_go_on else ready.discard)(number)
+                if rank in self._failed or own[rank].over:
+                    unfinished.discard(rank)
+            self._touched.clear()
+            if ready:
+                self._go_on(*tasks[self._random.choice(sorted(ready))])
+            elif unfinished:
                 self._next_event(unfinished)
-                continue
-            rank = self._random.choice(ready)
-            try:
-                pending[rank].advance()
-            except OffbeatError as error:
-                errors[rank] = error
-                self._dead.setdefault(rank, str(error))
-            if pending[rank].over:
-                unfinished.discard(rank)
-        return [errors[rank] if rank in errors else pending[rank].wait() for rank in range(self.world_size)]
+        for _, task in tasks:
+            task.cancel()
+        return [self._failed[rank] if rank in self._failed else own[rank].wait() for rank in range(self.world_size)]
 
-    def _next_event(self, unfinished: set[int]) -> None:
+    def beside(self, rank: int, collective: Collective[object], *, channel: int) -> None:
+        """Let `collective` go on at `rank` during the next run, beside the rank's own, as another thread would.
+
+        It is dropped when every rank's own is over. If it raises, the rank is dead.
+        """
+        self._beside.append((rank, (collective, channel)))
+
+    def kill(self, rank: int, reason: str = "was killed") -> None:
+        """End `rank` where it stands. What has not wholly left it is lost."""
+        self._fail(rank, PeerError(f"rank {rank} {reason}", rank=rank))
+
+    def leave(self, rank: int) -> None:
+        """Rank `rank` has closed its connections: a `RecvAny` that waits for it fails once its last message was taken."""
+        self._after_its_last_words(rank, lambda: self._miss(rank))
+
+    def freeze(self, rank: int, duration_s: float) -> None:
+        """Stop `rank` for a while. What it has sent still arrives, and what is sent to it waits."""
+        self._frozen[rank] = self._frozen.get(rank, 0) + 1
+        self.touch(rank)
+        self.at(self.now_s + duration_s, lambda: self._thaw(rank))
+
+    def _go_on(self, rank: int, task: Pending[Any]) -> None:
+        self.touch(rank)
+        try:
+            task.advance()
+        except OffbeatError as error:
+            self._fail(rank, error)
+
+    def _fail(self, rank: int, error: OffbeatError) -> None:
+        if rank not in self._failed:
+            self._failed[rank] = error
+            self.touch(rank)
+            self._failed_at_s[rank] = self.now_s
+            self.at(self.now_s + self._death_notice_s, lambda: self._after_its_last_words(rank, lambda: self._bury(rank)))
+
+    def _after_its_last_words(self, rank: int, tell: Callable[[], None]) -> None:
+        """What a rank has sent arrives before the news that it is gone, as it does over sockets."""
+        self._untold[rank] = tell
+        self._tell_of(rank)
+
+    def _tell_of(self, rank: int) -> None:
+        if rank in self._untold and not self._num_on_the_way[rank]:
+            self._untold.pop(rank)()
+
+    def _bury(self, rank: int) -> None:
+        self._dead[rank] = str(self._failed[rank])
+        self.touch(*range(self.world_size))
+
+    def _miss(self, rank: int) -> None:
+        self._left.add(rank)
+        self.touch(*range(self.world_size))
+
+    def _thaw(self, rank: int) -> None:
+        self._frozen[rank] -= 1
+        if not self._frozen[rank]:
+            del self._frozen[rank]
+            self.touch(rank)
+
+    def touch(self, *ranks: int) -> None:
+        """Something happened to these ranks, so that some of their collectives may be able to go on, or no longer."""
+        self._touched.update(ranks)
+
+    def _next_event(self, unfinished: Set[int]) -> None:
         if not self._events:
             waits = ", ".join(f"rank {rank}: {self.drivers[rank].waiting_for}" for rank in sorted(unfinished))
             raise DeadlockError(f"nothing can happen any more at {self.now_s:.6f} s; {waits}")
-        self.now_s, _, happen = heapq.heappop(self._events)
-        happen()
+        while self._events and not self._touched:
+            self.now_s, _, happen = heapq.heappop(self._events)
+            happen()
+        if not self._touched:
+            self.touch(*unfinished)
 
     def at(self, when_s: float, happen: Callable[[], None]) -> None:
         """Let `happen` be called when the clock reaches `when_s`."""
         self._num_events += 1
-        heapq.heappush(self._events, (when_s, self._num_events, happen))
+        heapq.heappush(self._events, (max(when_s, self.now_s), self._num_events, happen))
 
     def deliver(self, source: int, target: int, channel: int, payload: Payload) -> None:
         """Put a message on the wire."""
@@ -137,18 +223,52 @@ class VirtualCluster:
         departs_s = max(self.now_s, self._out_free_s[source])
         self._out_free_s[source] = departs_s + duration_s
         latency_s = self._link.latency_s + self._random.random() * self._link.jitter_s
-        arrives_s = max(departs_s + latency_s, self._in_free_s[target]) + duration_s
-        self._in_free_s[target] = arrives_s
-        inbox, message = self._inbox[source, target, channel], bytes(payload)
-        self.at(arrives_s, lambda: inbox.append(message))
+        reaches_s = max(departs_s + latency_s, self._reached_s[source, target])
+        self._reached_s[source, target] = reaches_s
+        message = bytes(payload)
 
-    def take(self, source: int, target: int, channel: int) -> deque[bytes]:
-        """The messages that have arrived and wait for their receiver."""
-        return self._inbox[source, target, channel]
+        self._num_on_the_way[source] += 1
 
-    def death(self) -> tuple[int, str] | None:
-        """The first rank that failed, and why."""
-        return next(iter(self._dead.items()), None)
+        def reach() -> None:
+            self._in_free_s[target] = max(self.now_s, self._in_free_s[target]) + duration_s
+            self.at(self._in_free_s[target], arrive)
+
+        def arrive() -> None:
+            if departs_s + duration_s <= self._failed_at_s.get(source, math.inf):
+                self._arrive(source, target, channel, message)
+            self._num_on_the_way[source] -= 1
+            self._tell_of(source)
+
+        self.at(reaches_s, reach)
+
+    def post(self, rank: int, channel: int, payload: Payload) -> None:
+        """What `rank` leaves for itself is there at once."""
+        self._arrive(rank, rank, channel, bytes(payload))
+
+    def take(self, source: int, target: int, channel: int) -> bytes:
+        """The next message, which must have arrived."""
+        inbox = self._inbox[source, target, channel]
+        message = inbox.popleft()
+        if not inbox:
+            self._senders[target, channel].discard(source)
+        return message
+
+    def senders(self, target: int, channel: int) -> Set[int]:
+        """The ranks whose messages have arrived and wait for their receiver."""
+        return self._senders[target, channel]
+
+    def choose(self, ranks: Set[int]) -> int:
+        """One of `ranks`, drawn from the seed."""
+        return self._random.choice(sorted(ranks))
+
+    def dead_among(self, peers: Set[int]) -> tuple[int, str] | None:
+        """The first of `peers` known to be dead, and why; any rank's death counts where all are watched."""
+        return next(((rank, why) for rank, why in self._dead.items() if self._watch_all or rank in peers), None)
+
+    def gone_among(self, peers: Set[int]) -> tuple[int, str] | None:
+        """The first of `peers` that will send nothing more, and why."""
+        gone = peers & (self._dead.keys() | self._left)
+        return (min(gone), self._dead.get(min(gone), "it finished and closed its connections")) if gone else None
 
     def meet(self, rank: int, key: int, operation: Operation) -> None:
         """Rank `rank` enters the dense collective `key`; the last one to come computes the result for all."""
@@ -158,10 +278,12 @@ class VirtualCluster:
             everyone = [here[r] for r in range(self.world_size)]
             num_bytes = max(_num_bytes(op) for op in everyone)
             del self._meetings[key]
-            self.at(
-                self.now_s + self._dense_s(num_bytes),
-                lambda: self._results.__setitem__(key, dict(enumerate(_combine(everyone)))),
-            )
+
+            def conclude() -> None:
+                self._results[key] = dict(enumerate(_combine(everyone)))
+                self.touch(*range(self.world_size))
+
+            self.at(self.now_s + self._dense_s(num_bytes), conclude)
 
     def has_met(self, key: int) -> bool:
         """Whether the dense collective is over."""
@@ -175,99 +297,14 @@ class VirtualCluster:
             del self._results[key]
         return result
 
+    def _arrive(self, source: int, target: int, channel: int, message: bytes) -> None:
+        self._inbox[source, target, channel].append(message)
+        self._senders[target, channel].add(source)
+        self.touch(target)
+
     def _dense_s(self, num_bytes: int) -> float:
         hops = 2 * (self.world_size - 1)
         return hops * (self._link.latency_s + num_bytes / self.world_size / self._link.bytes_per_s)
-
-
-class VirtualDriver(Driver):
-    """One rank of a `VirtualCluster`."""
-
-    def __init__(self, cluster: VirtualCluster, rank: int) -> None:
-        self.rank = rank
-        self.world_size = cluster.world_size
-        self.waiting_for = "nothing"
-        self._cluster = cluster
-        self._num_meetings = 0
-
-    def start(self, operation: Operation, channel: int) -> Ticket:
-        cluster = self._cluster
-        self.waiting_for = type(operation).__name__
-        match operation:
-            case Send(peer, payload):
-                cluster.deliver(self.rank, peer, channel, payload)
-                return Finished()
-            case Recv(peer, timeout_s):
-                self.waiting_for = f"Recv from {peer}"
-                return _VirtualReceive(cluster, peer, self.rank, channel, timeout_s)
-            case Now():
-                return Finished(cluster.now_s)
-            case Sleep(seconds):
-                return _VirtualSleep(cluster, seconds)
-            case AllReduce() | Broadcast() | AllGather():
-                # Dense collectives meet in the order in which each rank begins them, whatever their channel, as over gloo.
-                key = self._num_meetings
-                self._num_meetings += 1
-                cluster.meet(self.rank, key, operation)
-                return _VirtualMeeting(cluster, self.rank, key)
-
-    def close(self) -> None:
-        pass
-
-
-class _VirtualReceive:
-    def __init__(self, cluster: VirtualCluster, source: int, target: int, channel: int, timeout_s: float | None) -> None:
-        self._cluster = cluster
-        self._inbox = cluster.take(source, target, channel)
-        self._source = source
-        self._expired = False
-        if timeout_s is not None:
-            cluster.at(cluster.now_s + timeout_s, self._expire)
-
-    def _expire(self) -> None:
-        self._expired = True
-
-    def done(self) -> bool:
-        return bool(self._inbox) or self._expired or self._cluster.death() is not None
-
-    def wait(self) -> bytes:
-        if self._inbox:
-            return self._inbox.popleft()
-        if (death := self._cluster.death()) is not None:
-            raise PeerError(f"rank {death[0]} failed while rank {self._source} was waited for: {death[1]}", rank=death[0])
-        if self._expired:
-            raise PeerTimeoutError(f"nothing came from rank {self._source} in time", rank=self._source)
-        raise AssertionError("a virtual receive was waited for before it was done")
-
-
-class _VirtualSleep:
-    def __init__(self, cluster: VirtualCluster, seconds: float) -> None:
-        self._over = False
-        cluster.at(cluster.now_s + seconds, self._wake)
-
-    def _wake(self) -> None:
-        self._over = True
-
-    def done(self) -> bool:
-        return self._over
-
-    def wait(self) -> None:
-        assert self._over, "a virtual sleep was waited for before it was done"
-
-
-class _VirtualMeeting:
-    def __init__(self, cluster: VirtualCluster, rank: int, key: int) -> None:
-        self._cluster, self._rank, self._key = cluster, rank, key
-
-    def done(self) -> bool:
-        return self._cluster.has_met(self._key) or self._cluster.death() is not None
-
-    def wait(self) -> Any:
-        if self._cluster.has_met(self._key):
-            return self._cluster.take_result(self._rank, self._key)
-        death = self._cluster.death()
-        assert death is not None, "a virtual collective was waited for before it was done"
-        raise PeerError(f"rank {death[0]} failed during a collective: {death[1]}", rank=death[0])
 
 
 def _num_bytes(operation: Operation) -> int:

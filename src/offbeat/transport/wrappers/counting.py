@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Operation, Recv, Send
+from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Operation, Recv, RecvAny, Send
 from offbeat.transport.wrappers.base import Wrapper
 
 _MAX_ARRIVALS = 65_536
@@ -120,7 +120,7 @@ class Counting(Wrapper):
                 ticket = self.inner.start(operation, channel)
                 self._add(Traffic(bytes_sent=memoryview(payload).nbytes, messages_sent=1))
                 return ticket
-            case Recv() | AllReduce() | Broadcast() | AllGather():
+            case Recv() | RecvAny() | AllReduce() | Broadcast() | AllGather():
                 return _Timed(self, operation, channel)
             case _:
                 return self.inner.start(operation, channel)
@@ -146,7 +146,11 @@ class Counting(Wrapper):
         self.traffic = self.traffic.plus(traffic)
 
     def _complete(self, result: Any, operation: Operation, arrival: Arrival) -> None:
-        if isinstance(operation, Recv):
+        if isinstance(operation, RecvAny):
+            sender, payload = result
+            if sender != self.rank:
+                self._add(Traffic(bytes_received=memoryview(payload).nbytes, messages_received=1))
+        elif isinstance(operation, Recv):
             self._add(Traffic(bytes_received=memoryview(result).nbytes, messages_received=1))
         else:
             self._add(ring_traffic(operation, result, rank=self.rank, world_size=self.world_size))

@@ -11,6 +11,7 @@ that send to one are not slowed down by each other, as they would be on a real n
 
 from __future__ import annotations
 
+import heapq
 import math
 import struct
 from collections import defaultdict, deque
@@ -20,7 +21,7 @@ from typing import Any
 
 from offbeat.errors import OffbeatError, PeerTimeoutError, WireError
 from offbeat.transport.driver import Driver, Finished, Ticket
-from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Operation, Payload, Recv, Send, Sleep
+from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Operation, Payload, Recv, RecvAny, Send, Sleep
 from offbeat.transport.wrappers.base import Raised, Wrapper
 from offbeat.transport.wrappers.counting import ring_traffic
 
@@ -58,6 +59,8 @@ class Delaying(Wrapper):
         self._delay = delay
         self._link_free_s = -math.inf
         self._arrived: defaultdict[tuple[int, int], deque[tuple[float, Payload]]] = defaultdict(deque)
+        self._arrived_from_any: defaultdict[int, list[tuple[float, int, int, Payload]]] = defaultdict(list)
+        self._num_arrived = 0
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
@@ -67,6 +70,8 @@ class Delaying(Wrapper):
                 return self.inner.start(Send(peer, _DUE.pack(due_s) + payload), channel)
             case Recv(peer, _):
                 return _LateMessage(self, operation, channel, self._arrived[peer, channel])
+            case RecvAny():
+                return _LateMessageOfAny(self, operation, channel)
             case AllReduce() | Broadcast() | AllGather():
                 ticket = self.inner.start(operation, channel)
                 return _LateResult(self, ticket, channel, self._occupy_link(self._share(operation), channel))
@@ -77,6 +82,24 @@ class Delaying(Wrapper):
         """A ticket that is done when the inner driver's clock shows `when_s`."""
         remaining_s = when_s - self.now_s(channel)
         return self.inner.start(Sleep(remaining_s), channel) if remaining_s > 0 else Finished()
+
+    def unstamp(self, sender: int, payload: Payload) -> tuple[float, Payload]:
+        """When a message is due, on the inner driver's clock, and what it says."""
+        stamped = memoryview(payload)
+        if len(stamped) < _DUE.size:
+            raise WireError(f"a message of rank {sender} carries no time at which it is due; delay the driver of every rank")
+        (due_s,) = _DUE.unpack_from(stamped)
+        return due_s, stamped[_DUE.size :]
+
+    def from_any(self, channel: int) -> list[tuple[float, int, int, Payload]]:
+        """What arrived on `channel` for a `RecvAny`: a heap of (due, number, sender, payload)."""
+        return self._arrived_from_any[channel]
+
+    def take_in(self, sender: int, channel: int, payload: Payload) -> None:
+        """Let a message wait for a `RecvAny` until it is due; at once if this rank posted it to itself."""
+        due_s, content = (-math.inf, payload) if sender == self.rank else self.unstamp(sender, payload)
+        self._num_arrived += 1
+        heapq.heappush(self._arrived_from_any[channel], (due_s, self._num_arrived, sender, content))
 
     def _occupy_link(self, delivery: Delivery, channel: int) -> float:
         """Returns when the delivery ends."""
@@ -146,10 +169,61 @@ class _LateMessage:
     def _take_in(self) -> None:
         if self._arrived:
             return
-        stamped = memoryview(self._ticket.wait())
-        if len(stamped) < _DUE.size:
-            raise WireError(
-                f"a message of rank {self._peer} carries no time at which it is due; delay the driver of every rank"
-            )
-        (due_s,) = _DUE.unpack_from(stamped)
-        self._arrived.append((due_s, stamped[_DUE.size :]))
+        self._arrived.append(self._delaying.unstamp(self._peer, self._ticket.wait()))
+
+
+class _LateMessageOfAny:
+    """A receive from anybody that gives messages away in the order in which they are due."""
+
+    def __init__(self, delaying: Delaying, operation: RecvAny, channel: int) -> None:
+        self._delaying = delaying
+        self._peers = operation.peers
+        self._channel = channel
+        self._arrived = delaying.from_any(channel)
+        timeout_s = math.inf if operation.timeout_s is None else operation.timeout_s
+        self._deadline_s = delaying.now_s(channel) + timeout_s
+        self._ticket = delaying.inner.start(RecvAny(self._peers), channel)
+        self._error: OffbeatError | None = None
+        self._alarm_s = math.inf
+        self._alarm: Ticket = Finished()
+
+    def done(self) -> bool:
+        while self._error is None and self._ticket.done():
+            self._take_in(self._ticket)
+            self._ticket = self._delaying.inner.start(RecvAny(self._peers), self._channel)
+        return self._error_is_next() or self._is_past(self._next_s())
+
+    def wait(self) -> tuple[int, Payload]:
+        while not self.done():
+            remaining_s = self._next_s() - self._delaying.now_s(self._channel)
+            timeout_s = max(0.0, remaining_s) if remaining_s < math.inf else None
+            self._take_in(self._delaying.inner.start(RecvAny(self._peers, timeout_s), self._channel))
+        if self._error is not None and self._error_is_next():
+            raise self._error
+        if not self._arrived or self._arrived[0][0] > self._deadline_s:
+            raise PeerTimeoutError("the time limit passed before anybody's message was due")
+        _, _, sender, payload = heapq.heappop(self._arrived)
+        return sender, payload
+
+    def _take_in(self, ticket: Ticket) -> None:
+        try:
+            sender, payload = ticket.wait()
+            self._delaying.take_in(sender, self._channel, payload)
+        except PeerTimeoutError:
+            pass
+        except OffbeatError as error:
+            self._error = error
+
+    def _error_is_next(self) -> bool:
+        """Whether all that was sent before the failure has been given away."""
+        return self._error is not None and not self._arrived
+
+    def _next_s(self) -> float:
+        """When there will be something to give away, or the time limit passes."""
+        return min(self._arrived[0][0] if self._arrived else math.inf, self._deadline_s)
+
+    def _is_past(self, when_s: float) -> bool:
+        # an alarm that rang settles it: the clock may show a rounded time just before `when_s`
+        if when_s < self._alarm_s:
+            self._alarm_s, self._alarm = when_s, self._delaying.sleep_until(when_s, self._channel)
+        return when_s < math.inf and self._alarm.done()

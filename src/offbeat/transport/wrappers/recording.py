@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Now, Operation, Recv, Send, Sleep
+from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Now, Operation, Post, Recv, RecvAny, Send, Sleep
 from offbeat.transport.wrappers.base import Wrapper
 
 
@@ -42,6 +42,8 @@ class Recording(Wrapper):
         match operation:
             case Recv(peer, _):
                 return _Taken(ticket, self.operations, peer, channel)
+            case RecvAny():
+                return _Taken(ticket, self.operations, None, channel)
             case Send(peer, payload):
                 self.operations.append(Recorded(kind, peer, memoryview(payload).nbytes, channel))
             case AllGather(payload):
@@ -52,15 +54,17 @@ class Recording(Wrapper):
                 self.operations.append(Recorded(kind, root, tensor.nbytes, channel))
             case Sleep():
                 self.operations.append(Recorded(kind, None, 0, channel))
+            case Post(payload):
+                self.operations.append(Recorded(kind, self.rank, memoryview(payload).nbytes, channel))
             case Now():
                 pass
         return ticket
 
 
 class _Taken:
-    """A receive that is written down once its message is taken: its size is not known before."""
+    """A receive that is written down once its message is taken: its size is not known before, nor perhaps its sender."""
 
-    def __init__(self, ticket: Ticket, operations: list[Recorded], peer: int, channel: int) -> None:
+    def __init__(self, ticket: Ticket, operations: list[Recorded], peer: int | None, channel: int) -> None:
         self._ticket = ticket
         self._operations = operations
         self._peer = peer
@@ -70,6 +74,8 @@ class _Taken:
         return self._ticket.done()
 
     def wait(self) -> Any:
-        payload = self._ticket.wait()
-        self._operations.append(Recorded(Recv.__name__, self._peer, memoryview(payload).nbytes, self._channel))
-        return payload
+        result = self._ticket.wait()
+        kind = Recv if self._peer is not None else RecvAny
+        sender, payload = (self._peer, result) if self._peer is not None else result
+        self._operations.append(Recorded(kind.__name__, sender, memoryview(payload).nbytes, self._channel))
+        return result

@@ -1,0 +1,249 @@
+"""What one rank's side of the group averages decides: which versions are under way, what each waits for, whom to suspect.
+
+Takes messages and times, gives messages; `group_average.serve` carries them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Literal, TypeAlias
+
+from offbeat.codec.model_wire import Kind, ModelMessage
+from offbeat.collectives.group_base import Happenings, Outcome, Replica, Terms
+from offbeat.collectives.group_rounds import Direct, Outgoing, Round, Scattered
+from offbeat.errors import WireError
+from offbeat.planning.deadlines import Patience, deadline_s
+from offbeat.planning.groups import Meeting
+from offbeat.transport.operations import Payload
+
+Phase: TypeAlias = Literal["arrivals", "answers", "averages"]
+"""What a round waits for: that enough arrive, that all contribute, or that the owners of regions send averages."""
+
+_FROM_ONESELF = (Kind.ARRIVE, Kind.FINISH)
+_MAX_DIRECT_GROUP = 64
+_REMEMBERED_VERSIONS = 4096
+
+
+class _Attended:
+    """A round and when it began to wait for what."""
+
+    def __init__(self, round_: Round, meeting: Meeting, now_s: float) -> None:
+        self.round = round_
+        self.meeting = meeting
+        self.opened_s = now_s
+        self.phase: Phase = "arrivals"
+        self.called_s = math.inf
+        self.averaged_s = math.inf
+        self.deadline_s = math.inf
+
+
+class Attendant:
+    """Keeps a rank's rounds going."""
+
+    def __init__(self, rank: int, terms: Terms, replica: Replica, happenings: Happenings) -> None:
+        self.happenings = happenings
+        self._rank = rank
+        self._terms = terms
+        self._replica = replica
+        self._rounds: dict[int, _Attended] = {}
+        self._over: dict[int, float] = {}
+        self._newest = -1
+        self._arrived = -1
+        self._outgoing: Outgoing = []
+        self._finished: set[int] = set()
+        patience: dict[Phase, Patience] = {
+            "arrivals": terms.arrival_patience,
+            "answers": terms.patience,
+            "averages": terms.patience,
+        }
+        self._patience = patience
+        self._waits_s: dict[Phase, deque[float]] = {phase: deque(maxlen=patience[phase].window) for phase in patience}
+
+    @property
+    def audience(self) -> frozenset[int]:
+        return frozenset(self._terms.members) - self.happenings.dead
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank and all that live have finished, and nothing is owed to it."""
+        return not self._rounds and self._finished >= self.audience
+
+    def take_outgoing(self) -> Outgoing:
+        taken, self._outgoing = self._outgoing, []
+        return [(peer, message) for peer, message in taken if peer not in self.happenings.dead]
+
+    def time_left_s(self, now_s: float) -> float | None:
+        earliest_s = min((attended.deadline_s for attended in self._rounds.values()), default=math.inf)
+        return None if earliest_s == math.inf else max(0.0, earliest_s - now_s)
+
+    def take(self, sender: int, payload: Payload, now_s: float) -> None:
+        message = ModelMessage.from_bytes(payload)
+        if message.generation != self._terms.generation:
+            self.happenings.foreign += 1
+            return
+        if (sender == self._rank) != (message.kind in _FROM_ONESELF):
+            raise WireError(f"rank {sender} sent rank {self._rank} a message of kind {message.kind.name}, which it cannot")
+        self.happenings.suspected.discard(sender)
+        match message.kind:
+            case Kind.ARRIVE:
+                self._arrive(message.version, now_s)
+            case Kind.FINISH:
+                self._finished.add(self._rank)
+                note = ModelMessage(kind=Kind.FINISHED, generation=self._terms.generation).to_bytes()
+                self._outgoing += [(peer, note) for peer in self.audience - {self._rank}]
+            case Kind.FINISHED:
+                self._finished.add(sender)
+            case _:
+                self._take_model(sender, message, now_s)
+        self._go_on(now_s)
+
+    def bury(self, rank: int, now_s: float) -> None:
+        """The driver says that `rank` is dead."""
+        self.happenings.dead.add(rank)
+        self.happenings.suspected.discard(rank)
+        for attended in self._rounds.values():
+            attended.round.bury(rank)
+        self._go_on(now_s)
+
+    def lose_patience(self, now_s: float) -> None:
+        """The earliest deadline has passed."""
+        late = min(self._rounds.values(), key=lambda attended: attended.deadline_s)
+        if late.phase == "arrivals":
+            self._call(late, now_s)
+        else:
+            silent = late.round.awaited() - self._absent()
+            self.happenings.suspected |= silent
+            self.happenings.suspicions += len(silent)
+        self._go_on(now_s)
+
+    def _absent(self) -> set[int]:
+        return self.happenings.dead | self.happenings.suspected
+
+    def _open(self, version: int, now_s: float) -> _Attended:
+        meeting = self._terms.meeting(version)
+        attended = _Attended(_new_round(version, meeting.group, self._rank, self._terms), meeting, now_s)
+        if 1 < meeting.min_fresh < len(meeting.group):
+            attended.deadline_s = now_s + self._deadline_s("arrivals")
+        self._rounds[version] = attended
+        return attended
+
+    def _is_past(self, version: int) -> bool:
+        return version in self._over or self._is_forgotten(version)
+
+    def _arrive(self, version: int, now_s: float) -> None:
+        self._arrived = max(self._arrived, version)
+        if self._is_past(version):
+            return
+        attended = self._rounds.get(version) or self._open(version, now_s)
+        if not attended.round.contributed:
+            self.happenings.arrivals += 1
+            self._contribute(attended)
+
+    def _contribute(self, attended: _Attended) -> None:
+        version = attended.round.version
+        mine = self._replica.contribute(version)
+        arrived = version <= self._arrived or (mine is not None and mine.fresh)
+        self._outgoing += attended.round.contribute(mine, self._absent(), arrived=arrived)
+
+    def _take_model(self, sender: int, message: ModelMessage, now_s: float) -> None:
+        version, is_average = message.version, message.kind == Kind.AVERAGE
+        attended = self._rounds.get(version)
+        if attended is None and self._is_past(version):
+            self._count(message, is_late=True)
+            if not is_average:
+                self._observe("answers", self._over.get(version, math.inf), now_s)
+            return
+        is_new = attended is None
+        if attended is None:
+            attended = self._open(version, now_s)
+        if sender not in attended.round.group:
+            raise WireError(
+                f"rank {sender} sent a message of version {version}, in which rank {self._rank} meets {attended.round.group}; "
+                "do all ranks have the same options?"
+            )
+        if is_average:
+            self._observe("averages", attended.averaged_s, now_s)
+        else:
+            self._observe("answers", attended.called_s, now_s)
+        self._count(message, is_late=attended.round.take(sender, message))
+        if is_new and not attended.round.is_called(self._num_to_come(attended.meeting)):
+            self._replica.invite(version)
+
+    def _observe(self, phase: Phase, since_s: float, now_s: float) -> None:
+        """Learn from an answer; those that came before this rank began to wait say nothing about how long to wait."""
+        if since_s <= now_s:
+            self._waits_s[phase].append(now_s - since_s)
+
+    def _count(self, message: ModelMessage, *, is_late: bool) -> None:
+        self.happenings.late_parts += is_late and message.kind == Kind.PART
+        self.happenings.late_averages += is_late and message.kind == Kind.AVERAGE
+
+    def _num_to_come(self, meeting: Meeting) -> int:
+        """How many arrivals the meeting waits for; those that will not come are not waited for."""
+        gone = self.happenings.dead | self._finished
+        if meeting.min_fresh < len(meeting.group):
+            gone = gone | self.happenings.suspected
+        return min(meeting.min_fresh, sum(rank not in gone for rank in meeting.group))
+
+    def _call(self, attended: _Attended, now_s: float) -> None:
+        """Enough have arrived: from now on the network is all that is waited for."""
+        if not attended.round.contributed:
+            self.happenings.answers += 1
+            self._contribute(attended)
+        attended.phase, attended.called_s = "answers", now_s
+        attended.deadline_s = now_s + self._deadline_s("answers")
+
+    def _deadline_s(self, phase: Phase) -> float:
+        return deadline_s(self._waits_s[phase], self._patience[phase])
+
+    def _go_on(self, now_s: float) -> None:
+        """Let every round go as far as it gets without waiting."""
+        for attended in list(self._rounds.values()):
+            round_ = attended.round
+            if round_.version <= self._arrived and not round_.contributed:
+                self._contribute(attended)  # whoever waits for this rank to arrive there would wait for ever
+            if attended.phase == "arrivals" and round_.is_called(self._num_to_come(attended.meeting)):
+                if attended.meeting.min_fresh > 1:
+                    self._observe("arrivals", attended.opened_s, now_s)
+                self._call(attended, now_s)
+            while attended.phase != "arrivals" and not round_.over and round_.awaited() <= self._absent():
+                self._outgoing += round_.go_on(self._absent())
+                attended.phase, attended.averaged_s = "averages", now_s
+                attended.deadline_s = now_s + self._deadline_s("averages")
+            if round_.over:
+                self._close(attended, now_s)
+
+    def _close(self, attended: _Attended, now_s: float) -> None:
+        round_ = attended.round
+        version, pieces = round_.version, round_.take_pieces()
+        if version in self._over:
+            for piece in pieces:
+                self._replica.amend(version, piece)
+        else:
+            self._remember(version, attended.called_s)
+            attended.deadline_s = math.inf
+            if round_.debtors():
+                round_.keep_for_late_pieces()
+            pieces.sort(key=lambda piece: piece.begin)
+            self._replica.close(
+                Outcome(version=version, group=round_.group, pieces=tuple(pieces), opened_s=attended.opened_s, closed_s=now_s)
+            )
+        if not round_.debtors():
+            del self._rounds[version]
+
+    def _remember(self, version: int, called_s: float) -> None:
+        self._over[version] = called_s
+        self._newest = max(self._newest, version)
+        if len(self._over) > 2 * _REMEMBERED_VERSIONS:
+            self._over = {known: when_s for known, when_s in self._over.items() if not self._is_forgotten(known)}
+
+    def _is_forgotten(self, version: int) -> bool:
+        return version < self._newest - _REMEMBERED_VERSIONS
+
+
+def _new_round(version: int, group: tuple[int, ...], rank: int, terms: Terms) -> Round:
+    sent_directly = (len(group) - 1) * terms.num_elements * terms.dtype.itemsize
+    is_small = sent_directly <= terms.direct_bytes and len(group) <= _MAX_DIRECT_GROUP
+    kind = Direct if is_small or len(group) <= 2 else Scattered
+    return kind(version, group, rank=rank, terms=terms)

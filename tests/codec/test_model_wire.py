@@ -1,0 +1,105 @@
+"""Messages of group averages: what is written is read, and nothing else is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.codec.model_wire import ABSENT, HEAD_BYTES, NOTE_BYTES, Kind, ModelMessage, Note
+from offbeat.errors import WireError
+
+notes = st.builds(Note, weight=st.floats(0, 1e9), step=st.integers(-1, 2**62), fresh=st.booleans())
+messages = st.builds(
+    ModelMessage,
+    kind=st.sampled_from(Kind),
+    generation=st.integers(0, 2**32 - 1),
+    version=st.integers(-1, 2**62),
+    step=st.integers(-1, 2**62),
+    fresh=st.booleans(),
+    arrived=st.booleans(),
+    weight=st.floats(0, 1e9),
+    party=st.integers(0, 2**64 - 1),
+    num_elements=st.integers(100, 2**40),
+    begin=st.integers(0, 50),
+    values=st.lists(st.floats(width=32), max_size=50).flatmap(
+        lambda values: st.sampled_from([np.array(values, np.float32), np.array(values, np.float64)])
+    ),
+    notes=st.lists(notes, max_size=6).map(tuple),
+)
+
+
+@given(messages)
+def test_what_is_written_is_read(message: ModelMessage) -> None:
+    content = message.to_bytes()
+    assert len(content) == HEAD_BYTES + NOTE_BYTES * len(message.notes) + message.values.nbytes
+    read = ModelMessage.from_bytes(memoryview(content))
+    for name in (
+        "kind",
+        "generation",
+        "version",
+        "step",
+        "fresh",
+        "arrived",
+        "weight",
+        "party",
+        "num_elements",
+        "begin",
+        "notes",
+    ):
+        assert getattr(read, name) == getattr(message, name)
+    assert read.values.dtype == message.values.dtype
+    assert read.values.tobytes() == message.values.tobytes()
+    assert not read.values.flags.writeable or not read.values.size
+
+
+@given(messages, st.data())
+def test_whatever_is_altered_in_the_head_raises_or_reads_as_something_else(message: ModelMessage, data: st.DataObject) -> None:
+    content = bytearray(message.to_bytes())
+    position = data.draw(st.integers(0, HEAD_BYTES - 1))
+    content[position] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        read = ModelMessage.from_bytes(content)
+    except WireError:
+        return
+    assert read.to_bytes() == bytes(content)
+
+
+@given(messages, st.integers(1, 200))
+def test_a_truncated_or_extended_message_is_refused(message: ModelMessage, count: int) -> None:
+    content = message.to_bytes()
+    with pytest.raises(WireError):
+        ModelMessage.from_bytes(content[:-count])
+    with pytest.raises(WireError):
+        ModelMessage.from_bytes(content + bytes(count))
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_weights_that_cannot_be_are_refused(weight: float) -> None:
+    with pytest.raises(WireError, match="holds the weight"):
+        ModelMessage.from_bytes(ModelMessage(kind=Kind.PART, generation=0, weight=weight).to_bytes())
+    noted = ModelMessage(kind=Kind.AVERAGE, generation=0, notes=(Note(weight=weight, step=0, fresh=False),))
+    with pytest.raises(WireError, match="holds the weight"):
+        ModelMessage.from_bytes(noted.to_bytes())
+
+
+def test_values_beyond_the_model_are_refused() -> None:
+    message = ModelMessage(kind=Kind.PART, generation=0, num_elements=4, begin=3, values=np.zeros(2, np.float32))
+    with pytest.raises(WireError, match="elements 3 to 5 of a model of 4"):
+        ModelMessage.from_bytes(message.to_bytes())
+
+
+def test_values_are_not_copied() -> None:
+    content = ModelMessage(kind=Kind.PART, generation=0, num_elements=3, values=np.arange(3, dtype=np.float32)).to_bytes()
+    buffer = bytearray(content)
+    read = ModelMessage.from_bytes(buffer)
+    buffer[-4:] = np.float32(7).tobytes()
+    assert read.values.tolist() == [0.0, 1.0, 7.0]
+
+
+def test_the_note_of_what_is_withheld_says_that_nothing_is_in() -> None:
+    assert ModelMessage(kind=Kind.PART, generation=0, step=3, fresh=True).note == ABSENT
+    assert ModelMessage(kind=Kind.PART, generation=0, step=3, fresh=True, weight=2.0).note == Note(
+        weight=2.0, step=3, fresh=True
+    )

@@ -1,0 +1,308 @@
+"""Group averages under schedules made by hand."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from group_support.world import GENERATION, SERVE, Schedule, World
+from offbeat.codec.model_wire import Kind, ModelMessage
+from offbeat.collectives.group_average import arrive, finish, serve
+from offbeat.collectives.group_base import Contribution, Happenings, Outcome, Piece, Terms
+from offbeat.errors import OffbeatError, WireError
+from offbeat.planning.deadlines import Patience
+from offbeat.planning.groups import Meeting, meeting
+from offbeat.transport.operations import Collective, Payload, Post, RecvAny, Send
+from offbeat.transport.solo import Solo
+from offbeat.transport.virtual import VirtualCluster, VirtualLink
+
+LATENCY_S = 0.001
+BOTH_WAYS = pytest.mark.parametrize("direct_bytes", [0, 1 << 20], ids=["scattered", "direct"])
+
+
+def run(schedule: Schedule) -> World:
+    world = World(schedule)
+    world.run()
+    return world
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_a_group_of_all_that_arrive_together_is_an_all_reduce(world_size: int, direct_bytes: int) -> None:
+    world = run(
+        Schedule(
+            seed=1,
+            world_size=world_size,
+            group_size=max(2, world_size),
+            num_steps=1,
+            direct_bytes=direct_bytes,
+            quorum=1.0,
+            period=1,
+        )
+    )
+    mean = world.total / world_size
+    for model in world.models:
+        np.testing.assert_allclose(model.values[::2], mean, rtol=1e-12)
+        assert model.values.tobytes() == world.models[0].values.tobytes()
+        (outcome,) = model.closed
+        assert outcome.staleness == dict.fromkeys(range(world_size), -1)
+        assert all(note.fresh and note.weight == 1.0 for note in outcome.members.values())
+
+
+@BOTH_WAYS
+def test_who_computes_contributes_its_last_snapshot_and_computes_on(direct_bytes: int) -> None:
+    late_s = 100.0
+    world = run(
+        Schedule(
+            seed=2,
+            world_size=3,
+            group_size=3,
+            num_steps=1,
+            direct_bytes=direct_bytes,
+            compute_s=lambda rank, step: late_s if rank == 2 else 1.0 + rank,
+        )
+    )
+    assert [happening.arrivals for happening in world.happenings] == [1, 0, 0]
+    assert [happening.answers for happening in world.happenings] == [0, 1, 1]
+    (outcome,) = world.models[0].closed
+    assert {rank: note.fresh for rank, note in outcome.members.items()} == {0: True, 1: False, 2: False}
+    assert outcome.closed_s <= 1.0 + 3 * LATENCY_S + 1e-9
+    assert world.models[2].closed[0].closed_s < late_s
+    assert world.models[2].waits_s == []
+
+
+def test_who_is_twice_as_slow_costs_the_others_nothing() -> None:
+    world = run(
+        Schedule(
+            seed=3,
+            world_size=8,
+            group_size=4,
+            num_steps=20,
+            num_elements=40,
+            compute_s=lambda rank, step: 2.0 if rank == 5 else 1.0,
+        )
+    )
+    for rank in set(range(8)) - {5}:
+        assert sum(wait_s for _, wait_s in world.models[rank].waits_s) <= 20 * 3 * LATENCY_S + 1e-9
+
+
+def sync_of_four(quorum: float, patience: Patience | None = None) -> World:
+    return run(
+        Schedule(
+            seed=4,
+            world_size=4,
+            group_size=2,
+            num_steps=1,
+            period=1,
+            quorum=quorum,
+            patience=patience or Patience(cap_s=1000.0),
+            compute_s=lambda rank, step: [1.0, 2.0, 3.0, 50.0][rank],
+        )
+    )
+
+
+@pytest.mark.parametrize(("quorum", "at_s"), [(0.25, 1.0), (0.5, 2.0), (0.75, 3.0), (1.0, 50.0)])
+def test_a_meeting_of_everyone_waits_for_its_quorum_and_no_longer(quorum: float, at_s: float) -> None:
+    for model in sync_of_four(quorum).models:
+        assert at_s <= model.closed[0].closed_s <= at_s + 4 * LATENCY_S
+
+
+def test_a_quorum_that_does_not_come_together_in_time_is_done_without() -> None:
+    world = sync_of_four(0.75, Patience(floor_s=0.1, cap_s=0.5))
+    assert all(model.closed[0].closed_s == pytest.approx(1.5, abs=4 * LATENCY_S) for model in world.models)
+    assert [happening.suspicions for happening in world.happenings] == [0] * 4
+
+
+@BOTH_WAYS
+def test_a_stopped_rank_is_waited_for_once_and_taken_back(direct_bytes: int) -> None:
+    patience = Patience(floor_s=0.05, cap_s=0.5, min_samples=3)
+    world = run(
+        Schedule(
+            seed=5,
+            world_size=4,
+            group_size=4,
+            num_steps=12,
+            patience=patience,
+            direct_bytes=direct_bytes,
+            freezes=[(3, 2.5, 4.0)],
+            compute_s=lambda rank, step: 1.0 + 0.01 * rank,
+        )
+    )
+    for rank in range(3):
+        assert sum(wait_s for _, wait_s in world.models[rank].waits_s) <= 2 * 0.5 + 12 * 4 * LATENCY_S
+        without = [outcome for outcome in world.models[rank].closed if outcome.members.keys() == {0, 1, 2}]
+        complete = [outcome for outcome in world.models[rank].closed if outcome.members.keys() == {0, 1, 2, 3}]
+        assert 1 <= len(without) <= 5
+        assert max(outcome.version for outcome in complete) > max(outcome.version for outcome in without)
+    assert all(not happening.suspected for happening in world.happenings)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_all_but_one_may_die(world_size: int, direct_bytes: int) -> None:
+    world = run(
+        Schedule(
+            seed=6,
+            world_size=world_size,
+            group_size=world_size,
+            num_steps=8,
+            period=3,
+            direct_bytes=direct_bytes,
+            death_notice_s=0.2,
+            kills=[(rank, 0.8 + 0.9 * rank) for rank in range(1, world_size)],
+        )
+    )
+    survivor = world.models[0]
+    assert survivor.step == 8
+    assert world.happenings[0].dead == set(range(1, world_size))
+    assert all(wait_s <= 1.0 for _, wait_s in survivor.waits_s)
+
+
+def test_who_has_finished_goes_on_answering() -> None:
+    world = run(
+        Schedule(
+            seed=7, world_size=3, group_size=3, num_steps=3, compute_s=lambda rank, step: 0.1 if rank == 0 else 10.0 + rank
+        )
+    )
+    last = world.models[1].closed[-1]
+    assert last.closed_s > 30.0
+    assert last.members.keys() == {0, 1, 2}
+
+
+class Recorder:
+    """A replica that contributes the same values every time."""
+
+    def __init__(self, values: np.ndarray[tuple[int], np.dtype[np.float32]]) -> None:
+        self.values = values
+        self.outcomes: list[Outcome] = []
+
+    def contribute(self, version: int) -> Contribution | None:
+        return Contribution(values=self.values, step=version + 1, fresh=True)
+
+    def invite(self, version: int) -> None:
+        raise AssertionError(f"version {version} waits for nobody")
+
+    def close(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+    def amend(self, version: int, piece: Piece) -> None:
+        raise AssertionError(f"{piece} of version {version} was not owed")
+
+
+def terms_of(num_members: int, num_elements: int = 4, rank: int = 0) -> Terms:
+    members = tuple(range(num_members))
+    return Terms(
+        members=members,
+        generation=GENERATION,
+        num_elements=num_elements,
+        meeting=partial(meeting, rank=rank, members=members, group_size=2),
+    )
+
+
+def test_a_world_of_one_averages_with_itself() -> None:
+    solo, replica = Solo(), Recorder(np.arange(4, dtype=np.float32))
+    for message in (arrive(0, generation=GENERATION), arrive(1, generation=GENERATION), finish(generation=GENERATION)):
+        solo.start(Post(message), SERVE)
+    happenings = solo.run(serve(0, terms_of(1), replica), SERVE)
+    assert happenings == Happenings(arrivals=2)
+    for outcome in replica.outcomes:
+        assert outcome.pieces[0].average.tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert outcome.pieces[0].sum_of_weights == 1.0
+
+
+def answer_to(message: Payload) -> tuple[Happenings | OffbeatError, Recorder]:
+    """What becomes of rank 0 when rank 1 sends `message` and is gone."""
+    replica = Recorder(np.ones(4, np.float32))
+    cluster = VirtualCluster(2, watch_all=False, link=VirtualLink(latency_s=LATENCY_S))
+
+    def work() -> Collective[Happenings]:
+        yield Post(finish(generation=GENERATION))
+        return (yield from serve(0, terms_of(2), replica))
+
+    def intrude() -> Collective[Happenings]:
+        yield Send(0, message)
+        yield RecvAny(frozenset({0}))
+        cluster.leave(1)
+        return Happenings()
+
+    return cluster.outcomes([work(), intrude()], channel=SERVE)[0], replica
+
+
+def part(**changes: object) -> ModelMessage:
+    options: dict[str, object] = {
+        "kind": Kind.PART,
+        "generation": GENERATION,
+        "version": 0,
+        "step": 1,
+        "weight": 1.0,
+        "party": 0b11,
+        "num_elements": 4,
+        "values": np.zeros(4, np.float32),
+    }
+    return ModelMessage(**(options | changes))  # type: ignore[arg-type]  # tests name fields that exist
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (b"not a message", "72 bytes or more"),
+        (part().to_bytes()[:-1], "announces"),
+        (part(num_elements=5, values=np.zeros(5, np.float32)).to_bytes(), "same model"),
+        (part(values=np.zeros(4, np.float64)).to_bytes(), "same model"),
+        (part(values=np.zeros(3, np.float32)).to_bytes(), "same model"),
+        (part(kind=Kind.AVERAGE).to_bytes(), "without owners"),
+        (arrive(0, generation=GENERATION), "which it cannot"),
+    ],
+)
+def test_a_message_that_cannot_be_right_is_one_clear_error_and_touches_no_model(message: Payload, complaint: str) -> None:
+    outcome, replica = answer_to(message)
+    assert isinstance(outcome, WireError)
+    assert complaint in str(outcome)
+    assert replica.outcomes == []
+
+
+def test_a_message_of_another_generation_is_ignored_and_counted() -> None:
+    outcome, replica = answer_to(part(generation=GENERATION + 1).to_bytes())
+    assert outcome == Happenings(foreign=1, dead={1})
+    assert replica.outcomes == []
+
+
+def test_a_message_for_a_group_that_one_is_not_in_is_an_error() -> None:
+    def wrong_meeting(version: int) -> Meeting:
+        return Meeting(group=(0, 2))
+
+    terms = terms_of(3)
+    terms = Terms(members=terms.members, generation=GENERATION, num_elements=4, meeting=wrong_meeting)
+    cluster = VirtualCluster(3, watch_all=False)
+
+    def intrude() -> Collective[Happenings]:
+        yield Send(0, part().to_bytes())
+        return Happenings()
+
+    def idle() -> Collective[Happenings]:
+        yield Post(b"")
+        return Happenings()
+
+    work = [serve(0, terms, Recorder(np.ones(4, np.float32))), intrude(), idle()]
+    outcome = cluster.outcomes(work, channel=SERVE)[0]
+    assert isinstance(outcome, WireError)
+    assert "same options" in str(outcome)
+
+
+def test_ranks_that_wait_for_all_at_different_versions_do_not_wait_for_ever() -> None:
+    cluster = VirtualCluster(2, watch_all=False)
+    replicas = [Recorder(np.full(4, float(rank), np.float32)) for rank in range(2)]
+    terms = Terms(members=(0, 1), generation=GENERATION, num_elements=4, meeting=lambda _: Meeting(group=(0, 1), min_fresh=2))
+
+    def work(rank: int, versions: tuple[int, ...]) -> Collective[Happenings]:
+        for version in versions:
+            yield Post(arrive(version, generation=GENERATION))
+        yield Post(finish(generation=GENERATION))
+        return (yield from serve(rank, terms, replicas[rank]))
+
+    cluster.run([work(0, (1,)), work(1, (0, 1))], channel=SERVE)
+    for replica in replicas:
+        assert {outcome.version for outcome in replica.outcomes} == {0, 1}
+        assert [outcome.pieces[0].average.tolist() for outcome in replica.outcomes] == [[0.5] * 4] * 2

@@ -1,0 +1,1 @@
+"""A world of ranks that average in groups, under the virtual clock."""

@@ -1,0 +1,337 @@
+"""Random schedules of a group average: arrivals, delays, stops, cuts and deaths, each replayable from its seed.
+
+Every rank trains (sleeps, then changes its model at random) beside its `serve`, as a process would with two threads. Models
+are float64, so that means can be compared; every second element is 1 throughout, so that it stays 1 just as long as the
+weights in every average and every merge sum to 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.codec.model_wire import HEAD_BYTES, NOTE_BYTES, Note
+from offbeat.collectives.group_average import arrive, finish, serve
+from offbeat.collectives.group_base import Contribution, Happenings, Outcome, Piece, Terms
+from offbeat.collectives.group_merge import merge_delta, merge_paper
+from offbeat.errors import OffbeatError, PeerError
+from offbeat.planning.deadlines import Patience
+from offbeat.planning.groups import Meeting, meeting
+from offbeat.transport.driver import Driver, Finished, Ticket
+from offbeat.transport.operations import Collective, Now, Operation, Post, RecvAny, Send, Sleep
+from offbeat.transport.virtual import VirtualCluster, VirtualLink
+from offbeat.transport.wrappers import Counting
+from offbeat.transport.wrappers.base import Raised, Wrapper
+
+SERVE, TRAIN = 1 << 32, 2 << 32
+GENERATION = 3
+
+
+@dataclass(kw_only=True)
+class Schedule:
+    """What happens. Times in seconds of the virtual clock."""
+
+    seed: int
+    world_size: int
+    group_size: int = 2
+    num_elements: int = 6
+    num_steps: int = 4
+    period: int | None = None
+    quorum: float = 1.0
+    direct_bytes: int = 0
+    merge: str = "delta"
+    link: VirtualLink = field(default_factory=lambda: VirtualLink(latency_s=0.001))
+    patience: Patience = field(default_factory=lambda: Patience(floor_s=0.25, cap_s=1.0, min_samples=4))
+    death_notice_s: float = 0.0
+    compute_s: Callable[[int, int], float] = lambda rank, step: 1.0
+    weights: list[float] | None = None
+    abstain: float = 0.0
+    waits_when_late: bool = False
+    leaves: bool = False
+    kills: list[tuple[int, float]] = field(default_factory=list)
+    freezes: list[tuple[int, float, float]] = field(default_factory=list)
+    cuts: list[tuple[int, int, float]] = field(default_factory=list)
+
+    @property
+    def nobody_is_lost(self) -> bool:
+        return not self.kills and not self.cuts
+
+
+class Cut(Wrapper):
+    """Drops what is sent over a link that was cut, and says that the rank at its other end is dead."""
+
+    def __init__(self, inner: Driver, cut: set[frozenset[int]]) -> None:
+        super().__init__(inner)
+        self._cut = cut
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        match operation:
+            case Send(peer, _) if self._is_cut(peer):
+                return Finished()
+            case RecvAny(peers, _) if gone := sorted(filter(self._is_cut, peers)):
+                return Raised(PeerError("cut off", rank=gone[0]))
+        return self.inner.start(operation, channel)
+
+    def _is_cut(self, peer: int) -> bool:
+        return frozenset((self.rank, peer)) in self._cut
+
+
+class Model:
+    """One rank's model and where its training stands."""
+
+    def __init__(self, rank: int, world: World) -> None:
+        self.rank = rank
+        self.world = world
+        self.draw = np.random.default_rng([world.schedule.seed, rank])
+        self.values = np.ones(world.schedule.num_elements)
+        self.values[::2] = self.draw.integers(-50, 50, self.values[::2].size)
+        self.step = 0
+        self.newest = -1
+        self.arrived_at: int | None = None
+        self.invited_to: int | None = None
+        self.answered: set[int] = set()
+        self.open: dict[int, NDArray[np.float64]] = {}
+        self.closed: list[Outcome] = []
+        self.waits_s: list[tuple[int, float]] = []
+
+    def contribute(self, version: int) -> Contribution | None:
+        assert version not in self.open
+        assert all(outcome.version != version for outcome in self.closed)
+        self.newest = max(self.newest, version)
+        self.open[version] = self.values.copy()
+        is_fresh = self.arrived_at is not None
+        if not is_fresh:
+            self.answered.add(version)
+            if self.draw.random() < self.world.schedule.abstain:
+                return None
+        return Contribution(values=self.open[version], step=self.step, fresh=is_fresh, weight=self.world.weights[self.rank])
+
+    def invite(self, version: int) -> None:
+        self.invited_to = version
+
+    def close(self, outcome: Outcome) -> None:
+        buffer = self.open.pop(outcome.version)
+        self.closed.append(outcome)
+        covered = [(piece.begin, piece.end) for piece in outcome.pieces]
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(covered))
+        for piece in outcome.pieces:
+            self._merge(outcome.version, piece)
+        buffer.fill(np.nan)  # another snapshot takes its place
+        self.world.cluster.drivers[self.rank].start(Post(b""), TRAIN)
+
+    def amend(self, version: int, piece: Piece) -> None:
+        outcome = next(outcome for outcome in self.closed if outcome.version == version)
+        assert all(piece.begin != other.begin for other in outcome.pieces)
+        self._merge(version, piece)
+
+    def _merge(self, version: int, piece: Piece) -> None:
+        self.world.saw(self.rank, version, piece)
+        mine = self.values[piece.begin : piece.end]
+        if self.world.schedule.merge == "delta":
+            merged = merge_delta(mine, piece)
+        else:
+            merged = merge_paper(mine, piece, weight=self.world.weights[self.rank])
+        self.values[piece.begin : piece.end] = merged
+
+    def train(self) -> Collective[None]:
+        schedule, everyone = self.world.schedule, frozenset({self.rank})
+        channel_to_serve = self.world.drivers[self.rank]
+        for step in range(schedule.num_steps):
+            yield Sleep(schedule.compute_s(self.rank, step))
+            update = self.draw.integers(-9, 9, self.values[::2].size)
+            self.values[::2] += update
+            self.world.total += self.world.weights[self.rank] * update
+            self.step = step + 1
+            arrived_s = yield Now()
+            if self.answered and self.invited_to is None:
+                waits_for = set(self.open) if schedule.waits_when_late else set()
+                self.answered.clear()
+            else:
+                version = self.newest + 1 if self.invited_to is None else max(self.newest + 1, self.invited_to)
+                self.answered.clear()
+                self.arrived_at = version
+                channel_to_serve.start(Post(arrive(version, generation=GENERATION)), SERVE)
+                waits_for = {version}
+            while not waits_for <= {outcome.version for outcome in self.closed}:
+                yield RecvAny(everyone)
+            self.arrived_at = None
+            if waits_for:
+                self.waits_s.append((max(waits_for), (yield Now()) - arrived_s))
+            if self.invited_to is not None and self.invited_to <= self.newest:
+                self.invited_to = None
+        channel_to_serve.start(Post(finish(generation=GENERATION)), SERVE)
+
+
+class World:
+    """Carries a schedule out."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.cluster = VirtualCluster(
+            schedule.world_size,
+            seed=schedule.seed,
+            link=schedule.link,
+            watch_all=False,
+            death_notice_s=schedule.death_notice_s,
+        )
+        self.weights = schedule.weights or [1.0] * schedule.world_size
+        self._cut: set[frozenset[int]] = set()
+        self.drivers = [Counting(Cut(driver, self._cut)) for driver in self.cluster.drivers]
+        self.total: NDArray[np.float64] = np.zeros(-(-schedule.num_elements // 2))
+        self.models = [Model(rank, self) for rank in range(schedule.world_size)]
+        self.happenings = [Happenings() for _ in self.models]
+        for model, weight in zip(self.models, self.weights, strict=True):
+            self.total += weight * model.values[::2]
+        self._seen: dict[tuple[int, tuple[int, ...], int], tuple[bytes, tuple[Note, ...]]] = {}
+
+    def meeting(self, rank: int, version: int) -> Meeting:
+        schedule = self.schedule
+        return meeting(
+            version,
+            rank,
+            range(schedule.world_size),
+            group_size=schedule.group_size,
+            period=schedule.period,
+            quorum=schedule.quorum,
+        )
+
+    def saw(self, rank: int, version: int, piece: Piece) -> None:
+        """`rank` got `piece`: who else does must get the same bits, made of weights that sum to 1."""
+        ones = piece.average[(piece.begin + 1) % 2 :: 2]
+        np.testing.assert_allclose(ones, 1.0, rtol=1e-12)
+        assert piece.sum_of_weights > 0
+        key = (version, self.meeting(rank, version).group, piece.begin)
+        what = (piece.average.tobytes(), piece.notes)
+        assert self._seen.setdefault(key, what) == what
+
+    def run(self) -> list[Happenings | OffbeatError]:
+        """Each rank's outcome. Raises what any invariant that holds in every schedule objects to."""
+        schedule, cluster = self.schedule, self.cluster
+        for rank, model in enumerate(self.models):
+            cluster.beside(rank, model.train(), channel=TRAIN)
+        for rank, when_s in schedule.kills:
+            cluster.at(when_s, partial(cluster.kill, rank))
+        for rank, when_s, duration_s in schedule.freezes:
+            cluster.at(when_s, partial(cluster.freeze, rank, duration_s))
+        for first, second, when_s in schedule.cuts:
+            cluster.at(when_s, partial(self._cut.add, frozenset((first, second))))
+        work = [self._main(rank) for rank in range(schedule.world_size)]
+        outcomes = cluster.outcomes(work, channel=SERVE, wrap=lambda driver: self.drivers[driver.rank])
+        self._check(outcomes)
+        return outcomes
+
+    def _main(self, rank: int) -> Collective[Happenings]:
+        schedule = self.schedule
+        terms = Terms(
+            members=tuple(range(schedule.world_size)),
+            generation=GENERATION,
+            num_elements=schedule.num_elements,
+            meeting=partial(self.meeting, rank),
+            direct_bytes=schedule.direct_bytes,
+            dtype=np.dtype(np.float64),
+            patience=schedule.patience,
+            arrival_patience=schedule.patience,
+        )
+        yield from serve(rank, terms, self.models[rank], self.happenings[rank])
+        if schedule.leaves:
+            self.drivers[rank].close()
+        return self.happenings[rank]
+
+    def _check(self, outcomes: list[Happenings | OffbeatError]) -> None:
+        schedule = self.schedule
+        killed = {rank for rank, _ in schedule.kills}
+        alive = [rank for rank in range(schedule.world_size) if rank not in killed]
+        for rank in alive:
+            outcome, model = outcomes[rank], self.models[rank]
+            assert isinstance(outcome, Happenings), outcome
+            assert model.step == schedule.num_steps
+            assert not model.open
+            np.testing.assert_allclose(model.values[1::2], 1.0, rtol=1e-9)
+            self._check_bytes(rank)
+            self._check_waits(rank)
+        if schedule.nobody_is_lost and schedule.merge == "delta":
+            mean = sum(weight * model.values[::2] for weight, model in zip(self.weights, self.models, strict=True))
+            np.testing.assert_allclose(mean, self.total, rtol=1e-9, atol=1e-7)
+
+    def _check_waits(self, rank: int) -> None:
+        """Nobody waits for who computes: three messages in sequence, from the first to arrive to the averages."""
+        link, model = self.schedule.link, self.models[rank]
+        if self.schedule.freezes or not self.schedule.nobody_is_lost or link.bytes_per_s < math.inf:
+            return
+        for version, wait_s in model.waits_s:
+            if self.meeting(rank, version).min_fresh == 1:
+                assert wait_s <= 3 * (link.latency_s + link.jitter_s) + 1e-9
+
+    def _check_bytes(self, rank: int) -> None:
+        """At most 2 N (S-1) / S a version, or (S-1) N directly, and a rounding of regions to whole elements."""
+        schedule, allowed = self.schedule, 0.0
+        for outcome in self.models[rank].closed:
+            size = len(outcome.group)
+            num_bytes = 8 * schedule.num_elements
+            direct = size <= 2 or (size - 1) * num_bytes <= schedule.direct_bytes
+            if direct:
+                allowed += (size - 1) * (num_bytes + HEAD_BYTES)
+            else:
+                allowed += 2 * num_bytes * (size - 1) / size + (size - 2) * 8
+                allowed += (size - 1) * (2 * HEAD_BYTES + size * NOTE_BYTES)
+        allowed += (schedule.world_size - 1) * HEAD_BYTES  # that it finished
+        assert self.drivers[rank].traffic.bytes_sent <= allowed
+
+
+def draw_schedule(seed: int) -> Schedule:
+    """A random schedule of 2 to 17 ranks."""
+    draw = random.Random(seed)
+    world_size = draw.randint(2, 17)
+    latency_s = draw.choice([0.0, 1e-4, 1e-2])
+    slow = {rank: draw.choice([1.0, 1.0, 1.0, 2.0, 5.0]) for rank in range(world_size)}
+    num_steps = draw.randint(1, 6)
+    end_s = num_steps * 1.5
+    compute_s: dict[tuple[int, int], float] = {
+        (rank, step): slow[rank] * draw.choice([0.0, 0.5, draw.random(), draw.random()])
+        for rank in range(world_size)
+        for step in range(num_steps)
+    }
+    trouble = draw.choice(["none", "none", "freezes", "freezes", "kills", "cuts", "all"])
+    ranks = list(range(world_size))
+    return Schedule(
+        seed=seed,
+        world_size=world_size,
+        group_size=draw.randint(2, world_size),
+        num_elements=draw.choice([1, 2, 7, 24]),
+        num_steps=num_steps,
+        period=draw.choice([None, 2, 3]),
+        quorum=draw.choice([0.01, 0.5, 0.75, 1.0]),
+        direct_bytes=draw.choice([0, 10_000]),
+        merge=draw.choice(["delta", "delta", "paper"]),
+        link=VirtualLink(
+            latency_s=latency_s, jitter_s=draw.choice([0.0, latency_s, 0.3]), bytes_per_s=draw.choice([math.inf, 1e5])
+        ),
+        patience=Patience(
+            floor_s=draw.choice([0.05, 0.25]), cap_s=draw.choice([0.3, 1.0]), min_samples=draw.choice([1, 8]), num_mads=4.0
+        ),
+        death_notice_s=draw.choice([0.0, 0.5]),
+        compute_s=lambda rank, step: compute_s[rank, step],
+        weights=draw.choice([None, [float(draw.randint(1, 4)) for _ in ranks]]),
+        abstain=draw.choice([0.0, 0.0, 0.2]),
+        waits_when_late=draw.random() < 0.5,
+        leaves=trouble not in ("none", "freezes") or draw.random() < 0.5,
+        kills=[(rank, draw.random() * end_s) for rank in draw.sample(ranks, draw.randint(1, world_size - 1))]
+        if trouble in ("kills", "all")
+        else [],
+        freezes=[(draw.choice(ranks), draw.random() * end_s, draw.choice([0.1, 1.0, 4.0])) for _ in range(draw.randint(1, 4))]
+        if trouble in ("freezes", "all")
+        else [],
+        cuts=[
+            (*sorted(draw.sample(ranks, 2)), draw.random() * end_s)  # type: ignore[misc]  # a pair of ranks
+            for _ in range(draw.randint(1, 4))
+        ]
+        if trouble in ("cuts", "all")
+        else [],
+    )
