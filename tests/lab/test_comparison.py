@@ -55,9 +55,9 @@ def test_where_there_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "\xff\xfe", '{"kind": "offbeat comp'])
-def test_what_is_cut_off_is_no_comparison(tmp_path: Path, content: str) -> None:
+def test_what_is_cut_off_is_said_to_be_damaged(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content, encoding="latin-1")
-    with pytest.raises(RecordError, match="holds no comparison"):
+    with pytest.raises(RecordError, match="is damaged: .*; the comparison cannot be read without it"):
         read_comparison(tmp_path)
 
 

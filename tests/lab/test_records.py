@@ -166,7 +166,7 @@ def test_runs_without_a_name_are_numbered(tmp_path: Path, monkeypatch: pytest.Mo
         ("not json", "is damaged"),
         ('{"kind": "something else"}', "was not written by offbeat"),
         ("[1, 2]", "was not written by offbeat"),
-        ('{"kind": "offbeat run", "schema_version": 3}', "has record schema 3, this version reads 2"),
+        ('{"kind": "offbeat run", "schema_version": 3}', "has run record schema 3, this version reads 2"),
         ('{"kind": "offbeat run", "schema_version": 2}', "damaged at config"),
     ],
 )

@@ -296,7 +296,7 @@ def test_what_exists_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [(None, "holds no run record"), ('{"kind": "offbeat run", "schema_version": 999}', "has record schema 999")],
+    [(None, "holds no run record"), ('{"kind": "offbeat run", "schema_version": 999}', "has run record schema 999")],
 )
 def test_what_is_no_record_of_this_version_is_refused(tmp_path: Path, config: str | None, message: str) -> None:
     if config:

@@ -7,19 +7,18 @@ OUT/report.html            the page made of both
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal
 
-import pydantic
 from pydantic import BaseModel, ConfigDict
 
 from offbeat.checkpoint import Json
 from offbeat.errors import RecordError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.emulation import EmulationReport
+from offbeat.lab.records import read_versioned
 from offbeat.lab.statistics import Estimate, Ratio
 
 SCHEMA = 1
@@ -135,23 +134,7 @@ def read_comparison(directory: Path) -> Comparison:
     Raises:
         RecordError: there is none, it is damaged, or of a newer version.
     """
-    path = directory / FILE
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        raise RecordError(f"{directory} holds no comparison; give the directory that offbeat compare printed") from None
-    if not isinstance(content, Mapping) or content.get("kind") != KIND:
-        raise RecordError(f"{path} was not written by offbeat; give the directory that offbeat compare printed")
-    if content.get("schema_version") != SCHEMA:
-        raise RecordError(
-            f"{directory} has comparison schema {content.get('schema_version')!r}, this version reads {SCHEMA}; "
-            "use the version of offbeat that wrote it"
-        )
-    try:
-        return Comparison.model_validate(content)
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise RecordError(f"{path} is damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    return read_versioned(directory / FILE, Comparison, kind=KIND, schema=SCHEMA, what="comparison", command="offbeat compare")
 
 
 def write_comparison(directory: Path, comparison: Comparison) -> None:

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import numpy as np
 import pydantic
@@ -37,6 +37,8 @@ from offbeat.errors import RecordError
 from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import EmulationReport
 from offbeat.transport.wrappers import Arrival
+
+M = TypeVar("M", bound=BaseModel)
 
 SCHEMA = 2
 """Version of the layout. A reader refuses a newer one."""
@@ -394,24 +396,40 @@ def environment() -> dict[str, Json]:
 
 
 def _read_head(path: Path) -> _Head:
+    return read_versioned(path / _CONFIG, _Head, kind=_KIND, schema=SCHEMA, what="run record", command="offbeat train")
+
+
+def read_versioned(path: Path, model: type[M], *, kind: str, schema: int, what: str, command: str) -> M:
+    """The contents of a JSON file that says of itself what it is.
+
+    Args:
+        path: of the file.
+        model: what it holds.
+        kind, schema: what its `kind` and `schema_version` must be.
+        what, command: what its directory is, and what makes one, for messages.
+
+    Raises:
+        RecordError: there is none, it is foreign, damaged, or of another version.
+    """
+    directory = path.parent
     try:
-        content = json.loads((path / _CONFIG).read_bytes())
+        content = json.loads(path.read_bytes())
     except OSError:
-        raise RecordError(f"{path} holds no run record; give the directory that offbeat train printed") from None
+        raise RecordError(f"{directory} holds no {what}; give the directory that {command} printed") from None
     except ValueError as error:
-        raise RecordError(f"{path / _CONFIG} is damaged: {error}; the run cannot be read without it") from None
-    if not isinstance(content, Mapping) or content.get("kind") != _KIND:
-        raise RecordError(f"{path / _CONFIG} was not written by offbeat; give the directory that offbeat train printed")
-    if content.get("schema_version") != SCHEMA:
+        raise RecordError(f"{path} is damaged: {error}; the {what} cannot be read without it") from None
+    if not isinstance(content, Mapping) or content.get("kind") != kind:
+        raise RecordError(f"{path} was not written by offbeat; give the directory that {command} printed")
+    if content.get("schema_version") != schema:
         raise RecordError(
-            f"{path} has record schema {content.get('schema_version')!r}, this version reads {SCHEMA}; "
+            f"{directory} has {what} schema {content.get('schema_version')!r}, this version reads {schema}; "
             "use the version of offbeat that wrote it"
         )
     try:
-        return _Head.model_validate(content)
+        return model.model_validate(content)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        raise RecordError(f"{path / _CONFIG} is damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise RecordError(f"{path} is damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def _write_head(path: Path, head: _Head) -> None:
