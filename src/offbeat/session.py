@@ -7,7 +7,6 @@ events to the strategy's parts, and keeps their state.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -241,18 +240,21 @@ class Session:
     def stats(self) -> Stats:
         """Totals so far."""
         traffic = self._counting.traffic
-        counters: Counter[str] = Counter()
+        exchanges = skipped_steps = encode_s = 0.0
         for part in self._counted:
-            counters.update(part.counters())
+            counters = part.counters()
+            exchanges += counters.get("exchanges", 0.0)
+            skipped_steps += counters.get("skipped_steps", 0.0)
+            encode_s += counters.get("encode_s", 0.0)
         return Stats(
             steps=self._steps,
-            exchanges=int(counters["exchanges"]),
-            skipped_steps=int(counters["skipped_steps"]),
+            exchanges=int(exchanges),
+            skipped_steps=int(skipped_steps),
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
             messages_sent=traffic.messages_sent,
             wait_s=traffic.wait_s,
-            encode_s=counters["encode_s"],
+            encode_s=encode_s,
         )
 
     def take_arrivals(self) -> list[Arrival]:
