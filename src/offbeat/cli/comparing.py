@@ -96,7 +96,8 @@ class Watching:
     def table(self) -> Table:
         """The state of all strategies."""
         left_s = self.left_s()
-        rest = "" if left_s is None else f"  about {_duration(left_s)} left"
+        starting = not any(row.step for row in self._rows.values())
+        rest = "  starting workers" if starting else "" if left_s is None else f"  about {_duration(left_s)} left"
         table = Table(title=f"seed {self._seed + 1} of {self._num_seeds}{rest}", title_justify="left", box=box.SIMPLE)
         for name in ("", "step", "ms a step", "metric", "sent a step", *(f"w{rank}" for rank in range(self._num_workers))):
             table.add_column(name, justify="left" if not name else "right", no_wrap=True)
