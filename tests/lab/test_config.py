@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offbeat.errors import ConfigError
+from offbeat.lab.cluster import Cluster, LinkSpec
 from offbeat.lab.config import Request, RunConfig, resolve, resolve_resume
 
 
@@ -80,3 +81,13 @@ def test_a_resume_may_change_workers_and_length(request_: Request, expected: dic
 def test_a_resume_that_contradicts_the_record_is_refused(request_: Request, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_resume(resolve(asked(**STORED)), request_, steps_done=10, epochs_done=1)
+
+
+def test_resumed_with_other_workers_the_cluster_has_as_many() -> None:
+    stored = resolve(asked(steps=10, cluster=Cluster(workers=4, link=LinkSpec(rate_bit_per_s=1e9))))
+    more = resolve_resume(stored, Request(workers=6, steps=20), steps_done=10, epochs_done=0)
+    assert more.cluster is not None
+    assert (more.workers, more.cluster.workers, more.cluster.link) == (6, 6, stored.cluster.link)
+    uneven = resolve(asked(steps=10, cluster=Cluster(workers=4, speeds=(1.0, 1.0, 1.0, 0.5))))
+    with pytest.raises(ConfigError, match="speeds"):
+        resolve_resume(uneven, Request(workers=2, steps=20), steps_done=10, epochs_done=0)

@@ -104,18 +104,6 @@ def print_summary(summary: Summary, page: Path | None = None) -> None:
     _print_notices([summary])
 
 
-def print_side_by_side(summaries: Sequence[Summary]) -> None:
-    """Several runs of one task, a column each."""
-    table = Table(title=summaries[0].task, title_justify="left")
-    table.add_column("")
-    for summary in summaries:
-        table.add_column(summary.strategy, justify="right", overflow="fold")
-    for rows in zip(*map(_summary_rows, summaries), strict=True):
-        table.add_row(rows[0][0], *(text for _, text in rows))
-    Console().print(table)
-    _print_notices(summaries)
-
-
 def print_options(name: str, summary: str, options: Sequence[Option]) -> None:
     """A task or a strategy and what `--set` takes for it."""
     console = Console()

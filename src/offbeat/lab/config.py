@@ -139,9 +139,11 @@ def resolve_resume(stored: RunConfig, request: Request, *, steps_done: int, epoc
                 f"{flag} {asked} contradicts the record, which has {kept}; leave it out, or start a new run with --out"
             )
     _check_settings(stored, request.settings)
+    workers = request.workers or stored.workers
     config = stored.model_copy(
         update={
-            "workers": request.workers or stored.workers,
+            "workers": workers,
+            "cluster": None if stored.cluster is None else stored.cluster.with_workers(workers),
             "epochs": request.epochs or (None if request.steps else stored.epochs),
             "steps": request.steps or (None if request.epochs else stored.steps),
         }

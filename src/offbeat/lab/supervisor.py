@@ -107,8 +107,10 @@ class Crew:
         secret = secrets.token_hex(32)
         try:
             for rank in range(self._config.workers):
-                self._workers.append(self._start(rank, secret))
-                self._selector.register(self._workers[rank].pipe, selectors.EVENT_READ, self._workers[rank])
+                worker = self._start(rank, secret)
+                self._workers.append(worker)
+                self._selector.register(worker.pipe, selectors.EVENT_READ, worker)
+                self._emulation.admit(rank, worker.process.pid)
         except BaseException:
             self._close()
             raise
@@ -212,7 +214,6 @@ class Crew:
             raise
         finally:
             os.close(writing)
-        self._emulation.admit(rank, process.pid)
         return _Worker(rank=rank, process=process, pipe=reading)
 
     def _read(self, worker: _Worker) -> bool:
@@ -290,6 +291,9 @@ class Crew:
                 worker.process.stdin.close()
             os.close(worker.pipe)
         self._selector.close()
+        for undoing, rank in self._held_up:
+            if undoing == "mend":  # the link is not this run's alone
+                self._emulation.set_link(rank, up=True)
         if self._store is not None:
             self._store.close()
 
