@@ -106,7 +106,7 @@ def typical_network(driver: Driver, stream: Stream) -> Network:
 
 def measure(rank: int, world_size: int, link: tuple[float, float] | None) -> dict[str, list[tuple[float, float, float]]]:
     """(measured, computing, cost) seconds of each round by collective; the cost from a probe beside each measurement."""
-    driver = behind_link(connect(), link)
+    driver = behind_link(connect().driver, link)
     stream = stream_counter()()
     wire = Wire(num_elements=NUM_ELEMENTS, num_parameters=1, dtype=np.dtype(np.float32), value_format="float32")
     tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, dtype=np.bool_))

@@ -32,7 +32,7 @@ COLLECTIVES = ("reduce_scatter", "tree", "all_gather")
 
 def measure(rank: int, world_size: int) -> dict[str, list[float]]:
     """Seconds of each exchange by name: the slowest rank's, of every round."""
-    driver = connect()
+    driver = connect().driver
     streams = stream_counter()
     workspace = Workspace(
         parameters={"weight": torch.nn.Parameter(torch.zeros(NUM_ELEMENTS))},

@@ -1,8 +1,10 @@
 """Runs every benchmark of this directory, one after the other, and prints their cases as one table.
 
-    python benchmarks/run_all.py [NAME ...] [--json]
+    python benchmarks/run_all.py [NAME ...] [--json] [--long] [--quick] [--mnist NPZ] [--text FILE]
 
-A goal that is missed is printed as missed; only a benchmark that does not run to its end makes the exit status non-zero.
+Those of eight workers take up to an hour each and run only when they are named, or with `--long`. With `--quick` they say no
+more than that they run. A goal that is missed is printed as missed; only a benchmark that does not run to its end makes the
+exit status non-zero.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
+LONG = {"stragglers", "averaging_accuracy", "deaths"}
+KNOW_QUICK = LONG | {"answering"}
 VERDICTS = {True: "[green]holds", False: "[red]missed", "undecided": "[yellow]undecided"}
 
 
@@ -40,9 +44,9 @@ class BenchmarkError(Exception):
     """A benchmark ended with an error, or printed what is no case."""
 
 
-def run(script: Path) -> Iterator[Case]:
+def run(script: Path, options: Sequence[str]) -> Iterator[Case]:
     """The cases of one benchmark, as soon as it prints them."""
-    with subprocess.Popen([sys.executable, script, "--json"], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, script, "--json", *options], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             yield parse(script.stem, line)
@@ -83,15 +87,23 @@ def main() -> None:
     scripts = {path.stem: path for path in sorted(HERE.glob("*.py")) if path.stem != "run_all" and path.name[0] != "_"}
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these: {', '.join(scripts)}")
     parser.add_argument("--json", action="store_true", help="print one JSON object per case and line instead")
+    parser.add_argument("--long", action="store_true", help=f"also {', '.join(sorted(LONG))}")
+    parser.add_argument(
+        "--quick", action="store_true", help="short runs where a benchmark has them; their figures mean nothing"
+    )
+    parser.add_argument("--mnist", help="npz file for averaging_accuracy")
+    parser.add_argument("--text", help="text for averaging_accuracy")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(scripts):
         parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(scripts)}")
     cases: list[Case] = []
     failed: list[str] = []
-    for name in arguments.names or scripts:
+    data = [part for key in ("mnist", "text") if (path := getattr(arguments, key)) for part in (f"--{key}", path)]
+    for name in arguments.names or [name for name in scripts if arguments.long or name not in LONG]:
         print(f"{name} ...", file=sys.stderr)
+        quick = ["--quick"] if arguments.quick and name in KNOW_QUICK else []
         try:
-            cases.extend(run(scripts[name]))
+            cases.extend(run(scripts[name], quick + (data if name == "averaging_accuracy" else [])))
         except BenchmarkError as error:
             failed.append(str(error))
     if arguments.json:

@@ -20,20 +20,26 @@ if TYPE_CHECKING:
     from offbeat.errors import OffbeatError
     from offbeat.lab.cluster import Cluster
     from offbeat.session import Session, attach, reshard
+    from offbeat.strategies.adpsgd import ADPSGD
     from offbeat.strategies.allreduce import AllReduce
     from offbeat.strategies.dpsgd import DPSGD
+    from offbeat.strategies.eagersgd import EagerSGD
     from offbeat.strategies.gtopk import GTopK
     from offbeat.strategies.localsgd import LocalSGD, Outer
     from offbeat.strategies.sgp import SGP
     from offbeat.strategies.topk import TopK
+    from offbeat.strategies.wagma import WAGMA
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ADPSGD",
     "DPSGD",
     "SGP",
+    "WAGMA",
     "AllReduce",
     "Cluster",
+    "EagerSGD",
     "GTopK",
     "LocalSGD",
     "OffbeatError",
@@ -45,9 +51,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ADPSGD": "offbeat.strategies.adpsgd",
     "AllReduce": "offbeat.strategies.allreduce",
     "Cluster": "offbeat.lab.cluster",
     "DPSGD": "offbeat.strategies.dpsgd",
+    "EagerSGD": "offbeat.strategies.eagersgd",
     "GTopK": "offbeat.strategies.gtopk",
     "LocalSGD": "offbeat.strategies.localsgd",
     "OffbeatError": "offbeat.errors",
@@ -55,6 +63,7 @@ _HOMES = {
     "SGP": "offbeat.strategies.sgp",
     "Session": "offbeat.session",
     "TopK": "offbeat.strategies.topk",
+    "WAGMA": "offbeat.strategies.wagma",
     "attach": "offbeat.session",
     "reshard": "offbeat.session",
 }

@@ -7,9 +7,11 @@ events to the strategy's parts, and keeps their state.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import reduce
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
@@ -18,17 +20,22 @@ import torch
 import torch.distributed as dist
 
 from offbeat.agreement import adopt_rank_0, agree, describe
+from offbeat.engine.generations import Generations, Host
+from offbeat.engine.membership import Generation, Member
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError, UnsupportedError
 from offbeat.exchange.weights import ModelWeights, choose_buffers
 from offbeat.hooks import BackwardHooks
 from offbeat.strategies.base import (
+    AveragesAlone,
     HasCounters,
     HasWeight,
+    OnAbandon,
     OnAfterStep,
     OnBackwardBegins,
     OnBackwardDone,
     OnBackwardFailed,
     OnBeforeStep,
+    OnFinish,
     OnGradientReady,
     OnJoin,
     Part,
@@ -37,9 +44,10 @@ from offbeat.strategies.base import (
     Workspace,
     stream_counter,
 )
-from offbeat.transport.connect import connect, join_process_group
+from offbeat.transport.connect import RETURN_VARIABLE, Connection, connect, is_returning, join_process_group, reconnect
 from offbeat.transport.driver import Driver
-from offbeat.transport.wrappers import Arrival, Counting
+from offbeat.transport.solo import Solo
+from offbeat.transport.wrappers import Arrival, Counting, Traffic
 
 MAX_NOTICES = 100
 
@@ -111,28 +119,40 @@ def attach_through(
     scaler: torch.amp.GradScaler | None = None,
 ) -> Session:
     """`attach` with a wrapper of `offbeat.transport.wrappers` around the transport: to delay, to fail, to record."""
-    join_process_group()
+    returns = is_returning()
+    if not returns:
+        join_process_group()
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
     refusal: OffbeatError | None = None
     try:
-        _check(model, optimizer, strategy, world_size=world_size)
+        _check(model, optimizer, strategy, world_size=world_size, returns=returns)
     except OffbeatError as error:
         refusal = error
-    if refusal is not None and world_size == 1:
+    if refusal is not None and (world_size == 1 or returns):
         raise refusal
-    driver = wrap(connect(group, cuda=any(parameter.is_cuda for parameter in model.parameters())))
+    cuda = any(parameter.is_cuda for parameter in model.parameters())
+    connection = reconnect() if returns else connect(group, cuda=cuda)
     try:
-        return Session(model, optimizer, strategy, driver=driver, scaler=scaler, refusal=refusal)
+        return Session(
+            model, optimizer, strategy, connection=connection, wrap=wrap, scaler=scaler, refusal=refusal, returns=returns
+        )
     except BaseException:
-        driver.close()
+        connection.driver.close()
         raise
 
 
-def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, *, world_size: int) -> None:
+def _check(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, *, world_size: int, returns: bool
+) -> None:
     """Refuse what cannot work, before anything is sent."""
     if not isinstance(strategy, Strategy):
         raise ConfigError(
             f"strategy must be one such as offbeat.GTopK(density=0.001), got {strategy!r}; did you pass the class?"
+        )
+    if returns and not strategy.survives_death:
+        raise ConfigError(
+            f"{RETURN_VARIABLE} is set, but a run with {strategy.name} ends with the first worker that does, so none can join "
+            "it; start all workers again, or use a strategy that goes on, such as offbeat.WAGMA()"
         )
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         raise UnsupportedError(
@@ -182,10 +202,13 @@ class Session:
         optimizer: torch.optim.Optimizer,
         strategy: Strategy,
         *,
-        driver: Driver,
+        connection: Connection,
+        wrap: Callable[[Driver], Driver] = lambda driver: driver,
         scaler: torch.amp.GradScaler | None = None,
         refusal: OffbeatError | None = None,
+        returns: bool = False,
     ) -> None:
+        driver = wrap(connection.driver)
         self.strategy = strategy
         self.rank = driver.rank
         self.world_size = driver.world_size
@@ -194,10 +217,16 @@ class Session:
         new_stream = stream_counter()
         control = new_stream()
         has_scaler = scaler is not None and scaler.is_enabled()
-        agree(driver, control, refusal or describe(model, optimizer, strategy, has_scaler=has_scaler))
-        adopt_rank_0(driver, control, model)
-
+        description = describe(model, optimizer, strategy, has_scaler=has_scaler)
+        if not returns:
+            agree(driver, control, refusal or description)
+            adopt_rank_0(driver, control, model)
+        self._network = connection.network
+        self._wrap = wrap
+        self._returns = returns
+        self._description = json.dumps(description)
         self._counting = Counting(driver)
+        self._in_background: list[Counting] = []
         self._driver: Driver = self._counting
         self._parameters = {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = [(_plain(name), p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -214,10 +243,14 @@ class Session:
             has_scaler=has_scaler,
             new_stream=new_stream,
             notify=self._notify,
+            enter=self._enter,
+            count=self._count_in_background,
+            stood_still=self._counting.stood_still,
         )
         self._parts: Sequence[Part] = strategy.build(workspace)
         self._control = control
-        self._counting.restart()  # what setting up took, such as measuring the links, is not training
+        for counting in [self._counting, *self._in_background]:
+            counting.restart()  # what setting up took, such as measuring the links, is not training
         self._hear_backward_begins = [part for part in self._parts if isinstance(part, OnBackwardBegins)]
         self._hear_gradient_ready = [part for part in self._parts if isinstance(part, OnGradientReady)]
         self._hear_backward_done = [part for part in self._parts if isinstance(part, OnBackwardDone)]
@@ -226,6 +259,7 @@ class Session:
         self._hear_before_step = [part for part in self._parts if isinstance(part, OnBeforeStep)]
         self._hear_after_step = [part for part in self._parts if isinstance(part, OnAfterStep)]
         self._counted = [part for part in self._parts if isinstance(part, HasCounters)]
+        self._alone = next((part for part in self._parts if isinstance(part, AveragesAlone)), None)
         self._hooks = BackwardHooks(model, list(self._parameters.values()), self)
         self._step_handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -239,7 +273,7 @@ class Session:
     @property
     def stats(self) -> Stats:
         """Totals so far."""
-        traffic = self._counting.traffic
+        traffic = reduce(Traffic.plus, (counting.traffic for counting in self._in_background), self._counting.traffic)
         exchanges = skipped_steps = encode_s = 0.0
         for part in self._counted:
             counters = part.counters()
@@ -290,6 +324,8 @@ class Session:
     def averaged_model(self) -> torch.nn.Module:
         """A copy of the model that holds the mean over all ranks, to evaluate and to save. Collective: every rank calls it.
 
+        Unless `averages_alone`: then a rank calls it when it likes, and those that have died or left are not in.
+
         Trainable parameters and floating-point buffers are weighted means, integer buffers maxima, and everything else this
         rank's own. Where all ranks hold the same parameters anyway, only buffers travel. What it moves is no training and is
         not in `stats`. Call it between steps; the copy is in the mode, training or evaluation, that the model is in.
@@ -304,10 +340,35 @@ class Session:
             buffers=lambda: _persistent_buffers(copied),
             chosen=self._chosen_buffers,
         )
+        if self._alone is not None:
+            with torch.no_grad():
+                self._alone.average_into(weights)
+            return copied
         weight = next((part.averaging_weight() for part in self._parts if isinstance(part, HasWeight)), 1.0)
         with torch.no_grad():
             weights.average_(self._counting.inner, self._control, weight=weight)
         return copied
+
+    @property
+    def averages_alone(self) -> bool:
+        """Whether `averaged_model` is no collective: the other ranks answer beside training."""
+        return self._alone is not None
+
+    @property
+    def start_step(self) -> int:
+        """The step at which this rank came in: 0, or that of the rank whose model it took when it joined a run under way."""
+        return 0 if self._alone is None else self._alone.start_step
+
+    def finish(self) -> None:
+        """Say that this rank takes no more steps. Returns when every living rank has said so.
+
+        For strategies whose ranks do not keep step: `averaged_model` is the mean of finished models afterwards, and nobody
+        waits any more for this rank to train. `close` does it too. With the other strategies there is nothing to do.
+        """
+        with torch.no_grad():
+            for part in self._parts:
+                if isinstance(part, OnFinish):
+                    part.on_finish()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momenta, counters. Tensors are copies, keyed by parameter name."""
@@ -356,9 +417,14 @@ class Session:
             self.close()
             return
         # The peers must hear of it before the sockets go; what goes wrong on the way out must not hide the error.
+        reason = f"{type(error).__name__}: {error}"
         with suppress(OffbeatError):
             blame = error.rank if isinstance(error, PeerError) else None
-            self._driver.abort(f"{type(error).__name__}: {error}", blame=blame)
+            self._driver.abort(reason, blame=blame)
+        for part in self._parts:
+            if isinstance(part, OnAbandon):
+                with suppress(OffbeatError):
+                    part.on_abandon(reason)
         with suppress(OffbeatError):
             self._close()
 
@@ -406,6 +472,25 @@ class Session:
         for part in self._hear_after_step:
             part.on_after_step()
         self._driver.mark_step(self._steps)
+
+    def _enter(self, host: Host) -> Generations | None:
+        """Make `host` a member of the run's generations, from the first one on or from now on. Collective."""
+        if self._network is None:
+            alone = Generation(number=0, members=(Member(rank=0, ticket=0),), newcomers=frozenset(), tickets=0)
+            host.begin(alone, 0, Solo())
+            return None
+        generations = Generations(self._network, host)
+        if self._returns:
+            generations.join(self._description)
+        else:
+            generations.found(self._description)
+        return generations
+
+    def _count_in_background(self, driver: Driver) -> Driver:
+        """`driver`, its traffic counted with the session's."""
+        counting = Counting(self._wrap(driver), in_background=True)
+        self._in_background.append(counting)
+        return counting
 
     def _notify(self, remark: str) -> None:
         if len(self.notices) < MAX_NOTICES:

@@ -23,6 +23,7 @@ messages = st.builds(
     party=st.integers(0, 2**64 - 1),
     num_elements=st.integers(100, 2**40),
     begin=st.integers(0, 50),
+    counters=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5).map(lambda counters: np.array(counters, np.int64)),
     values=st.lists(st.floats(width=32), max_size=50).flatmap(
         lambda values: st.sampled_from([np.array(values, np.float32), np.array(values, np.float64)])
     ),
@@ -33,7 +34,7 @@ messages = st.builds(
 @given(messages)
 def test_what_is_written_is_read(message: ModelMessage) -> None:
     content = message.to_bytes()
-    assert len(content) == HEAD_BYTES + NOTE_BYTES * len(message.notes) + message.values.nbytes
+    assert len(content) == HEAD_BYTES + NOTE_BYTES * len(message.notes) + message.counters.nbytes + message.values.nbytes
     read = ModelMessage.from_bytes(memoryview(content))
     for name in (
         "kind",
@@ -49,6 +50,8 @@ def test_what_is_written_is_read(message: ModelMessage) -> None:
         "notes",
     ):
         assert getattr(read, name) == getattr(message, name)
+    assert read.counters.dtype == np.int64
+    assert read.counters.tolist() == message.counters.tolist()
     assert read.values.dtype == message.values.dtype
     assert read.values.tobytes() == message.values.tobytes()
     assert not read.values.flags.writeable or not read.values.size
@@ -88,6 +91,20 @@ def test_values_beyond_the_model_are_refused() -> None:
     message = ModelMessage(kind=Kind.PART, generation=0, num_elements=4, begin=3, values=np.zeros(2, np.float32))
     with pytest.raises(WireError, match="elements 3 to 5 of a model of 4"):
         ModelMessage.from_bytes(message.to_bytes())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_values_begin_at_a_multiple_of_eight(dtype: type[np.floating]) -> None:
+    for num_notes, num_counters in ((0, 0), (3, 1), (2, 4)):
+        message = ModelMessage(
+            kind=Kind.AVERAGE,
+            generation=0,
+            num_elements=3,
+            notes=(ABSENT,) * num_notes,
+            counters=np.arange(num_counters),
+            values=np.arange(3, dtype=dtype),
+        )
+        assert (len(message.to_bytes()) - message.values.nbytes) % 8 == 0
 
 
 def test_values_are_not_copied() -> None:

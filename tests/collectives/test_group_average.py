@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,12 +10,12 @@ import pytest
 
 from group_support.world import GENERATION, SERVE, Schedule, World
 from offbeat.codec.model_wire import Kind, ModelMessage
-from offbeat.collectives.group_average import arrive, finish, serve
+from offbeat.collectives.group_average import arrive, ask, finish, rest, serve
 from offbeat.collectives.group_base import Contribution, Happenings, Outcome, Piece, Terms
 from offbeat.errors import OffbeatError, WireError
 from offbeat.planning.deadlines import Patience
 from offbeat.planning.groups import Meeting, meeting
-from offbeat.transport.operations import Collective, Payload, Post, RecvAny, Send
+from offbeat.transport.operations import Collective, Payload, Post, RecvAny, Send, Sleep
 from offbeat.transport.solo import Solo
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
@@ -160,6 +161,28 @@ def test_all_but_one_may_die(world_size: int, direct_bytes: int) -> None:
     assert all(wait_s <= 1.0 for _, wait_s in survivor.waits_s)
 
 
+@BOTH_WAYS
+def test_a_meeting_of_all_waits_for_who_is_suspected(direct_bytes: int) -> None:
+    world = run(
+        Schedule(
+            seed=10,
+            world_size=3,
+            group_size=3,
+            num_steps=2,
+            period=2,
+            quorum=1.0,
+            direct_bytes=direct_bytes,
+            freezes=[(2, 0.5, 10.0)],
+        )
+    )
+    for model, happenings in zip(world.models[:2], world.happenings[:2], strict=True):
+        assert happenings.suspicions >= 1
+        closed = {outcome.version: outcome for outcome in model.closed}
+        assert closed[0].closed_s < 3.0
+        assert closed[1].closed_s > 10.0
+        assert all(closed[1].members[rank].fresh for rank in range(3))
+
+
 def test_who_has_finished_goes_on_answering() -> None:
     world = run(
         Schedule(
@@ -171,24 +194,83 @@ def test_who_has_finished_goes_on_answering() -> None:
     assert last.members.keys() == {0, 1, 2}
 
 
+@BOTH_WAYS
+def test_who_rests_is_not_waited_for_and_goes_on_answering(direct_bytes: int) -> None:
+    world = run(
+        Schedule(
+            seed=8,
+            world_size=3,
+            group_size=2,
+            num_steps=4,
+            period=1,
+            quorum=1.0,
+            direct_bytes=direct_bytes,
+            rests={2: 1},
+            compute_s=lambda rank, step: [1.0, 2.0, 2.0 if step == 0 else 50.0][rank],
+        )
+    )
+    for model in world.models[:2]:
+        assert sum(wait_s for _, wait_s in model.waits_s) <= 4 * (1.0 + 4 * LATENCY_S)
+        assert all(outcome.members.keys() == {0, 1, 2} for outcome in model.closed)
+        assert model.at_rest.index(2) == 0
+    assert [outcome.members[2].fresh for outcome in world.models[0].closed] == [True, False, False, False]
+
+
+@BOTH_WAYS
+def test_counters_are_the_largest_of_those_that_are_in(direct_bytes: int) -> None:
+    world = run(
+        Schedule(
+            seed=9,
+            world_size=3,
+            group_size=3,
+            num_steps=2,
+            direct_bytes=direct_bytes,
+            compute_s=lambda rank, step: [1.0, 1.0, 10.0][rank],
+        )
+    )
+    for model in world.models:
+        for version in (0, 1):
+            outcome = next(outcome for outcome in model.closed if outcome.version == version)
+            assert all(piece.counters.tolist() == [version + 1, 0] for piece in outcome.pieces)
+            assert all(not piece.counters.flags.writeable for piece in outcome.pieces)
+
+
 class Recorder:
     """A replica that contributes the same values every time."""
 
     def __init__(self, values: np.ndarray[tuple[int], np.dtype[np.float32]]) -> None:
         self.values = values
         self.outcomes: list[Outcome] = []
+        self.fresh = True
+        self.invited: list[int] = []
+        self.state: Contribution | None = None
+        self.received: dict[int, Contribution | None] = {}
+        self.buried: list[int] = []
+        self.at_rest: list[int] = []
 
     def contribute(self, version: int) -> Contribution | None:
-        return Contribution(values=self.values, step=version + 1, fresh=True)
+        return Contribution(values=self.values, step=version + 1, fresh=self.fresh)
 
     def invite(self, version: int) -> None:
-        raise AssertionError(f"version {version} waits for nobody")
+        self.invited.append(version)
 
     def close(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
 
     def amend(self, version: int, piece: Piece) -> None:
         raise AssertionError(f"{piece} of version {version} was not owed")
+
+    def snapshot(self) -> Contribution | None:
+        return self.state
+
+    def receive(self, sender: int, state: Contribution | None) -> None:
+        self.received[sender] = state
+
+    def bury(self, rank: int) -> None:
+        self.buried.append(rank)
+
+    def rested(self, rank: int) -> None:
+        self.at_rest.append(rank)
 
 
 def terms_of(num_members: int, num_elements: int = 4, rank: int = 0) -> Terms:
@@ -203,10 +285,12 @@ def terms_of(num_members: int, num_elements: int = 4, rank: int = 0) -> Terms:
 
 def test_a_world_of_one_averages_with_itself() -> None:
     solo, replica = Solo(), Recorder(np.arange(4, dtype=np.float32))
-    for message in (arrive(0, generation=GENERATION), arrive(1, generation=GENERATION), finish(generation=GENERATION)):
-        solo.start(Post(message), SERVE)
+    for version in (0, 1, 0, 1):
+        solo.start(Post(arrive(version, generation=GENERATION)), SERVE)
+    solo.start(Post(finish(generation=GENERATION)), SERVE)
     happenings = solo.run(serve(0, terms_of(1), replica), SERVE)
-    assert happenings == Happenings(arrivals=2)
+    assert happenings == Happenings(arrivals=2, resting={0})
+    assert [outcome.version for outcome in replica.outcomes] == [0, 1]
     for outcome in replica.outcomes:
         assert outcome.pieces[0].average.tolist() == [0.0, 1.0, 2.0, 3.0]
         assert outcome.pieces[0].sum_of_weights == 1.0
@@ -247,12 +331,17 @@ def part(**changes: object) -> ModelMessage:
 @pytest.mark.parametrize(
     ("message", "complaint"),
     [
-        (b"not a message", "72 bytes or more"),
+        (b"not a message", "80 bytes or more"),
         (part().to_bytes()[:-1], "announces"),
         (part(num_elements=5, values=np.zeros(5, np.float32)).to_bytes(), "same model"),
         (part(values=np.zeros(4, np.float64)).to_bytes(), "same model"),
         (part(values=np.zeros(3, np.float32)).to_bytes(), "same model"),
+        (part(counters=np.zeros(1, np.int64)).to_bytes(), "same model"),
         (part(kind=Kind.AVERAGE).to_bytes(), "without owners"),
+        (part(kind=Kind.STATE, values=np.zeros(3, np.float32)).to_bytes(), "same model"),
+        (part(kind=Kind.STATE, counters=np.zeros(1, np.int64)).to_bytes(), "same model"),
+        (rest(generation=GENERATION), "which it cannot"),
+        (ask(None, generation=GENERATION), "which it cannot"),
         (arrive(0, generation=GENERATION), "which it cannot"),
     ],
 )
@@ -265,7 +354,7 @@ def test_a_message_that_cannot_be_right_is_one_clear_error_and_touches_no_model(
 
 def test_a_message_of_another_generation_is_ignored_and_counted() -> None:
     outcome, replica = answer_to(part(generation=GENERATION + 1).to_bytes())
-    assert outcome == Happenings(foreign=1, dead={1})
+    assert outcome == Happenings(foreign=1, dead={1}, resting={0})
     assert replica.outcomes == []
 
 
@@ -306,3 +395,84 @@ def test_ranks_that_wait_for_all_at_different_versions_do_not_wait_for_ever() ->
     for replica in replicas:
         assert {outcome.version for outcome in replica.outcomes} == {0, 1}
         assert [outcome.pieces[0].average.tolist() for outcome in replica.outcomes] == [[0.5] * 4] * 2
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("rests", [False, True])
+def test_who_has_passed_a_meeting_of_all_does_not_count_for_those_who_have_yet_to_come(direct_bytes: int, rests: bool) -> None:
+    cluster = VirtualCluster(3, watch_all=False)
+    replicas = [Recorder(np.full(6, float(rank), np.float32)) for rank in range(3)]
+    replicas[0].fresh = False
+    terms = Terms(
+        members=(0, 1, 2),
+        generation=GENERATION,
+        num_elements=6,
+        direct_bytes=direct_bytes,
+        meeting=lambda _: Meeting(group=(0, 1, 2), min_fresh=3),
+    )
+
+    def arrivals(version: int, when_s: float) -> Collective[None]:
+        yield Sleep(when_s)
+        yield Post(arrive(version, generation=GENERATION))
+        if rests:
+            yield Post(rest(generation=GENERATION))
+        yield Sleep(60.0)
+        yield Post(finish(generation=GENERATION))
+
+    for rank, (version, when_s) in enumerate([(5, 1.0), (0, 2.0), (0, 50.0)]):
+        cluster.beside(rank, arrivals(version, when_s), channel=SERVE)
+    cluster.run([serve(rank, terms, replica) for rank, replica in enumerate(replicas)], channel=SERVE)
+    for replica in replicas:
+        first = next(outcome for outcome in replica.outcomes if outcome.version == 0)
+        assert first.closed_s == 50.0
+        assert {rank: note.fresh for rank, note in first.members.items()} == {0: False, 1: True, 2: True}
+
+
+def ask_around(*peers: int | None, dead: tuple[int, ...] = ()) -> tuple[list[Recorder], list[Happenings | OffbeatError]]:
+    """Rank 0 of three asks `peers` and finishes; rank 1 has a model and rank 2 has none."""
+    cluster = VirtualCluster(3, watch_all=False, link=VirtualLink(latency_s=LATENCY_S))
+    replicas = [Recorder(np.zeros(4, np.float32)) for _ in range(3)]
+    replicas[1].state = Contribution(
+        values=np.arange(4, dtype=np.float32), step=7, fresh=True, weight=2.5, counters=np.array([3, 2**40])
+    )
+
+    def work(rank: int) -> Collective[Happenings]:
+        posts = [ask(peer, generation=GENERATION) for peer in peers] if rank == 0 else []
+        for post in [*posts, finish(generation=GENERATION)]:
+            yield Post(post)
+        return (yield from serve(rank, replace(terms_of(3, rank=rank), num_counters=2), replicas[rank]))
+
+    for rank in dead:
+        cluster.kill(rank)
+    return replicas, cluster.outcomes([work(rank) for rank in range(3)], channel=SERVE)
+
+
+@pytest.mark.parametrize(("peer", "who_answers"), [(None, {1, 2}), (1, {1}), (2, {2})])
+def test_who_is_asked_sends_its_whole_model(peer: int | None, who_answers: set[int]) -> None:
+    replicas, _ = ask_around(peer)
+    assert replicas[0].received.keys() == who_answers
+    if 2 in who_answers:
+        assert replicas[0].received[2] is None
+    if 1 in who_answers:
+        state = replicas[0].received[1]
+        assert state is not None
+        assert (state.step, state.fresh, state.weight) == (7, True, 2.5)
+        assert state.values.tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert state.values.dtype == np.float32
+        assert state.counters.tolist() == [3, 2**40]
+    assert all(not replica.received for replica in replicas[1:])
+
+
+def test_of_who_is_dead_or_no_member_one_hears_that_it_is_buried() -> None:
+    replicas, outcomes = ask_around(2, 9, None, 9, dead=(2,))
+    assert sorted(replicas[0].buried) == [2, 9]
+    assert replicas[0].received.keys() == {1}
+    assert outcomes[0] == Happenings(dead={2, 9}, resting={0, 1})
+
+
+def test_who_rests_is_heard_of_once() -> None:
+    replica, solo = Recorder(np.ones(4, np.float32)), Solo()
+    for message in (rest(generation=GENERATION), rest(generation=GENERATION), finish(generation=GENERATION)):
+        solo.start(Post(message), SERVE)
+    assert solo.run(serve(0, terms_of(1), replica), SERVE).resting == {0}
+    assert replica.at_rest == [0]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from offbeat.codec.model_wire import Values
-from offbeat.collectives.group_average import arrive, finish, serve
+from offbeat.collectives.group_average import arrive, ask, finish, serve
 from offbeat.collectives.group_base import Contribution, Outcome, Piece, Terms
 from offbeat.collectives.group_merge import merge_delta
 from offbeat.planning.groups import meeting
@@ -33,6 +33,8 @@ class Trainer:
         self.newest_closed = -1
         self.step = 0
         self.waits = False
+        self.received: dict[int, Contribution | None] = {}
+        self.at_rest: list[int] = []
 
     def contribute(self, version: int) -> Contribution | None:
         with self.lock:
@@ -53,6 +55,19 @@ class Trainer:
         with self.lock:
             self.values[piece.begin : piece.end] = merge_delta(self.values[piece.begin : piece.end], piece)
 
+    def snapshot(self) -> Contribution | None:
+        with self.lock:
+            return Contribution(values=self.values.copy(), step=self.step, fresh=self.waits)
+
+    def receive(self, sender: int, state: Contribution | None) -> None:
+        self.received[sender] = state
+
+    def bury(self, rank: int) -> None:
+        raise AssertionError(f"rank {rank} is not dead")
+
+    def rested(self, rank: int) -> None:
+        self.at_rest.append(rank)
+
     def train(self, num_steps: int) -> None:
         for _ in range(num_steps):
             with self.closed:
@@ -63,6 +78,7 @@ class Trainer:
                 self.peers.start(Post(arrive(version, generation=0)), CHANNEL)
                 self.closed.wait_for(lambda version=version: self.newest_closed >= version)  # type: ignore[misc]
                 self.waits = False
+        self.peers.start(Post(ask(None, generation=0)), CHANNEL)
         self.peers.start(Post(finish(generation=0)), CHANNEL)
 
 
@@ -100,3 +116,7 @@ def test_five_ranks_keep_their_mean(mesh: list[Peers], num_elements: int) -> Non
     for thread in threads:
         thread.join()
     np.testing.assert_allclose(sum(trainer.values for trainer in trainers), sum(range(5)) * 7.0, rtol=1e-9)
+    for rank, trainer in enumerate(trainers):
+        assert trainer.received.keys() == set(members) - {rank}
+        assert all(state is not None and state.values.shape == (num_elements,) for state in trainer.received.values())
+        assert sorted(trainer.at_rest) == list(members)

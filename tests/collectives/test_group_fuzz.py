@@ -1,8 +1,8 @@
-"""Random schedules of arrivals, delays, stops, cuts and deaths. Each is replayed by its seed.
+"""Random schedules of arrivals, delays, stops, cuts, rests and deaths. Each is replayed by its seed.
 
 In all of them: nobody hangs, every living rank makes all its steps, weights sum to 1 in each average and each merge, all that
-get an average get the same bits, nobody waits for who computes, and no more is sent than promised. Where nobody is lost,
-`delta` keeps the mean over ranks, however late averages come.
+get an average get the same bits, which are the mean of what its members gave, nobody waits for who computes, whoever is asked
+answers, and no more is sent than promised. Where nobody is lost, `delta` keeps the mean over ranks, however late averages come.
 """
 
 from __future__ import annotations

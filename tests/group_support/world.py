@@ -2,7 +2,7 @@
 
 Every rank trains (sleeps, then changes its model at random) beside its `serve`, as a process would with two threads. Models
 are float64, so that means can be compared; every second element is 1 throughout, so that it stays 1 just as long as the
-weights in every average and every merge sum to 1.
+weights in every average and every merge sum to 1. With `pairs`, the ranks average in pairs drawn at random.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.codec.model_wire import HEAD_BYTES, NOTE_BYTES, Note
-from offbeat.collectives.group_average import arrive, finish, serve
+from offbeat.codec.model_wire import COUNTER_BYTES, HEAD_BYTES, NOTE_BYTES, Note
+from offbeat.collectives import group_average, pair_average
+from offbeat.collectives.group_average import arrive, ask, finish, rest
 from offbeat.collectives.group_base import Contribution, Happenings, Outcome, Piece, Terms
 from offbeat.collectives.group_merge import merge_delta, merge_paper
 from offbeat.errors import OffbeatError, PeerError
@@ -32,6 +33,7 @@ from offbeat.transport.wrappers.base import Raised, Wrapper
 
 SERVE, TRAIN = 1 << 32, 2 << 32
 GENERATION = 3
+NUM_COUNTERS = 2
 
 
 @dataclass(kw_only=True)
@@ -49,12 +51,16 @@ class Schedule:
     merge: str = "delta"
     link: VirtualLink = field(default_factory=lambda: VirtualLink(latency_s=0.001))
     patience: Patience = field(default_factory=lambda: Patience(floor_s=0.25, cap_s=1.0, min_samples=4))
+    arrival_patience: Patience | None = None
     death_notice_s: float = 0.0
     compute_s: Callable[[int, int], float] = lambda rank, step: 1.0
     weights: list[float] | None = None
     abstain: float = 0.0
     waits_when_late: bool = False
     leaves: bool = False
+    pairs: bool = False
+    asks: bool = False
+    rests: dict[int, int] = field(default_factory=dict)
     kills: list[tuple[int, float]] = field(default_factory=list)
     freezes: list[tuple[int, float, float]] = field(default_factory=list)
     cuts: list[tuple[int, int, float]] = field(default_factory=list)
@@ -99,6 +105,9 @@ class Model:
         self.answered: set[int] = set()
         self.open: dict[int, NDArray[np.float64]] = {}
         self.closed: list[Outcome] = []
+        self.received: list[tuple[int, Contribution | None]] = []
+        self.buried: list[int] = []
+        self.at_rest: list[int] = []
         self.waits_s: list[tuple[int, float]] = []
 
     def contribute(self, version: int) -> Contribution | None:
@@ -108,12 +117,25 @@ class Model:
         self.open[version] = self.values.copy()
         is_fresh = self.arrived_at is not None
         if not is_fresh:
-            self.answered.add(version)
+            if not self.world.schedule.pairs:
+                self.answered.add(version)
             if self.draw.random() < self.world.schedule.abstain:
                 return None
-        return Contribution(values=self.open[version], step=self.step, fresh=is_fresh, weight=self.world.weights[self.rank])
+        mine = self._contribution(self.open[version])
+        self.world.given[self.rank, version] = replace(mine, values=mine.values.copy())
+        return mine
+
+    def _contribution(self, values: NDArray[np.float64]) -> Contribution:
+        return Contribution(
+            values=values,
+            step=self.step,
+            fresh=self.arrived_at is not None,
+            weight=self.world.weights[self.rank],
+            counters=np.array([self.step, -self.rank]),
+        )
 
     def invite(self, version: int) -> None:
+        assert self.rank not in self.at_rest
         self.invited_to = version
 
     def close(self, outcome: Outcome) -> None:
@@ -122,17 +144,38 @@ class Model:
         covered = [(piece.begin, piece.end) for piece in outcome.pieces]
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(covered))
         for piece in outcome.pieces:
-            self._merge(outcome.version, piece)
+            self._merge(outcome, piece)
         buffer.fill(np.nan)  # another snapshot takes its place
-        self.world.cluster.drivers[self.rank].start(Post(b""), TRAIN)
+        self._wake()
 
     def amend(self, version: int, piece: Piece) -> None:
         outcome = next(outcome for outcome in self.closed if outcome.version == version)
         assert all(piece.begin != other.begin for other in outcome.pieces)
-        self._merge(version, piece)
+        self._merge(outcome, piece)
 
-    def _merge(self, version: int, piece: Piece) -> None:
-        self.world.saw(self.rank, version, piece)
+    def snapshot(self) -> Contribution | None:
+        if self.draw.random() < self.world.schedule.abstain:
+            return None
+        return self._contribution(self.values)
+
+    def receive(self, sender: int, state: Contribution | None) -> None:
+        self.received.append((sender, state))
+        self._wake()
+
+    def bury(self, rank: int) -> None:
+        assert rank not in self.buried
+        self.buried.append(rank)
+        self._wake()
+
+    def rested(self, rank: int) -> None:
+        assert rank not in self.at_rest
+        self.at_rest.append(rank)
+
+    def _wake(self) -> None:
+        self.world.cluster.drivers[self.rank].start(Post(b""), TRAIN)
+
+    def _merge(self, outcome: Outcome, piece: Piece) -> None:
+        self.world.saw(self.rank, outcome, piece)
         mine = self.values[piece.begin : piece.end]
         if self.world.schedule.merge == "delta":
             merged = merge_delta(mine, piece)
@@ -144,11 +187,15 @@ class Model:
         schedule, everyone = self.world.schedule, frozenset({self.rank})
         channel_to_serve = self.world.drivers[self.rank]
         for step in range(schedule.num_steps):
+            if schedule.rests.get(self.rank) == step:
+                channel_to_serve.start(Post(rest(generation=GENERATION)), SERVE)
             yield Sleep(schedule.compute_s(self.rank, step))
             update = self.draw.integers(-9, 9, self.values[::2].size)
             self.values[::2] += update
             self.world.total += self.world.weights[self.rank] * update
             self.step = step + 1
+            if schedule.rests.get(self.rank, step + 1) <= step:
+                continue
             arrived_s = yield Now()
             if self.answered and self.invited_to is None:
                 waits_for = set(self.open) if schedule.waits_when_late else set()
@@ -166,6 +213,10 @@ class Model:
                 self.waits_s.append((max(waits_for), (yield Now()) - arrived_s))
             if self.invited_to is not None and self.invited_to <= self.newest:
                 self.invited_to = None
+        if schedule.asks:
+            channel_to_serve.start(Post(ask(None, generation=GENERATION)), SERVE)
+            while {rank for rank, _ in self.received} | set(self.buried) | {self.rank} != set(range(schedule.world_size)):
+                yield RecvAny(everyone)
         channel_to_serve.start(Post(finish(generation=GENERATION)), SERVE)
 
 
@@ -189,10 +240,14 @@ class World:
         self.happenings = [Happenings() for _ in self.models]
         for model, weight in zip(self.models, self.weights, strict=True):
             self.total += weight * model.values[::2]
-        self._seen: dict[tuple[int, tuple[int, ...], int], tuple[bytes, tuple[Note, ...]]] = {}
+        self.given: dict[tuple[int, int], Contribution] = {}
+        self._seen: dict[tuple[int, tuple[int, ...], int], tuple[bytes, bytes, tuple[Note, ...]]] = {}
 
     def meeting(self, rank: int, version: int) -> Meeting:
         schedule = self.schedule
+        if schedule.pairs:
+            others = [other for other in range(schedule.world_size) if other != rank]
+            return Meeting(group=(rank, random.Random(f"{schedule.seed} {rank} {version}").choice(others)))
         return meeting(
             version,
             rank,
@@ -202,14 +257,32 @@ class World:
             quorum=schedule.quorum,
         )
 
-    def saw(self, rank: int, version: int, piece: Piece) -> None:
-        """`rank` got `piece`: who else does must get the same bits, made of weights that sum to 1."""
+    def saw(self, rank: int, outcome: Outcome, piece: Piece) -> None:
+        """`rank` got `piece`: who else does must get the same bits, the mean of what its members gave, with weights."""
         ones = piece.average[(piece.begin + 1) % 2 :: 2]
         np.testing.assert_allclose(ones, 1.0, rtol=1e-12)
         assert piece.sum_of_weights > 0
-        key = (version, self.meeting(rank, version).group, piece.begin)
-        what = (piece.average.tobytes(), piece.notes)
+        if self.schedule.pairs:
+            self._check_pair(rank, outcome, piece)
+            return
+        key = (outcome.version, outcome.group, piece.begin)
+        what = (piece.average.tobytes(), piece.counters.tobytes(), piece.notes)
+        if key not in self._seen:
+            in_it = [member for member, note in zip(outcome.group, piece.notes, strict=True) if note.weight]
+            assert [note for note in piece.notes if note.weight] == [
+                self.given[member, outcome.version].note for member in in_it
+            ]
+            assert _is_made_of(piece, [self.given[member, outcome.version] for member in in_it])
         assert self._seen.setdefault(key, what) == what
+
+    def _check_pair(self, rank: int, outcome: Outcome, piece: Piece) -> None:
+        """Both are in, this rank with what it gave for the outcome's version, the other with anything it ever gave."""
+        (other,) = set(outcome.group) - {rank}
+        mine = self.given[rank, outcome.version]
+        theirs = [given for (giver, _), given in self.given.items() if giver == other]
+        own_note, other_note = (piece.notes[outcome.group.index(member)] for member in (rank, other))
+        assert own_note == mine.note
+        assert any(given.note == other_note and _is_made_of(piece, [mine, given]) for given in theirs)
 
     def run(self) -> list[Happenings | OffbeatError]:
         """Each rank's outcome. Raises what any invariant that holds in every schedule objects to."""
@@ -235,11 +308,13 @@ class World:
             num_elements=schedule.num_elements,
             meeting=partial(self.meeting, rank),
             direct_bytes=schedule.direct_bytes,
+            num_counters=NUM_COUNTERS,
             dtype=np.dtype(np.float64),
             patience=schedule.patience,
-            arrival_patience=schedule.patience,
+            arrival_patience=schedule.arrival_patience or schedule.patience,
         )
-        yield from serve(rank, terms, self.models[rank], self.happenings[rank])
+        protocol = pair_average.serve if schedule.pairs else group_average.serve
+        yield from protocol(rank, terms, self.models[rank], self.happenings[rank])
         if schedule.leaves:
             self.drivers[rank].close()
         return self.happenings[rank]
@@ -254,6 +329,10 @@ class World:
             assert model.step == schedule.num_steps
             assert not model.open
             np.testing.assert_allclose(model.values[1::2], 1.0, rtol=1e-9)
+            happenings = self.happenings[rank]
+            assert happenings.resting | happenings.dead >= set(range(schedule.world_size))
+            assert happenings.resting == set(model.at_rest)
+            assert happenings.dead == set(model.buried)
             self._check_bytes(rank)
             self._check_waits(rank)
         if schedule.nobody_is_lost and schedule.merge == "delta":
@@ -261,28 +340,42 @@ class World:
             np.testing.assert_allclose(mean, self.total, rtol=1e-9, atol=1e-7)
 
     def _check_waits(self, rank: int) -> None:
-        """Nobody waits for who computes: three messages in sequence, from the first to arrive to the averages."""
+        """Nobody waits for who computes: three messages in sequence, from the first to arrive to the averages; two in pairs."""
         link, model = self.schedule.link, self.models[rank]
         if self.schedule.freezes or not self.schedule.nobody_is_lost or link.bytes_per_s < math.inf:
             return
         for version, wait_s in model.waits_s:
             if self.meeting(rank, version).min_fresh == 1:
-                assert wait_s <= 3 * (link.latency_s + link.jitter_s) + 1e-9
+                assert wait_s <= (2 if self.schedule.pairs else 3) * (link.latency_s + link.jitter_s) + 1e-9
 
     def _check_bytes(self, rank: int) -> None:
         """At most 2 N (S-1) / S a version, or (S-1) N directly, and a rounding of regions to whole elements."""
         schedule, allowed = self.schedule, 0.0
+        num_bytes, counter_bytes = 8 * schedule.num_elements, NUM_COUNTERS * COUNTER_BYTES
         for outcome in self.models[rank].closed:
             size = len(outcome.group)
-            num_bytes = 8 * schedule.num_elements
-            direct = size <= 2 or (size - 1) * num_bytes <= schedule.direct_bytes
-            if direct:
-                allowed += (size - 1) * (num_bytes + HEAD_BYTES)
+            if schedule.pairs:
+                allowed += num_bytes + HEAD_BYTES + counter_bytes
+            elif size <= 2 or (size - 1) * num_bytes <= schedule.direct_bytes:
+                allowed += (size - 1) * (num_bytes + HEAD_BYTES + counter_bytes)
             else:
                 allowed += 2 * num_bytes * (size - 1) / size + (size - 2) * 8
-                allowed += (size - 1) * (2 * HEAD_BYTES + size * NOTE_BYTES)
-        allowed += (schedule.world_size - 1) * HEAD_BYTES  # that it finished
+                allowed += (size - 1) * (2 * HEAD_BYTES + 2 * counter_bytes + size * NOTE_BYTES)
+        if schedule.pairs:
+            partners = [self.meeting(giver, version).group[1] for giver, version in self.given if version >= 0]
+            allowed += partners.count(rank) * (HEAD_BYTES + 2 * NOTE_BYTES)
+        per_peer = HEAD_BYTES * (1 + (rank in schedule.rests))
+        if schedule.asks:
+            per_peer += 2 * HEAD_BYTES + num_bytes + counter_bytes
+        allowed += (schedule.world_size - 1) * per_peer
         assert self.drivers[rank].traffic.bytes_sent <= allowed
+
+
+def _is_made_of(piece: Piece, given: list[Contribution]) -> bool:
+    weights = [mine.weight for mine in given]
+    mean = np.average([mine.values[piece.begin : piece.end] for mine in given], axis=0, weights=weights)
+    counters = np.max([mine.counters for mine in given], axis=0)
+    return np.allclose(piece.average, mean, rtol=1e-9, atol=1e-9) and piece.counters.tolist() == counters.tolist()
 
 
 def draw_schedule(seed: int) -> Schedule:
@@ -334,4 +427,11 @@ def draw_schedule(seed: int) -> Schedule:
         ]
         if trouble in ("cuts", "all")
         else [],
+        asks=draw.random() < 0.5,
+        rests={rank: draw.randrange(num_steps) for rank in ranks if draw.random() < 0.2} if draw.random() < 0.4 else {},
     )
+
+
+def draw_pairs(seed: int) -> Schedule:
+    """A random schedule of ranks that average in pairs."""
+    return replace(draw_schedule(seed), pairs=True, merge="delta")

@@ -128,21 +128,58 @@ def write(path: Path, by_rank: Sequence[Sequence[StepEvent]]) -> Path:
     return path
 
 
-def test_only_steps_that_every_rank_has_finished_count(tmp_path: Path) -> None:
+def test_steps_that_some_rank_has_finished_count_and_the_others_have_no_number_there(tmp_path: Path) -> None:
     run = write(
         tmp_path / "run",
         [[replace(EVENT, step=step, bytes_sent=10 * rank + step) for step in range(1, 6 - rank)] for rank in range(3)],
     )
     of = read_steps(Record(run))
-    assert of.step.tolist() == [1, 2, 3]
-    assert (of.num_ranks, of.num_steps) == (3, 3)
-    assert of.bytes_sent.tolist() == [[1, 2, 3], [11, 12, 13], [21, 22, 23]]
+    none = np.nan
+    assert of.step.tolist() == [1, 2, 3, 4, 5]
+    assert (of.num_ranks, of.num_steps) == (3, 5)
+    np.testing.assert_array_equal(of.bytes_sent, [[1, 2, 3, 4, 5], [11, 12, 13, 14, none], [21, 22, 23, none, none]])
+    assert of.done.sum(axis=1).tolist() == [5, 4, 3]
+    assert of.step_s().tolist() == [1.0] * 5
 
 
-def test_a_rank_that_finished_no_step_leaves_none(tmp_path: Path) -> None:
-    of = read_steps(Record(write(tmp_path / "run", [[EVENT], []])))
+def test_a_run_without_steps_has_none(tmp_path: Path) -> None:
+    of = read_steps(Record(write(tmp_path / "run", [[], []])))
     assert (of.num_ranks, of.num_steps) == (2, 0)
     assert of.lateness_s().shape == of.waiting_for_others_s().shape == (2, 0)
+    assert (of.samples_per_s(), of.block_samples_per_s()) == (0.0, [])
+
+
+def test_samples_a_second_are_each_ranks_own_and_none_for_steps_that_it_did_not_do(tmp_path: Path) -> None:
+    """One rank is twice as fast; another one as fast as that, but it dies after half of the steps."""
+    by_rank = [
+        [replace(EVENT, step=step, duration_s=duration_s) for step in range(1, last + 1)]
+        for duration_s, last in ((1.0, 40), (0.5, 40), (0.5, 20))
+    ]
+    of = read_steps(Record(write(tmp_path / "run", by_rank)))
+    assert of.samples_per_s() == pytest.approx(8 + 16 + 16 / 2)
+    assert max(of.block_samples_per_s()) == pytest.approx(40.0)
+    assert min(of.block_samples_per_s()) == pytest.approx(24.0)
+
+
+def test_ranks_that_do_not_keep_step_are_not_late_for_each_other(tmp_path: Path) -> None:
+    by_rank = [
+        [replace(EVENT, step=step, began_s=100 + every_s * step, ready_s=100.25 + every_s * step) for step in range(1, 5)]
+        for every_s in (1.0, 1.6)
+    ]
+    of = read_steps(Record(write(tmp_path / "run", by_rank)))
+    assert of.in_step().tolist() == [True, False, False, False]
+    assert of.lateness_s()[:, 0] == pytest.approx([0.0, 0.6])
+    assert np.isnan(of.lateness_s()[:, 1:]).all()
+
+
+def test_a_worker_that_came_back_has_done_some_steps_again(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [[EVENT], [replace(EVENT, step=step, bytes_sent=1) for step in (1, 2, 3, 4)]])
+    writer = EventWriter(run, rank=1, attempt=0, start_step=2)
+    for step in (3, 4, 5):
+        writer.add(replace(EVENT, step=step, bytes_sent=2))
+    writer.close()
+    assert [(event.step, event.bytes_sent) for event in Record(run).events(1)] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+    assert [head.start_step for head in Record(run).heads(1)] == [None, 2]
 
 
 def test_what_has_no_number_is_not_a_number(tmp_path: Path) -> None:
@@ -151,7 +188,7 @@ def test_what_has_no_number_is_not_a_number(tmp_path: Path) -> None:
     assert (of.loss[1, 0], of.ready_s[1, 0]) == (1.0, 100.25)
 
 
-@pytest.mark.parametrize(("host", "ahead_s"), [("elsewhere", 40.0), (socket.gethostname(), 0.0)])
+@pytest.mark.parametrize(("host", "ahead_s"), [("elsewhere", 0.5), (socket.gethostname(), 0.0)])
 def test_times_of_another_host_are_put_on_the_clock_of_the_first(tmp_path: Path, host: str, ahead_s: float) -> None:
     """Each host counts from when it was started; on one host a difference is only the clock's being set."""
     run = write(tmp_path / "run", [[EVENT], [EVENT]])
@@ -159,7 +196,7 @@ def test_times_of_another_host_are_put_on_the_clock_of_the_first(tmp_path: Path,
     first, *rest = path.read_text().splitlines()
     head = json.loads(first)
     offset_s = json.loads((run / "events-rank-0.jsonl").read_text().splitlines()[0])["monotonic_to_unix_s"]
-    head |= {"host": host, "monotonic_to_unix_s": offset_s + 40.0}
+    head |= {"host": host, "monotonic_to_unix_s": offset_s + 0.5}
     path.write_text("\n".join([json.dumps(head), *rest]) + "\n")
     of = read_steps(Record(run))
     assert of.began_s[:, 0] == pytest.approx([100.0, 100.0 + ahead_s], abs=1e-5)

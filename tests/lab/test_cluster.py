@@ -236,7 +236,7 @@ def test_a_cluster_describes_itself_in_a_line() -> None:
         "8 workers, 1 Gbit/s, speeds 1 1 1 0.5, steps padded to 200 ms, 2 random workers 320 ms late each step"
     )
     assert Cluster(workers=1).describe() == "1 worker"
-    assert preset("flaky").describe().endswith("cut worker 3 at 20 s, mend worker 3 at 22 s")
+    assert preset("flaky").describe().endswith("kill worker 2 at 30 s, return worker 2 at 35 s")
 
 
 def test_no_flags_are_a_plain_cluster_of_four() -> None:
@@ -298,7 +298,7 @@ def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
         ('changes = [{at = "1s", worker = 9, speed = 1}]', "changes names worker 9"),
         ('faults = [{at = "-1s", worker = 1, action = "kill"}]', r"faults\[0\].at is -1.0; allowed is 0 to 1 day"),
         ('faults = [{at = "1s", worker = 4, action = "kill"}]', "faults names worker 4; allowed is 0 to 3"),
-        ('faults = [{at = "1s", worker = 1, action = "burn"}]', r"faults\[0\].action is 'burn'; allowed is kill, stop"),
+        ('faults = [{at = "1s", worker = 1, action = "burn"}]', r"faults\[0\].action is 'burn'; allowed is kill, return, stop"),
         ('faults = [{at = "1s", worker = 1, action = "mend"}]', "'mend' of worker 1 at 1 s, but no 'cut' comes before it"),
         ('faults = [{at = "1s", worker = 1, action = "continue"}]', "no 'stop' comes before it"),
         (
@@ -312,6 +312,23 @@ def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
         (
             'faults = [{at = "1s", worker = 1, action = "cut"}, {at = "2s", worker = 1, action = "cut"}]',
             "'cut' of worker 1 at 2 s, to which that has been done",
+        ),
+        (
+            'faults = [{at = "1s", worker = 1, action = "return"}]',
+            "'return' of worker 1 at 1 s, but no 'kill' comes before it; add one",
+        ),
+        (
+            'faults = [{at = "1s", worker = 1, action = "kill"}, {at = "2s", worker = 1, action = "kill"}]',
+            "'kill' of worker 1 at 2 s, which was killed before; add a 'return' between them",
+        ),
+        (
+            "faults = ["
+            + ", ".join(
+                f'{{at = "{at}s", worker = 1, action = "{action}"}}'
+                for at, action in enumerate(("stop", "kill", "return", "continue"))
+            )
+            + "]",
+            "'continue' of worker 1 at 3 s, but no 'stop' comes before it",
         ),
         ("faults = 3", "faults is 3; allowed is a list of tables"),
         ('name = "a\\nb"', "name is 'a.*nb'; allowed is up to 80 printable"),
@@ -391,3 +408,11 @@ def test_every_key_and_preset_stands_on_the_page() -> None:
     assert [key for key in (*keys, *PRESETS) if f"`{key}`" not in PAGE] == []
     for name, summary in PRESETS.items():
         assert f"| `{name}` | {summary} |" in PAGE
+
+
+def test_a_worker_may_be_killed_as_often_as_it_returns() -> None:
+    actions = ("cut", "kill", "return", "mend", "kill", "return")
+    faults = tuple(Fault(at_s=float(at), worker=1, action=action) for at, action in enumerate(actions))
+    cluster = Cluster(faults=faults)
+    assert cluster.faults == faults
+    assert parse_cluster(cluster.to_toml(), "it") == cluster

@@ -38,6 +38,13 @@ def test_before_enough_is_known_there_is_no_hurry() -> None:
     assert deadline_s([0.1, 0.1, 0.1], patience) < 7.0
 
 
+@pytest.mark.parametrize(("first_s", "deadline"), [(0.01, 0.25), (2.0, 2.0), (9.0, 7.0)])
+def test_the_first_deadline_is_as_told_within_floor_and_cap(first_s: float, deadline: float) -> None:
+    patience = Patience(min_samples=3, first_s=first_s, cap_s=7.0)
+    assert deadline_s([], patience) == deadline_s([3.0, 3.0], patience) == deadline
+    assert deadline_s([3.0, 3.0, 3.0], patience) == pytest.approx(3.0 + 8 * 0.05 * 3.0)
+
+
 @given(st.lists(st.floats(0.9, 1.1), min_size=20, max_size=60), st.integers(1, 9))
 def test_a_suspended_rank_does_not_make_everyone_patient(usual_s: list[float], num_outliers: int) -> None:
     patience = Patience(num_mads=4.0, cap_s=1e6)

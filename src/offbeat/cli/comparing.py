@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from offbeat.lab.comparison import Comparison, Contestant, Measure
-from offbeat.lab.progress import Progress
+from offbeat.lab.progress import News, Progress
 from offbeat.lab.statistics import Estimate
 
 _PLAIN_EVERY_S = 5.0
@@ -76,6 +76,14 @@ class Watching:
         row.metric = row.metric if progress.metric is None else progress.metric
         self._show()
 
+    def news(self, label: str, news: News) -> None:
+        if label not in self._rows:
+            return
+        if news.gone:
+            self._rows[label].workers.pop(news.rank, None)
+        style = "red" if news.gone else "green"
+        self._console.print(f"{label}: {news.text}", style=style, markup=False, highlight=False, soft_wrap=True)
+
     def failed(self, label: str, reason: str) -> None:
         if label in self._rows:
             self._rows[label].failure = reason
@@ -113,7 +121,7 @@ class Watching:
                 f"{row.seconds / row.step * 1e3:.1f}" if row.step else "",
                 "" if row.metric is None else f"{row.metric:.4f}",
                 decimal(round(sum(sent) / len(sent))) if sent else "",
-                *(f"{progress.wait_share:.0%}" for _, progress in sorted(row.workers.items())),
+                *(f"{row.workers[rank].wait_share:.0%}" if rank in row.workers else "" for rank in range(self._num_workers)),
             )
         table.caption, table.caption_justify = "w0, w1, ...: share of its time each worker waits", "left"
         return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,15 +16,15 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from offbeat.lab.options import Option
-from offbeat.lab.progress import Progress
+from offbeat.lab.progress import Listener, News, Progress
 from offbeat.lab.records import Summary
 
 _PLAIN_EVERY_S = 5.0
 
 
 @contextmanager
-def watching(title: str, num_workers: int, *, quiet: bool = False) -> Iterator[Callable[[Progress], None]]:
-    """Show progress under `title` for as long as the block runs: bars on a terminal, a line now and then elsewhere."""
+def watching(title: str, num_workers: int, *, quiet: bool = False) -> Iterator[Listener]:
+    """Show progress and news under `title` while the block runs: bars on a terminal, a line now and then elsewhere."""
     console = Console(stderr=True, quiet=quiet)
     if not console.is_terminal:
         yield _Lines(title, console, num_workers)
@@ -38,21 +38,27 @@ def watching(title: str, num_workers: int, *, quiet: bool = False) -> Iterator[C
     )
     with Bars(*columns, console=console) as bars:
         console.print(title, style="bold")
-        yield _Bars(bars, num_workers)
+        yield _Bars(bars, console, num_workers)
 
 
 class _Bars:
     """One bar for each worker."""
 
-    def __init__(self, bars: Bars, num_workers: int) -> None:
+    def __init__(self, bars: Bars, console: Console, num_workers: int) -> None:
         self._bars = bars
+        self._console = console
         nothing_yet = {"loss": float("nan"), "wait": 0.0, "sent": "", "total": None}
         self._tasks: dict[int, TaskID] = {
             rank: bars.add_task(f"worker {rank}", **nothing_yet)  # type: ignore[arg-type]  # fields of any type
             for rank in range(num_workers)
         }
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: Progress | News) -> None:
+        if isinstance(progress, News):
+            what = "[red]gone[/red]" if progress.gone else "    "
+            self._bars.update(self._tasks[progress.rank], description=f"worker {progress.rank} {what}")
+            _tell(self._console, progress)
+            return
         self._bars.update(
             self._tasks[progress.rank],
             completed=progress.step,
@@ -71,11 +77,17 @@ class _Lines:
         self._num_workers = num_workers
         self._console = console
         self._latest: dict[int, Progress] = {}
+        self._gone: set[int] = set()
         self._printed_s = time.monotonic()
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: Progress | News) -> None:
+        if isinstance(progress, News):
+            self._gone = self._gone | {progress.rank} if progress.gone else self._gone - {progress.rank}
+            self._latest.pop(progress.rank, None)
+            _tell(self._console, progress)
+            return
         self._latest[progress.rank] = progress
-        if len(self._latest) < self._num_workers:
+        if len(self._latest) < self._num_workers - len(self._gone):
             return
         slowest = min(self._latest.values(), key=lambda latest: latest.step)
         if time.monotonic() - self._printed_s < _PLAIN_EVERY_S and slowest.step < slowest.target:
@@ -89,6 +101,10 @@ class _Lines:
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _tell(console: Console, news: News) -> None:
+    console.print(escape(news.text), style="red" if news.gone else "green", highlight=False, soft_wrap=True)
 
 
 def print_summary(summary: Summary, page: Path | None = None) -> None:
@@ -120,7 +136,7 @@ def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
     return [
         (summary.metric_name.replace("_", " "), metric),
         ("last loss", "not finite" if summary.loss is None else f"{summary.loss:.4f}"),
-        ("workers", str(summary.workers)),
+        ("workers", str(summary.workers) + _lost(summary)),
         ("parameters", f"{summary.num_parameters:,}"),
         ("steps", f"{summary.steps:,}" + (f" (from {summary.resumed_from_step})" if summary.resumed_from_step else "")),
         ("training time", f"{summary.seconds:.1f} s" + (" (since the resume)" if summary.resumed_from_step else "")),
@@ -130,6 +146,14 @@ def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("replicas", "identical" if summary.replicas_identical else "differ"),
         ("record", escape(summary.run_directory)),
     ]
+
+
+def _lost(summary: Summary) -> str:
+    """How many workers died on the way, and how many of them came back."""
+    if not summary.losses:
+        return ""
+    back = sum(loss.returned_step is not None for loss in summary.losses)
+    return f" ({len(summary.losses)} died{f', {back} came back' if back else ''})"
 
 
 def _print_notices(summaries: Sequence[Summary]) -> None:

@@ -1,10 +1,13 @@
 """Messages of a group average: parts of models on their way to be averaged, and averages on their way back.
 
-Layout, little-endian: a head of 72 bytes, 24 bytes for each note, then the values.
+Layout, little-endian: a head of 80 bytes, 24 bytes for each note, 8 for each counter, then the values, which so begin at a
+multiple of 8.
 
     kind (u8), flags (u8: 1 fresh, 2 arrived), dtype (u8), zero (u8), generation (u32), version (i64), step (i64),
-    weight (f64), party (u64), elements of the model (u64), first element (u64), number of values (u64), of notes (u64)
+    weight (f64), party (u64), elements of the model (u64), first element (u64), number of values (u64), of notes (u64),
+    of counters (u64)
     note: weight (f64), step (i64), fresh (u64)
+    counter: i64
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +25,23 @@ from numpy.typing import NDArray
 from offbeat.errors import WireError
 
 Values: TypeAlias = NDArray[np.floating]
+Counters: TypeAlias = NDArray[np.int64]
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
-_HEAD = struct.Struct("<BBBBIqqdQQQQQ")
+_HEAD = struct.Struct("<BBBBIqqdQQQQQQ")
 _NOTE = struct.Struct("<dqQ")
 HEAD_BYTES = _HEAD.size
 NOTE_BYTES = _NOTE.size
+COUNTER_BYTES = 8
 
+_COUNTER = np.dtype("<i8")
 _DTYPES: dict[int, np.dtype[np.floating]] = {0: np.dtype("<f4"), 1: np.dtype("<f8")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+def no_counters() -> Counters:
+    """Those of a model that has none."""
+    return np.empty(0, np.int64)
 
 
 class Kind(IntEnum):
@@ -39,12 +51,22 @@ class Kind(IntEnum):
     """What the sender contributes to the receiver's region, or to all of the model."""
     AVERAGE = 2
     """The average of the sender's region, with a note on each member."""
-    FINISHED = 3
+    ASK = 3
+    """The receiver is to send its model as it is."""
+    STATE = 4
+    """The sender's model, or none."""
+    RESTED = 5
     """The sender will not arrive at any further version; it goes on answering."""
-    ARRIVE = 4
+    FINISHED = 6
+    """The sender needs nobody any more; it goes on answering until that is true of all."""
+    ARRIVE = 7
     """From a rank to itself: it has come to the end of a step."""
-    FINISH = 5
-    """From a rank to itself: that was its last step."""
+    SEEK = 8
+    """From a rank to itself: ask member `version` for its model, or every member where that is negative."""
+    REST = 9
+    """From a rank to itself: it will not arrive any more."""
+    FINISH = 10
+    """From a rank to itself: that was all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +102,8 @@ class ModelMessage:
         party: in an exchange without owners, among whom the sender means to average: bit i for the group's i-th member.
         num_elements: of the whole model.
         begin: first element that `values` are for.
-        values: float32 or float64, shape (any,); those of a received message cannot be written to.
+        counters: integer buffers of the model, int64, shape (any,); of an average, the largest of each.
+        values: float32 or float64, shape (any,). Arrays of a received message cannot be written to.
         notes: of a group's members, in the order of the group.
     """
 
@@ -94,6 +117,7 @@ class ModelMessage:
     party: int = 0
     num_elements: int = 0
     begin: int = 0
+    counters: Counters = field(default_factory=no_counters)
     values: Values = field(default_factory=partial(np.empty, 0, np.float32))
     notes: tuple[Note, ...] = ()
 
@@ -117,9 +141,11 @@ class ModelMessage:
             self.begin,
             self.values.size,
             len(self.notes),
+            self.counters.size,
         )
         notes = [_NOTE.pack(note.weight, note.step, note.fresh) for note in self.notes]
-        return b"".join([head, *notes, np.ascontiguousarray(self.values).data])
+        arrays = (np.ascontiguousarray(self.counters, _COUNTER), np.ascontiguousarray(self.values))
+        return b"".join([head, *notes, *(array.data for array in arrays)])
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> ModelMessage:
@@ -127,12 +153,14 @@ class ModelMessage:
         if len(data) < HEAD_BYTES:
             raise WireError(f"a message of a group average has {HEAD_BYTES} bytes or more, got {len(data)}; it was truncated")
         kind, flags, code, zero, generation, *rest = _HEAD.unpack_from(data)
-        version, step, weight, party, num_elements, begin, num_values, num_notes = rest
+        version, step, weight, party, num_elements, begin, num_values, num_notes, num_counters = rest
         if zero or flags > 3 or kind not in Kind._value2member_map_ or code not in _DTYPES:
             raise WireError(
                 f"got a message of a group average of kind {kind}, dtype {code}, flags {flags}.{zero}; it is corrupt"
             )
-        expected = HEAD_BYTES + num_notes * NOTE_BYTES + num_values * _DTYPES[code].itemsize
+        counters_at = HEAD_BYTES + num_notes * NOTE_BYTES
+        values_at = counters_at + num_counters * COUNTER_BYTES
+        expected = values_at + num_values * _DTYPES[code].itemsize
         if len(data) != expected:
             raise WireError(f"a message of a group average announces {expected} bytes and has {len(data)}; it was truncated")
         if begin + num_values > num_elements:
@@ -141,9 +169,7 @@ class ModelMessage:
             )
         notes = [
             Note(weight=_checked(note_weight), step=note_step, fresh=bool(note_fresh))
-            for note_weight, note_step, note_fresh in _NOTE.iter_unpack(
-                memoryview(data)[HEAD_BYTES : HEAD_BYTES + num_notes * NOTE_BYTES]
-            )
+            for note_weight, note_step, note_fresh in _NOTE.iter_unpack(memoryview(data)[HEAD_BYTES:counters_at])
         ]
         return cls(
             kind=Kind(kind),
@@ -156,7 +182,8 @@ class ModelMessage:
             party=party,
             num_elements=num_elements,
             begin=begin,
-            values=_values(data, _DTYPES[code], num_values, HEAD_BYTES + num_notes * NOTE_BYTES),
+            counters=_array(data, _COUNTER, num_counters, counters_at),
+            values=_array(data, _DTYPES[code], num_values, values_at),
             notes=tuple(notes),
         )
 
@@ -167,9 +194,9 @@ def _checked(weight: float) -> float:
     return weight
 
 
-def _values(data: bytes | bytearray | memoryview, dtype: np.dtype[np.floating], count: int, offset: int) -> Values:
+def _array(data: bytes | bytearray | memoryview, dtype: np.dtype[_Scalar], count: int, offset: int) -> NDArray[_Scalar]:
     if not count:
         return np.empty(0, dtype)
-    values = np.frombuffer(data, dtype, count, offset)
-    values.flags.writeable = False
-    return values
+    array = np.frombuffer(data, dtype, count, offset)
+    array.flags.writeable = False
+    return array

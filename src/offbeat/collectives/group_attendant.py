@@ -1,6 +1,6 @@
 """What one rank's side of the group averages decides: which versions are under way, what each waits for, whom to suspect.
 
-Takes messages and times, gives messages; `group_average.serve` carries them.
+Takes messages and times, gives messages; `group_member.attend` carries them.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from typing import Literal, TypeAlias
 
 from offbeat.codec.model_wire import Kind, ModelMessage
 from offbeat.collectives.group_base import Happenings, Outcome, Replica, Terms
-from offbeat.collectives.group_rounds import Direct, Outgoing, Round, Scattered
+from offbeat.collectives.group_member import Member
+from offbeat.collectives.group_rounds import Direct, Round, Scattered
 from offbeat.errors import WireError
 from offbeat.planning.deadlines import Patience, deadline_s
 from offbeat.planning.groups import Meeting
-from offbeat.transport.operations import Payload
 
 Phase: TypeAlias = Literal["arrivals", "answers", "averages"]
 """What a round waits for: that enough arrive, that all contribute, or that the owners of regions send averages."""
 
-_FROM_ONESELF = (Kind.ARRIVE, Kind.FINISH)
 _MAX_DIRECT_GROUP = 64
 _REMEMBERED_VERSIONS = 4096
 
@@ -38,20 +37,15 @@ class _Attended:
         self.deadline_s = math.inf
 
 
-class Attendant:
+class Attendant(Member):
     """Keeps a rank's rounds going."""
 
     def __init__(self, rank: int, terms: Terms, replica: Replica, happenings: Happenings) -> None:
-        self.happenings = happenings
-        self._rank = rank
-        self._terms = terms
-        self._replica = replica
+        super().__init__(rank, terms, replica, happenings)
         self._rounds: dict[int, _Attended] = {}
         self._over: dict[int, float] = {}
         self._newest = -1
         self._arrived = -1
-        self._outgoing: Outgoing = []
-        self._finished: set[int] = set()
         patience: dict[Phase, Patience] = {
             "arrivals": terms.arrival_patience,
             "answers": terms.patience,
@@ -60,56 +54,15 @@ class Attendant:
         self._patience = patience
         self._waits_s: dict[Phase, deque[float]] = {phase: deque(maxlen=patience[phase].window) for phase in patience}
 
-    @property
-    def audience(self) -> frozenset[int]:
-        return frozenset(self._terms.members) - self.happenings.dead
-
-    @property
-    def done(self) -> bool:
-        """Whether this rank and all that live have finished, and nothing is owed to it."""
-        return not self._rounds and self._finished >= self.audience
-
-    def take_outgoing(self) -> Outgoing:
-        taken, self._outgoing = self._outgoing, []
-        return [(peer, message) for peer, message in taken if peer not in self.happenings.dead]
-
     def time_left_s(self, now_s: float) -> float | None:
         earliest_s = min((attended.deadline_s for attended in self._rounds.values()), default=math.inf)
         return None if earliest_s == math.inf else max(0.0, earliest_s - now_s)
 
-    def take(self, sender: int, payload: Payload, now_s: float) -> None:
-        message = ModelMessage.from_bytes(payload)
-        if message.generation != self._terms.generation:
-            self.happenings.foreign += 1
-            return
-        if (sender == self._rank) != (message.kind in _FROM_ONESELF):
-            raise WireError(f"rank {sender} sent rank {self._rank} a message of kind {message.kind.name}, which it cannot")
-        self.happenings.suspected.discard(sender)
-        match message.kind:
-            case Kind.ARRIVE:
-                self._arrive(message.version, now_s)
-            case Kind.FINISH:
-                self._finished.add(self._rank)
-                note = ModelMessage(kind=Kind.FINISHED, generation=self._terms.generation).to_bytes()
-                self._outgoing += [(peer, note) for peer in self.audience - {self._rank}]
-            case Kind.FINISHED:
-                self._finished.add(sender)
-            case _:
-                self._take_model(sender, message, now_s)
-        self._go_on(now_s)
-
-    def bury(self, rank: int, now_s: float) -> None:
-        """The driver says that `rank` is dead."""
-        self.happenings.dead.add(rank)
-        self.happenings.suspected.discard(rank)
-        for attended in self._rounds.values():
-            attended.round.bury(rank)
-        self._go_on(now_s)
-
     def lose_patience(self, now_s: float) -> None:
-        """The earliest deadline has passed."""
         late = min(self._rounds.values(), key=lambda attended: attended.deadline_s)
         if late.phase == "arrivals":
+            # Those who are called now arrive unheard: how long it would have taken is only to be learned by trying longer.
+            self._waits_s["arrivals"].append(2 * (now_s - late.opened_s))
             self._call(late, now_s)
         else:
             silent = late.round.awaited() - self._absent()
@@ -117,8 +70,18 @@ class Attendant:
             self.happenings.suspicions += len(silent)
         self._go_on(now_s)
 
-    def _absent(self) -> set[int]:
-        return self.happenings.dead | self.happenings.suspected
+    def _is_busy(self) -> bool:
+        return bool(self._rounds)
+
+    def _take(self, sender: int, message: ModelMessage, now_s: float) -> None:
+        if message.kind == Kind.ARRIVE:
+            self._arrive(message.version, now_s)
+        else:
+            self._take_model(sender, message, now_s)
+
+    def _do_without(self, rank: int) -> None:
+        for attended in self._rounds.values():
+            attended.round.bury(rank)
 
     def _open(self, version: int, now_s: float) -> _Attended:
         meeting = self._terms.meeting(version)
@@ -142,7 +105,7 @@ class Attendant:
 
     def _contribute(self, attended: _Attended) -> None:
         version = attended.round.version
-        mine = self._replica.contribute(version)
+        mine = self._contribution(version)
         arrived = version <= self._arrived or (mine is not None and mine.fresh)
         self._outgoing += attended.round.contribute(mine, self._absent(), arrived=arrived)
 
@@ -167,7 +130,8 @@ class Attendant:
         else:
             self._observe("answers", attended.called_s, now_s)
         self._count(message, is_late=attended.round.take(sender, message))
-        if is_new and not attended.round.is_called(self._num_to_come(attended.meeting)):
+        is_resting = self._rank in self.happenings.resting
+        if is_new and not is_resting and not self._is_called(attended):
             self._replica.invite(version)
 
     def _observe(self, phase: Phase, since_s: float, now_s: float) -> None:
@@ -179,12 +143,13 @@ class Attendant:
         self.happenings.late_parts += is_late and message.kind == Kind.PART
         self.happenings.late_averages += is_late and message.kind == Kind.AVERAGE
 
-    def _num_to_come(self, meeting: Meeting) -> int:
-        """How many arrivals the meeting waits for; those that will not come are not waited for."""
-        gone = self.happenings.dead | self._finished
+    def _is_called(self, attended: _Attended) -> bool:
+        """Whether enough have arrived; those that will not come are not waited for."""
+        meeting = attended.meeting
+        gone = self.happenings.dead | self.happenings.resting
         if meeting.min_fresh < len(meeting.group):
             gone = gone | self.happenings.suspected
-        return min(meeting.min_fresh, sum(rank not in gone for rank in meeting.group))
+        return attended.round.is_called(meeting.min_fresh, gone)
 
     def _call(self, attended: _Attended, now_s: float) -> None:
         """Enough have arrived: from now on the network is all that is waited for."""
@@ -198,12 +163,11 @@ class Attendant:
         return deadline_s(self._waits_s[phase], self._patience[phase])
 
     def _go_on(self, now_s: float) -> None:
-        """Let every round go as far as it gets without waiting."""
         for attended in list(self._rounds.values()):
             round_ = attended.round
             if round_.version <= self._arrived and not round_.contributed:
                 self._contribute(attended)  # whoever waits for this rank to arrive there would wait for ever
-            if attended.phase == "arrivals" and round_.is_called(self._num_to_come(attended.meeting)):
+            if attended.phase == "arrivals" and self._is_called(attended):
                 if attended.meeting.min_fresh > 1:
                     self._observe("arrivals", attended.opened_s, now_s)
                 self._call(attended, now_s)

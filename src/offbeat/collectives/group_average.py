@@ -22,7 +22,7 @@ values, until it is heard of again. Who is *dead*, says the driver, is left out 
 counted; a late average is merged when it comes (`Replica.amend`), so that suspicion costs time and mixing but no weight.
 
 Bytes a rank and version, for models of N bytes and groups of S: at most 2 N (S-1) / S, or (S-1) N where the model is small;
-72 bytes a message and 24 a member and average on top.
+80 bytes a message, 24 a member and average, and 8 a counter on top.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from __future__ import annotations
 from offbeat.codec.model_wire import Kind, ModelMessage
 from offbeat.collectives.group_attendant import Attendant
 from offbeat.collectives.group_base import Happenings, Replica, Terms
-from offbeat.errors import PeerError, PeerTimeoutError
-from offbeat.transport.operations import Collective, Now, RecvAny, Send
+from offbeat.collectives.group_member import attend
+from offbeat.transport.operations import Collective
 
 
 def arrive(version: int, *, generation: int) -> bytes:
@@ -39,8 +39,22 @@ def arrive(version: int, *, generation: int) -> bytes:
     return ModelMessage(kind=Kind.ARRIVE, generation=generation, version=version).to_bytes()
 
 
+def ask(peer: int | None, *, generation: int) -> bytes:
+    """What a rank posts to be sent the model of member `peer`, or of every other living member: `Replica.receive`.
+
+    Where the one asked is dead, or is no member, `Replica.bury` is all there is to hear of it. Asked before `finish`, `serve`
+    does not return before the answers are here.
+    """
+    return ModelMessage(kind=Kind.SEEK, generation=generation, version=-1 if peer is None else peer).to_bytes()
+
+
+def rest(*, generation: int) -> bytes:
+    """What a rank posts when it will not arrive any more. `serve` goes on answering, and nobody waits for it to arrive."""
+    return ModelMessage(kind=Kind.REST, generation=generation).to_bytes()
+
+
 def finish(*, generation: int) -> bytes:
-    """What a rank posts after its last step. `serve` goes on answering, and returns when all members have finished or died."""
+    """What a rank posts last; it rests, too. `serve` goes on answering, and returns when all members have finished or died."""
     return ModelMessage(kind=Kind.FINISH, generation=generation).to_bytes()
 
 
@@ -56,20 +70,4 @@ def serve(rank: int, terms: Terms, replica: Replica, happenings: Happenings | No
     Raises:
         WireError: a message is corrupt, or its sender trains another model. No average was merged because of it.
     """
-    attendant = Attendant(rank, terms, replica, happenings or Happenings())
-    while True:
-        for peer, message in attendant.take_outgoing():
-            yield Send(peer, message)
-        if attendant.done:
-            return attendant.happenings
-        now_s = yield Now()
-        try:
-            sender, payload = yield RecvAny(attendant.audience, attendant.time_left_s(now_s))
-        except PeerTimeoutError:
-            attendant.lose_patience((yield Now()))
-        except PeerError as error:
-            if error.rank is None:
-                raise
-            attendant.bury(error.rank, (yield Now()))
-        else:
-            attendant.take(sender, payload, (yield Now()))
+    return attend(Attendant(rank, terms, replica, happenings or Happenings()))

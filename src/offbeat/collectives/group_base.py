@@ -8,7 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from offbeat.codec.model_wire import Note, Values
+from offbeat.codec.model_wire import Counters, ModelMessage, Note, Values, no_counters
+from offbeat.errors import WireError
 from offbeat.planning.deadlines import Patience
 from offbeat.planning.groups import Meeting
 
@@ -22,12 +23,14 @@ class Contribution:
         step: after which of the rank's steps it was taken, >= 0.
         fresh: whether the rank had come to the end of a step and waits; else it is the last snapshot of one that computes.
         weight: with which it counts, > 0.
+        counters: the model's integer buffers, int64, shape (`Terms.num_counters`,); of several, the largest is taken.
     """
 
     values: Values
     step: int
     fresh: bool
     weight: float = 1.0
+    counters: Counters = field(default_factory=no_counters)
 
     @property
     def note(self) -> Note:
@@ -44,6 +47,7 @@ class Piece:
         notes: of every member of the group, in its order.
         contributed: what this rank put in, shape of `average`; None when it is not in.
         fresh: whether this rank is in with a fresh contribution.
+        counters: the largest of each counter among the contributions that are in, shape (`Terms.num_counters`,); read-only.
     """
 
     begin: int
@@ -51,6 +55,7 @@ class Piece:
     notes: tuple[Note, ...]
     contributed: Values | None
     fresh: bool
+    counters: Counters = field(default_factory=no_counters)
 
     @property
     def end(self) -> int:
@@ -113,6 +118,22 @@ class Replica(Protocol):
         """A piece of a closed version came after all. It has to be merged too, or the mean over ranks is not kept."""
         ...
 
+    def snapshot(self) -> Contribution | None:
+        """The model as it is, for a member that asks for it; None while there is none to give. Sent before this returns."""
+        ...
+
+    def receive(self, sender: int, state: Contribution | None) -> None:
+        """Member `sender` has been asked and sent its model, read-only, or None: it has none to give."""
+        ...
+
+    def bury(self, rank: int) -> None:
+        """Member `rank` is dead or has left, says the driver: nothing more comes from it. Once for each."""
+        ...
+
+    def rested(self, rank: int) -> None:
+        """Member `rank`, which may be this one, will not arrive any more; it goes on answering. Once for each."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
@@ -122,21 +143,29 @@ class Terms:
         members: the ranks, in the same order everywhere.
         generation: number of the membership.
         num_elements: of the model.
+        num_counters: of its integer buffers, all together.
         meeting: the group of a version that this rank is in; every member's answers must fit together.
         direct_bytes: groups exchange directly when they are of two, or send no more than this many bytes each that way.
         dtype: of its values, float32 or float64.
         patience: for answers and averages, which come as fast as the network allows.
         arrival_patience: for arrivals, where `Meeting.min_fresh` asks for several but not for all.
+
+    A version waits for each kind at most once, so who is killed before any wait is known stalls the others for no longer than
+    the two first deadlines together. Models that take longer than that make suspects in the first versions, who are taken back
+    when their answers come; the deadlines have learned by then.
     """
 
     members: tuple[int, ...]
     generation: int
     num_elements: int
     meeting: Callable[[int], Meeting]
+    num_counters: int = 0
     direct_bytes: int = 65_536
     dtype: np.dtype[np.floating] = field(default_factory=lambda: np.dtype(np.float32))
-    patience: Patience = field(default_factory=Patience)
-    arrival_patience: Patience = field(default_factory=lambda: Patience(min_samples=2, num_mads=4.0, min_spread=0.25))
+    patience: Patience = field(default_factory=lambda: Patience(min_samples=4, first_s=0.4))
+    arrival_patience: Patience = field(
+        default_factory=lambda: Patience(min_samples=2, first_s=0.4, num_mads=4.0, min_spread=0.25)
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -152,6 +181,7 @@ class Happenings:
         foreign: messages of other generations.
         suspected: the ranks that are suspected now.
         dead: the ranks that are dead.
+        resting: the ranks that will not arrive any more, or have finished, oneself included.
     """
 
     arrivals: int = 0
@@ -162,3 +192,16 @@ class Happenings:
     foreign: int = 0
     suspected: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
+    resting: set[int] = field(default_factory=set)
+
+
+def check_model(sender: int, message: ModelMessage, terms: Terms, begin: int, end: int, *, has_values: bool) -> None:
+    """Raise `WireError` unless `message` holds elements `begin` to `end` of a model as in `terms`, or nothing."""
+    found = (message.num_elements, message.begin, message.values.size, message.counters.size)
+    num_values, num_counters = (end - begin, terms.num_counters) if has_values else (0, 0)
+    expected = (terms.num_elements, begin, num_values, num_counters)
+    if found != expected or (message.values.size and message.values.dtype != terms.dtype):
+        raise WireError(
+            f"rank {sender} sent for version {message.version} (elements of the model, first, number, counters) = {found} of "
+            f"{message.values.dtype}, expected were {expected} of {terms.dtype}; do all ranks train the same model?"
+        )

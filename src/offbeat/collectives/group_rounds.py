@@ -19,8 +19,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from offbeat.codec.model_wire import ABSENT, Kind, ModelMessage, Values
-from offbeat.collectives.group_base import Contribution, Piece, Terms
+from offbeat.codec.model_wire import ABSENT, Counters, Kind, ModelMessage, Values, no_counters
+from offbeat.collectives.group_base import Contribution, Piece, Terms, check_model
 from offbeat.errors import WireError
 
 Outgoing: TypeAlias = list[tuple[int, bytes]]
@@ -48,10 +48,10 @@ class Round(ABC):
         self._fresh = False
         self._arrived = False
 
-    def is_called(self, min_fresh: int) -> bool:
-        """Whether everyone must contribute now: enough have arrived, or somebody knows that enough have."""
-        parts = self._parts.values()
-        return sum(part.arrived for part in parts) >= min_fresh or not all(part.arrived for part in parts)
+    def is_called(self, min_fresh: int, gone: Set[int]) -> bool:
+        """Whether everyone must contribute now: `min_fresh` have arrived, or all but `gone`, or somebody knows that they have."""
+        arrived = {rank for rank, part in self._parts.items() if part.arrived}
+        return len(arrived) >= min_fresh or arrived | gone >= set(self.group) or len(arrived) < len(self._parts)
 
     def take_pieces(self) -> list[Piece]:
         """The averages that have come since the last call."""
@@ -90,29 +90,21 @@ class Round(ABC):
         """Rank `rank` will never send anything any more."""
 
     def _part(self, mine: Contribution | None, begin: int, end: int, *, withheld: bool, party: int = 0) -> ModelMessage:
-        kept = mine is None or withheld
-        return ModelMessage(
+        given = None if withheld else mine
+        part = ModelMessage(
             kind=Kind.PART,
             generation=self._terms.generation,
             version=self.version,
             step=-1 if mine is None else mine.step,
             fresh=mine is not None and mine.fresh,
-            weight=0.0 if mine is None or withheld else mine.weight,
             arrived=self._arrived,
             party=party,
             num_elements=self._terms.num_elements,
             begin=begin,
-            values=np.empty(0, np.float32) if mine is None or kept else mine.values[begin:end],
         )
-
-    def _check(self, sender: int, message: ModelMessage, begin: int, end: int, *, has_values: bool) -> None:
-        found = (message.num_elements, message.begin, message.values.size)
-        expected = (self._terms.num_elements, begin, end - begin if has_values else 0)
-        if found != expected or (message.values.size and message.values.dtype != self._terms.dtype):
-            raise WireError(
-                f"rank {sender} sent for version {self.version} (elements of the model, first, number) = {found} of "
-                f"{message.values.dtype}, expected were {expected} of {self._terms.dtype}; do all ranks train the same model?"
-            )
+        if given is None:
+            return part
+        return replace(part, weight=given.weight, counters=given.counters, values=given.values[begin:end])
 
 
 class Direct(Round):
@@ -139,7 +131,7 @@ class Direct(Round):
     def take(self, sender: int, message: ModelMessage) -> bool:
         if message.kind != Kind.PART:
             raise WireError(f"rank {sender} sent an average of version {self.version}, whose members exchange without owners")
-        self._check(sender, message, 0, self._terms.num_elements, has_values=message.weight > 0)
+        check_model(sender, message, self._terms, 0, self._terms.num_elements, has_values=message.weight > 0)
         is_late = self.over
         self._parts.setdefault(sender, message)
         if self.contributed:
@@ -179,10 +171,11 @@ class Direct(Round):
             self._new_pieces.append(
                 Piece(
                     begin=0,
-                    average=_mean(here),
+                    average=mean_of(here),
                     notes=tuple(self._parts[rank].note if rank in self._party else ABSENT for rank in self.group),
                     contributed=own.values if own.weight else None,
-                    fresh=own.weight > 0 and self._fresh,
+                    fresh=self._fresh,
+                    counters=largest_of(here),
                 )
             )
         self._parts = {rank: replace(part, values=part.values[:0]) for rank, part in self._parts.items()}
@@ -197,8 +190,8 @@ class Scattered(Round):
         self._given: dict[int, Values] = {}
         self._averages: set[int] = set()
 
-    def is_called(self, min_fresh: int) -> bool:
-        return bool(self._averages) or super().is_called(min_fresh)
+    def is_called(self, min_fresh: int, gone: Set[int]) -> bool:
+        return bool(self._averages) or super().is_called(min_fresh, gone)
 
     def contribute(self, mine: Contribution | None, absent: Set[int], *, arrived: bool) -> Outgoing:
         self.contributed = True
@@ -222,7 +215,7 @@ class Scattered(Round):
         if message.kind == Kind.AVERAGE:
             self._take_average(sender, message)
             return is_late
-        self._check(sender, message, *self._bounds[self._rank], has_values=message.weight > 0)
+        check_model(sender, message, self._terms, *self._bounds[self._rank], has_values=message.weight > 0)
         if self._rank in self._averages:
             return True
         self._parts.setdefault(sender, message)
@@ -237,6 +230,7 @@ class Scattered(Round):
             self.over = True
             return []
         parts = self._parts
+        in_order = [parts[rank] for rank in self.group if rank in parts]
         begin, _ = self._bounds[self._rank]
         average = ModelMessage(
             kind=Kind.AVERAGE,
@@ -244,12 +238,14 @@ class Scattered(Round):
             version=self.version,
             num_elements=self._terms.num_elements,
             begin=begin,
-            values=_mean(list(map(parts.__getitem__, sorted(parts, key=self.group.index)))),
+            counters=largest_of(in_order),
+            values=mean_of(in_order),
             notes=tuple(parts[rank].note if rank in parts else ABSENT for rank in self.group),
         )
         self._take_average(self._rank, average)
         content = average.to_bytes()
-        nothing = replace(average, values=average.values[:0], notes=(ABSENT,) * len(self.group)).to_bytes()
+        no_values, no_counters = average.values[:0], average.counters[:0]
+        nothing = replace(average, values=no_values, counters=no_counters, notes=(ABSENT,) * len(self.group)).to_bytes()
         spared = {rank for rank in absent if rank not in parts or not parts[rank].weight}
         self._parts = {}
         return [(rank, nothing if rank in spared else content) for rank in self.group if rank != self._rank]
@@ -264,7 +260,7 @@ class Scattered(Round):
         self._given.pop(rank, None)
 
     def _take_average(self, owner: int, message: ModelMessage) -> None:
-        self._check(owner, message, *self._bounds[owner], has_values=any(note.weight for note in message.notes))
+        check_model(owner, message, self._terms, *self._bounds[owner], has_values=any(note.weight for note in message.notes))
         if len(message.notes) != len(self.group):
             raise WireError(f"rank {owner} averaged among {len(message.notes)} members, the group has {len(self.group)}")
         if owner in self._averages:
@@ -280,9 +276,10 @@ class Scattered(Round):
                     notes=message.notes,
                     contributed=given if is_in else None,
                     fresh=is_in and self._fresh,
+                    counters=message.counters,
                 )
             )
-        self.over = self.over or (self.contributed and self._averages.issuperset(self.group))
+        self.over = self.over or self._averages.issuperset(self.group)
 
 
 def _bounds(group: Sequence[int], num_elements: int) -> dict[int, tuple[int, int]]:
@@ -291,7 +288,7 @@ def _bounds(group: Sequence[int], num_elements: int) -> dict[int, tuple[int, int
     return {rank: (cuts[position], cuts[position + 1]) for position, rank in enumerate(group)}
 
 
-def _mean(parts: Sequence[ModelMessage]) -> Values:
+def mean_of(parts: Sequence[ModelMessage]) -> Values:
     """Their weighted mean, added up in this order; empty when all were withheld. Read-only."""
     weighted = [part for part in parts if part.weight]
     if not weighted:
@@ -302,3 +299,13 @@ def _mean(parts: Sequence[ModelMessage]) -> Values:
     total /= sum(part.weight for part in weighted)
     total.flags.writeable = False
     return total
+
+
+def largest_of(parts: Sequence[ModelMessage]) -> Counters:
+    """The largest of each counter; empty when all were withheld. Read-only."""
+    largest = no_counters()
+    for part in parts:
+        if part.weight:
+            largest = np.maximum(largest, part.counters) if largest.size else part.counters.copy()
+    largest.flags.writeable = False
+    return largest

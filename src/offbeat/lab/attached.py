@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offbeat.session import Session, Stats
+from offbeat.strategies.base import HasWeight
 from offbeat.transport.wrappers import Arrival
 from offbeat.transport.wrappers.delaying import Delivery
 
@@ -48,8 +49,26 @@ class Attached(ABC):
     def take_ready_at_s(self) -> float | None:
         """When this rank first stood still for others since the last call, on the monotonic clock."""
 
+    @property
+    def averages_alone(self) -> bool:
+        """Whether `averaged_model` is no collective, so that a rank calls it when it likes."""
+        return False
+
+    @property
+    def averaging_weight(self) -> float:
+        """This rank's weight in the mean of all ranks' models."""
+        return 1.0
+
+    @property
+    def start_step(self) -> int:
+        """The step at which this rank came in: 0 but for one that has come back."""
+        return 0
+
+    def finish(self) -> None:  # noqa: B027 - ranks that keep step finish together
+        """This rank takes no more steps. Returns when no living rank does."""
+
     def averaged_model(self) -> nn.Module:
-        """The model to evaluate: where replicas differ on purpose, their mean. Collective."""
+        """The model to evaluate: where replicas differ on purpose, their mean. Collective unless `averages_alone`."""
         return self.model
 
     @abstractmethod
@@ -84,6 +103,21 @@ class InSession(Attached):
 
     def take_ready_at_s(self) -> float | None:
         return self.session.take_ready_at_s()
+
+    @property
+    def averages_alone(self) -> bool:
+        return self.session.averages_alone
+
+    @property
+    def averaging_weight(self) -> float:
+        return next((part.averaging_weight() for part in self.session._parts if isinstance(part, HasWeight)), 1.0)
+
+    @property
+    def start_step(self) -> int:
+        return self.session.start_step
+
+    def finish(self) -> None:
+        self.session.finish()
 
     def averaged_model(self) -> nn.Module:
         return self.session.averaged_model() if self.session.strategy.replicas_differ else self.model

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.lab.records import Record, StepEvent
-from offbeat.lab.statistics import num_warm_up
+from offbeat.lab.statistics import block_slices, num_warm_up
 
 Matrix = NDArray[np.float64]
 """Shape (ranks, steps)."""
@@ -17,7 +17,9 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Steps:
-    """The events of a run as matrices, shape (ranks, steps), over the steps that every rank has finished.
+    """The events of a run as matrices, shape (ranks, steps), over the steps that some rank has finished.
+
+    NaN stands where a rank has no such step: it was dead, or did not come so far.
 
     Attributes:
         step: number of each step, shape (steps,).
@@ -49,17 +51,44 @@ class Steps:
     def num_steps(self) -> int:
         return int(self.loss.shape[1])
 
+    @property
+    def done(self) -> NDArray[np.bool_]:
+        """Whether a rank has finished a step, shape (ranks, steps)."""
+        return ~np.isnan(self.duration_s)
+
+    def step_s(self) -> NDArray[np.float64]:
+        """How long each step took, mean over the ranks that did it, shape (steps,)."""
+        mean_s: NDArray[np.float64] = np.nansum(self.duration_s, axis=0) / np.maximum(1, self.done.sum(axis=0))
+        return mean_s
+
+    def samples_per_s(self) -> float:
+        """Of all ranks together: the sum over ranks of samples over the time these took, and nothing for steps not done."""
+        seconds, samples = np.nansum(self.duration_s, axis=1), np.nansum(self.batch_size, axis=1)
+        rates = np.divide(samples, seconds, out=np.zeros_like(seconds), where=seconds > 0)
+        return float((rates * self.done.mean(axis=1)).sum()) if self.num_steps else 0.0
+
+    def block_samples_per_s(self) -> list[float]:
+        """`samples_per_s` in blocks of consecutive steps, without the first ones."""
+        return [self.window(block.start, block.stop).samples_per_s() for block in block_slices(self.num_steps)]
+
+    def in_step(self) -> NDArray[np.bool_]:
+        """Whether all ranks that did a step were in it at the same time, shape (steps,). Not so where nobody waits."""
+        began_s, ended_s = self.began_s, self.began_s + self.duration_s
+        together: NDArray[np.bool_] = np.fmax.reduce(began_s, axis=0) <= np.fmin.reduce(ended_s, axis=0)
+        return together
+
     def lateness_s(self) -> Matrix:
         """How long after the first rank each rank came to wait for the others; NaN in steps without an exchange.
 
-        Straggling is seen here and nowhere else: all ranks leave a synchronous step at the same time.
+        Straggling is seen here and nowhere else: all ranks leave a synchronous step at the same time. NaN too where ranks
+        were not in the step together, since then they are not late for each other.
         """
-        return self.ready_s - _over_ranks(np.fmin, self.ready_s)
+        return np.where(self.in_step(), self.ready_s - _over_ranks(np.fmin, self.ready_s), np.nan)
 
     def waiting_for_others_s(self) -> Matrix:
-        """The part of `wait_s` in which somebody was still to come. The rest is transfer."""
+        """The part of `wait_s` in which somebody was still to come. The rest is transfer. NaN where a rank has no such step."""
         longest_s = _over_ranks(np.fmax, self.ready_s) - self.ready_s
-        return np.minimum(self.wait_s, np.nan_to_num(longest_s))
+        return np.where(self.done, np.minimum(self.wait_s, np.nan_to_num(longest_s)), np.nan)
 
     def window(self, start: int, stop: int | None = None) -> Steps:
         """Columns `start` to `stop`."""
@@ -73,8 +102,8 @@ class Steps:
         """Fractions of the time of all steps by phase: "compute", "encode", "wait" (for others), "transfer"."""
         waiting_s = self.waiting_for_others_s()
         parts = {"compute": self.compute_s, "encode": self.encode_s, "wait": waiting_s, "transfer": self.wait_s - waiting_s}
-        whole_s = float(self.duration_s.sum()) or 1.0
-        return {name: float(part.sum()) / whole_s for name, part in parts.items()}
+        whole_s = float(np.nansum(self.duration_s)) or 1.0
+        return {name: float(np.nansum(part)) / whole_s for name, part in parts.items()}
 
 
 _COLUMNS: Final = tuple(field.name for field in fields(Steps) if field.name != "step")
@@ -84,18 +113,18 @@ _TIMES: Final = ("began_s", "ready_s")
 def read_steps(record: Record) -> Steps:
     """The events of all ranks of `record`. Raises `RecordError` for a damaged one."""
     by_rank = [{event.step: event for event in record.events(rank)} for rank in range(record.config.workers)]
-    common = sorted(set.intersection(*(set(events) for events in by_rank)))
+    numbers = sorted(set().union(*by_rank))
     hosts = [heads[-1] if (heads := record.heads(rank)) else None for rank in range(len(by_rank))]
-    columns = {name: _matrix(name, by_rank, common) for name in _COLUMNS}
+    columns = {name: _matrix(name, by_rank, numbers) for name in _COLUMNS}
     for rank, host in enumerate(hosts):
         if host is not None and hosts[0] is not None and host.host != hosts[0].host:
             for name in _TIMES:
                 columns[name][rank] += host.monotonic_to_unix_s - hosts[0].monotonic_to_unix_s
-    return Steps(step=np.array(common, dtype=np.int64), **columns)
+    return Steps(step=np.array(numbers, dtype=np.int64), **columns)
 
 
 def _matrix(name: str, by_rank: list[dict[int, StepEvent]], steps: list[int]) -> Matrix:
-    rows = [[getattr(events[step], name) for step in steps] for events in by_rank]
+    rows = [[getattr(events.get(step), name, None) for step in steps] for events in by_rank]
     return np.array(rows, dtype=np.float64).reshape(len(by_rank), len(steps))  # None becomes NaN
 
 

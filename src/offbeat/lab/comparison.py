@@ -48,7 +48,7 @@ MEASURES: Final[Mapping[Measure, str]] = {
     "final_metric": "the metric after the last step",
     "step_s": "seconds a step: median over blocks of steps, the first steps left out",
     "steps_per_s": "its inverse",
-    "samples_per_s": "of all workers together",
+    "samples_per_s": "of all workers together: the sum of each one's samples over its own time",
     "efficiency": "samples_per_s as a fraction of what the same workers do when they exchange nothing",
     "bytes_per_step": "sent by a worker, mean over workers",
     "messages_per_step": "likewise",

@@ -34,13 +34,13 @@ class _Run:
 
     @property
     def block_s(self) -> Sequence[float]:
-        """Seconds a step, in blocks of steps; a step takes as long as the ranks' mean."""
-        return list(map(float, blocks(self.steps.duration_s.mean(axis=0))))
+        """Seconds a step, in blocks of steps; a step takes as long as the mean of the ranks that did it."""
+        return list(map(float, blocks(self.steps.step_s())))
 
     @property
-    def batch_size(self) -> float:
-        """Samples a step, all workers together."""
-        return float(self.steps.batch_size.sum(axis=0).mean())
+    def block_samples_per_s(self) -> Sequence[float]:
+        """Samples a second of all workers together, in the same blocks."""
+        return self.steps.block_samples_per_s()
 
 
 def judge(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) -> Comparison:
@@ -106,7 +106,7 @@ def _measures(
     reached = [_reach(run, target, comparison.higher_is_better) for run in runs]
     block_s = [s for run in runs if run is not None for s in run.block_s]
     step_s = [None if run is None else float(np.median(run.block_s)) for run in runs]
-    per_step = next((run.batch_size for run in runs if run is not None), 0.0)
+    block_rates = [rate for run in runs if run is not None for rate in run.block_samples_per_s]
     rates = [None if run is None else _samples_per_s(run) for run in runs]
     best = float(np.median(list(ceiling.values()))) if ceiling else None
     measures: dict[Measure, Estimate] = {
@@ -115,7 +115,7 @@ def _measures(
         "final_metric": estimate([None if run is None else run.summary.metric for run in runs]),
         "step_s": estimate(step_s, block_s),
         "steps_per_s": estimate([s and 1 / s for s in step_s], [1 / s for s in block_s]),
-        "samples_per_s": estimate(rates, [per_step / s for s in block_s]),
+        "samples_per_s": estimate(rates, block_rates),
         "bytes_per_step": estimate([None if run is None else run.summary.bytes_sent_per_step for run in runs]),
         "messages_per_step": estimate([None if run is None else run.summary.messages_sent_per_step for run in runs]),
         "peak_memory_bytes": estimate([None if run is None else float(max(run.summary.peak_memory_bytes)) for run in runs]),
@@ -123,7 +123,7 @@ def _measures(
     if best:
         measures["efficiency"] = estimate(
             [rate and rate / ceiling.get(seed, best) for seed, rate in zip(comparison.seeds, rates, strict=True)],
-            [per_step / s / best for s in block_s],
+            [rate / best for rate in block_rates],
         )
     shares = [None if run is None else run.steps.settled().shares() for run in runs]
     for name, phase in _PHASES.items():
@@ -132,7 +132,7 @@ def _measures(
 
 
 def _samples_per_s(run: _Run) -> float:
-    return run.batch_size / float(np.median(run.block_s))
+    return float(np.median(run.block_samples_per_s))
 
 
 def _reach(run: _Run | None, target: float | None, higher_is_better: bool) -> tuple[float, float] | None:

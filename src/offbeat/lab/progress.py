@@ -14,6 +14,9 @@ PIPE_VARIABLE = "OFFBEAT_PROGRESS_FD"
 TURNS_VARIABLE = "OFFBEAT_TURNS"
 """Environment variable that is set where a worker trains only up to the step that its standard input names."""
 
+ELAPSED_VARIABLE = "OFFBEAT_ELAPSED_S"
+"""Environment variable with the training time at which a worker that comes back was started, in seconds."""
+
 EXIT_STOPPED = 3
 """Exit status of a worker that was asked to stop and wrote a checkpoint."""
 
@@ -26,12 +29,12 @@ class Progress:
         rank: which one.
         pid: its process.
         step: optimizer steps done.
-        seconds: spent on them in this attempt.
+        seconds: training time of this attempt.
         target: steps when it will be finished.
         loss: of its last batch.
         wait_share: fraction of the last steps' time spent waiting for other ranks, 0 to 1.
         bytes_per_step: sent in each of the last steps.
-        metric: as measured last; None before that, and on all ranks but 0.
+        metric: as measured last; None before that, and on all ranks but the leader.
     """
 
     rank: int
@@ -67,7 +70,7 @@ class Paused:
     Attributes:
         rank: which one.
         step: optimizer steps done.
-        seconds: spent on them in this attempt.
+        seconds: training time of this attempt.
     """
 
     rank: int
@@ -75,8 +78,37 @@ class Paused:
     seconds: float
 
 
-Report: TypeAlias = Progress | Failure | Paused
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Joined:
+    """A worker that came back has taken the model of another one and goes on from there.
+
+    Attributes:
+        rank: which one.
+        step: after which it goes on.
+    """
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class News:
+    """What the supervisor tells whoever watches besides progress.
+
+    Attributes:
+        rank: the worker it is about.
+        gone: whether that worker is gone; False when it is back.
+        text: what happened.
+    """
+
+    rank: int
+    gone: bool
+    text: str
+
+
+Report: TypeAlias = Progress | Failure | Paused | Joined
 Reporter: TypeAlias = Callable[[Report], None]
+Listener: TypeAlias = Callable[[Progress | News], None]
 
 
 def pipe_reporter() -> Reporter:
@@ -95,7 +127,7 @@ def encode(report: Report) -> bytes:
 
 def decode(line: bytes) -> Report:
     values = json.loads(line)
-    kinds: dict[str, type[Report]] = {kind.__name__: kind for kind in (Progress, Failure, Paused)}
+    kinds: dict[str, type[Report]] = {kind.__name__: kind for kind in (Progress, Failure, Paused, Joined)}
     return kinds[values.pop("report")](**values)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import platform
 import re
@@ -90,12 +91,12 @@ class StepEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """The metric, measured by rank 0 while all ranks pause.
+    """The metric, measured by the rank that leads: 0, and once that is gone the next one. It pauses meanwhile.
 
     Attributes:
         step: steps done.
-        seconds: spent on these steps, without measuring and checkpoints, over all attempts.
-        bytes_sent: by rank 0 so far, over all attempts.
+        seconds: training time so far, without measuring and checkpoints, over all attempts.
+        bytes_sent: by that rank so far, over all attempts.
         metric: its value.
         at_s: when, on the host's monotonic clock.
     """
@@ -115,17 +116,50 @@ class Head:
         attempt: counted from 0.
         host, pid: where the rank ran.
         monotonic_to_unix_s: what to add to a time to compare hosts.
+        start_step: the step from which a worker that came back goes on; None for one that was there from the beginning.
     """
 
     attempt: int
     host: str
     pid: int
     monotonic_to_unix_s: float
+    start_step: int | None = None
 
 
 _EVENT = pydantic.TypeAdapter(StepEvent)
 _EVALUATION = pydantic.TypeAdapter(Evaluation)
 _EVENT_FIELDS = tuple(field.name for field in fields(StepEvent))
+_HEAD_FIELDS = tuple(field.name for field in fields(Head))
+_HEAD = "offbeat events"
+
+
+class Loss(BaseModel):
+    """A worker that died while the others went on.
+
+    Attributes:
+        rank: which one.
+        step: the last step that it has recorded.
+        seconds: training time when it was missed.
+        cause: how it ended.
+        num_left, num_workers: how many went on, of how many.
+        returned_step, returned_s: after which step, and at what training time, it was back; None if it never was.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    rank: int
+    step: int
+    seconds: float
+    cause: str
+    num_left: int
+    num_workers: int
+    returned_step: int | None = None
+    returned_s: float | None = None
+
+    def sentence(self) -> str:
+        """For people."""
+        what = f"worker {self.rank} died after step {self.step} ({self.cause}); {self.num_left} of {self.num_workers} went on"
+        return what if self.returned_step is None else f"{what}; it was back after step {self.returned_step}"
 
 
 class Summary(BaseModel):
@@ -155,6 +189,7 @@ class Summary(BaseModel):
     replicas_identical: bool
     resumed_from_step: int | None
     notices: list[str]
+    losses: list[Loss] = []
     run_directory: str
 
 
@@ -222,23 +257,43 @@ class Record:
     def events(self, rank: int) -> Iterator[StepEvent]:
         """Rank `rank`'s steps in order, without those that a resume took back.
 
+        Nor those of a worker that died, past the step at which it came back: it has done them again.
+
         Raises:
             RecordError: a line that is not one of an event file.
         """
         path = self.path / f"events-rank-{rank}.jsonl"
-        for attempt, values in _lines(path):
-            later = [other.start_step for other in self.attempts[attempt + 1 :]]
+        limits = self._limits(rank)
+        for place, values in _lines(path):
             try:
                 event = _EVENT.validate_python(values)
             except pydantic.ValidationError as error:
                 raise RecordError(f"{path} holds a line that is no event: {error.errors()[0]['msg']}") from None
-            if all(event.step <= start_step for start_step in later):
+            if event.step <= limits[place]:
                 yield event
 
+    def _limits(self, rank: int) -> list[float]:
+        """For each process that had the rank, the last of its steps that counts: those after it were done again later."""
+        heads = self.heads(rank)
+        return [
+            min(
+                (
+                    start
+                    for start in (
+                        *(later.start_step for later in self.attempts[head.attempt + 1 :]),
+                        *(later.start_step for later in heads[place + 1 :] if later.attempt == head.attempt),
+                    )
+                    if start is not None
+                ),
+                default=math.inf,
+            )
+            for place, head in enumerate(heads)
+        ]
+
     def heads(self, rank: int) -> list[Head]:
-        """Where rank `rank` ran, for each attempt it took part in."""
-        lines = (line for _, line in _complete_lines(self.path / f"events-rank-{rank}.jsonl") if _is_head(line))
-        return [Head(**{field.name: line[field.name] for field in fields(Head)}) for line in lines]  # type: ignore[arg-type]
+        """Where rank `rank` ran, for each attempt it took part in and each time it came back."""
+        lines = (line for _, line in _complete_lines(self.path / f"events-rank-{rank}.jsonl", having=_HEAD) if _is_head(line))
+        return [Head(**{name: line[name] for name in _HEAD_FIELDS if name in line}) for line in lines]  # type: ignore[arg-type]
 
     def evaluations(self) -> list[Evaluation]:
         """The metric on the way, in order of steps, without what a resume took back.
@@ -260,9 +315,10 @@ class Record:
 class EventWriter:
     """Appends one rank's events, a few times a second: a worker that is killed loses at most the last tenth of a second."""
 
-    def __init__(self, run_directory: Path, *, rank: int, attempt: int) -> None:
+    def __init__(self, run_directory: Path, *, rank: int, attempt: int, start_step: int | None = None) -> None:
+        """Open the file of `rank` and begin its part of `attempt`; `start_step` is where a worker that came back goes on."""
         path = run_directory / f"events-rank-{rank}.jsonl"
-        torn = path.exists() and not _tail(path, 1).endswith(b"\n")
+        torn = _is_torn(path)
         self._run_directory = run_directory
         self._file: IO[str] = path.open("a", encoding="utf-8")
         self._waiting: list[StepEvent] = []
@@ -270,7 +326,7 @@ class EventWriter:
         if torn:
             self._file.write("\n")
         offset_s = time.time() - time.monotonic()
-        head = {"kind": "offbeat events", "schema_version": SCHEMA, "rank": rank, "attempt": attempt}
+        head = {"kind": _HEAD, "schema_version": SCHEMA, "rank": rank, "attempt": attempt, "start_step": start_step}
         self._file.write(
             json.dumps(head | {"host": socket.gethostname(), "pid": os.getpid(), "monotonic_to_unix_s": offset_s}) + "\n"
         )
@@ -284,8 +340,10 @@ class EventWriter:
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Append to the run's evaluations, which one rank writes."""
-        with (self._run_directory / _EVALUATIONS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(evaluation)) + "\n")
+        path = self._run_directory / _EVALUATIONS
+        torn = _is_torn(path)  # by a leader that died while it wrote
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n" * torn + json.dumps(asdict(evaluation)) + "\n")
 
     def close(self) -> None:
         self._write()
@@ -351,8 +409,23 @@ def _tail(path: Path, num_bytes: int) -> bytes:
         return file.read()
 
 
+def _is_torn(path: Path) -> bool:
+    """Whether the last line of a file has no end."""
+    return path.exists() and path.stat().st_size > 0 and not _tail(path, 1).endswith(b"\n")
+
+
 def write_summary(summary: Summary) -> None:
     _write_text(Path(summary.run_directory) / _SUMMARY, summary.model_dump_json(indent=1))
+
+
+def add_to_summary(path: Path, remarks: Sequence[str], losses: Sequence[Loss]) -> Summary | None:
+    """Complete the summary of the run in `path` with what its supervisor saw, and return it; None where there is none."""
+    summary = Record(path).summary()
+    if summary is not None and (remarks or losses):
+        notices = [*(loss.sentence() for loss in losses), *summary.notices, *remarks]
+        summary = summary.model_copy(update={"notices": notices, "losses": list(losses)})
+        write_summary(summary)
+    return summary
 
 
 def lock(path: Path) -> IO[str]:
@@ -443,28 +516,29 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """(attempt, values) of every event line. A line torn by a kill can only be the last of its attempt."""
-    attempt, last = -1, 0
+    """(how many heads come before its own, values) of every event line. A torn line can only be the last before a head."""
+    place, last = -1, 0
     for number, values in _complete_lines(path):
         if _is_head(values):
-            attempt = int(str(values["attempt"]))
-        elif attempt < 0 or number != last + 1:
+            place += 1
+        elif place < 0 or number != last + 1:
             raise RecordError(f"{path} is damaged near line {number}")
         else:
-            yield attempt, values
+            yield place, values
         last = number
 
 
 def _is_head(values: Mapping[str, object]) -> bool:
-    return values.get("kind") == "offbeat events"
+    return values.get("kind") == _HEAD
 
 
-def _complete_lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """(number, values) of every line of JSON, one at a time; torn ones are passed over."""
+def _complete_lines(path: Path, *, having: str = "") -> Iterator[tuple[int, dict[str, object]]]:
+    """(number, values) of every line of JSON that has `having` in it, one at a time; torn ones are passed over."""
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
-                with suppress(ValueError):
-                    yield number, json.loads(line)
+                if having in line:
+                    with suppress(ValueError):
+                        yield number, json.loads(line)
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}") from None

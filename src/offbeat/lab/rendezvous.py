@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from offbeat.errors import ConfigError
+from offbeat.lab.meeting import Meeting, note_death
+from offbeat.transport.connect import RETURN_VARIABLE
 from offbeat.transport.interface import bound_socket
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 LOOPBACK = "127.0.0.1"
-_STOP = "offbeat-lab/stop"
 _SUPERVISED = "OFFBEAT_STORE_PORT"
 _PATIENCE = timedelta(minutes=30)  # slowness is no failure: a dead worker is noticed by whoever started it
 
@@ -29,34 +30,6 @@ class Launch:
 
     rank: int
     world_size: int
-
-
-class Meeting:
-    """One rank's view of the store: settles between ranks what training itself does not exchange."""
-
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._store = store
-        self._num_barriers = 0
-
-    def stop_at(self, step: int) -> None:
-        """Ask all ranks to stop once they have done `step` steps, unless someone has already named a step."""
-        self._store.compare_set(_STOP, "", str(step))
-
-    def stop_step(self) -> int | None:
-        """After how many steps all ranks are to stop, if someone asked for it. One round trip to the store."""
-        return int(self._store.get(_STOP)) if self._store.check([_STOP]) else None
-
-    def share(self, name: str, text: str) -> list[str]:
-        """Every rank's `text`, by rank; waits for all. A name serves once."""
-        self._store.set(f"offbeat-lab/{name}/{self.rank}", text)
-        return [self._store.get(f"offbeat-lab/{name}/{rank}").decode() for rank in range(self.world_size)]
-
-    def barrier(self) -> None:
-        """Return once every rank is here."""
-        self._num_barriers += 1
-        self.share(f"barrier-{self._num_barriers}", "here")
 
 
 class StoreServer:
@@ -76,6 +49,11 @@ class StoreServer:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         return place | {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port), _SUPERVISED: str(self.port)}
 
+    def note_death(self, rank: int, *, deaths: int) -> None:
+        """Let all know that the process of `rank` is gone, for the `deaths`-th time."""
+        assert self._store is not None
+        note_death(self._store, rank, deaths=deaths)
+
     def close(self) -> None:
         self._store = None
 
@@ -90,11 +68,15 @@ def launched() -> Launch | None:
 
 
 def join() -> Meeting:
-    """Initialise torch.distributed (gloo) among the processes of this run. `leave` undoes it."""
+    """Initialise torch.distributed (gloo) among the processes of this run. `leave` undoes it.
+
+    A worker that comes back only finds the store: the others' process group is as old as they are.
+    """
     launch = launched()
     if launch is None:
         raise ConfigError("this process has no rank: RANK and WORLD_SIZE are not set; start it with torchrun or offbeat train")
-    if _SUPERVISED in os.environ:
+    supervised, life = _SUPERVISED in os.environ, int(os.environ.get(RETURN_VARIABLE) or 0)
+    if supervised:
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
             os.environ["MASTER_ADDR"], int(os.environ[_SUPERVISED]), is_master=False, wait_for_workers=False, timeout=_PATIENCE
         )
@@ -106,14 +88,20 @@ def join() -> Meeting:
             store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
         except (RuntimeError, ValueError) as error:  # a port in use, a host that is not there, a number that is none
             raise ConfigError(f"the ranks cannot meet at {where}: {error}; name rank 0's host and a free port of it") from None
-    dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.world_size)
-    return Meeting(store, launch.rank, launch.world_size)
+    if not life:
+        dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.world_size)
+    return Meeting(store, launch.rank, launch.world_size, life=life, supervised=supervised)
 
 
 def leave() -> None:
-    """Part when all ranks are done: the one that serves the store must not be gone while another still asks it."""
-    dist.barrier()
-    dist.destroy_process_group()
+    """Part when all ranks are done: the one that serves the store must not be gone while another still asks it.
+
+    Where the supervisor serves it nobody waits, and so for nobody who is dead.
+    """
+    if dist.is_initialized():
+        if _SUPERVISED not in os.environ:
+            dist.barrier()
+        dist.destroy_process_group()
 
 
 def _require(names: Sequence[str], launch: Launch) -> None:

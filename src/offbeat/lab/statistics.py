@@ -58,6 +58,13 @@ def num_warm_up(num_steps: int) -> int:
     return min(_MAX_WARM_UP_STEPS, num_steps // 4)
 
 
+def block_slices(num_steps: int) -> list[slice]:
+    """About twelve blocks of consecutive steps, without the first ones; at least one unless there is no step."""
+    settled = np.arange(num_warm_up(num_steps), num_steps)
+    parts = np.array_split(settled, max(1, min(_BLOCKS, settled.size)))
+    return [slice(int(part[0]), int(part[-1]) + 1) for part in parts if part.size]
+
+
 def blocks(durations_s: NDArray[np.float64]) -> NDArray[np.float64]:
     """Mean duration in each of about twelve blocks of consecutive steps, without the first steps.
 
@@ -67,8 +74,7 @@ def blocks(durations_s: NDArray[np.float64]) -> NDArray[np.float64]:
     Args:
         durations_s: of each step, shape (steps,).
     """
-    rest = durations_s[num_warm_up(durations_s.size) :]
-    return np.array([block.mean() for block in np.array_split(rest, max(1, min(_BLOCKS, rest.size))) if block.size])
+    return np.array([durations_s[block].mean() for block in block_slices(durations_s.size)])
 
 
 def estimate(values: Sequence[float | None], samples: Sequence[float] | None = None) -> Estimate:

@@ -2,7 +2,8 @@
 
 Each worker is a process in a session of its own, so that Ctrl-C reaches only the supervisor, which decides. A worker learns of
 the supervisor's end by its standard input closing. Where a strategy does not survive the death of a worker, one death
-ends all, and the error names the worker that died first rather than those that noticed.
+ends all, and the error names the worker that died first rather than those that noticed. Where it does, a death once training
+has begun is noted in the store at once, for the others to hear, and the run is finished when one worker has finished.
 """
 
 from __future__ import annotations
@@ -15,26 +16,40 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Final, Self
+from typing import Self
 
 from offbeat.errors import PeerError
-from offbeat.lab.cluster import Cluster, Fault, SpeedChange
+from offbeat.lab.cluster import Fault, SpeedChange
 from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import Emulation
 from offbeat.lab.options import strategy_type
-from offbeat.lab.progress import EXIT_STOPPED, PIPE_VARIABLE, TURNS_VARIABLE, Failure, Paused, Progress, decode
-from offbeat.lab.records import last_step
+from offbeat.lab.progress import (
+    ELAPSED_VARIABLE,
+    EXIT_STOPPED,
+    PIPE_VARIABLE,
+    TURNS_VARIABLE,
+    Failure,
+    Joined,
+    Listener,
+    News,
+    Paused,
+    Progress,
+    decode,
+)
+from offbeat.lab.records import Loss, last_step
 from offbeat.lab.rendezvous import LOOPBACK, StoreServer
-from offbeat.transport.connect import SECRET_VARIABLE
+from offbeat.lab.script import SIGNALS, UNDONE_BY, Script
+from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 
 _POLL_S = 0.1
 _SETTLE_S = 2.0  # after a death, how long the others may take to say what they saw
 _STOP_S = 60.0  # after a request to stop, how long a step and a checkpoint may take
+_END_S = 30.0  # where workers survive each other: once one has ended, how long the rest may take, who hang or come too late
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,14 +57,21 @@ class _Worker:
     rank: int
     process: subprocess.Popen[bytes]
     pipe: int
+    life: int = 0
+    joined: bool = True
     unread: bytes = b""
     failure: Failure | None = None
     seconds: float = 0.0
     paused_at: int | None = None
+    noted: bool = False
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
+
+    @property
+    def ended_well(self) -> bool:
+        return self.process.poll() in (0, EXIT_STOPPED)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,10 +89,11 @@ class Crew:
         config: what it says.
         emulation: of the run's cluster, or of this machine as it is.
         turns: whether workers train only up to the step that `let_go` names.
-        on_progress: called for each report of a worker.
+        on_progress: called for each report of a worker, and when one is gone or back.
 
     Attributes:
         remarks: what of the cluster's script could not be carried out.
+        losses: workers that died while the others went on, in order.
     """
 
     def __init__(
@@ -80,10 +103,11 @@ class Crew:
         emulation: Emulation,
         *,
         turns: bool = False,
-        on_progress: Callable[[Progress], None],
+        on_progress: Listener,
     ) -> None:
         self.run_directory = run_directory
         self.remarks: list[str] = []
+        self.losses: list[Loss] = []
         self._config = config
         self._emulation = emulation
         self._turns = turns
@@ -95,22 +119,24 @@ class Crew:
         self._selector = selectors.DefaultSelector()
         self._died: list[int] = []
         self._ended_by_us: set[int] = set()
-        self._ended_by_script: set[int] = set()
+        self._ended_by_script: dict[int, float] = {}
         self._held_up: set[tuple[str, int]] = set()
         self._heard_s = 0.0
         self._num_interrupts = 0
+        self._secret = secrets.token_hex(32)
+        self._begun = False
+        self._until_step: int | None = None
         self._stop_deadline_s: float | None = None
         self._fail_deadline_s: float | None = None
+        self._end_deadline_s: float | None = None
 
     def __enter__(self) -> Self:
         self._store = self._emulation.call_inside(lambda: StoreServer(self._emulation.store_address))
-        secret = secrets.token_hex(32)
         try:
             for rank in range(self._config.workers):
-                worker = self._start(rank, secret)
+                worker = self._start(rank, self._secret)
                 self._workers.append(worker)
-                self._selector.register(worker.pipe, selectors.EVENT_READ, worker)
-                self._emulation.admit(rank, worker.process.pid)
+                self._watch(worker)
         except BaseException:
             self._close()
             raise
@@ -138,13 +164,9 @@ class Crew:
 
     def let_go(self, until_step: int) -> None:
         """Let the workers train up to `until_step`."""
+        self._until_step = until_step
         for worker in self._workers:
-            worker.paused_at = None
-            self._apply_speed(worker.rank)
-            with suppress(OSError):  # a worker that is gone is noticed elsewhere
-                assert worker.process.stdin is not None
-                worker.process.stdin.write(f"{until_step}\n".encode())
-                worker.process.stdin.flush()
+            self._let_go(worker, until_step)
 
     def poll(self, timeout_s: float) -> None:
         """Pass reports on for up to `timeout_s`, and do what is due: the script, stopping, ending after a death."""
@@ -168,12 +190,10 @@ class Crew:
         self._note_deaths()
         workers = self._workers
         codes = {worker.rank: worker.process.returncode for worker in workers}
-        if all(code == 0 for code in codes.values()):
-            return True
-        if all(code in (0, EXIT_STOPPED) for code in codes.values()):
-            return False
-        if self._survives_death and EXIT_STOPPED not in codes.values() and 0 in codes.values():
-            return True
+        well = [worker for worker in workers if worker.ended_well]
+        if len(well) == len(workers) or (well and self._goes_on):
+            self._note_what_never_came()
+            return EXIT_STOPPED not in codes.values()
         if self._num_interrupts and not any(worker.failure for worker in workers):
             raise PeerError(f"interrupted before the workers could write a checkpoint{_hint(self.run_directory)}")
         guilty = min(
@@ -185,7 +205,13 @@ class Crew:
             raise PeerError(f"{what} without it{_hint(self.run_directory)}", rank=guilty.rank)
         raise PeerError(_describe(self.run_directory, guilty) + _hint(self.run_directory), rank=guilty.rank)
 
-    def _start(self, rank: int, secret: str) -> _Worker:
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the others go on when a worker dies. While they find each other, they need all."""
+        return self._survives_death and self._begun
+
+    def _start(self, rank: int, secret: str, *, life: int = 0) -> _Worker:
+        """Start the process of `rank`; `life` counts those that have had this rank before and died."""
         assert self._store is not None
         reading, writing = os.pipe()
         placement = self._emulation.placement(rank)
@@ -196,6 +222,8 @@ class Crew:
             PIPE_VARIABLE: str(writing),
             SECRET_VARIABLE: secret,
         } | ({TURNS_VARIABLE: "1"} if self._turns else {})
+        if life:
+            environment |= {RETURN_VARIABLE: str(life), ELAPSED_VARIABLE: repr(self.seconds)}
         environment |= self._store.environment(rank, self._config.workers) | dict(placement.environment)
         arguments = [sys.executable, "-m", "offbeat.lab.worker", str(self.run_directory / "config.json")]
         try:
@@ -214,7 +242,19 @@ class Crew:
             raise
         finally:
             os.close(writing)
-        return _Worker(rank=rank, process=process, pipe=reading)
+        return _Worker(rank=rank, process=process, pipe=reading, life=life, joined=not life, seconds=self.seconds)
+
+    def _watch(self, worker: _Worker) -> None:
+        self._selector.register(worker.pipe, selectors.EVENT_READ, worker)
+        self._emulation.admit(worker.rank, worker.process.pid)
+
+    def _let_go(self, worker: _Worker, until_step: int) -> None:
+        worker.paused_at = None
+        self._apply_speed(worker.rank)
+        with suppress(OSError):  # a worker that is gone is noticed elsewhere
+            assert worker.process.stdin is not None
+            worker.process.stdin.write(f"{until_step}\n".encode())
+            worker.process.stdin.flush()
 
     def _read(self, worker: _Worker) -> bool:
         """Take what `worker` has written; returns False at its end."""
@@ -224,15 +264,18 @@ class Crew:
             match decode(line):
                 case Failure() as failure:
                     worker.failure = failure
+                case Joined(step=step):
+                    worker.joined = True
+                    self._note_return(worker.rank, step)
                 case Paused(step=step, seconds=seconds):
-                    worker.paused_at, worker.seconds = step, seconds
+                    worker.paused_at, worker.seconds, self._begun = step, seconds, True
                 case Progress() as progress:
-                    worker.seconds, self._heard_s = progress.seconds, time.monotonic()
+                    worker.seconds, self._heard_s, self._begun = progress.seconds, time.monotonic(), True
                     self._on_progress(progress)
         return bool(chunk)
 
     def _act(self) -> None:
-        """Ask workers to stop after an interrupt; end them when one has died, or when stopping takes too long."""
+        """After an interrupt, ask workers to stop; end them when one that they need has died, or when ending takes too long."""
         now_s = time.monotonic()
         alive = [worker for worker in self._workers if worker.alive]
         if self._num_interrupts and self._stop_deadline_s is None:
@@ -241,16 +284,67 @@ class Crew:
                 worker.process.terminate()
                 worker.process.send_signal(signal.SIGCONT)  # one that the script has stopped could not hear it
         self._note_deaths()
-        if self._died and not self._survives_death and self._fail_deadline_s is None:
+        if self._died and not self._goes_on and self._fail_deadline_s is None:
             self._fail_deadline_s = now_s + _SETTLE_S
-        deadlines = [deadline for deadline in (self._stop_deadline_s, self._fail_deadline_s) if deadline is not None]
-        if self._num_interrupts > 1 or (deadlines and now_s > min(deadlines)):
+        if self._goes_on and self._end_deadline_s is None and any(worker.ended_well for worker in self._workers):
+            self._end_deadline_s = now_s + _END_S
+        deadlines = (self._stop_deadline_s, self._fail_deadline_s, self._end_deadline_s)
+        if self._num_interrupts > 1 or any(deadline is not None and now_s > deadline for deadline in deadlines):
             self._ended_by_us |= {worker.rank for worker in alive}
             _kill(alive)
 
     def _note_deaths(self) -> None:
-        dead = [worker.rank for worker in self._workers if worker.process.returncode not in (None, 0, EXIT_STOPPED)]
-        self._died += [rank for rank in dead if rank not in self._died]
+        for worker in self._workers:
+            if not worker.noted and not worker.alive and not worker.ended_well:
+                worker.noted = True
+                self._died.append(worker.rank)
+                if self._goes_on:
+                    self._note_loss(worker)
+
+    def _note_loss(self, worker: _Worker) -> None:
+        """Let the others know that `worker` is gone, and whoever watches."""
+        assert self._store is not None
+        self._store.note_death(worker.rank, deaths=worker.life + 1)
+        self._drain(worker)
+        cause = self._cause(worker)
+        if worker.joined:
+            loss = Loss(
+                rank=worker.rank,
+                step=last_step(self.run_directory, worker.rank),
+                seconds=self.seconds,
+                cause=cause,
+                num_left=sum(other.joined and (other.alive or other.ended_well) for other in self._workers),
+                num_workers=self._config.workers,
+            )
+            self.losses.append(loss)
+            text = loss.sentence()
+        else:
+            text = f"worker {worker.rank} was started again and could not join: {cause}"
+            self.remarks.append(text)
+        self._on_progress(News(rank=worker.rank, gone=True, text=text))
+
+    def _note_return(self, rank: int, step: int) -> None:
+        last = max(place for place, loss in enumerate(self.losses) if loss.rank == rank)
+        self.losses[last] = self.losses[last].model_copy(update={"returned_step": step, "returned_s": self.seconds})
+        self._on_progress(News(rank=rank, gone=False, text=f"worker {rank} is back: it goes on from step {step}"))
+
+    def _cause(self, worker: _Worker) -> str:
+        code = worker.process.returncode
+        if worker.rank in self._ended_by_us:
+            return "it did not come to the end and was ended"
+        if worker.rank in self._ended_by_script:
+            return f"killed by the script at {self._ended_by_script[worker.rank]:g} s"
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return worker.failure.message if worker.failure is not None else f"it ended with status {code}"
+
+    def _note_what_never_came(self) -> None:
+        for action in self._script.left:
+            if isinstance(action, Fault) and action.action == "return":
+                self._note_undone(action, "the run was over before")
+
+    def _note_undone(self, fault: Fault, why: str) -> None:
+        self.remarks.append(f"not carried out: {fault.action} worker {fault.worker} at {fault.at_s:g} s; {why}")
 
     def _script_s(self) -> float:
         """The script's time: training time, but by the clock while a fault may hold everybody up, or none would ever end."""
@@ -260,21 +354,55 @@ class Crew:
         worker = self._workers[action.worker]
         if isinstance(action, SpeedChange):
             self._apply_speed(action.worker)
-        elif action.action in _SIGNALS:
+        elif action.action == "return":
+            self._bring_back(action)
+        elif action.action in SIGNALS:
             if worker.alive:
-                self._ended_by_script |= {worker.rank} if action.action == "kill" else set()
-                os.killpg(worker.process.pid, _SIGNALS[action.action])
+                self._ended_by_script |= {worker.rank: action.at_s} if action.action == "kill" else {}
+                os.killpg(worker.process.pid, SIGNALS[action.action])
                 self._note_hold_up(action)
         elif self._emulation.set_link(action.worker, up=action.action == "mend"):
             self._note_hold_up(action)
         else:
-            self.remarks.append(
-                f"not carried out: {action.action} worker {action.worker} at {action.at_s:g} s; it needs network namespaces"
-            )
+            self._note_undone(action, "it needs network namespaces")
+
+    def _bring_back(self, action: Fault) -> None:
+        """Start the process of a worker anew, unless it never died, or there is nobody left to join."""
+        old = self._workers[action.worker]
+        if old.rank in self._ended_by_script:
+            old.process.wait()  # the same moment may have killed it
+        self._note_deaths()
+        if not old.noted or not self._goes_on:
+            return
+        if self._num_interrupts or not any(worker.alive for worker in self._workers):
+            self._note_undone(action, "the run was over before")
+            return
+        self._release(old)
+        self._ended_by_script.pop(old.rank, None)
+        worker = self._workers[old.rank] = self._start(old.rank, self._secret, life=old.life + 1)
+        self._watch(worker)
+        if self._until_step is not None:
+            self._let_go(worker, self._until_step)
+
+    def _drain(self, worker: _Worker) -> None:
+        """Take all that a process which is gone has written."""
+        if worker.pipe in self._selector.get_map():
+            while self._read(worker):
+                pass
+            self._selector.unregister(worker.pipe)
+
+    def _release(self, worker: _Worker) -> None:
+        """Give back what belonged to a process that has ended."""
+        worker.process.wait()
+        self._drain(worker)
+        assert worker.process.stdin is not None
+        with suppress(OSError):
+            worker.process.stdin.close()
+        os.close(worker.pipe)
 
     def _note_hold_up(self, fault: Fault) -> None:
-        if fault.action in _UNDONE_BY:
-            self._held_up.add((_UNDONE_BY[fault.action], fault.worker))
+        if fault.action in UNDONE_BY:
+            self._held_up.add((UNDONE_BY[fault.action], fault.worker))
             self._heard_s = time.monotonic()
         self._held_up.discard((fault.action, fault.worker))
 
@@ -298,45 +426,33 @@ class Crew:
             self._store.close()
 
 
-_SIGNALS: Final[Mapping[str, signal.Signals]] = {
-    "kill": signal.SIGKILL,
-    "stop": signal.SIGSTOP,
-    "continue": signal.SIGCONT,
-}
-_UNDONE_BY: Final[Mapping[str, str]] = {"stop": "continue", "cut": "mend"}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How the workers of a run ended.
+
+    Attributes:
+        finished: False when they were interrupted and have written a checkpoint.
+        remarks: what of the cluster's script could not be carried out.
+        losses: workers that died while the others went on.
+    """
+
+    finished: bool
+    remarks: list[str]
+    losses: list[Loss]
 
 
-class Script:
-    """What a cluster description says will happen during the run, in order of time."""
-
-    def __init__(self, cluster: Cluster | None) -> None:
-        actions: list[Fault | SpeedChange] = [] if cluster is None else [*cluster.faults, *cluster.changes]
-        self._left = sorted(actions, key=lambda action: action.at_s)
-
-    def due(self, seconds: float) -> list[Fault | SpeedChange]:
-        """What has become due by `seconds` of training and was not given out before."""
-        due = [action for action in self._left if action.at_s <= seconds]
-        self._left = self._left[len(due) :]
-        return due
-
-
-def supervise(
-    run_directory: Path, config: RunConfig, emulation: Emulation, *, on_progress: Callable[[Progress], None]
-) -> tuple[bool, list[str]]:
+def supervise(run_directory: Path, config: RunConfig, emulation: Emulation, *, on_progress: Listener) -> Outcome:
     """Run the workers of `run_directory/config.json` to their end.
 
     Args:
         run_directory: a record with a config.json; workers write beside it.
         config: what it says.
         emulation: of its cluster.
-        on_progress: called for each report of a worker.
-
-    Returns:
-        Whether they finished (False when they were interrupted and have written a checkpoint), and what of the cluster's
-        script could not be carried out.
+        on_progress: called for each report of a worker, and when one is gone or back.
 
     Raises:
-        PeerError: a worker died or failed, or was interrupted before it could write a checkpoint. No worker is left.
+        PeerError: a worker died or failed that the others need, or all did, or the run was interrupted before it could write
+            a checkpoint. No worker is left.
     """
     with interrupts() as interrupted, Crew(run_directory, config, emulation, on_progress=on_progress) as crew:
         told = 0
@@ -345,7 +461,7 @@ def supervise(
                 crew.interrupt()
                 told += 1
             crew.poll(_POLL_S)
-        return crew.verdict(), crew.remarks
+        return Outcome(finished=crew.verdict(), remarks=crew.remarks, losses=crew.losses)
 
 
 def _is_witness(worker: _Worker) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,13 +11,11 @@ from offbeat.lab.cluster import Cluster
 from offbeat.lab.config import Request, RunConfig, resolve, resolve_resume
 from offbeat.lab.emulation import emulate
 from offbeat.lab.memory import how_many_fit
-from offbeat.lab.progress import Progress
-from offbeat.lab.records import Record, Summary, begin_attempt, create, lock, write_summary
+from offbeat.lab.progress import Listener, Progress
+from offbeat.lab.records import Record, Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.lab.rendezvous import Launch, join, launched, leave
 from offbeat.lab.schedule import Position
 from offbeat.lab.supervisor import supervise
-
-Watcher = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +78,7 @@ def _needs_supervisor(cluster: Cluster) -> bool:
     return uneven or limited or bool(cluster.faults) or bool(cluster.changes)
 
 
-def train(planned: Plan, on_progress: Watcher) -> Summary | None:
+def train(planned: Plan, on_progress: Listener) -> Summary | None:
     """Carry `planned` out.
 
     Returns:
@@ -89,7 +86,7 @@ def train(planned: Plan, on_progress: Watcher) -> Summary | None:
 
     Raises:
         RecordError: the output directory is in use.
-        PeerError: a worker died or failed; the message names it and says how to go on.
+        PeerError: a worker died or failed that the others need; the message names it and says how to go on.
         OffbeatError: under torchrun or srun, what went wrong on this rank.
     """
     if planned.launch is not None:
@@ -99,17 +96,14 @@ def train(planned: Plan, on_progress: Watcher) -> Summary | None:
     with lock(directory), emulate(config.cluster or Cluster(workers=config.workers), mode=config.emulation) as emulation:
         report = None if config.cluster is None else emulation.report
         begin_attempt(directory, config, start_step=planned.start_step, emulation=report)
-        _, remarks = supervise(directory, config, emulation, on_progress=on_progress)
-        summary = Record(directory).summary()
+        outcome = supervise(directory, config, emulation, on_progress=on_progress)
+        summary = add_to_summary(directory, outcome.remarks, outcome.losses)
         if summary is None:
             raise RecordError(f"the workers ended without a summary; see {directory / 'logs'}")
-        if remarks:
-            summary = summary.model_copy(update={"notices": [*summary.notices, *remarks]})
-            write_summary(summary)
     return summary
 
 
-def _join(planned: Plan, on_progress: Watcher) -> Summary | None:
+def _join(planned: Plan, on_progress: Listener) -> Summary | None:
     from offbeat.lab.worker import train_rank  # the supervisor's side needs no session
 
     meeting = join()

@@ -11,7 +11,7 @@ memory together, as many as fit take turns, and the order is rotated from seed t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,7 @@ from offbeat.lab.compare_plan import ALONE, ComparePlan
 from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import Emulation
 from offbeat.lab.options import build_strategy, strategy_values
-from offbeat.lab.progress import Progress
-from offbeat.lab.records import Record
+from offbeat.lab.progress import Listener, News, Progress
 from offbeat.lab.supervisor import Crew, Interrupts
 
 _POLL_S = 0.1
@@ -46,6 +45,9 @@ class Watcher(Protocol):
 
     def progress(self, label: str, progress: Progress) -> None:
         """One worker of `label` reports."""
+
+    def news(self, label: str, news: News) -> None:
+        """One worker of `label` is gone, and the others go on; or it is back."""
 
     def failed(self, label: str, reason: str) -> None:
         """`label` is out."""
@@ -153,18 +155,17 @@ class Rounds:
                 entrant.judged = True
                 try:
                     if entrant.crew.verdict():
-                        _add_remarks(entrant.crew)
+                        records.add_to_summary(entrant.crew.run_directory, entrant.crew.remarks, entrant.crew.losses)
                 except OffbeatError as error:
                     if not interrupted.count:
                         self.failures[entrant.label] = str(error)
                         self._watcher.failed(entrant.label, str(error))
 
-    def _listener(self, label: str) -> Callable[[Progress], None]:
-        return lambda progress: self._watcher.progress(label, progress)
+    def _listener(self, label: str) -> Listener:
+        def listen(report: Progress | News) -> None:
+            if isinstance(report, News):
+                self._watcher.news(label, report)
+            else:
+                self._watcher.progress(label, report)
 
-
-def _add_remarks(crew: Crew) -> None:
-    """Note in the run's summary what of the cluster's script could not be carried out."""
-    summary = Record(crew.run_directory).summary() if crew.remarks else None
-    if summary is not None:
-        records.write_summary(summary.model_copy(update={"notices": [*summary.notices, *crew.remarks]}))
+        return listen

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from offbeat.lab.attached import Attached
+from offbeat.lab.meeting import Meeting
 from offbeat.lab.pace import Pace
-from offbeat.lab.progress import Paused, Progress, Reporter
+from offbeat.lab.progress import ELAPSED_VARIABLE, Paused, Progress, Reporter
 from offbeat.lab.records import Evaluation, EventWriter, Record, StepEvent
-from offbeat.lab.rendezvous import Meeting
 from offbeat.lab.schedule import Schedule
 from offbeat.lab.tasks import Task
 
@@ -33,6 +33,7 @@ class Run:
     attached: Attached
     schedule: Schedule
     pace: Pace
+    notices: list[str] = field(default_factory=list)
 
 
 class Watch:
@@ -41,17 +42,27 @@ class Watch:
     def __init__(self, run: Run, report: Reporter) -> None:
         self._run = run
         self._report = report
-        self._events = EventWriter(run.record.path, rank=run.meeting.rank, attempt=len(run.record.attempts) - 1)
+        self._events = EventWriter(
+            run.record.path,
+            rank=run.meeting.rank,
+            attempt=len(run.record.attempts) - 1,
+            start_step=run.schedule.position.step if run.meeting.life else None,
+        )
         self._before = self.first = run.attached.stats
         self.first_step = run.schedule.position.step
         self.seconds = 0.0
         self.num_samples = 0
         self.last_loss: float | None = None
         self._metric: float | None = None
-        earlier = list(run.record.events(0)) if run.meeting.rank == 0 and self.first_step else []
-        self._earlier_s, self._earlier_bytes = sum(e.duration_s for e in earlier), sum(e.bytes_sent for e in earlier)
+        self._missed_s = float(os.environ.get(ELAPSED_VARIABLE) or 0)
+        self._earlier_totals: tuple[float, int] | None = None
         self._since_s = self._reported_s = time.monotonic()
         self._seconds_reported, self._stats_reported, self._step_reported = 0.0, self.first, self.first_step
+
+    @property
+    def elapsed_s(self) -> float:
+        """Training time of this attempt; for a worker that came back, with what it has missed."""
+        return self._missed_s + self.seconds
 
     def step_done(self, *, loss: float, batch_size: int) -> None:
         now_s = time.monotonic()
@@ -88,13 +99,14 @@ class Watch:
         self._since_s = time.monotonic() if since_s is None else since_s
 
     def measured(self, metric: float) -> None:
-        """Rank 0 has measured the metric."""
+        """This rank leads and has measured the metric."""
         self._metric = metric
+        earlier_s, earlier_bytes = self._earlier()
         self._events.add_evaluation(
             Evaluation(
                 step=self._run.schedule.position.step,
-                seconds=self._earlier_s + self.seconds,
-                bytes_sent=self._earlier_bytes + self._before.bytes_sent - self.first.bytes_sent,
+                seconds=earlier_s + self.elapsed_s,
+                bytes_sent=earlier_bytes + self._before.bytes_sent - self.first.bytes_sent,
                 metric=metric,
                 at_s=time.monotonic(),
             )
@@ -102,10 +114,18 @@ class Watch:
 
     def paused(self) -> None:
         """This rank's turn is over."""
-        self._report(Paused(rank=self._run.meeting.rank, step=self._run.schedule.position.step, seconds=self.seconds))
+        self._report(Paused(rank=self._run.meeting.rank, step=self._run.schedule.position.step, seconds=self.elapsed_s))
 
     def close(self) -> None:
         self._events.close()
+
+    def _earlier(self) -> tuple[float, int]:
+        """Seconds and bytes of this rank's steps in earlier attempts."""
+        if self._earlier_totals is None:
+            record, start_step = self._run.record, self._run.record.attempts[-1].start_step
+            events = [e for e in record.events(self._run.meeting.rank) if e.step <= start_step] if start_step else []
+            self._earlier_totals = sum(e.duration_s for e in events), sum(e.bytes_sent for e in events)
+        return self._earlier_totals
 
     def _tell(self, now_s: float) -> None:
         position, stats = self._run.schedule.position, self._before
@@ -116,7 +136,7 @@ class Watch:
                 rank=self._run.meeting.rank,
                 pid=os.getpid(),
                 step=position.step,
-                seconds=self.seconds,
+                seconds=self.elapsed_s,
                 target=self._run.schedule.target,
                 loss=self.last_loss or 0.0,
                 wait_share=min(1.0, (stats.wait_s - self._stats_reported.wait_s) / seconds),

@@ -6,10 +6,8 @@ process under torchrun or srun. To see how offbeat is used, read `_train`; the r
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import resource
 import signal
 import sys
 import threading
@@ -18,35 +16,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypedDict, cast
 
 import torch
 from torch import nn
 
-from offbeat.checkpoint import Manifest, Tree, latest, read_shard, write_checkpoint
-from offbeat.errors import CheckpointError, OffbeatError
+from offbeat.errors import OffbeatError
 from offbeat.lab.attached import Attached, InSession, Meter
 from offbeat.lab.cluster import Cluster
+from offbeat.lab.conclusion import conclude
 from offbeat.lab.config import RunConfig
 from offbeat.lab.gate import Gate
+from offbeat.lab.meeting import Meeting
 from offbeat.lab.native import Native
 from offbeat.lab.pace import Pace
-from offbeat.lab.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Reporter, pipe_reporter
-from offbeat.lab.records import Record, Summary, write_summary
-from offbeat.lab.rendezvous import Meeting, join, leave
+from offbeat.lab.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Joined, Reporter, pipe_reporter
+from offbeat.lab.records import Record, Summary
+from offbeat.lab.rendezvous import join, leave
+from offbeat.lab.saving import restore, save
 from offbeat.lab.schedule import Position, Schedule
+from offbeat.lab.tasks import Task
 from offbeat.lab.watch import Run, Watch
-from offbeat.session import attach_through, reshard
+from offbeat.session import attach_through
 from offbeat.transport.wrappers.delaying import Delaying, Delivery
-
-
-class _State(TypedDict):
-    """What a rank's part of a checkpoint holds."""
-
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    session: dict[str, Any]
-    random: torch.Tensor
 
 
 def train_rank(run_directory: Path, meeting: Meeting, report: Reporter, *, gate: Gate | None = None) -> Summary | None:
@@ -59,13 +50,13 @@ def train_rank(run_directory: Path, meeting: Meeting, report: Reporter, *, gate:
         gate: whose turn it is; None trains without pause.
 
     Returns:
-        The summary, on rank 0; it has been written too.
+        The summary, on the rank that leads; it has been written too.
 
     Raises:
         OffbeatError: another rank failed, or the run cannot go on.
     """
     record = Record(run_directory)
-    config, start_step = record.config, record.attempts[-1].start_step
+    config = record.config
     torch.set_num_threads(1)
     torch.manual_seed(config.seed * 65_537 + meeting.rank)
     task = config.build_task()
@@ -76,7 +67,7 @@ def train_rank(run_directory: Path, meeting: Meeting, report: Reporter, *, gate:
         _attach(config, meeting, model, optimizer, in_user_space=in_user_space) as attached,
         _stop_requests() as stop_requested,
     ):
-        position = _restore(record, meeting, model, optimizer, attached) if start_step else Position()
+        position = _position(record, meeting, model, optimizer, attached, task)
         run = Run(
             record=record,
             meeting=meeting,
@@ -89,15 +80,39 @@ def train_rank(run_directory: Path, meeting: Meeting, report: Reporter, *, gate:
                 config.cluster, meeting.rank, by_sleeping=record.emulation is not None and record.emulation.speeds == "sleeping"
             ),
         )
+        if meeting.life:
+            meeting.came_back(position.step + 1)
+            report(Joined(rank=meeting.rank, step=position.step))
         watch = Watch(run, report)
         try:
             _train(run, watch, gate or Gate.open(), stop_requested)
         finally:
             watch.close()
+        attached.finish()
         if config.checkpoint_every is not None:
-            _save(run)
-        final = attached.averaged_model()
-    return _conclude(run, watch, final)
+            save(run, "end")
+        return conclude(run, watch)
+
+
+def _position(
+    record: Record,
+    meeting: Meeting,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    attached: Attached,
+    task: Task,
+) -> Position:
+    """Where this rank begins: with the run, with its checkpoint, or, if it has come back, where it has joined the others."""
+    if meeting.life:
+        began = Position.from_json(json.loads(meeting.noted("origin") or "{}"))
+        schedule = Schedule(record.config, task, began, rank=meeting.rank, world_size=meeting.world_size)
+        while schedule.position.step < attached.start_step:
+            schedule.advance()
+        return schedule.position
+    resumes = record.attempts[-1].start_step > 0
+    position = restore(record, meeting, model, optimizer, attached) if resumes else Position()
+    meeting.note("origin", json.dumps(position.to_json()))
+    return position
 
 
 def _attach(
@@ -127,17 +142,17 @@ def _train(run: Run, watch: Watch, gate: Gate, stop_requested: threading.Event) 
             gate.wait(steps_done, stop_requested)
             watch.restart()
         if stop_requested.is_set():
-            # Nobody can finish the coming step without this rank, so all ranks read this before the step after it.
+            # Where ranks keep step, nobody can finish the coming one without this rank, so all read this before the one after.
             run.meeting.stop_at(steps_done + 1)
         agreed = run.meeting.stop_step()
-        return agreed is not None and steps_done >= agreed
+        return agreed is not None and (steps_done >= agreed or attached.averages_alone)
 
     if config.eval_every is not None and schedule.position.step == 0:
         _evaluate(run, watch)
     for batch in schedule.batches(should_stop):
         pace.begin(schedule.position.step + 1)
         loss = task.loss(attached.module, batch)
-        pace.before_backward(watch.seconds)
+        pace.before_backward(watch.elapsed_s)
         with pace.backward():
             attached.backward(loss)
         attached.optimizer.step()
@@ -147,143 +162,27 @@ def _train(run: Run, watch: Watch, gate: Gate, stop_requested: threading.Event) 
         watch.step_done(loss=loss.item(), batch_size=len(batch[0]))
         step = schedule.position.step
         if config.checkpoint_every is not None and step % config.checkpoint_every == 0:
-            _save(run)
+            save(run, f"step-{step}")
             watch.restart()
         if config.eval_every is not None and step % config.eval_every == 0 and step < schedule.target:
             _evaluate(run, watch)
 
 
 def _evaluate(run: Run, watch: Watch) -> None:
-    """Measure the metric on rank 0, in nobody's training time."""
-    model = run.attached.averaged_model()
-    if run.meeting.rank == 0:
-        model.eval()
-        watch.measured(run.task.evaluate(model))
-        model.train()
-    run.meeting.barrier()
+    """Measure the metric on the leader, in nobody's training time. Where it averages alone, nobody waits for it."""
+    meeting, step, apart = run.meeting, run.schedule.position.step, run.attached.averages_alone
+    # A leader before this one may have been ahead.
+    leads = meeting.leader == meeting.rank and step > int(meeting.noted("measured") or -1)
+    if leads or not apart:
+        model = run.attached.averaged_model()
+        if leads:
+            model.eval()
+            watch.measured(run.task.evaluate(model))
+            model.train()
+            meeting.note("measured", str(step))
+    if not apart:
+        meeting.gather(f"measured/{step}", "")
     watch.restart()
-
-
-def _save(run: Run) -> None:
-    tree = _State(
-        model=run.model.state_dict(),
-        optimizer=run.optimizer.state_dict(),
-        session=run.attached.state_dict(),
-        random=torch.get_rng_state(),
-    )
-    write_checkpoint(
-        run.record.checkpoint_root,
-        cast(Tree, tree),
-        step=run.schedule.position.step,
-        rank=run.meeting.rank,
-        world_size=run.meeting.world_size,
-        barrier=run.meeting.barrier,
-        metadata={"position": run.schedule.position.to_json(), "task": run.record.config.task},
-    )
-
-
-def _restore(
-    record: Record, meeting: Meeting, model: nn.Module, optimizer: torch.optim.Optimizer, attached: Attached
-) -> Position:
-    manifest, start_step = latest(record.checkpoint_root), record.attempts[-1].start_step
-    if manifest.step != start_step:
-        raise CheckpointError(
-            f"the checkpoint is of step {manifest.step}, the run was to go on from step {start_step}; start it again"
-        )
-    tree = _shard(manifest, meeting.rank % manifest.world_size)
-    model.load_state_dict(tree["model"])
-    optimizer.load_state_dict(tree["optimizer"])
-    session = attached.session if isinstance(attached, InSession) else None
-    if manifest.world_size == meeting.world_size:
-        if session is not None:
-            session.load_state_dict(tree["session"])
-        torch.set_rng_state(tree["random"])
-    elif session is not None:
-        states = [_shard(manifest, rank)["session"] for rank in range(manifest.world_size)]
-        session.load_state_dict(reshard(states, meeting.world_size, meeting.rank))
-    return Position.from_json(manifest.metadata.get("position"))
-
-
-def _shard(manifest: Manifest, rank: int) -> _State:
-    tree = read_shard(manifest, rank)
-    if not isinstance(tree, dict) or tree.keys() != _State.__annotations__.keys():
-        raise CheckpointError(f"{manifest.path} was not written by offbeat train; use a checkpoint of this run")
-    return cast(_State, tree)
-
-
-def _conclude(run: Run, watch: Watch, final: nn.Module) -> Summary | None:
-    """Compare the replicas, measure the `final` model on rank 0, and write the summary."""
-    config, step, last = run.record.config, run.schedule.position.step, run.attached.stats
-    num_steps = max(1, step - watch.first_step)
-    mine = {
-        "digest": digest(run.model),
-        "bytes_per_step": (last.bytes_sent - watch.first.bytes_sent) / num_steps,
-        "messages_per_step": (last.messages_sent - watch.first.messages_sent) / num_steps,
-        "num_samples": watch.num_samples,
-        "peak_memory_bytes": _peak_memory_bytes(),
-        "notices": [*run.attached.notices, *_pace_notices(run, num_steps), *_replica_notices(run, final)],
-    }
-    ends = [json.loads(text) for text in run.meeting.share("end", json.dumps(mine))]
-    if run.meeting.rank != 0:
-        return None
-    stopped = step < run.schedule.target
-    metric = None
-    if not stopped:
-        final.eval()
-        metric = run.task.evaluate(final)
-        watch.measured(metric)
-    summary = Summary(
-        status="stopped" if stopped else "finished",
-        task=config.task,
-        strategy=config.strategy,
-        workers=config.workers,
-        world_size=run.meeting.world_size,
-        steps=step,
-        metric=metric,
-        metric_name=run.task.metric_name,
-        higher_is_better=run.task.higher_is_better,
-        loss=watch.last_loss,
-        seconds=watch.seconds,
-        steps_per_s=(step - watch.first_step) / watch.seconds if watch.seconds else 0.0,
-        samples_per_s=sum(end["num_samples"] for end in ends) / watch.seconds if watch.seconds else 0.0,
-        bytes_sent_per_step=sum(end["bytes_per_step"] for end in ends) / len(ends),
-        messages_sent_per_step=sum(end["messages_per_step"] for end in ends) / len(ends),
-        peak_memory_bytes=[end["peak_memory_bytes"] for end in ends],
-        skipped_steps=last.skipped_steps - watch.first.skipped_steps,
-        num_parameters=sum(parameter.numel() for parameter in run.model.parameters()),
-        parameters_sha256=digest(final),
-        replicas_identical=len({end["digest"] for end in ends}) == 1,
-        resumed_from_step=watch.first_step or None,
-        notices=list(dict.fromkeys(notice for end in ends for notice in end["notices"])),
-        run_directory=str(run.record.path),
-    )
-    write_summary(summary)
-    return summary
-
-
-def _replica_notices(run: Run, final: nn.Module) -> list[str]:
-    return [] if final is run.model else ["the workers' models differ on purpose; the metric is that of their mean"]
-
-
-def _pace_notices(run: Run, num_steps: int) -> list[str]:
-    if run.pace.num_late * 20 < num_steps:
-        return []
-    what = f"worker {run.meeting.rank} computed for longer than the emulated step in {run.pace.num_late} of {num_steps} steps"
-    return [f"{what}; give a longer --step-time, or fewer workers"]
-
-
-def _peak_memory_bytes() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def digest(model: nn.Module) -> str:
-    """SHA-256 over all parameters and buffers of `model`, by name."""
-    total = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        total.update(name.encode())
-        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
 
 
 @contextmanager

@@ -3,7 +3,8 @@
     deadline = median + k MAD,  within [floor, cap]
 
 MAD is the median absolute deviation from the median. Neither is moved by a few outliers, so one rank that was suspended does
-not make everyone patient, and the first steps, when caches are cold and libraries load, are forgotten in time.
+not make everyone patient, and the first steps, when caches are cold and libraries load, are forgotten in time. Before enough
+is known the deadline is a guess, `first_s`: long where a wrong suspicion is dear, short where it is cheap and taken back.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Patience:
 
     Attributes:
         window: so many latest waits count, >= 1.
-        min_samples: with fewer waits known the deadline is `cap_s`, >= 1.
+        min_samples: so many waits have to be known before the deadline follows from them, >= 1.
+        first_s: the deadline until then, if `floor_s` and `cap_s` allow it, in seconds, >= 0.
         num_mads: k, >= 0.
         min_spread: the MAD is taken for at least this fraction of the median, >= 0: waits that were all alike do not promise
             that the next one will be.
@@ -33,6 +35,7 @@ class Patience:
 
     window: int = 128
     min_samples: int = 8
+    first_s: float = 30.0
     num_mads: float = 8.0
     min_spread: float = 0.05
     floor_s: float = 0.25
@@ -64,7 +67,7 @@ def deadline_s(waits_s: Collection[float], patience: Patience) -> float:
     """
     latest_s = np.fromiter(waits_s, dtype=np.float64, count=len(waits_s))[-patience.window :]
     if latest_s.size < patience.min_samples:
-        return patience.cap_s
+        return min(max(patience.first_s, patience.floor_s), patience.cap_s)
     median_s = float(np.median(latest_s))
     mad_s = max(float(np.median(np.abs(latest_s - median_s))), patience.min_spread * median_s)
     return min(max(median_s + patience.num_mads * mad_s, patience.floor_s), patience.cap_s)

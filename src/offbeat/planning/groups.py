@@ -97,6 +97,17 @@ def groups(version: int, members: Sequence[int], group_size: int) -> list[tuple[
     return [tuple(members[position] for position in group) for group in groups_of_positions]
 
 
+def default_group_size(num_members: int) -> int:
+    """About the square root of `num_members`, 2 or more; a power of two among as many, so that groups are a butterfly's.
+
+    >>> [default_group_size(num_members) for num_members in (1, 2, 4, 5, 8, 16, 17, 64)]
+    [2, 2, 2, 3, 4, 4, 5, 8]
+    """
+    if _is_power_of_two(num_members):
+        return max(2, 1 << (num_members.bit_length() // 2))
+    return max(2, math.ceil(math.sqrt(num_members)))
+
+
 def num_groups(num_members: int, group_size: int) -> int:
     """Into how many groups `num_members` are divided.
 

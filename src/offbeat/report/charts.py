@@ -166,7 +166,7 @@ def _step_charts(run: Run) -> Iterator[LineChart]:
         ("traffic", "Sent by a worker in a step", steps.bytes_sent, BYTES),
     ):
         x, mean, low, high = bin_mean(steps.step.astype(np.float64), values)
-        if not np.isfinite(mean).any() or (key == "traffic" and values.min() == values.max()):
+        if not np.isfinite(mean).any() or (key == "traffic" and np.nanmin(values) == np.nanmax(values)):
             continue  # what never changes stands in the table
         yield LineChart(
             key=f"step-{key}",

@@ -3,12 +3,15 @@
 The beginning and the end of a step and the moment a worker came to wait are as recorded, and so is how long each phase
 took. Their order between these moments is drawn as it is in nearly all steps: computing, sleeping and encoding before the
 worker is ready; then waiting for late ones, transfer, and what is left of encoding and computing.
+
+Where workers keep step, a window is some steps; where they do not, it is the time that some steps of one worker take, and what
+the others did in it. A window that a worker's death falls into is the one to look at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +26,11 @@ _DRAWN = (*PHASES, "encode", "compute")
 MAX_BARS = 2000
 _MOST_STEPS = 40
 _FEWEST_STEPS = 3
+_BEFORE_DEATH = 4
+
+
+Numbers = NDArray[np.int64]
+Cell = list[int] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,39 +39,78 @@ class Timeline:
 
     Attributes:
         contestant, run: numbers, by which the page's filters find it.
-        steps: numbers of the steps.
+        steps: for each worker the numbers of its steps; 0 where it has none.
+        reference: the worker by whose steps the window goes.
+        apart: whether workers do not keep step, so that a column is not one step.
         phases: the phase of each length in `cells`.
-        cells: for each worker and step: the beginning, then the length of each phase, in microseconds from the window's start.
+        cells: for each worker and step: the beginning, then the length of each phase, in microseconds from the window's start;
+            null where the worker has no such step.
         last: for each step the worker that was ready last, or -1.
         ready: for each step when it was, in microseconds from the window's start.
+        gone: (worker, when) for those that died, likewise.
     """
 
     contestant: int
     run: int
-    steps: list[int]
+    steps: list[list[int]]
+    reference: int
+    apart: bool
     phases: Sequence[str]
-    cells: list[list[list[int]]]
+    cells: list[list[Cell]]
     last: list[int]
     ready: list[int]
+    gone: list[tuple[int, int]]
 
 
 def timelines(report: Report) -> Iterator[Timeline]:
-    """The middle of every run that has steps."""
+    """The window of every run that has steps."""
     for number, contestant in enumerate(report.contestants):
         for position, run in enumerate(contestant.runs):
-            steps = middle(run)
-            if steps.num_steps:
-                yield _timeline(number, position, steps)
+            window = middle(run)
+            if window.num_steps:
+                yield _timeline(number, position, run, window)
 
 
 def middle(run: Run) -> Steps:
-    """A window of steps from the middle of the last attempt, few enough to be drawn."""
+    """A window of steps from the middle of the last attempt, or around the first death in it, few enough to be drawn."""
     steps = run.steps
     first = int(np.searchsorted(steps.step, run.last_start, side="right"))
     wanted = int(np.clip(MAX_BARS // (len(_DRAWN) * max(1, steps.num_ranks)), _FEWEST_STEPS, _MOST_STEPS))
     available = steps.num_steps - first
     start = first + max(0, available - wanted) // 2
+    if run.losses:
+        death = int(np.searchsorted(steps.step, run.losses[0].step))
+        start = int(np.clip(death - _BEFORE_DEATH, first, first + max(0, available - wanted)))
     return steps.window(start, start + min(wanted, available))
+
+
+def side_by_side(steps: Steps, window: Steps) -> tuple[Steps, Numbers, int]:
+    """`window` by time: what every worker did while one worker did the window's steps.
+
+    Args:
+        steps: of the whole run.
+        window: some of its columns.
+
+    Returns:
+        Steps whose columns no longer are of one number, the numbers of steps, shape (ranks, columns), and that one worker: the
+        one that did most of the window, of several the first. Where workers keep step, that is the window as it is.
+    """
+    reference = int(window.done.sum(axis=1).argmax())
+    if window.in_step().all():
+        return window, np.where(window.done, window.step, 0), reference
+    from_s = np.nanmin(window.began_s[reference])
+    until_s = np.nanmax(window.began_s[reference] + window.duration_s[reference])
+    inside = steps.done & (steps.began_s + steps.duration_s > from_s) & (steps.began_s < until_s)
+    chosen = [np.flatnonzero(row)[: 2 * window.num_steps] for row in inside]
+    columns = max(row.size for row in chosen)
+    places = np.array([np.pad(row, (0, columns - row.size), constant_values=-1) for row in chosen])
+    none = places < 0
+    matrices = {
+        field.name: np.where(none, np.nan, np.take_along_axis(getattr(steps, field.name), np.maximum(places, 0), axis=1))
+        for field in fields(Steps)
+        if field.name != "step"
+    }
+    return Steps(step=np.arange(columns), **matrices), np.where(none, 0, steps.step[places]), reference
 
 
 def phase_lengths_s(steps: Steps) -> NDArray[np.float64]:
@@ -85,22 +132,40 @@ def phase_lengths_s(steps: Steps) -> NDArray[np.float64]:
     return np.stack([compute, padded, encode, waiting, transfer, encode_after, left - encode_after])
 
 
-def _timeline(contestant: int, run: int, steps: Steps) -> Timeline:
-    origin_s = float(steps.began_s.min())
-    cells = np.concatenate([(steps.began_s - origin_s)[None], phase_lengths_s(steps)])
-    exchanged = ~np.isnan(steps.ready_s).any(axis=0) & (steps.num_ranks > 1)
-    last = np.where(exchanged, np.nan_to_num(steps.ready_s).argmax(axis=0), -1)
+def _timeline(contestant: int, run: int, of: Run, window: Steps) -> Timeline:
+    steps, numbers, reference = side_by_side(of.steps, window)
+    origin_s = float(np.nanmin(steps.began_s))
+    cells = np.concatenate([(steps.began_s - origin_s)[None], phase_lengths_s(steps)]).transpose(1, 2, 0)
+    apart = steps is not window
+    exchanged = ~np.isnan(steps.ready_s).any(axis=0) & (steps.num_ranks > 1) & (not apart)
     ready_s = np.where(exchanged, np.fmax.reduce(steps.ready_s) - origin_s, 0.0)
     return Timeline(
         contestant=contestant,
         run=run,
-        steps=steps.step.tolist(),
+        steps=numbers.tolist(),
+        reference=reference,
+        apart=apart,
         phases=_DRAWN,
-        cells=_microseconds(cells.transpose(1, 2, 0)),
-        last=last.tolist(),
+        cells=[
+            [_microseconds(cell) if there else None for cell, there in zip(*row, strict=True)]
+            for row in zip(cells, steps.done, strict=True)
+        ],
+        last=np.where(exchanged, np.nan_to_num(steps.ready_s).argmax(axis=0), -1).tolist(),
         ready=_microseconds(ready_s),
+        gone=[
+            (loss.rank, _microseconds(ended_s - origin_s)[0])
+            for loss in of.losses
+            for ended_s in _ends(steps, numbers, loss.rank, loss.step)
+        ],
     )
 
 
-def _microseconds(seconds: NDArray[np.float64]) -> list:  # type: ignore[type-arg]  # nested as the array is
-    return list(np.rint(seconds * 1e6).astype(np.int64).tolist())
+def _ends(steps: Steps, numbers: Numbers, worker: int, step: int) -> NDArray[np.float64]:
+    """When `worker` ended `step`, shape (1,); shape (0,) where it did not, or somewhere else."""
+    here = np.flatnonzero((numbers[worker] == step) & (step > 0))
+    ended_s: NDArray[np.float64] = steps.began_s[worker, here] + steps.duration_s[worker, here]
+    return ended_s
+
+
+def _microseconds(seconds: NDArray[np.float64] | np.float64) -> list[int]:
+    return [int(value) for value in np.rint(np.atleast_1d(seconds) * 1e6)]

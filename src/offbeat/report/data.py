@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.lab.breakdown import Steps
+from offbeat.lab.records import Loss
 
 Floats = NDArray[np.float64]
 
@@ -58,6 +59,7 @@ class Run:
         status: "finished", "stopped", or "unfinished" where there is no summary.
         curve, steps: what it did.
         last_start: the step from which the last attempt went on; 0 unless the run was resumed.
+        losses: workers that died while the others went on.
     """
 
     seed: int
@@ -66,6 +68,7 @@ class Run:
     curve: Curve
     steps: Steps
     last_start: int = 0
+    losses: Sequence[Loss] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

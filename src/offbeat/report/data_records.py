@@ -26,15 +26,16 @@ def read_run(record: Record, *, name: str) -> Run:
         curve=_curve(record.evaluations(), steps),
         steps=steps,
         last_start=record.attempts[-1].start_step if record.attempts else 0,
+        losses=summary.losses if summary else (),
     )
 
 
 def _curve(evaluations: Sequence[Evaluation], steps: Steps) -> Curve:
-    """Bytes are the mean over workers wherever every step's are known, and rank 0's otherwise."""
+    """Bytes are the mean over the workers that did a step wherever every step's are known, else of the rank that measured."""
     at = np.array([evaluation.step for evaluation in evaluations], dtype=np.float64)
     bytes_sent = np.array([evaluation.bytes_sent for evaluation in evaluations], dtype=np.float64)
     if at.size and np.array_equal(steps.step, np.arange(1, steps.num_steps + 1)) and at[-1] <= steps.num_steps:
-        total = np.concatenate([[0.0], np.cumsum(steps.bytes_sent.mean(axis=0))])
+        total = np.concatenate([[0.0], np.cumsum(np.nanmean(steps.bytes_sent, axis=0))])
         bytes_sent = total[at.astype(np.int64)]
     return Curve(
         steps=at,

@@ -55,6 +55,7 @@ def report_of_run(directory: Path) -> Report:
             *([("parameters", f"{summary.num_parameters:,}")] if summary else []),
             *([("replicas at the end", "identical" if summary.replicas_identical else "differ")] if summary else []),
             *([("skipped steps", f"{summary.skipped_steps:,}")] if summary else []),
+            *([("workers that died", _losses(summary))] if summary and summary.losses else []),
         ],
         environment=rows(record.environment),
         command=_command(record),
@@ -73,14 +74,22 @@ def _verdict(steps: Steps, summary: Summary | None, measures: Mapping[str, Estim
     )
 
 
+def _losses(summary: Summary) -> str:
+    """Such as `3 after step 57 (back after step 90)`, each."""
+    return ", ".join(
+        f"{loss.rank} after step {loss.step:,}"
+        + ("" if loss.returned_step is None else f" (back after step {loss.returned_step:,})")
+        for loss in summary.losses
+    )
+
+
 def _measures(steps: Steps, summary: Summary | None) -> dict[str, Estimate]:
     """As a comparison would measure them: the first steps are left out of what is said about steps."""
     found: dict[str, float | None] = {}
     if steps.num_steps:
-        step_s = float(np.median(blocks(steps.duration_s.mean(axis=0))))
         found = {
-            "step_s": step_s,
-            "samples_per_s": float(steps.batch_size.sum(axis=0).mean()) / step_s,
+            "step_s": float(np.median(blocks(steps.step_s()))),
+            "samples_per_s": float(np.median(steps.block_samples_per_s())),
             **{f"share_{phase}": share for phase, share in steps.settled().shares().items()},
         }
     if summary is not None:

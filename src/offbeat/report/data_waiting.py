@@ -69,5 +69,5 @@ def lateness(runs: Sequence[Run]) -> Lateness | None:
         mean_s=together.mean(axis=1),
         last_share=last / together.shape[1],
         spread_s=float(together.max(axis=0).mean()),
-        step_s=float(np.mean([run.steps.settled().duration_s.mean() for run in runs if run.steps.num_steps])),
+        step_s=float(np.mean([run.steps.settled().step_s().mean() for run in runs if run.steps.num_steps])),
     )

@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from offbeat.engine.generations import Generations, Host
+from offbeat.exchange.weights import ModelWeights
 from offbeat.transport.driver import Driver, Stream
 
 PartState: TypeAlias = dict[str, Any]
@@ -94,6 +96,35 @@ class OnAfterStep(Protocol):
 
 
 @runtime_checkable
+class OnFinish(Protocol):
+    def on_finish(self) -> None:
+        """This rank takes no more steps. Returns when no living rank does."""
+        ...
+
+
+@runtime_checkable
+class OnAbandon(Protocol):
+    def on_abandon(self, reason: str) -> None:
+        """This rank has failed, and `close` follows: nobody is to wait for it."""
+        ...
+
+
+@runtime_checkable
+class AveragesAlone(Protocol):
+    """A part that knows the mean of all ranks' models without their trainers' help.
+
+    Attributes:
+        start_step: the step at which this rank came in, for one that joined a run which was under way; else 0.
+    """
+
+    start_step: int
+
+    def average_into(self, weights: ModelWeights) -> None:
+        """Write the mean of all living ranks' models into `weights`, another model's of the same shape."""
+        ...
+
+
+@runtime_checkable
 class HasCounters(Protocol):
     def counters(self) -> Mapping[str, float]:
         """Totals so far, summed over parts: "exchanges", "skipped_steps", "encode_s" (seconds)."""
@@ -120,6 +151,9 @@ class Workspace:
         optimizer: the user's, for its state; None where nobody needs it.
         new_stream: a fresh stream of channels; parts take theirs while they are built, in the same order on all ranks.
         notify: puts a remark where the user will see it, in the record and the report.
+        enter: makes a part's host a member of the run's generations, for strategies that survive death. Collective.
+        count: wraps a driver that a thread of its own uses, so that its traffic is counted with the session's.
+        stood_still: counts a wait of the training thread, from when to when on the monotonic clock.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
@@ -130,6 +164,9 @@ class Workspace:
     notify: Callable[[str], None]
     buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
     optimizer: torch.optim.Optimizer | None = None
+    enter: Callable[[Host], Generations | None] = lambda host: None
+    count: Callable[[Driver], Driver] = lambda driver: driver
+    stood_still: Callable[[float, float], None] = lambda begin_s, end_s: None
 
 
 def stream_counter() -> Callable[[], Stream]:

@@ -14,22 +14,31 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from offbeat.errors import ConfigError, MismatchError, PeerError
+from offbeat.errors import ConfigError, MismatchError, PeerError, UnsupportedError
 from offbeat.transport.c10d import C10d, gloo_backend, nccl_backend
-from offbeat.transport.driver import Driver
+from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import listen_address
-from offbeat.transport.operations import AllGather
+from offbeat.transport.network import Network, found_network, founded_network, store_client
+from offbeat.transport.operations import AllGather, Operation
 from offbeat.transport.peers import Peers
 from offbeat.transport.routed import Routed
 from offbeat.transport.solo import Solo
 
 SECRET_VARIABLE = "OFFBEAT_RUN_SECRET"
 """Environment variable with the run's secret, at least 16 characters, the same on every rank."""
+
+RETURN_VARIABLE = "OFFBEAT_RETURN"
+"""Environment variable of a worker that is to join a run under way; any value but 0."""
+
+Gather: TypeAlias = Callable[[bytes], list[bytes]]
+"""Gives every rank's payload to every rank, by rank."""
 
 _generations: Counter[tuple[int, ...]] = Counter()
 """How often each set of ranks has connected; its members agree on it."""
@@ -67,15 +76,28 @@ def _launch_environment() -> tuple[int, int] | None:
     return None
 
 
-def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Driver:
-    """A driver over the ranks of `group` (default: all ranks). Collective: every rank of the group calls it.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Connection:
+    """What `connect` opened.
+
+    Attributes:
+        driver: carries collectives out between the ranks that connected; the caller closes it.
+        network: what it takes to open meshes later, for other members. None in a world of one process that nobody launched.
+    """
+
+    driver: Driver
+    network: Network | None
+
+
+def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Connection:
+    """A driver over the ranks of `group` (default: all ranks), and their network. Collective: every rank of the group calls it.
 
     Args:
         group: which ranks take part; it is only asked who they are, never used for communication.
         cuda: whether CUDA tensors will be reduced, so that an NCCL backend is worth making.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return Solo()
+    if not dist.is_initialized():
+        return Connection(driver=Solo(), network=None)
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     rank, world_size = dist.get_rank(group), len(ranks)
     generation = _generations[tuple(ranks)]
@@ -84,13 +106,75 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Dr
     name = f"offbeat/{'-'.join(map(str, ranks))}/{generation}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
     address = _agree_to_listen(store, rank, world_size)
-    nccl = nccl_backend(PrefixStore("nccl", store), rank, world_size) if cuda and dist.is_nccl_available() else None
-    dense = C10d(gloo_backend(PrefixStore("gloo", store), rank, world_size, address=address), nccl)
+    dense = _dense(store, rank, world_size, address=address, cuda=cuda)
     try:
-        return Routed(dense, _mesh(dense, address, generation))
+        gather: Gather = lambda payload: dense.start(AllGather(payload), 0).wait()  # noqa: E731
+        secret = _agree_on_secret(rank, gather)
+        token = gather(secrets.token_hex(8).encode())[0].decode()
+        network = founded_network(store, token=token, rank=rank, world_size=world_size, address=address, secret=secret)
+        driver = Routed(dense, _mesh(dense, address, generation, secret, gather)) if isinstance(dense, C10d) else dense
     except BaseException:
         dense.close()
         raise
+    return Connection(driver=driver, network=network)
+
+
+def is_returning() -> bool:
+    """Whether this process was started to join a run that is under way."""
+    return os.environ.get(RETURN_VARIABLE, "0") not in ("", "0")
+
+
+def reconnect() -> Connection:
+    """The network of the run that is under way, for a worker that comes back or comes new. Not collective; asks only the store.
+
+    The environment is as it was at first: RANK (any number; a member's is taken over from that member), MASTER_ADDR and
+    MASTER_PORT, which must lead to a TCPStore that still stands, and the run's secret. torch.distributed is not initialised:
+    its process group cannot be joined later. So the connection's driver refuses every operation.
+
+    Raises:
+        ConfigError: a variable is missing, no store answers, no run was begun there, it has ended, or has another secret.
+    """
+    environment = _launch_environment()
+    if environment is None:
+        raise ConfigError(f"{RETURN_VARIABLE} is set, but not RANK and WORLD_SIZE; set them as for the worker that it replaces")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", SECRET_VARIABLE) if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"{RETURN_VARIABLE} is set, but not {' and '.join(missing)}; a worker can join only a run that was started with "
+            f"{SECRET_VARIABLE} on every rank, by the same address and port"
+        )
+    rank, _ = environment
+    port = os.environ["MASTER_PORT"]
+    if not port.isdigit():
+        raise ConfigError(f"MASTER_PORT is {port!r}, needed is the number of the store's port")
+    address = listen_address()
+    store = store_client(os.environ["MASTER_ADDR"], int(port))
+    network = found_network(store, rank=rank, address=address, secret=os.environ[SECRET_VARIABLE].encode())
+    return Connection(driver=Returned(rank, network.world_size), network=network)
+
+
+class Returned(Driver):
+    """The driver of a worker that came later: it knows its rank and refuses everything."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        raise UnsupportedError(
+            f"rank {self.rank} joined a run under way and cannot perform {type(operation).__name__}: it has no connections but "
+            "those of its generation, so there is no dense collective over all ranks"
+        )
+
+    def close(self) -> None:
+        pass
+
+
+def _dense(store: Store, rank: int, world_size: int, *, address: str, cuda: bool) -> C10d | Solo:
+    if world_size == 1:
+        return Solo()
+    nccl = nccl_backend(PrefixStore("nccl", store), rank, world_size) if cuda and dist.is_nccl_available() else None
+    return C10d(gloo_backend(PrefixStore("gloo", store), rank, world_size, address=address), nccl)
 
 
 def _agree_to_listen(store: Store, rank: int, world_size: int) -> str:
@@ -110,10 +194,8 @@ def _agree_to_listen(store: Store, rank: int, world_size: int) -> str:
     return address
 
 
-def _mesh(dense: C10d, address: str, generation: int) -> Peers:
+def _mesh(dense: C10d, address: str, generation: int, secret: bytes, gather: Gather) -> Peers:
     """Open this rank's sockets, learn everybody's endpoints, and connect."""
-    gather: Callable[[bytes], list[bytes]] = lambda payload: dense.start(AllGather(payload), 0).wait()  # noqa: E731
-    secret = _agree_on_secret(dense.rank, gather)
     messages = Peers(dense.rank, dense.world_size, address=address, secret=secret, generation=generation)
     try:
         messages.connect([endpoint.decode() for endpoint in gather(messages.endpoint.encode())])
@@ -124,7 +206,7 @@ def _mesh(dense: C10d, address: str, generation: int) -> Peers:
     return messages
 
 
-def _agree_on_secret(rank: int, gather: Callable[[bytes], list[bytes]]) -> bytes:
+def _agree_on_secret(rank: int, gather: Gather) -> bytes:
     """The run's secret: from the environment if every rank has it there, else drawn by rank 0 and sent over gloo.
 
     gloo is not encrypted: on a network that others can listen to, set the environment variable.

@@ -27,7 +27,7 @@ from offbeat.lab.cluster.toml_writer import to_toml
 from offbeat.transport.virtual import VirtualLink
 
 MAX_WORKERS = 65_536
-_UNDOES: Mapping[Action, Action] = {"continue": "stop", "mend": "cut"}
+_UNDOES: Mapping[Action, Action] = {"return": "kill", "continue": "stop", "mend": "cut"}
 
 
 class Cluster(Described):
@@ -126,8 +126,10 @@ class Cluster(Described):
         for fault in self.faults:
             state, when = states[fault.worker], f"worker {fault.worker} at {display_duration(fault.at_s)}"
             needed = _UNDOES.get(fault.action)
-            if "kill" in state:
-                raise InvalidClusterError(("faults",), f"has {fault.action!r} of {when}, which was killed before")
+            if "kill" in state and needed != "kill":
+                raise InvalidClusterError(
+                    ("faults",), f"has {fault.action!r} of {when}, which was killed before; add a 'return' between them"
+                )
             if needed is not None and needed not in state:
                 raise InvalidClusterError(
                     ("faults",), f"has {fault.action!r} of {when}, but no {needed!r} comes before it; add one"
@@ -137,6 +139,8 @@ class Cluster(Described):
                     ("faults",), f"has {fault.action!r} of {when}, to which that has been done already; leave it out"
                 )
             state.discard(needed) if needed is not None else state.add(fault.action)
+            if fault.action == "kill":
+                state.discard("stop")  # what comes back is another process
 
     def delayed_ranks(self, step: int) -> dict[int, float]:
         """Seconds that each straggler of step `step` (from 0 or 1, never negative) sleeps, by rank; the others are left out.

@@ -14,7 +14,7 @@ from offbeat.errors import ConfigError, nearest
 from offbeat.lab.cluster.quantities import display_duration, display_rate
 
 Kind = Literal["random", "permanent"]
-Action = Literal["kill", "stop", "continue", "cut", "mend"]
+Action = Literal["kill", "return", "stop", "continue", "cut", "mend"]
 
 
 SPEEDS = "numbers from 0.001 to 1, where 1 is the fastest worker"
@@ -131,13 +131,13 @@ class Fault(Described):
     Attributes:
         at_s: seconds since training began.
         worker: its number.
-        action: `kill` ends the process for good; `stop` freezes it until `continue`; `cut` lets nothing through its link until
-            `mend`.
+        action: `kill` ends the process, `return` starts it anew; `stop` freezes it until `continue`; `cut` lets nothing
+            through its link until `mend`.
     """
 
     at_s: Duration
     worker: Worker
-    action: Action = Field(description="kill, stop, continue, cut or mend")
+    action: Action = Field(description="kill, return, stop, continue, cut or mend")
 
 
 def _first_objection(model: type[BaseModel], error: ValidationError) -> InvalidClusterError:

@@ -21,7 +21,7 @@ PRESETS: Final[Mapping[str, str]] = {
     "ethernet-1g": "four equal workers on Gigabit Ethernet",
     "mixed-gpus": "four workers on 10 Gbit/s, one of them half as fast",
     "stragglers": "eight workers, of which two at random come 320 ms late in each step",
-    "flaky": "four workers; one freezes for a while, another one's link is cut for a while",
+    "flaky": "four workers; one freezes, one loses its link, one is killed, each for a while",
 }
 """Clusters that come with the package: name and a line about each."""
 

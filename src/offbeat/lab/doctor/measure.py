@@ -64,7 +64,7 @@ def measure() -> Measurement:
     opened["process group"] = own_sockets()
     has_device = int(os.environ.get("LOCAL_RANK", meeting.rank)) < torch.cuda.device_count()
     device = "cuda" if set(meeting.share("cuda", str(has_device))) == {"True"} else "cpu"
-    driver = connect(cuda=device == "cuda")
+    driver = connect(cuda=device == "cuda").driver
     try:
         opened["offbeat"] = own_sockets()
         network, pairs = _probe(driver, device)

@@ -213,7 +213,8 @@
     const mine = data.timelines.filter((one) => one.contestant === chosen.contestant);
     if (!mine.some((one) => one.run === chosen.run)) chosen.run = mine[0].run;
     offer(field("run"), mine.map((one) => [one.run, data.seeds[one.contestant][one.run]]), chosen.run);
-    const have = mine.find((one) => one.run === chosen.run).steps.length;
+    const window_ = mine.find((one) => one.run === chosen.run);
+    const have = window_.apart ? window_.cells[window_.reference].filter((cell) => cell).length : window_.last.length;
     const counts = [1, 3, 6, 12, 20, 40].filter((count) => count < have);
     counts.push(have);
     if (!counts.includes(chosen.count)) chosen.count = counts.findLast((count) => count <= chosen.count) ?? counts[0];
@@ -234,19 +235,27 @@
     const height = top + workers * (row + gap) + 40;
     clear(svg, width, height);
     drawHatch(svg);
-    const shown = window_.cells.map((cells) => cells.slice(first, last));
     const sum = (cell) => cell.reduce((total, value) => total + value, 0);
-    const start = Math.min(...shown.map((cells) => cells[0][0])), end = Math.max(...shown.map((cells) => sum(cells[cells.length - 1])));
+    const chosenCells = (window_.apart ? [window_.cells[window_.reference]] : window_.cells)
+      .flatMap((cells) => cells.slice(first, last)).filter((cell) => cell);
+    const start = Math.min(...chosenCells.map((cell) => cell[0])), end = Math.max(...chosenCells.map(sum));
+    // Workers that do not keep step are shown for the time that the chosen steps of one of them take.
+    const isShown = (cell, k) => cell && (window_.apart ? sum(cell) > start && cell[0] < end : first <= k && k < last);
     const axis = { log: false, unit: seconds };
     const x = makeScale(axis, [0, (end - start) / 1e6], left, right, Math.max(2, Math.floor((right - left) / 80)));
     const at = (microseconds) => x.at((microseconds - start) / 1e6);
     const bottom = top + workers * (row + gap);
-    drawStepMarks(svg, window_, shown[0], first, at, top, bottom);
-    shown.forEach((cells, worker) => {
+    drawStepMarks(svg, window_, window_.cells[window_.reference].slice(first, last), first, at, top, bottom);
+    window_.cells.forEach((cells, worker) => {
       const y = top + worker * (row + gap);
       make(svg, "text", { x: left - 8, y: y + row / 2 + 4, "text-anchor": "end" }, (narrow ? "w" : "worker ") + worker);
-      cells.forEach((cell, k) => drawCell(svg, window_, cell, worker, first + k, y, row, at));
+      cells.forEach((cell, k) => isShown(cell, k) && drawCell(svg, window_, cell, worker, k, y, row, at, left, right));
     });
+    for (const [worker, when] of window_.gone) {
+      if (when < start || when > end) continue;
+      const cx = Math.min(at(when) + 8, right - 5), cy = top + worker * (row + gap) + row / 2;
+      make(svg, "path", { class: "gone", d: `M${(cx - 4).toFixed(1)} ${cy - 4}l8 8m0 -8l-8 8` });
+    }
     for (let k = first; k < last; k++) {
       const worker = window_.last[k];
       if (worker < 0) continue;
@@ -260,7 +269,8 @@
     }
     make(svg, "text", { x: right, y: height - 4, "text-anchor": "end" }, `time, ${x.name}`);
     const whose = data.contestants.length > 1 ? `${data.contestants[chosen.contestant]}, seed ${data.seeds[chosen.contestant][chosen.run]}: steps` : "Steps";
-    field("says").textContent = `${whose} ${window_.steps[first]} to ${window_.steps[last - 1]} of ${workers === 1 ? "the one worker" : `${workers} workers`}. `
+    const numbers = window_.steps[window_.reference].slice(first, last).filter((number) => number);
+    field("says").textContent = `${whose} ${numbers[0]} to ${numbers[numbers.length - 1]} of ${workers === 1 ? "the one worker" : `${workers} workers`}. `
       + "Where a step begins and ends, when a worker was ready, and how long each phase took are as recorded; the order of phases in between is schematic.";
   };
 
@@ -273,28 +283,29 @@
   const drawStepMarks = (svg, window_, cells, first, at, top, bottom) => {
     let drawnAt = -Infinity;
     cells.forEach((cell, k) => {
+      if (!cell) return;
       const x = at(cell[0]);
       make(svg, "line", { class: "boundary", x1: x, x2: x, y1: top - 6, y2: bottom });
-      const text = `${drawnAt === -Infinity ? "step " : ""}${window_.steps[first + k]}`;
+      const text = `${drawnAt === -Infinity ? "step " : ""}${window_.steps[window_.reference][first + k]}`;
       if (x - drawnAt < 14 + 7 * text.length) return;
       drawnAt = x + (drawnAt === -Infinity ? 26 : 0);
       make(svg, "text", { x, y: 10 }, text);
     });
   };
 
-  const drawCell = (svg, window_, cell, worker, k, y, row, at) => {
+  const drawCell = (svg, window_, cell, worker, k, y, row, at, left, right) => {
     let from = cell[0];
     window_.phases.forEach((phase, place) => {
-      const length = cell[place + 1], x1 = at(from), x2 = at(from + length);
+      const length = cell[place + 1], x1 = Math.max(left, at(from)), x2 = Math.min(right, at(from + length));
       from += length;
       if (x2 - x1 < 0.15) return;
       const bar = make(svg, "rect", { class: `phase-${phase}`, x: x1.toFixed(2), y, width: (x2 - x1).toFixed(2), height: row });
       const who = phase === "waiting" && window_.last[k] >= 0 ? `waiting for others, the last of them worker ${window_.last[k]}` : PHASES[phase];
-      const say = (event) => showTip(event, `worker ${worker}, step ${window_.steps[k]}\n${who}: ${written(seconds, length / 1e6)}`);
+      const say = (event) => showTip(event, `worker ${worker}, step ${window_.steps[worker][k]}\n${who}: ${written(seconds, length / 1e6)}`);
       bar.onpointermove = bar.onpointerdown = say;
       bar.onpointerleave = hideTip;
     });
-    make(svg, "line", { class: "begin", x1: at(cell[0]), x2: at(cell[0]), y1: y, y2: y + row });
+    if (at(cell[0]) >= left) make(svg, "line", { class: "begin", x1: at(cell[0]), x2: at(cell[0]), y1: y, y2: y + row });
   };
 
   const startTimeline = () => {

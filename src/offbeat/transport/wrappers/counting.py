@@ -103,13 +103,18 @@ class Arrival(NamedTuple):
 class Counting(Wrapper):
     """Counts bytes and messages, and notes when this rank arrives at each receive and dense collective.
 
+    Args:
+        inner: the wrapped driver.
+        in_background: a thread of its own uses it: nobody stands still while that one waits, so its waiting is not counted.
+
     Attributes:
         traffic: totals. Dense collectives count as `ring_traffic` says.
     """
 
-    def __init__(self, inner: Driver) -> None:
+    def __init__(self, inner: Driver, *, in_background: bool = False) -> None:
         super().__init__(inner)
         self.traffic = Traffic()
+        self._in_background = in_background
         # bounded, for whoever never takes them: the oldest go first
         self._arrivals: deque[Arrival] = deque(maxlen=_MAX_ARRIVALS)
         self._ready_at_s: float | None = None
@@ -130,6 +135,12 @@ class Counting(Wrapper):
         self.traffic = Traffic()
         self._arrivals.clear()
         self._ready_at_s = None
+
+    def stood_still(self, begin_s: float, end_s: float) -> None:
+        """Count a wait for the others that was not one of this driver's own operations; on the driver's clock."""
+        if self._ready_at_s is None:
+            self._ready_at_s = begin_s
+        self._add(Traffic(wait_s=end_s - begin_s))
 
     def take_arrivals(self) -> list[Arrival]:
         """The arrivals since the last call, oldest first; at most the latest 65,536."""
@@ -154,7 +165,8 @@ class Counting(Wrapper):
             self._add(Traffic(bytes_received=memoryview(result).nbytes, messages_received=1))
         else:
             self._add(ring_traffic(operation, result, rank=self.rank, world_size=self.world_size))
-        self._arrivals.append(arrival)
+        if not self._in_background:
+            self._arrivals.append(arrival)
 
 
 class _Timed:
@@ -174,13 +186,12 @@ class _Timed:
     def wait(self) -> Any:
         counting, channel = self._counting, self._channel
         entered_s = counting.now_s(channel)
-        if counting._ready_at_s is None:
-            counting._ready_at_s = entered_s
         try:
             result = self._ticket.wait()
         finally:
             left_s = counting.now_s(channel)
-            counting._add(Traffic(wait_s=left_s - entered_s))
+            if not counting._in_background:
+                counting.stood_still(entered_s, left_s)
         name = type(self._operation).__name__
         arrival = Arrival(self._step, channel, name, self._arrived_at_s, left_s - self._arrived_at_s)
         counting._complete(result, self._operation, arrival)

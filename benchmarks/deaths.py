@@ -1,0 +1,235 @@
+"""What the others feel when workers die, hang, are cut off or return: eight workers, links of 1 Gbit/s, steps of 100 ms.
+
+Who is hit, and when, is drawn from the seed. A survivor is a worker that nothing was done to. Its stall is what one of its
+steps took beyond its median step. In the end it should be as good as a run of as many workers as were left, from the start;
+where everybody comes back, as one of all eight.
+
+    every run finishes; no stall of a survivor after the first fault above 1 s; none of them loses more than one step
+    a final metric at most 0.3 points worse than that of the world that was left
+
+The store that workers meet in lives in the launcher, which nothing happens to. Cutting links takes root and network namespaces;
+where they are missing, the record's notices say so, and nothing is felt.
+
+    python benchmarks/deaths.py [--json] [--quick] [--strategy SPEC] [--scenarios NAME,...] [--seeds N] [--keep DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from _measure import Ratio, print_rows
+from offbeat.errors import OffbeatError
+from offbeat.lab.cluster import Cluster, Fault, LinkSpec
+from offbeat.lab.config import Request
+from offbeat.lab.options import parse_spec
+from offbeat.lab.records import Record, StepEvent
+from offbeat.lab.statistics import Estimate, estimate
+from offbeat.lab.train import plan, train
+
+WORKERS = 8
+STEP_S = 0.1
+STEPS = 200
+ABSENT = 0.15
+"""How long what is taken back lasts, as a fraction of the run: 3 s."""
+STRATEGY = "wagma"
+LONGEST_STALL_S = 1.0
+POINTS = 0.3
+_WARM_UP_STEPS = 10
+
+Undo = Literal["continue", "mend", "return"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """How many workers are hit, by what, and what takes it back a while later, if anything."""
+
+    num_hit: int
+    action: Literal["kill", "stop", "cut"]
+    undo: Undo | None = None
+
+    @property
+    def num_left(self) -> int:
+        """Workers that train in the end."""
+        return WORKERS if self.undo else WORKERS - self.num_hit
+
+
+SCENARIOS: Final = {
+    "kill-1": Scenario(num_hit=1, action="kill"),
+    "kill-4": Scenario(num_hit=4, action="kill"),
+    "kill-7": Scenario(num_hit=7, action="kill"),
+    "stop-2": Scenario(num_hit=2, action="stop", undo="continue"),
+    "cut-2": Scenario(num_hit=2, action="cut", undo="mend"),
+    "return-2": Scenario(num_hit=2, action="kill", undo="return"),
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class Found:
+    """What a scenario has shown. Stalls in seconds, of every step of a survivor after the first fault; the rest by seed."""
+
+    stalls_s: list[float] = field(default_factory=list)
+    steps_lost: list[int] = field(default_factory=list)
+    metrics: list[float | None] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def faults(scenario: Scenario, seed: int, steps: int) -> tuple[Fault, ...]:
+    """Between a quarter and two thirds of the run."""
+    draws = np.random.default_rng((seed, scenario.num_hit))
+    whole_s = steps * STEP_S
+    script = []
+    for worker in draws.choice(WORKERS, scenario.num_hit, replace=False).tolist():
+        at_s = float(draws.uniform(whole_s / 4, whole_s * 2 / 3))
+        script.append(Fault(at_s=at_s, worker=worker, action=scenario.action))
+        if scenario.undo is not None:
+            script.append(Fault(at_s=at_s + ABSENT * whole_s, worker=worker, action=scenario.undo))
+    return tuple(script)
+
+
+def train_once(spec: str, cluster: Cluster, seed: int, steps: int, out: Path) -> float | None:
+    """The final metric of one run, whose record is left in `out`. Raises `OffbeatError` when it does not finish."""
+    name, options = parse_spec(spec)
+    request = Request(
+        task="digits",
+        strategy=name,
+        settings=["batch_size=8", *(f"{key}={value}" for key, value in options.items())],
+        workers=cluster.workers,
+        steps=steps,
+        seed=seed,
+        checkpoint_every=steps,
+        cluster=cluster,
+    )
+    summary = train(plan(request, out=out), lambda progress: None)
+    return None if summary is None else summary.metric
+
+
+def measure(spec: str, scenario: Scenario, seeds: Sequence[int], steps: int, keep: Path) -> Found:
+    found = Found()
+    for seed in seeds:
+        script = faults(scenario, seed, steps)
+        cluster = Cluster(workers=WORKERS, link=LinkSpec(rate_bit_per_s=1e9), step_s=STEP_S, faults=script, seed=seed)
+        out = keep / f"seed-{seed}"
+        try:
+            found.metrics.append(train_once(spec, cluster, seed, steps, out))
+        except OffbeatError as error:
+            found.failures.append(f"seed {seed}: {error}")
+            found.metrics.append(None)
+            continue
+        record = Record(out)
+        hit = {fault.worker for fault in script}
+        for rank in set(range(WORKERS)) - hit:
+            events = list(record.events(rank))
+            found.steps_lost.append(steps - sum(not event.skipped for event in events))
+            found.stalls_s += stalls(events, min(fault.at_s for fault in script))
+    return found
+
+
+def stalls(events: Sequence[StepEvent], since_s: float) -> list[float]:
+    """What each step took beyond the median one, in seconds, once `since_s` seconds of training are over."""
+    durations_s = np.array([event.duration_s for event in events])
+    later = durations_s.cumsum() >= since_s
+    return list(map(float, (durations_s - np.median(durations_s[_WARM_UP_STEPS:]))[later]))
+
+
+def reference(spec: str, workers: int, seeds: Sequence[int], steps: int, keep: Path) -> list[float | None]:
+    """Final metrics by seed of runs in which nothing happens."""
+    cluster = partial(Cluster, workers=workers, link=LinkSpec(rate_bit_per_s=1e9), step_s=STEP_S)
+    return [train_once(spec, cluster(seed=seed), seed, steps, keep / f"left-{workers}-seed-{seed}") for seed in seeds]
+
+
+def goals(name: str, found: Found, worse: Estimate, num_runs: int) -> Iterator[Ratio]:
+    finished = 1 - len(found.failures) / num_runs
+    yield _case(f"{name}: runs that finished", finished, "x", "at least 1", not found.failures, (finished, finished), bound=1.0)
+    if not found.stalls_s:
+        return
+    late_s, longest_s = (float(value) for value in np.quantile(found.stalls_s, [0.99, 1.0]))
+    what = f"{name}: longest stall of a survivor's step (interval: 99th percentile to longest)"
+    limit = f"at most {LONGEST_STALL_S:g}"
+    yield _case(what, longest_s, "s", limit, longest_s <= LONGEST_STALL_S, (late_s, longest_s))
+    lost = float(max(found.steps_lost))
+    yield _case(f"{name}: most steps lost by a survivor", lost, "steps", "at most 1", lost <= 1, (0.0, lost))
+    if worse.median is not None:
+        low, high = (worse.median, worse.median) if worse.low is None or worse.high is None else (worse.low, worse.high)
+        holds: bool | Literal["undecided"] = "undecided" if low <= POINTS < high else high <= POINTS
+        goal = f"at most {POINTS:g}"
+        yield _case(f"{name}: worse than the world that was left", worse.median, "points", goal, holds, (low, high))
+
+
+def _case(
+    case: str,
+    value: float,
+    unit: str,
+    goal: str,
+    holds: bool | Literal["undecided"],
+    interval: tuple[float, float],
+    *,
+    bound: float = 0.0,
+) -> Ratio:
+    return Ratio(case=case, value=value, unit=unit, goal=goal, holds=holds, bound=bound, interval=interval)
+
+
+def show(all_found: dict[str, Found], references: dict[int, list[float | None]]) -> None:
+    columns = ("", "finished", "stall: median", "99th percentile", "longest", "steps lost", "metric", "of the world left")
+    table = Table(*columns)
+    for name, found in all_found.items():
+        middle, late, longest = np.quantile(found.stalls_s, [0.5, 0.99, 1.0]) if found.stalls_s else (np.nan,) * 3
+        table.add_row(
+            name,
+            f"{len(found.metrics) - len(found.failures)} of {len(found.metrics)}",
+            *(f"{1e3 * seconds:.1f} ms" for seconds in (middle, late, longest)),
+            str(max(found.steps_lost, default="")),
+            _listed(found.metrics),
+            _listed(references[SCENARIOS[name].num_left]),
+        )
+    Console(stderr=True, width=140).print(table)
+    for name, found in all_found.items():
+        for failure in found.failures:
+            print(f"{name}: {failure}", file=sys.stderr)
+
+
+def _listed(metrics: Sequence[float | None]) -> str:
+    return " ".join("none" if metric is None else f"{metric:.4f}" for metric in metrics)
+
+
+def cases(spec: str, names: Sequence[str], seeds: Sequence[int], steps: int, directory: Path) -> Iterator[Ratio]:
+    references: dict[int, list[float | None]] = {}
+    all_found: dict[str, Found] = {}
+    for name in names:
+        scenario = SCENARIOS[name]
+        found = all_found[name] = measure(spec, scenario, seeds, steps, directory / name)
+        if scenario.num_left not in references:
+            references[scenario.num_left] = reference(spec, scenario.num_left, seeds, steps, directory)
+        pairs = zip(references[scenario.num_left], found.metrics, strict=True)
+        worse = [None if a is None or b is None else 100 * (a - b) for a, b in pairs]
+        yield from goals(name, found, estimate(worse), len(seeds))
+    show(all_found, references)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
+    parser.add_argument("--quick", action="store_true", help="one seed, 60 steps: only to see that it runs")
+    parser.add_argument("--strategy", default=STRATEGY, help="default: %(default)s")
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=3, help="how many; default: %(default)s")
+    parser.add_argument("--keep", type=Path, help="directory for the records; by default they are thrown away")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        seeds, steps = range(1 if asked.quick else asked.seeds), 60 if asked.quick else STEPS
+        rows = cases(asked.strategy, asked.scenarios.split(","), seeds, steps, asked.keep or Path(temporary))
+        print_rows(rows, as_json=asked.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""What stragglers cost each strategy: eight workers behind emulated links of 1 Gbit/s, steps padded to 100 ms.
+
+First two random workers are 50 ms late in each step, with two sizes of model; then one worker is half as fast for good, and
+the others are looked at. A strategy's figure is its fraction of the ideal: the mean step without any exchange, measured in the
+same round, over its own mean step. Beside it stands the ceiling, the same fraction if communication took no time, for just
+the delays that were drawn (`offbeat.planning.ceilings`). A run is a single turn: in a pause late workers would catch up for
+nothing. Everything is printed to standard error; the cases are WAGMA's goals.
+
+    at least 98% of the ceiling where all workers meet after every ten of their own steps; the bound is the ceiling where they
+    meet as soon as one of them has done ten
+    at most 2 N (S-1) / S bytes a rank and step, for a model of N bytes in groups of S, and S = 8 in every tenth step
+
+    python benchmarks/stragglers.py [--json] [--quick] [--strategies SPEC,...] [--seeds N] [--keep DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from _measure import Ratio, print_rows
+from links import Quiet
+from offbeat.lab.breakdown import Steps, read_steps
+from offbeat.lab.cluster import Cluster, LinkSpec, Straggling
+from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
+from offbeat.lab.options import parse_spec
+from offbeat.lab.records import Record
+from offbeat.lab.statistics import Estimate, estimate, num_warm_up
+from offbeat.planning.ceilings import Durations, Utilisation, called, met, paired
+from offbeat.planning.topologies import exponential_peers, ring_weights
+
+WORKERS = 8
+PERIOD = 10
+STEP_S = 0.1
+DELAY_S = 0.05
+SLOW_RANK = 7
+STEPS = 150
+STRICT, QUORUM = "wagma:group_size=4:quorum=1", "wagma:group_size=4:quorum=0.75"
+STRATEGIES = (
+    *("allreduce", f"localsgd:period={PERIOD}", "dpsgd", "sgp", "adpsgd", "eagersgd:mode=solo", "eagersgd:mode=majority"),
+    *(STRICT, QUORUM),
+)
+SIZES = ("tiny", "small")
+"""0.105 and 1.01 million parameters: 0.42 and 4.05 MB, so 0.63 and 6.1 MB a step in groups of four; a link carries 12.5."""
+TOGETHER = 3
+"""So many strategies are alive at once, and each such round has its own measurement of the ideal."""
+AT_LEAST = 0.98
+_ONE_TURN_S = 1e6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One situation. `ranks`: whose steps count."""
+
+    name: str
+    cluster: Cluster
+    ranks: tuple[int, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class Found:
+    """What one strategy has shown, by seed. Waits are those of every step of every rank, in seconds."""
+
+    fractions: list[float | None] = field(default_factory=list)
+    ceilings: list[float] = field(default_factory=list)
+    best: list[float] = field(default_factory=list)
+    bytes_per_step: list[float] = field(default_factory=list)
+    waits_s: list[float] = field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def fraction(self) -> Estimate:
+        return estimate(self.fractions)
+
+
+def random_stragglers() -> Part:
+    link, late = LinkSpec(rate_bit_per_s=1e9), Straggling(workers=2, delay_s=DELAY_S)
+    cluster = Cluster(workers=WORKERS, link=link, straggling=(late,), step_s=STEP_S)
+    return Part(name="two random workers 50 ms late", cluster=cluster, ranks=tuple(range(WORKERS)))
+
+
+def slow_worker() -> Part:
+    speeds = tuple(0.5 if rank == SLOW_RANK else 1.0 for rank in range(WORKERS))
+    cluster = Cluster(workers=WORKERS, link=LinkSpec(rate_bit_per_s=1e9), speeds=speeds, step_s=STEP_S)
+    others = tuple(rank for rank in range(WORKERS) if rank != SLOW_RANK)
+    return Part(name="one worker half as fast, the others", cluster=cluster, ranks=others)
+
+
+def durations(cluster: Cluster, steps: int) -> Durations:
+    """What each rank computes, or is late, in each step."""
+    assert cluster.step_s is not None
+    table = np.tile(cluster.step_s / np.array(cluster.speeds), (steps, 1))
+    for step in range(steps):
+        for rank, delay_s in cluster.delayed_ranks(step + 1).items():
+            table[step, rank] += delay_s
+    return table
+
+
+def rule(spec: str) -> Callable[[Durations], Utilisation]:
+    """Who waits for whom under strategy `spec`."""
+    name, options = parse_spec(spec)
+    period, ranks = int(options.get("period", PERIOD)), range(WORKERS)
+    nobody = np.arange(WORKERS)[:, None]
+    quorum = int(np.ceil(float(options.get("quorum", 0.75)) * WORKERS))
+    ring = np.array([list(ring_weights(rank, WORKERS)) for rank in ranks])
+
+    def pushed(step: int) -> NDArray[np.intp]:
+        return np.array([exponential_peers(rank, WORKERS, round_number=step, out_degree=1).sources for rank in ranks])
+
+    rules: dict[str, Callable[[Durations], Utilisation]] = {
+        "allreduce": lambda table: met(table, period=1),
+        "localsgd": lambda table: met(table, period=period),
+        "wagma": lambda table: met(table, period=period, quorum=quorum),
+        "dpsgd": lambda table: paired(table, lambda step: ring),
+        "sgp": lambda table: paired(table, pushed),
+        "eagersgd": lambda table: called(table, period=1, quorum=WORKERS // 2),
+    }
+    if name not in rules or options.get("mode") == "solo":
+        return lambda table: paired(table, lambda step: nobody)
+    return rules[name]
+
+
+def over(used: Utilisation, ranks: Sequence[int]) -> float:
+    chosen = list(ranks)
+    return float(used.worked_s[chosen].sum() / used.elapsed_s[chosen].sum())
+
+
+def measure(part: Part, size: str, specs: Sequence[str], seeds: Sequence[int], steps: int, keep: Path) -> dict[str, Found]:
+    """Run all strategies with each seed, a few of them at a time, and read their records."""
+    found = {spec: Found() for spec in specs}
+    for seed in seeds:
+        cluster = part.cluster.model_copy(update={"seed": seed})
+        for first in range(0, len(specs), TOGETHER):
+            chunk = specs[first : first + TOGETHER]
+            request = CompareRequest(
+                task="digits",
+                strategies=chunk,
+                settings=(f"size={size}", "batch_size=4"),
+                cluster=cluster,
+                seeds=(seed,),
+                steps=steps,
+                eval_every=steps,
+                turn_s=_ONE_TURN_S,
+            )
+            plan = plan_comparison(request, out=keep / f"seed-{seed}-{first}")
+            directory, comparison = carry_out(plan, Quiet(), command="python benchmarks/stragglers.py")
+            alone = read_steps(Record(directory / f"runs/alone-seed-{seed}")).settled()
+            _tell_ideal(alone, cluster)
+            for spec, contestant in zip(chunk, comparison.contestants, strict=True):
+                found[spec].failure = found[spec].failure or contestant.failure or ""
+                if contestant.failure is None:
+                    run = read_steps(Record(directory / contestant.runs[0]))
+                    _note(found[spec], spec, part, run.window(num_warm_up(run.num_steps)), alone, cluster)
+    return found
+
+
+def _tell_ideal(alone: Steps, cluster: Cluster) -> None:
+    """How well padded compute keeps to its time, without any exchange."""
+    meant_s = durations(cluster, int(alone.step[-1]))[alone.step - 1].T
+    excess_s = alone.duration_s - meant_s
+    words = f"{meant_s.mean() * 1e3:.1f} ms meant, {alone.duration_s.mean() * 1e3:.1f} ms measured"
+    print(f"alone: {words}, 99th percentile {np.quantile(excess_s, 0.99) * 1e3:.1f} ms too long", file=sys.stderr)
+
+
+def _note(found: Found, spec: str, part: Part, run: Steps, alone: Steps, cluster: Cluster) -> None:
+    ranks = list(part.ranks)
+    table = durations(cluster, int(run.step[-1]))[run.step - 1]
+    found.fractions.append(float(alone.duration_s[ranks].mean() / run.duration_s[ranks].mean()))
+    used = rule(spec)(table)
+    found.ceilings.append(over(used, ranks))
+    found.best.append(over(_called(spec, table) if spec.startswith("wagma") else used, ranks))
+    found.bytes_per_step.append(float(run.bytes_sent[ranks].mean()))
+    found.waits_s += run.wait_s[ranks].ravel().tolist()
+
+
+def _called(spec: str, table: Durations) -> Utilisation:
+    _, options = parse_spec(spec)
+    quorum = int(np.ceil(float(options.get("quorum", 0.75)) * WORKERS))
+    return called(table, period=int(options.get("period", PERIOD)), quorum=quorum)
+
+
+def allowed_bytes(spec: str, model_bytes: int) -> float | None:
+    """Of a rank and step, by the paper's groups; None for other strategies than WAGMA."""
+    name, options = parse_spec(spec)
+    if name != "wagma":
+        return None
+    period, group = int(options.get("period", PERIOD)), int(options.get("group_size", 4))
+    share = ((period - 1) * (group - 1) / group + (WORKERS - 1) / WORKERS) / period
+    return 2 * model_bytes * share
+
+
+def show(title: str, found: dict[str, Found], model_bytes: int) -> None:
+    columns = ("", "of ideal", "interval", "ceiling", "of ceiling", "bytes/N", "allowed", "wait: median", "99th percentile")
+    table = Table(*columns, title=f"{title}, N = {model_bytes / 1e6:.2f} MB", title_justify="left")
+    for spec, one in found.items():
+        if one.failure or not one.fractions:
+            table.add_row(spec, f"failed: {one.failure}")
+            continue
+        fraction, ceiling = one.fraction, float(np.mean(one.ceilings))
+        allowed = allowed_bytes(spec, model_bytes)
+        median_s, late_s = np.quantile(one.waits_s, [0.5, 0.99])
+        table.add_row(
+            spec,
+            f"{fraction.median:.3f}",
+            "" if fraction.low is None else f"{fraction.low:.3f} to {fraction.high:.3f}",
+            f"{ceiling:.3f}",
+            f"{(fraction.median or 0.0) / ceiling:.3f}",
+            f"{np.mean(one.bytes_per_step) / model_bytes:.3f}",
+            "" if allowed is None else f"{allowed / model_bytes:.3f}",
+            f"{median_s * 1e3:.1f} ms",
+            f"{late_s * 1e3:.1f} ms",
+        )
+    Console(stderr=True, width=140).print(table)
+
+
+def goals(title: str, found: dict[str, Found], model_bytes: int, *, at_least: float | None) -> Iterator[Ratio]:
+    """WAGMA's cases; `at_least` in place of 98% of the ceiling."""
+    for spec, one in found.items():
+        allowed = allowed_bytes(spec, model_bytes)
+        if allowed is None:
+            continue
+        if one.failure or not one.fractions:
+            raise SystemExit(f"{spec} failed: {one.failure}")
+        fraction = one.fraction
+        goal = at_least if at_least is not None else AT_LEAST * float(np.mean(one.ceilings))
+        low, high = fraction.low or 0.0, fraction.high or 1.0
+        yield Ratio(
+            case=f"{title}, {spec}, fraction of ideal",
+            value=fraction.median or 0.0,
+            unit="x",
+            goal=f"at least {goal:.3f}",
+            holds="undecided" if low < goal < high else low >= goal,
+            bound=float(np.mean(one.best)),
+            interval=(low, high),
+        )
+        sent = [num_bytes / allowed for num_bytes in one.bytes_per_step]
+        yield Ratio(
+            case=f"{title}, {spec}, bytes over those allowed",
+            value=float(np.mean(sent)),
+            unit="x",
+            goal="at most 1",
+            holds=max(sent) <= 1,
+            bound=1.0,
+            interval=(min(sent), max(sent)),
+        )
+
+
+def cases(specs: Sequence[str], seeds: Sequence[int], steps: int, sizes: Sequence[str], directory: Path) -> Iterator[Ratio]:
+    situations = [*((random_stragglers(), size, None) for size in sizes), (slow_worker(), sizes[0], 0.9)]
+    for part, size, at_least in situations:
+        title = f"{part.name}, {size}"
+        keep = directory / title.replace(" ", "-").replace(",", "")
+        found = measure(part, size, specs, seeds, steps, keep)
+        model_bytes = 4 * _num_parameters(size)
+        show(title, found, model_bytes)
+        yield from goals(title, found, model_bytes, at_least=at_least)
+
+
+def _num_parameters(size: str) -> int:
+    from offbeat.lab.tasks import build_task
+
+    return build_task("digits", {"size": size}).num_parameters()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
+    parser.add_argument("--quick", action="store_true", help="one seed, 30 steps, one size: only to see that it runs")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="default: %(default)s")
+    parser.add_argument("--sizes", default=",".join(SIZES), help="of digits; default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=3, help="how many; default: %(default)s")
+    parser.add_argument("--keep", type=Path, help="directory for the comparisons; by default they are thrown away")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        found_cases = cases(
+            asked.strategies.split(","),
+            range(1 if asked.quick else asked.seeds),
+            30 if asked.quick else STEPS,
+            asked.sizes.split(",")[: 1 if asked.quick else None],
+            asked.keep or Path(temporary),
+        )
+        print_rows(found_cases, as_json=asked.json)

@@ -1,0 +1,1 @@
+"""K-FAC's mathematics: Kronecker factors, inverses, preconditioning. Pure tensors."""

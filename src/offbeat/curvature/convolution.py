@@ -1,0 +1,212 @@
+"""Second moments of what a convolution's kernel sees: the A factor of a Conv2d.
+
+A kernel of k x k taps sees at each output position one patch of k k C numbers, and the factor is the sum over images and
+positions of patch patch^T. Two ways lead there:
+
+- *patches*: lay all patches out (im2col) and multiply. 81 C^2 products a position for a 3 x 3 kernel, of which symmetry
+  needs 41.
+- *shifts*, for stride 1: the element for taps (i, j) and (i', j') is the sum of products of the image with itself, shifted by
+  (i' - i, j' - j). There are 81 pairs of taps but only 13 different shifts, up to symmetry, if sums ran over all positions
+  where any tap touches the image. So
+  1. sum over all of these, once for each shift;
+  2. take off again the positions in the frame around the output. There a kernel touches the image with some of its taps
+     only, so these patches are short, and they are few.
+
+Both give the moment's taps in the order (i, j, channel): a block of it belongs to one pair of taps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from offbeat.curvature.moments import add_gram_, gram
+
+Pair: TypeAlias = tuple[int, int]
+
+MAX_PATCHES = 1 << 22
+"""Elements of patches laid out at a time: 16 MiB of float32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """How a kernel moves over an image. Pairs are (vertical, horizontal).
+
+    Attributes:
+        taps: size of the kernel.
+        stride, dilation: as in Conv2d, >= 1.
+        before, after: zeros added on the top and left, and on the bottom and right.
+        first: pixels of the padded image that lie before the first position; (0, 0) unless positions are sub-sampled.
+    """
+
+    taps: Pair
+    stride: Pair = (1, 1)
+    dilation: Pair = (1, 1)
+    before: Pair = (0, 0)
+    after: Pair = (0, 0)
+    first: Pair = (0, 0)
+
+    @property
+    def reach(self) -> Pair:
+        """Distance from the first to the last tap."""
+        return (self.taps[0] - 1) * self.dilation[0], (self.taps[1] - 1) * self.dilation[1]
+
+    def positions(self, size: Pair) -> Pair:
+        """Output positions over an image of `size`."""
+        vertical, horizontal = (
+            max(-(-(size[a] + self.before[a] + self.after[a] - self.reach[a] - self.first[a]) // self.stride[a]), 0)
+            for a in (0, 1)
+        )
+        return vertical, horizontal
+
+
+def patch_moment(images: torch.Tensor, window: Window, *, groups: int = 1, ones: bool = False) -> tuple[torch.Tensor, int]:
+    """The sum of patch patch^T, in the cheaper of the two ways.
+
+    Args:
+        images: shape (N, C, H, W), float32 or float64.
+        window: how the kernel moves.
+        groups: of channels that the kernel does not mix.
+        ones: each patch is followed by a 1, the input of a bias.
+
+    Returns:
+        The moment, shape (groups, d, d) with d = taps * C / groups (+ 1), of which only upper triangles are meant to be read,
+        and how many patches were summed.
+    """
+    height, width = window.positions((images.shape[2], images.shape[3]))
+    num_patches = images.shape[0] * height * width
+    if groups == 1 and _shifts_are_cheaper(images, window):
+        moment = by_shifts(images, window, ones=ones)
+    else:
+        moment = by_patches(images, window, groups=groups, ones=ones)
+    return moment, num_patches
+
+
+def _shifts_are_cheaper(images: torch.Tensor, window: Window) -> bool:
+    """Count products per channel pair and image."""
+    height, width = images.shape[2], images.shape[3]
+    taps, reach = window.taps, window.reach
+    padded_by_more = any(side[a] > reach[a] for side in (window.before, window.after) for a in (0, 1))
+    if window.stride != (1, 1) or window.first != (0, 0) or taps == (1, 1) or padded_by_more:
+        return False
+    rows, columns = window.positions((height, width))
+    shifts = ((2 * taps[0] - 1) * (2 * taps[1] - 1) + 1) // 2 * height * (width + reach[1])
+    frame_rows = sum(len(_touching(y, window, 0, height)) ** 2 for y in _frame(window, 0, rows))
+    frame_columns = sum(len(_touching(x, window, 1, width)) ** 2 for x in _frame(window, 1, columns))
+    frame = frame_rows * taps[1] ** 2 * (width + reach[1]) + frame_columns * taps[0] ** 2 * rows
+    symmetric = 0.7 * (taps[0] * taps[1]) ** 2 * rows * columns
+    return shifts + frame < symmetric
+
+
+def by_patches(images: torch.Tensor, window: Window, *, groups: int = 1, ones: bool = False) -> torch.Tensor:
+    """`patch_moment` from patches laid out a few images at a time."""
+    channels = images.shape[1]
+    per_group, num_taps = channels // groups, window.taps[0] * window.taps[1]
+    rows, columns = window.positions((images.shape[2], images.shape[3]))
+    dim = num_taps * per_group
+    total = images.new_zeros(groups, dim + ones, dim + ones)
+    if rows * columns == 0:
+        return total
+    step = max(MAX_PATCHES // (channels * num_taps * rows * columns), 1)
+    for some in images.split(step):
+        seen = _windows(some, window).unflatten(1, (groups, per_group))
+        # (N, groups, C, rows, columns, i, j) -> (groups, i, j, C, N, rows, columns)
+        laid = seen.permute(1, 5, 6, 2, 0, 3, 4).reshape(groups, dim, -1).mT
+        total += gram(laid, ones=ones)
+    return total
+
+
+def _windows(images: torch.Tensor, window: Window) -> torch.Tensor:
+    """A view of shape (N, C, rows, columns, taps, taps): what each tap sees at each position."""
+    (top, left), (bottom, right) = window.before, window.after
+    if top or left or bottom or right:
+        images = F.pad(images, (left, right, top, bottom))
+    images = images[:, :, window.first[0] :, window.first[1] :]
+    seen = images.unfold(2, window.reach[0] + 1, window.stride[0]).unfold(3, window.reach[1] + 1, window.stride[1])
+    return seen[..., :: window.dilation[0], :: window.dilation[1]]
+
+
+def by_shifts(images: torch.Tensor, window: Window, *, ones: bool = False) -> torch.Tensor:
+    """`patch_moment` for stride 1 and padding within the kernel's reach, without laying patches out."""
+    channels, taps = images.shape[1], window.taps
+    dim = taps[0] * taps[1] * channels
+    total = images.new_zeros(1, dim + ones, dim + ones)
+    blocks = total[0, :dim, :dim].unflatten(1, (*taps, channels)).unflatten(0, (*taps, channels))
+    _write_shifts_(blocks, images, window)
+    _subtract_frame_(blocks, images, window)
+    if ones:
+        total[0, :dim, dim] = _tap_sums(images, window).flatten()
+        rows, columns = window.positions((images.shape[2], images.shape[3]))
+        total[0, dim, dim] = images.shape[0] * rows * columns
+    return total
+
+
+def _write_shifts_(blocks: torch.Tensor, images: torch.Tensor, window: Window) -> None:
+    """Fill `blocks`, shape (i, j, C, i', j', C), on and above the diagonal, with sums over every position that matters."""
+    num_images, channels, height, width = images.shape
+    taps, dilation, gap = window.taps, window.dilation, window.reach[1]
+    # With rows outermost and zeros after each row, a shift in either direction is one along a flat axis, and what leaves the
+    # image meets zeros.
+    wide = images.new_zeros(channels, height, num_images, width + gap)
+    wide[..., :width] = images.permute(1, 2, 0, 3)
+    flat = wide.view(channels, -1)
+    for down in range(taps[0]):
+        for right in range(-taps[1] + 1 if down else 0, taps[1]):
+            shift = down * dilation[0] * num_images * (width + gap) + right * dilation[1]
+            product = flat[:, : flat.shape[1] - shift] @ flat[:, shift:].mT if shift < flat.shape[1] else 0.0
+            for i in range(taps[0] - down):
+                for j in range(max(0, -right), taps[1] - max(0, right)):
+                    blocks[i, j, :, i + down, j + right] = product
+
+
+def _subtract_frame_(blocks: torch.Tensor, images: torch.Tensor, window: Window) -> None:
+    """Take off the positions outside of the output at which some tap still touches the image."""
+    height, width = images.shape[2], images.shape[3]
+    dilation, (top, left), bottom = window.dilation, window.before, window.after[0]
+    rows, columns = window.positions((height, width))
+    for y in _frame(window, 0, rows):
+        taps = _touching(y, window, 0, height)
+        if taps:
+            first = y + taps[0] * dilation[0] - top
+            strip = images[:, :, first : first + (len(taps) - 1) * dilation[0] + 1 : dilation[0]]
+            seen = F.pad(strip, (window.reach[1], window.reach[1])).unfold(3, width + window.reach[1], dilation[1])
+            some = slice(taps.start, taps.stop)
+            _subtract_gram_(blocks[some, :, :, some], seen)
+    for x in _frame(window, 1, columns):
+        taps = _touching(x, window, 1, width)
+        if taps and rows:
+            first = x + taps[0] * dilation[1] - left
+            strip = images[:, :, :, first : first + (len(taps) - 1) * dilation[1] + 1 : dilation[1]]
+            seen = F.pad(strip, (0, 0, top, bottom)).unfold(2, rows, dilation[0])
+            some = slice(taps.start, taps.stop)
+            _subtract_gram_(blocks[:, some, :, :, some], seen)
+
+
+def _frame(window: Window, axis: int, positions: int) -> list[int]:
+    """Positions before and after the output's, as far as taps reach."""
+    before, after = window.reach[axis] - window.before[axis], window.reach[axis] - window.after[axis]
+    return [*range(-before, 0), *range(positions, positions + after)]
+
+
+def _touching(position: int, window: Window, axis: int, size: int) -> range:
+    """Which taps, at `position` along `axis`, see the image and not the zeros around it."""
+    place, dilation = position - window.before[axis], window.dilation[axis]
+    first = max(0, -(place // dilation))
+    stop = min(window.taps[axis], -(-(size - place) // dilation))
+    return range(first, max(stop, first))
+
+
+def _subtract_gram_(blocks: torch.Tensor, seen: torch.Tensor) -> None:
+    """`blocks`, shape (i, j, C, i, j, C), minus the sum over images and positions of `seen`, (N, C, i, j, positions)."""
+    laid = seen.permute(2, 3, 1, 0, 4).flatten(3).flatten(0, 2)
+    product = laid.new_zeros(laid.shape[0], laid.shape[0])
+    add_gram_(product, laid.mT)
+    blocks -= product.view(blocks.shape)
+
+
+def _tap_sums(images: torch.Tensor, window: Window) -> torch.Tensor:
+    """What each tap sees, summed over images and positions: shape (i, j, C)."""
+    return _windows(images.sum(dim=0, keepdim=True), window).sum(dim=(0, 2, 3)).permute(1, 2, 0)

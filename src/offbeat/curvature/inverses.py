@@ -1,0 +1,168 @@
+"""Damped inverses of factors: many matrices at a time, and a way out where one is not positive definite.
+
+1. Matrices of one size, whatever layers they belong to, are decomposed by Cholesky in one call.
+2. One that is not positive definite is tried again with ten times the damping, then in float64.
+3. One that never is gets an inverse of zeros, which stands for "none": an inverse has a positive diagonal, so zeros cannot be
+   mistaken, travel like any inverse, and tell every rank that this layer gets plain gradients.
+
+Whether a decomposition succeeded is known on the device at once and on the host later. On a CPU that makes no difference. On a
+GPU nothing waits: the verdict is copied while work goes on and read before the next inversions, and a matrix that failed has no
+inverse until then, when it climbs the ladder.
+
+Cost for d rows: d^3 operations, d^2 numbers of scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from offbeat.curvature.blocks import FactorShape
+from offbeat.curvature.packing import pack, unpack
+
+LADDER: tuple[tuple[float, torch.dtype | None], ...] = ((1.0, None), (10.0, None), (10.0, torch.float64))
+"""By how much damping is multiplied, and in which dtype (None: the factor's)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One factor to be inverted.
+
+    Attributes:
+        name: for warnings.
+        packed: the factor's average, of its packed shape.
+        shape: of the factor.
+        damping: added to its diagonal, > 0; a scalar tensor, on the factor's device.
+        valid: whether there is an average at all; a scalar tensor of bools, on the factor's device.
+    """
+
+    name: str
+    packed: torch.Tensor
+    shape: FactorShape
+    damping: torch.Tensor
+    valid: torch.Tensor
+
+
+def is_there(inverse: torch.Tensor) -> torch.Tensor:
+    """Whether a packed inverse, shape (groups, n), is one and not zeros: a scalar tensor of bools."""
+    return (inverse[:, 0] > 0).all()
+
+
+class Inverter:
+    """Inverts factors by Cholesky decomposition.
+
+    Args:
+        warn: is told, once for each, of factors that have no inverse.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._warned: set[str] = set()
+        self._verdicts: list[_Verdict] = []
+
+    def invert(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
+        """The packed inverses of (factor + damping * identity), in the order of `jobs`; zeros where there is none."""
+        suspects = self._read_verdicts()
+        inverses: list[torch.Tensor] = [job.packed for job in jobs]
+        for numbers in alike(jobs):
+            some = [jobs[number] for number in numbers]
+            results = _reciprocals(some) if some[0].shape.is_diagonal else self._decompose(some, suspects)
+            for number, result in zip(numbers, results, strict=True):
+                inverses[number] = torch.where(jobs[number].valid, result, 0.0)
+        return inverses
+
+    def _decompose(self, jobs: Sequence[Job], suspects: set[str]) -> list[torch.Tensor]:
+        dim, groups = jobs[0].shape.dim, [job.shape.groups for job in jobs]
+        packed = jobs[0].packed if len(jobs) == 1 else torch.cat([job.packed for job in jobs])
+        damping = torch.cat([job.damping.expand(job.shape.groups) for job in jobs])
+        inverses, good = _attempt(unpack(packed, dim), damping)
+        counted = torch.cat([job.valid.expand(job.shape.groups) for job in jobs])
+        verdict = _Verdict.of([job.name for job in jobs], groups, good | ~counted)
+        if packed.device.type == "cpu" or suspects.intersection(verdict.names):
+            for place in verdict.failed():
+                inverses[place] = self._climb(verdict.name_at(place), packed[place], dim, damping[place])
+        else:
+            self._verdicts.append(verdict)
+        return list(pack(inverses).split(groups))
+
+    def _climb(self, name: str, packed: torch.Tensor, dim: int, damping: torch.Tensor) -> torch.Tensor:
+        """The inverse of one matrix that failed, shape (d, d), from a higher rung of the ladder."""
+        for times, dtype in LADDER[1:]:
+            matrix = unpack(packed[None].to(dtype or packed.dtype), dim)
+            inverse, good = _attempt(matrix, (damping * times).to(matrix.dtype)[None])
+            if good:
+                return inverse[0].to(packed.dtype)
+        if name not in self._warned:
+            self._warned.add(name)
+            self._warn(
+                f"K-FAC's factor {name} is not positive definite, even in float64 and with {LADDER[-1][0]:g} times the "
+                "damping; its layer gets plain gradients until it is"
+            )
+        return torch.zeros(dim, dim, dtype=packed.dtype, device=packed.device)
+
+    def _read_verdicts(self) -> set[str]:
+        """Names of the factors that failed the last time, where nobody has looked yet."""
+        verdicts, self._verdicts = self._verdicts, []
+        return {verdict.name_at(place) for verdict in verdicts for place in verdict.failed()}
+
+
+class _Verdict(NamedTuple):
+    """Which of a batch of matrices were positive definite, on its way to the host."""
+
+    names: Sequence[str]
+    groups: Sequence[int]
+    good: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, names: Sequence[str], groups: Sequence[int], good: torch.Tensor) -> _Verdict:
+        if not good.is_cuda:
+            return cls(names, groups, good, None)
+        host = torch.empty(good.shape, dtype=good.dtype, pin_memory=True).copy_(good, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(good.device))
+        return cls(names, groups, host, arrived)
+
+    def failed(self) -> list[int]:
+        """Places in the batch."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return [] if bool(self.good.all()) else [place for place, good in enumerate(self.good.tolist()) if not good]
+
+    def name_at(self, place: int) -> str:
+        return [name for name, num in zip(self.names, self.groups, strict=True) for _ in range(num)][place]
+
+
+def alike(jobs: Sequence[Job]) -> Iterator[list[int]]:
+    """Numbers of the jobs that can be done in one call."""
+    kinds: dict[object, list[int]] = {}
+    for number, job in enumerate(jobs):
+        kind = job.shape.dim, job.shape.is_diagonal, job.packed.dtype, job.packed.device
+        kinds.setdefault(kind, []).append(number)
+    yield from kinds.values()
+
+
+def _attempt(matrices: torch.Tensor, damping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Invert `matrices`, shape (n, d, d), which are overwritten, after adding `damping`, shape (n,), to their diagonals.
+
+    Returns:
+        The inverses, zeros where there is none, and whether there is one, shape (n,).
+    """
+    matrices.diagonal(dim1=1, dim2=2).add_(damping[:, None])
+    lower, info = torch.linalg.cholesky_ex(matrices)
+    identity = torch.eye(matrices.shape[1], dtype=matrices.dtype, device=matrices.device)
+    # A broken triangle could make the inversion below raise, for all of the batch.
+    usable = (info == 0) & torch.isfinite(lower.diagonal(dim1=1, dim2=2).sum(dim=1))
+    lower = torch.where(usable[:, None, None], lower, identity)
+    # cholesky_inverse asks the device whether it succeeded; cholesky_solve takes more operations, but does not.
+    inverses = torch.cholesky_solve(identity, lower) if lower.is_cuda else torch.cholesky_inverse(lower)
+    good = usable & torch.isfinite(inverses.sum(dim=(1, 2)))
+    return torch.where(good[:, None, None], inverses, 0.0), good
+
+
+def _reciprocals(jobs: Sequence[Job]) -> list[torch.Tensor]:
+    """Diagonal factors need no decomposition."""
+    return [1 / (job.packed + job.damping) for job in jobs]

@@ -1,0 +1,241 @@
+"""A thread that answers for this rank, generation after generation, while another one trains.
+
+What it runs is a collective such as `group_average.serve`; it waits inside the transport, without the interpreter's lock,
+and is woken by a message or by what the trainer posts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from offbeat.codec.model_wire import Values
+from offbeat.collectives.group_average import arrive, ask, finish, rest
+from offbeat.collectives.group_base import Happenings, Terms
+from offbeat.collectives.group_base import Replica as Answering
+from offbeat.engine.membership import Generation
+from offbeat.engine.replica import Counters, Replica
+from offbeat.errors import PeerError
+from offbeat.transport.driver import Driver, Ticket
+from offbeat.transport.operations import Collective, Operation, Post
+from offbeat.transport.wrappers.base import Wrapper
+
+CHANNEL = 1 << 32
+"""A generation's mesh carries nothing else."""
+
+
+class Service(Protocol):
+    """A protocol that answers for a rank, such as `group_average.serve`."""
+
+    def __call__(
+        self, rank: int, terms: Terms, replica: Answering, happenings: Happenings | None = None
+    ) -> Collective[Happenings]: ...
+
+
+class Progress:
+    """Keeps `replica` answered for. The host of `engine.generations`.
+
+    Args:
+        replica: this rank's model.
+        service: the protocol.
+        terms: what a generation's members agree on, seen from a position in it.
+        count: puts a wrapper that counts around a generation's driver.
+        notify: for remarks.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        service: Service,
+        terms: Callable[[Generation, int], Terms],
+        count: Callable[[Driver], Driver],
+        notify: Callable[[str], None],
+    ) -> None:
+        self.replica = replica
+        self._service = service
+        self._terms = terms
+        self._count = count
+        self._notify = notify
+        self._current: _Running | None = None
+        self._turnover = threading.Lock()
+
+    # What the trainer asks for
+
+    def arrive(self, version: int) -> None:
+        """Tell the protocol that the trainer has arrived at `version`."""
+        with self._turnover:
+            self._running.post(arrive(version, generation=self._running.generation.number))
+
+    def must_wait(self, version: int) -> bool:
+        """Whether several have to arrive at `version` before it goes on."""
+        return self._running.terms.meeting(version).min_fresh > 1
+
+    def rest(self) -> None:
+        """This rank takes no more steps; return when no living member does."""
+        while True:
+            with self._turnover:
+                running = self._running
+                running.post(rest(generation=running.generation.number))
+            if self.replica.wait_for_rest(running.others):
+                return
+
+    def mean(self) -> tuple[Values, Counters]:
+        """The weighted mean of all living members' models as they are now, in float64, and the maximum of their counters.
+
+        The other ranks need not know of it.
+        """
+        while True:
+            with self._turnover:
+                running = self._running
+                self.replica.forget_states()
+                running.post(ask(None, generation=running.generation.number))
+            if (states := self.replica.states(running.others)) is not None:
+                break
+        mine = self.replica.snapshot()
+        models = [*([] if mine is None else [mine]), *states.values()]
+        total = np.zeros(running.terms.num_elements, np.float64)
+        for model in models:
+            total += model.values * np.float64(model.weight)
+        total /= sum(model.weight for model in models)
+        return total, np.maximum.reduce([model.counters for model in models])
+
+    def part(self) -> bool:
+        """Come to the end, and return when all living members have. False: this rank had been abandoned before."""
+        while self._current is not None:
+            with self._turnover:
+                running = self._running
+                running.post(finish(generation=running.generation.number))
+            running.join()
+            if running is self._current:
+                return True
+        return False
+
+    def close(self) -> None:
+        """Give the mesh back. Idempotent; `part` comes first, unless something failed."""
+        running, self._current = self._current, None
+        if running is not None:
+            running.stop()
+            running.driver.close()
+
+    def abandon(self, reason: str) -> None:
+        """End at once, and tell the others why."""
+        if self._current is not None:
+            self._current.driver.abort(reason)
+            self.close()
+
+    # What `engine.generations` asks for
+
+    def begin(self, generation: Generation, position: int, driver: Driver) -> None:
+        """Go over to `generation`, which `driver` connects. A newcomer takes the model of a member that was there before."""
+        terms, counted = self._terms(generation, position), self._count(driver)
+        with self._turnover:
+            old = self._current
+            if old is not None:
+                old.stop()
+            self.replica.restart()
+            self._current = _Running(generation, position, counted, terms, self._service, self.replica)
+        if old is not None:
+            old.driver.close()  # takes as long as its last messages do, and the trainer need not wait for that
+            self._notify(_change(old.generation, generation))
+        if position in generation.newcomers:
+            self._take_over()
+
+    def unreachable(self) -> frozenset[int]:
+        running = self._current
+        return frozenset() if running is None else frozenset(running.happenings.dead)
+
+    def expelled(self) -> None:
+        self.replica.leave()
+        self._notify("this worker was away for so long that the others went on without it; it joins them again")
+
+    def lost_store(self, reason: str) -> None:
+        self._notify(f"the run's store cannot be reached ({reason}): training goes on, but nobody can join until it is back")
+
+    def retired(self, reason: str) -> None:
+        self.replica.fail(PeerError(reason))
+
+    @property
+    def _running(self) -> _Running:
+        assert self._current is not None, "begin comes first"
+        return self._current
+
+    def _take_over(self) -> None:
+        running = self._running
+        for donor in sorted(running.others - running.generation.newcomers):
+            running.post(ask(donor, generation=running.generation.number))
+            states = self.replica.states(frozenset({donor}))
+            if states is None:
+                return
+            if states:
+                self.replica.adopt(states[donor])
+                return
+        raise PeerError("no member of the run has a model to give to this worker; all of them ended, or joined just now")
+
+
+@dataclass(eq=False)
+class _Running:
+    """The service of one generation and its thread."""
+
+    generation: Generation
+    position: int
+    driver: Driver
+    terms: Terms
+    service: Service
+    replica: Replica
+
+    def __post_init__(self) -> None:
+        self.happenings = Happenings()
+        self._carrier = _Stoppable(self.driver)
+        self._thread = threading.Thread(target=self._serve, name=f"offbeat-progress-{self.position}", daemon=True)
+        self._thread.start()
+
+    @property
+    def others(self) -> frozenset[int]:
+        return frozenset(self.terms.members) - {self.position}
+
+    def post(self, message: bytes) -> None:
+        self.driver.start(Post(message), CHANNEL).wait()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def stop(self) -> None:
+        """End the service wherever it is; the driver stays open."""
+        self._carrier.stopped = True
+        self.post(rest(generation=self.generation.number))  # whatever wakes it
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            self._carrier.run(self.service(self.position, self.terms, self.replica, self.happenings), CHANNEL)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the trainer must hear of it
+            if not self._carrier.stopped:
+                self.driver.abort(f"{type(error).__name__}: {error}")
+                self.replica.fail(error)
+
+
+class _Stoppable(Wrapper):
+    """Begins nothing any more once it is `stopped`."""
+
+    stopped = False
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        if self.stopped:
+            raise PeerError("this generation is over for this rank")
+        return super().start(operation, channel)
+
+
+def _change(old: Generation, new: Generation) -> str:
+    before, now = {member.rank: member for member in old.members}, {member.rank: member for member in new.members}
+    gone = sorted(rank for rank, member in before.items() if now.get(rank) != member)
+    come = sorted(rank for rank, member in now.items() if before.get(rank) != member)
+    parts = [
+        *([f"without worker {', '.join(map(str, gone))}"] if gone else []),
+        *([f"with worker {', '.join(map(str, come))} come in"] if come else []),
+    ]
+    return f"generation {new.number}: {len(new.members)} workers, {' and '.join(parts)}"

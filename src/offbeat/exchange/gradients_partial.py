@@ -1,0 +1,92 @@
+"""Gradients, averaged over whoever has some: who is late contributes what it owes later, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from offbeat.codec.model_wire import Values
+from offbeat.engine.ledger import GradientReplica
+from offbeat.errors import CheckpointError
+from offbeat.exchange.weights_answered import AnsweredPart, Beside
+
+
+class PartialExchange(AnsweredPart[GradientReplica]):
+    """Before every optimizer step, gives this rank's gradient away and puts what has come in its place.
+
+    Args:
+        beside: what answers for this rank.
+        parameters: by name.
+        averages_models: whether a version averages models in the place of gradients.
+    """
+
+    def __init__(
+        self,
+        beside: Beside[GradientReplica],
+        *,
+        parameters: Mapping[str, torch.nn.Parameter],
+        averages_models: Callable[[int], bool],
+    ) -> None:
+        super().__init__(beside)
+        self._parameters = list(parameters.values())
+        self._averages_models = averages_models
+
+    def on_before_step(self) -> None:
+        self._begin()
+        gradients = [parameter.grad for parameter in self._parameters]
+        if any(gradient is not None for gradient in gradients):
+            likes = self._beside.weights.tensors()
+            gradients += [None] * (len(likes) - len(gradients))  # buffers have none
+            own = [torch.zeros_like(like) if g is None else g for g, like in zip(gradients, likes, strict=True)]
+            self._replica.owe(self._beside.staging.read(own))
+        while (version := self._arrive(_always)) is not None and self._averages_models(version):
+            self._load()
+        self._show(self._replica.take_update())
+
+    def on_after_step(self) -> None:
+        self._advance()
+        self._load()
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """A gradient that no average has taken in is still owed; an average that has come may still have to be applied."""
+        state = super().state_dict()
+        to_apply = {f"to_apply/{name}": t for name, t in self._by_name(self._replica.to_apply()).items()}
+        return {"local": state["local"] | to_apply, "additive": self._by_name(self._replica.owed())}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        owed = state.get("additive", {})
+        shapes = {name: tensor.shape for name, tensor in self._by_name(None).items()}
+        if {name: tensor.shape for name, tensor in owed.items()} != shapes:
+            raise CheckpointError("the gradients that are owed were saved with another model or strategy")
+        super().load_state_dict(state)
+        to_apply = {name: state["local"].get(f"to_apply/{name}", torch.zeros(shape)) for name, shape in shapes.items()}
+        self._replica.resume(owed=self._vector(owed), to_apply=self._vector(to_apply))
+
+    def _by_name(self, values: Values | None) -> dict[str, torch.Tensor]:
+        tensors = [torch.zeros_like(tensor) for tensor in self._beside.weights.tensors()]
+        if values is not None:
+            self._beside.staging.write_(values, tensors)
+        return dict(zip(self._beside.weights.names[: len(self._parameters)], tensors, strict=False))
+
+    def _vector(self, by_name: Mapping[str, torch.Tensor]) -> Values:
+        likes = self._beside.weights.tensors()
+        own = [by_name[name].to(like) for name, like in zip(self._beside.weights.names[: len(by_name)], likes, strict=False)]
+        return self._beside.staging.read([*own, *map(torch.zeros_like, likes[len(own) :])])
+
+    def _show(self, update: Values | None) -> None:
+        if update is None:
+            for parameter in self._parameters:
+                parameter.grad = None
+            return
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        buffers = self._beside.weights.tensors()[len(gradients) :]
+        self._beside.staging.write_(update, [*gradients, *map(torch.empty_like, buffers)])
+
+
+def _always(version: int) -> bool:
+    return True

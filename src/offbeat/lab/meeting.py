@@ -1,0 +1,169 @@
+"""What ranks settle among themselves besides training: who is there, who leads, when all are done. Through a store.
+
+Where a strategy survives the death of a worker, the supervisor notes deaths in the store, and whoever waits, waits for the
+living only. A worker that comes back counts again from the step at which it joins, so what is waited for is named by its
+step. Under torchrun nobody notes deaths, and all wait for all.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from offbeat.errors import PeerError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_PREFIX: Final = "offbeat-lab"
+_STOP: Final = f"{_PREFIX}/stop"
+_LONGEST_PAUSE_S: Final = 0.02
+_never: Final = threading.Event()
+
+
+def note_death(store: Store, rank: int, *, deaths: int) -> None:
+    """Let all know that the process of `rank` is gone, for the `deaths`-th time. The supervisor's side."""
+    store.set(_deaths_key(rank), str(deaths))
+
+
+class Meeting:
+    """One rank's view of the store.
+
+    Args:
+        store: of this run.
+        rank, world_size: this rank's place, as the run was begun.
+        life: how many processes have had this rank before.
+        supervised: whether somebody notes deaths in the store.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, *, life: int = 0, supervised: bool = False) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.life = life
+        self.supervised = supervised
+        self._store = store
+
+    def stop_at(self, step: int) -> None:
+        """Ask all ranks to stop once they have done `step` steps, unless someone has already named a step."""
+        self._store.compare_set(_STOP, "", str(step))
+
+    def stop_step(self) -> int | None:
+        """After how many steps all ranks are to stop, if someone asked for it. One round trip to the store."""
+        return int(self._store.get(_STOP)) if self._store.check([_STOP]) else None
+
+    def note(self, name: str, text: str) -> None:
+        """Let all ranks know, and those who come later; in place of what was noted under that name before."""
+        self._store.set(f"{_PREFIX}/{name}", text)
+
+    def noted(self, name: str) -> str | None:
+        """What has been noted under `name`, if anything has."""
+        key = f"{_PREFIX}/{name}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def came_back(self, first_step: int) -> None:
+        """From `first_step` on, this rank takes part in what is waited for."""
+        self._store.set(_back_key(self.rank, self.life), str(first_step))
+
+    def share(self, name: str, text: str) -> list[str]:
+        """Every rank's `text`, by rank; waits for all, whatever becomes of them. A name serves once."""
+        self._store.set(f"{_PREFIX}/{name}/{self.rank}", text)
+        return [self._store.get(f"{_PREFIX}/{name}/{rank}").decode() for rank in range(self.world_size)]
+
+    def gather(self, name: str, text: str, *, step: int | None = None, patience_s: float | None = None) -> dict[int, str]:
+        """Wait for the living ranks and return what each of them said, by rank, ascending; all get the same answer.
+
+        Args:
+            name: of this meeting point; serves once.
+            text: what this rank says.
+            step: a rank that came back is waited for if it took part in this step; None: in any case.
+            patience_s: how long to wait for late ones before they are left out, this rank too if it is one; None: for ever.
+        """
+        self._store.set(f"{_PREFIX}/{name}/{self.rank}", text)
+        decided = f"{_PREFIX}/{name}"
+        if not self._store.check([decided]):
+            until_s = None if patience_s is None else time.monotonic() + patience_s
+            texts = {rank: self._text(name, rank, step, until_s, decided) for rank in range(self.world_size)}
+            here = {rank: said for rank, said in texts.items() if said is not None}
+            self._store.compare_set(decided, "", json.dumps(list(here.items())))
+        return dict(json.loads(self._store.get(decided)))
+
+    def barrier(self, name: str, ranks: Sequence[int], *, patience_s: float | None = None) -> None:
+        """Return once all of `ranks`, this one among them, are here. A name serves once.
+
+        Raises:
+            PeerError: one of them has died before it came, or is not here after `patience_s` seconds.
+        """
+        self._store.set(f"{_PREFIX}/{name}/{self.rank}", "here")
+        until_s = None if patience_s is None else time.monotonic() + patience_s
+        for rank in ranks:
+            if self._text(name, rank, None, until_s) is None:
+                raise PeerError(f"worker {rank} did not come to {name!r}: it is gone, or hangs", rank=rank)
+
+    @property
+    def leader(self) -> int:
+        """The rank that measures and writes for all: of those that have died least often, the lowest that lives.
+
+        So somebody else leads only once the leader is gone.
+        """
+        if not self.supervised:
+            return 0
+        deaths = {rank: self._deaths(rank) for rank in range(self.world_size)}
+        living = [rank for rank in deaths if rank == self.rank or self._lives(rank, None)]
+        return min(living, key=lambda rank: (deaths[rank], rank))
+
+    def is_to_do(self, name: str) -> bool:
+        """Whether this rank is to do `name` for all, as the leader. Elsewhere False, once the leader has noted that it did.
+
+        If the leader dies before, the next one is to do it. Where nobody notes deaths, those who do not lead do not wait.
+        """
+        while (leader := self.leader) != self.rank:
+            if not self.supervised:
+                return False
+            pause_s = 1e-3
+            while self._lives(leader, None) and self.leader == leader:
+                if self.noted(name) is not None:
+                    return False
+                _never.wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            if self.noted(name) is not None:
+                return False
+        return True
+
+    def _text(self, name: str, rank: int, step: int | None, until_s: float | None, decided: str | None = None) -> str | None:
+        """What `rank` said; None once it is clear that it says nothing in time, or that all has been decided without it."""
+        key, pause_s = f"{_PREFIX}/{name}/{rank}", 2e-4
+        if not self.supervised:
+            return self._store.get(key).decode()
+        while True:
+            lives = self._lives(rank, step)  # before looking: what a dead rank has not said by now it will never say
+            if self._store.check([key]):
+                return self._store.get(key).decode()
+            if not lives or (until_s is not None and time.monotonic() > until_s):
+                return None
+            if decided is not None and self._store.check([decided]):
+                return None
+            _never.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _lives(self, rank: int, step: int | None) -> bool:
+        """Whether `rank` is there; with `step`, whether it takes part in that step."""
+        deaths = self._deaths(rank)
+        if deaths == 0 or rank == self.rank:
+            return True
+        back = _back_key(rank, deaths)
+        return self._store.check([back]) and (step is None or int(self._store.get(back)) <= step)
+
+    def _deaths(self, rank: int) -> int:
+        key = _deaths_key(rank)
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+
+def _deaths_key(rank: int) -> str:
+    return f"{_PREFIX}/deaths/{rank}"
+
+
+def _back_key(rank: int, life: int) -> str:
+    return f"{_PREFIX}/back/{rank}/{life}"

@@ -1,0 +1,107 @@
+"""WAGMA-SGD: weights, averaged in small rotating groups that wait for nobody (arXiv 2005.00124, algorithm 2).
+
+    on each rank, in step t:
+    W' = W + U(G)                                        the user's optimizer, on this rank's own gradient
+    if (t + 1) mod period:
+        W_sum = wait_avoiding_group_allreduce(W')        who is late contributes its last model, and computes on
+        W = W_sum / S                                    if W' was in, else (W_sum + W') / (S + 1)
+    else:
+        W = mean of everyone's W'
+
+The protocol is `collectives.group_average`, the groups `planning.groups`; a progress thread (`engine.progress`) runs it beside
+training. A worker that dies, hangs or is cut off does not stop the others, and may come back (`engine.generations`).
+
+Cost per step: at most 2 n (S-1)/S elements sent by each rank, 2 n (P-1)/P in every `period`-th; (S-1) n where models are
+small. The trainer waits in every `period`-th step for a quorum to arrive, and for the network unless `overlap`.
+
+Differences from the paper, further to those of the two modules:
+- `merge="delta"`, the default, is W_sum/S + (W' - what W' contributed): what a late rank did meanwhile is kept, and so is
+  the mean over ranks. The paper's rule, which pulls the mean towards the late, is `merge="paper"`.
+- `overlap`, the default with it: the average travels while the next step is computed and is merged at its end.
+- the periodic average goes on when `quorum` of the ranks have arrived; the others contribute what they have. The paper
+  waits for all, as `quorum=1.0` does.
+- a version is the group's time rather than a rank's step: a rank that is slower for good takes part in all of them.
+- buffers are averaged with the weights, integer ones by their maximum; a rank whose gradient is not finite skips its step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from offbeat.collectives import group_average
+from offbeat.engine.iterates import DeltaIterate, PaperIterate
+from offbeat.engine.replica import Replica
+from offbeat.errors import ConfigError
+from offbeat.exchange.weights import ModelWeights
+from offbeat.exchange.weights_answered import GroupAverage
+from offbeat.planning.groups import Meeting, default_group_size, meeting
+from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.base import Part, Workspace
+from offbeat.strategies.beside import answer
+from offbeat.strategies.options import require_at_least, require_one_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class WAGMA(AveragingStrategy):
+    """Weights averaged in rotating groups, without waiting for stragglers.
+
+    Args:
+        group_size: S, from 2 to the number of workers; None: about its square root.
+        period: everyone averages together in every so many versions, >= 1.
+        merge: "delta" keeps the mean over ranks and what late ranks did; "paper" is the paper's rule.
+        quorum: the fraction of workers that has to arrive at the periodic average, in (0, 1]; 1 waits for all.
+        overlap: go on computing while a group's average travels; None: with "delta". "paper" cannot.
+        groups: "rotating", or for ablations "fixed" (the same groups for good) and "none" (the periodic average only).
+    """
+
+    name: ClassVar[str] = "wagma"
+    survives_death: ClassVar[bool] = True
+
+    group_size: int | None = None
+    period: int = 10
+    merge: Literal["delta", "paper"] = "delta"
+    quorum: float = 0.75
+    overlap: bool | None = None
+    groups: Literal["rotating", "fixed", "none"] = "rotating"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group_size is not None:
+            require_at_least("group_size", self.group_size, 2)
+        require_at_least("period", self.period, 1)
+        require_one_of("merge", self.merge, ("delta", "paper"))
+        require_one_of("groups", self.groups, ("rotating", "fixed", "none"))
+        if not 0 < self.quorum <= 1:
+            raise ConfigError(
+                f"quorum must be above 0 and at most 1, the fraction of workers that has to arrive, got {self.quorum}"
+            )
+        if self.overlap and self.merge == "paper":
+            raise ConfigError('merge="paper" takes an average in the place of the model, so overlap must be False, got True')
+
+    def check_world(self, world_size: int) -> None:
+        if self.group_size is not None and self.group_size > max(2, world_size):
+            raise ConfigError(
+                f"group_size is {self.group_size}, allowed is 2 to {max(2, world_size)}, the number of workers; "
+                "leave it out for about the square root of that"
+            )
+
+    def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
+        replica = Replica(weight=1.0, make_iterate=DeltaIterate if self.merge == "delta" else PaperIterate)
+        return [
+            GroupAverage(
+                answer(workspace, weights, replica, service=group_average.serve, meeting=self._meeting),
+                interval=self.period if self.groups == "none" else 1,
+                overlap=self.merge == "delta" if self.overlap is None else self.overlap,
+            )
+        ]
+
+    def _meeting(self, version: int, position: int, num_members: int) -> Meeting:
+        return meeting(
+            0 if self.groups == "fixed" and (version + 1) % self.period else version,
+            position,
+            range(num_members),
+            group_size=default_group_size(num_members) if self.group_size is None else self.group_size,
+            period=1 if self.groups == "none" else self.period,
+            quorum=self.quorum,
+        )

@@ -1,0 +1,125 @@
+"""Runs in which workers die, hang and come back while the others go on, with real processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offbeat.checkpoint import latest, verify
+from offbeat.errors import PeerError
+from offbeat.lab.breakdown import read_steps
+from offbeat.lab.cluster import Cluster, Fault
+from offbeat.lab.config import Request
+from offbeat.lab.progress import News, Progress
+from offbeat.lab.records import Record, Summary
+from offbeat.lab.train import plan, train
+from offbeat.report.page import write_report
+
+pytestmark = pytest.mark.ranks
+
+Watch = Callable[[Progress | News], None]
+
+
+def run(npz: Path, out: Path, watch: Watch, *, steps: int, workers: int = 3, faults: tuple[Fault, ...] = ()) -> Summary:
+    request = Request(
+        task="mnist",
+        strategy="wagma",
+        workers=workers,
+        steps=steps,
+        eval_every=steps // 4,
+        checkpoint_every=steps // 4,
+        cluster=Cluster(workers=workers, step_s=0.01, faults=faults),
+        emulation="none",
+        settings=[f"path={npz}", "batch_size=4"],
+    )
+    summary = train(plan(request, out=out), watch)
+    assert summary is not None
+    return summary
+
+
+class Killing:
+    """Kills the process of some ranks once they have done so many steps, and remembers what was said."""
+
+    def __init__(self, at_step: dict[int, int]) -> None:
+        self.at_step = at_step
+        self.news: list[News] = []
+        self.pids: dict[int, set[int]] = {}
+
+    def __call__(self, report: Progress | News) -> None:
+        if isinstance(report, News):
+            self.news.append(report)
+            return
+        self.pids.setdefault(report.rank, set()).add(report.pid)
+        if report.step >= self.at_step.get(report.rank, math.inf):
+            del self.at_step[report.rank]
+            os.kill(report.pid, signal.SIGKILL)
+
+
+def test_the_survivors_finish_and_the_loss_is_reported(npz: Path, tmp_path: Path) -> None:
+    """Among them the one that measures and writes: another one takes over."""
+    killing = Killing({0: 20, 2: 30})
+    summary = run(npz, tmp_path / "run", killing, steps=100)
+    assert (summary.status, summary.steps) == ("finished", 100)
+    assert sorted(loss.rank for loss in summary.losses) == [0, 2]
+    assert all(loss.cause == "killed by SIGKILL" and loss.returned_step is None for loss in summary.losses)
+    assert [loss.num_left for loss in summary.losses] == [2, 1]
+    assert [news.text for news in killing.news] == [loss.sentence() for loss in summary.losses] == summary.notices[:2]
+    assert [evaluation.step for evaluation in Record(tmp_path / "run").evaluations()] == [0, 25, 50, 75, 100]
+    steps = read_steps(Record(tmp_path / "run"))
+    assert steps.done.sum(axis=1)[1] == 100
+    assert steps.done.sum(axis=1)[0] < 100
+    assert sum(steps.shares().values()) == pytest.approx(1.0)
+    assert "died" in write_report(tmp_path / "run").read_text()
+
+    manifest = latest(tmp_path / "run" / "checkpoint")
+    verify(manifest)
+    assert (manifest.step, manifest.world_size) == (100, 1)
+    resumed = train(plan(Request(steps=110), resume=tmp_path / "run"), lambda report: None)
+    assert resumed is not None
+    assert (resumed.steps, resumed.world_size, resumed.resumed_from_step) == (110, 3, 100)
+    assert latest(tmp_path / "run" / "checkpoint").world_size == 3
+
+
+def test_a_worker_that_returns_joins_the_others_at_their_step(npz: Path, tmp_path: Path) -> None:
+    faults = (Fault(at_s=0.5, worker=1, action="kill"), Fault(at_s=0.6, worker=1, action="return"))
+    killing = Killing({})
+    summary = run(npz, tmp_path / "run", killing, steps=2_000, workers=2, faults=faults)
+    (loss,) = summary.losses
+    assert (loss.rank, loss.cause, loss.num_left) == (1, "killed by the script at 0.5 s", 1)
+    assert loss.returned_step is not None
+    assert loss.returned_s is not None
+    assert loss.step < loss.returned_step < 2_000
+    assert [news.gone for news in killing.news] == [True, False]
+    assert len(killing.pids[1]) == 2
+    record = Record(tmp_path / "run")
+    events = list(record.events(1))
+    assert [event.step for event in events] == [*range(1, loss.step + 1), *range(loss.returned_step + 1, 2_001)]
+    assert [head.start_step for head in record.heads(1)] == [None, loss.returned_step]
+    assert latest(record.checkpoint_root).world_size == 2
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["losses"] == [loss.model_dump()]
+
+
+def test_when_all_have_died_the_run_has_failed(npz: Path, tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match=r"worker \d .*was killed by SIGKILL after step \d+"):
+        run(npz, tmp_path / "run", Killing({0: 5, 1: 5}), steps=1_000_000, workers=2)
+
+
+def test_an_interrupt_stops_the_survivors_with_a_checkpoint_of_theirs(npz: Path, tmp_path: Path) -> None:
+    class Interrupting(Killing):
+        def __call__(self, report: Progress | News) -> None:
+            super().__call__(report)
+            if isinstance(report, Progress) and self.news and self.at_step.pop(-1, None):
+                signal.raise_signal(signal.SIGINT)
+
+    summary = run(npz, tmp_path / "run", Interrupting({0: 10, -1: 1}), steps=1_000_000)
+    assert summary.status == "stopped"
+    assert [loss.rank for loss in summary.losses] == [0]
+    manifest = latest(tmp_path / "run" / "checkpoint")
+    assert manifest.step == summary.steps
+    assert 1 <= manifest.world_size <= 2

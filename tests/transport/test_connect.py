@@ -1,0 +1,215 @@
+"""What a session opens its meshes with, and how a worker that comes later finds it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from offbeat.errors import ConfigError, UnsupportedError, WireError
+from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE, connect, is_returning, reconnect
+from offbeat.transport.interface import bound_socket
+from offbeat.transport.network import OVER_KEY, Network, bottom_of, found_network, founded_network
+from offbeat.transport.operations import AllReduce, Now, Post, Recv, RecvAny, Send
+from offbeat.transport.solo import Solo
+
+LOOPBACK = "127.0.0.1"
+RUN_SECRET = "a secret of this test run only"
+
+
+def founder(store: Store, *, rank: int = 0, token: str = "first", secret: str = RUN_SECRET) -> Network:
+    return founded_network(store, token=token, rank=rank, world_size=2, address=LOOPBACK, secret=secret.encode())
+
+
+@pytest.fixture
+def serving() -> TCPStore:
+    return TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def returning(monkeypatch: pytest.MonkeyPatch, serving: TCPStore) -> pytest.MonkeyPatch:
+    """The environment of worker 3, which is to join the run whose store is `serving`."""
+    values = {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(serving.port)}
+    for name, value in {**values, RETURN_VARIABLE: "1", SECRET_VARIABLE: RUN_SECRET}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def talk(first: Network, second: Network) -> None:
+    """Open a generation's mesh between the two and send a message through it."""
+    pair = [network.open(generation=5, position=position, size=2) for position, network in enumerate((first, second))]
+    with closing(pair[0]), closing(pair[1]):
+        for peers in pair:
+            peers.connect([end.endpoint for end in pair])
+        pair[0].start(Send(1, b"hello"), 0)
+        assert bytes(pair[1].start(Recv(0, 20.0), 0).wait()) == b"hello"
+
+
+def test_a_process_that_nobody_launched_has_no_network() -> None:
+    connection = connect()
+    assert connection.network is None
+    assert isinstance(connection.driver, Solo)
+
+
+def test_a_launched_world_of_one_has_a_network_that_others_can_come_to(
+    returning: pytest.MonkeyPatch, serving: TCPStore
+) -> None:
+    dist.init_process_group("gloo", store=serving, rank=0, world_size=1)
+    try:
+        alone = connect()
+    finally:
+        dist.destroy_process_group()
+    assert isinstance(alone.driver, Solo)
+    assert alone.network is not None
+    later = reconnect().network
+    assert later is not None
+    assert (later.rank, later.world_size) == (3, 1)
+    alone.network.store.set("left by the founder", "here")
+    assert later.store.get("left by the founder") == b"here"
+    talk(alone.network, later)
+
+
+@pytest.mark.parametrize(("value", "returns"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_who_returns_was_told_so(monkeypatch: pytest.MonkeyPatch, value: str | None, returns: bool) -> None:
+    monkeypatch.delenv(RETURN_VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(RETURN_VARIABLE, value)
+    assert is_returning() == returns
+
+
+def test_a_worker_that_returns_finds_the_session_that_was_founded_last(
+    returning: pytest.MonkeyPatch, serving: TCPStore
+) -> None:
+    session = PrefixStore("any", PrefixStore("prefix", serving))
+    earlier, last = founder(session), founder(session, token="second")
+    found = reconnect().network
+    assert found is not None
+    assert found.secret == last.secret != earlier.secret
+    found.store.set("key", "of the last")
+    assert not earlier.store.check(["key"])
+    assert last.store.get("key") == b"of the last"
+
+
+def test_the_driver_of_a_worker_that_returned_refuses_everything(returning: pytest.MonkeyPatch, serving: TCPStore) -> None:
+    founder(serving)
+    driver = reconnect().driver
+    assert (driver.rank, driver.world_size) == (3, 2)
+    for operation in (AllReduce(torch.zeros(1)), Now()):
+        with pytest.raises(UnsupportedError, match="joined a run under way and cannot perform"):
+            driver.start(operation, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("RANK", None, "not RANK and WORLD_SIZE"),
+        ("MASTER_ADDR", None, "but not MASTER_ADDR;"),
+        (SECRET_VARIABLE, None, "only a run that was started with OFFBEAT_RUN_SECRET"),
+        (SECRET_VARIABLE, "another secret altogether", "is not the secret of the run"),
+        ("MASTER_PORT", "abc", "MASTER_PORT is 'abc'"),
+    ],
+)
+def test_an_environment_that_leads_nowhere_is_refused(
+    returning: pytest.MonkeyPatch, serving: TCPStore, name: str, value: str | None, message: str
+) -> None:
+    founder(serving)
+    if value is None:
+        returning.delenv(name)
+    else:
+        returning.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        reconnect()
+
+
+def test_without_a_store_without_a_run_and_after_its_end_nobody_joins(returning: pytest.MonkeyPatch, serving: TCPStore) -> None:
+    with pytest.raises(ConfigError, match="none has begun with this store"):
+        reconnect()
+    founder(serving).store.set(OVER_KEY, "1")
+    with pytest.raises(ConfigError, match="has ended"):
+        reconnect()
+    with bound_socket(LOOPBACK) as nobody:
+        returning.setenv("MASTER_PORT", str(nobody.getsockname()[1]))
+    with pytest.raises(ConfigError, match="no store answers"):
+        reconnect()
+
+
+@pytest.mark.parametrize(
+    ("card", "message"), [("nonsense", "is damaged"), ("[]", "is damaged"), ('{"version": 2}', "has version 2")]
+)
+def test_a_damaged_card_is_one_clear_error(card: str, message: str) -> None:
+    store = HashStore()
+    founder(store)
+    store.set("offbeat/network", card)
+    with pytest.raises(WireError, match=message):
+        found_network(store, rank=1, address=LOOPBACK, secret=RUN_SECRET.encode())
+
+
+def test_only_rank_0_leaves_the_card() -> None:
+    store = HashStore()
+    founder(store, rank=1)
+    with pytest.raises(ConfigError, match="none has begun"):
+        found_network(store, rank=1, address=LOOPBACK, secret=RUN_SECRET.encode())
+
+
+def test_a_mesh_of_one_is_a_mesh() -> None:
+    with closing(founder(HashStore()).open(generation=3, position=0, size=1)) as alone:
+        alone.connect([alone.endpoint])
+        alone.start(Post(b"to myself"), 7)
+        rank, payload = alone.start(RecvAny(frozenset({0}), 20.0), 7).wait()
+        assert (rank, bytes(payload)) == (0, b"to myself")
+        assert alone.dead() == {}
+
+
+def test_a_connection_to_the_store_can_be_renewed_while_it_stands(serving: TCPStore) -> None:
+    network = founder(PrefixStore("any", serving))
+    network.store.set("key", "value")
+    renewed = network.renewed_store()
+    assert renewed is not None
+    assert renewed.get("key") == b"value"
+    assert bottom_of(renewed) is not bottom_of(network.store)
+    assert replace(network, store=HashStore()).renewed_store() is None
+
+
+def test_a_connection_to_a_store_that_ended_cannot() -> None:
+    serving = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    network = founder(serving)
+    del serving
+    assert network.renewed_store() is None
+
+
+def meet_again(rank: int, world_size: int) -> dict[str, Any]:
+    """A session's ranks open the mesh of a later generation; then rank 0 plays the worker that comes later."""
+    connection = connect()
+    with closing(connection.driver):
+        network = connection.network
+        assert network is not None
+        peers = network.open(generation=1, position=world_size - 1 - rank, size=world_size)
+        with closing(peers):
+            network.store.set(f"endpoint/{peers.rank}", peers.endpoint)
+            peers.connect([network.store.get(f"endpoint/{position}").decode() for position in range(world_size)])
+            for other in set(range(world_size)) - {peers.rank}:
+                peers.start(Send(other, bytes([rank])), 0)
+            heard = [bytes(peers.start(Recv(p, 20.0), 0).wait())[0] for p in range(world_size) if p != peers.rank]
+        bottom = bottom_of(dist.distributed_c10d._get_default_store())
+        assert isinstance(bottom, TCPStore)
+        os.environ |= {"RANK": "9", "WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(bottom.port)}
+        later = reconnect().network
+        assert later is not None
+        shared = later.store.get("endpoint/0") == network.store.get("endpoint/0")
+        return {"heard": heard, "watches_all": peers.watch_all, "same_secret": later.secret == network.secret, "shared": shared}
+
+
+@pytest.mark.ranks
+def test_the_ranks_of_a_session_can_open_meshes_later_without_meeting_again(
+    run_ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, RUN_SECRET)
+    found = run_ranks(meet_again, 2)
+    assert found == [{"heard": [1 - rank], "watches_all": False, "same_secret": True, "shared": True} for rank in range(2)]
