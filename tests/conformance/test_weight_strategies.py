@@ -27,6 +27,13 @@ PLAIN: dict[str, AveragingStrategy] = {
     "post-local sgd": offbeat.LocalSGD(period=2, start_step=3),
     "dpsgd": offbeat.DPSGD(),
     "sgp": offbeat.SGP(),
+    "wagma": offbeat.WAGMA(),
+    "wagma without overlap": offbeat.WAGMA(overlap=False, period=1),
+    "wagma by the paper's rule": offbeat.WAGMA(merge="paper"),
+    "wagma without groups": offbeat.WAGMA(groups="none", period=2),
+    "adpsgd": offbeat.ADPSGD(),
+    "eagersgd": offbeat.EagerSGD(),
+    "eagersgd that averages models often": offbeat.EagerSGD(mode="solo", period=2),
 }
 """Those that leave a world of one as it is."""
 STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {

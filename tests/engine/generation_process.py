@@ -11,10 +11,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from offbeat.engine.generations import Generations
 from offbeat.transport.link import PeerLimits
 from offbeat.transport.network import Network
+from offbeat.transport.peers import Peers
 
 if TYPE_CHECKING:
     from offbeat.engine.membership import Generation
-    from offbeat.transport.peers import Peers
+    from offbeat.transport.driver import Driver
 
 
 class Quiet:
@@ -22,7 +23,8 @@ class Quiet:
 
     driver: Peers | None = None
 
-    def begin(self, generation: Generation, position: int, driver: Peers) -> None:
+    def begin(self, generation: Generation, position: int, driver: Driver) -> None:
+        assert isinstance(driver, Peers)
         self.end()
         self.driver = driver
 

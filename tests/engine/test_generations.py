@@ -22,11 +22,12 @@ from offbeat.errors import ConfigError, MismatchError, PeerError
 from offbeat.transport.link import PeerLimits
 from offbeat.transport.network import Network
 from offbeat.transport.operations import Recv, Send
+from offbeat.transport.peers import Peers
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from offbeat.transport.peers import Peers
+    from offbeat.transport.driver import Driver
 
 SECRET = b"a secret of this test run only"
 PATIENCE_S = 30.0
@@ -48,7 +49,8 @@ class Worker:
         self._driver: Peers | None = None
         self._news = threading.Condition()
 
-    def begin(self, generation: Generation, position: int, driver: Peers) -> None:
+    def begin(self, generation: Generation, position: int, driver: Driver) -> None:
+        assert isinstance(driver, Peers)
         old = self._driver
         with self._news:
             self._driver = driver
@@ -125,10 +127,12 @@ class Run:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self.serving: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.port: int = self.serving.port
+        self.port = self.serving.port
 
     def client(self) -> Store:
-        return PrefixStore("run", TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False))
+        """A view of the store; each worker makes a connection of its own."""
+        assert self.serving is not None
+        return PrefixStore("run", self.serving)
 
     def worker(self, rank: int, world_size: int, *, silence_s: float = LONG_S) -> Worker:
         worker = Worker(self.client(), rank, world_size, silence_s=silence_s)

@@ -14,10 +14,11 @@ from offbeat.engine.iterates import DeltaIterate
 from offbeat.engine.ledger import GradientReplica
 
 NUM = 4
+NOTHING = np.zeros(0, np.bool_)
 
 
 def ledger() -> GradientReplica:
-    replica = GradientReplica(NUM, make_iterate=DeltaIterate, averages_models=lambda version: version == 99)
+    replica = GradientReplica(NUM, 0, make_iterate=DeltaIterate, averages_models=lambda version: version == 99)
     replica.begin(np.zeros(NUM, np.float64), np.empty(0, np.int64), step=0)
     return replica
 
@@ -48,11 +49,11 @@ def gradient(value: float) -> Values:
 
 def test_the_sum_is_divided_by_the_number_of_members_whoever_had_something_to_give() -> None:
     replica = ledger()
-    replica.owe(gradient(6))
+    replica.owe(gradient(6), NOTHING)
     mine = replica.contribute(0)
     replica.close(over(0, piece(0, NUM, [mine, None], 0)))
-    assert_array_equal(replica.take_update(), gradient(3))
-    assert replica.take_update() is None
+    assert_array_equal(replica.take_update()[0], gradient(3))
+    assert replica.take_update()[0] is None
     assert replica.owed() is None
 
 
@@ -61,34 +62,34 @@ def test_who_owes_nothing_stays_out_and_has_the_average_all_the_same() -> None:
     assert replica.contribute(0) is None
     theirs = Contribution(values=gradient(4), step=0, fresh=True)
     replica.close(over(0, piece(0, NUM, [None, theirs], 0)))
-    assert_array_equal(replica.take_update(), gradient(2))
+    assert_array_equal(replica.take_update()[0], gradient(2))
 
 
 def test_a_gradient_that_came_too_late_is_owed_again_where_it_was_left_out() -> None:
     replica = ledger()
-    replica.owe(gradient(5))
+    replica.owe(gradient(5), NOTHING)
     mine = replica.contribute(0)
     theirs = Contribution(values=gradient(1), step=0, fresh=True)
-    replica.owe(gradient(2))
+    replica.owe(gradient(2), NOTHING)
     replica.close(over(0, piece(0, 2, [mine, theirs], 0), piece(2, NUM, [mine, theirs], 0, left_out=True)))
     assert_array_equal(replica.owed(), [2, 2, 7, 7])
-    assert_array_equal(replica.take_update(), [3, 3, 0.5, 0.5])
+    assert_array_equal(replica.take_update()[0], [3, 3, 0.5, 0.5])
 
 
 def test_what_is_under_way_is_owed_until_its_average_comes() -> None:
     replica = ledger()
-    replica.owe(gradient(5))
+    replica.owe(gradient(5), NOTHING)
     mine = replica.contribute(0)
     replica.close(over(0, piece(0, 2, [mine, None], 0)))
     assert_array_equal(replica.owed(), [0, 0, 5, 5])
     replica.amend(0, piece(2, NUM, [mine, None], 0))
     assert replica.owed() is None
-    assert_array_equal(replica.take_update(), gradient(2.5))
+    assert_array_equal(replica.take_update()[0], gradient(2.5))
 
 
 def test_a_new_membership_owes_what_the_old_one_had_under_way() -> None:
     replica = ledger()
-    replica.owe(gradient(5))
+    replica.owe(gradient(5), NOTHING)
     replica.contribute(0)
     replica.restart()
     again = replica.contribute(0)
@@ -98,7 +99,7 @@ def test_a_new_membership_owes_what_the_old_one_had_under_way() -> None:
 
 def test_some_versions_average_models() -> None:
     replica = ledger()
-    replica.owe(gradient(5))
+    replica.owe(gradient(5), NOTHING)
     mine = replica.contribute(99)
     assert mine is not None
     assert_array_equal(mine.values, gradient(0))
@@ -114,7 +115,7 @@ def test_nothing_is_lost(events: list[tuple[int, int, bool, bool]]) -> None:
     total = gradient(0)
     applied = gradient(0)
     for version, (rank, number, both, left_out) in enumerate(events):
-        ranks[rank].owe(gradient(number))
+        ranks[rank].owe(gradient(number), NOTHING)
         total += number
         if both:
             offers = [replica.contribute(version) for replica in ranks]
@@ -125,7 +126,7 @@ def test_nothing_is_lost(events: list[tuple[int, int, bool, bool]]) -> None:
             else:
                 for replica in ranks:
                     replica.close(over(version))
-        updates = [replica.take_update() for replica in ranks]
+        updates = [replica.take_update()[0] for replica in ranks]
         assert (updates[0] is None) == (updates[1] is None)
         if updates[0] is not None and updates[1] is not None:
             assert_array_equal(updates[0], updates[1])
@@ -154,7 +155,7 @@ def made_of(offers: list[Contribution | None], own: int, *, late: bool) -> Piece
 def test_several_averages_that_came_between_two_steps_are_applied_together(num: int) -> None:
     replica = ledger()
     for version in range(num):
-        replica.owe(gradient(2))
+        replica.owe(gradient(2), NOTHING)
         mine = replica.contribute(version)
         replica.close(over(version, piece(0, NUM, [mine, None], 0)))
-    assert_array_equal(replica.take_update(), gradient(num))
+    assert_array_equal(replica.take_update()[0], gradient(num))

@@ -15,8 +15,8 @@ from offbeat.lab import compare, memory, turns
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.compare import ComparePlan, CompareRequest, carry_out, plan_comparison
 from offbeat.lab.comparison import read_comparison
+from offbeat.lab.interrupts import Interrupts
 from offbeat.lab.progress import Progress
-from offbeat.lab.supervisor import Interrupts
 
 GIGABYTE = 10**9
 REQUEST = CompareRequest(

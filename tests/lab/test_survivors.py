@@ -23,6 +23,7 @@ from offbeat.report.page import write_report
 
 pytestmark = pytest.mark.ranks
 
+ENDLESS = 1_000_000
 Watch = Callable[[Progress | News], None]
 
 
@@ -70,7 +71,9 @@ def test_the_survivors_finish_and_the_loss_is_reported(npz: Path, tmp_path: Path
     assert all(loss.cause == "killed by SIGKILL" and loss.returned_step is None for loss in summary.losses)
     assert [loss.num_left for loss in summary.losses] == [2, 1]
     assert [news.text for news in killing.news] == [loss.sentence() for loss in summary.losses] == summary.notices[:2]
-    assert [evaluation.step for evaluation in Record(tmp_path / "run").evaluations()] == [0, 25, 50, 75, 100]
+    measured = [evaluation.step for evaluation in Record(tmp_path / "run").evaluations()]
+    assert measured == sorted({*measured, 0, 100})
+    assert len(measured) >= 3  # of five, one for each leader that died may be missing
     steps = read_steps(Record(tmp_path / "run"))
     assert steps.done.sum(axis=1)[1] == 100
     assert steps.done.sum(axis=1)[0] < 100
@@ -87,19 +90,27 @@ def test_the_survivors_finish_and_the_loss_is_reported(npz: Path, tmp_path: Path
 
 
 def test_a_worker_that_returns_joins_the_others_at_their_step(npz: Path, tmp_path: Path) -> None:
+    class Waiting(Killing):
+        """Ends the run once the worker that came back has trained."""
+
+        def __call__(self, report: Progress | News) -> None:
+            super().__call__(report)
+            if isinstance(report, Progress) and len(self.pids.get(1, ())) == 2 and self.at_step.pop(-1, None):
+                signal.raise_signal(signal.SIGINT)
+
     faults = (Fault(at_s=0.5, worker=1, action="kill"), Fault(at_s=0.6, worker=1, action="return"))
-    killing = Killing({})
-    summary = run(npz, tmp_path / "run", killing, steps=2_000, workers=2, faults=faults)
+    watch = Waiting({-1: 1})
+    summary = run(npz, tmp_path / "run", watch, steps=ENDLESS, workers=2, faults=faults)
     (loss,) = summary.losses
     assert (loss.rank, loss.cause, loss.num_left) == (1, "killed by the script at 0.5 s", 1)
     assert loss.returned_step is not None
     assert loss.returned_s is not None
-    assert loss.step < loss.returned_step < 2_000
-    assert [news.gone for news in killing.news] == [True, False]
-    assert len(killing.pids[1]) == 2
+    assert [news.gone for news in watch.news] == [True, False]
     record = Record(tmp_path / "run")
-    events = list(record.events(1))
-    assert [event.step for event in events] == [*range(1, loss.step + 1), *range(loss.returned_step + 1, 2_001)]
+    steps = [event.step for event in record.events(1)]
+    last = min(loss.step, loss.returned_step)
+    assert steps == [*range(1, last + 1), *range(loss.returned_step + 1, steps[-1] + 1)]
+    assert last < loss.returned_step < steps[-1]
     assert [head.start_step for head in record.heads(1)] == [None, loss.returned_step]
     assert latest(record.checkpoint_root).world_size == 2
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["losses"] == [loss.model_dump()]
@@ -107,7 +118,7 @@ def test_a_worker_that_returns_joins_the_others_at_their_step(npz: Path, tmp_pat
 
 def test_when_all_have_died_the_run_has_failed(npz: Path, tmp_path: Path) -> None:
     with pytest.raises(PeerError, match=r"worker \d .*was killed by SIGKILL after step \d+"):
-        run(npz, tmp_path / "run", Killing({0: 5, 1: 5}), steps=1_000_000, workers=2)
+        run(npz, tmp_path / "run", Killing({0: 5, 1: 5}), steps=ENDLESS, workers=2)
 
 
 def test_an_interrupt_stops_the_survivors_with_a_checkpoint_of_theirs(npz: Path, tmp_path: Path) -> None:
@@ -117,7 +128,7 @@ def test_an_interrupt_stops_the_survivors_with_a_checkpoint_of_theirs(npz: Path,
             if isinstance(report, Progress) and self.news and self.at_step.pop(-1, None):
                 signal.raise_signal(signal.SIGINT)
 
-    summary = run(npz, tmp_path / "run", Interrupting({0: 10, -1: 1}), steps=1_000_000)
+    summary = run(npz, tmp_path / "run", Interrupting({0: 10, -1: 1}), steps=ENDLESS)
     assert summary.status == "stopped"
     assert [loss.rank for loss in summary.losses] == [0]
     manifest = latest(tmp_path / "run" / "checkpoint")

@@ -24,7 +24,7 @@ from offbeat.lab.cluster import Cluster, Fault
 from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
 from offbeat.lab.comparison import MEASURES, Comparison, read_comparison
 from offbeat.lab.config import Request
-from offbeat.lab.progress import Progress
+from offbeat.lab.progress import News, Progress
 from offbeat.lab.records import Record, StepEvent
 from offbeat.lab.train import plan, train
 from ranks_support.launch import RunRanks
@@ -130,6 +130,8 @@ class Watcher:
 
     def progress(self, label: str, progress: Progress) -> None:
         self.pids[label, progress.rank] = progress.pid
+
+    def news(self, label: str, news: News) -> None: ...
 
     def failed(self, label: str, reason: str) -> None:
         self.failures[label] = reason

@@ -174,7 +174,9 @@ def test_a_connection_to_the_store_can_be_renewed_while_it_stands(serving: TCPSt
     assert renewed is not None
     assert renewed.get("key") == b"value"
     assert bottom_of(renewed) is not bottom_of(network.store)
-    assert replace(network, store=HashStore()).renewed_store() is None
+    in_memory = replace(network, store=HashStore())
+    assert in_memory.renewed_store() is None
+    assert in_memory.own_store() is in_memory.store
 
 
 def test_a_connection_to_a_store_that_ended_cannot() -> None:

@@ -107,7 +107,9 @@ class Attendant(Member):
         version = attended.round.version
         mine = self._contribution(version)
         arrived = version <= self._arrived or (mine is not None and mine.fresh)
-        self._outgoing += attended.round.contribute(mine, self._absent(), arrived=arrived)
+        all_wait_for_all = attended.meeting.min_fresh == len(attended.meeting.group)
+        absent = self.happenings.dead if all_wait_for_all else self._absent()
+        self._outgoing += attended.round.contribute(mine, absent, arrived=arrived)
 
     def _take_model(self, sender: int, message: ModelMessage, now_s: float) -> None:
         version, is_average = message.version, message.kind == Kind.AVERAGE

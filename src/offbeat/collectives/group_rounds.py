@@ -49,7 +49,7 @@ class Round(ABC):
         self._arrived = False
 
     def is_called(self, min_fresh: int, gone: Set[int]) -> bool:
-        """Whether everyone must contribute now: `min_fresh` have arrived, or all but `gone`, or somebody knows that they have."""
+        """Whether all must contribute now: `min_fresh` or all but `gone` have arrived, or somebody knows that they have."""
         arrived = {rank for rank, part in self._parts.items() if part.arrived}
         return len(arrived) >= min_fresh or arrived | gone >= set(self.group) or len(arrived) < len(self._parts)
 

@@ -8,7 +8,7 @@ positions of patch patch^T. Two ways lead there:
 - *shifts*, for stride 1: the element for taps (i, j) and (i', j') is the sum of products of the image with itself, shifted by
   (i' - i, j' - j). There are 81 pairs of taps but only 13 different shifts, up to symmetry, if sums ran over all positions
   where any tap touches the image. So
-  1. sum over all of these, once for each shift;
+  1. sum over all of these, for 15 shifts that contain the 13, in one call;
   2. take off again the positions in the frame around the output. There a kernel touches the image with some of its taps
      only, so these patches are short, and they are few.
 
@@ -23,7 +23,7 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
-from offbeat.curvature.moments import add_gram_, gram
+from offbeat.curvature.moments import gram
 
 Pair: TypeAlias = tuple[int, int]
 
@@ -78,8 +78,8 @@ def patch_moment(images: torch.Tensor, window: Window, *, groups: int = 1, ones:
     """
     height, width = window.positions((images.shape[2], images.shape[3]))
     num_patches = images.shape[0] * height * width
-    if groups == 1 and _shifts_are_cheaper(images, window):
-        moment = by_shifts(images, window, ones=ones)
+    if _shifts_are_cheaper(images, window):
+        moment = by_shifts(images, window, groups=groups, ones=ones)
     else:
         moment = by_patches(images, window, groups=groups, ones=ones)
     return moment, num_patches
@@ -93,7 +93,7 @@ def _shifts_are_cheaper(images: torch.Tensor, window: Window) -> bool:
     if window.stride != (1, 1) or window.first != (0, 0) or taps == (1, 1) or padded_by_more:
         return False
     rows, columns = window.positions((height, width))
-    shifts = ((2 * taps[0] - 1) * (2 * taps[1] - 1) + 1) // 2 * height * (width + reach[1])
+    shifts = taps[0] * (2 * taps[1] - 1) * height * width
     frame_rows = sum(len(_touching(y, window, 0, height)) ** 2 for y in _frame(window, 0, rows))
     frame_columns = sum(len(_touching(x, window, 1, width)) ** 2 for x in _frame(window, 1, columns))
     frame = frame_rows * taps[1] ** 2 * (width + reach[1]) + frame_columns * taps[0] ** 2 * rows
@@ -129,37 +129,46 @@ def _windows(images: torch.Tensor, window: Window) -> torch.Tensor:
     return seen[..., :: window.dilation[0], :: window.dilation[1]]
 
 
-def by_shifts(images: torch.Tensor, window: Window, *, ones: bool = False) -> torch.Tensor:
+def by_shifts(images: torch.Tensor, window: Window, *, groups: int = 1, ones: bool = False) -> torch.Tensor:
     """`patch_moment` for stride 1 and padding within the kernel's reach, without laying patches out."""
-    channels, taps = images.shape[1], window.taps
-    dim = taps[0] * taps[1] * channels
-    total = images.new_zeros(1, dim + ones, dim + ones)
-    blocks = total[0, :dim, :dim].unflatten(1, (*taps, channels)).unflatten(0, (*taps, channels))
+    taps, per_group = window.taps, images.shape[1] // groups
+    dim = taps[0] * taps[1] * per_group
+    total = images.new_zeros(groups, dim + ones, dim + ones)
+    blocks = total[:, :dim, :dim].unflatten(2, (*taps, per_group)).unflatten(1, (*taps, per_group))
     _write_shifts_(blocks, images, window)
     _subtract_frame_(blocks, images, window)
     if ones:
-        total[0, :dim, dim] = _tap_sums(images, window).flatten()
+        total[:, :dim, dim] = _tap_sums(images, window, groups)
         rows, columns = window.positions((images.shape[2], images.shape[3]))
-        total[0, dim, dim] = images.shape[0] * rows * columns
+        total[:, dim, dim] = images.shape[0] * rows * columns
     return total
 
 
 def _write_shifts_(blocks: torch.Tensor, images: torch.Tensor, window: Window) -> None:
-    """Fill `blocks`, shape (i, j, C, i', j', C), on and above the diagonal, with sums over every position that matters."""
-    num_images, channels, height, width = images.shape
-    taps, dilation, gap = window.taps, window.dilation, window.reach[1]
-    # With rows outermost and zeros after each row, a shift in either direction is one along a flat axis, and what leaves the
-    # image meets zeros.
-    wide = images.new_zeros(channels, height, num_images, width + gap)
-    wide[..., :width] = images.permute(1, 2, 0, 3)
-    flat = wide.view(channels, -1)
+    """Fill `blocks`, shape (groups, i, j, C, i', j', C), on and above the diagonal, with sums over every position that matters."""
+    taps, groups = window.taps, blocks.shape[0]
+    shifts = _shifted_products(images, window, groups)
     for down in range(taps[0]):
         for right in range(-taps[1] + 1 if down else 0, taps[1]):
-            shift = down * dilation[0] * num_images * (width + gap) + right * dilation[1]
-            product = flat[:, : flat.shape[1] - shift] @ flat[:, shift:].mT if shift < flat.shape[1] else 0.0
+            product = shifts[..., down, right + taps[1] - 1]
             for i in range(taps[0] - down):
                 for j in range(max(0, -right), taps[1] - max(0, right)):
-                    blocks[i, j, :, i + down, j + right] = product
+                    blocks[:, i, j, :, i + down, j + right] = product
+
+
+def _shifted_products(images: torch.Tensor, window: Window, groups: int) -> torch.Tensor:
+    """Sums over pixels of the image times itself, shifted: shape (groups, C, C, downs, rights).
+
+    That is what the weight gradient of a convolution with a wider kernel is, if the image is both its input and its output's
+    gradient; libraries compute it faster than products of matrices. Shifts go down by 0, 1, ... taps, and left and right.
+    """
+    taps, (height, width) = window.taps, window.reach
+    padded = F.pad(images, (width, width, 0, height))
+    channels, kernel = images.shape[1], (taps[0], 2 * taps[1] - 1)
+    shape = (channels, channels // groups, *kernel)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        gradient = torch.nn.grad.conv2d_weight(padded, shape, images, dilation=window.dilation, groups=groups)
+    return gradient.unflatten(0, (groups, -1))
 
 
 def _subtract_frame_(blocks: torch.Tensor, images: torch.Tensor, window: Window) -> None:
@@ -174,7 +183,7 @@ def _subtract_frame_(blocks: torch.Tensor, images: torch.Tensor, window: Window)
             strip = images[:, :, first : first + (len(taps) - 1) * dilation[0] + 1 : dilation[0]]
             seen = F.pad(strip, (window.reach[1], window.reach[1])).unfold(3, width + window.reach[1], dilation[1])
             some = slice(taps.start, taps.stop)
-            _subtract_gram_(blocks[some, :, :, some], seen)
+            _subtract_gram_(blocks[:, some, :, :, some], seen)
     for x in _frame(window, 1, columns):
         taps = _touching(x, window, 1, width)
         if taps and rows:
@@ -182,7 +191,7 @@ def _subtract_frame_(blocks: torch.Tensor, images: torch.Tensor, window: Window)
             strip = images[:, :, :, first : first + (len(taps) - 1) * dilation[1] + 1 : dilation[1]]
             seen = F.pad(strip, (0, 0, top, bottom)).unfold(2, rows, dilation[0])
             some = slice(taps.start, taps.stop)
-            _subtract_gram_(blocks[:, some, :, :, some], seen)
+            _subtract_gram_(blocks[:, :, some, :, :, some], seen)
 
 
 def _frame(window: Window, axis: int, positions: int) -> list[int]:
@@ -200,13 +209,14 @@ def _touching(position: int, window: Window, axis: int, size: int) -> range:
 
 
 def _subtract_gram_(blocks: torch.Tensor, seen: torch.Tensor) -> None:
-    """`blocks`, shape (i, j, C, i, j, C), minus the sum over images and positions of `seen`, (N, C, i, j, positions)."""
-    laid = seen.permute(2, 3, 1, 0, 4).flatten(3).flatten(0, 2)
-    product = laid.new_zeros(laid.shape[0], laid.shape[0])
-    add_gram_(product, laid.mT)
-    blocks -= product.view(blocks.shape)
+    """Take from `blocks`, shape (groups, i, j, C, i, j, C), the moment of `seen`, (N, channels, i, j, positions)."""
+    groups, per_group = blocks.shape[0], blocks.shape[3]
+    grouped = seen.unflatten(1, (groups, per_group))
+    laid = grouped.permute(1, 3, 4, 2, 0, 5).flatten(4).flatten(1, 3)
+    blocks -= gram(laid.mT).view(blocks.shape)
 
 
-def _tap_sums(images: torch.Tensor, window: Window) -> torch.Tensor:
-    """What each tap sees, summed over images and positions: shape (i, j, C)."""
-    return _windows(images.sum(dim=0, keepdim=True), window).sum(dim=(0, 2, 3)).permute(1, 2, 0)
+def _tap_sums(images: torch.Tensor, window: Window, groups: int) -> torch.Tensor:
+    """What each tap sees, summed over images and positions: shape (groups, i j C)."""
+    sums = _windows(images.sum(dim=0, keepdim=True), window).sum(dim=(0, 2, 3))
+    return sums.unflatten(0, (groups, -1)).permute(0, 2, 3, 1).flatten(1)

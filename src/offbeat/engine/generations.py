@@ -82,6 +82,9 @@ class Generations:
             interval_s: how often the store is looked at, > 0.
             silence_s: a member whose beat stands still for this long is silent, > 0; the same on every rank.
             limits: of the meshes, the same on every rank.
+
+        Raises:
+            PeerError: the store does not answer.
         """
         if not (interval_s > 0 and silence_s > 0):
             raise ConfigError(f"interval_s is {interval_s} and silence_s {silence_s}, allowed is any number of seconds above 0")
@@ -91,7 +94,7 @@ class Generations:
         self._silence_s = silence_s
         self._look_interval_s = min(0.5, silence_s / 6)
         self._limits = limits
-        self._membership = Membership(network.store)
+        self._membership = Membership(network.own_store())
         self._member = Member(network.rank, 0)
         self._is_new = False
         self._current: Generation | None = None

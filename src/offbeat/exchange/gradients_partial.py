@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from offbeat.codec.model_wire import Values
-from offbeat.engine.ledger import GradientReplica
+from offbeat.engine.ledger import GradientReplica, Used
 from offbeat.errors import CheckpointError
 from offbeat.exchange.weights_answered import AnsweredPart, Beside
 
@@ -38,12 +39,13 @@ class PartialExchange(AnsweredPart[GradientReplica]):
         gradients = [parameter.grad for parameter in self._parameters]
         if any(gradient is not None for gradient in gradients):
             likes = self._beside.weights.tensors()
+            used = np.array([gradient is not None for gradient in gradients])
             gradients += [None] * (len(likes) - len(gradients))  # buffers have none
             own = [torch.zeros_like(like) if g is None else g for g, like in zip(gradients, likes, strict=True)]
-            self._replica.owe(self._beside.staging.read(own))
+            self._replica.owe(self._beside.staging.read(own), used)
         while (version := self._arrive(_always)) is not None and self._averages_models(version):
-            self._load()
-        self._show(self._replica.take_update())
+            pass  # there is a gradient to average, too
+        self._show(*self._replica.take_update())
 
     def on_after_step(self) -> None:
         self._advance()
@@ -62,7 +64,7 @@ class PartialExchange(AnsweredPart[GradientReplica]):
             raise CheckpointError("the gradients that are owed were saved with another model or strategy")
         super().load_state_dict(state)
         to_apply = {name: state["local"].get(f"to_apply/{name}", torch.zeros(shape)) for name, shape in shapes.items()}
-        self._replica.resume(owed=self._vector(owed), to_apply=self._vector(to_apply))
+        self._replica.resume(owed=self._vector(owed), to_apply=self._vector(to_apply), used=np.ones(len(shapes), np.bool_))
 
     def _by_name(self, values: Values | None) -> dict[str, torch.Tensor]:
         tensors = [torch.zeros_like(tensor) for tensor in self._beside.weights.tensors()]
@@ -75,17 +77,14 @@ class PartialExchange(AnsweredPart[GradientReplica]):
         own = [by_name[name].to(like) for name, like in zip(self._beside.weights.names[: len(by_name)], likes, strict=False)]
         return self._beside.staging.read([*own, *map(torch.zeros_like, likes[len(own) :])])
 
-    def _show(self, update: Values | None) -> None:
-        if update is None:
-            for parameter in self._parameters:
-                parameter.grad = None
-            return
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        buffers = self._beside.weights.tensors()[len(gradients) :]
-        self._beside.staging.write_(update, [*gradients, *map(torch.empty_like, buffers)])
+    def _show(self, update: Values | None, used: Used) -> None:
+        """Let `param.grad` hold the update; none where no rank used the parameter, or it is frozen here."""
+        gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self._parameters]
+        if update is not None:
+            buffers = self._beside.weights.tensors()[len(gradients) :]
+            self._beside.staging.write_(update, [*gradients, *map(torch.empty_like, buffers)])
+        for parameter, gradient, is_used in zip(self._parameters, gradients, used, strict=True):
+            parameter.grad = gradient if is_used and parameter.requires_grad else None
 
 
 def _always(version: int) -> bool:

@@ -175,6 +175,7 @@ class GroupAverage(AnsweredPart[Replica]):
 def _write_counters(counters: Counters, weights: ModelWeights) -> None:
     buffers = weights.buffers()
     tensors = [buffers[name] for name in weights.chosen.counters]
-    parts = torch.from_numpy(counters).split([tensor.numel() for tensor in tensors])
+    sizes = [tensor.numel() for tensor in tensors]
+    parts = torch.from_numpy(counters[: sum(sizes)]).split(sizes)
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view(tensor.shape))

@@ -15,8 +15,8 @@ from offbeat.lab import records
 from offbeat.lab.compare_plan import ComparePlan, CompareRequest, check_free, plan_comparison
 from offbeat.lab.comparison import Comparison, write_comparison
 from offbeat.lab.emulation import Emulation, emulate
+from offbeat.lab.interrupts import interrupts
 from offbeat.lab.judge import judge
-from offbeat.lab.supervisor import interrupts
 from offbeat.lab.turns import Rounds, Watcher
 
 __all__ = ["ComparePlan", "CompareRequest", "Watcher", "carry_out", "plan_comparison"]

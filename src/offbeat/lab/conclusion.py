@@ -14,8 +14,8 @@ from torch import nn
 from offbeat.lab.records import Summary, write_summary
 from offbeat.lab.watch import Run, Watch
 
-_HANGS_S: Final = 30.0
-"""Where ranks do not keep step: for how long the end waits for one that is late, though all had finished."""
+HANGS_S: Final = 10.0
+"""Where ranks do not keep step: for how long the end waits for one that does not come, though all had finished."""
 
 
 def conclude(run: Run, watch: Watch) -> Summary | None:
@@ -31,7 +31,7 @@ def conclude(run: Run, watch: Watch) -> Summary | None:
         "peak_memory_bytes": _peak_memory_bytes(),
         "notices": [*run.attached.notices, *run.notices, *_pace_notices(run, num_steps)],
     }
-    told = run.meeting.gather("end", json.dumps(mine), patience_s=_HANGS_S if apart else None)
+    told = run.meeting.gather("end", json.dumps(mine), patience_s=HANGS_S if apart else None)
     if not run.meeting.is_to_do("summary"):
         return None
     if final is None:

@@ -99,6 +99,7 @@ class Evaluation:
         bytes_sent: by that rank so far, over all attempts.
         metric: its value.
         at_s: when, on the host's monotonic clock.
+        rank: which one leads.
     """
 
     step: int
@@ -106,6 +107,7 @@ class Evaluation:
     bytes_sent: int
     metric: float
     at_s: float
+    rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

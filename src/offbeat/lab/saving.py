@@ -27,7 +27,7 @@ from offbeat.lab.schedule import Position
 from offbeat.lab.watch import Run
 from offbeat.session import reshard
 
-_LATE_S: Final = 0.5
+LATE_S: Final = 0.5
 """Where ranks do not keep step: for how long the others wait for a late one before they write without it."""
 
 _HANGS_S: Final = 60.0
@@ -44,14 +44,19 @@ class _State(TypedDict):
     random: torch.Tensor
 
 
-def save(run: Run, name: str) -> None:
-    """Write a checkpoint together with those who are there; `name` is that of the occasion, the same on all of them.
+def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
+    """Write a checkpoint together with those who are there.
 
     It is of the first writer's step: where ranks do not keep step, the others may be at another one.
+
+    Args:
+        run: of this rank.
+        name: of the occasion, the same on all ranks.
+        patience_s: how long to wait for late ones, where ranks do not keep step.
     """
     meeting, position, apart = run.meeting, run.schedule.position, run.attached.averages_alone
     positions = meeting.gather(
-        f"{name}/writers", json.dumps(position.to_json()), step=position.step, patience_s=_LATE_S if apart else None
+        f"{name}/writers", json.dumps(position.to_json()), step=position.step, patience_s=patience_s if apart else None
     )
     writers = list(positions)
     if meeting.rank not in writers:

@@ -14,19 +14,18 @@ import selectors
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Self
 
 from offbeat.errors import PeerError
 from offbeat.lab.cluster import Fault, SpeedChange
 from offbeat.lab.config import RunConfig
+from offbeat.lab.deaths import cause, describe, hint
 from offbeat.lab.emulation import Emulation
+from offbeat.lab.interrupts import interrupts
 from offbeat.lab.options import strategy_type
 from offbeat.lab.progress import (
     ELAPSED_VARIABLE,
@@ -73,12 +72,10 @@ class _Worker:
     def ended_well(self) -> bool:
         return self.process.poll() in (0, EXIT_STOPPED)
 
-
-@dataclass(kw_only=True, slots=True)
-class Interrupts:
-    """How often this process was asked to stop."""
-
-    count: int = 0
+    @property
+    def is_witness(self) -> bool:
+        """Whether it failed only because it noticed another one's end."""
+        return self.failure is not None and self.failure.kind.startswith("Peer")
 
 
 class Crew:
@@ -195,15 +192,16 @@ class Crew:
             self._note_what_never_came()
             return EXIT_STOPPED not in codes.values()
         if self._num_interrupts and not any(worker.failure for worker in workers):
-            raise PeerError(f"interrupted before the workers could write a checkpoint{_hint(self.run_directory)}")
+            raise PeerError(f"interrupted before the workers could write a checkpoint{hint(self.run_directory)}")
         guilty = min(
             (worker for worker in workers if codes[worker.rank] not in (0, EXIT_STOPPED)),
-            key=lambda worker: (worker.rank in self._ended_by_us, _is_witness(worker), self._died.index(worker.rank)),
+            key=lambda worker: (worker.rank in self._ended_by_us, worker.is_witness, self._died.index(worker.rank)),
         )
         if guilty.rank in self._ended_by_script:
             what = f"worker {guilty.rank} was killed, as the cluster description says, and {self._config.strategy} cannot go on"
-            raise PeerError(f"{what} without it{_hint(self.run_directory)}", rank=guilty.rank)
-        raise PeerError(_describe(self.run_directory, guilty) + _hint(self.run_directory), rank=guilty.rank)
+            raise PeerError(f"{what} without it{hint(self.run_directory)}", rank=guilty.rank)
+        what = describe(self.run_directory, guilty.rank, guilty.process.pid, guilty.process.returncode, guilty.failure)
+        raise PeerError(what + hint(self.run_directory), rank=guilty.rank)
 
     @property
     def _goes_on(self) -> bool:
@@ -306,20 +304,20 @@ class Crew:
         assert self._store is not None
         self._store.note_death(worker.rank, deaths=worker.life + 1)
         self._drain(worker)
-        cause = self._cause(worker)
+        why = self._cause(worker)
         if worker.joined:
             loss = Loss(
                 rank=worker.rank,
                 step=last_step(self.run_directory, worker.rank),
                 seconds=self.seconds,
-                cause=cause,
+                cause=why,
                 num_left=sum(other.joined and (other.alive or other.ended_well) for other in self._workers),
                 num_workers=self._config.workers,
             )
             self.losses.append(loss)
             text = loss.sentence()
         else:
-            text = f"worker {worker.rank} was started again and could not join: {cause}"
+            text = f"worker {worker.rank} was started again and could not join: {why}"
             self.remarks.append(text)
         self._on_progress(News(rank=worker.rank, gone=True, text=text))
 
@@ -329,14 +327,11 @@ class Crew:
         self._on_progress(News(rank=rank, gone=False, text=f"worker {rank} is back: it goes on from step {step}"))
 
     def _cause(self, worker: _Worker) -> str:
-        code = worker.process.returncode
         if worker.rank in self._ended_by_us:
             return "it did not come to the end and was ended"
         if worker.rank in self._ended_by_script:
             return f"killed by the script at {self._ended_by_script[worker.rank]:g} s"
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        return worker.failure.message if worker.failure is not None else f"it ended with status {code}"
+        return cause(worker.process.returncode, worker.failure)
 
     def _note_what_never_came(self) -> None:
         for action in self._script.left:
@@ -464,51 +459,7 @@ def supervise(run_directory: Path, config: RunConfig, emulation: Emulation, *, o
         return Outcome(finished=crew.verdict(), remarks=crew.remarks, losses=crew.losses)
 
 
-def _is_witness(worker: _Worker) -> bool:
-    """Whether the worker failed only because it noticed another's end."""
-    return worker.failure is not None and worker.failure.kind.startswith("Peer")
-
-
-def _describe(run_directory: Path, worker: _Worker) -> str:
-    log = run_directory / "logs" / f"rank-{worker.rank}.log"
-    who, code = f"worker {worker.rank} (pid {worker.process.pid})", worker.process.returncode
-    if code < 0:
-        name = signal.Signals(-code).name
-        cause = "; did the machine run out of memory?" if name == "SIGKILL" else f"; see {log}"
-        return f"{who} was killed by {name} after step {last_step(run_directory, worker.rank)}{cause}"
-    if worker.failure is not None:
-        message = worker.failure.message
-        return f"{who} failed after step {last_step(run_directory, worker.rank)}: {message} (details in {log})"
-    return f"{who} ended with status {code} after step {last_step(run_directory, worker.rank)}; see {log}"
-
-
-def _hint(run_directory: Path) -> str:
-    steps = sorted(entry.name for entry in (run_directory / "checkpoint").glob("step-*"))
-    if not steps:
-        return "; there is no checkpoint yet"
-    return f"; resume from step {int(steps[-1].removeprefix('step-'))} with: offbeat train --resume {run_directory}"
-
-
 def _kill(workers: list[_Worker]) -> None:
     for worker in workers:
         if worker.process.poll() is None:
             os.killpg(worker.process.pid, signal.SIGKILL)  # its own session: whatever it started goes with it
-
-
-@contextmanager
-def interrupts() -> Iterator[Interrupts]:
-    """Count SIGINT and SIGTERM in place of being ended by them. Elsewhere than in the main thread, only watch workers."""
-    interrupted = Interrupts()
-
-    def count(number: int, frame: FrameType | None) -> None:
-        interrupted.count += 1
-
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupted
-        return
-    before = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield interrupted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -22,9 +22,10 @@ from offbeat.lab import records
 from offbeat.lab.compare_plan import ALONE, ComparePlan
 from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import Emulation
+from offbeat.lab.interrupts import Interrupts
 from offbeat.lab.options import build_strategy, strategy_values
 from offbeat.lab.progress import Listener, News, Progress
-from offbeat.lab.supervisor import Crew, Interrupts
+from offbeat.lab.supervisor import Crew
 
 _POLL_S = 0.1
 _FIRST_TURN_STEPS = 3

@@ -109,6 +109,7 @@ class Watch:
                 bytes_sent=earlier_bytes + self._before.bytes_sent - self.first.bytes_sent,
                 metric=metric,
                 at_s=time.monotonic(),
+                rank=self._run.meeting.rank,
             )
         )
 

@@ -23,7 +23,7 @@ from torch import nn
 from offbeat.errors import OffbeatError
 from offbeat.lab.attached import Attached, InSession, Meter
 from offbeat.lab.cluster import Cluster
-from offbeat.lab.conclusion import conclude
+from offbeat.lab.conclusion import HANGS_S, conclude
 from offbeat.lab.config import RunConfig
 from offbeat.lab.gate import Gate
 from offbeat.lab.meeting import Meeting
@@ -90,7 +90,7 @@ def train_rank(run_directory: Path, meeting: Meeting, report: Reporter, *, gate:
             watch.close()
         attached.finish()
         if config.checkpoint_every is not None:
-            save(run, "end")
+            save(run, "end", patience_s=HANGS_S)
         return conclude(run, watch)
 
 
@@ -161,7 +161,7 @@ def _train(run: Run, watch: Watch, gate: Gate, stop_requested: threading.Event) 
         schedule.advance()
         watch.step_done(loss=loss.item(), batch_size=len(batch[0]))
         step = schedule.position.step
-        if config.checkpoint_every is not None and step % config.checkpoint_every == 0:
+        if config.checkpoint_every is not None and step % config.checkpoint_every == 0 and step < schedule.target:
             save(run, f"step-{step}")
             watch.restart()
         if config.eval_every is not None and step % config.eval_every == 0 and step < schedule.target:

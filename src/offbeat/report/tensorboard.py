@@ -55,7 +55,7 @@ def _write(timeline: Timeline, writer: SummaryWriter) -> None:
         for tag, value in _scalars(by_rank).items():
             writer.add_scalar(tag, value, step, at_unix_s)
     for evaluation in timeline.evaluations():
-        at_unix_s = (timeline.began_unix_ns + timeline.at_ns(0, evaluation.step, evaluation.at_s)) / 1e9
+        at_unix_s = (timeline.began_unix_ns + timeline.at_ns(evaluation.rank, evaluation.step, evaluation.at_s)) / 1e9
         writer.add_scalar("metric", evaluation.metric, evaluation.step, at_unix_s)
 
 

@@ -99,7 +99,7 @@ class Timeline:
         self._offset_ns = self._offsets_ns()
         self.began_unix_ns = 0
         beginnings = [self.at_ns(rank, first.step, at_s) for rank, first in firsts.items() for at_s in _beginnings_s(first)]
-        beginnings += [self.at_ns(0, evaluation.step, evaluation.at_s) for evaluation in self.evaluations()]
+        beginnings += [self.at_ns(one.rank, one.step, one.at_s) for one in self.evaluations()]
         self.began_unix_ns = min(beginnings, default=0)
 
     def at_ns(self, rank: int, step: int, monotonic_s: float) -> int:
@@ -108,8 +108,8 @@ class Timeline:
         return round(monotonic_s * 1e9) + self._offset_ns[rank, attempt] - self.began_unix_ns
 
     def evaluations(self) -> list[Evaluation]:
-        """Rank 0's, if it has recorded steps too: its clock is known from there."""
-        return self.record.evaluations() if 0 in self.ranks else []
+        """Those of ranks that have recorded steps too: their clocks are known from there."""
+        return [evaluation for evaluation in self.record.evaluations() if evaluation.rank in self.ranks]
 
     def label(self, rank: int) -> str:
         """Such as ``worker 3 (node-b, pid 4242)``, with one place for each attempt."""
@@ -158,7 +158,7 @@ class _Worker:
             yield from self._step(event)
             for began_ns, ended_ns, arrival in sorted((*self._span(event.step, other), other) for other in event.arrivals):
                 yield from self._collective(event.step, arrival, began_ns, ended_ns)
-        for evaluation in self._timeline.evaluations() if self._rank == 0 else ():
+        for evaluation in (one for one in self._timeline.evaluations() if one.rank == self._rank):
             at_ns = self._ns(evaluation.step, evaluation.at_s)
             metric = evaluation.metric if math.isfinite(evaluation.metric) else None  # JSON has no word for the others
             args: Event = {"step": evaluation.step, "metric": metric}

@@ -50,8 +50,13 @@ class ADPSGD(AveragingStrategy):
         require_at_least("seed", self.seed, 0)
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
-        replica = Replica(weight=1.0, make_iterate=DeltaIterate, by_turns=False)
-        beside = answer(workspace, weights, replica, service=pair_average.serve, meeting=self._meeting)
+        beside = answer(
+            workspace,
+            weights,
+            lambda staging: Replica(weight=1.0, make_iterate=DeltaIterate, by_turns=False),
+            service=pair_average.serve,
+            meeting=self._meeting,
+        )
         return [GroupAverage(beside, interval=1, overlap=True)]
 
     def _meeting(self, version: int, position: int, num_members: int) -> Meeting:

@@ -21,19 +21,29 @@ Meetings: TypeAlias = Callable[[int, int, int], Meeting]
 """The meeting of (a version, this rank's position, the number of members)."""
 
 
-def answer(workspace: Workspace, weights: ModelWeights, replica: R, *, service: Service, meeting: Meetings) -> Beside[R]:
+def answer(
+    workspace: Workspace,
+    weights: ModelWeights,
+    make_replica: Callable[[Staging], R],
+    *,
+    service: Service,
+    meeting: Meetings,
+    num_flags: int = 0,
+) -> Beside[R]:
     """Begin to answer for this rank beside its training. Collective.
 
     Args:
         workspace: of the session.
         weights: what is averaged.
-        replica: the model that the others see.
+        make_replica: makes the model that the others see.
         service: the protocol.
         meeting: who meets.
+        num_flags: counters that the replica adds to the model's own.
     """
     staging = Staging(weights.tensors())
+    replica = make_replica(staging)
     buffers = weights.buffers()
-    num_counters = sum(buffers[name].numel() for name in weights.chosen.counters)
+    num_counters = num_flags + sum(buffers[name].numel() for name in weights.chosen.counters)
 
     def terms(generation: Generation, position: int) -> Terms:
         num_members = len(generation.members)

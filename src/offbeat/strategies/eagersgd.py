@@ -60,9 +60,20 @@ class EagerSGD(AveragingStrategy):
         return [guard, *exchanges]  # what is not finite must go before it is given away
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
-        num_elements = sum(tensor.numel() for tensor in weights.tensors())
-        replica = GradientReplica(num_elements, make_iterate=DeltaIterate, averages_models=self._averages_models)
-        beside = answer(workspace, weights, replica, service=group_average.serve, meeting=self._meeting)
+        num_parameters = len(workspace.parameters)
+        beside = answer(
+            workspace,
+            weights,
+            lambda staging: GradientReplica(
+                staging.num_elements,
+                num_parameters,
+                make_iterate=DeltaIterate,
+                averages_models=self._averages_models,
+            ),
+            service=group_average.serve,
+            meeting=self._meeting,
+            num_flags=num_parameters,
+        )
         return [PartialExchange(beside, parameters=workspace.parameters, averages_models=self._averages_models)]
 
     def _averages_models(self, version: int) -> bool:

@@ -87,10 +87,17 @@ class WAGMA(AveragingStrategy):
             )
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
-        replica = Replica(weight=1.0, make_iterate=DeltaIterate if self.merge == "delta" else PaperIterate)
+        iterate = DeltaIterate if self.merge == "delta" else PaperIterate
+        beside = answer(
+            workspace,
+            weights,
+            lambda staging: Replica(weight=1.0, make_iterate=iterate),
+            service=group_average.serve,
+            meeting=self._meeting,
+        )
         return [
             GroupAverage(
-                answer(workspace, weights, replica, service=group_average.serve, meeting=self._meeting),
+                beside,
                 interval=self.period if self.groups == "none" else 1,
                 overlap=self.merge == "delta" if self.overlap is None else self.overlap,
             )

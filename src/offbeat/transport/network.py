@@ -15,7 +15,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from offbeat.errors import ConfigError, WireError
+from offbeat.errors import ConfigError, PeerError, WireError
 from offbeat.transport.link import PeerLimits
 from offbeat.transport.peers import Peers
 
@@ -39,7 +39,7 @@ class Network:
     """A session's own part of the store, and what it takes to listen and be known.
 
     Attributes:
-        store: under this session's prefix, over a connection of its own, so that no other thread's wait holds it up.
+        store: under this session's prefix. Its connection may be shared with others; see `own_store`.
         rank: this process's. One that came later may have any rank >= 0.
         world_size: number of ranks when the session was founded.
         address: numeric address of this host that the others can route to.
@@ -65,15 +65,28 @@ class Network:
         peers.watch_all = False
         return peers
 
-    def renewed_store(self) -> Store | None:
-        """A new connection to the same store; None while nobody listens there."""
-        prefixed, bottom = self.store, bottom_of(self.store)
-        if not isinstance(bottom, TCPStore) or not _listens(bottom.host, bottom.port):
-            return None
+    def own_store(self) -> Store:
+        """The same store over a new connection, so that no other thread's wait for a key holds it up.
+
+        Made when it is needed, since torch looks up the name of the store's host for each connection, which takes seconds where
+        name servers are slow.
+
+        Raises:
+            PeerError: the store does not answer.
+        """
+        if not isinstance(bottom_of(self.store), TCPStore):
+            return self.store
         try:
-            return prefixed.clone()  # type: ignore[attr-defined, no-any-return]  # missing in torch's stubs
-        except RuntimeError:
-            return None
+            mine: Store = self.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        except RuntimeError as error:
+            raise PeerError(f"the run's store does not answer ({error}); has the process that serves it ended?") from error
+        mine.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+        return mine
+
+    def renewed_store(self) -> Store | None:
+        """As `own_store`, after a connection was lost; None, soon and quietly, while nobody listens there."""
+        bottom = bottom_of(self.store)
+        return self.own_store() if isinstance(bottom, TCPStore) and _listens(bottom.host, bottom.port) else None
 
 
 def bottom_of(store: Store) -> Store:
@@ -99,9 +112,6 @@ def founded_network(store: Store, *, token: str, rank: int, world_size: int, add
     if rank == 0:
         card = {"version": _CARD_VERSION, "token": token, "world_size": world_size, "proof": _proof(derived)}
         bottom.set(_CARD_KEY, json.dumps(card))
-    if isinstance(bottom, TCPStore):
-        bottom = bottom.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        bottom.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
     return Network(store=_part_of(bottom, token), rank=rank, world_size=world_size, address=address, secret=derived)
 
 
