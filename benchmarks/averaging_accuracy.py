@@ -31,6 +31,7 @@ from _measure import Ratio, print_rows
 from links import Quiet
 from offbeat.lab.cluster import Cluster, Straggling
 from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
+from offbeat.lab.options import build_strategy, parse_spec
 from offbeat.lab.records import Evaluation, Record
 from offbeat.lab.statistics import Estimate, estimate
 
@@ -228,6 +229,8 @@ def main() -> None:
     asked = parser.parse_args()
     cases = [case for case in cases_of(asked.mnist, asked.text) if asked.tasks is None or case.task in asked.tasks.split(",")]
     specs = list(dict.fromkeys([BASELINE, *asked.strategies.split(",")]))
+    for spec in specs:
+        build_strategy(*parse_spec(spec))  # before an hour is spent on the others
     if asked.quick:
         cases = [Case(task="digits", steps=40)]
     with tempfile.TemporaryDirectory() as temporary:

@@ -85,12 +85,12 @@ class Found:
 
 
 def faults(scenario: Scenario, seed: int, steps: int) -> tuple[Fault, ...]:
-    """Between a quarter and two thirds of the run."""
+    """Between a quarter and half of the run, so that who returns can come in before its end."""
     draws = np.random.default_rng((seed, scenario.num_hit))
     whole_s = steps * STEP_S
     script = []
     for worker in draws.choice(WORKERS, scenario.num_hit, replace=False).tolist():
-        at_s = float(draws.uniform(whole_s / 4, whole_s * 2 / 3))
+        at_s = float(draws.uniform(whole_s / 4, whole_s / 2))
         script.append(Fault(at_s=at_s, worker=worker, action=scenario.action))
         if scenario.undo is not None:
             script.append(Fault(at_s=at_s + ABSENT * whole_s, worker=worker, action=scenario.undo))
@@ -98,7 +98,10 @@ def faults(scenario: Scenario, seed: int, steps: int) -> tuple[Fault, ...]:
 
 
 def train_once(spec: str, cluster: Cluster, seed: int, steps: int, out: Path) -> float | None:
-    """The final metric of one run, whose record is left in `out`. Raises `OffbeatError` when it does not finish."""
+    """The final metric of one run, whose record is left in `out`. Raises `OffbeatError` when it does not finish.
+
+    What the run's record remarks, such as who died and who could not come back, goes to standard error.
+    """
     name, options = parse_spec(spec)
     request = Request(
         task="digits",
@@ -111,7 +114,10 @@ def train_once(spec: str, cluster: Cluster, seed: int, steps: int, out: Path) ->
         cluster=cluster,
     )
     summary = train(plan(request, out=out), lambda progress: None)
-    return None if summary is None else summary.metric
+    if summary is None:
+        return None
+    print(*(f"{out.parent.name}, seed {seed}: {notice}" for notice in summary.notices), sep="\n", file=sys.stderr)
+    return summary.metric
 
 
 def measure(spec: str, scenario: Scenario, seeds: Sequence[int], steps: int, keep: Path) -> Found:

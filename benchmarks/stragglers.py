@@ -32,7 +32,7 @@ from links import Quiet
 from offbeat.lab.breakdown import Steps, read_steps
 from offbeat.lab.cluster import Cluster, LinkSpec, Straggling
 from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
-from offbeat.lab.options import parse_spec
+from offbeat.lab.options import build_strategy, parse_spec
 from offbeat.lab.records import Record
 from offbeat.lab.statistics import Estimate, estimate, num_warm_up
 from offbeat.planning.ceilings import Durations, Utilisation, called, met, paired
@@ -280,6 +280,8 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, default=3, help="how many; default: %(default)s")
     parser.add_argument("--keep", type=Path, help="directory for the comparisons; by default they are thrown away")
     asked = parser.parse_args()
+    for asked_spec in asked.strategies.split(","):
+        build_strategy(*parse_spec(asked_spec))  # before an hour is spent on the others
     with tempfile.TemporaryDirectory() as temporary:
         found_cases = cases(
             asked.strategies.split(","),

@@ -247,6 +247,7 @@ class Recorder:
         self.received: dict[int, Contribution | None] = {}
         self.buried: list[int] = []
         self.at_rest: list[int] = []
+        self.settled: list[int] = []
 
     def contribute(self, version: int) -> Contribution | None:
         return Contribution(values=self.values, step=version + 1, fresh=self.fresh)
@@ -265,6 +266,9 @@ class Recorder:
 
     def receive(self, sender: int, state: Contribution | None) -> None:
         self.received[sender] = state
+
+    def settle(self, version: int) -> None:
+        self.settled.append(version)
 
     def bury(self, rank: int) -> None:
         self.buried.append(rank)

@@ -62,6 +62,9 @@ class Trainer:
     def receive(self, sender: int, state: Contribution | None) -> None:
         self.received[sender] = state
 
+    def settle(self, version: int) -> None:
+        pass
+
     def bury(self, rank: int) -> None:
         raise AssertionError(f"rank {rank} is not dead")
 

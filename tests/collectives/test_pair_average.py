@@ -93,6 +93,9 @@ class Replica:
     def receive(self, sender: int, state: Contribution | None) -> None:
         raise AssertionError(f"rank {sender} was not asked")
 
+    def settle(self, version: int) -> None:
+        pass
+
     def bury(self, rank: int) -> None:
         self.buried.append(rank)
 
@@ -110,13 +113,13 @@ def terms_of(rank: int, world_size: int, partners: Sequence[int]) -> Terms:
         generation=GENERATION,
         num_elements=4,
         dtype=np.dtype(np.float64),
-        patience=Patience(floor_s=0.1, cap_s=0.5),
+        patience=Patience(floor_s=0.1, first_s=0.5, min_samples=2),
         meeting=lambda version: Meeting(group=(rank, partners[version % len(partners)]) if partners else (rank,)),
     )
 
 
-def cluster_of(num_ranks: int) -> VirtualCluster:
-    return VirtualCluster(num_ranks, watch_all=False, link=VirtualLink(latency_s=LATENCY_S), death_notice_s=0.2)
+def cluster_of(num_ranks: int, latency_s: float = LATENCY_S) -> VirtualCluster:
+    return VirtualCluster(num_ranks, watch_all=False, link=VirtualLink(latency_s=latency_s), death_notice_s=0.2)
 
 
 def play(
@@ -196,6 +199,14 @@ def test_a_silent_partner_is_suspected_and_its_answer_merged_when_it_comes() -> 
     assert outcomes[0] == Happenings(arrivals=3, late_averages=1, suspicions=1, resting={0, 1})
 
 
+def test_how_long_answers_take_is_learned() -> None:
+    replicas = [Replica(1.0), Replica(8.0)]
+    play(cluster_of(2, latency_s=1.0), replicas, [1.0, 3.5, 6.0], [])
+    assert [bool(outcome.pieces) for outcome in replicas[0].outcomes] == [False, False, True]
+    assert [outcome.closed_s for outcome in replicas[0].outcomes] == pytest.approx([1.5, 4.0, 8.0])
+    assert replicas[0].amended == [0, 1]
+
+
 def test_a_dead_partner_is_waited_for_until_that_is_known() -> None:
     cluster, replicas = cluster_of(2), [Replica(1.0), Replica(8.0)]
     cluster.at(0.9, lambda: cluster.kill(1))
@@ -213,6 +224,13 @@ def test_a_partner_that_stays_out_says_so() -> None:
         assert outcome.pieces == ()
     assert replicas[0].outcomes[0].closed_s == pytest.approx(1.0 + 2 * LATENCY_S)
     assert replicas[0].values.tolist() == [1.0] * 4
+
+
+def test_who_has_nothing_to_give_asks_nobody() -> None:
+    replicas = [Replica(1.0, gives=False), Replica(8.0)]
+    play(cluster_of(2), replicas, [1.0], [])
+    assert [(outcome.version, outcome.pieces) for outcome in replicas[0].outcomes] == [(0, ())]
+    assert replicas[1].contributed == []
 
 
 def test_a_world_of_one_keeps_what_it_has() -> None:

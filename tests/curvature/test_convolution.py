@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.curvature import convolution
-from offbeat.curvature.convolution import Window, by_patches, by_shifts, patch_moment
+from offbeat.curvature.convolution import Window, by_rows, by_shifts, patch_moment
 from offbeat.curvature.moments import gram
 
 
@@ -49,7 +49,7 @@ def test_shifts_equal_patches_equal_the_definition(
         return
     images = torch.randint(-3, 4, (2, channels, *size), generator=torch.Generator().manual_seed(1)).double()
     expected = slowly(images, window, ones).triu()
-    assert torch.equal(by_patches(images, window, ones=ones).triu(), expected)
+    assert torch.equal(by_rows(images, window, ones=ones).triu(), expected)
     assert torch.equal(by_shifts(images, window, ones=ones).triu(), expected)
 
 
@@ -57,20 +57,13 @@ def test_shifts_equal_patches_equal_the_definition(
 def test_patches_may_begin_later_and_lie_apart(stride: tuple[int, int], first: tuple[int, int], taps: tuple[int, int]) -> None:
     window = Window(taps=taps, stride=stride, first=first, before=(1, 0), after=(0, 1))
     images = torch.randint(-3, 4, (2, 2, 5, 5), generator=torch.Generator().manual_seed(1)).double()
-    assert torch.equal(by_patches(images, window, ones=True).triu(), slowly(images, window, True).triu())
-
-
-def test_patches_are_laid_out_a_few_images_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    images, window = torch.randn(5, 2, 6, 6, dtype=torch.float64), Window(taps=(3, 3), stride=(2, 2))
-    whole = by_patches(images, window, ones=True)
-    monkeypatch.setattr(convolution, "MAX_PATCHES", 100)
-    torch.testing.assert_close(by_patches(images, window, ones=True), whole)
+    assert torch.equal(by_rows(images, window, ones=True).triu(), slowly(images, window, True).triu())
 
 
 def test_shifts_are_precise_in_float32() -> None:
     images = torch.randn(8, 16, 16, 16, generator=torch.Generator().manual_seed(0)).relu()
     window = Window(taps=(3, 3), before=(1, 1), after=(1, 1))
-    exact = by_patches(images.double(), window).triu()
+    exact = by_rows(images.double(), window).triu()
     error = (by_shifts(images, window).triu() - exact).norm() / exact.norm()
     assert error < 1e-6
 
@@ -99,10 +92,10 @@ def test_the_cheaper_way_is_taken(size: int, window: Window, shifted: bool, monk
         monkeypatch.setattr(convolution, name, way)
 
     noting("by_shifts")
-    noting("by_patches")
+    noting("by_rows")
     images = torch.randn(2, 3, size, size)
     moment, num_patches = patch_moment(images, window, ones=True)
-    assert ways == ["by_shifts" if shifted else "by_patches"]
+    assert ways == ["by_shifts" if shifted else "by_rows"]
     assert moment[0, -1, -1] == num_patches
 
 

@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,8 +42,8 @@ class Worker:
     """The host of one rank's generations, which writes down what it is told."""
 
     def __init__(self, store: Store, rank: int, world_size: int, *, silence_s: float = LONG_S) -> None:
-        network = Network(store=store, rank=rank, world_size=world_size, address="127.0.0.1", secret=SECRET)
-        self.generations = Generations(network, self, interval_s=0.01, silence_s=silence_s, limits=BRISK)
+        self.network = Network(store=store, rank=rank, world_size=world_size, address="127.0.0.1", secret=SECRET)
+        self.generations = Generations(self.network, self, interval_s=0.01, silence_s=silence_s, limits=BRISK)
         self.begun: list[tuple[Generation, int]] = []
         self.told: list[str] = []
         self.stopped_seeing: set[Member] = set()
@@ -121,6 +122,15 @@ def all_at_once(*calls: Callable[[], object]) -> None:
         raise errors[0]
 
 
+def await_condition(holds: Callable[[], bool]) -> bool:
+    """Whether `holds` comes true in time."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        if holds():
+            return True
+    return False
+
+
 class Run:
     """Workers that meet in one store."""
 
@@ -128,11 +138,11 @@ class Run:
         self._stack = stack
         self.serving: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.port = self.serving.port
+        self._shared = TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
 
     def client(self) -> Store:
         """A view of the store; each worker makes a connection of its own."""
-        assert self.serving is not None
-        return PrefixStore("run", self.serving)
+        return PrefixStore("run", self._shared)
 
     def worker(self, rank: int, world_size: int, *, silence_s: float = LONG_S) -> Worker:
         worker = Worker(self.client(), rank, world_size, silence_s=silence_s)
@@ -256,6 +266,32 @@ def test_a_member_of_the_next_generation_that_is_gone_before_it_begins_leads_to_
         assert set(worker.generation.members) == founders(0, 1)
         assert worker.told == []
     everyone_can_talk(workers)
+
+
+def test_one_that_has_skipped_a_generation_does_not_take_those_who_began_it_for_gone(run: Run) -> None:
+    """They have left the mesh that it still is in, and are slower than it to come to the newest one."""
+    store = Membership(run.client())
+    here = run.worker(0, 3)
+    with ExitStack() as stack:
+        meshes = [here.network.open(generation=0, position=position, size=3, limits=BRISK) for position in (1, 2)]
+        founding = store.found(3, "{}")
+        for mesh in meshes:
+            stack.callback(mesh.close)
+            store.publish_endpoint(founding, mesh.rank, mesh.endpoint)
+        here.generations.found("{}")
+        for mesh in meshes:
+            mesh.connect([endpoint or "" for endpoint in store.endpoints(founding)])
+
+        skipped, newest = replace(founding, number=1), replace(founding, number=2)
+        assert [store.propose(generation) for generation in (skipped, newest)] == [skipped, newest]
+        meshes[0].close()
+        assert await_condition(lambda: store.endpoints(newest)[0] is not None and here.driver.left() == [1])
+        beats = run.client().add("beat/0/0", 0)
+        assert await_condition(lambda: run.client().add("beat/0/0", 0) > beats)  # it has looked around since
+        assert store.next_of(newest) is None
+        for position in (1, 2):
+            store.publish_endpoint(newest, position, meshes[1].endpoint)
+        here.wait_until(lambda: here.generation == newest)
 
 
 def test_when_the_run_is_over_nobody_is_replaced_and_nobody_joins(run: Run) -> None:

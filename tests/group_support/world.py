@@ -104,6 +104,7 @@ class Model:
         self.invited_to: int | None = None
         self.answered: set[int] = set()
         self.open: dict[int, NDArray[np.float64]] = {}
+        self.settled: set[int] = set()
         self.closed: list[Outcome] = []
         self.received: list[tuple[int, Contribution | None]] = []
         self.buried: list[int] = []
@@ -149,6 +150,7 @@ class Model:
         self._wake()
 
     def amend(self, version: int, piece: Piece) -> None:
+        assert version not in self.settled
         outcome = next(outcome for outcome in self.closed if outcome.version == version)
         assert all(piece.begin != other.begin for other in outcome.pieces)
         self._merge(outcome, piece)
@@ -161,6 +163,11 @@ class Model:
     def receive(self, sender: int, state: Contribution | None) -> None:
         self.received.append((sender, state))
         self._wake()
+
+    def settle(self, version: int) -> None:
+        assert version not in self.settled
+        assert version not in self.open
+        self.settled.add(version)
 
     def bury(self, rank: int) -> None:
         assert rank not in self.buried

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
+import offbeat
+from offbeat.checkpoint import latest, read_shard
 from offbeat.errors import CheckpointError
-from offbeat.lab.saving import mean_of_models
+from offbeat.lab.attached import InSession
+from offbeat.lab.config import Request
+from offbeat.lab.meeting import Meeting
+from offbeat.lab.records import Record, begin_attempt
+from offbeat.lab.saving import mean_of_models, restore
+from offbeat.lab.train import plan, train
 
 
 def part(weight: float, **tensors: torch.Tensor) -> dict[str, object]:
@@ -40,3 +51,24 @@ def test_a_mask_to_add_stays_as_it_is() -> None:
 def test_parts_that_weigh_nothing_have_no_mean() -> None:
     with pytest.raises(CheckpointError, match="weigh nothing together"):
         mean_of_models([part(0.0, w=torch.ones(2))])
+
+
+@pytest.mark.ranks
+def test_another_number_of_workers_begins_from_the_mean_of_models_that_differ(npz: Path, tmp_path: Path) -> None:
+    settings = [f"path={npz}", "batch_size=4", "period=4"]
+    request = Request(task="mnist", strategy="localsgd", workers=2, steps=6, settings=settings)
+    train(plan(request, out=tmp_path / "run"), lambda report: None)
+    resumed = plan(Request(steps=9, workers=1), resume=tmp_path / "run")
+    begin_attempt(tmp_path / "run", resumed.config, start_step=resumed.start_step)
+
+    record = Record(tmp_path / "run")
+    task = resumed.config.build_task()
+    model = task.build_model(seed=99)
+    optimizer = task.optimizer(model)
+    with InSession(model, optimizer, offbeat.attach(model, optimizer, offbeat.LocalSGD(period=4))) as attached:
+        position = restore(record, Meeting(dist.HashStore(), 0, 1), model, optimizer, attached)
+    assert position.step == 6
+    parts: list[Any] = [read_shard(latest(record.checkpoint_root), rank)["model"] for rank in range(2)]  # type: ignore[index,call-overload]
+    for name, parameter in model.state_dict().items():
+        assert not torch.equal(parts[0][name], parts[1][name])
+        torch.testing.assert_close(parameter, (parts[0][name] + parts[1][name]) / 2, rtol=1e-6, atol=1e-8)

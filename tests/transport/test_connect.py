@@ -181,7 +181,7 @@ def test_a_connection_to_the_store_can_be_renewed_while_it_stands(serving: TCPSt
 
 def test_a_connection_to_a_store_that_ended_cannot() -> None:
     serving = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    network = founder(serving)
+    network = founder(TCPStore(LOOPBACK, serving.port, is_master=False, wait_for_workers=False))
     del serving
     assert network.renewed_store() is None
 

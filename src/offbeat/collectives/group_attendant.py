@@ -73,6 +73,9 @@ class Attendant(Member):
     def _is_busy(self) -> bool:
         return bool(self._rounds)
 
+    def _is_settling(self) -> bool:
+        return any(attended.phase != "arrivals" and not attended.round.over for attended in self._rounds.values())
+
     def _take(self, sender: int, message: ModelMessage, now_s: float) -> None:
         if message.kind == Kind.ARRIVE:
             self._arrive(message.version, now_s)
@@ -197,6 +200,7 @@ class Attendant(Member):
             )
         if not round_.debtors():
             del self._rounds[version]
+            self._replica.settle(version)
 
     def _remember(self, version: int, called_s: float) -> None:
         self._over[version] = called_s
@@ -209,7 +213,7 @@ class Attendant(Member):
 
 
 def _new_round(version: int, group: tuple[int, ...], rank: int, terms: Terms) -> Round:
-    sent_directly = (len(group) - 1) * terms.num_elements * terms.dtype.itemsize
+    sent_directly = (len(group) - 1) * terms.length(version) * terms.dtype.itemsize
     is_small = sent_directly <= terms.direct_bytes and len(group) <= _MAX_DIRECT_GROUP
     kind = Direct if is_small or len(group) <= 2 else Scattered
     return kind(version, group, rank=rank, terms=terms)

@@ -118,6 +118,10 @@ class Replica(Protocol):
         """A piece of a closed version came after all. It has to be merged too, or the mean over ranks is not kept."""
         ...
 
+    def settle(self, version: int) -> None:
+        """Nothing more will come of a version that is closed: what is missing of its average does not exist for this rank."""
+        ...
+
     def snapshot(self) -> Contribution | None:
         """The model as it is, for a member that asks for it; None while there is none to give. Sent before this returns."""
         ...
@@ -144,6 +148,7 @@ class Terms:
         generation: number of the membership.
         num_elements: of the model.
         num_counters: of its integer buffers, all together.
+        num_averaged: how many elements a version averages, the first ones; None: all of them.
         meeting: the group of a version that this rank is in; every member's answers must fit together.
         direct_bytes: groups exchange directly when they are of two, or send no more than this many bytes each that way.
         dtype: of its values, float32 or float64.
@@ -160,12 +165,17 @@ class Terms:
     num_elements: int
     meeting: Callable[[int], Meeting]
     num_counters: int = 0
+    num_averaged: Callable[[int], int] | None = None
     direct_bytes: int = 65_536
     dtype: np.dtype[np.floating] = field(default_factory=lambda: np.dtype(np.float32))
     patience: Patience = field(default_factory=lambda: Patience(min_samples=4, first_s=0.4))
     arrival_patience: Patience = field(
         default_factory=lambda: Patience(min_samples=2, first_s=0.4, num_mads=4.0, min_spread=0.25)
     )
+
+    def length(self, version: int) -> int:
+        """How many elements `version` averages."""
+        return self.num_elements if self.num_averaged is None else self.num_averaged(version)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -195,11 +205,16 @@ class Happenings:
     resting: set[int] = field(default_factory=set)
 
 
-def check_model(sender: int, message: ModelMessage, terms: Terms, begin: int, end: int, *, has_values: bool) -> None:
-    """Raise `WireError` unless `message` holds elements `begin` to `end` of a model as in `terms`, or nothing."""
+def check_model(
+    sender: int, message: ModelMessage, terms: Terms, begin: int, end: int, *, has_values: bool, num_elements: int | None = None
+) -> None:
+    """Raise `WireError` unless `message` holds elements `begin` to `end` of a model as in `terms`, or nothing.
+
+    `num_elements`: of the part of the model that is exchanged; None: all.
+    """
     found = (message.num_elements, message.begin, message.values.size, message.counters.size)
     num_values, num_counters = (end - begin, terms.num_counters) if has_values else (0, 0)
-    expected = (terms.num_elements, begin, num_values, num_counters)
+    expected = (terms.num_elements if num_elements is None else num_elements, begin, num_values, num_counters)
     if found != expected or (message.values.size and message.values.dtype != terms.dtype):
         raise WireError(
             f"rank {sender} sent for version {message.version} (elements of the model, first, number, counters) = {found} of "

@@ -26,6 +26,7 @@ class Member(ABC):
         self._replica = replica
         self._outgoing: list[tuple[int, bytes]] = []
         self._asked: set[int] = set()
+        self._askers: list[int] = []
         self._finished: set[int] = set()
 
     @property
@@ -38,6 +39,10 @@ class Member(ABC):
         return self._finished >= self.audience and not (self._asked & self.audience or self._is_busy())
 
     def take_outgoing(self) -> list[tuple[int, bytes]]:
+        if self._askers and not self._is_settling():
+            state = self._state()
+            self._outgoing += [(asker, state) for asker in self._askers]
+            self._askers = []
         taken, self._outgoing = self._outgoing, []
         return [(peer, message) for peer, message in taken if peer not in self.happenings.dead]
 
@@ -63,7 +68,7 @@ class Member(ABC):
             case Kind.SEEK:
                 self._seek(message.version, now_s)
             case Kind.ASK:
-                self._outgoing.append((sender, self._state()))
+                self._askers.append(sender)
             case Kind.STATE:
                 self._receive(sender, message)
             case _:
@@ -89,6 +94,10 @@ class Member(ABC):
     @abstractmethod
     def _is_busy(self) -> bool:
         """Whether some version is under way, or something may still come of it."""
+
+    @abstractmethod
+    def _is_settling(self) -> bool:
+        """Whether an average that others may have taken in already is about to come; who asks for the model gets it then."""
 
     @abstractmethod
     def _take(self, sender: int, message: ModelMessage, now_s: float) -> None:

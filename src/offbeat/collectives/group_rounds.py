@@ -43,6 +43,7 @@ class Round(ABC):
         self.over = False
         self._rank = rank
         self._terms = terms
+        self._num_elements = terms.length(version)
         self._parts: dict[int, ModelMessage] = {}
         self._new_pieces: list[Piece] = []
         self._fresh = False
@@ -99,7 +100,7 @@ class Round(ABC):
             fresh=mine is not None and mine.fresh,
             arrived=self._arrived,
             party=party,
-            num_elements=self._terms.num_elements,
+            num_elements=self._num_elements,
             begin=begin,
         )
         if given is None:
@@ -121,9 +122,7 @@ class Direct(Round):
         self._fresh = mine is not None and mine.fresh
         self._party = frozenset(self.group) - absent
         mask = sum(1 << position for position, rank in enumerate(self.group) if rank in self._party)
-        parts = {
-            rank: self._part(mine, 0, self._terms.num_elements, withheld=rank in absent, party=mask) for rank in self.group
-        }
+        parts = {rank: self._part(mine, 0, self._num_elements, withheld=rank in absent, party=mask) for rank in self.group}
         self._parts[self._rank] = parts.pop(self._rank)
         self._settle()
         return [(peer, part.to_bytes()) for peer, part in parts.items()]
@@ -131,7 +130,9 @@ class Direct(Round):
     def take(self, sender: int, message: ModelMessage) -> bool:
         if message.kind != Kind.PART:
             raise WireError(f"rank {sender} sent an average of version {self.version}, whose members exchange without owners")
-        check_model(sender, message, self._terms, 0, self._terms.num_elements, has_values=message.weight > 0)
+        check_model(
+            sender, message, self._terms, 0, self._num_elements, has_values=message.weight > 0, num_elements=self._num_elements
+        )
         is_late = self.over
         self._parts.setdefault(sender, message)
         if self.contributed:
@@ -186,7 +187,7 @@ class Scattered(Round):
 
     def __init__(self, version: int, group: tuple[int, ...], *, rank: int, terms: Terms) -> None:
         super().__init__(version, group, rank=rank, terms=terms)
-        self._bounds = _bounds(group, terms.num_elements)
+        self._bounds = _bounds(group, self._num_elements)
         self._given: dict[int, Values] = {}
         self._averages: set[int] = set()
 
@@ -215,7 +216,14 @@ class Scattered(Round):
         if message.kind == Kind.AVERAGE:
             self._take_average(sender, message)
             return is_late
-        check_model(sender, message, self._terms, *self._bounds[self._rank], has_values=message.weight > 0)
+        check_model(
+            sender,
+            message,
+            self._terms,
+            *self._bounds[self._rank],
+            has_values=message.weight > 0,
+            num_elements=self._num_elements,
+        )
         if self._rank in self._averages:
             return True
         self._parts.setdefault(sender, message)
@@ -236,7 +244,7 @@ class Scattered(Round):
             kind=Kind.AVERAGE,
             generation=self._terms.generation,
             version=self.version,
-            num_elements=self._terms.num_elements,
+            num_elements=self._num_elements,
             begin=begin,
             counters=largest_of(in_order),
             values=mean_of(in_order),
@@ -260,7 +268,14 @@ class Scattered(Round):
         self._given.pop(rank, None)
 
     def _take_average(self, owner: int, message: ModelMessage) -> None:
-        check_model(owner, message, self._terms, *self._bounds[owner], has_values=any(note.weight for note in message.notes))
+        check_model(
+            owner,
+            message,
+            self._terms,
+            *self._bounds[owner],
+            has_values=any(note.weight for note in message.notes),
+            num_elements=self._num_elements,
+        )
         if len(message.notes) != len(self.group):
             raise WireError(f"rank {owner} averaged among {len(message.notes)} members, the group has {len(self.group)}")
         if owner in self._averages:

@@ -76,6 +76,9 @@ class PairMember(Member):
     def _is_busy(self) -> bool:
         return bool(self._requests)
 
+    def _is_settling(self) -> bool:
+        return any(not request.closed for request in self._requests.values())
+
     def _take(self, sender: int, message: ModelMessage, now_s: float) -> None:
         match message.kind:
             case Kind.ARRIVE:
@@ -97,6 +100,7 @@ class PairMember(Member):
                 self._close(version, (self._rank, request.partner), request.opened_s, now_s)
             if request.partner in self.happenings.dead:
                 del self._requests[version]
+                self._replica.settle(version)
 
     def _arrive(self, version: int, now_s: float) -> None:
         if version <= self._newest:
@@ -109,6 +113,7 @@ class PairMember(Member):
         partner = next((rank for rank in group if rank != self._rank), None)
         if partner is None or partner in self._absent() or mine is None:
             self._close(version, group, now_s, now_s)
+            self._replica.settle(version)
             return
         self._outgoing.append((partner, self._message(Kind.PART, mine, version=version).to_bytes()))
         self._requests[version] = _Request(
@@ -131,6 +136,7 @@ class PairMember(Member):
             pieces.append(_piece(answer, mine))
         self._outgoing.append((sender, answer.to_bytes()))
         self._close(-self._num_answers, (sender, self._rank), now_s, now_s, *pieces)
+        self._replica.settle(-self._num_answers)
 
     def _take_answer(self, sender: int, answer: ModelMessage, now_s: float) -> None:
         request = self._requests.get(answer.version)
@@ -144,12 +150,13 @@ class PairMember(Member):
         del self._requests[answer.version]
         self._waits_s.append(now_s - request.opened_s)
         pieces = [_piece(answer, request.mine)] if is_in else []
-        if not request.closed:
+        if request.closed:
+            self.happenings.late_averages += 1
+            for piece in pieces:
+                self._replica.amend(answer.version, piece)
+        else:
             self._close(answer.version, (self._rank, sender), request.opened_s, now_s, *pieces)
-            return
-        self.happenings.late_averages += 1
-        for piece in pieces:
-            self._replica.amend(answer.version, piece)
+        self._replica.settle(answer.version)
 
     def _close(self, version: int, group: tuple[int, ...], opened_s: float, closed_s: float, *pieces: Piece) -> None:
         self._replica.close(Outcome(version=version, group=group, pieces=pieces, opened_s=opened_s, closed_s=closed_s))

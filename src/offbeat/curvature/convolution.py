@@ -1,14 +1,14 @@
 """Second moments of what a convolution's kernel sees: the A factor of a Conv2d.
 
 A kernel of k x k taps sees at each output position one patch of k k C numbers, and the factor is the sum over images and
-positions of patch patch^T. Two ways lead there:
+positions of patch patch^T. No patches are laid out (im2col). Sums of products of an image with itself, some way shifted, are
+what a convolution's weight gradient is, if the image is its input and its output's gradient at once; and libraries have the
+fastest kernels for that. Two ways, for 3 x 3 taps and per position and pair of channels:
 
-- *patches*: lay all patches out (im2col) and multiply. 81 C^2 products a position for a 3 x 3 kernel, of which symmetry
-  needs 41.
-- *shifts*, for stride 1: the element for taps (i, j) and (i', j') is the sum of products of the image with itself, shifted by
-  (i' - i, j' - j). There are 81 pairs of taps but only 13 different shifts, up to symmetry, if sums ran over all positions
-  where any tap touches the image. So
-  1. sum over all of these, for 15 shifts that contain the 13, in one call;
+- *rows*: each row of taps with itself and those below, in one call each: 54 products of the 81, of which symmetry needs 45.
+- *shifts*, for stride 1: the sum for taps (i, j) and (i', j') would depend on the shift (i' - i, j' - j) alone, if it ran over
+  all positions at which any tap touches the image. So
+  1. sum over all of these, in one call for 15 shifts: 13 differ, up to symmetry;
   2. take off again the positions in the frame around the output. There a kernel touches the image with some of its taps
      only, so these patches are short, and they are few.
 
@@ -26,9 +26,6 @@ import torch.nn.functional as F
 from offbeat.curvature.moments import gram
 
 Pair: TypeAlias = tuple[int, int]
-
-MAX_PATCHES = 1 << 22
-"""Elements of patches laid out at a time: 16 MiB of float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +78,7 @@ def patch_moment(images: torch.Tensor, window: Window, *, groups: int = 1, ones:
     if _shifts_are_cheaper(images, window):
         moment = by_shifts(images, window, groups=groups, ones=ones)
     else:
-        moment = by_patches(images, window, groups=groups, ones=ones)
+        moment = by_rows(images, window, groups=groups, ones=ones)
     return moment, num_patches
 
 
@@ -97,78 +94,101 @@ def _shifts_are_cheaper(images: torch.Tensor, window: Window) -> bool:
     frame_rows = sum(len(_touching(y, window, 0, height)) ** 2 for y in _frame(window, 0, rows))
     frame_columns = sum(len(_touching(x, window, 1, width)) ** 2 for x in _frame(window, 1, columns))
     frame = frame_rows * taps[1] ** 2 * (width + reach[1]) + frame_columns * taps[0] ** 2 * rows
-    symmetric = 0.7 * (taps[0] * taps[1]) ** 2 * rows * columns
-    return shifts + frame < symmetric
+    by_row = taps[1] ** 2 * taps[0] * (taps[0] + 1) // 2 * rows * columns
+    return shifts + frame < by_row
 
 
-def by_patches(images: torch.Tensor, window: Window, *, groups: int = 1, ones: bool = False) -> torch.Tensor:
-    """`patch_moment` from patches laid out a few images at a time."""
-    channels = images.shape[1]
-    per_group, num_taps = channels // groups, window.taps[0] * window.taps[1]
+def by_rows(images: torch.Tensor, window: Window, *, groups: int = 1, ones: bool = False) -> torch.Tensor:
+    """`patch_moment` for any window, one row of taps at a time, each with itself and the rows below."""
+    taps, stride, dilation, per_group = window.taps, window.stride, window.dilation, images.shape[1] // groups
     rows, columns = window.positions((images.shape[2], images.shape[3]))
-    dim = num_taps * per_group
-    total = images.new_zeros(groups, dim + ones, dim + ones)
+    total, blocks = _empty_moment(images, window, groups, ones)
     if rows * columns == 0:
         return total
-    step = max(MAX_PATCHES // (channels * num_taps * rows * columns), 1)
-    for some in images.split(step):
-        seen = _windows(some, window).unflatten(1, (groups, per_group))
-        # (N, groups, C, rows, columns, i, j) -> (groups, i, j, C, N, rows, columns)
-        laid = seen.permute(1, 5, 6, 2, 0, 3, 4).reshape(groups, dim, -1).mT
-        total += gram(laid, ones=ones)
+    padded = _padded(images, window)
+    height, width = (rows - 1) * stride[0] + 1, (columns - 1) * stride[1] + 1
+    for i in range(taps[0]):
+        first = i * dilation[0]
+        seen = padded[:, :, first : first + height : stride[0]].unfold(3, width, dilation[1])[..., : taps[1], :: stride[1]]
+        # (N, groups, C, rows, j, columns) -> (N, groups j C, rows, columns)
+        by_tap = seen.unflatten(1, (groups, per_group)).permute(0, 1, 4, 2, 3, 5).flatten(1, 3)
+        below = padded[:, :, first : window.reach[0] + height, : window.reach[1] + width]
+        kernel = taps[0] - i, taps[1]
+        products = _weight_gradient(below, by_tap, kernel, stride=stride, dilation=dilation, groups=groups)
+        blocks[:, i, :, :, i:] = products.unflatten(0, (groups, taps[1], per_group)).permute(0, 1, 2, 4, 5, 3)
+    if ones:
+        _write_ones_(total, images, window)
     return total
+
+
+def _empty_moment(images: torch.Tensor, window: Window, groups: int, ones: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros of shape (groups, d, d), and a view of all but the ones as (groups, i, j, C, i', j', C)."""
+    taps, per_group = window.taps, images.shape[1] // groups
+    dim = taps[0] * taps[1] * per_group
+    total = images.new_zeros(groups, dim + ones, dim + ones)
+    return total, total[:, :dim, :dim].unflatten(2, (*taps, per_group)).unflatten(1, (*taps, per_group))
+
+
+def _weight_gradient(
+    images: torch.Tensor, gradient: torch.Tensor, kernel: Pair, *, stride: Pair, dilation: Pair, groups: int
+) -> torch.Tensor:
+    """Sums over images and positions of `gradient` times what each tap of `kernel` sees: (channels, C / groups, *kernel)."""
+    shape = (gradient.shape[1], images.shape[1] // groups, *kernel)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        return torch.nn.grad.conv2d_weight(images, shape, gradient, stride=stride, dilation=dilation, groups=groups)
+
+
+def _write_ones_(total: torch.Tensor, images: torch.Tensor, window: Window) -> None:
+    """Fill the last column of `total`, shape (groups, d + 1, d + 1), with sums over patches."""
+    sums = _windows(images.sum(dim=0, keepdim=True), window).sum(dim=(0, 2, 3))
+    rows, columns = window.positions((images.shape[2], images.shape[3]))
+    total[:, :-1, -1] = sums.unflatten(0, (total.shape[0], -1)).permute(0, 2, 3, 1).flatten(1)
+    total[:, -1, -1] = images.shape[0] * rows * columns
+
+
+def _padded(images: torch.Tensor, window: Window) -> torch.Tensor:
+    (top, left), (bottom, right) = window.before, window.after
+    if top or left or bottom or right:
+        images = F.pad(images, (left, right, top, bottom))
+    return images[:, :, window.first[0] :, window.first[1] :]
 
 
 def _windows(images: torch.Tensor, window: Window) -> torch.Tensor:
     """A view of shape (N, C, rows, columns, taps, taps): what each tap sees at each position."""
-    (top, left), (bottom, right) = window.before, window.after
-    if top or left or bottom or right:
-        images = F.pad(images, (left, right, top, bottom))
-    images = images[:, :, window.first[0] :, window.first[1] :]
-    seen = images.unfold(2, window.reach[0] + 1, window.stride[0]).unfold(3, window.reach[1] + 1, window.stride[1])
+    padded = _padded(images, window)
+    seen = padded.unfold(2, window.reach[0] + 1, window.stride[0]).unfold(3, window.reach[1] + 1, window.stride[1])
     return seen[..., :: window.dilation[0], :: window.dilation[1]]
 
 
 def by_shifts(images: torch.Tensor, window: Window, *, groups: int = 1, ones: bool = False) -> torch.Tensor:
-    """`patch_moment` for stride 1 and padding within the kernel's reach, without laying patches out."""
-    taps, per_group = window.taps, images.shape[1] // groups
-    dim = taps[0] * taps[1] * per_group
-    total = images.new_zeros(groups, dim + ones, dim + ones)
-    blocks = total[:, :dim, :dim].unflatten(2, (*taps, per_group)).unflatten(1, (*taps, per_group))
+    """`patch_moment` for stride 1 and padding within the kernel's reach, one shift at a time."""
+    total, blocks = _empty_moment(images, window, groups, ones)
     _write_shifts_(blocks, images, window)
     _subtract_frame_(blocks, images, window)
     if ones:
-        total[:, :dim, dim] = _tap_sums(images, window, groups)
-        rows, columns = window.positions((images.shape[2], images.shape[3]))
-        total[:, dim, dim] = images.shape[0] * rows * columns
+        _write_ones_(total, images, window)
     return total
 
 
 def _write_shifts_(blocks: torch.Tensor, images: torch.Tensor, window: Window) -> None:
-    """Fill `blocks`, shape (groups, i, j, C, i', j', C), on and above the diagonal, with sums over every position that matters."""
+    """Fill `blocks`, shape (groups, i, j, C, i', j', C), on and above the diagonal, as if no shift met a border."""
     taps, groups = window.taps, blocks.shape[0]
-    shifts = _shifted_products(images, window, groups)
-    for down in range(taps[0]):
-        for right in range(-taps[1] + 1 if down else 0, taps[1]):
-            product = shifts[..., down, right + taps[1] - 1]
-            for i in range(taps[0] - down):
-                for j in range(max(0, -right), taps[1] - max(0, right)):
-                    blocks[:, i, j, :, i + down, j + right] = product
+    # (groups, C, C, downs, rights) -> (groups, C, downs, rights, C)
+    shifts = _shifted_products(images, window, groups).permute(0, 1, 3, 4, 2).contiguous()
+    for i in range(taps[0]):
+        for j in range(taps[1]):
+            blocks[:, i, j, :, i:] = shifts[:, :, : taps[0] - i, taps[1] - 1 - j : 2 * taps[1] - 1 - j]
 
 
 def _shifted_products(images: torch.Tensor, window: Window, groups: int) -> torch.Tensor:
     """Sums over pixels of the image times itself, shifted: shape (groups, C, C, downs, rights).
 
-    That is what the weight gradient of a convolution with a wider kernel is, if the image is both its input and its output's
-    gradient; libraries compute it faster than products of matrices. Shifts go down by 0, 1, ... taps, and left and right.
+    Shifts go down by 0, 1, ... taps, and to the left and the right.
     """
     taps, (height, width) = window.taps, window.reach
-    padded = F.pad(images, (width, width, 0, height))
-    channels, kernel = images.shape[1], (taps[0], 2 * taps[1] - 1)
-    shape = (channels, channels // groups, *kernel)
-    with torch.backends.cudnn.flags(allow_tf32=False):
-        gradient = torch.nn.grad.conv2d_weight(padded, shape, images, dilation=window.dilation, groups=groups)
-    return gradient.unflatten(0, (groups, -1))
+    padded, kernel = F.pad(images, (width, width, 0, height)), (taps[0], 2 * taps[1] - 1)
+    products = _weight_gradient(padded, images, kernel, stride=(1, 1), dilation=window.dilation, groups=groups)
+    return products.unflatten(0, (groups, -1))
 
 
 def _subtract_frame_(blocks: torch.Tensor, images: torch.Tensor, window: Window) -> None:
@@ -214,9 +234,3 @@ def _subtract_gram_(blocks: torch.Tensor, seen: torch.Tensor) -> None:
     grouped = seen.unflatten(1, (groups, per_group))
     laid = grouped.permute(1, 3, 4, 2, 0, 5).flatten(4).flatten(1, 3)
     blocks -= gram(laid.mT).view(blocks.shape)
-
-
-def _tap_sums(images: torch.Tensor, window: Window, groups: int) -> torch.Tensor:
-    """What each tap sees, summed over images and positions: shape (groups, i j C)."""
-    sums = _windows(images.sum(dim=0, keepdim=True), window).sum(dim=(0, 2, 3))
-    return sums.unflatten(0, (groups, -1)).permute(0, 2, 3, 1).flatten(1)

@@ -86,7 +86,7 @@ class Inverter:
                 inverses[place] = self._climb(verdict.name_at(place), packed[place], dim, damping[place])
         else:
             self._verdicts.append(verdict)
-        return list(pack(inverses).split(groups))
+        return list(pack(inverses.mT).split(groups))  # they come from LAPACK, which lays out columns
 
     def _climb(self, name: str, packed: torch.Tensor, dim: int, damping: torch.Tensor) -> torch.Tensor:
         """The inverse of one matrix that failed, shape (d, d), from a higher rung of the ladder."""
@@ -153,14 +153,17 @@ def _attempt(matrices: torch.Tensor, damping: torch.Tensor) -> tuple[torch.Tenso
     """
     matrices.diagonal(dim1=1, dim2=2).add_(damping[:, None])
     lower, info = torch.linalg.cholesky_ex(matrices)
-    identity = torch.eye(matrices.shape[1], dtype=matrices.dtype, device=matrices.device)
-    # A broken triangle could make the inversion below raise, for all of the batch.
     usable = (info == 0) & torch.isfinite(lower.diagonal(dim1=1, dim2=2).sum(dim=1))
-    lower = torch.where(usable[:, None, None], lower, identity)
-    # cholesky_inverse asks the device whether it succeeded; cholesky_solve takes more operations, but does not.
-    inverses = torch.cholesky_solve(identity, lower) if lower.is_cuda else torch.cholesky_inverse(lower)
-    good = usable & torch.isfinite(inverses.sum(dim=(1, 2)))
-    return torch.where(good[:, None, None], inverses, 0.0), good
+    # On a CPU, looking costs nothing. On a GPU every matrix is masked instead, and nothing that asks for values is called.
+    looked = not matrices.is_cuda
+    if not (looked and usable.all()):
+        identity = torch.eye(matrices.shape[1], dtype=matrices.dtype, device=matrices.device)
+        lower = torch.where(usable[:, None, None], lower, identity)  # a broken triangle could make the next line raise for all
+    inverses = torch.cholesky_inverse(lower) if looked else torch.cholesky_solve(identity.expand_as(lower), lower)
+    good = usable & torch.isfinite(inverses.diagonal(dim1=1, dim2=2).sum(dim=1))
+    if not (looked and good.all()):
+        inverses = torch.where(good[:, None, None], inverses, 0.0)
+    return inverses, good
 
 
 def _reciprocals(jobs: Sequence[Job]) -> list[torch.Tensor]:

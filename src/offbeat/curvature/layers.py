@@ -117,11 +117,12 @@ class ConvBlock(Block):
 
     def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None, *, phase: int) -> Moment:
         maps = gradient if gradient.ndim == 4 else gradient[None]
-        every, first = self._sampling((maps.shape[2], maps.shape[3]), phase)
-        seen = as_real(maps[:, :, first[0] :: every, first[1] :: every])
-        rows = seen.unflatten(1, (self.outputs.groups, self.outputs.dim)).movedim(0, 2).flatten(3).flatten(2, 3)
-        positions = pack(gram(rows.mT))
-        return Moment(positions * (maps.shape[2:].numel() / seen.shape[2:].numel()) if every > 1 else positions, rows.shape[2])
+        size = maps.shape[2], maps.shape[3]
+        every, first = self._sampling(size, phase)
+        pixels = Window(taps=(1, 1), stride=(every, every), first=first)
+        moment, num_pixels = patch_moment(as_real(maps), pixels, groups=self.outputs.groups)
+        seen = pixels.positions(size)
+        return Moment(pack(moment) * (size[0] * size[1] / (seen[0] * seen[1])), num_pixels)
 
     def _sampling(self, size: Pair, phase: int) -> tuple[int, Pair]:
         """Look at every n-th of `size` output positions, from which on."""

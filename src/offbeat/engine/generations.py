@@ -8,7 +8,7 @@
 
 From a death to the next generation it takes `PeerLimits.grace_s` and a few `interval_s`, or `silence_s` where those that are
 left are not more than half. Training does not wait for it: in the old generation, the dead are left out already. When the
-store is gone, the generation stays as it is.
+store is gone, the generation stays as it is. A member that dies while a generation gathers delays it by `silence_s`.
 """
 
 from __future__ import annotations
@@ -235,10 +235,8 @@ class Generations:
     def _propose_without(self, generation: Generation, me: int, missing: frozenset[int]) -> Generation | None:
         """What follows `generation`, which waits for `missing`; None while these may still come."""
         silent = self._look_for_silence(generation)
-        dead: set[int | None] = set()
-        if self._current is not None:
-            dead = {generation.position_of(self._current.members[other]) for other in self._host.unreachable()}
-        gone = missing & (silent | dead)
+        # Only the store tells: on older meshes, those who are further on than this rank look dead too.
+        gone = missing & silent
         if not gone:
             return None
         return self._propose(successor(generation, me=me, unreachable=gone, silent=silent, requests=(), begun=False))

@@ -93,6 +93,11 @@ class GradientReplica(Replica):
             parts = [*self._under_way.values(), *([] if self._owed is None else [self._owed])]
             return np.sum(parts, axis=0) if parts else None
 
+    def settle(self, version: int) -> None:
+        with self._changed:
+            if (lost := self._under_way.pop(version, None)) is not None:
+                self._owe_again(lost, 0, lost.size)
+
     def _restart(self) -> None:
         """What was under way in the membership that is over will not come back."""
         super()._restart()

@@ -232,6 +232,9 @@ class Replica:
         with self._changed:
             self._merge(version, (piece,))
 
+    def settle(self, version: int) -> None:
+        """What has come of `version` is merged; there is nothing else."""
+
     def snapshot(self) -> Contribution | None:
         with self._changed:
             return None if self._iterate is None or self._absent else self._contribution(self._iterate.shown, fresh=False)
