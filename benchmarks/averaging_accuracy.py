@@ -43,9 +43,9 @@ STRATEGIES = (
     *JUDGED,
     *("localsgd:period=10", "dpsgd", "sgp", "adpsgd", "eagersgd:mode=solo", "eagersgd:mode=majority"),
     *(f"wagma:group_size={size}" for size in (2, 4, 8)),
-    *("wagma:quorum=1", "wagma:overlap=true", "wagma:overlap=false", "wagma:groups=fixed", "wagma:groups=none"),
+    *("wagma:quorum=1", "wagma:overlap=true", "wagma:overlap=false", "wagma:groups=fixed", "wagma:groups=off"),
 )
-"""The first of all is what the others are held against. `groups=none` is local SGD with a quorum."""
+"""The first of all is what the others are held against. `groups=off` is local SGD with a quorum."""
 TOGETHER = 3
 MEASUREMENTS = 20
 LAST = 3

@@ -30,7 +30,8 @@ PLAIN: dict[str, AveragingStrategy] = {
     "wagma": offbeat.WAGMA(),
     "wagma without overlap": offbeat.WAGMA(overlap=False, period=1),
     "wagma by the paper's rule": offbeat.WAGMA(merge="paper"),
-    "wagma without groups": offbeat.WAGMA(groups="none", period=2),
+    "wagma with averaged momentum": offbeat.WAGMA(momentum="averaged", period=2),
+    "wagma without groups": offbeat.WAGMA(groups="off", period=2),
     "adpsgd": offbeat.ADPSGD(),
     "eagersgd": offbeat.EagerSGD(),
     "eagersgd that averages models often": offbeat.EagerSGD(mode="solo", period=2),
@@ -325,7 +326,7 @@ def test_complex_parameters(strategy: AveragingStrategy) -> None:
     net = torch.nn.Linear(2, 2, dtype=torch.complex64)
     plain = copy.deepcopy(net)
     for model in (net, plain):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         if model is net:
             session = offbeat.attach(net, optimizer, strategy)
         for _ in range(4):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from offbeat.curvature import eigen, inverses
 from offbeat.curvature.blocks import FactorShape
 from offbeat.curvature.eigen import decompose
-from offbeat.curvature.inverses import Inverter, Job, is_there
+from offbeat.curvature.inverses import Form, Inverter, Job, is_there, usual_form
 from offbeat.curvature.packing import pack, unpack
 
 
@@ -31,32 +31,47 @@ def moment(groups: int, dim: int, seed: int, dtype: torch.dtype = torch.float64)
     return rows.mT @ rows / (2 * dim)
 
 
+def inverse_of(packed: torch.Tensor, of: Job, form: Form) -> torch.Tensor:
+    if form == "inverse" or of.shape.is_diagonal:
+        return square(packed, of)
+    upper = square(packed, of).triu()
+    return torch.linalg.inv(upper.mT @ upper)
+
+
 def square(packed: torch.Tensor, of: Job) -> torch.Tensor:
     return torch.diag_embed(packed) if of.shape.is_diagonal else unpack(packed, of.shape.dim)
 
 
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), st.booleans()), min_size=1, max_size=6))
-def test_batches_of_any_mixture_are_inverted_each_with_its_damping(kinds: list[tuple[int, int, bool]]) -> None:
+forms = pytest.mark.parametrize("form", ["triangle", "inverse"])
+
+
+@forms
+@given(kinds=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), st.booleans()), min_size=1, max_size=6))
+def test_batches_of_any_mixture_are_inverted_each_with_its_damping(form: Form, kinds: list[tuple[int, int, bool]]) -> None:
     jobs = []
     for seed, (groups, dim, is_diagonal) in enumerate(kinds):
         matrices = moment(groups, dim, seed)
         if is_diagonal:
             matrices = matrices.diagonal(dim1=1, dim2=2)[:1].contiguous()
         jobs.append(job(matrices, damping=0.1 * (seed + 1)))
-    for each, inverse in zip(jobs, Inverter(pytest.fail).invert(jobs), strict=True):
+    for each, inverse in zip(jobs, Inverter(pytest.fail, form).invert(jobs), strict=True):
         assert inverse.shape == each.shape.packed
         assert is_there(inverse)
         damped = square(each.packed, each) + each.damping * torch.eye(each.shape.dim, dtype=torch.float64)
-        np.testing.assert_allclose(square(inverse, each).numpy(), np.linalg.inv(damped.numpy()), rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(
+            inverse_of(inverse, each, form).numpy(), np.linalg.inv(damped.numpy()), rtol=1e-8, atol=1e-10
+        )
 
 
 def test_matrices_of_one_size_are_inverted_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     attempt = inverses._attempt
     monkeypatch.setattr(
-        inverses, "_attempt", lambda matrices, damping: (calls.append(matrices.shape), attempt(matrices, damping))[1]
+        inverses, "_attempt", lambda matrices, *rest: (calls.append(matrices.shape), attempt(matrices, *rest))[1]
     )
-    Inverter(pytest.fail).invert([job(moment(groups, dim, 1)) for groups, dim in ((1, 4), (2, 3), (3, 4), (1, 3), (1, 4))])
+    Inverter(pytest.fail, "inverse").invert(
+        [job(moment(groups, dim, 1)) for groups, dim in ((1, 4), (2, 3), (3, 4), (1, 3), (1, 4))]
+    )
     assert calls == [(5, 4, 4), (3, 3, 3)]
 
 
@@ -67,14 +82,17 @@ def indefinite(lowest: float, dtype: torch.dtype = torch.float32) -> torch.Tenso
     return (turn * values @ turn.mT).to(dtype)[None]
 
 
-def test_ten_times_the_damping_may_help() -> None:
+@forms
+def test_ten_times_the_damping_may_help(form: Form) -> None:
     matrix = indefinite(-0.5)
-    (inverse,) = Inverter(pytest.fail).invert([job(matrix, damping=0.1)])
+    each = job(matrix, damping=0.1)
+    (inverse,) = Inverter(pytest.fail, form).invert([each])
     expected = torch.linalg.inv(matrix + torch.eye(5))
-    torch.testing.assert_close(unpack(inverse, 5), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(inverse_of(inverse, each, form), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_float64_may_help() -> None:
+@forms
+def test_float64_may_help(form: Form) -> None:
     """Beside elements of 2^20, float32 has no room for a damping of 1 / 100."""
     dim = 6
     row = torch.tensor([1.0, 2, -1, 4, 2, -2]) * 2**10
@@ -82,23 +100,24 @@ def test_float64_may_help() -> None:
     rungs = []
     attempt = inverses._attempt
 
-    def noting(matrices: torch.Tensor, damping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        result, good = attempt(matrices, damping)
+    def noting(matrices: torch.Tensor, damping: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+        result, good = attempt(matrices, damping, form)
         rungs.append((matrices.dtype, bool(good.all())))
         return result, good
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inverses, "_attempt", noting)
         each = job(unpack(packed, dim), damping=0.01)
-        (inverse,) = Inverter(pytest.fail).invert([each])
+        (inverse,) = Inverter(pytest.fail, form).invert([each])
     assert rungs == [(torch.float32, False), (torch.float32, False), (torch.float64, True)]
     assert is_there(inverse)
-    assert (torch.linalg.eigvalsh(unpack(inverse, dim).double()) > 0).all()
+    assert (torch.linalg.eigvalsh(inverse_of(inverse.double(), each, form)) > 0).all()
 
 
-def test_a_hopeless_factor_has_no_inverse_harms_no_other_and_is_named_once() -> None:
+@forms
+def test_a_hopeless_factor_has_no_inverse_harms_no_other_and_is_named_once(form: Form) -> None:
     warnings: list[str] = []
-    inverter = Inverter(warnings.append)
+    inverter = Inverter(warnings.append, form)
     broken = moment(1, 5, 1, torch.float32)
     broken[0, 1, 1] = float("nan")
     good = moment(2, 5, 2, torch.float32)
@@ -109,7 +128,9 @@ def test_a_hopeless_factor_has_no_inverse_harms_no_other_and_is_named_once() -> 
         assert not found[2].any()
         assert not is_there(found[0])
         damped = good + 0.1 * torch.eye(5)
-        torch.testing.assert_close(unpack(found[1], 5) @ damped, torch.eye(5).expand(2, 5, 5), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            inverse_of(found[1], jobs[1], form) @ damped, torch.eye(5).expand(2, 5, 5), rtol=1e-4, atol=1e-5
+        )
     assert len(warnings) == 2
     assert "bad:input" in warnings[0]
     assert "nan:output" in warnings[1]
@@ -117,15 +138,38 @@ def test_a_hopeless_factor_has_no_inverse_harms_no_other_and_is_named_once() -> 
 
 def test_one_bad_group_leaves_the_whole_factor_without_an_inverse() -> None:
     matrices = torch.cat([moment(1, 5, 2, torch.float32), indefinite(-50.0)])
-    (inverse,) = Inverter(lambda warning: None).invert([job(matrices)])
+    (inverse,) = Inverter(lambda warning: None, "triangle").invert([job(matrices)])
     assert not is_there(inverse)
 
 
-def test_what_was_never_averaged_has_no_inverse_and_needs_no_warning() -> None:
-    found = Inverter(pytest.fail).invert([job(torch.zeros(1, 3, 3), valid=False), job(torch.zeros(1, 3), valid=False)])
+@forms
+def test_what_was_never_averaged_has_no_inverse_and_needs_no_warning(form: Form) -> None:
+    found = Inverter(pytest.fail, form).invert([job(torch.zeros(1, 3, 3), valid=False), job(torch.zeros(1, 3), valid=False)])
     assert not any(inverse.any() for inverse in found)
     (none,) = decompose([job(torch.zeros(1, 3, 3), valid=False)], pytest.fail)
     assert (none.values < 0).all()
+
+
+@forms
+def test_where_answers_come_later_a_failure_climbs_the_ladder_the_next_time(
+    form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inverses, "answers_later", lambda device: True)
+    inverter = Inverter(pytest.fail, form)
+    jobs = [job(indefinite(-0.5), name="bad:input"), job(moment(1, 5, 2, torch.float32))]
+    now, later, after = (inverter.invert(jobs) for _ in range(3))
+    assert not now[0].any()
+    assert is_there(now[1])
+    assert is_there(later[0])
+    expected = torch.linalg.inv(indefinite(-0.5) + torch.eye(5))
+    torch.testing.assert_close(inverse_of(later[0], jobs[0], form), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(now[1], later[1])
+    assert torch.equal(later[0], after[0])
+
+
+def test_gpus_multiply_and_others_solve() -> None:
+    assert usual_form(torch.device("cuda")) == "inverse"
+    assert usual_form(torch.device("cpu")) == "triangle"
 
 
 def test_eigendecompositions_put_matrices_together_again() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from offbeat.curvature.inverses import Inverter, Job
 from offbeat.curvature.precondition import Curvature, Eigens, Inverses, Matrices, kl_scale, precondition_, read_gradients
 
 DAMPING = 0.3
+How: TypeAlias = Literal["triangle", "inverse", "eigen"]
 
 
 class Net(nn.Module):
@@ -63,16 +64,16 @@ def jobs_of(capture: Capture, blocks: list[Block], *, pi: bool = False) -> list[
     return pairs
 
 
-def curvatures(pairs: list[tuple[Job, Job]], how: str) -> list[Curvature]:
+def curvatures(pairs: list[tuple[Job, Job]], how: How) -> list[Curvature]:
     jobs = [job for pair in pairs for job in pair]
-    if how == "cholesky":
-        found = Inverter(pytest.fail).invert(jobs)
-        return [Inverses(a, g) for a, g in zip(found[::2], found[1::2], strict=True)]
+    if how != "eigen":
+        found = Inverter(pytest.fail, how).invert(jobs)
+        return [Inverses(a, g, how) for a, g in zip(found[::2], found[1::2], strict=True)]
     eigens = decompose(jobs, pytest.fail)
     return [Eigens(a, g, DAMPING) for a, g in zip(eigens[::2], eigens[1::2], strict=True)]
 
 
-def expected_directions(blocks: list[Block], pairs: list[tuple[Job, Job]], how: str) -> list[torch.Tensor]:
+def expected_directions(blocks: list[Block], pairs: list[tuple[Job, Job]], how: How) -> list[torch.Tensor]:
     """vec(P) = (G x A)^-1 vec(grad), with the Kronecker product written out."""
     found = []
     for block, (a_job, g_job), gradient in zip(blocks, pairs, read_gradients(blocks).each, strict=True):
@@ -80,7 +81,7 @@ def expected_directions(blocks: list[Block], pairs: list[tuple[Job, Job]], how: 
         direction = torch.empty_like(gradient)
         for group in range(block.outputs.groups):
             a_, g_ = a[group % a.shape[0]], g[group]
-            if how == "cholesky":
+            if how != "eigen":
                 product = torch.kron(
                     g_ + g_job.damping * torch.eye(len(g_), dtype=g_.dtype),
                     a_ + a_job.damping * torch.eye(len(a_), dtype=a_.dtype),
@@ -93,9 +94,9 @@ def expected_directions(blocks: list[Block], pairs: list[tuple[Job, Job]], how: 
     return found
 
 
-@pytest.mark.parametrize("how", ["cholesky", "eigen"])
+@pytest.mark.parametrize("how", ["triangle", "inverse", "eigen"])
 @pytest.mark.parametrize("pi", [False, True])
-def test_directions_solve_the_whole_kronecker_product(how: Literal["cholesky", "eigen"], pi: bool) -> None:
+def test_directions_solve_the_whole_kronecker_product(how: How, pi: bool) -> None:
     model, blocks, capture = trained()
     pairs = jobs_of(capture, blocks, pi=pi)
     expected = expected_directions(blocks, pairs, how)
@@ -113,13 +114,13 @@ def test_steps_are_clipped_together_at_the_limit(lrs: str, grad_scale: float) ->
     pairs = jobs_of(capture, blocks)
     rates = [0.1 * (1 + number * (lrs == "different")) for number in range(len(blocks))]
     gradients = read_gradients(blocks).each
-    directions = expected_directions(blocks, pairs, "cholesky")
+    directions = expected_directions(blocks, pairs, "triangle")
     change = sum(lr**2 * float((p * g).sum()) for lr, p, g in zip(rates, directions, gradients, strict=True))
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(grad_scale)
     limit = change / 9
-    precondition_(blocks, curvatures(pairs, "cholesky"), lrs=rates, kl_clip=limit, grad_scale=grad_scale)
+    precondition_(blocks, curvatures(pairs, "triangle"), lrs=rates, kl_clip=limit, grad_scale=grad_scale)
     for matrix, wanted in zip(read_gradients(blocks).each, directions, strict=True):
         torch.testing.assert_close(matrix / grad_scale, wanted / 3)
 
@@ -133,15 +134,15 @@ def test_short_steps_are_not_lengthened() -> None:
     assert float(full) == pytest.approx(math.sqrt(1e-6 / float(gradients.flat.square().sum())))
 
 
-@pytest.mark.parametrize("how", ["cholesky", "eigen"])
-def test_a_layer_without_an_inverse_keeps_its_gradient_and_counts_for_nothing(how: str) -> None:
+@pytest.mark.parametrize("how", ["triangle", "inverse", "eigen"])
+def test_a_layer_without_an_inverse_keeps_its_gradient_and_counts_for_nothing(how: How) -> None:
     _, blocks, capture = trained()
     pairs = jobs_of(capture, blocks)
     found = curvatures(pairs, how)
     before, directions = read_gradients(blocks).each, expected_directions(blocks, pairs, how)
     lost = found[1]
     if isinstance(lost, Inverses):
-        found[1] = Inverses(lost.inputs, torch.zeros_like(lost.outputs))
+        found[1] = Inverses(lost.inputs, torch.zeros_like(lost.outputs), lost.form)
     else:
         found[1] = Eigens(
             lost.inputs, type(lost.outputs)(lost.outputs.vectors, torch.full_like(lost.outputs.values, -1)), DAMPING
@@ -160,11 +161,11 @@ def test_layers_without_a_gradient_or_of_another_shape_are_passed_over() -> None
     blocks, capture = capture_all(model)
     model(torch.randn(4, 3)).sum().backward()
     pairs = jobs_of(capture, blocks)
-    expected = expected_directions(blocks, pairs, "cholesky")[2]
+    expected = expected_directions(blocks, pairs, "triangle")[2]
     model[0].bias.grad = None
     model[1].weight = nn.Parameter(torch.randn(3, 5))
     model[1].weight.grad = torch.ones(3, 5)
-    precondition_(blocks, curvatures(pairs, "cholesky"), lrs=[0.1] * 3, kl_clip=None)
+    precondition_(blocks, curvatures(pairs, "triangle"), lrs=[0.1] * 3, kl_clip=None)
     assert torch.equal(model[1].weight.grad, torch.ones(3, 5))
     torch.testing.assert_close(read_gradients(blocks[2:]).each[0], expected)
     precondition_([], [], lrs=[], kl_clip=1.0)
@@ -175,8 +176,8 @@ def test_half_precision_gradients_are_preconditioned_in_float32() -> None:
     blocks, capture = capture_all(model)
     model(torch.randn(4, 3).bfloat16()).sum().backward()
     pairs = jobs_of(capture, blocks)
-    (expected,) = expected_directions(blocks, pairs, "cholesky")
-    precondition_(blocks, curvatures(pairs, "cholesky"), lrs=[0.1], kl_clip=None)
+    (expected,) = expected_directions(blocks, pairs, "triangle")
+    precondition_(blocks, curvatures(pairs, "triangle"), lrs=[0.1], kl_clip=None)
     assert expected.dtype == torch.float32
     assert model.weight.grad.dtype == torch.bfloat16
     torch.testing.assert_close(model.weight.grad, expected[0, :, :3].bfloat16())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from offbeat.data import text_rows
@@ -260,3 +261,43 @@ def test_options_are_checked(tmp_path: Path) -> None:
         load(XmlFiles(path=tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="read 0 at a time"):
         read(XmlFiles(path=tmp_path / "nothing"), num_rows=0)
+
+
+PAIR = r"(\d+):([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
+LINE = re.compile(rf"(?:(\d+(?:,\d+)*)?((?:[ \t]+{PAIR})*)|({PAIR}(?:[ \t]+{PAIR})*))[ \t]*\r?")
+
+
+def read_slowly(text: str) -> Listed | None:
+    """What `text` says, or None if it cannot be read."""
+    rows: Listed = []
+    for line in text.removesuffix("\n").split("\n"):
+        if (match := LINE.fullmatch(line)) is None:
+            return None
+        labels = [int(label) for label in match[1].split(",")] if match[1] else []
+        pairs = [(int(column), float(value)) for column, value in re.findall(PAIR, match[2] or match[5] or "")]
+        if max([0, *labels]) >= NUM_LABELS or max([0, *(column for column, _ in pairs)]) >= NUM_FEATURES:
+            return None
+        with np.errstate(over="ignore"):
+            if not np.isfinite(np.array([value for _, value in pairs]).astype(np.float32)).all():
+                return None
+        rows.append((labels, dict(pairs)))
+        if len(rows[-1][1]) != len(pairs):
+            reject()
+    return rows
+
+
+pieces_of_text = st.sampled_from([*"0123456789:,.+-eE \n\tx", "\r\n", " 3:", ":1", " 7:2.5", "1,2 ", "\n4 ", "e38", "e-45"])
+
+
+@no_reset
+@given(pieces=st.lists(pieces_of_text, max_size=12))
+def test_any_text_is_read_as_a_slow_reader_does_or_refused(tmp_path: Path, pieces: list[str]) -> None:
+    text = "0 0:1\n" + "".join(pieces)
+    (tmp_path / "x").write_bytes(text.encode())
+    files = XmlFiles(path=tmp_path / "x", num_features=NUM_FEATURES, num_labels=NUM_LABELS)
+    expected = read_slowly(text)
+    if expected is None:
+        with pytest.raises(ConfigError, match="line "):
+            load(files)
+    else:
+        assert same(load(files), build(expected))

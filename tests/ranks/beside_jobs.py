@@ -26,7 +26,7 @@ def strategies() -> dict[str, AveragingStrategy]:
         "wagma, waiting": offbeat.WAGMA(period=4, overlap=False, quorum=1.0),
         "wagma, pairs": offbeat.WAGMA(group_size=2, period=5),
         "wagma, fixed groups": offbeat.WAGMA(group_size=2, period=5, groups="fixed"),
-        "wagma, no groups": offbeat.WAGMA(period=3, groups="none"),
+        "wagma, no groups": offbeat.WAGMA(period=3, groups="off"),
         "adpsgd": offbeat.ADPSGD(),
         "eagersgd, solo": offbeat.EagerSGD(mode="solo", period=7),
         "eagersgd": offbeat.EagerSGD(period=7),

@@ -2,26 +2,31 @@
 
 1. Matrices of one size, whatever layers they belong to, are decomposed by Cholesky in one call.
 2. One that is not positive definite is tried again with ten times the damping, then in float64.
-3. One that never is gets an inverse of zeros, which stands for "none": an inverse has a positive diagonal, so zeros cannot be
-   mistaken, travel like any inverse, and tell every rank that this layer gets plain gradients.
+3. One that never is gets an inverse of zeros, which stands for "none": what is kept of an inverse has a positive diagonal, so
+   zeros cannot be mistaken, travel like any inverse, and tell every rank that this layer gets plain gradients.
+
+What is kept is either the inverse itself or the triangle U of A = U^T U, of the same size: solving with U costs no more
+operations than multiplying by the inverse, and loses less precision. Making it takes a third of the operations.
 
 Whether a decomposition succeeded is known on the device at once and on the host later. On a CPU that makes no difference. On a
 GPU nothing waits: the verdict is copied while work goes on and read before the next inversions, and a matrix that failed has no
 inverse until then, when it climbs the ladder.
 
-Cost for d rows: d^3 operations, d^2 numbers of scratch.
+Cost for d rows: d^3 / 3 operations for a triangle, d^3 for an inverse, and d^2 numbers of scratch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from offbeat.curvature.blocks import FactorShape
 from offbeat.curvature.packing import pack, unpack
+
+Form: TypeAlias = Literal["triangle", "inverse"]
 
 LADDER: tuple[tuple[float, torch.dtype | None], ...] = ((1.0, None), (10.0, None), (10.0, torch.float64))
 """By how much damping is multiplied, and in which dtype (None: the factor's)."""
@@ -46,8 +51,18 @@ class Job:
     valid: torch.Tensor
 
 
+def usual_form(device: torch.device) -> Form:
+    """Triangles, except on GPUs, where multiplying is faster than solving by more than making the inverse takes."""
+    return "inverse" if answers_later(device) else "triangle"
+
+
+def answers_later(device: torch.device) -> bool:
+    """Whether asking for a value makes the host wait."""
+    return device.type == "cuda"
+
+
 def is_there(inverse: torch.Tensor) -> torch.Tensor:
-    """Whether a packed inverse, shape (groups, n), is one and not zeros: a scalar tensor of bools."""
+    """Whether a packed inverse or triangle, shape (groups, n), is one and not zeros: a scalar tensor of bools."""
     return (inverse[:, 0] > 0).all()
 
 
@@ -56,15 +71,17 @@ class Inverter:
 
     Args:
         warn: is told, once for each, of factors that have no inverse.
+        form: what to keep of inverses; diagonal factors have reciprocals in either form.
     """
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
+    def __init__(self, warn: Callable[[str], None], form: Form) -> None:
         self._warn = warn
+        self._form = form
         self._warned: set[str] = set()
         self._verdicts: list[_Verdict] = []
 
     def invert(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
-        """The packed inverses of (factor + damping * identity), in the order of `jobs`; zeros where there is none."""
+        """What stands for the inverses of (factor + damping * identity), packed, as `jobs`; zeros where there is none."""
         suspects = self._read_verdicts()
         inverses: list[torch.Tensor] = [job.packed for job in jobs]
         for numbers in alike(jobs):
@@ -78,23 +95,23 @@ class Inverter:
         dim, groups = jobs[0].shape.dim, [job.shape.groups for job in jobs]
         packed = jobs[0].packed if len(jobs) == 1 else torch.cat([job.packed for job in jobs])
         damping = torch.cat([job.damping.expand(job.shape.groups) for job in jobs])
-        inverses, good = _attempt(unpack(packed, dim), damping)
+        results, good = _attempt(unpack(packed, dim), damping, self._form)
         counted = torch.cat([job.valid.expand(job.shape.groups) for job in jobs])
         verdict = _Verdict.of([job.name for job in jobs], groups, good | ~counted)
-        if packed.device.type == "cpu" or suspects.intersection(verdict.names):
+        if not answers_later(packed.device) or suspects.intersection(verdict.names):
             for place in verdict.failed():
-                inverses[place] = self._climb(verdict.name_at(place), packed[place], dim, damping[place])
+                results[place] = self._climb(verdict.name_at(place), packed[place], dim, damping[place])
         else:
             self._verdicts.append(verdict)
-        return list(pack(inverses.mT).split(groups))  # they come from LAPACK, which lays out columns
+        return list(pack(results).split(groups))
 
     def _climb(self, name: str, packed: torch.Tensor, dim: int, damping: torch.Tensor) -> torch.Tensor:
-        """The inverse of one matrix that failed, shape (d, d), from a higher rung of the ladder."""
+        """What stands for the inverse of one matrix that failed, shape (d, d), from a higher rung of the ladder."""
         for times, dtype in LADDER[1:]:
             matrix = unpack(packed[None].to(dtype or packed.dtype), dim)
-            inverse, good = _attempt(matrix, (damping * times).to(matrix.dtype)[None])
+            result, good = _attempt(matrix, (damping * times).to(matrix.dtype)[None], self._form)
             if good:
-                return inverse[0].to(packed.dtype)
+                return result[0].to(packed.dtype)
         if name not in self._warned:
             self._warned.add(name)
             self._warn(
@@ -145,25 +162,32 @@ def alike(jobs: Sequence[Job]) -> Iterator[list[int]]:
     yield from kinds.values()
 
 
-def _attempt(matrices: torch.Tensor, damping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _attempt(matrices: torch.Tensor, damping: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
     """Invert `matrices`, shape (n, d, d), which are overwritten, after adding `damping`, shape (n,), to their diagonals.
 
     Returns:
-        The inverses, zeros where there is none, and whether there is one, shape (n,).
+        Inverses, or triangles, in upper triangles; zeros where there is none. And whether there is one, shape (n,).
     """
     matrices.diagonal(dim1=1, dim2=2).add_(damping[:, None])
     lower, info = torch.linalg.cholesky_ex(matrices)
-    usable = (info == 0) & torch.isfinite(lower.diagonal(dim1=1, dim2=2).sum(dim=1))
-    # On a CPU, looking costs nothing. On a GPU every matrix is masked instead, and nothing that asks for values is called.
-    looked = not matrices.is_cuda
-    if not (looked and usable.all()):
+    good = (info == 0) & _all_finite(lower)
+    # On a CPU, looking costs nothing. On a GPU every matrix is masked instead, and nothing is called that asks for values.
+    looks = not answers_later(matrices.device)
+    result = lower
+    if form == "inverse":
         identity = torch.eye(matrices.shape[1], dtype=matrices.dtype, device=matrices.device)
-        lower = torch.where(usable[:, None, None], lower, identity)  # a broken triangle could make the next line raise for all
-    inverses = torch.cholesky_inverse(lower) if looked else torch.cholesky_solve(identity.expand_as(lower), lower)
-    good = usable & torch.isfinite(inverses.diagonal(dim1=1, dim2=2).sum(dim=1))
-    if not (looked and good.all()):
-        inverses = torch.where(good[:, None, None], inverses, 0.0)
-    return inverses, good
+        if not (looks and good.all()):
+            lower = torch.where(good[:, None, None], lower, identity)  # a broken one could make the next line raise for all
+        result = torch.cholesky_inverse(lower) if looks else torch.cholesky_solve(identity.expand_as(lower), lower)
+        good &= _all_finite(result)
+    if not (looks and good.all()):
+        result = torch.where(good[:, None, None], result, 0.0)
+    return result.mT, good  # LAPACK's columns become rows, so that packing need not copy
+
+
+def _all_finite(matrices: torch.Tensor) -> torch.Tensor:
+    """Whether diagonals are finite, shape (n,). What is not finite elsewhere in a decomposition gets into the diagonal."""
+    return torch.isfinite(matrices.diagonal(dim1=1, dim2=2).sum(dim=1))
 
 
 def _reciprocals(jobs: Sequence[Job]) -> list[torch.Tensor]:

@@ -22,26 +22,41 @@ from typing import TypeAlias
 
 import torch
 
-from offbeat.curvature.blocks import Block, FactorShape
+from offbeat.curvature.blocks import Block
 from offbeat.curvature.eigen import Eigen
-from offbeat.curvature.inverses import is_there
+from offbeat.curvature.inverses import Form, is_there
 from offbeat.curvature.packing import unpack
 
 
 @dataclass(frozen=True, slots=True)
 class Inverses:
-    """Packed damped inverses of one block's factors, A's and G's."""
+    """Damped inverses of one block's factors, A's and G's, or the triangles that stand for them, packed."""
 
     inputs: torch.Tensor
     outputs: torch.Tensor
+    form: Form
 
     def are_there(self) -> torch.Tensor:
         return is_there(self.inputs) & is_there(self.outputs)
 
     def apply(self, gradient: torch.Tensor, block: Block, *, out: torch.Tensor) -> None:
-        """Write the direction for `gradient` into `out`, both of the block's `matrix_shape`."""
-        half = _from_right(gradient, self.inputs, block.inputs)
-        torch.matmul(unpack(self.outputs, block.outputs.dim), half, out=out)
+        """Write the direction for `gradient` into `out`, both of the block's `matrix_shape`; zeros if there is none."""
+        if block.inputs.is_diagonal:
+            half = gradient * self.inputs[:, None, :]
+        else:
+            half = _from_right(gradient, unpack(self.inputs, block.inputs.dim), self.form)
+        whole = _from_right(half.mT, unpack(self.outputs, block.outputs.dim), self.form).mT
+        torch.where(self.are_there(), whole, 0.0, out=out)
+
+
+def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: Form) -> torch.Tensor:
+    """`matrices` times the inverse: `symmetric` itself, or that of U^T U for the triangle U in `symmetric`."""
+    if form == "inverse":
+        return matrices @ symmetric
+    groups = max(len(matrices), len(symmetric))
+    square = symmetric.expand(groups, -1, -1)
+    solved = torch.linalg.solve_triangular(square, matrices, upper=True, left=False)
+    return torch.linalg.solve_triangular(square.mT, solved, upper=False, left=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +84,6 @@ class Eigens:
 
 
 Curvature: TypeAlias = Inverses | Eigens
-
-
-def _from_right(gradient: torch.Tensor, inverse: torch.Tensor, shape: FactorShape) -> torch.Tensor:
-    return gradient * inverse[:, None, :] if shape.is_diagonal else gradient @ unpack(inverse, shape.dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from offbeat.collectives.group_base import Contribution, Piece
 from offbeat.engine.iterates import Iterate
 from offbeat.engine.replica import Counters, Replica
 
-
 Used = NDArray[np.bool_]
 """Which parameters had a gradient, shape (num_parameters,)."""
 
@@ -48,7 +47,7 @@ class GradientReplica(Replica):
         self._update: Values | None = None
         self._used_in_update = self._nothing_used()
         self._under_way: dict[int, Values] = {}
-        super().__init__(weight=1.0, make_iterate=make_iterate)
+        super().__init__(weight=1.0, make_iterate=make_iterate, max_credit=1)
         self._averages_models = averages_models
 
     def begin(self, model: Values, counters: Counters, *, step: int) -> None:
@@ -108,8 +107,8 @@ class GradientReplica(Replica):
     def _offer(self, version: int, iterate: Iterate, *, fresh: bool) -> Contribution | None:
         if self._averages_models(version):
             return super()._offer(version, iterate, fresh=fresh)
-        self._answered = self._answered or not fresh
         if self._owed is None:
+            self._was_answered_for(not fresh)
             return None  # as good as zeros, and nothing to send
         mine, used = self._owed, self._used
         self._owed, self._used = None, self._nothing_used()

@@ -238,4 +238,4 @@ def _change(old: Generation, new: Generation) -> str:
         *([f"without worker {', '.join(map(str, gone))}"] if gone else []),
         *([f"with worker {', '.join(map(str, come))} come in"] if come else []),
     ]
-    return f"generation {new.number}: {len(new.members)} workers, {' and '.join(parts)}"
+    return f"generation {new.number}: {len(new.members)} worker{'s' if len(new.members) > 1 else ''}, {' and '.join(parts)}"

@@ -3,9 +3,9 @@
     the trainer, at the end of a step: advance(model); arrive() -> a version to go to, or none; wait(); take()
     the protocol, at any time:         contribute, invite, close, amend; snapshot, receive; bury, rested
 
-Usually a rank takes part in one average at a time (`by_turns`): one that was answered for since it last arrived anywhere has
-had its average and goes on, and while a contribution of it is under way it stays out of other versions, since two averages
-of the same model would move it twice as far.
+Usually a rank takes part in one average at a time and one a step (`by_turns`): for each time that it was answered for it does
+without an arrival, so that traffic is bounded by steps, and while a contribution of it is under way it stays out of other
+versions, since two averages of the same model would move it twice as far.
 """
 
 from __future__ import annotations
@@ -49,12 +49,16 @@ class Replica:
         weight: of this rank in averages, > 0.
         make_iterate: makes the iterate of a model, once there is one.
         by_turns: whether it takes part in one average at a time; else it arrives after every step and answers at any time.
+        max_credit: for how many answers at most it later does without an arrival, >= 1.
     """
 
-    def __init__(self, *, weight: float, make_iterate: Callable[[Values], Iterate], by_turns: bool = True) -> None:
+    def __init__(
+        self, *, weight: float, make_iterate: Callable[[Values], Iterate], by_turns: bool = True, max_credit: int = 20
+    ) -> None:
         self.averages = Averages()
         self._weight = weight
         self._by_turns = by_turns
+        self._max_credit = max_credit
         self._make_iterate = make_iterate
         self._changed = threading.Condition()
         self._iterate: Iterate | None = None
@@ -72,7 +76,7 @@ class Replica:
         self._newest = -1
         self._invited: int | None = None
         self._arrived: int | None = None
-        self._answered = False
+        self._credit = 0
         self._waits = False
         self._dead: set[int] = set()
         self._resting: set[int] = set()
@@ -130,8 +134,8 @@ class Replica:
         with self._changed:
             while True:
                 self._check()
-                if self._absent or (self._by_turns and self._answered and self._invited is None):
-                    self._answered = False
+                if self._absent or (self._by_turns and self._credit and self._invited is None):
+                    self._credit = max(0, self._credit - 1)
                     return None
                 version = max(self._newest + 1, self._invited or 0)
                 if self._arrived is None and not (self._by_turns and self._open):
@@ -139,7 +143,7 @@ class Replica:
                 if not must_wait(version):
                     return None
                 self._changed.wait()
-            self._arrived, self._answered, self._invited = version, False, None
+            self._arrived, self._invited = version, None
             self._waits = must_wait(version)
             return version
 
@@ -212,8 +216,11 @@ class Replica:
             mine = self._offer(version, self._iterate, fresh=version == self._arrived or self._waits)
             if mine is not None:
                 self._open.add(version)
-                self._answered = self._answered or not mine.fresh
+                self._was_answered_for(not mine.fresh)
             return mine
+
+    def _was_answered_for(self, was: bool) -> None:
+        self._credit = min(self._credit + was, self._max_credit)
 
     def invite(self, version: int) -> None:
         with self._changed:

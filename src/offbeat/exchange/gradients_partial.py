@@ -79,7 +79,9 @@ class PartialExchange(AnsweredPart[GradientReplica]):
 
     def _show(self, update: Values | None, used: Used) -> None:
         """Let `param.grad` hold the update; none where no rank used the parameter, or it is frozen here."""
-        gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self._parameters]
+        gradients = [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self._parameters
+        ]
         if update is not None:
             buffers = self._beside.weights.tensors()[len(gradients) :]
             self._beside.staging.write_(update, [*gradients, *map(torch.empty_like, buffers)])

@@ -16,6 +16,7 @@ from offbeat.engine.progress import Progress
 from offbeat.engine.replica import Counters, Replica
 from offbeat.errors import CheckpointError
 from offbeat.exchange.weights import ModelWeights, require_finite
+from offbeat.exchange.weights_momentum import Momenta
 from offbeat.exchange.weights_staging import Staging
 
 R = TypeVar("R", bound=Replica)
@@ -27,7 +28,8 @@ class Beside(Generic[R]):
 
     Attributes:
         weights: what is averaged.
-        staging: of `weights.tensors()`.
+        momenta: what is averaged with them when everyone meets; None: nothing.
+        staging: of `tensors()`.
         replica: the model that the others see.
         progress: answers for it.
         generations: the membership; None in a world of one.
@@ -36,12 +38,17 @@ class Beside(Generic[R]):
     """
 
     weights: ModelWeights
+    momenta: Momenta | None
     staging: Staging
     replica: R
     progress: Progress
     generations: Generations | None
     rank: int
     stood_still: Callable[[float, float], None]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What the vector that is averaged is made of: a model's tensors, and after them its optimizer's."""
+        return [*self.weights.tensors(), *([] if self.momenta is None else self.momenta.tensors())]
 
 
 class AnsweredPart(Generic[R]):
@@ -77,7 +84,9 @@ class AnsweredPart(Generic[R]):
         self._begin()
         values, counters = self._beside.progress.mean()
         staging = self._beside.staging
-        staging.write_(values.astype(staging.dtype), weights.tensors())
+        own = len(weights.tensors())
+        aside = [torch.empty_like(tensor) for tensor in self._beside.tensors()[own:]]
+        staging.write_(values.astype(staging.dtype), [*weights.tensors(), *aside])
         _write_counters(counters, weights)
 
     def counters(self) -> dict[str, float]:
@@ -125,15 +134,15 @@ class AnsweredPart(Generic[R]):
         """Go on from what averages have made of the model."""
         begin_s = time.perf_counter()
         values, counters = self._replica.take()
-        staging, tensors = self._beside.staging, self._beside.weights.tensors()
-        staging.write_(values, tensors)
-        if not staging.exact:
-            self._replica.hold(staging.read(tensors))
+        beside, tensors = self._beside, self._beside.tensors()
+        beside.staging.write_(values, tensors)
+        if not beside.staging.exact or not (beside.momenta is None or beside.momenta.complete):
+            self._replica.hold(self._read())
         _write_counters(counters, self._beside.weights)
         self._encode_s += time.perf_counter() - begin_s
 
     def _read(self) -> Values:
-        values = self._beside.staging.read(self._beside.weights.tensors())
+        values = self._beside.staging.read(self._beside.tensors())
         require_finite([torch.from_numpy(values)], rank=self._beside.rank)
         return values
 

@@ -24,6 +24,7 @@ class Staging:
         num_elements: of the vector.
         dtype: its type.
         exact: whether the tensors hold what the vector does; those of half precision round.
+        in_order: whether they lie in the vector in the order of their positions.
     """
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
@@ -35,6 +36,7 @@ class Staging:
         self.num_elements = sum(self._sizes)
         self.dtype: np.dtype[np.floating] = np.dtype(np.float64) if self._dtype == torch.float64 else np.dtype(np.float32)
         self.exact = self._pack.exact
+        self.in_order = len(pieces) <= 1
 
     def read(self, tensors: Sequence[torch.Tensor]) -> Values:
         """A vector of its own, shape (num_elements,), with what `tensors` hold."""

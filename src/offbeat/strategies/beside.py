@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
+import torch
+
 from offbeat.collectives.group_base import Terms
 from offbeat.engine.membership import Generation
 from offbeat.engine.progress import Progress, Service
 from offbeat.engine.replica import Replica
+from offbeat.errors import UnsupportedError
 from offbeat.exchange.weights import ModelWeights
 from offbeat.exchange.weights_answered import Beside
+from offbeat.exchange.weights_momentum import Momenta
 from offbeat.exchange.weights_staging import Staging
 from offbeat.planning.groups import Meeting
 from offbeat.strategies.base import Workspace
@@ -29,6 +33,8 @@ def answer(
     service: Service,
     meeting: Meetings,
     num_flags: int = 0,
+    momenta: Momenta | None = None,
+    averages_momenta: Callable[[int], bool] = lambda version: False,
 ) -> Beside[R]:
     """Begin to answer for this rank beside its training. Collective.
 
@@ -39,8 +45,13 @@ def answer(
         service: the protocol.
         meeting: who meets.
         num_flags: counters that the replica adds to the model's own.
+        momenta: of the optimizer, to be averaged in some versions.
+        averages_momenta: in which.
     """
-    staging = Staging(weights.tensors())
+    staging = Staging([*weights.tensors(), *([] if momenta is None else momenta.tensors())])
+    if momenta is not None and not staging.in_order:
+        raise UnsupportedError("momentum='averaged' needs all parameters and buffers of one type on one device; pass 'local'")
+    num_weights = sum(_num_reals(tensor) for tensor in weights.tensors())
     replica = make_replica(staging)
     buffers = weights.buffers()
     num_counters = num_flags + sum(buffers[name].numel() for name in weights.chosen.counters)
@@ -52,6 +63,7 @@ def answer(
             generation=generation.number,
             num_elements=staging.num_elements,
             num_counters=num_counters,
+            num_averaged=lambda version: staging.num_elements if averages_momenta(version) else num_weights,
             dtype=staging.dtype,
             meeting=lambda version: meeting(version, position, num_members),
         )
@@ -59,6 +71,7 @@ def answer(
     progress = Progress(replica, service=service, terms=terms, count=workspace.count, notify=workspace.notify)
     return Beside(
         weights=weights,
+        momenta=momenta,
         staging=staging,
         replica=replica,
         progress=progress,
@@ -66,3 +79,7 @@ def answer(
         rank=workspace.driver.rank,
         stood_still=workspace.stood_still,
     )
+
+
+def _num_reals(tensor: torch.Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)

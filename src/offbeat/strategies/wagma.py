@@ -29,12 +29,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
+
 from offbeat.collectives import group_average
 from offbeat.engine.iterates import DeltaIterate, PaperIterate
 from offbeat.engine.replica import Replica
 from offbeat.errors import ConfigError
 from offbeat.exchange.weights import ModelWeights
 from offbeat.exchange.weights_answered import GroupAverage
+from offbeat.exchange.weights_momentum import Momenta, momentum_name
 from offbeat.planning.groups import Meeting, default_group_size, meeting
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Part, Workspace
@@ -52,7 +55,9 @@ class WAGMA(AveragingStrategy):
         merge: "delta" keeps the mean over ranks and what late ranks did; "paper" is the paper's rule.
         quorum: the fraction of workers that has to arrive at the periodic average, in (0, 1]; 1 waits for all.
         overlap: go on computing while a group's average travels; None: with "delta". "paper" cannot.
-        groups: "rotating", or for ablations "fixed" (the same groups for good) and "none" (the periodic average only).
+        momentum: "averaged": when everyone meets, the optimizers' momenta are averaged with the weights; "local": they stay
+            each worker's own.
+        groups: "rotating", or for ablations "fixed" (the same groups for good) and "off" (the periodic average only).
     """
 
     name: ClassVar[str] = "wagma"
@@ -63,7 +68,8 @@ class WAGMA(AveragingStrategy):
     merge: Literal["delta", "paper"] = "delta"
     quorum: float = 0.75
     overlap: bool | None = None
-    groups: Literal["rotating", "fixed", "none"] = "rotating"
+    momentum: Literal["local", "averaged"] = "local"
+    groups: Literal["rotating", "fixed", "off"] = "rotating"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,13 +77,19 @@ class WAGMA(AveragingStrategy):
             require_at_least("group_size", self.group_size, 2)
         require_at_least("period", self.period, 1)
         require_one_of("merge", self.merge, ("delta", "paper"))
-        require_one_of("groups", self.groups, ("rotating", "fixed", "none"))
+        require_one_of("momentum", self.momentum, ("local", "averaged"))
+        require_one_of("groups", self.groups, ("rotating", "fixed", "off"))
         if not 0 < self.quorum <= 1:
             raise ConfigError(
                 f"quorum must be above 0 and at most 1, the fraction of workers that has to arrive, got {self.quorum}"
             )
         if self.overlap and self.merge == "paper":
             raise ConfigError('merge="paper" takes an average in the place of the model, so overlap must be False, got True')
+
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().check(model, optimizer)
+        if self.momentum == "averaged":
+            momentum_name(optimizer)
 
     def check_world(self, world_size: int) -> None:
         if self.group_size is not None and self.group_size > max(2, world_size):
@@ -87,6 +99,9 @@ class WAGMA(AveragingStrategy):
             )
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
+        momenta = None
+        if self.momentum == "averaged" and workspace.optimizer is not None:
+            momenta = Momenta(workspace.optimizer, workspace.parameters)
         iterate = DeltaIterate if self.merge == "delta" else PaperIterate
         beside = answer(
             workspace,
@@ -94,21 +109,26 @@ class WAGMA(AveragingStrategy):
             lambda staging: Replica(weight=1.0, make_iterate=iterate),
             service=group_average.serve,
             meeting=self._meeting,
+            momenta=momenta,
+            averages_momenta=lambda version: momenta is not None and self._meets_everyone(version),
         )
         return [
             GroupAverage(
                 beside,
-                interval=self.period if self.groups == "none" else 1,
+                interval=self.period if self.groups == "off" else 1,
                 overlap=self.merge == "delta" if self.overlap is None else self.overlap,
             )
         ]
 
+    def _meets_everyone(self, version: int) -> bool:
+        return self.groups == "off" or (version + 1) % self.period == 0
+
     def _meeting(self, version: int, position: int, num_members: int) -> Meeting:
         return meeting(
-            0 if self.groups == "fixed" and (version + 1) % self.period else version,
+            version if self.groups != "fixed" or self._meets_everyone(version) else 0,
             position,
             range(num_members),
             group_size=default_group_size(num_members) if self.group_size is None else self.group_size,
-            period=1 if self.groups == "none" else self.period,
+            period=1 if self.groups == "off" else self.period,
             quorum=self.quorum,
         )
