@@ -344,9 +344,8 @@ class Session:
             with torch.no_grad():
                 self._alone.average_into(weights)
             return copied
-        weight = next((part.averaging_weight() for part in self._parts if isinstance(part, HasWeight)), 1.0)
         with torch.no_grad():
-            weights.average_(self._counting.inner, self._control, weight=weight)
+            weights.average_(self._counting.inner, self._control, weight=self.averaging_weight)
         return copied
 
     @property
@@ -358,6 +357,11 @@ class Session:
     def start_step(self) -> int:
         """The step at which this rank came in: 0, or that of the rank whose model it took when it joined a run under way."""
         return 0 if self._alone is None else self._alone.start_step
+
+    @property
+    def averaging_weight(self) -> float:
+        """This rank's weight in the mean of all ranks' models."""
+        return next((part.averaging_weight() for part in self._parts if isinstance(part, HasWeight)), 1.0)
 
     def finish(self) -> None:
         """Say that this rank takes no more steps. Returns when every living rank has said so.

@@ -104,3 +104,12 @@ def test_grams_are_symmetric_products(dim: int, ones: bool, groups: int) -> None
     rows = torch.randint(-3, 4, (groups, 7, dim), generator=torch.Generator().manual_seed(dim)).float()
     whole = torch.cat([rows, torch.ones(groups, 7, int(ones))], dim=2)
     assert torch.equal(gram(rows, ones=ones).triu(), (whole.mT @ whole).triu())
+
+
+def test_long_sums_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.randint(-3, 4, (5, 4, 6, 6), generator=torch.Generator().manual_seed(0)).double()
+    window = Window(taps=(3, 3), before=(1, 1), after=(1, 1))
+    whole = [way(images, window, groups=2, ones=True).triu() for way in (by_rows, by_shifts)]
+    monkeypatch.setattr(convolution, "MAX_SUMMED", 80)
+    pieces = [way(images, window, groups=2, ones=True).triu() for way in (by_rows, by_shifts)]
+    assert all(torch.equal(piece, whole[0]) for piece in (*pieces, whole[1]))

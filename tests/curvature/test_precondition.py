@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import pytest
@@ -187,3 +188,23 @@ def test_one_group_of_inputs_serves_all_projections() -> None:
     _, blocks, _ = trained()
     shapes = {block.name: (block.inputs, block.outputs) for block in blocks}
     assert shapes["mix.in_proj"] == (FactorShape(groups=1, dim=7), FactorShape(groups=3, dim=6))
+
+
+def test_directions_do_not_depend_on_how_inputs_are_laid_out() -> None:
+    """Without damping, the change of the outputs is the same for inputs x and T x."""
+    torch.manual_seed(0)
+    turn = torch.randn(4, 4).double() + 2 * torch.eye(4).double()
+    first, second = nn.Linear(4, 3, bias=False).double(), nn.Linear(4, 3, bias=False).double()
+    second.weight.data = first.weight.data @ torch.linalg.inv(turn)
+    x = torch.randn(20, 4).double()
+    steps = []
+    for model, inputs in ((first, x), (second, x @ turn.mT)):
+        blocks, capture = capture_all(model)
+        model(inputs).square().sum(1).mean().backward()
+        pairs = [
+            (replace(a, damping=torch.tensor(1e-12).double()), replace(g, damping=torch.tensor(1e-12).double()))
+            for a, g in jobs_of(capture, blocks)
+        ]
+        precondition_(blocks, curvatures(pairs, "triangle"), lrs=[0.1], kl_clip=None)
+        steps.append(inputs @ model.weight.grad.mT)
+    torch.testing.assert_close(steps[0], steps[1], rtol=1e-6, atol=1e-8)

@@ -145,7 +145,11 @@ def test_models_that_were_asked_for_are_waited_for_only_from_the_living(replica:
     replica.receive(1, theirs)
     replica.receive(3, None)
     replica.bury(2)
-    assert replica.states(frozenset({1, 2, 3})) == {1: theirs}
+    assert replica.states(frozenset({1, 2, 3}), patience_s=60) == {1: theirs}
+
+
+def test_a_model_that_does_not_come_is_done_without(replica: Replica) -> None:
+    assert replica.states(frozenset({1}), patience_s=0.0) == {}
 
 
 def test_waiting_for_rest_ends_when_the_last_one_rests_or_dies(

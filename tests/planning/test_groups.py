@@ -96,7 +96,8 @@ def test_members_meet_each_other(version: int, members: list[int], size: int, pe
     if (version + 1) % period == 0:
         everyone = Meeting(group=tuple(members), min_fresh=meetings[members[0]].min_fresh)
         assert set(meetings.values()) == {everyone}
-        assert quorum * len(members) <= everyone.min_fresh + 1e-6 < quorum * len(members) + 1 + 1e-3
+        assert everyone.min_fresh >= 1
+        assert quorum * len(members) - 1 < everyone.min_fresh <= max(1, quorum * len(members) + 1e-6)
     else:
         assert all(found.min_fresh == 1 for found in meetings.values())
 

@@ -41,7 +41,8 @@ def test_the_others_go_on_when_some_are_killed(run_ranks: RunRanks, label: str, 
             continue
         assert result["steps"] == 60
         assert result["finite"]
-        assert any("without worker" in notice for notice in result["notices"]), result["notices"]
+        if 2 * len(victims) < world_size:  # else the survivors first wait until the others have been silent for long
+            assert any("without worker" in notice for notice in result["notices"]), result["notices"]
 
 
 def test_the_others_go_on_when_one_raises(run_ranks: RunRanks) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from offbeat.lab.breakdown import Steps
+from offbeat.lab.records import Loss
 from offbeat.report.charts import bin_mean, line_charts
-from offbeat.report.charts_timeline import MAX_BARS, middle, phase_lengths_s, timelines
+from offbeat.report.charts_timeline import MAX_BARS, middle, phase_lengths_s, side_by_side, timelines
 from offbeat.report.data import Better, Contestant, Curve, Report, Run
 
 VALUES = st.floats(-1e6, 1e6)
@@ -151,3 +152,42 @@ def test_the_window_is_in_the_middle_of_the_last_attempt_and_small(num_workers: 
 
 def test_a_run_without_steps_has_no_timeline() -> None:
     assert list(timelines(report_of([run_of(curve([], []), steps=some_steps(2, 0))]))) == []
+
+
+def test_workers_that_do_not_keep_step_are_shown_for_the_time_that_one_of_them_takes() -> None:
+    """Worker 1 takes twice as long, so that it is far behind in the middle; worker 2 died."""
+    steps = some_steps(3, 40)
+    began_s = np.arange(40) * np.array([[1.0], [2.0], [1.0]])
+    alive = np.arange(40) < np.array([[40], [40], [15]])
+    steps = replace(
+        steps,
+        began_s=np.where(alive, began_s, np.nan),
+        ready_s=np.full((3, 40), np.nan),
+        duration_s=np.where(alive, [[1.0], [2.0], [1.0]], np.nan),
+    )
+    window = steps.window(10, 20)
+    drawn, numbers, reference = side_by_side(steps, window)
+    assert reference == 0
+    assert numbers[0][numbers[0] > 0].tolist() == list(range(11, 21))
+    assert numbers[1][numbers[1] > 0].tolist() == list(range(6, 11))  # from 10 s to 20 s, at 2 s each
+    assert numbers[2][numbers[2] > 0].tolist() == list(range(11, 16))
+    assert np.array_equal(drawn.done, numbers > 0)
+    assert np.nanmin(drawn.began_s) >= 10.0
+
+
+def test_a_death_is_marked_where_the_worker_ended_and_lies_in_the_window() -> None:
+    steps = some_steps(2, 400)
+    alive = np.arange(400) < np.array([[400], [37]])
+    columns = {
+        field.name: np.where(alive, getattr(steps, field.name), np.nan) for field in fields(steps) if field.name != "step"
+    }
+    loss = Loss(rank=1, step=37, seconds=1.0, cause="killed by SIGKILL", num_left=1, num_workers=2)
+    run = replace(run_of(curve([], []), steps=replace(steps, **columns)), losses=[loss])
+    (window,) = timelines(report_of([run]))
+    ((worker, at_us),) = window.gone
+    assert worker == 1
+    last = max(k for k, cell in enumerate(window.cells[1]) if cell is not None)
+    assert window.steps[1][last] == 37
+    assert at_us == pytest.approx(sum(window.cells[1][last]), abs=10)  # type: ignore[arg-type]
+    assert window.cells[1][last + 1] is None
+    assert window.cells[0][last + 1] is not None

@@ -46,9 +46,8 @@ class RunningFactor:
             decay: how much of the past to keep, in [0, 1).
         """
         counts = torch.isfinite(increment.sum()) & (torch.as_tensor(weight, device=increment.device) > 0)
-        kept = torch.where(counts, torch.full_like(self.mass, decay), 1.0)
-        self.mass.mul_(kept).add_(1 - kept)
-        self._sum.mul_(kept).add_(torch.where(counts, increment, 0.0).mul_(1 - kept))
+        self.mass.lerp_(torch.where(counts, 1.0, self.mass), 1 - decay)
+        self._sum.lerp_(torch.where(counts, increment, self._sum), 1 - decay)
 
     def average(self) -> torch.Tensor:
         """The average, packed; zeros as long as there is none."""

@@ -125,24 +125,22 @@ class Capture:
         self._sums = [_Sums() for _ in self._blocks]
 
     def take(self, index: int, side: Side) -> Increment:
-        """What was added to a factor of block `index` since the last time."""
+        """What was added to a factor of block `index` since the last time. Take "input" first: "output" ends the step."""
         block, sums = self._blocks[index], self._sums[index]
-        moment = sums.inputs if side == "input" else sums.outputs
+        num_terms = sums.num_terms
         if side == "input":
-            sums.inputs = None
+            moment, sums.inputs = sums.inputs, None
         else:
-            sums.outputs = None
-        num_terms, sums.num_terms = sums.num_terms, sums.num_terms if side == "input" else 0
-        if side == "output":
-            sums.terms_of_pass = 0
+            moment, sums.outputs = sums.outputs, None
+            sums.num_terms = sums.terms_of_pass = 0
         if moment is None or block.name in self.retired or not (moment.num_rows and num_terms):
             weight = block.weight
-            dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+            dtype = torch.promote_types(weight.dtype, torch.float32)
             return Increment(torch.zeros(block.shape(side).packed, dtype=dtype, device=weight.device), 0.0)
         if side == "input":
-            return Increment(moment.packed / moment.num_rows, float(moment.num_rows))
+            return Increment(moment.packed.div_(moment.num_rows), float(moment.num_rows))
         per_term = num_terms if self._options.loss == "mean" else 1 / num_terms
-        return Increment(moment.packed * per_term, float(num_terms))
+        return Increment(moment.packed.mul_(per_term), float(num_terms))
 
     # Called while the model runs
 

@@ -22,10 +22,14 @@ from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
+from torch.nn.grad import conv2d_weight
 
 from offbeat.curvature.moments import gram
 
 Pair: TypeAlias = tuple[int, int]
+
+MAX_SUMMED = 4096
+"""Positions summed in one call. Convolutions add them up one after the other, and lose precision as sums grow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,8 +138,12 @@ def _weight_gradient(
 ) -> torch.Tensor:
     """Sums over images and positions of `gradient` times what each tap of `kernel` sees: (channels, C / groups, *kernel)."""
     shape = (gradient.shape[1], images.shape[1] // groups, *kernel)
+    step = max(MAX_SUMMED // gradient.shape[2:].numel(), 1)
+    products = images.new_zeros(shape)
     with torch.backends.cudnn.flags(allow_tf32=False):
-        return torch.nn.grad.conv2d_weight(images, shape, gradient, stride=stride, dilation=dilation, groups=groups)
+        for some, their in zip(images.split(step), gradient.split(step), strict=True):
+            products += conv2d_weight(some, shape, their, stride=stride, dilation=dilation, groups=groups)
+    return products
 
 
 def _write_ones_(total: torch.Tensor, images: torch.Tensor, window: Window) -> None:
@@ -188,7 +196,8 @@ def _shifted_products(images: torch.Tensor, window: Window, groups: int) -> torc
     taps, (height, width) = window.taps, window.reach
     padded, kernel = F.pad(images, (width, width, 0, height)), (taps[0], 2 * taps[1] - 1)
     products = _weight_gradient(padded, images, kernel, stride=(1, 1), dilation=window.dilation, groups=groups)
-    return products.unflatten(0, (groups, -1))
+    by_group: torch.Tensor = products.unflatten(0, (groups, -1))
+    return by_group
 
 
 def _subtract_frame_(blocks: torch.Tensor, images: torch.Tensor, window: Window) -> None:

@@ -5,8 +5,8 @@
 3. One that never is gets an inverse of zeros, which stands for "none": what is kept of an inverse has a positive diagonal, so
    zeros cannot be mistaken, travel like any inverse, and tell every rank that this layer gets plain gradients.
 
-What is kept is either the inverse itself or the triangle U of A = U^T U, of the same size: solving with U costs no more
-operations than multiplying by the inverse, and loses less precision. Making it takes a third of the operations.
+What is kept is either the inverse itself or the triangle U of A = U^T U, of the same size: solving with U costs as many
+operations as multiplying by the inverse, and loses less precision. Making it takes a third of the operations.
 
 Whether a decomposition succeeded is known on the device at once and on the host later. On a CPU that makes no difference. On a
 GPU nothing waits: the verdict is copied while work goes on and read before the next inversions, and a matrix that failed has no
@@ -52,7 +52,7 @@ class Job:
 
 
 def usual_form(device: torch.device) -> Form:
-    """Triangles, except on GPUs, where multiplying is faster than solving by more than making the inverse takes."""
+    """Triangles, except on GPUs, which are slow at solving."""
     return "inverse" if answers_later(device) else "triangle"
 
 
@@ -79,27 +79,31 @@ class Inverter:
         self._form = form
         self._warned: set[str] = set()
         self._verdicts: list[_Verdict] = []
+        self._suspects: set[str] = set()
 
     def invert(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
         """What stands for the inverses of (factor + damping * identity), packed, as `jobs`; zeros where there is none."""
-        suspects = self._read_verdicts()
+        self._read_verdicts()
         inverses: list[torch.Tensor] = [job.packed for job in jobs]
         for numbers in alike(jobs):
             some = [jobs[number] for number in numbers]
-            results = _reciprocals(some) if some[0].shape.is_diagonal else self._decompose(some, suspects)
+            results = _reciprocals(some) if some[0].shape.is_diagonal else self._decompose(some)
             for number, result in zip(numbers, results, strict=True):
                 inverses[number] = torch.where(jobs[number].valid, result, 0.0)
         return inverses
 
-    def _decompose(self, jobs: Sequence[Job], suspects: set[str]) -> list[torch.Tensor]:
+    def _decompose(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
         dim, groups = jobs[0].shape.dim, [job.shape.groups for job in jobs]
         packed = jobs[0].packed if len(jobs) == 1 else torch.cat([job.packed for job in jobs])
         damping = torch.cat([job.damping.expand(job.shape.groups) for job in jobs])
         results, good = _attempt(unpack(packed, dim), damping, self._form)
         counted = torch.cat([job.valid.expand(job.shape.groups) for job in jobs])
         verdict = _Verdict.of([job.name for job in jobs], groups, good | ~counted)
-        if not answers_later(packed.device) or suspects.intersection(verdict.names):
-            for place in verdict.failed():
+        if not answers_later(packed.device) or self._suspects.intersection(verdict.names):
+            failed = verdict.failed()
+            self._suspects.difference_update(verdict.names)
+            self._suspects.update(verdict.name_at(place) for place in failed)
+            for place in failed:
                 results[place] = self._climb(verdict.name_at(place), packed[place], dim, damping[place])
         else:
             self._verdicts.append(verdict)
@@ -120,10 +124,10 @@ class Inverter:
             )
         return torch.zeros(dim, dim, dtype=packed.dtype, device=packed.device)
 
-    def _read_verdicts(self) -> set[str]:
-        """Names of the factors that failed the last time, where nobody has looked yet."""
+    def _read_verdicts(self) -> None:
+        """Those that failed the last time, where nobody has looked yet, are looked at this time."""
         verdicts, self._verdicts = self._verdicts, []
-        return {verdict.name_at(place) for verdict in verdicts for place in verdict.failed()}
+        self._suspects.update(verdict.name_at(place) for verdict in verdicts for place in verdict.failed())
 
 
 class _Verdict(NamedTuple):

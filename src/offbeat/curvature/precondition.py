@@ -46,7 +46,7 @@ class Inverses:
         else:
             half = _from_right(gradient, unpack(self.inputs, block.inputs.dim), self.form)
         whole = _from_right(half.mT, unpack(self.outputs, block.outputs.dim), self.form).mT
-        torch.where(self.are_there(), whole, 0.0, out=out)
+        out.copy_(whole).masked_fill_(~self.are_there(), 0)
 
 
 def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: Form) -> torch.Tensor:
@@ -55,8 +55,9 @@ def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: Form) -> 
         return matrices @ symmetric
     groups = max(len(matrices), len(symmetric))
     square = symmetric.expand(groups, -1, -1)
-    solved = torch.linalg.solve_triangular(square, matrices, upper=True, left=False)
-    return torch.linalg.solve_triangular(square.mT, solved, upper=False, left=False)
+    half = torch.linalg.solve_triangular(square, matrices, upper=True, left=False)
+    whole: torch.Tensor = torch.linalg.solve_triangular(square.mT, half, upper=False, left=False)
+    return whole
 
 
 @dataclass(frozen=True, slots=True)

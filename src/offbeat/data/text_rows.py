@@ -163,14 +163,13 @@ def _parse(text: NDArray[np.uint8], expected: Expected, path: Path, num_lines_be
 
 def _objection(text: NDArray[np.uint8], at: int, wrong: int, expected: Expected, where: str) -> str:
     begin = text[:at].tobytes().rfind(b"\n") + 1
-    found = re.match(rb"[^\s,]{0,30}", text[at : at + 40].tobytes())
-    token = found.group().decode(errors="replace") if found else ""
+    token = re.split(r"[\s,]", text[at : at + 30].tobytes().decode(errors="replace"))[0]
     where = f"{where}, character {at - begin + 1}"
     if wrong in _EXPECTED:
         wanted = f"{where}: expected {_EXPECTED[wrong].format(kind=expected.kind)}"
         return f"{wanted}, got {token!r}" if token else wanted
     kind, position = ("label", 0) if wrong == text_kernels.LABEL_RANGE else (expected.kind, 1)
     first, limit = (expected.first_label, expected.first_feature)[position], expected.limits[position]
-    number = int(token.partition(":")[0])
+    number = int(re.split(r"\D", token)[0])
     other = f"; does the file count {kind}s from {1 - first}?" if number in (0, first + limit) else ""
     return f"{where}: {kind} {number} is out of range; allowed are {first} to {first + limit - 1}{other}"

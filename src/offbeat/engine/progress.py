@@ -94,8 +94,12 @@ class Progress:
                 running = self._running
                 self.replica.forget_states()
                 running.post(ask(None, generation=running.generation.number))
-            if (states := self.replica.states(running.others)) is not None:
+            states = self.replica.states(running.others, patience_s=running.patience_s)
+            if states is not None:
                 break
+        if silent := running.others - states.keys() - self.replica.dead():
+            ranks = ", ".join(str(running.generation.members[position].rank) for position in sorted(silent))
+            self._notify(f"a mean of all models was taken without worker {ranks}, which did not answer")
         mine = self.replica.snapshot()
         models = [*([] if mine is None else [mine]), *states.values()]
         total = np.zeros(running.terms.num_elements, np.float64)
@@ -146,8 +150,7 @@ class Progress:
             self._take_over()
 
     def unreachable(self) -> frozenset[int]:
-        running = self._current
-        return frozenset() if running is None else frozenset(running.happenings.dead)
+        return self.replica.dead()
 
     def expelled(self) -> None:
         self.replica.leave()
@@ -168,7 +171,7 @@ class Progress:
         running = self._running
         for donor in sorted(running.others - running.generation.newcomers):
             running.post(ask(donor, generation=running.generation.number))
-            states = self.replica.states(frozenset({donor}))
+            states = self.replica.states(frozenset({donor}), patience_s=running.patience_s)
             if states is None:
                 return
             if states:
@@ -197,6 +200,12 @@ class _Running:
     @property
     def others(self) -> frozenset[int]:
         return frozenset(self.terms.members) - {self.position}
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for the models of all members: as long as they take at 100 Mbit/s, and a second."""
+        terms = self.terms
+        return 1.0 + len(terms.members) * terms.num_elements * terms.dtype.itemsize / 12.5e6
 
     def post(self, message: bytes) -> None:
         self.driver.start(Post(message), CHANNEL).wait()

@@ -154,10 +154,15 @@ class Replica:
             self._waits = False
             self._check()
 
-    def states(self, of: frozenset[int]) -> dict[int, Contribution] | None:
-        """The models that members `of` have sent; waits for those that live. None: the membership has changed meanwhile."""
+    def states(self, of: frozenset[int], *, patience_s: float) -> dict[int, Contribution] | None:
+        """The models that members `of` have sent; waits for those that live. None: the membership has changed meanwhile.
+
+        Args:
+            of: positions of members.
+            patience_s: after how long those that hang are left out.
+        """
         with self._changed:
-            if not self._wait_in_this_membership(lambda: of - self._dead <= self._states.keys()):
+            if not self._wait_in_this_membership(lambda: of - self._dead <= self._states.keys(), patience_s):
                 return None
             return {rank: state for rank in sorted(of) if (state := self._states.get(rank)) is not None}
 
@@ -171,9 +176,14 @@ class Replica:
         with self._changed:
             return self._wait_in_this_membership(lambda: members <= self._dead | self._resting)
 
-    def _wait_in_this_membership(self, until: Callable[[], bool]) -> bool:
+    def dead(self) -> frozenset[int]:
+        """Members that are dead or have left."""
+        with self._changed:
+            return frozenset(self._dead)
+
+    def _wait_in_this_membership(self, until: Callable[[], bool], patience_s: float | None = None) -> bool:
         epoch = self._epoch
-        self._changed.wait_for(lambda: until() or self._error is not None or self._epoch != epoch)
+        self._changed.wait_for(lambda: until() or self._error is not None or self._epoch != epoch, patience_s)
         self._check()
         return self._epoch == epoch
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from offbeat.session import Session, Stats
-from offbeat.strategies.base import HasWeight
 from offbeat.transport.wrappers import Arrival
 from offbeat.transport.wrappers.delaying import Delivery
 
@@ -110,7 +109,7 @@ class InSession(Attached):
 
     @property
     def averaging_weight(self) -> float:
-        return next((part.averaging_weight() for part in self.session._parts if isinstance(part, HasWeight)), 1.0)
+        return self.session.averaging_weight
 
     @property
     def start_step(self) -> int:

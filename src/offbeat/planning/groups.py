@@ -54,7 +54,7 @@ def meeting(
         members: as for `groups`.
         group_size: as for `groups`.
         period: everyone meets in versions period - 1, 2 period - 1, ...; None: never.
-        quorum: the fraction of all members that has to arrive when everyone meets, rounded up, in (0, 1].
+        quorum: the fraction of all members that has to arrive when everyone meets, rounded down to one or more, in (0, 1].
 
     >>> meeting(1, 5, range(8), group_size=4, period=3), meeting(2, 5, range(8), group_size=4, period=3)
     (Meeting(group=(0, 1, 4, 5), min_fresh=1), Meeting(group=(0, 1, 2, 3, 4, 5, 6, 7), min_fresh=6))
@@ -65,7 +65,7 @@ def meeting(
         raise ConfigError(f"quorum is {quorum}, allowed is above 0 and up to 1, the fraction of members that has to arrive")
     if period is not None and (version + 1) % period == 0:
         _check(version, members, group_size)
-        return Meeting(group=tuple(members), min_fresh=math.ceil(quorum * len(members) - 1e-9))
+        return Meeting(group=tuple(members), min_fresh=max(1, math.floor(quorum * len(members) + 1e-9)))
     mine = next((group for group in groups(version, members, group_size) if rank in group), None)
     if mine is None:
         raise ConfigError(f"rank {rank} is no member; members are {list(members)}")
