@@ -78,6 +78,13 @@ def test_an_invitation_is_followed_even_by_who_was_answered_for(replica: Replica
     assert replica.arrive(never) == 4
 
 
+def test_an_invitation_is_void_once_its_version_went_on_without_waiting_any_longer(replica: Replica) -> None:
+    replica.invite(0)
+    late = replica.contribute(0)
+    replica.close(outcome(0, late, 0.0))
+    assert replica.arrive(always) is None
+
+
 def test_one_average_at_a_time(replica: Replica) -> None:
     first = replica.contribute(0)
     assert replica.contribute(1) is None

@@ -221,6 +221,8 @@ class Replica:
     def contribute(self, version: int) -> Contribution | None:
         with self._changed:
             self._newest = max(self._newest, version)
+            if self._invited is not None and self._invited <= version:
+                self._invited = None  # it goes on without this rank's arrival
             if self._iterate is None or self._absent:
                 return None
             mine = self._offer(version, self._iterate, fresh=version == self._arrived or self._waits)
