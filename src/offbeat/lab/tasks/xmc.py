@@ -41,8 +41,8 @@ class _Data:
 class XmcOptions(TaskOptions):
     """Options of `xmc`."""
 
-    batch_size: int = Field(128, ge=1, description="samples in one worker's batch")
-    lr: float = Field(0.05, gt=0, description="learning rate; try 2 with optimizer=sgd, 0.003 with adam")
+    batch_size: int = Field(64, ge=1, description="samples in one worker's batch")
+    lr: float = Field(0.05, gt=0, description="learning rate; try 0.01 with optimizer=adam, 2 and more epochs with sgd")
     path: AbsolutePath | None = Field(
         None, description="training data in the Extreme Classification Repository's format; default: the standard library"
     )
