@@ -24,7 +24,7 @@ EXCHANGE_GRADIENTS: dict[str, Strategy] = {
     "topk": offbeat.TopK(density=1.0),
     "gtopk": offbeat.GTopK(density=1.0, collective="reduce_scatter"),
     "eagersgd": offbeat.EagerSGD(),
-    "post-local sgd at first": offbeat.LocalSGD(start_step=1000),
+    "post-local sgd at first": offbeat.LocalSGD(period=2, start_step=3),
 }
 AVERAGE_WEIGHTS: dict[str, Strategy] = {
     "localsgd": offbeat.LocalSGD(period=2),
