@@ -96,7 +96,7 @@ def test_a_leader_that_came_back_does_not_take_over() -> None:
 def test_what_a_dead_leader_did_not_do_the_next_one_does() -> None:
     store, (_, second, third) = meetings(3)
     with together(2) as pool:
-        answers = [pool.submit(second.is_to_do, "summary"), pool.submit(third.is_to_do, "summary")]
+        answers = [pool.submit(one.is_to_do, "summary", range(3)) for one in (second, third)]
         note_death(store, 0, deaths=1)
         assert answers[0].result(DEADLINE_S)
         second.note("summary", "written")

@@ -63,11 +63,11 @@ def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
     of_first = Position.from_json(json.loads(positions[writers[0]]))
     if meeting.rank not in writers or (apart and _is_past(run.record.checkpoint_root, of_first.step)):
         return
+    place = {"world_size": len(writers), "rank": writers.index(meeting.rank)} if apart else {}
     tree = _State(
         model=run.model.state_dict(),
         optimizer=run.optimizer.state_dict(),
-        session=run.attached.state_dict()
-        | ({"world_size": len(writers), "rank": writers.index(meeting.rank)} if apart else {}),
+        session=run.attached.state_dict() | place,
         weight=run.attached.averaging_weight,
         random=torch.get_rng_state(),
     )
