@@ -168,15 +168,10 @@ def _check(
             f"the model is sharded (FSDP2 or DTensor{f', see {sharded[0]!r}' if sharded else ''}); offbeat needs every rank to "
             "hold whole parameters: pass the model before fully_shard()"
         )
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            raise UnsupportedError(f"module {name!r} yields sparse gradients; build it with sparse=False")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS runs several backward passes inside step(), each rank as many as it likes; use another optimizer"
         )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UnsupportedError("SparseAdam needs sparse gradients, which this model does not yield; use torch.optim.Adam")
     lazy = next((name for name, p in parameters.items() if isinstance(p, torch.nn.parameter.UninitializedParameter)), None)
     if lazy is not None:
         raise UnsupportedError(f"parameter {lazy!r} has no shape yet; run the model once on a sample batch before attaching")

@@ -299,7 +299,10 @@ def test_two_models_in_one_process(strategy: GradientStrategy, attached: Callabl
 
 @pytest.mark.parametrize(
     ("optimizer", "reason"),
-    [(torch.optim.LBFGS, "several backward passes"), (torch.optim.SparseAdam, "torch.optim.Adam")],
+    [
+        (torch.optim.LBFGS, "several backward passes"),
+        (torch.optim.SparseAdam, "are dense; use torch.optim.Adam"),
+    ],
 )
 def test_optimizers_that_cannot_work_are_refused(optimizer: type[torch.optim.Optimizer], reason: str) -> None:
     net = torch.nn.Linear(2, 2)

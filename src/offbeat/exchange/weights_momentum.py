@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offbeat.errors import ConfigError
+from offbeat.exchange.weights_optimizer import dense_state
 
 _BY_OPTION = {"momentum": "momentum_buffer", "betas": "exp_avg"}
 """The option that says an optimizer has a momentum, and what it calls it in its state."""
@@ -46,5 +47,4 @@ class Momenta:
         return [torch.zeros_like(parameter) if momentum is None else momentum for parameter, momentum in found]
 
     def _of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        state: torch.Tensor | None = self._optimizer.state.get(parameter, {}).get(self._name)
-        return state
+        return dense_state(self._optimizer, parameter).get(self._name)

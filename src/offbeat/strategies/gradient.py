@@ -23,6 +23,7 @@ from offbeat.exchange.replicas import ReplicaCheck
 from offbeat.strategies.base import Part, Strategy, Workspace
 from offbeat.strategies.options import (
     require_at_least,
+    require_dense_optimizer,
     require_density,
     require_fraction_below_one,
     require_one_of,
@@ -47,6 +48,9 @@ class GradientStrategy(Strategy):
     def __post_init__(self) -> None:
         require_at_least("max_skipped_steps", self.max_skipped_steps, 0)
         require_at_least("replica_check_interval", self.replica_check_interval, 0)
+
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        require_dense_optimizer(optimizer)
 
     @abstractmethod
     def parts(self, workspace: Workspace, counts: ExchangeCounts) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
@@ -117,6 +121,7 @@ class SparseGradientStrategy(GradientStrategy):
             require_at_least("steps_per_epoch", self.steps_per_epoch, 1)
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().check(model, optimizer)
         odd = next((name for name, p in model.named_parameters() if p.requires_grad and not p.is_floating_point()), None)
         if odd is not None:
             raise UnsupportedError(
