@@ -138,8 +138,8 @@ class FactorExchange:
         self._open = self._sent = self._streams = False
         self._increments: dict[int, Increment] = {}
         self._capture = Capture(model, blocks, settings.options, warn=notify, grad_scale=grad_scale, added=self._added)
-        self._inverses: InversePhase | None = None
         self._handle = model.register_forward_pre_hook(self._watch_root(model))
+        self._inverses = self._make_inverses(plan)
         self._adopt(plan)
         self._begin_step()
 
@@ -156,15 +156,14 @@ class FactorExchange:
         self._messages = [FactorMessage(*group) for group in groups]
         self._group_of = {slot: number for number, group in enumerate(plan.groups) for slot in group}
         self._order = turns(plan, self._first_parameters, self._bucket_firsts)
-        before = self._inverses
-        self._inverses = InversePhase(
-            plan, self._shapes, self._likes, driver=self._driver, stream=self._stream, inverter=self._inverter
-        )
-        if before is not None:
-            self._inverses.times = before.times
-            for old, new in zip(before.packed, self._inverses.packed, strict=True):
-                if old is not None and new is not None:
-                    new.copy_(old)
+        before, self._inverses = self._inverses, self._make_inverses(plan)
+        self._inverses.times = before.times
+        for old, new in zip(before.packed, self._inverses.packed, strict=True):
+            if old is not None and new is not None:
+                new.copy_(old)
+
+    def _make_inverses(self, plan: FactorPlan) -> InversePhase:
+        return InversePhase(plan, self._shapes, self._likes, driver=self._driver, stream=self._stream, inverter=self._inverter)
 
     def _keeps(self, slot: int) -> bool:
         """Whether this rank averages the factor of `slot`: it is summed over ranks, or is this rank's business alone."""
@@ -177,6 +176,7 @@ class FactorExchange:
         self._capture.stop()
         self._open = self._step % self._settings.factor_interval == 0
         self._sent = False
+        self._turns.set(self._order if self._open else ())
         if not self._open:
             return
         self._seen = [0] * len(self._shapes)
@@ -185,7 +185,6 @@ class FactorExchange:
         self._begin_s: float | None = None
         self._ready_s = [0.0] * len(self._shapes)
         self._capture.start(self._step)
-        self._turns.set(self._order)
 
     def _is_complete(self, slot: int) -> bool:
         """Whether as much has been added to a factor as ever was in one step."""
@@ -282,8 +281,8 @@ class FactorExchange:
         begin_s = time.perf_counter()
         retired: list[tuple[int, torch.Tensor]] = []
         for message in self._messages:
-            for slot, mean, weight, num_retired in message.wait():
-                self._factors[slot].update_(mean, weight=weight, decay=self._settings.decay)
+            for slot, mean, total, num_retired in message.wait():
+                self._factors[slot].update_(mean, weight=total, decay=self._settings.decay)
                 retired.append((slot // 2, num_retired))
         for slot, (packed, weight) in self._increments.items():
             self._factors[slot].update_(packed, weight=weight, decay=self._settings.decay)
@@ -291,8 +290,8 @@ class FactorExchange:
                 self._factors[slot].mass.zero_()  # without an average there is no inverse, which the owner's message says
         self._increments = {}
         if retired:
-            flags = torch.stack([flag.to(device="cpu", dtype=torch.float64) for _, flag in retired]).tolist()
-            self._retire({index for (index, _), flag in zip(retired, flags, strict=True) if flag})
+            counts = torch.stack([num_retired.to(self._likes[0]) for _, num_retired in retired]).tolist()
+            self._retire({index for (index, _), count in zip(retired, counts, strict=True) if count})
         self.times.wait_s += time.perf_counter() - begin_s
         self._expected = [max(pair) for pair in zip(self._expected, self._seen, strict=True)]
         self._learned = True
@@ -316,14 +315,16 @@ class FactorExchange:
 
     def _job(self, slot: int) -> Job:
         index, name = slot // 2, self._names[slot // 2]
-        averages = [self._factors[2 * index + side].average() for side in (0, 1)]
-        pairs = [(average, self._shapes[2 * index + side]) for side, average in enumerate(averages)]
-        damping = damping_of(pairs[0], pairs[1], damping=self._settings.damping, pi=self._settings.pi)
+        packed = self._factors[slot].average()
+        damping = packed.new_full((), self._settings.damping)
+        if self._settings.pi:
+            pair = [(self._factors[either].average(), self._shapes[either]) for either in (2 * index, 2 * index + 1)]
+            damping = damping_of(pair[0], pair[1], damping=self._settings.damping, pi=True)[slot % 2]
         return Job(
             name=f"{'AG'[slot % 2]} of {name!r}",
-            packed=averages[slot % 2],
+            packed=packed,
             shape=self._shapes[slot],
-            damping=damping[slot % 2],
+            damping=damping,
             valid=self._factors[slot].mass > 0,
         )
 
