@@ -80,12 +80,12 @@ def trouble(rank: int, world_size: int, *, strategies: Strategies, kind: str) ->
         with offbeat.attach(model, optimizer, REGISTRY[name](**options)) as session:
             part = part_of(session)
             for step in range(5):
-                if step == 2 and kind == "retired" and rank == 1:
-                    part._capture.retire(1, "it was told to")
+                if step == 2 and kind == "retired" and rank == 1 and 1 in part._watched:
+                    part._capture.retire(part._watched[1], "it was told to")
                 if step == 2 and kind == "indefinite":
                     for factor in part._factors:
                         factor._sum.fill_(-1e3)
-                if step == 2 and kind == "nan factor" and rank == 1:
+                if step == 2 and kind == "nan factor" and rank == 1 and 0 in part._watched:
                     part._capture._sums[0].inputs = part._blocks[0].input_moment(
                         torch.full((1, 2, 3, 3), float("nan"), dtype=torch.float64), phase=0
                     )

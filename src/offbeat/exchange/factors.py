@@ -137,7 +137,17 @@ class FactorExchange:
         self._good = True
         self._open = self._sent = self._streams = False
         self._increments: dict[int, Increment] = {}
-        self._capture = Capture(model, blocks, settings.options, warn=notify, grad_scale=grad_scale, added=self._added)
+        self._plan = plan
+        watched = [index for index in range(len(blocks)) if self._keeps(2 * index)]
+        self._watched = {index: place for place, index in enumerate(watched)}
+        self._capture = Capture(
+            model,
+            [blocks[index] for index in watched],
+            settings.options,
+            warn=notify,
+            grad_scale=grad_scale,
+            added=lambda place, side: self._added(watched[place], side),
+        )
         self._handle = model.register_forward_pre_hook(self._watch_root(model))
         self._inverses = self._make_inverses(plan)
         self._adopt(plan)
@@ -222,7 +232,7 @@ class FactorExchange:
         self._turns.take(("factors", number), begin)
 
     def _take(self, slot: int) -> Increment:
-        return self._capture.take(slot // 2, SIDES[slot % 2])
+        return self._capture.take(self._watched[slot // 2], SIDES[slot % 2])
 
     def _nothing(self, slot: int) -> Increment:
         like = self._likes[slot]
@@ -311,7 +321,8 @@ class FactorExchange:
     def _retire(self, indices: set[int]) -> None:
         for index in sorted(indices - self._retired):
             self._retired.add(index)
-            self._capture.retire(index, "its shape has changed on another rank")
+            if index in self._watched:
+                self._capture.retire(self._watched[index], "its shape has changed on another rank")
 
     def _job(self, slot: int) -> Job:
         index, name = slot // 2, self._names[slot // 2]
