@@ -184,8 +184,8 @@ class FactorExchange:
     def _begin_step(self) -> None:
         """Look at what is to come, if this is a step with factors, and let nothing be sent out of turn."""
         self._capture.stop()
+        self._drop()
         self._open = self._step % self._settings.factor_interval == 0
-        self._sent = False
         self._turns.set(self._order if self._open else ())
         if not self._open:
             return
@@ -195,6 +195,15 @@ class FactorExchange:
         self._begin_s: float | None = None
         self._ready_s = [0.0] * len(self._shapes)
         self._capture.start(self._step)
+
+    def _drop(self) -> None:
+        """Forget what was sent and not taken in. It must arrive first: the next factors use the same buffers."""
+        if self._sent:
+            for message in self._messages:
+                for _ in message.wait():
+                    pass
+        self._sent = False
+        self._increments = {}
 
     def _is_complete(self, slot: int) -> bool:
         """Whether as much has been added to a factor as ever was in one step."""
@@ -258,11 +267,6 @@ class FactorExchange:
         if good:
             self._capture.stop()
             return
-        if self._sent:
-            for message in self._messages:
-                for _ in message.wait():
-                    pass
-            self._increments = {}
         self._begin_step()
 
     # Events
