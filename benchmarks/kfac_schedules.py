@@ -1,8 +1,8 @@
 """The K-FAC strategies' step times against each other: factors and inverses in every step, four workers, an imitated link.
 
-All train in the same processes, by turns, so that whatever disturbs the machine disturbs all. The link is imitated in user space
-(`transport.wrappers.Delaying`). The bound is arithmetic: D-KFAC's own step without what it waits for factors and without the
-inversions that another rank could do for it.
+All train in the same processes, by turns, so that whatever disturbs the machine disturbs all. The link is imitated in user
+space (`transport.wrappers.Delaying`). The bound is arithmetic: D-KFAC's own step without what it waits for factors, and without
+the inversions that another rank could do for it.
 
     python benchmarks/kfac_schedules.py [--json] [--turns 12]
 """
@@ -26,7 +26,7 @@ from offbeat.exchange.factors import FactorExchange
 from offbeat.session import Session, attach_through
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Driver
-from offbeat.transport.wrappers.delaying import Delaying, Delivery
+from offbeat.transport.wrappers.delaying import Delaying
 
 WORLD_SIZE = 4
 LATENCY_S = 1e-4
