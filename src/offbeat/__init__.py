@@ -22,11 +22,15 @@ if TYPE_CHECKING:
     from offbeat.session import Session, attach, reshard
     from offbeat.strategies.adpsgd import ADPSGD
     from offbeat.strategies.allreduce import AllReduce
+    from offbeat.strategies.dkfac import DKFAC
+    from offbeat.strategies.dpkfac import DPKFAC
     from offbeat.strategies.dpsgd import DPSGD
     from offbeat.strategies.eagersgd import EagerSGD
     from offbeat.strategies.gtopk import GTopK
     from offbeat.strategies.localsgd import LocalSGD, Outer
+    from offbeat.strategies.mpdkfac import MPDKFAC
     from offbeat.strategies.sgp import SGP
+    from offbeat.strategies.spdkfac import SPDKFAC
     from offbeat.strategies.topk import TopK
     from offbeat.strategies.wagma import WAGMA
 
@@ -34,8 +38,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ADPSGD",
+    "DKFAC",
+    "DPKFAC",
     "DPSGD",
+    "MPDKFAC",
     "SGP",
+    "SPDKFAC",
     "WAGMA",
     "AllReduce",
     "Cluster",
@@ -54,13 +62,17 @@ _HOMES = {
     "ADPSGD": "offbeat.strategies.adpsgd",
     "AllReduce": "offbeat.strategies.allreduce",
     "Cluster": "offbeat.lab.cluster",
+    "DKFAC": "offbeat.strategies.dkfac",
+    "DPKFAC": "offbeat.strategies.dpkfac",
     "DPSGD": "offbeat.strategies.dpsgd",
     "EagerSGD": "offbeat.strategies.eagersgd",
     "GTopK": "offbeat.strategies.gtopk",
     "LocalSGD": "offbeat.strategies.localsgd",
+    "MPDKFAC": "offbeat.strategies.mpdkfac",
     "OffbeatError": "offbeat.errors",
     "Outer": "offbeat.strategies.localsgd",
     "SGP": "offbeat.strategies.sgp",
+    "SPDKFAC": "offbeat.strategies.spdkfac",
     "Session": "offbeat.session",
     "TopK": "offbeat.strategies.topk",
     "WAGMA": "offbeat.strategies.wagma",

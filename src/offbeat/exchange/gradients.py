@@ -29,13 +29,12 @@ from offbeat.exchange.buckets import Bucket
 
 
 class Reduction(Protocol):
-    """Turns each rank's bucket into the ranks' weighted mean.
+    """Turns each rank's bucket into the ranks' weighted mean."""
 
-    Attributes:
-        encode_s: seconds spent on selection and on putting results in place, so far.
-    """
-
-    encode_s: float
+    @property
+    def encode_s(self) -> float:
+        """Seconds spent on selection and on putting results in place, so far."""
+        ...
 
     def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
         """Begin, after adding to the tally whether the bucket is finite.
