@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from offbeat.errors import OffbeatError
     from offbeat.lab.cluster import Cluster
     from offbeat.session import Session, attach, reshard
+    from offbeat.strategies.adaptive import AdaptiveSGD
     from offbeat.strategies.adpsgd import ADPSGD
     from offbeat.strategies.allreduce import AllReduce
+    from offbeat.strategies.crossbow import Crossbow
     from offbeat.strategies.dpsgd import DPSGD
     from offbeat.strategies.eagersgd import EagerSGD
+    from offbeat.strategies.elasticsgd import ElasticSGD
     from offbeat.strategies.gtopk import GTopK
     from offbeat.strategies.localsgd import LocalSGD, Outer
     from offbeat.strategies.sgp import SGP
@@ -37,9 +40,12 @@ __all__ = [
     "DPSGD",
     "SGP",
     "WAGMA",
+    "AdaptiveSGD",
     "AllReduce",
     "Cluster",
+    "Crossbow",
     "EagerSGD",
+    "ElasticSGD",
     "GTopK",
     "LocalSGD",
     "OffbeatError",
@@ -52,10 +58,13 @@ __all__ = [
 
 _HOMES = {
     "ADPSGD": "offbeat.strategies.adpsgd",
+    "AdaptiveSGD": "offbeat.strategies.adaptive",
     "AllReduce": "offbeat.strategies.allreduce",
     "Cluster": "offbeat.lab.cluster",
+    "Crossbow": "offbeat.strategies.crossbow",
     "DPSGD": "offbeat.strategies.dpsgd",
     "EagerSGD": "offbeat.strategies.eagersgd",
+    "ElasticSGD": "offbeat.strategies.elasticsgd",
     "GTopK": "offbeat.strategies.gtopk",
     "LocalSGD": "offbeat.strategies.localsgd",
     "OffbeatError": "offbeat.errors",

@@ -17,9 +17,7 @@ from offbeat.errors import WireError
 disjoint_spans = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
     lambda cuts: tuple(Span(*pair) for pair in zip(sorted(cuts)[::2], sorted(cuts)[1::2], strict=False))
 )
-any_spans = st.lists(
-    st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda pair: Span(pair[0], sum(pair))), max_size=6
-)
+any_spans = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda pair: Span(pair[0], sum(pair))), max_size=6)
 
 
 def positions(spans: tuple[Span, ...] | list[Span]) -> list[int]:

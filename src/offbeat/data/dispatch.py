@@ -1,4 +1,4 @@
-"""Batches of any map-style dataset, claimed by whoever is free: each sample once an epoch, in an order drawn from (seed, epoch).
+"""Batches of any map-style dataset, claimed by whoever is free: each sample once an epoch, in an order of (seed, epoch).
 
     for each mega-batch of the epoch
         while samples are left: claim the next b_i, compute with them
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ class MapStyle(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+@runtime_checkable
 class Desk(Protocol):
     """What a strategy that dispatches does for the loader.
 
@@ -46,8 +47,12 @@ class Desk(Protocol):
     batch_sizes: tuple[int, ...]
     deals_equally: bool
 
-    def claimed(self, num_samples: int) -> None:
+    def on_batch_claimed(self, num_samples: int) -> None:
         """The next optimizer step will be taken with so many further samples."""
+        ...
+
+    def limit(self, largest: Sequence[int | None]) -> None:
+        """A loader begins; each rank's memory holds a batch of so many samples, by rank. Raises `ConfigError`."""
         ...
 
     def settle(self) -> None:
@@ -96,15 +101,55 @@ def num_mega_batches(num_samples: int, mega_batch: int) -> int:
     return max(1, (2 * num_samples + mega_batch) // (2 * mega_batch))
 
 
-def require_map_style(dataset: object) -> None:
-    """Raise `ConfigError` for what has no length, no samples by number, or none at all."""
+def require_map_style(dataset: object) -> int:
+    """Number of samples. Raises `ConfigError` for what has no length, no samples by number, or none at all."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
             f"the dataset must be of map style, with len(dataset) and dataset[i], got a {type(dataset).__name__}; samples of a "
             "stream cannot be shared out by number: put them in a list, or feed your own loop"
         )
-    if len(dataset) == 0:
+    if not (num_samples := len(dataset)):
         raise ConfigError("the dataset is empty; is this the right split?")
+    return num_samples
+
+
+def data_description(
+    dataset: object,
+    *,
+    seed: int,
+    batch_size: int | None,
+    max_batch_size: int | None,
+    claims: bool,
+    recorded: bool,
+) -> dict[str, Any]:
+    """What of a loader must be the same on all ranks, as JSON.
+
+    Args:
+        dataset: that the loader is to read.
+        seed: of the order.
+        batch_size: given to the loader.
+        max_batch_size: given to the loader.
+        claims: whether the strategy has batch sizes of its own, and samples are claimed.
+        recorded: whether claims are to be recorded or replayed.
+
+    Raises:
+        ConfigError: this cannot work.
+    """
+    num_samples = require_map_style(dataset)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigError(f"seed must be an integer of at least 0, got {seed!r}")
+    for name, size in (("batch_size", batch_size), ("max_batch_size", max_batch_size)):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}")
+    if claims and batch_size is not None:
+        raise ConfigError(f"the strategy has a batch_size of its own, so the loader takes none, got {batch_size}; leave it out")
+    if not claims and batch_size is None:
+        raise ConfigError("the strategy has no batch size: pass batch_size=..., which may differ between ranks")
+    if not claims and (max_batch_size is not None or recorded):
+        raise ConfigError(
+            "max_batch_size, record and replay are for strategies that claim samples, such as offbeat.AdaptiveSGD()"
+        )
+    return {"data": {"samples": num_samples, "seed": seed}}
 
 
 def fetch(dataset: MapStyle, indices: Sequence[int], collate: Callable[[list[Any]], Any]) -> Any:
@@ -183,7 +228,7 @@ class DispatchLoader:
             self._agree()
         while (claim := self._take()) is not None:
             self._in_hand.append(claim)
-            self._desk.claimed(claim.num_samples)
+            self._desk.on_batch_claimed(claim.num_samples)
             yield fetch(self._dataset, self._indices(claim), self._collate)
         self._merge()
 
@@ -198,7 +243,7 @@ class DispatchLoader:
     # One mega-batch
 
     def _agree(self) -> None:
-        """Begin with what no rank's model has seen: all of a mega-batch, or what of it was not computed when a run was saved."""
+        """Begin with what no rank's model has seen: all of a mega-batch, or what was not computed when a run was saved."""
         mine = {
             "place": [self.epoch, self.mega_batch],
             "round": self._log.round,
@@ -275,7 +320,9 @@ class DispatchLoader:
         assert self._replay is not None
         recorded = self._replay.mega_batches.get(self._place)
         if recorded is None:
-            raise ConfigError(f"the recording ends before mega-batch {self._place} (epoch/number); train for less, or without it")
+            raise ConfigError(
+                f"the recording ends before mega-batch {self._place} (epoch/number); train for less, or without it"
+            )
         self._desk.batch_sizes = tuple(recorded["batch_sizes"])
         claims = [Claim(tuple(Span(*span) for span in spans)) for spans in recorded["claims"][self._rank]]
         return claims[num_done:]
@@ -299,7 +346,7 @@ class DispatchLoader:
             return
         lost = sum(claim.num_samples for claim, _ in claims)
         self._notify(
-            f"rank {rank} is gone, and with it what it had made of {lost} samples in {len(claims)} claims since the last merge; "
+            f"rank {rank} is gone, and with it what it made of {lost} samples in {len(claims)} claims since the last merge; "
             "they are in no model, and a run that is resumed gives them out again"
         )
 

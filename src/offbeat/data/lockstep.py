@@ -38,10 +38,10 @@ def spans_of(num_samples: int, batch_sizes: Sequence[int], step: int) -> tuple[S
     count = num_steps(num_samples, batch_sizes)
     begin, end = num_samples * step // count, num_samples * (step + 1) // count
     beyond_one = end - begin - len(batch_sizes)
-    wanted = max(sum(batch_sizes) - len(batch_sizes), 1)
-    passed = [0, *accumulate(size - 1 for size in batch_sizes)]
-    cuts = [begin + rank + beyond_one * before // wanted for rank, before in enumerate(passed)]
-    return tuple(Span(*pair) for pair in zip(cuts, [*cuts[1:-1], end], strict=False))
+    wanted = [size - 1 for size in batch_sizes] if max(batch_sizes) > 1 else [1] * len(batch_sizes)
+    passed = [0, *accumulate(wanted)]
+    cuts = [begin + rank + beyond_one * before // passed[-1] for rank, before in enumerate(passed)]
+    return tuple(map(Span, cuts, cuts[1:]))
 
 
 class LockstepLoader:

@@ -72,7 +72,7 @@ def without(spans: Iterable[Span], taken: Iterable[Span]) -> Spans:
                 continue
             if begin < gone.begin:
                 left.append(Span(begin, gone.begin))
-            begin = max(begin, gone.end)  # noqa: PLW2901 - what is left of this span begins there
+            begin = max(begin, gone.end)
         if begin < end:
             left.append(Span(begin, end))
     return tuple(left)
