@@ -108,6 +108,8 @@ class MegaBatches:
         self._steps_alone = self._num_merges = 0
         self._encode_s = 0.0
         self._binding: Mapping[int, str] = {}
+        # Not an event of the session's: there is none before a step whose closure runs the backward pass.
+        self._hook = optimizer.register_step_pre_hook(self._scale_rate)
         self._momentum = _Momentum(weights.parameters, gamma=plan.momentum) if plan.momentum else None
 
     # The loader's side
@@ -160,8 +162,6 @@ class MegaBatches:
     def on_before_step(self) -> None:
         if self._momentum is not None:
             self._momentum.begin()
-        if self._in_hand and self._plan.rule is not None:
-            self._rate.scale(self._in_hand)
 
     def on_after_step(self) -> None:
         self._rate.restore()
@@ -208,6 +208,10 @@ class MegaBatches:
             self._notify(f"merge {self._num_merges}: batch sizes are held by bounds: {which or 'none any more'}")
         self._binding = bound
 
+    def _scale_rate(self, *_: object) -> None:
+        if self._in_hand and self._plan.rule is not None:
+            self._rate.scale(self._in_hand)
+
     def _norm(self) -> float:
         """||w|| / (number of parameters); 0 where nobody asks."""
         if not self._plan.delta:
@@ -234,6 +238,7 @@ class MegaBatches:
         self._in_hand = 0
 
     def close(self) -> None:
+        self._hook.remove()
         self._rate.restore()
 
 
