@@ -152,6 +152,16 @@ def test_the_rate_is_that_of_the_batch_and_schedulers_do_not_see_it(attached: Ma
     assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
 
 
+def test_in_a_loop_of_ones_own_the_rate_is_left_alone(attached: Make) -> None:
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=8, batch_size=8))
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
+    session.weigh(3)
+    step(net, optimizer, torch.ones(3, 1))
+    assert rates == [0.1]
+    assert session.stats.exchanges == 1
+
+
 def test_the_rate_is_scaled_in_a_step_with_a_closure(attached: Make) -> None:
     net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=8, batch_size=8))
     before = net.bias.item()

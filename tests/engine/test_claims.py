@@ -114,6 +114,17 @@ def test_rounds_do_not_meet() -> None:
         assert log.claim(2) is None
 
 
+def test_a_log_does_not_grow() -> None:
+    store = HashStore()
+    logs = [ClaimLog(store, rank=rank) for rank in range(3)]
+    for number in range(4):
+        for log in logs:
+            log.open(number, [Span(0, 9)])
+        while any([log.claim(2) for log in logs]):  # noqa: C419 - everyone finds out that nothing is left
+            pass
+        assert store.num_keys() == 4
+
+
 def test_an_empty_round_gives_nothing() -> None:
     log = ClaimLog(HashStore(), rank=0)
     assert log.claim(1) is None
@@ -141,6 +152,6 @@ def test_a_damaged_log_is_named() -> None:
     store = HashStore()
     log = ClaimLog(store, rank=0, prefix="mine")
     log.open(0, [Span(0, 9)])
-    store.set("mine/claim/0/0/0", "nonsense")
+    store.set("mine/claims/0/0", "nonsense,")
     with pytest.raises(WireError, match="damaged"):
         log.claims_of(0)

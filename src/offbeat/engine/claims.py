@@ -3,9 +3,8 @@
 A *round* is a list of spans, each of which is to be given out once; all workers know it. Whoever is free claims the next
 part of it, and leaves in the store:
 
-    given/<round>               samples that were claimed so far, raised atomically by whoever claims
-    claim/<round>/<rank>/<n>    the n-th claim of that rank: where in the round it begins and ends
-    arrived/<round>/<rank>      how many claims that rank had when it found nothing left
+    given/<round>           samples that were claimed so far, raised atomically by whoever claims
+    claims/<round>/<rank>   where in the round each claim of that rank begins and ends; a full stop once it found nothing left
 
 A claim is *claimed*, then *computed* once its worker claims again or arrives, then *merged* with its worker's model, and only
 that is final. What was not merged is the round's spans without the merged ones: it is found without a word from a worker that
@@ -35,6 +34,8 @@ class Span(NamedTuple):
 
 
 Spans: TypeAlias = tuple[Span, ...]
+
+_END = "."
 
 Fate: TypeAlias = Literal["claimed", "computed"]
 
@@ -117,7 +118,7 @@ class Work:
 class ClaimLog:
     """One worker's view of the log. Not for several threads at once. No call waits for another worker.
 
-    All calls raise `StoreLostError` when the store is gone.
+    All calls raise `StoreLostError` when the store is gone. A round's entries are deleted when the next one begins.
 
     Args:
         store: which all workers share.
@@ -131,7 +132,6 @@ class ClaimLog:
         self._prefix = prefix
         self._round = -1
         self._spans: Spans = ()
-        self._num_claims = 0
         self._arrived = True
 
     @property
@@ -142,46 +142,46 @@ class ClaimLog:
     def open(self, number: int, spans: Sequence[Span]) -> None:
         """Begin round `number`, which gives `spans` out; the same on all workers, and above the number before."""
         assert number > self._round, f"round {number} after round {self._round}"
-        self._round, self._spans = number, tuple(spans)
-        self._num_claims, self._arrived = 0, False
+        if self._round >= 0:  # nobody claims there any more: all have met since
+            for key in [self._mine(), self._given()] if self._rank == 0 else [self._mine()]:
+                self._ask(lambda key=key: self._store.delete_key(key))
+        self._round, self._spans, self._arrived = number, tuple(spans), False
 
     def claim(self, num_samples: int) -> Claim | None:
         """Take the next `num_samples` of the round, or what is left; None, for good, when nothing is."""
         if self._arrived:
             return None
         total = num_positions(self._spans)
-        end = self._ask(lambda: self._store.add(self._key("given"), num_samples))
+        end = self._ask(lambda: self._store.add(self._given(), num_samples))
         begin, end = end - num_samples, min(end, total)
-        if begin >= total:
-            self._arrived = True
-            self._ask(lambda: self._store.set(self._key("arrived", self._rank), str(self._num_claims)))
-            return None
-        self._ask(lambda: self._store.set(self._key("claim", self._rank, self._num_claims), f"{begin} {end}"))
-        self._num_claims += 1
-        return Claim(part_of(self._spans, begin, end))
+        self._arrived = begin >= total
+        entry = _END if self._arrived else f"{begin} {end},"
+        self._ask(lambda: self._store.append(self._mine(), entry))
+        return None if self._arrived else Claim(part_of(self._spans, begin, end))
 
     def claims_of(self, rank: int) -> list[tuple[Claim, Fate]]:
         """What `rank` has claimed in this round, in order, and how far it came with each."""
-        begins_and_ends: list[tuple[int, int]] = []
-        while (raw := self._peek(self._key("claim", rank, len(begins_and_ends)))) is not None:
-            begins_and_ends.append(_two_numbers(raw))
-        has_arrived = self._peek(self._key("arrived", rank)) is not None
-        last = len(begins_and_ends) - 1
+        key = self._claims(rank)
+        raw = self._ask(lambda: self._store.get(key) if self._store.check([key]) else b"").decode()
+        pairs = [_two_numbers(entry) for entry in raw.removesuffix(_END).split(",") if entry]
+        in_hand = None if raw.endswith(_END) else len(pairs) - 1
         return [
-            (Claim(part_of(self._spans, *pair)), "claimed" if number == last and not has_arrived else "computed")
-            for number, pair in enumerate(begins_and_ends)
+            (Claim(part_of(self._spans, *pair)), "claimed" if number == in_hand else "computed")
+            for number, pair in enumerate(pairs)
         ]
 
     def unmerged(self, merged: Iterable[Claim]) -> Spans:
         """What of this round is not among the claims that are `merged`: the next round's spans, if any."""
         return without(self._spans, [span for claim in merged for span in claim.spans])
 
-    def _key(self, kind: str, *which: int) -> str:
-        return "/".join([self._prefix, kind, str(self._round), *map(str, which)])
+    def _given(self) -> str:
+        return f"{self._prefix}/given/{self._round}"
 
-    def _peek(self, key: str) -> bytes | None:
-        """The value of `key`. A plain `get` would wait for one."""
-        return self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+    def _claims(self, rank: int) -> str:
+        return f"{self._prefix}/claims/{self._round}/{rank}"
+
+    def _mine(self) -> str:
+        return self._claims(self._rank)
 
     def _ask(self, call: Callable[[], T]) -> T:
         try:
@@ -194,9 +194,9 @@ class ClaimLog:
             ) from error
 
 
-def _two_numbers(raw: bytes) -> tuple[int, int]:
+def _two_numbers(entry: str) -> tuple[int, int]:
     try:
-        begin, end = map(int, raw.split())
+        begin, end = map(int, entry.split())
     except ValueError as error:
-        raise WireError(f"the log of claims is damaged: {raw[:80]!r}, needed are two numbers") from error
+        raise WireError(f"the log of claims is damaged: {entry[:80]!r}, needed are two numbers") from error
     return begin, end

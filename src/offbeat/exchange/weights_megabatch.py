@@ -134,7 +134,9 @@ class MegaBatches:
         self._is_fed = True
 
     def on_batch_claimed(self, num_samples: int) -> None:
-        self._in_hand += num_samples
+        """One that the loader has claimed; those of a user's own loop are as large as the user likes."""
+        if self._is_fed:
+            self._in_hand += num_samples
 
     def settle(self) -> None:
         """A device that computes in the background must not claim more than it gets done."""
