@@ -143,8 +143,9 @@ class ClaimLog:
         """Begin round `number`, which gives `spans` out; the same on all workers, and above the number before."""
         assert number > self._round, f"round {number} after round {self._round}"
         if self._round >= 0:  # nobody claims there any more: all have met since
-            for key in [self._mine(), self._given()] if self._rank == 0 else [self._mine()]:
-                self._ask(lambda key=key: self._store.delete_key(key))
+            self._ask(lambda: self._store.delete_key(self._mine()))
+            if self._rank == 0:
+                self._ask(lambda: self._store.delete_key(self._given()))
         self._round, self._spans, self._arrived = number, tuple(spans), False
 
     def claim(self, num_samples: int) -> Claim | None:
@@ -156,7 +157,7 @@ class ClaimLog:
         begin, end = end - num_samples, min(end, total)
         self._arrived = begin >= total
         entry = _END if self._arrived else f"{begin} {end},"
-        self._ask(lambda: self._store.append(self._mine(), entry))
+        self._ask(lambda: self._store.append(self._mine(), entry))  # type: ignore[attr-defined]  # missing in torch's stubs
         return None if self._arrived else Claim(part_of(self._spans, begin, end))
 
     def claims_of(self, rank: int) -> list[tuple[Claim, Fate]]:
