@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from offbeat.errors import OffbeatError
     from offbeat.lab.cluster import Cluster
     from offbeat.session import Session, attach, reshard
+    from offbeat.strategies.adaptive import AdaptiveSGD
     from offbeat.strategies.adpsgd import ADPSGD
     from offbeat.strategies.allreduce import AllReduce
+    from offbeat.strategies.crossbow import Crossbow
     from offbeat.strategies.dkfac import DKFAC
     from offbeat.strategies.dpkfac import DPKFAC
     from offbeat.strategies.dpsgd import DPSGD
     from offbeat.strategies.eagersgd import EagerSGD
+    from offbeat.strategies.elasticsgd import ElasticSGD
     from offbeat.strategies.gtopk import GTopK
     from offbeat.strategies.localsgd import LocalSGD, Outer
     from offbeat.strategies.mpdkfac import MPDKFAC
@@ -45,9 +48,12 @@ __all__ = [
     "SGP",
     "SPDKFAC",
     "WAGMA",
+    "AdaptiveSGD",
     "AllReduce",
     "Cluster",
+    "Crossbow",
     "EagerSGD",
+    "ElasticSGD",
     "GTopK",
     "LocalSGD",
     "OffbeatError",
@@ -60,12 +66,15 @@ __all__ = [
 
 _HOMES = {
     "ADPSGD": "offbeat.strategies.adpsgd",
+    "AdaptiveSGD": "offbeat.strategies.adaptive",
     "AllReduce": "offbeat.strategies.allreduce",
     "Cluster": "offbeat.lab.cluster",
     "DKFAC": "offbeat.strategies.dkfac",
     "DPKFAC": "offbeat.strategies.dpkfac",
+    "Crossbow": "offbeat.strategies.crossbow",
     "DPSGD": "offbeat.strategies.dpsgd",
     "EagerSGD": "offbeat.strategies.eagersgd",
+    "ElasticSGD": "offbeat.strategies.elasticsgd",
     "GTopK": "offbeat.strategies.gtopk",
     "LocalSGD": "offbeat.strategies.localsgd",
     "MPDKFAC": "offbeat.strategies.mpdkfac",

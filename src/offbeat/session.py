@@ -20,6 +20,10 @@ import torch
 import torch.distributed as dist
 
 from offbeat.agreement import adopt_rank_0, agree, describe
+from offbeat.collectives.control import gather_values
+from offbeat.data.dispatch import Desk, DispatchLoader, MapStyle, Recording, data_description
+from offbeat.data.lockstep import LockstepLoader
+from offbeat.engine.claims import ClaimLog
 from offbeat.engine.generations import Generations, Host
 from offbeat.engine.membership import Generation, Member
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError, UnsupportedError
@@ -34,6 +38,7 @@ from offbeat.strategies.base import (
     OnBackwardBegins,
     OnBackwardDone,
     OnBackwardFailed,
+    OnBatchClaimed,
     OnBeforeStep,
     OnBeforeUpdate,
     OnClosure,
@@ -48,6 +53,7 @@ from offbeat.strategies.base import (
 )
 from offbeat.transport.connect import RETURN_VARIABLE, Connection, connect, is_returning, join_process_group, reconnect
 from offbeat.transport.driver import Driver
+from offbeat.transport.network import store_of
 from offbeat.transport.solo import Solo
 from offbeat.transport.wrappers import Arrival, Counting, Traffic
 
@@ -270,7 +276,7 @@ class Session:
         self._hear_before_step = [part for part in self._parts if isinstance(part, OnBeforeStep)]
         self._hear_closure = [part for part in self._parts if isinstance(part, OnClosure)]
         self._hear_before_update = [part for part in self._parts if isinstance(part, OnBeforeUpdate)]
-        self._hear_after_step = [part for part in self._parts if isinstance(part, OnAfterStep)]
+        self._hear_after_step: list[OnAfterStep] = [part for part in self._parts if isinstance(part, OnAfterStep)]
         self._counted = [part for part in self._parts if isinstance(part, HasCounters)]
         self._alone = next((part for part in self._parts if isinstance(part, AveragesAlone)), None)
         self._hooks = BackwardHooks(model, list(self._parameters.values()), self)
@@ -324,6 +330,86 @@ class Session:
         with torch.no_grad():
             for part in self._hear_join:
                 part.on_join()
+
+    def weigh(self, num_samples: int) -> None:
+        """Say that this rank's gradient of the coming step is the mean over so many samples.
+
+        Gradients are then averaged over samples, in the place of ranks: the mean of the means of 1 and of 9 samples is not the
+        mean of 10. Call it before `backward()`, for each batch, on all ranks; loaders of `loader` do it by themselves. Those
+        that average weights pay no heed. In float16 give a number near 1, such as samples over the usual batch.
+        """
+        for part in self._parts:
+            if isinstance(part, OnBatchClaimed):
+                part.on_batch_claimed(num_samples)
+
+    def loader(
+        self,
+        dataset: MapStyle,
+        *,
+        seed: int = 0,
+        batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        record: bool = False,
+        replay: Recording | None = None,
+    ) -> DispatchLoader | LockstepLoader:
+        """Batches of `dataset`, each sample once an epoch over all ranks, in an order drawn from `seed`. Collective.
+
+        With `AdaptiveSGD` whoever is free claims the next batch, and the strategy says how large; with `ElasticSGD` each rank
+        has an equal share. With the others, ranks take equally many steps, with batches of as many samples as each asks for,
+        and gradients are averaged over samples.
+
+        Its position is part of `state_dict()`: make the loader before `load_state_dict`.
+
+        Args:
+            dataset: of map style; the same on all ranks.
+            seed: of the order, >= 0.
+            batch_size: of this rank, >= 1; needed where the strategy has none, and refused where it has.
+            max_batch_size: what fits into this rank's memory, in samples; where the strategy chooses sizes.
+            collate: makes a batch of a list of samples; torch's `default_collate` if None.
+            record: keep in `loader.recording` who claimed what; where samples are claimed.
+            replay: such a recording, to be repeated bit for bit.
+
+        Raises:
+            ConfigError: this cannot work, with the reason. Every rank raises.
+            MismatchError: the ranks disagree on the data.
+        """
+        desk = next((part for part in self._parts if isinstance(part, Desk)), None)
+        description: OffbeatError | dict[str, Any]
+        try:
+            description = data_description(
+                dataset,
+                seed=seed,
+                batch_size=batch_size,
+                max_batch_size=max_batch_size,
+                claims=desk is not None,
+                recorded=record or replay is not None,
+            )
+        except ConfigError as error:
+            description = error
+        agree(self._counting.inner, self._control, description)
+        collate = torch.utils.data.default_collate if collate is None else collate
+        made: DispatchLoader | LockstepLoader
+        if desk is None:
+            sizes = self._gather(batch_size)
+            made = LockstepLoader(dataset, batch_sizes=sizes, claimed=self.weigh, seed=seed, collate=collate, rank=self.rank)
+        else:
+            desk.limit(self._gather(max_batch_size))
+            made = DispatchLoader(
+                dataset,
+                log=ClaimLog(store_of(self._network), rank=self.rank),
+                desk=desk,
+                gather=self._gather,
+                seed=seed,
+                collate=collate,
+                rank=self.rank,
+                notify=self._notify,
+                record=record,
+                replay=replay,
+            )
+            self._hear_after_step.append(made)
+        self._parts = [*self._parts, made]
+        return made
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -551,6 +637,10 @@ class Session:
 
     def _traffic(self) -> Traffic:
         return self._counting.traffic.plus(self._background_traffic())
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, of JSON's kinds. No training, and not in `stats`."""
+        return self._counting.inner.run(gather_values(value), self._control.next())
 
     def _notify(self, remark: str) -> None:
         if len(self.notices) < MAX_NOTICES:

@@ -100,6 +100,28 @@ def test_density_1_alone_is_the_plain_loop(lossless: GradientStrategy, attached:
     assert_same(net, plain)
 
 
+def test_alone_it_does_not_matter_how_many_samples_a_batch_has(strategy: GradientStrategy, attached: Callable) -> None:
+    """A power of two, which scales without rounding."""
+    nets = []
+    for weight in (None, 8):
+        net, optimizer, session = attached(strategy)
+        for step in range(5):
+            if weight is not None:
+                session.weigh(weight)
+            train(net, optimizer, range(step, step + 1))
+        nets.append(net)
+    assert_same(*nets)
+
+
+def test_a_step_without_a_batch_is_finite_where_batches_are_weighed(strategy: GradientStrategy, attached: Callable) -> None:
+    net, optimizer, session = attached(strategy)
+    for step in range(3):
+        session.weigh(3)
+        train(net, optimizer, range(step, step + 1))
+        optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in net.parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_gradients_keep_dtype_shape_and_device(strategy: AnyStrategy, attached: Callable, dtype: torch.dtype) -> None:
     net, _, _ = attached(strategy, dtype)

@@ -35,11 +35,17 @@ PLAIN: dict[str, AveragingStrategy] = {
     "adpsgd": offbeat.ADPSGD(),
     "eagersgd": offbeat.EagerSGD(),
     "eagersgd that averages models often": offbeat.EagerSGD(mode="solo", period=2),
+    "adaptive": offbeat.AdaptiveSGD(mega_batch=4, batch_size=2),
+    "adaptive with a perturbation": offbeat.AdaptiveSGD(mega_batch=2, batch_size=2, perturbation=0.1),
+    "elasticsgd": offbeat.ElasticSGD(mega_batch=4, batch_size=2),
 }
 """Those that leave a world of one as it is."""
 STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     "slowmo": offbeat.LocalSGD(period=2, outer="slowmo"),
     "diloco": offbeat.LocalSGD(period=2, outer="diloco"),
+    "adaptive with momentum": offbeat.AdaptiveSGD(mega_batch=4, batch_size=2, momentum=0.5),
+    "crossbow": offbeat.Crossbow(),
+    "crossbow with momentum": offbeat.Crossbow(period=2, alpha=0.3, momentum=0.9),
     "post-local diloco": offbeat.LocalSGD(period=2, start_step=1, outer=offbeat.Outer(lr=0.5)),
 }
 
@@ -227,7 +233,8 @@ def test_a_branch_taken_now_and_then(plain_strategy: AveragingStrategy, attached
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing(strategy: AveragingStrategy, attached: Callable) -> None:
-    net, optimizer, session = attached(replace(strategy, period=100) if isinstance(strategy, offbeat.LocalSGD) else strategy)
+    has_period = isinstance(strategy, offbeat.LocalSGD | offbeat.Crossbow)
+    net, optimizer, session = attached(replace(strategy, period=100) if has_period else strategy)
     train(net, optimizer, range(2))
     before = copy.deepcopy(list(net.parameters()))
     (loss_of(net, 99) * float("nan")).backward()

@@ -3,7 +3,10 @@
 A session dispatches events and does nothing else with parts. A part implements the events it needs, one protocol each, and
 the session asks with `isinstance` once, when it is attached. The order within a training step:
 
-    backward begins -> gradient ready (for each parameter) -> backward done -> before step -> before update -> after step
+    batch claimed -> backward begins -> gradient ready (for each parameter) -> backward done -> before step -> before update
+    -> after step
+
+where batches are claimed only from a loader of the session's, or where the user weighs them.
 """
 
 from __future__ import annotations
@@ -43,6 +46,13 @@ class Part(Protocol):
 
     def close(self) -> None:
         """Put back whatever the part changed in the user's objects."""
+        ...
+
+
+@runtime_checkable
+class OnBatchClaimed(Protocol):
+    def on_batch_claimed(self, num_samples: int) -> None:
+        """The coming optimizer step is taken with so many further samples."""
         ...
 
 
