@@ -18,7 +18,20 @@ HEAVY = ["torch", "numba", "numpy", "zmq", "scipy"]
 
 
 def test_the_public_names_are_these_and_no_others() -> None:
-    strategies = {"ADPSGD", "AllReduce", "DPSGD", "EagerSGD", "GTopK", "LocalSGD", "SGP", "TopK", "WAGMA"}
+    strategies = {
+        "ADPSGD",
+        "AdaptiveSGD",
+        "AllReduce",
+        "Crossbow",
+        "DPSGD",
+        "EagerSGD",
+        "ElasticSGD",
+        "GTopK",
+        "LocalSGD",
+        "SGP",
+    }
+    strategies |= {"TopK", "WAGMA"}
+    strategies |= {"DKFAC", "DPKFAC", "MPDKFAC", "SPDKFAC"}
     others = {"Cluster", "OffbeatError", "Outer", "Session", "attach", "reshard"}
     assert sorted(offbeat.__all__) == sorted(strategies | others)
 

@@ -20,13 +20,20 @@ if TYPE_CHECKING:
     from offbeat.errors import OffbeatError
     from offbeat.lab.cluster import Cluster
     from offbeat.session import Session, attach, reshard
+    from offbeat.strategies.adaptive import AdaptiveSGD
     from offbeat.strategies.adpsgd import ADPSGD
     from offbeat.strategies.allreduce import AllReduce
+    from offbeat.strategies.crossbow import Crossbow
+    from offbeat.strategies.dkfac import DKFAC
+    from offbeat.strategies.dpkfac import DPKFAC
     from offbeat.strategies.dpsgd import DPSGD
     from offbeat.strategies.eagersgd import EagerSGD
+    from offbeat.strategies.elasticsgd import ElasticSGD
     from offbeat.strategies.gtopk import GTopK
     from offbeat.strategies.localsgd import LocalSGD, Outer
+    from offbeat.strategies.mpdkfac import MPDKFAC
     from offbeat.strategies.sgp import SGP
+    from offbeat.strategies.spdkfac import SPDKFAC
     from offbeat.strategies.topk import TopK
     from offbeat.strategies.wagma import WAGMA
 
@@ -34,12 +41,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ADPSGD",
+    "DKFAC",
+    "DPKFAC",
     "DPSGD",
+    "MPDKFAC",
     "SGP",
+    "SPDKFAC",
     "WAGMA",
+    "AdaptiveSGD",
     "AllReduce",
     "Cluster",
+    "Crossbow",
     "EagerSGD",
+    "ElasticSGD",
     "GTopK",
     "LocalSGD",
     "OffbeatError",
@@ -52,15 +66,22 @@ __all__ = [
 
 _HOMES = {
     "ADPSGD": "offbeat.strategies.adpsgd",
+    "AdaptiveSGD": "offbeat.strategies.adaptive",
     "AllReduce": "offbeat.strategies.allreduce",
     "Cluster": "offbeat.lab.cluster",
+    "DKFAC": "offbeat.strategies.dkfac",
+    "DPKFAC": "offbeat.strategies.dpkfac",
+    "Crossbow": "offbeat.strategies.crossbow",
     "DPSGD": "offbeat.strategies.dpsgd",
     "EagerSGD": "offbeat.strategies.eagersgd",
+    "ElasticSGD": "offbeat.strategies.elasticsgd",
     "GTopK": "offbeat.strategies.gtopk",
     "LocalSGD": "offbeat.strategies.localsgd",
+    "MPDKFAC": "offbeat.strategies.mpdkfac",
     "OffbeatError": "offbeat.errors",
     "Outer": "offbeat.strategies.localsgd",
     "SGP": "offbeat.strategies.sgp",
+    "SPDKFAC": "offbeat.strategies.spdkfac",
     "Session": "offbeat.session",
     "TopK": "offbeat.strategies.topk",
     "WAGMA": "offbeat.strategies.wagma",

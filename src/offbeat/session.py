@@ -7,11 +7,11 @@ events to the strategy's parts, and keeps their state.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import reduce
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
@@ -20,6 +20,10 @@ import torch
 import torch.distributed as dist
 
 from offbeat.agreement import adopt_rank_0, agree, describe
+from offbeat.collectives.control import gather_values
+from offbeat.data.dispatch import Desk, DispatchLoader, MapStyle, Recording, data_description
+from offbeat.data.lockstep import LockstepLoader
+from offbeat.engine.claims import ClaimLog
 from offbeat.engine.generations import Generations, Host
 from offbeat.engine.membership import Generation, Member
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError, UnsupportedError
@@ -34,7 +38,10 @@ from offbeat.strategies.base import (
     OnBackwardBegins,
     OnBackwardDone,
     OnBackwardFailed,
+    OnBatchClaimed,
     OnBeforeStep,
+    OnBeforeUpdate,
+    OnClosure,
     OnFinish,
     OnGradientReady,
     OnJoin,
@@ -46,6 +53,7 @@ from offbeat.strategies.base import (
 )
 from offbeat.transport.connect import RETURN_VARIABLE, Connection, connect, is_returning, join_process_group, reconnect
 from offbeat.transport.driver import Driver
+from offbeat.transport.network import store_of
 from offbeat.transport.solo import Solo
 from offbeat.transport.wrappers import Arrival, Counting, Traffic
 
@@ -158,6 +166,8 @@ def _check(
         raise UnsupportedError(
             "the model is wrapped in DistributedDataParallel, which exchanges gradients itself; pass model.module"
         )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer must be one of torch.optim's or made like them, got {type(optimizer).__name__}")
     parameters = dict(model.named_parameters())
     sharded = [name for name, parameter in parameters.items() if type(parameter.data).__name__ == "DTensor"]
     if sharded or type(model).__name__ == "FullyShardedDataParallel":
@@ -185,7 +195,8 @@ def _check(
     if any(id(parameter) in taken for parameter in parameters.values()):
         raise ConfigError("the model, or a part of it, is attached already; close that session first")
     strategy.check(model, optimizer)
-    strategy.check_world(world_size)
+    if not returns:  # such a worker does not know yet how many there are; the others have passed this check
+        strategy.check_world(world_size)
 
 
 class Session:
@@ -219,9 +230,10 @@ class Session:
         self._network = connection.network
         self._wrap = wrap
         self._returns = returns
-        self._description = json.dumps(description)
+        self._description = json.dumps({**description, "frozen parameters": {"sha256": _digest_of_frozen(model)}})
         self._counting = Counting(driver)
-        self._in_background: list[Counting] = []
+        self._in_background: Counting | None = None
+        self._counted_in_background = Traffic()
         self._driver: Driver = self._counting
         self._parameters = {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = [(_plain(name), p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -233,6 +245,7 @@ class Session:
             parameters=self._parameters,
             buffers=lambda: _persistent_buffers(model),
             optimizer=optimizer,
+            model=model,
             driver=self._driver,
             grad_scale=(lambda: 1.0) if scaler is None else scaler.get_scale,
             has_scaler=has_scaler,
@@ -242,17 +255,28 @@ class Session:
             count=self._count_in_background,
             stood_still=self._counting.stood_still,
         )
-        self._parts: Sequence[Part] = strategy.build(workspace)
         self._control = control
-        for counting in [self._counting, *self._in_background]:
-            counting.restart()  # what setting up took, such as measuring the links, is not training
+        self._parts: Sequence[Part] = strategy.build(workspace)
+        try:
+            self._put_in(model, optimizer)
+        except BaseException as error:
+            self._abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    def _put_in(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Connect the parts with the training loop."""
+        self._counting.restart()  # what setting up took, such as measuring the links, is not training
+        if self._in_background is not None:
+            self._in_background.restart()
         self._hear_backward_begins = [part for part in self._parts if isinstance(part, OnBackwardBegins)]
         self._hear_gradient_ready = [part for part in self._parts if isinstance(part, OnGradientReady)]
         self._hear_backward_done = [part for part in self._parts if isinstance(part, OnBackwardDone)]
         self._hear_backward_failed = [part for part in self._parts if isinstance(part, OnBackwardFailed)]
         self._hear_join = [part for part in self._parts if isinstance(part, OnJoin)]
         self._hear_before_step = [part for part in self._parts if isinstance(part, OnBeforeStep)]
-        self._hear_after_step = [part for part in self._parts if isinstance(part, OnAfterStep)]
+        self._hear_closure = [part for part in self._parts if isinstance(part, OnClosure)]
+        self._hear_before_update = [part for part in self._parts if isinstance(part, OnBeforeUpdate)]
+        self._hear_after_step: list[OnAfterStep] = [part for part in self._parts if isinstance(part, OnAfterStep)]
         self._counted = [part for part in self._parts if isinstance(part, HasCounters)]
         self._alone = next((part for part in self._parts if isinstance(part, AveragesAlone)), None)
         self._hooks = BackwardHooks(model, list(self._parameters.values()), self)
@@ -268,7 +292,7 @@ class Session:
     @property
     def stats(self) -> Stats:
         """Totals so far."""
-        traffic = reduce(Traffic.plus, (counting.traffic for counting in self._in_background), self._counting.traffic)
+        traffic = self._traffic()
         exchanges = skipped_steps = encode_s = 0.0
         for part in self._counted:
             counters = part.counters()
@@ -307,6 +331,86 @@ class Session:
             for part in self._hear_join:
                 part.on_join()
 
+    def weigh(self, num_samples: int) -> None:
+        """Say that this rank's gradient of the coming step is the mean over so many samples.
+
+        Gradients are then averaged over samples, in the place of ranks: the mean of the means of 1 and of 9 samples is not the
+        mean of 10. Call it before `backward()`, for each batch, on all ranks; loaders of `loader` do it by themselves. Those
+        that average weights pay no heed. In float16 give a number near 1, such as samples over the usual batch.
+        """
+        for part in self._parts:
+            if isinstance(part, OnBatchClaimed):
+                part.on_batch_claimed(num_samples)
+
+    def loader(
+        self,
+        dataset: MapStyle,
+        *,
+        seed: int = 0,
+        batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        record: bool = False,
+        replay: Recording | None = None,
+    ) -> DispatchLoader | LockstepLoader:
+        """Batches of `dataset`, each sample once an epoch over all ranks, in an order drawn from `seed`. Collective.
+
+        With `AdaptiveSGD` whoever is free claims the next batch, and the strategy says how large; with `ElasticSGD` each rank
+        has an equal share. With the others, ranks take equally many steps, with batches of as many samples as each asks for,
+        and gradients are averaged over samples.
+
+        Its position is part of `state_dict()`: make the loader before `load_state_dict`.
+
+        Args:
+            dataset: of map style; the same on all ranks.
+            seed: of the order, >= 0.
+            batch_size: of this rank, >= 1; needed where the strategy has none, and refused where it has.
+            max_batch_size: what fits into this rank's memory, in samples; where the strategy chooses sizes.
+            collate: makes a batch of a list of samples; torch's `default_collate` if None.
+            record: keep in `loader.recording` who claimed what; where samples are claimed.
+            replay: such a recording, to be repeated bit for bit.
+
+        Raises:
+            ConfigError: this cannot work, with the reason. Every rank raises.
+            MismatchError: the ranks disagree on the data.
+        """
+        desk = next((part for part in self._parts if isinstance(part, Desk)), None)
+        description: OffbeatError | dict[str, Any]
+        try:
+            description = data_description(
+                dataset,
+                seed=seed,
+                batch_size=batch_size,
+                max_batch_size=max_batch_size,
+                claims=desk is not None,
+                recorded=record or replay is not None,
+            )
+        except ConfigError as error:
+            description = error
+        agree(self._counting.inner, self._control, description)
+        collate = torch.utils.data.default_collate if collate is None else collate
+        made: DispatchLoader | LockstepLoader
+        if desk is None:
+            sizes = self._gather(batch_size)
+            made = LockstepLoader(dataset, batch_sizes=sizes, claimed=self.weigh, seed=seed, collate=collate, rank=self.rank)
+        else:
+            desk.limit(self._gather(max_batch_size))
+            made = DispatchLoader(
+                dataset,
+                log=ClaimLog(store_of(self._network), rank=self.rank),
+                desk=desk,
+                gather=self._gather,
+                seed=seed,
+                collate=collate,
+                rank=self.rank,
+                notify=self._notify,
+                record=record,
+                replay=replay,
+            )
+            self._hear_after_step.append(made)
+        self._parts = [*self._parts, made]
+        return made
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate locally; the next one outside exchanges everything accumulated."""
@@ -328,6 +432,7 @@ class Session:
         Raises:
             NonFiniteError: this rank's weights hold an infinity or a NaN.
         """
+        self._check_open("averaged_model")
         copied = copy.deepcopy(self._model)
         parameters = {_plain(name): parameter for name, parameter in copied.named_parameters()}
         weights = ModelWeights(
@@ -364,6 +469,7 @@ class Session:
         For strategies whose ranks do not keep step: `averaged_model` is the mean of finished models afterwards, and nobody
         waits any more for this rank to train. `close` does it too. With the other strategies there is nothing to do.
         """
+        self._check_open("finish")
         with torch.no_grad():
             for part in self._parts:
                 if isinstance(part, OnFinish):
@@ -398,15 +504,20 @@ class Session:
         finally:
             self._close()
 
+    def _check_open(self, method: str) -> None:
+        if self._closed:
+            raise ConfigError(f"{method}() was called on a session that is closed; call it inside the with block")
+
     def _close(self) -> None:
         self._closed = True
         _attached.discard(self._model)
         self._hooks.remove()
         for handle in self._step_handles:
             handle.remove()
-        for part in self._parts:
-            part.close()
-        self._driver.close()
+        with ExitStack() as stack:
+            stack.callback(self._driver.close)
+            for part in reversed(self._parts):
+                stack.callback(part.close)
 
     def __enter__(self) -> Self:
         return self
@@ -416,16 +527,19 @@ class Session:
             self.close()
             return
         # The peers must hear of it before the sockets go; what goes wrong on the way out must not hide the error.
-        reason = f"{type(error).__name__}: {error}"
+        blame = error.rank if isinstance(error, PeerError) else None
+        self._abandon(f"{type(error).__name__}: {error}", blame=blame)
         with suppress(OffbeatError):
-            blame = error.rank if isinstance(error, PeerError) else None
+            self._close()
+
+    def _abandon(self, reason: str, *, blame: int | None = None) -> None:
+        """Tell the other ranks that this one fails, so that nobody waits for it."""
+        with suppress(OffbeatError):
             self._driver.abort(reason, blame=blame)
         for part in self._parts:
             if isinstance(part, OnAbandon):
                 with suppress(OffbeatError):
                     part.on_abandon(reason)
-        with suppress(OffbeatError):
-            self._close()
 
     # Events, from the hooks
 
@@ -458,12 +572,34 @@ class Session:
             part.on_backward_failed()
 
     @torch.no_grad()
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._hooks.report_failed_pass()
-        if callable(kwargs.get("closure", args[1] if len(args) > 1 else None)):
-            return  # the closure will run backward, and that exchanges
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if callable(closure):  # it will run backward, and that exchanges
+            for refusing in self._hear_closure:
+                refusing.on_closure()
+            if not self._hear_before_update:
+                return None
+            return args[:1], {**kwargs, "closure": self._then_update(closure)}
         for part in self._hear_before_step:
             part.on_before_step()
+        self._before_update()
+        return None
+
+    def _then_update(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def called() -> Any:
+            loss = closure()
+            self._before_update()
+            return loss
+
+        return called
+
+    @torch.no_grad()
+    def _before_update(self) -> None:
+        for part in self._hear_before_update:
+            part.on_before_update()
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
@@ -479,17 +615,32 @@ class Session:
             host.begin(alone, 0, Solo())
             return None
         generations = Generations(self._network, host)
-        if self._returns:
-            generations.join(self._description)
-        else:
-            generations.found(self._description)
+        try:
+            if self._returns:
+                generations.join(self._description)
+            else:
+                generations.found(self._description)
+        except BaseException:
+            generations.close()
+            raise
         return generations
 
     def _count_in_background(self, driver: Driver) -> Driver:
-        """`driver`, its traffic counted with the session's."""
-        counting = Counting(self._wrap(driver), in_background=True)
-        self._in_background.append(counting)
-        return counting
+        """`driver`, its traffic counted with the session's. Of those before it only the counts are kept."""
+        self._counted_in_background = self._background_traffic()
+        self._in_background = Counting(self._wrap(driver), in_background=True)
+        return self._in_background
+
+    def _background_traffic(self) -> Traffic:
+        before, now = self._counted_in_background, self._in_background
+        return before if now is None else before.plus(now.traffic)
+
+    def _traffic(self) -> Traffic:
+        return self._counting.traffic.plus(self._background_traffic())
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, of JSON's kinds. No training, and not in `stats`."""
+        return self._counting.inner.run(gather_values(value), self._control.next())
 
     def _notify(self, remark: str) -> None:
         if len(self.notices) < MAX_NOTICES:
@@ -528,6 +679,16 @@ def _copied(state: PartState) -> PartState:
         kind: {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in entries.items()}
         for kind, entries in {"additive": {}, **state}.items()
     }
+
+
+def _digest_of_frozen(model: torch.nn.Module) -> str:
+    """Of what is not averaged and yet has to be the same on all ranks."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            digest.update(_plain(name).encode())
+            digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -29,13 +29,12 @@ from offbeat.exchange.buckets import Bucket
 
 
 class Reduction(Protocol):
-    """Turns each rank's bucket into the ranks' weighted mean.
+    """Turns each rank's bucket into the ranks' weighted mean."""
 
-    Attributes:
-        encode_s: seconds spent on selection and on putting results in place, so far.
-    """
-
-    encode_s: float
+    @property
+    def encode_s(self) -> float:
+        """Seconds spent on selection and on putting results in place, so far."""
+        ...
 
     def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
         """Begin, after adding to the tally whether the bucket is finite.
@@ -91,7 +90,7 @@ class GradientExchange:
             skipped step leaves every `param.grad` None, which torch.optim's optimizers pass over.
         max_skipped_steps: raise `NonFiniteError` after more than this many skipped steps in a row.
         notify: for remarks.
-        weight: this rank's weight in the mean.
+        weight: this rank's weight in the mean, until `on_batch_claimed` says how many samples it has.
     """
 
     def __init__(
@@ -112,6 +111,8 @@ class GradientExchange:
         self._max_skipped_steps = max_skipped_steps
         self._notify = notify
         self._weight = weight
+        self._num_weighed: int | None = None
+        self._is_weighed = self._is_idle = False
         self._place = {
             index: (b, position) for b, (bucket, _) in enumerate(self._pairs) for position, index in enumerate(bucket.indices)
         }
@@ -139,6 +140,11 @@ class GradientExchange:
                 "a backward pass inside no_sync() follows a synchronised one without zero_grad() between them; run the "
                 "unsynchronised passes of a step first and synchronise the last one, as with DistributedDataParallel"
             )
+
+    def on_batch_claimed(self, num_samples: int) -> None:
+        """The coming step's gradient is the mean over so many further samples; weights are samples from now on."""
+        self._num_weighed = num_samples + (self._num_weighed or 0 if self._is_weighed else 0)
+        self._is_weighed = True
 
     def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
         self._num_accumulated += 1
@@ -176,12 +182,17 @@ class GradientExchange:
             self.on_join()
 
     def on_join(self) -> None:
-        """Exchange without a backward pass: what has been accumulated without being sent, or nothing."""
+        """Exchange without a backward pass: what has been accumulated without being sent, or nothing.
+
+        Where weights are samples, a rank that had none in this step has no weight.
+        """
+        self._is_idle = not (self._unsent or self._is_weighed)
         self.on_backward_begins(synchronised=True)
         self._exchange()
+        self._is_idle = False
 
     def on_after_step(self) -> None:
-        self._exchanged_since_step = False
+        self._exchanged_since_step = self._is_weighed = False
 
     # One exchange
 
@@ -214,8 +225,13 @@ class GradientExchange:
         for position in np.flatnonzero(~self._ready[b]).tolist():
             self._lay_in(b, position)
         self._num_launched += 1
-        tally = Tally(weight=self._weight, num_nonfinite=0, num_failed=int(failed), used=self._ready[b].copy())
+        tally = Tally(weight=self._weight_now(), num_nonfinite=0, num_failed=int(failed), used=self._ready[b].copy())
         reduction.launch(bucket, tally, grad_scale=self._grad_scale())
+
+    def _weight_now(self) -> float:
+        if self._num_weighed is None:
+            return self._weight
+        return 0.0 if self._is_idle else float(self._num_weighed)
 
     def _lay_in(self, b: int, position: int) -> None:
         """Copy a parameter's local gradient into its bucket, unless it lies there; zeros if there is none."""

@@ -58,7 +58,7 @@ class DenseReduction:
         return self._tally
 
     def commit(self) -> torch.Tensor:
-        if self._tally.weight != self._driver.world_size:
+        if self._tally.weight not in (0, self._driver.world_size):
             self._flat.mul_(self._driver.world_size / self._tally.weight)
         return self._flat
 
@@ -154,7 +154,7 @@ class SparseReduction:
 
     def commit(self) -> torch.Tensor:
         begin_s = time.perf_counter()
-        factor = self._grad_scale / self._tally.weight
+        factor = self._grad_scale / (self._tally.weight or 1)
         if self._pending is not None:
             flat = self._feedback.commit(self._exchanged.owed)
             kept = self._exchanged.kept

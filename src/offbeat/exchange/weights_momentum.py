@@ -19,8 +19,8 @@ def momentum_name(optimizer: torch.optim.Optimizer) -> str:
         if all(group.get(option) for group in optimizer.param_groups):
             return name
     raise ConfigError(
-        f"momentum='averaged' needs an optimizer with a momentum in all its groups, such as SGD(momentum=0.9) or AdamW, got "
-        f"{type(optimizer).__name__} without; pass momentum='local'"
+        f"momenta='averaged' needs an optimizer with a momentum in all its groups, such as SGD(momentum=0.9) or AdamW, got "
+        f"{type(optimizer).__name__} without; pass momenta='local'"
     )
 
 

@@ -50,7 +50,7 @@ def answer(
     """
     staging = Staging([*weights.tensors(), *([] if momenta is None else momenta.tensors())])
     if momenta is not None and not staging.in_order:
-        raise UnsupportedError("momentum='averaged' needs all parameters and buffers of one type on one device; pass 'local'")
+        raise UnsupportedError("momenta='averaged' needs all parameters and buffers of one type on one device; pass 'local'")
     num_weights = sum(_num_reals(tensor) for tensor in weights.tensors())
     replica = make_replica(staging)
     buffers = weights.buffers()
@@ -69,14 +69,24 @@ def answer(
         )
 
     progress = Progress(replica, service=service, terms=terms, count=workspace.count, notify=workspace.notify)
+    generations = None
+    try:
+        generations = workspace.enter(progress)
+        progress.wait_for_model()
+    except BaseException:
+        if generations is not None:
+            generations.close()
+        progress.close()
+        raise
     return Beside(
         weights=weights,
         momenta=momenta,
         staging=staging,
         replica=replica,
         progress=progress,
-        generations=workspace.enter(progress),
+        generations=generations,
         rank=workspace.driver.rank,
+        notify=workspace.notify,
         stood_still=workspace.stood_still,
     )
 

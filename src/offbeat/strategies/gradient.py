@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from offbeat.strategies.options import (
 
 MIB = 1 << 20
 
+Pair: TypeAlias = tuple[Bucket, Reduction]
+"""A bucket and what reduces it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GradientStrategy(Strategy):
@@ -57,8 +60,13 @@ class GradientStrategy(Strategy):
         """Each bucket with its reduction, and whatever other parts the strategy needs."""
 
     def build(self, workspace: Workspace) -> Sequence[Part]:
+        return self.build_around(workspace, lambda pairs: pairs)
+
+    def build_around(self, workspace: Workspace, wrap: Callable[[list[Pair]], list[Pair]]) -> Sequence[Part]:
+        """Like `build`, with something around the reductions, for strategies that send more than gradients."""
         counts = ExchangeCounts()
         pairs, others = self.parts(workspace, counts)
+        pairs = wrap(pairs)
         exchange = GradientExchange(
             pairs,
             counts=counts,

@@ -13,7 +13,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from offbeat.errors import ConfigError, PeerError, WireError
 from offbeat.transport.link import PeerLimits
@@ -87,6 +87,11 @@ class Network:
         """As `own_store`, after a connection was lost; None, soon and quietly, while nobody listens there."""
         bottom = bottom_of(self.store)
         return self.own_store() if isinstance(bottom, TCPStore) and _listens(bottom.host, bottom.port) else None
+
+
+def store_of(network: Network | None) -> Store:
+    """A store that a session's ranks share, over a connection of its own; in a world of one that nobody launched, a new one."""
+    return HashStore() if network is None else network.own_store()
 
 
 def bottom_of(store: Store) -> Store:

@@ -1,0 +1,377 @@
+"""Batches of any map-style dataset, claimed by whoever is free: each sample once an epoch, in an order of (seed, epoch).
+
+    for each mega-batch of the epoch
+        while samples are left: claim the next b_i, compute with them
+        when nothing is left: merge models, and choose new b_i
+
+An epoch of N samples has round(N / M) mega-batches, at least one, whose sizes differ by one sample at most: none is a
+remnant, and a dataset smaller than M is one mega-batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.engine.claims import Claim, ClaimLog, Span, Spans, Work, num_positions, part_of, without
+from offbeat.errors import CheckpointError, ConfigError, PeerError
+
+Gather = Callable[[Any], list[Any]]
+"""Gives every rank's value, of JSON's kinds, to every rank, by rank. Collective."""
+
+
+class MapStyle(Protocol):
+    """A dataset with a length whose samples can be had by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@runtime_checkable
+class Desk(Protocol):
+    """What a strategy that dispatches does for the loader.
+
+    Attributes:
+        mega_batch: samples between merges.
+        batch_sizes: what each rank claims at a time, in samples.
+        deals_equally: whether each rank gets an equal share of each mega-batch, in place of what it claims.
+    """
+
+    mega_batch: int
+    batch_sizes: tuple[int, ...]
+    deals_equally: bool
+
+    def on_batch_claimed(self, num_samples: int) -> None:
+        """The next optimizer step will be taken with so many further samples."""
+        ...
+
+    def limit(self, largest: Sequence[int | None]) -> None:
+        """A loader begins; each rank's memory holds a batch of so many samples, by rank. Raises `ConfigError`."""
+        ...
+
+    def settle(self) -> None:
+        """Return when what this rank has begun to compute is done."""
+        ...
+
+    def merge(self, work: Work) -> list[Work]:
+        """Merge models and choose new batch sizes. Every rank's work, by rank. Collective."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Recording:
+    """Who claimed what, to be repeated: of JSON's kinds throughout, so that `dataclasses.asdict` can be written to a file.
+
+    Attributes:
+        num_samples: of the dataset.
+        seed: of the order.
+        world_size: number of ranks.
+        mega_batches: by epoch and number, such as "0/3": the batch sizes, and each rank's claims as lists of spans.
+    """
+
+    num_samples: int
+    seed: int
+    world_size: int
+    mega_batches: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def order_of(num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The samples' numbers in the order of an epoch, shape (num_samples,)."""
+    return np.random.default_rng((seed, epoch)).permutation(num_samples)
+
+
+def mega_batch_span(num_samples: int, mega_batch: int, number: int) -> Span:
+    """Where mega-batch `number` of an epoch lies in its order.
+
+    >>> [mega_batch_span(10, 4, number) for number in (0, 1)]
+    [Span(begin=0, end=5), Span(begin=5, end=10)]
+    """
+    count = num_mega_batches(num_samples, mega_batch)
+    return Span(num_samples * number // count, num_samples * (number + 1) // count)
+
+
+def num_mega_batches(num_samples: int, mega_batch: int) -> int:
+    """In an epoch: samples over samples, rounded, at least 1."""
+    return max(1, (2 * num_samples + mega_batch) // (2 * mega_batch))
+
+
+def require_map_style(dataset: object) -> int:
+    """Number of samples. Raises `ConfigError` for what has no length, no samples by number, or none at all."""
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigError(
+            f"the dataset must be of map style, with len(dataset) and dataset[i], got a {type(dataset).__name__}; samples of a "
+            "stream cannot be shared out by number: put them in a list, or feed your own loop"
+        )
+    if not (num_samples := len(dataset)):
+        raise ConfigError("the dataset is empty; is this the right split?")
+    return num_samples
+
+
+def data_description(
+    dataset: object,
+    *,
+    seed: int,
+    batch_size: int | None,
+    max_batch_size: int | None,
+    claims: bool,
+    recorded: bool,
+) -> dict[str, Any]:
+    """What of a loader must be the same on all ranks, as JSON.
+
+    Args:
+        dataset: that the loader is to read.
+        seed: of the order.
+        batch_size: given to the loader.
+        max_batch_size: given to the loader.
+        claims: whether the strategy has batch sizes of its own, and samples are claimed.
+        recorded: whether claims are to be recorded or replayed.
+
+    Raises:
+        ConfigError: this cannot work.
+    """
+    num_samples = require_map_style(dataset)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigError(f"seed must be an integer of at least 0, got {seed!r}")
+    for name, size in (("batch_size", batch_size), ("max_batch_size", max_batch_size)):
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}")
+    if claims and batch_size is not None:
+        raise ConfigError(f"the strategy has a batch_size of its own, so the loader takes none, got {batch_size}; leave it out")
+    if not claims and batch_size is None:
+        raise ConfigError("the strategy has no batch size: pass batch_size=..., which may differ between ranks")
+    if not claims and (max_batch_size is not None or recorded):
+        raise ConfigError(
+            "max_batch_size, record and replay are for strategies that claim samples, such as offbeat.AdaptiveSGD()"
+        )
+    return {"data": {"samples": num_samples, "seed": seed}}
+
+
+def fetch(dataset: MapStyle, indices: Sequence[int], collate: Callable[[list[Any]], Any]) -> Any:
+    """A batch of the samples `indices`."""
+    at_once = getattr(dataset, "__getitems__", None)
+    return collate(at_once(list(indices)) if at_once else [dataset[index] for index in indices])
+
+
+class DispatchLoader:
+    """Iterating over it yields this rank's batches of an epoch; how many, nobody knows before. Made by `Session.loader`.
+
+    All ranks must iterate. One that stops in the middle of an epoch goes on there when it iterates again; the others wait for
+    it at the next merge. To stop all ranks together, take `one_mega_batch()` at a time.
+
+    Args:
+        dataset: of map style; the same on all ranks.
+        log: of claims.
+        desk: the strategy's part.
+        gather: collective.
+        seed: of the order, >= 0.
+        collate: makes a batch of a list of samples.
+        rank: this rank.
+        notify: for remarks.
+        record: keep `recording`.
+        replay: claims to repeat.
+        clock: seconds, monotonic.
+
+    Attributes:
+        epoch: passes over the data completed.
+        mega_batch: mega-batches of the pass under way that have been merged.
+        recording: of this loader's mega-batches so far; None unless asked for.
+        last: every rank's work in the mega-batch merged last; empty before the first.
+    """
+
+    def __init__(
+        self,
+        dataset: MapStyle,
+        *,
+        log: ClaimLog,
+        desk: Desk,
+        gather: Gather,
+        seed: int,
+        collate: Callable[[list[Any]], Any],
+        rank: int,
+        notify: Callable[[str], None],
+        record: bool = False,
+        replay: Recording | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.epoch = self.mega_batch = 0
+        self.last: Sequence[Work] = ()
+        world_size = len(desk.batch_sizes)
+        self.recording = Recording(num_samples=len(dataset), seed=seed, world_size=world_size) if record else None
+        if replay is not None:
+            _require_fit(replay, num_samples=len(dataset), seed=seed, world_size=world_size)
+        self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._log, self._desk, self._gather, self._notify, self._clock = log, desk, gather, notify, clock
+        self._rank, self._world_size = rank, world_size
+        self._replay = replay
+        self._order: tuple[int, NDArray[np.int64]] | None = None
+        self._agreed = False
+        self._deal: Iterator[Claim] | None = None
+        self._in_hand: list[Claim] = []
+        self._computed: list[Claim] = []
+        self._updates, self._busy_s = 0, 0.0
+        self._claimed_at_s: float | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self.epoch
+        while self.epoch == epoch:
+            yield from self.one_mega_batch()
+
+    def one_mega_batch(self) -> Iterator[Any]:
+        """This rank's batches of the next mega-batch, or of what is left of the one under way."""
+        if not self._agreed:
+            self._agree()
+        while (claim := self._take()) is not None:
+            self._in_hand.append(claim)
+            self._desk.on_batch_claimed(claim.num_samples)
+            yield fetch(self._dataset, self._indices(claim), self._collate)
+        self._merge()
+
+    # Events
+
+    def on_after_step(self) -> None:
+        if self._in_hand:
+            self._computed += self._in_hand
+            self._in_hand = []
+            self._updates += 1
+
+    # One mega-batch
+
+    def _agree(self) -> None:
+        """Begin with what no rank's model has seen: all of a mega-batch, or what was not computed when a run was saved."""
+        mine = {
+            "place": [self.epoch, self.mega_batch],
+            "round": self._log.round,
+            "computed": [span for claim in self._computed for span in claim.spans],
+        }
+        stated = self._gather(mine)
+        places = [tuple(other["place"]) for other in stated]
+        if len(set(places)) > 1:
+            raise CheckpointError(
+                "the ranks' states were saved in different mega-batches (epoch and number by rank: "
+                f"{places}); save them on all ranks after the same merge, or in the middle of the same mega-batch"
+            )
+        computed = [Span(*span) for other in stated for span in other["computed"]]
+        self._open(1 + max(other["round"] for other in stated), without(self._whole(), computed))
+        self._agreed = True
+
+    def _open(self, number: int, spans: Spans) -> None:
+        self._log.open(number, spans)
+        self._deal = None
+        if self._replay is not None:
+            self._deal = iter(self._replayed(len(self._computed)))
+        elif self._desk.deals_equally:
+            self._deal = iter(self._share(spans))
+
+    def _take(self) -> Claim | None:
+        self._desk.settle()
+        now_s = self._clock()
+        if self._claimed_at_s is not None:
+            self._busy_s += now_s - self._claimed_at_s
+        size = self._desk.batch_sizes[self._rank]
+        claim = self._log.claim(size) if self._deal is None else next(self._deal, None)
+        self._claimed_at_s = None if claim is None else now_s
+        return claim
+
+    def _merge(self) -> None:
+        self._computed += self._in_hand  # the user chose not to step with these
+        self._in_hand = []
+        mine = Work(
+            claims=tuple(self._computed),
+            updates=self._updates,
+            batch_size=self._desk.batch_sizes[self._rank],
+            busy_s=self._busy_s,
+        )
+        sizes = self._desk.batch_sizes
+        try:
+            self.last = self._desk.merge(mine)
+        except PeerError as error:
+            self._say_what_is_lost(error.rank)
+            raise
+        if self.recording is not None:
+            claims = [[[list(span) for span in claim.spans] for claim in work.claims] for work in self.last]
+            self.recording.mega_batches[self._place] = {"batch_sizes": list(sizes), "claims": claims}
+        self._computed, self._updates, self._busy_s = [], 0, 0.0
+        self.mega_batch += 1
+        if self.mega_batch == num_mega_batches(len(self._dataset), self._desk.mega_batch):
+            self.epoch, self.mega_batch = self.epoch + 1, 0
+        if self._replay is not None and self._place not in self._replay.mega_batches:
+            self._agreed = False  # there may be nothing more to do
+        else:
+            self._open(self._log.round + 1, self._whole())
+
+    def _whole(self) -> Spans:
+        return (mega_batch_span(len(self._dataset), self._desk.mega_batch, self.mega_batch),)
+
+    def _share(self, spans: Spans) -> Iterator[Claim]:
+        """This rank's equal share of `spans`, in batches."""
+        total = num_positions(spans)
+        begin, last = (total * rank // self._world_size for rank in (self._rank, self._rank + 1))
+        size = self._desk.batch_sizes[self._rank]
+        for first in range(begin, last, size):
+            yield Claim(part_of(spans, first, min(first + size, last)))
+
+    def _replayed(self, num_done: int) -> list[Claim]:
+        assert self._replay is not None
+        recorded = self._replay.mega_batches.get(self._place)
+        if recorded is None:
+            raise ConfigError(
+                f"the recording ends before mega-batch {self._place} (epoch/number); train for less, or without it"
+            )
+        self._desk.batch_sizes = tuple(recorded["batch_sizes"])
+        claims = [Claim(tuple(Span(*span) for span in spans)) for spans in recorded["claims"][self._rank]]
+        return claims[num_done:]
+
+    def _indices(self, claim: Claim) -> list[int]:
+        if self._order is None or self._order[0] != self.epoch:
+            self._order = self.epoch, order_of(len(self._dataset), seed=self._seed, epoch=self.epoch)
+        order = self._order[1]
+        return [index for begin, end in claim.spans for index in order[begin:end].tolist()]
+
+    @property
+    def _place(self) -> str:
+        return f"{self.epoch}/{self.mega_batch}"
+
+    def _say_what_is_lost(self, rank: int | None) -> None:
+        if rank is None:
+            return
+        try:
+            claims = self._log.claims_of(rank)
+        except PeerError:  # the store went with it
+            return
+        lost = sum(claim.num_samples for claim, _ in claims)
+        self._notify(
+            f"rank {rank} is gone, and with it what it made of {lost} samples in {len(claims)} claims since the last merge; "
+            "they are in no model, and a run that is resumed gives them out again"
+        )
+
+    # State
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """What this rank's model has seen of the mega-batch under way; a claim counts once its optimizer step was taken."""
+        claims = [[list(span) for span in claim.spans] for claim in self._computed]
+        place = {"epoch": self.epoch, "mega_batch": self.mega_batch}
+        return {"local": {**place, "claims": claims, "updates": self._updates, "busy_s": self._busy_s}}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        saved = state["local"]
+        if "mega_batch" not in saved:
+            raise CheckpointError("the state lacks 'mega_batch'; it was saved by another loader")
+        self.epoch, self.mega_batch = int(saved["epoch"]), int(saved["mega_batch"])
+        self._computed = [Claim(tuple(Span(*span) for span in spans)) for spans in saved["claims"]]
+        self._updates, self._busy_s = int(saved["updates"]), float(saved["busy_s"])
+        self._in_hand, self._claimed_at_s, self._agreed = [], None, False
+
+    def close(self) -> None:
+        """The dataset is the user's."""
+
+
+def _require_fit(replay: Recording, **here: int) -> None:
+    for name, value in here.items():
+        if (recorded := getattr(replay, name)) != value:
+            raise ConfigError(f"the recording to replay was made with {name} {recorded}, here it is {value}")

@@ -1,0 +1,145 @@
+"""Adaptive SGD: workers of any speed, at the sum of their speeds (arXiv 2110.07029).
+
+    for each mega-batch of M samples, on each rank i
+        while samples are left: claim the next b_i;  w_i = w_i - eta_0 b_i / b_base gradient(w_i);  u_i = u_i + 1
+        alpha_i = u_i / sum u, or b_i / sum b where all u_i are equal
+        w_before, w = w, sum over i of alpha_i w_i + gamma (w - w_before);  w_i = w
+        b_i follows u_i
+
+Samples are claimed in a log that all ranks share through the store they met by; `Session.loader` does it. The rules by which
+batch sizes follow updates are those of `planning.batch_sizes`, merge weights those of `planning.merging`.
+
+Cost per mega-batch: one all-reduce of the weights; for each batch two short messages to the store.
+
+Differences from the paper: `rule="proportional"` by default, since the published rule oscillates or never adapts; momentum and
+perturbation are off by default, and a perturbed mean is divided by its weights' sum; order is drawn anew for each epoch and the
+tail is trained on; a last, shorter claim has the learning rate of its own size; the first merge has no momentum.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from offbeat.errors import ConfigError
+from offbeat.exchange.weights import ModelWeights
+from offbeat.exchange.weights_megabatch import MegaBatches, MegaBatchPlan
+from offbeat.planning.batch_sizes import BatchRule, Bounds, Hogbatch, Paper, Proportional, Reference
+from offbeat.planning.merging import Weighting
+from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.base import Part, Workspace
+from offbeat.strategies.options import require_at_least, require_fraction_below_one, require_one_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegaBatchStrategy(AveragingStrategy):
+    """Ranks train alone on a mega-batch that they share, and merge.
+
+    Args:
+        mega_batch: samples between merges, >= batch_size.
+        batch_size: b_base: what a batch has on average, and what the learning rate is for, >= 1.
+    """
+
+    mega_batch: int = 12_800
+    batch_size: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("batch_size", self.batch_size, 1)
+        require_at_least("mega_batch", self.mega_batch, 1)
+        if self.mega_batch < self.batch_size:
+            raise ConfigError(
+                f"mega_batch is the number of samples between merges, at least batch_size={self.batch_size}, got "
+                f"{self.mega_batch}; 100 batches would be {100 * self.batch_size}"
+            )
+
+    @abstractmethod
+    def plan(self) -> MegaBatchPlan:
+        """How mega-batches are dealt out and merged."""
+
+    def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
+        assert workspace.optimizer is not None
+        part = MegaBatches(
+            weights,
+            plan=self.plan(),
+            optimizer=workspace.optimizer,
+            driver=workspace.driver,
+            stream=workspace.new_stream(),
+            notify=workspace.notify,
+        )
+        return [part]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveSGD(MegaBatchStrategy):
+    """Batches claimed by whoever is free, of sizes that follow speeds; models merged after every mega-batch.
+
+    Args:
+        rule: how batch sizes follow: "proportional", the published "paper", its code's "reference", or "hogbatch".
+        min_batch_size: >= 1; None: an eighth of batch_size.
+        max_batch_size: >= batch_size; None: no limit. What fits into one rank's memory alone is told to `Session.loader`.
+        merge: what merge weights follow: "paper" (updates, or batch sizes where updates are equal), "updates", "batch_sizes",
+            "samples" or "equal".
+        kappa: of "proportional": the part of a difference that is removed at once, in (0, 1].
+        perturbation: delta, by which the largest merge weight is raised and the smallest lowered, in [0, 1).
+        perturbation_threshold: only while every model's norm per parameter is below it.
+        momentum: gamma of merges, in [0, 1).
+    """
+
+    name: ClassVar[str] = "adaptive"
+
+    rule: Literal["proportional", "paper", "reference", "hogbatch"] = "proportional"
+    min_batch_size: int | None = None
+    max_batch_size: int | None = None
+    merge: Weighting = "paper"
+    kappa: float = 1.0
+    perturbation: float = 0.0
+    perturbation_threshold: float = 0.1
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one_of("rule", self.rule, ("proportional", "paper", "reference", "hogbatch"))
+        require_one_of("merge", self.merge, ("paper", "updates", "batch_sizes", "samples", "equal"))
+        require_fraction_below_one("perturbation", self.perturbation)
+        require_fraction_below_one("momentum", self.momentum)
+        if self.min_batch_size is not None:
+            require_at_least("min_batch_size", self.min_batch_size, 1)
+        if self.max_batch_size is not None:
+            require_at_least("max_batch_size", self.max_batch_size, 1)
+        if not self.bounds.hold(self.batch_size):
+            raise ConfigError(
+                f"batch_size is {self.batch_size}, but min_batch_size and max_batch_size allow {self.bounds.smallest} to "
+                f"{self.bounds.largest}; all batches begin with batch_size"
+            )
+        self._batch_rule()
+
+    @property
+    def bounds(self) -> Bounds:
+        """Of every rank's batch size."""
+        smallest = max(1, self.batch_size // 8) if self.min_batch_size is None else self.min_batch_size
+        return Bounds(smallest=smallest, largest=self.max_batch_size)
+
+    def plan(self) -> MegaBatchPlan:
+        return MegaBatchPlan(
+            mega_batch=self.mega_batch,
+            base=self.batch_size,
+            bounds=self.bounds,
+            rule=self._batch_rule(),
+            weighting=self.merge,
+            delta=self.perturbation,
+            threshold=self.perturbation_threshold,
+            momentum=self.momentum,
+        )
+
+    def _batch_rule(self) -> BatchRule:
+        match self.rule:
+            case "paper":
+                return Paper()
+            case "reference":
+                return Reference()
+            case "hogbatch":
+                return Hogbatch()
+            case "proportional":
+                return Proportional(base=self.batch_size, kappa=self.kappa)
