@@ -33,7 +33,11 @@ AVERAGE_WEIGHTS: dict[str, Strategy] = {
     "sgp": offbeat.SGP(),
     "wagma": offbeat.WAGMA(),
     "adpsgd": offbeat.ADPSGD(),
+    "elasticsgd": offbeat.ElasticSGD(mega_batch=4, batch_size=2),
+    "adaptive": offbeat.AdaptiveSGD(mega_batch=4, batch_size=2),
 }
+MOVE_WEIGHTS_ALONE: dict[str, Strategy] = {"crossbow": offbeat.Crossbow()}
+"""Those that average weights too, and do not leave a world of one as it is."""
 ALL = EXCHANGE_GRADIENTS | AVERAGE_WEIGHTS
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -53,7 +57,7 @@ def attached() -> Iterator[Callable[..., tuple[SparseNet, torch.optim.Optimizer,
     def make(name: str, make_optimizer: MakeOptimizer) -> tuple[SparseNet, torch.optim.Optimizer, Session]:
         net = SparseNet()
         optimizer = make_optimizer(net.parameters())
-        sessions.append(offbeat.attach(net, optimizer, ALL[name]))
+        sessions.append(offbeat.attach(net, optimizer, (ALL | MOVE_WEIGHTS_ALONE)[name]))
         return net, optimizer, sessions[-1]
 
     yield make
@@ -77,20 +81,20 @@ def test_alone_it_is_the_plain_loop(name: str, kind: str, set_to_none: bool, att
 def test_momenta_are_averaged_though_gradients_are_sparse(make: MakeOptimizer) -> None:
     nets = [SparseNet(), SparseNet()]
     optimizers = [make(net.parameters()) for net in nets]
-    with offbeat.attach(nets[0], optimizers[0], offbeat.WAGMA(momentum="averaged", period=2)):
+    with offbeat.attach(nets[0], optimizers[0], offbeat.WAGMA(momenta="averaged", period=2)):
         for net, optimizer in zip(nets, optimizers, strict=True):
             train(net, optimizer, range(6))
     assert_same(*nets, rtol=1e-5, atol=1e-6)
 
 
-@every_strategy
+@pytest.mark.parametrize("name", ALL | MOVE_WEIGHTS_ALONE)
 def test_exchanged_gradients_are_dense_and_others_stay_sparse(name: str, attached: Callable) -> None:
     net, optimizer, _ = attached(name, OPTIMIZERS["sgd"])
     net(*batch(0)).backward()
     optimizer.step()
     gradients = [parameter.grad for parameter in net.sparse_parameters()]
     assert all(gradient is not None for gradient in gradients)
-    assert {gradient.is_sparse for gradient in gradients} == {name in AVERAGE_WEIGHTS}
+    assert {gradient.is_sparse for gradient in gradients} == {name not in EXCHANGE_GRADIENTS}
 
 
 @pytest.mark.parametrize("name", AVERAGE_WEIGHTS)
@@ -161,7 +165,7 @@ def test_a_sparse_gradient_alone_is_looked_at(name: str, attached: Callable) -> 
     assert session.stats.skipped_steps == 1
 
 
-@every_strategy
+@pytest.mark.parametrize("name", ALL | MOVE_WEIGHTS_ALONE)
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(name: str, attached: Callable, tmp_path: Path) -> None:
     make: MakeOptimizer = lambda parameters: RowSGD(parameters, 0.1, momentum=0.9)  # noqa: E731
     straight, straight_optimizer, _ = attached(name, make)
