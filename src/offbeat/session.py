@@ -7,11 +7,11 @@ events to the strategy's parts, and keeps their state.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import reduce
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
@@ -40,6 +40,7 @@ from offbeat.strategies.base import (
     OnBackwardFailed,
     OnBatchClaimed,
     OnBeforeStep,
+    OnClosure,
     OnFinish,
     OnGradientReady,
     OnJoin,
@@ -164,6 +165,8 @@ def _check(
         raise UnsupportedError(
             "the model is wrapped in DistributedDataParallel, which exchanges gradients itself; pass model.module"
         )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer must be one of torch.optim's or made like them, got {type(optimizer).__name__}")
     parameters = dict(model.named_parameters())
     sharded = [name for name, parameter in parameters.items() if type(parameter.data).__name__ == "DTensor"]
     if sharded or type(model).__name__ == "FullyShardedDataParallel":
@@ -196,7 +199,8 @@ def _check(
     if any(id(parameter) in taken for parameter in parameters.values()):
         raise ConfigError("the model, or a part of it, is attached already; close that session first")
     strategy.check(model, optimizer)
-    strategy.check_world(world_size)
+    if not returns:  # such a worker does not know yet how many there are; the others have passed this check
+        strategy.check_world(world_size)
 
 
 class Session:
@@ -230,9 +234,10 @@ class Session:
         self._network = connection.network
         self._wrap = wrap
         self._returns = returns
-        self._description = json.dumps(description)
+        self._description = json.dumps({**description, "frozen parameters": {"sha256": _digest_of_frozen(model)}})
         self._counting = Counting(driver)
-        self._in_background: list[Counting] = []
+        self._in_background: Counting | None = None
+        self._counted_in_background = Traffic()
         self._driver: Driver = self._counting
         self._parameters = {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = [(_plain(name), p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -253,16 +258,26 @@ class Session:
             count=self._count_in_background,
             stood_still=self._counting.stood_still,
         )
-        self._parts: Sequence[Part] = strategy.build(workspace)
         self._control = control
-        for counting in [self._counting, *self._in_background]:
-            counting.restart()  # what setting up took, such as measuring the links, is not training
+        self._parts: Sequence[Part] = strategy.build(workspace)
+        try:
+            self._put_in(model, optimizer)
+        except BaseException as error:
+            self._abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    def _put_in(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Connect the parts with the training loop."""
+        self._counting.restart()  # what setting up took, such as measuring the links, is not training
+        if self._in_background is not None:
+            self._in_background.restart()
         self._hear_backward_begins = [part for part in self._parts if isinstance(part, OnBackwardBegins)]
         self._hear_gradient_ready = [part for part in self._parts if isinstance(part, OnGradientReady)]
         self._hear_backward_done = [part for part in self._parts if isinstance(part, OnBackwardDone)]
         self._hear_backward_failed = [part for part in self._parts if isinstance(part, OnBackwardFailed)]
         self._hear_join = [part for part in self._parts if isinstance(part, OnJoin)]
         self._hear_before_step = [part for part in self._parts if isinstance(part, OnBeforeStep)]
+        self._hear_closure = [part for part in self._parts if isinstance(part, OnClosure)]
         self._hear_after_step: list[OnAfterStep] = [part for part in self._parts if isinstance(part, OnAfterStep)]
         self._counted = [part for part in self._parts if isinstance(part, HasCounters)]
         self._alone = next((part for part in self._parts if isinstance(part, AveragesAlone)), None)
@@ -279,7 +294,7 @@ class Session:
     @property
     def stats(self) -> Stats:
         """Totals so far."""
-        traffic = reduce(Traffic.plus, (counting.traffic for counting in self._in_background), self._counting.traffic)
+        traffic = self._traffic()
         exchanges = skipped_steps = encode_s = 0.0
         for part in self._counted:
             counters = part.counters()
@@ -419,6 +434,7 @@ class Session:
         Raises:
             NonFiniteError: this rank's weights hold an infinity or a NaN.
         """
+        self._check_open("averaged_model")
         copied = copy.deepcopy(self._model)
         parameters = {_plain(name): parameter for name, parameter in copied.named_parameters()}
         weights = ModelWeights(
@@ -455,6 +471,7 @@ class Session:
         For strategies whose ranks do not keep step: `averaged_model` is the mean of finished models afterwards, and nobody
         waits any more for this rank to train. `close` does it too. With the other strategies there is nothing to do.
         """
+        self._check_open("finish")
         with torch.no_grad():
             for part in self._parts:
                 if isinstance(part, OnFinish):
@@ -489,15 +506,20 @@ class Session:
         finally:
             self._close()
 
+    def _check_open(self, method: str) -> None:
+        if self._closed:
+            raise ConfigError(f"{method}() was called on a session that is closed; call it inside the with block")
+
     def _close(self) -> None:
         self._closed = True
         _attached.discard(self._model)
         self._hooks.remove()
         for handle in self._step_handles:
             handle.remove()
-        for part in self._parts:
-            part.close()
-        self._driver.close()
+        with ExitStack() as stack:
+            stack.callback(self._driver.close)
+            for part in reversed(self._parts):
+                stack.callback(part.close)
 
     def __enter__(self) -> Self:
         return self
@@ -507,16 +529,19 @@ class Session:
             self.close()
             return
         # The peers must hear of it before the sockets go; what goes wrong on the way out must not hide the error.
-        reason = f"{type(error).__name__}: {error}"
+        blame = error.rank if isinstance(error, PeerError) else None
+        self._abandon(f"{type(error).__name__}: {error}", blame=blame)
         with suppress(OffbeatError):
-            blame = error.rank if isinstance(error, PeerError) else None
+            self._close()
+
+    def _abandon(self, reason: str, *, blame: int | None = None) -> None:
+        """Tell the other ranks that this one fails, so that nobody waits for it."""
+        with suppress(OffbeatError):
             self._driver.abort(reason, blame=blame)
         for part in self._parts:
             if isinstance(part, OnAbandon):
                 with suppress(OffbeatError):
                     part.on_abandon(reason)
-        with suppress(OffbeatError):
-            self._close()
 
     # Events, from the hooks
 
@@ -552,6 +577,8 @@ class Session:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hooks.report_failed_pass()
         if callable(kwargs.get("closure", args[1] if len(args) > 1 else None)):
+            for refusing in self._hear_closure:
+                refusing.on_closure()
             return  # the closure will run backward, and that exchanges
         for part in self._hear_before_step:
             part.on_before_step()
@@ -570,17 +597,28 @@ class Session:
             host.begin(alone, 0, Solo())
             return None
         generations = Generations(self._network, host)
-        if self._returns:
-            generations.join(self._description)
-        else:
-            generations.found(self._description)
+        try:
+            if self._returns:
+                generations.join(self._description)
+            else:
+                generations.found(self._description)
+        except BaseException:
+            generations.close()
+            raise
         return generations
 
     def _count_in_background(self, driver: Driver) -> Driver:
-        """`driver`, its traffic counted with the session's."""
-        counting = Counting(self._wrap(driver), in_background=True)
-        self._in_background.append(counting)
-        return counting
+        """`driver`, its traffic counted with the session's. Of those before it only the counts are kept."""
+        self._counted_in_background = self._background_traffic()
+        self._in_background = Counting(self._wrap(driver), in_background=True)
+        return self._in_background
+
+    def _background_traffic(self) -> Traffic:
+        before, now = self._counted_in_background, self._in_background
+        return before if now is None else before.plus(now.traffic)
+
+    def _traffic(self) -> Traffic:
+        return self._counting.traffic.plus(self._background_traffic())
 
     def _gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, of JSON's kinds. No training, and not in `stats`."""
@@ -623,6 +661,16 @@ def _copied(state: PartState) -> PartState:
         kind: {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in entries.items()}
         for kind, entries in {"additive": {}, **state}.items()
     }
+
+
+def _digest_of_frozen(model: torch.nn.Module) -> str:
+    """Of what is not averaged and yet has to be the same on all ranks."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            digest.update(_plain(name).encode())
+            digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

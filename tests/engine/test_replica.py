@@ -152,18 +152,18 @@ def test_models_that_were_asked_for_are_waited_for_only_from_the_living(replica:
     replica.receive(1, theirs)
     replica.receive(3, None)
     replica.bury(2)
-    assert replica.states(frozenset({1, 2, 3}), patience_s=60) == {1: theirs}
+    assert replica.states(frozenset({1, 2, 3}), replica.epoch, patience_s=60) == {1: theirs}
 
 
 def test_a_model_that_does_not_come_is_done_without(replica: Replica) -> None:
-    assert replica.states(frozenset({1}), patience_s=0.0) == {}
+    assert replica.states(frozenset({1}), replica.epoch, patience_s=0.0) == {}
 
 
 def test_waiting_for_rest_ends_when_the_last_one_rests_or_dies(
     replica: Replica, in_thread: Callable[..., threading.Thread]
 ) -> None:
     replica.rested(1)
-    waiting = in_thread(replica.wait_for_rest, frozenset({1, 2}))
+    waiting = in_thread(replica.wait_for_rest, frozenset({1, 2}), replica.epoch)
     replica.bury(2)
     waiting.join(10)
     assert not waiting.is_alive()

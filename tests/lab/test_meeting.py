@@ -96,7 +96,7 @@ def test_a_leader_that_came_back_does_not_take_over() -> None:
 def test_what_a_dead_leader_did_not_do_the_next_one_does() -> None:
     store, (_, second, third) = meetings(3)
     with together(2) as pool:
-        answers = [pool.submit(second.is_to_do, "summary"), pool.submit(third.is_to_do, "summary")]
+        answers = [pool.submit(one.is_to_do, "summary", range(3)) for one in (second, third)]
         note_death(store, 0, deaths=1)
         assert answers[0].result(DEADLINE_S)
         second.note("summary", "written")
@@ -105,9 +105,9 @@ def test_what_a_dead_leader_did_not_do_the_next_one_does() -> None:
 
 def test_what_a_leader_did_before_it_died_is_done() -> None:
     _, (first, second) = meetings(2)
-    assert first.is_to_do("summary")
+    assert first.is_to_do("summary", range(2))
     first.note("summary", "written")
-    assert not second.is_to_do("summary")
+    assert not second.is_to_do("summary", range(2))
     assert second.noted("something else") is None
 
 
@@ -125,4 +125,4 @@ def test_where_nobody_notes_deaths_all_wait_for_all_and_rank_0_leads() -> None:
     ranks = [Meeting(store, rank, 2) for rank in range(2)]
     assert all_of(ranks, lambda meeting: meeting.gather("point", str(meeting.rank), patience_s=0.0)) == [{0: "0", 1: "1"}] * 2
     assert all_of(ranks, lambda meeting: meeting.share("all", str(meeting.rank))) == [["0", "1"]] * 2
-    assert [meeting.is_to_do("summary") for meeting in ranks] == [True, False]
+    assert [meeting.is_to_do("summary", range(2)) for meeting in ranks] == [True, False]

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from gradient_jobs import fingerprint
 from weight_jobs import make_net, sgd, train
 
 import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
+from offbeat.transport.network import bottom_of
 
 LR = 0.125
 NUM_STEPS = 24
@@ -140,3 +147,60 @@ def equal_after_meeting(rank: int, world_size: int) -> list[int]:
             train(net, optimizer, rank, range(step, step + 1))
             prints.append(fingerprint(net))
     return prints
+
+
+def returns(rank: int, world_size: int, *, until: str) -> dict[str, Any]:
+    """The last rank is killed, and rank 0 starts it anew as a process that joins the run. What does each hold after each step?
+
+    Everyone meets everyone in each version and waits for all. `until`: a file that the newcomer writes its outcome to.
+    """
+    os.environ[SECRET_VARIABLE] = "a secret of this test run only"
+    newcomer: subprocess.Popen[bytes] | None = None
+    net = make_net()
+    optimizer = sgd(net)
+    prints = []
+    try:
+        with offbeat.attach(net, optimizer, offbeat.WAGMA(period=1, quorum=1.0)) as session:
+            for step in range(2000):
+                if rank == world_size - 1 and step == 5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(5e-3)  # emulated computation
+                train(net, optimizer, rank, range(step, step + 1))
+                prints.append(fingerprint(net))
+                if newcomer is None and rank == 0 and any("without worker" in notice for notice in session.notices):
+                    newcomer = subprocess.Popen([sys.executable, __file__, until], env=os.environ | _as_at_first(world_size))
+                if Path(until).exists():
+                    break
+            session.finish()
+            return {"prints": prints, "notices": list(session.notices)}
+    finally:
+        if newcomer is not None:
+            newcomer.wait()
+
+
+def _as_at_first(world_size: int) -> dict[str, str]:
+    """The environment of the last rank when it is started anew."""
+    store = bottom_of(dist.distributed_c10d._get_default_store())
+    place = {"RANK": str(world_size - 1), "WORLD_SIZE": str(world_size), RETURN_VARIABLE: "1"}
+    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"}
+
+
+def _come_back(until: str) -> None:
+    """What the newcomer does."""
+    torch.set_num_threads(1)
+    net = make_net(seed=2)
+    optimizer = sgd(net)
+    with offbeat.attach(net, optimizer, offbeat.WAGMA(period=1, quorum=1.0)) as session:
+        taken, prints = fingerprint(net), []
+        for step in range(session.start_step, session.start_step + 12):
+            time.sleep(5e-3)
+            train(net, optimizer, 2, range(step, step + 1))
+            prints.append(fingerprint(net))
+        part = Path(f"{until}.part")
+        part.write_text(json.dumps({"taken": taken, "prints": prints, "start_step": session.start_step}))
+        part.rename(until)
+        session.finish()
+
+
+if __name__ == "__main__":
+    _come_back(sys.argv[1])

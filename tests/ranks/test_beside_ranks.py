@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import beside_jobs as jobs
 import numpy as np
 import pytest
@@ -43,6 +46,17 @@ def test_the_others_go_on_when_some_are_killed(run_ranks: RunRanks, label: str, 
         assert result["finite"]
         if 2 * len(victims) < world_size:  # else the survivors first wait until the others have been silent for long
             assert any("without worker" in notice for notice in result["notices"]), result["notices"]
+
+
+def test_a_worker_that_returns_is_equal_to_the_others_after_the_next_meeting(run_ranks: RunRanks, tmp_path: Path) -> None:
+    until = tmp_path / "returned.json"
+    first, second, _ = run_ranks(jobs.returns, 3, until=str(until), may_die=[2], timeout_s=90)
+    newcomer = json.loads(until.read_text())
+    assert newcomer["start_step"] > 5
+    assert newcomer["taken"] in [*first["prints"], *second["prints"]]
+    together = set(first["prints"]) & set(second["prints"])
+    assert set(newcomer["prints"][1:-1]) <= together
+    assert any("with worker 2 come in" in notice for notice in first["notices"])
 
 
 def test_the_others_go_on_when_one_raises(run_ranks: RunRanks) -> None:

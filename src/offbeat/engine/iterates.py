@@ -75,24 +75,25 @@ class DeltaIterate(Iterate):
 class PaperIterate(Iterate):
     """As in WAGMA-SGD (arXiv 2005.00124, algorithm 2): what is shown is the model after the last step, before its average.
 
-    An average that comes while the trainer computes waits for the end of its step, and counts as one that it was late for.
+    An average that comes while the trainer computes waits for the end of its step, and counts as one that it was late for; of
+    several, the last one.
     """
 
     def __init__(self, model: Values, *, weight: float = 1.0) -> None:
         self.shown = self._model = model
         self._weight = weight
         self._computing = True
-        self._late: list[Piece] = []
+        self._late: dict[int, Piece] = {}
 
     def advance(self, model: Values) -> None:
         self.shown = self._model = model
         self._computing = False
-        late, self._late = self._late, []
-        self.merge(late)
+        late, self._late = self._late, {}
+        self.merge([*late.values()])
 
     def merge(self, pieces: Sequence[Piece]) -> None:
         if self._computing:
-            self._late += [replace(piece, fresh=False) for piece in pieces]
+            self._late.update((piece.begin, replace(piece, fresh=False)) for piece in pieces)
         elif pieces:
             merged = self._model.copy()
             for piece in pieces:

@@ -73,10 +73,18 @@ class GradientReplica(Replica):
             self._update, self._used_in_update = None, self._nothing_used()
             return taken, used
 
-    def to_apply(self) -> Values | None:
-        """What `take_update` would return."""
+    def adopt(self, state: Contribution) -> None:
+        """Gradients of the model that is given up are of no use to another one."""
         with self._changed:
-            return self._update
+            super().adopt(state)
+            self._owed = self._update = None
+            self._used, self._used_in_update = self._nothing_used(), self._nothing_used()
+            self._under_way = {}
+
+    def ledger(self) -> tuple[Values | None, Values | None]:
+        """What is owed, and what has come and was not applied; copies."""
+        with self._changed:
+            return self.owed(), None if self._update is None else self._update.copy()
 
     def resume(self, *, owed: Values, to_apply: Values, used: Used) -> None:
         """Go on with what was owed and what was to be applied when the state was saved."""
@@ -91,6 +99,9 @@ class GradientReplica(Replica):
         with self._changed:
             parts = [*self._under_way.values(), *([] if self._owed is None else [self._owed])]
             return np.sum(parts, axis=0) if parts else None
+
+    def _is_under_way(self) -> bool:
+        return super()._is_under_way() or bool(self._under_way)
 
     def settle(self, version: int) -> None:
         with self._changed:

@@ -7,7 +7,7 @@ and is woken by a message or by what the trainer posts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from offbeat.codec.model_wire import Values
 from offbeat.collectives.group_average import arrive, ask, finish, rest
-from offbeat.collectives.group_base import Happenings, Terms
+from offbeat.collectives.group_base import Contribution, Happenings, Terms
 from offbeat.collectives.group_base import Replica as Answering
 from offbeat.engine.membership import Generation
 from offbeat.engine.replica import Counters, Replica
@@ -26,6 +26,12 @@ from offbeat.transport.wrappers.base import Wrapper
 
 CHANNEL = 1 << 32
 """A generation's mesh carries nothing else."""
+
+SETTLE_DOWN_S = 0.5
+"""How long averages that are under way in one generation may hold up the next."""
+
+TAKE_OVER_S = 60.0
+"""How long a newcomer waits for a member's model."""
 
 
 class Service(Protocol):
@@ -63,13 +69,17 @@ class Progress:
         self._notify = notify
         self._current: _Running | None = None
         self._turnover = threading.Lock()
+        self._closed = False
+        self._rests = False
+        self._wants_model = False
 
     # What the trainer asks for
 
     def arrive(self, version: int) -> None:
-        """Tell the protocol that the trainer has arrived at `version`."""
+        """Tell the protocol that the trainer has arrived at `version`, unless the membership has changed since."""
         with self._turnover:
-            self._running.post(arrive(version, generation=self._running.generation.number))
+            if self.replica.is_arrived_at(version):
+                self._running.post(arrive(version, generation=self._running.generation.number))
 
     def must_wait(self, version: int) -> bool:
         """Whether several have to arrive at `version` before it goes on."""
@@ -77,11 +87,12 @@ class Progress:
 
     def rest(self) -> None:
         """This rank takes no more steps; return when no living member does."""
+        self._rests = True
         while True:
             with self._turnover:
-                running = self._running
+                running, epoch = self._running, self.replica.epoch
                 running.post(rest(generation=running.generation.number))
-            if self.replica.wait_for_rest(running.others):
+            if self.replica.wait_for_rest(running.others, epoch):
                 return
 
     def mean(self) -> tuple[Values, Counters]:
@@ -89,71 +100,86 @@ class Progress:
 
         The other ranks need not know of it.
         """
-        while True:
+        states: dict[int, Contribution] | None = None
+        while states is None:
             with self._turnover:
-                running = self._running
-                self.replica.forget_states()
+                running, epoch = self._running, self.replica.epoch
                 running.post(ask(None, generation=running.generation.number))
-            states = self.replica.states(running.others, patience_s=running.patience_s)
-            if states is not None:
-                break
+            states = self.replica.states(running.others, epoch, patience_s=running.patience_s)
         if silent := running.others - states.keys() - self.replica.dead():
-            ranks = ", ".join(str(running.generation.members[position].rank) for position in sorted(silent))
-            self._notify(f"a mean of all models was taken without worker {ranks}, which did not answer")
-        mine = self.replica.snapshot()
-        models = [*([] if mine is None else [mine]), *states.values()]
+            self._notify(f"a mean of all models was taken without worker {running.ranks(silent)}, which did not answer")
+        models = [self.replica.own(), *states.values()]
         total = np.zeros(running.terms.num_elements, np.float64)
         for model in models:
             total += model.values * np.float64(model.weight)
         total /= sum(model.weight for model in models)
         return total, np.maximum.reduce([model.counters for model in models])
 
+    def wait_for_model(self) -> None:
+        """Return when a newcomer has a member's model; at once for all others. Raises `PeerError` if none comes."""
+        if self._wants_model and not self.replica.wait_until_ready(TAKE_OVER_S):
+            raise PeerError(
+                f"no member of the run sent its model within {TAKE_OVER_S:g} s; do they train, and can they be reached?"
+            )
+
     def part(self) -> bool:
-        """Come to the end, and return when all living members have. False: this rank had been abandoned before."""
-        while self._current is not None:
+        """Come to the end, and return when all living members have. False: it was not like that, since something had failed."""
+        while True:
             with self._turnover:
-                running = self._running
+                if (running := self._current) is None:
+                    return False
                 running.post(finish(generation=running.generation.number))
             running.join()
-            if running is self._current:
-                return True
-        return False
+            with self._turnover:
+                if running is self._current:
+                    return running.ended_well
 
     def close(self) -> None:
         """Give the mesh back. Idempotent; `part` comes first, unless something failed."""
-        running, self._current = self._current, None
+        with self._turnover:
+            self._closed = True
+            running, self._current = self._current, None
         if running is not None:
             running.stop()
             running.driver.close()
 
-    def abandon(self, reason: str) -> None:
-        """End at once, and tell the others why."""
-        if self._current is not None:
-            self._current.driver.abort(reason)
-            self.close()
+    def abort(self, reason: str) -> None:
+        """Tell the others that this rank has failed, and why."""
+        with self._turnover:
+            if self._current is not None:
+                self._current.driver.abort(reason)
 
     # What `engine.generations` asks for
 
     def begin(self, generation: Generation, position: int, driver: Driver) -> None:
-        """Go over to `generation`, which `driver` connects. A newcomer takes the model of a member that was there before."""
+        """Go over to `generation`, which `driver` connects. A newcomer asks a member that was there before for its model."""
         terms, counted = self._terms(generation, position), self._count(driver)
+        if self._current is not None:
+            self.replica.settle_down(SETTLE_DOWN_S)
         with self._turnover:
+            if self._closed:
+                counted.close()
+                return
             old = self._current
             if old is not None:
                 old.stop()
             self.replica.restart()
-            self._current = _Running(generation, position, counted, terms, self._service, self.replica)
+            running = self._current = _Running(generation, position, counted, terms, self._service, self.replica)
+            if self._rests:
+                running.post(rest(generation=generation.number))
         if old is not None:
             old.driver.close()  # takes as long as its last messages do, and the trainer need not wait for that
             self._notify(_change(old.generation, generation))
-        if position in generation.newcomers:
-            self._take_over()
+        self._wants_model = not self.replica.has_model and (self._wants_model or position in generation.newcomers)
+        if self._wants_model:
+            running.look_for_model(position)
 
     def unreachable(self) -> frozenset[int]:
         return self.replica.dead()
 
     def expelled(self) -> None:
         self.replica.leave()
+        self._wants_model = True
         self._notify("this worker was away for so long that the others went on without it; it joins them again")
 
     def lost_store(self, reason: str) -> None:
@@ -166,18 +192,6 @@ class Progress:
     def _running(self) -> _Running:
         assert self._current is not None, "begin comes first"
         return self._current
-
-    def _take_over(self) -> None:
-        running = self._running
-        for donor in sorted(running.others - running.generation.newcomers):
-            running.post(ask(donor, generation=running.generation.number))
-            states = self.replica.states(frozenset({donor}), patience_s=running.patience_s)
-            if states is None:
-                return
-            if states:
-                self.replica.adopt(states[donor])
-                return
-        raise PeerError("no member of the run has a model to give to this worker; all of them ended, or joined just now")
 
 
 @dataclass(eq=False)
@@ -193,7 +207,11 @@ class _Running:
 
     def __post_init__(self) -> None:
         self.happenings = Happenings()
+        self.ended_well = False
         self._carrier = _Stoppable(self.driver)
+        self._refused: set[int] = set()
+        self._donor: int | None = None
+        self.replica.look_for_model = self._look_further
         self._thread = threading.Thread(target=self._serve, name=f"offbeat-progress-{self.position}", daemon=True)
         self._thread.start()
 
@@ -203,9 +221,26 @@ class _Running:
 
     @property
     def patience_s(self) -> float:
-        """How long to wait for the models of all members: as long as they take at 100 Mbit/s, and a second."""
+        """How long to wait for the models of all members: as long as they take at 10 Mbit/s, and a second."""
         terms = self.terms
-        return 1.0 + len(terms.members) * terms.num_elements * terms.dtype.itemsize / 12.5e6
+        return 1.0 + len(terms.members) * terms.num_elements * terms.dtype.itemsize / 1.25e6
+
+    def ranks(self, positions: Collection[int]) -> str:
+        return ", ".join(str(self.generation.members[position].rank) for position in sorted(positions))
+
+    def look_for_model(self, without: int) -> None:
+        """Ask another member than `without`, and than those that had none to give, for its model."""
+        self._refused.add(without)
+        candidates = self.others - self.generation.newcomers - self._refused - self.replica.dead()
+        self._donor = min(candidates, default=None)
+        if self._donor is not None:
+            self.post(ask(self._donor, generation=self.generation.number))
+        else:
+            self.replica.do_without_theirs(PeerError("no member of the run has a model to give to this worker"))
+
+    def _look_further(self, member: int) -> None:
+        if member == self._donor and not self.replica.has_model:
+            self.look_for_model(member)
 
     def post(self, message: bytes) -> None:
         self.driver.start(Post(message), CHANNEL).wait()
@@ -222,6 +257,7 @@ class _Running:
     def _serve(self) -> None:
         try:
             self._carrier.run(self.service(self.position, self.terms, self.replica, self.happenings), CHANNEL)
+            self.ended_well = True
         except Exception as error:  # noqa: BLE001 - whatever it is, the trainer must hear of it
             if not self._carrier.stopped:
                 self.driver.abort(f"{type(error).__name__}: {error}")

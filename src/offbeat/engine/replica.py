@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from offbeat.codec.model_wire import Values
 from offbeat.collectives.group_base import Contribution, Outcome, Piece
 from offbeat.engine.iterates import Iterate
+from offbeat.errors import PeerError
 
 Counters = NDArray[np.int64]
 """A model's integer buffers, side by side, shape (any,)."""
@@ -50,6 +51,10 @@ class Replica:
         make_iterate: makes the iterate of a model, once there is one.
         by_turns: whether it takes part in one average at a time; else it arrives after every step and answers at any time.
         max_credit: for how many answers at most it later does without an arrival, >= 1.
+
+    Attributes:
+        averages: counts.
+        look_for_model: called when a member that may have been asked for its model has none to give, or is dead.
     """
 
     def __init__(
@@ -58,9 +63,10 @@ class Replica:
         self.averages = Averages()
         self._weight = weight
         self._by_turns = by_turns
+        self.look_for_model: Callable[[int], None] = lambda member: None
         self._max_credit = max_credit
         self._make_iterate = make_iterate
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.RLock())
         self._iterate: Iterate | None = None
         self._counters: Counters = np.empty(0, np.int64)
         self._step = 0
@@ -72,6 +78,7 @@ class Replica:
         self._restart()
 
     def _restart(self) -> None:
+        self._settling_down = False
         self._open: set[int] = set()
         self._newest = -1
         self._invited: int | None = None
@@ -118,6 +125,7 @@ class Replica:
     def take(self) -> tuple[Values, Counters]:
         """What the trainer goes on from, not to be changed."""
         with self._changed:
+            self._replaced = False
             return self._present().take(), self._counters
 
     def hold(self, held: Values) -> None:
@@ -134,7 +142,7 @@ class Replica:
         with self._changed:
             while True:
                 self._check()
-                if self._absent or (self._by_turns and self._credit and self._invited is None):
+                if self._absent or self._settling_down or (self._by_turns and self._credit and self._invited is None):
                     self._credit = max(0, self._credit - 1)
                     return None
                 version = max(self._newest + 1, self._invited or 0)
@@ -154,35 +162,66 @@ class Replica:
             self._waits = False
             self._check()
 
-    def states(self, of: frozenset[int], *, patience_s: float) -> dict[int, Contribution] | None:
+    @property
+    def has_model(self) -> bool:
+        """Whether there is a model that the others may have."""
+        with self._changed:
+            return self._iterate is not None and not self._absent
+
+    def do_without_theirs(self, error: PeerError) -> None:
+        """No member has a model to give: go on with this rank's own, or fail if it has none."""
+        with self._changed:
+            self._absent = False
+            self._error = error if self._iterate is None else self._error
+            self._changed.notify_all()
+
+    @property
+    def epoch(self) -> int:
+        """Number of the membership, counted here."""
+        with self._changed:
+            return self._epoch
+
+    def is_arrived_at(self, version: int) -> bool:
+        """Whether the trainer's arrival at `version` still counts."""
+        with self._changed:
+            return self._arrived == version
+
+    def own(self) -> Contribution:
+        """This rank's model as it is, whether or not the others may have it."""
+        with self._changed:
+            return self._contribution(self._present().shown, fresh=False)
+
+    def wait_until_ready(self, timeout_s: float) -> bool:
+        """Wait until there is a model. Returns whether there is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._iterate is not None or self._error is not None, timeout_s)
+            self._check()
+            return self._iterate is not None
+
+    def states(self, of: frozenset[int], epoch: int, *, patience_s: float) -> dict[int, Contribution] | None:
         """The models that members `of` have sent; waits for those that live. None: the membership has changed meanwhile.
 
         Args:
             of: positions of members.
+            epoch: of the membership in which they were asked.
             patience_s: after how long those that hang are left out.
         """
         with self._changed:
-            if not self._wait_in_this_membership(lambda: of - self._dead <= self._states.keys(), patience_s):
-                return None
-            return {rank: state for rank in sorted(of) if (state := self._states.get(rank)) is not None}
+            same = self._wait_in(epoch, lambda: of - self._dead <= self._states.keys(), patience_s)
+            states, self._states = self._states, {}
+            return {rank: state for rank in sorted(of) if (state := states.get(rank)) is not None} if same else None
 
-    def forget_states(self) -> None:
-        """Models that were sent so far do not count any more."""
-        with self._changed:
-            self._states.clear()
-
-    def wait_for_rest(self, members: frozenset[int]) -> bool:
+    def wait_for_rest(self, members: frozenset[int], epoch: int) -> bool:
         """Wait until those of `members` that live take no more steps. False: the membership has changed meanwhile."""
         with self._changed:
-            return self._wait_in_this_membership(lambda: members <= self._dead | self._resting)
+            return self._wait_in(epoch, lambda: members <= self._dead | self._resting)
 
     def dead(self) -> frozenset[int]:
         """Members that are dead or have left."""
         with self._changed:
             return frozenset(self._dead)
 
-    def _wait_in_this_membership(self, until: Callable[[], bool], patience_s: float | None = None) -> bool:
-        epoch = self._epoch
+    def _wait_in(self, epoch: int, until: Callable[[], bool], patience_s: float | None = None) -> bool:
         self._changed.wait_for(lambda: until() or self._error is not None or self._epoch != epoch, patience_s)
         self._check()
         return self._epoch == epoch
@@ -195,6 +234,12 @@ class Replica:
             self._epoch += 1
             self._restart()
             self._changed.notify_all()
+
+    def settle_down(self, timeout_s: float) -> None:
+        """Stay out of new versions, and wait for what is under way: for who takes part, half an average is worse than none."""
+        with self._changed:
+            self._settling_down = True
+            self._changed.wait_for(lambda: not self._is_under_way(), timeout_s)
 
     def leave(self) -> None:
         """This rank is no member any more. Its trainer goes on alone, and nobody is given its model, until `adopt`."""
@@ -209,6 +254,7 @@ class Replica:
             self._iterate, self._counters = self._make_iterate(state.values.copy()), state.counters
             self._step = self._step if self._replaced else state.step
             self._absent = False
+            self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
         """The protocol has ended in `error`, which the trainer's next call raises."""
@@ -223,7 +269,7 @@ class Replica:
             self._newest = max(self._newest, version)
             if self._invited is not None and self._invited <= version:
                 self._invited = None  # it goes on without this rank's arrival
-            if self._iterate is None or self._absent:
+            if self._iterate is None or self._absent or self._settling_down:
                 return None
             mine = self._offer(version, self._iterate, fresh=version == self._arrived or self._waits)
             if mine is not None:
@@ -260,13 +306,20 @@ class Replica:
 
     def receive(self, sender: int, state: Contribution | None) -> None:
         with self._changed:
-            self._states[sender] = state
-            self._changed.notify_all()
+            if self._iterate is not None and not self._absent:
+                self._states[sender] = state
+                self._changed.notify_all()
+                return
+        if state is None:
+            self.look_for_model(sender)
+        else:
+            self.adopt(state)
 
     def bury(self, rank: int) -> None:
         with self._changed:
             self._dead.add(rank)
             self._changed.notify_all()
+        self.look_for_model(rank)
 
     def rested(self, rank: int) -> None:
         with self._changed:
@@ -288,6 +341,9 @@ class Replica:
         self._iterate.merge(pieces)
         for piece in pieces:
             self._counters = np.maximum(self._counters, piece.counters)
+
+    def _is_under_way(self) -> bool:
+        return bool(self._open)
 
     def _count(self, outcome: Outcome) -> None:
         notes = outcome.members.values()

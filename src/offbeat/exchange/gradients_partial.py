@@ -10,7 +10,7 @@ import torch
 
 from offbeat.codec.model_wire import Values
 from offbeat.engine.ledger import GradientReplica, Used
-from offbeat.errors import CheckpointError
+from offbeat.errors import CheckpointError, UnsupportedError
 from offbeat.exchange.weights_answered import AnsweredPart, Beside
 
 
@@ -47,6 +47,12 @@ class PartialExchange(AnsweredPart[GradientReplica]):
             pass  # there is a gradient to average, too
         self._show(*self._replica.take_update())
 
+    def on_closure(self) -> None:
+        raise UnsupportedError(
+            "EagerSGD exchanges gradients when optimizer.step() is called, and step(closure) computes them only then; call "
+            "backward() first and step() without a closure"
+        )
+
     def on_after_step(self) -> None:
         self._advance()
         self._load()
@@ -54,8 +60,9 @@ class PartialExchange(AnsweredPart[GradientReplica]):
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """A gradient that no average has taken in is still owed; an average that has come may still have to be applied."""
         state = super().state_dict()
-        to_apply = {f"to_apply/{name}": t for name, t in self._by_name(self._replica.to_apply()).items()}
-        return {"local": state["local"] | to_apply, "additive": self._by_name(self._replica.owed())}
+        owed, to_apply = self._replica.ledger()
+        local = {f"to_apply/{name}": tensor for name, tensor in self._by_name(to_apply).items()}
+        return {"local": state["local"] | local, "additive": self._by_name(owed)}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         owed = state.get("additive", {})

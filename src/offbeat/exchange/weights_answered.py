@@ -34,6 +34,7 @@ class Beside(Generic[R]):
         progress: answers for it.
         generations: the membership; None in a world of one.
         rank: for errors.
+        notify: for remarks.
         stood_still: told from when to when the trainer waited, in seconds of the monotonic clock.
     """
 
@@ -44,7 +45,14 @@ class Beside(Generic[R]):
     progress: Progress
     generations: Generations | None
     rank: int
+    notify: Callable[[str], None]
     stood_still: Callable[[float, float], None]
+
+    def close(self, *, over: bool = False) -> None:
+        """End what runs beside. `over`: the run has ended for everyone."""
+        if self.generations is not None:
+            self.generations.close(over=over)
+        self.progress.close()
 
     def tensors(self) -> list[torch.Tensor]:
         """What the vector that is averaged is made of: a model's tensors, and after them its optimizer's."""
@@ -74,10 +82,17 @@ class AnsweredPart(Generic[R]):
         """No more steps: return when no living rank takes any."""
         self._begin()
         self._beside.progress.rest()
+        averages = self._replica.averages
+        if averages.contributions:
+            self._beside.notify(
+                f"worker {self._beside.rank} had {averages.made} averages and missed {averages.missed}; "
+                f"{averages.stale / averages.contributions:.0%} of what they were made of came from workers that were computing"
+            )
 
     def on_abandon(self, reason: str) -> None:
         """This rank has failed: the others need not wait for it to part."""
-        self._beside.progress.abandon(reason)
+        self._beside.progress.abort(reason)
+        self._beside.close()
 
     def average_into(self, weights: ModelWeights) -> None:
         """Write the mean of all living ranks' models into `weights`, another model's of the same shape. Not collective."""
@@ -103,10 +118,7 @@ class AnsweredPart(Generic[R]):
 
     def close(self) -> None:
         """The weights stay as they are: the user's."""
-        parted = self._beside.progress.part()
-        if self._beside.generations is not None:
-            self._beside.generations.close(over=parted)
-        self._beside.progress.close()
+        self._beside.close(over=self._beside.progress.part())
 
     def _begin(self) -> None:
         if not self._replica.ready:

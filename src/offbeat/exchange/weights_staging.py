@@ -35,7 +35,7 @@ class Staging:
         self._streams = {piece.device: torch.cuda.Stream(piece.device) for piece in pieces if piece.device.type == "cuda"}
         self.num_elements = sum(self._sizes)
         self.dtype: np.dtype[np.floating] = np.dtype(np.float64) if self._dtype == torch.float64 else np.dtype(np.float32)
-        self.exact = self._pack.exact
+        self.exact = self._pack.exact and len({piece.dtype for piece in pieces}) <= 1
         self.in_order = len(pieces) <= 1
 
     def read(self, tensors: Sequence[torch.Tensor]) -> Values:

@@ -32,7 +32,7 @@ def conclude(run: Run, watch: Watch) -> Summary | None:
         "notices": [*run.attached.notices, *run.notices, *_pace_notices(run, num_steps)],
     }
     told = run.meeting.gather("end", json.dumps(mine), patience_s=HANGS_S if apart else None)
-    if not run.meeting.is_to_do("summary"):
+    if not run.meeting.is_to_do("summary", {*told, run.meeting.rank}):
         return None
     if final is None:
         final = run.attached.averaged_model()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
 from offbeat.errors import PeerError
@@ -108,22 +108,29 @@ class Meeting:
 
         So somebody else leads only once the leader is gone.
         """
+        return self._leader_among(range(self.world_size))
+
+    def _leader_among(self, ranks: Collection[int]) -> int:
         if not self.supervised:
             return 0
-        deaths = {rank: self._deaths(rank) for rank in range(self.world_size)}
+        deaths = {rank: self._deaths(rank) for rank in ranks}
         living = [rank for rank in deaths if rank == self.rank or self._lives(rank, None)]
         return min(living, key=lambda rank: (deaths[rank], rank))
 
-    def is_to_do(self, name: str) -> bool:
+    def is_to_do(self, name: str, among: Collection[int]) -> bool:
         """Whether this rank is to do `name` for all, as the leader. Elsewhere False, once the leader has noted that it did.
 
         If the leader dies before, the next one is to do it. Where nobody notes deaths, those who do not lead do not wait.
+
+        Args:
+            name: of what is to be done.
+            among: who may lead: those who are known to have come this far, this rank among them.
         """
-        while (leader := self.leader) != self.rank:
+        while (leader := self._leader_among(among)) != self.rank:
             if not self.supervised:
                 return False
             pause_s = 1e-3
-            while self._lives(leader, None) and self.leader == leader:
+            while self._lives(leader, None) and self._leader_among(among) == leader:
                 if self.noted(name) is not None:
                     return False
                 _never.wait(pause_s)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, TypedDict, cast
 
 import torch
@@ -59,13 +60,14 @@ def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
         f"{name}/writers", json.dumps(position.to_json()), step=position.step, patience_s=patience_s if apart else None
     )
     writers = list(positions)
-    if meeting.rank not in writers:
-        return
     of_first = Position.from_json(json.loads(positions[writers[0]]))
+    if meeting.rank not in writers or (apart and _is_past(run.record.checkpoint_root, of_first.step)):
+        return
+    place = {"world_size": len(writers), "rank": writers.index(meeting.rank)} if apart else {}
     tree = _State(
         model=run.model.state_dict(),
         optimizer=run.optimizer.state_dict(),
-        session=run.attached.state_dict(),
+        session=run.attached.state_dict() | place,
         weight=run.attached.averaging_weight,
         random=torch.get_rng_state(),
     )
@@ -84,6 +86,14 @@ def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
         if not apart:
             raise
         run.notices.append(f"the checkpoint of step {of_first.step} was given up: {error}")
+
+
+def _is_past(root: Path, step: int) -> bool:
+    """Whether a later checkpoint is there: a worker that came back may come to an occasion that it has been at before."""
+    try:
+        return latest(root).step > step
+    except CheckpointError:
+        return False
 
 
 def restore(

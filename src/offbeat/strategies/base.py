@@ -98,6 +98,13 @@ class OnBeforeStep(Protocol):
 
 
 @runtime_checkable
+class OnClosure(Protocol):
+    def on_closure(self) -> None:
+        """`optimizer.step(closure)` has been called, which runs the backward pass itself; there is no `on_before_step`."""
+        ...
+
+
+@runtime_checkable
 class OnAfterStep(Protocol):
     def on_after_step(self) -> None:
         """`optimizer.step()` is about to return."""

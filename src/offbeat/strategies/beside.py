@@ -69,14 +69,24 @@ def answer(
         )
 
     progress = Progress(replica, service=service, terms=terms, count=workspace.count, notify=workspace.notify)
+    generations = None
+    try:
+        generations = workspace.enter(progress)
+        progress.wait_for_model()
+    except BaseException:
+        if generations is not None:
+            generations.close()
+        progress.close()
+        raise
     return Beside(
         weights=weights,
         momenta=momenta,
         staging=staging,
         replica=replica,
         progress=progress,
-        generations=workspace.enter(progress),
+        generations=generations,
         rank=workspace.driver.rank,
+        notify=workspace.notify,
         stood_still=workspace.stood_still,
     )
 
