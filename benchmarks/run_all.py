@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
-LONG = {"stragglers", "averaging_accuracy", "deaths"}
-KNOW_QUICK = LONG | {"answering"}
+LONG = {"stragglers", "averaging_accuracy", "deaths", "kfac_schedules"}
+KNOW_QUICK = (LONG - {"kfac_schedules"}) | {"answering"}
 VERDICTS = {True: "[green]holds", False: "[red]missed", "undecided": "[yellow]undecided"}
 
 

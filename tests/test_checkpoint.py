@@ -90,7 +90,15 @@ def test_an_optimizer_goes_on_as_if_never_stored(make: object, tmp_path: Path) -
     assert torch.equal(trained(6, interrupt=False), trained(6, interrupt=True))
 
 
-@pytest.mark.parametrize(("tree", "message"), [({"a": [object()]}, r"\.a\[0\]"), ({(1, 2): 3}, "keys"), ({True: 3}, "keys")])
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"a": [object()]}, r"\.a\[0\]"),
+        ({(1, 2): 3}, "keys"),
+        ({True: 3}, "keys"),
+        ({"a": torch.ones(2).to_sparse()}, r"sparse tensor at \.a; convert it with to_dense"),
+    ],
+)
 def test_what_cannot_be_stored_is_named(tree: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         save(tmp_path, "part", tree)

@@ -31,6 +31,7 @@ def test_the_public_names_are_these_and_no_others() -> None:
         "SGP",
     }
     strategies |= {"TopK", "WAGMA"}
+    strategies |= {"DKFAC", "DPKFAC", "MPDKFAC", "SPDKFAC"}
     others = {"Cluster", "OffbeatError", "Outer", "Session", "attach", "reshard"}
     assert sorted(offbeat.__all__) == sorted(strategies | others)
 

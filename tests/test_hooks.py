@@ -98,6 +98,18 @@ def test_autograd_grad_accumulates_nothing() -> None:
     assert not any("ready" in event for event in diary.heard)
 
 
+def test_a_sparse_gradient_is_heard_of_like_a_dense_one() -> None:
+    net = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 1, bias=False))
+    diary = Diary()
+    BackwardHooks(net, list(net.parameters()), diary)
+    for _ in range(2):
+        net(torch.tensor([1, 4])).sum().backward()
+    assert diary.heard == ["begins", "ready 1", "ready 0", "done"] * 2
+    gradient = net[0].weight.grad
+    assert isinstance(gradient, torch.Tensor)
+    assert gradient.is_sparse
+
+
 def test_a_parameter_without_gradient_is_not_heard_of() -> None:
     net = Net()
     net.skip_second = True

@@ -24,12 +24,16 @@ if TYPE_CHECKING:
     from offbeat.strategies.adpsgd import ADPSGD
     from offbeat.strategies.allreduce import AllReduce
     from offbeat.strategies.crossbow import Crossbow
+    from offbeat.strategies.dkfac import DKFAC
+    from offbeat.strategies.dpkfac import DPKFAC
     from offbeat.strategies.dpsgd import DPSGD
     from offbeat.strategies.eagersgd import EagerSGD
     from offbeat.strategies.elasticsgd import ElasticSGD
     from offbeat.strategies.gtopk import GTopK
     from offbeat.strategies.localsgd import LocalSGD, Outer
+    from offbeat.strategies.mpdkfac import MPDKFAC
     from offbeat.strategies.sgp import SGP
+    from offbeat.strategies.spdkfac import SPDKFAC
     from offbeat.strategies.topk import TopK
     from offbeat.strategies.wagma import WAGMA
 
@@ -37,8 +41,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ADPSGD",
+    "DKFAC",
+    "DPKFAC",
     "DPSGD",
+    "MPDKFAC",
     "SGP",
+    "SPDKFAC",
     "WAGMA",
     "AdaptiveSGD",
     "AllReduce",
@@ -61,15 +69,19 @@ _HOMES = {
     "AdaptiveSGD": "offbeat.strategies.adaptive",
     "AllReduce": "offbeat.strategies.allreduce",
     "Cluster": "offbeat.lab.cluster",
+    "DKFAC": "offbeat.strategies.dkfac",
+    "DPKFAC": "offbeat.strategies.dpkfac",
     "Crossbow": "offbeat.strategies.crossbow",
     "DPSGD": "offbeat.strategies.dpsgd",
     "EagerSGD": "offbeat.strategies.eagersgd",
     "ElasticSGD": "offbeat.strategies.elasticsgd",
     "GTopK": "offbeat.strategies.gtopk",
     "LocalSGD": "offbeat.strategies.localsgd",
+    "MPDKFAC": "offbeat.strategies.mpdkfac",
     "OffbeatError": "offbeat.errors",
     "Outer": "offbeat.strategies.localsgd",
     "SGP": "offbeat.strategies.sgp",
+    "SPDKFAC": "offbeat.strategies.spdkfac",
     "Session": "offbeat.session",
     "TopK": "offbeat.strategies.topk",
     "WAGMA": "offbeat.strategies.wagma",

@@ -257,6 +257,8 @@ def _encode(tree: Tree, where: str, tensors: dict[str, torch.Tensor]) -> Json:
             return {"float": str(tree)}
         case None | bool() | int() | float() | str():
             return tree
+        case torch.Tensor(layout=layout) if layout != torch.strided:
+            raise CheckpointError(f"cannot store a sparse tensor at {where or 'the top'}; convert it with to_dense() first")
         case torch.Tensor():
             return {"tensor": _add_tensor(tree, where, tensors)}
         case np.ndarray():

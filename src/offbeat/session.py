@@ -40,6 +40,7 @@ from offbeat.strategies.base import (
     OnBackwardFailed,
     OnBatchClaimed,
     OnBeforeStep,
+    OnBeforeUpdate,
     OnClosure,
     OnFinish,
     OnGradientReady,
@@ -174,15 +175,10 @@ def _check(
             f"the model is sharded (FSDP2 or DTensor{f', see {sharded[0]!r}' if sharded else ''}); offbeat needs every rank to "
             "hold whole parameters: pass the model before fully_shard()"
         )
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            raise UnsupportedError(f"module {name!r} yields sparse gradients; build it with sparse=False")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS runs several backward passes inside step(), each rank as many as it likes; use another optimizer"
         )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UnsupportedError("SparseAdam needs sparse gradients, which this model does not yield; use torch.optim.Adam")
     lazy = next((name for name, p in parameters.items() if isinstance(p, torch.nn.parameter.UninitializedParameter)), None)
     if lazy is not None:
         raise UnsupportedError(f"parameter {lazy!r} has no shape yet; run the model once on a sample batch before attaching")
@@ -249,6 +245,7 @@ class Session:
             parameters=self._parameters,
             buffers=lambda: _persistent_buffers(model),
             optimizer=optimizer,
+            model=model,
             driver=self._driver,
             grad_scale=(lambda: 1.0) if scaler is None else scaler.get_scale,
             has_scaler=has_scaler,
@@ -278,6 +275,7 @@ class Session:
         self._hear_join = [part for part in self._parts if isinstance(part, OnJoin)]
         self._hear_before_step = [part for part in self._parts if isinstance(part, OnBeforeStep)]
         self._hear_closure = [part for part in self._parts if isinstance(part, OnClosure)]
+        self._hear_before_update = [part for part in self._parts if isinstance(part, OnBeforeUpdate)]
         self._hear_after_step: list[OnAfterStep] = [part for part in self._parts if isinstance(part, OnAfterStep)]
         self._counted = [part for part in self._parts if isinstance(part, HasCounters)]
         self._alone = next((part for part in self._parts if isinstance(part, AveragesAlone)), None)
@@ -574,14 +572,34 @@ class Session:
             part.on_backward_failed()
 
     @torch.no_grad()
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._hooks.report_failed_pass()
-        if callable(kwargs.get("closure", args[1] if len(args) > 1 else None)):
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if callable(closure):  # it will run backward, and that exchanges
             for refusing in self._hear_closure:
                 refusing.on_closure()
-            return  # the closure will run backward, and that exchanges
+            if not self._hear_before_update:
+                return None
+            return args[:1], {**kwargs, "closure": self._then_update(closure)}
         for part in self._hear_before_step:
             part.on_before_step()
+        self._before_update()
+        return None
+
+    def _then_update(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def called() -> Any:
+            loss = closure()
+            self._before_update()
+            return loss
+
+        return called
+
+    @torch.no_grad()
+    def _before_update(self) -> None:
+        for part in self._hear_before_update:
+            part.on_before_update()
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:

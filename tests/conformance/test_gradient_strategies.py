@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ from conformance_support.nets import Net, assert_same, loss_of, train
 from offbeat.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedError
 from offbeat.session import Session
 from offbeat.strategies.gradient import GradientStrategy, SparseGradientStrategy
+from offbeat.strategies.kfac import KFACStrategy
+
+AnyStrategy = GradientStrategy | KFACStrategy
 
 _STRATEGIES: dict[str, GradientStrategy] = {
     "allreduce": offbeat.AllReduce(),
@@ -35,18 +39,33 @@ _STRATEGIES: dict[str, GradientStrategy] = {
     "gtopk with momentum correction": offbeat.GTopK(density=0.2, collective="reduce_scatter", momentum_correction=0.9),
     "gtopk with warm-up": offbeat.GTopK(density=0.1, collective="reduce_scatter", warmup="paper", steps_per_epoch=1),
 }
-STRATEGIES = {name: replace(strategy, replica_check_interval=1) for name, strategy in _STRATEGIES.items()}
+_CHECKED = offbeat.AllReduce(replica_check_interval=1)
+_KFAC: dict[str, KFACStrategy] = {
+    "dkfac": offbeat.DKFAC(exchange=_CHECKED, inverse_interval=1),
+    "mpdkfac": offbeat.MPDKFAC(exchange=_CHECKED, inverse_interval=2, pi=True),
+    "spdkfac": offbeat.SPDKFAC(exchange=_CHECKED, factor_interval=2, inverse_interval=4),
+    "spdkfac without fusion, in small buckets": offbeat.SPDKFAC(
+        exchange=replace(_CHECKED, bucket_mib=1e-4, first_bucket_mib=1e-4), fusion="none", inverse_interval=1
+    ),
+    "spdkfac with gtopk": offbeat.SPDKFAC(
+        exchange=offbeat.GTopK(density=0.2, collective="reduce_scatter", replica_check_interval=1), kl_clip=None
+    ),
+    "dpkfac": offbeat.DPKFAC(exchange=_CHECKED),
+    "dpkfac with everyone's factors": offbeat.DPKFAC(exchange=_CHECKED, factors="everyone", inverse_interval=2),
+}
+GRADIENTS_ONLY = {name: replace(strategy, replica_check_interval=1) for name, strategy in _STRATEGIES.items()}
+STRATEGIES: dict[str, AnyStrategy] = {**GRADIENTS_ONLY, **_KFAC}
 LOSSLESS = {
     name: replace(strategy, density=1.0, values="float32", warmup=None)
     if isinstance(strategy, SparseGradientStrategy)
     else strategy
-    for name, strategy in STRATEGIES.items()
+    for name, strategy in GRADIENTS_ONLY.items()
     if getattr(strategy, "momentum_correction", None) is None
 }
 
 
 @pytest.fixture(params=STRATEGIES)
-def strategy(request: pytest.FixtureRequest) -> GradientStrategy:
+def strategy(request: pytest.FixtureRequest) -> AnyStrategy:
     return STRATEGIES[request.param]
 
 
@@ -60,7 +79,7 @@ def attached() -> Iterator[Callable[..., tuple[Net, torch.optim.Optimizer, Sessi
     sessions: list[Session] = []
 
     def make(
-        strategy: GradientStrategy, dtype: torch.dtype = torch.float32, **kwargs: object
+        strategy: AnyStrategy, dtype: torch.dtype = torch.float32, **kwargs: object
     ) -> tuple[Net, torch.optim.Optimizer, Session]:
         net = Net(dtype)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -104,7 +123,7 @@ def test_a_step_without_a_batch_is_finite_where_batches_are_weighed(strategy: Gr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_gradients_keep_dtype_shape_and_device(strategy: GradientStrategy, attached: Callable, dtype: torch.dtype) -> None:
+def test_gradients_keep_dtype_shape_and_device(strategy: AnyStrategy, attached: Callable, dtype: torch.dtype) -> None:
     net, _, _ = attached(strategy, dtype)
     loss_of(net, 0, dtype).backward()
     for name, parameter in net.named_parameters():
@@ -114,7 +133,7 @@ def test_gradients_keep_dtype_shape_and_device(strategy: GradientStrategy, attac
     assert net.branch.weight.grad is None
 
 
-def test_applied_plus_owed_is_the_sum_of_gradients(strategy: GradientStrategy, attached: Callable) -> None:
+def test_applied_plus_owed_is_the_sum_of_gradients(strategy: AnyStrategy, attached: Callable) -> None:
     if getattr(strategy, "momentum_correction", None) is not None:
         pytest.skip("momentum correction accumulates velocity, not gradients")
     net, _, session = attached(strategy)
@@ -136,7 +155,7 @@ def test_applied_plus_owed_is_the_sum_of_gradients(strategy: GradientStrategy, a
         torch.testing.assert_close(applied[name] + owed[name], total, rtol=1e-4, atol=1e-5)
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(strategy: GradientStrategy, attached: Callable) -> None:
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(strategy: AnyStrategy, attached: Callable) -> None:
     straight, straight_optimizer, _ = attached(strategy)
     train(straight, straight_optimizer, range(6))
     first, first_optimizer, first_session = attached(strategy)
@@ -148,7 +167,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(strategy: GradientStra
     assert_same(second, straight)
 
 
-def test_a_state_dict_is_a_copy(strategy: GradientStrategy, attached: Callable) -> None:
+def test_a_state_dict_is_a_copy(strategy: AnyStrategy, attached: Callable) -> None:
     net, optimizer, session = attached(strategy)
     train(net, optimizer, range(2))
     state = session.state_dict()
@@ -158,7 +177,7 @@ def test_a_state_dict_is_a_copy(strategy: GradientStrategy, attached: Callable) 
         torch.testing.assert_close(state["parts"][part].get("additive", {}), before.get("additive", {}), rtol=0, atol=0)
 
 
-def test_resharding_preserves_sums(strategy: GradientStrategy, attached: Callable) -> None:
+def test_resharding_preserves_sums(strategy: AnyStrategy, attached: Callable) -> None:
     states = []
     for seed in range(3):
         net, optimizer, session = attached(strategy)
@@ -173,7 +192,7 @@ def test_resharding_preserves_sums(strategy: GradientStrategy, attached: Callabl
                 torch.testing.assert_close(new_sum, old_sum)
 
 
-def test_closing_takes_everything_out(strategy: GradientStrategy, attached: Callable) -> None:
+def test_closing_takes_everything_out(strategy: AnyStrategy, attached: Callable) -> None:
     net, optimizer, session = attached(strategy)
     train(net, optimizer, range(1))
     session.close()
@@ -236,7 +255,7 @@ def test_a_branch_taken_now_and_then(lossless: GradientStrategy, attached: Calla
     assert_same(net, plain)
 
 
-def test_a_non_finite_gradient_skips_the_step_and_changes_nothing(strategy: GradientStrategy, attached: Callable) -> None:
+def test_a_non_finite_gradient_skips_the_step_and_changes_nothing(strategy: AnyStrategy, attached: Callable) -> None:
     net, optimizer, session = attached(strategy)
     reference, reference_optimizer, _ = attached(strategy)
     train(net, optimizer, range(2))
@@ -255,8 +274,11 @@ def test_a_non_finite_gradient_skips_the_step_and_changes_nothing(strategy: Grad
         assert_same(net, reference)
 
 
-def test_too_many_skipped_steps_in_a_row_raise(strategy: GradientStrategy, attached: Callable) -> None:
-    net, optimizer, _ = attached(replace(strategy, max_skipped_steps=2))
+def test_too_many_skipped_steps_in_a_row_raise(strategy: AnyStrategy, attached: Callable) -> None:
+    limit: dict[str, Any] = {"max_skipped_steps": 2}
+    if isinstance(strategy, KFACStrategy):
+        limit = {"exchange": replace(strategy.gradients, **limit)}
+    net, optimizer, _ = attached(replace(strategy, **limit))
     for _ in range(2):
         (loss_of(net, 0) * float("inf")).backward()
         optimizer.step()
@@ -307,7 +329,7 @@ def test_chained_schedulers_see_nothing_of_it(lossless: GradientStrategy, attach
     assert_same(net, plain)
 
 
-def test_two_models_in_one_process(strategy: GradientStrategy, attached: Callable) -> None:
+def test_two_models_in_one_process(strategy: AnyStrategy, attached: Callable) -> None:
     alone, alone_optimizer, _ = attached(strategy)
     train(alone, alone_optimizer, range(4))
     one, one_optimizer, _ = attached(strategy)
@@ -321,7 +343,10 @@ def test_two_models_in_one_process(strategy: GradientStrategy, attached: Callabl
 
 @pytest.mark.parametrize(
     ("optimizer", "reason"),
-    [(torch.optim.LBFGS, "several backward passes"), (torch.optim.SparseAdam, "torch.optim.Adam")],
+    [
+        (torch.optim.LBFGS, "several backward passes"),
+        (torch.optim.SparseAdam, "are dense; use torch.optim.Adam"),
+    ],
 )
 def test_optimizers_that_cannot_work_are_refused(optimizer: type[torch.optim.Optimizer], reason: str) -> None:
     net = torch.nn.Linear(2, 2)
@@ -371,7 +396,7 @@ def test_momentum_correction_on_the_dense_path_is_momentum(attached: Callable) -
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_parameter_frozen_while_attached_stays_where_it_is(
-    strategy: GradientStrategy, attached: Callable, set_to_none: bool
+    strategy: AnyStrategy, attached: Callable, set_to_none: bool
 ) -> None:
     net, optimizer, _ = attached(strategy)
     train(net, optimizer, range(2), set_to_none=set_to_none)

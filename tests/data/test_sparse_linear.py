@@ -106,6 +106,19 @@ def test_rows_of_a_vector_have_a_sparse_gradient_too() -> None:
     assert vector.grad.to_dense().tolist() == [0, 2, 0, 0, 8, 0]
 
 
+def test_a_gradient_is_dense_where_that_is_asked_for() -> None:
+    batch = make_batch([[(1, 1.0)], [(2, 3.0), (1, 0.5)]])
+    sparse, dense = SparseLinear(NUM_FEATURES, NUM_OUTPUTS), SparseLinear(NUM_FEATURES, NUM_OUTPUTS)
+    dense.load_state_dict(sparse.state_dict())
+    dense.dense_gradients = True
+    for layer in (sparse, dense):
+        layer(batch).square().sum().backward()
+    assert sparse.weight.grad is not None
+    assert dense.weight.grad is not None
+    assert not dense.weight.grad.is_sparse
+    assert torch.equal(dense.weight.grad, sparse.weight.grad.to_dense())
+
+
 @pytest.mark.parametrize("column", [-1, NUM_FEATURES])
 def test_columns_out_of_range_are_refused(column: int) -> None:
     batch = SparseBatch(torch.tensor([0, 1]), torch.tensor([column], dtype=torch.int32), torch.ones(1))

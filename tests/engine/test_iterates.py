@@ -66,6 +66,14 @@ def test_delta_keeps_the_mean_over_two_ranks_in_any_order_of_events(events: list
     assert_allclose(sum(rank.shown[0] for rank in ranks), total)
 
 
+def test_an_average_of_nothing_but_ones_own_leaves_every_bit_alone() -> None:
+    iterate = DeltaIterate(vector(0.1))
+    model = iterate.take()
+    iterate.merge([average_of(iterate.shown)])
+    iterate.advance(model + vector(0.2))
+    assert iterate.take()[0] == 0.1 + 0.2
+
+
 def test_a_step_counts_from_what_the_model_really_held() -> None:
     """Half precision rounds what is taken; the rounding is no progress."""
     iterate = DeltaIterate(vector(1.001))

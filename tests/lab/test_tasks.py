@@ -147,7 +147,7 @@ def test_digits_holds_a_fifth_out() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("digit", {}, "no task 'digit'; allowed are digits, charlm, mnist; did you mean 'digits'"),
+        ("digit", {}, "no task 'digit'; allowed are digits, charlm, mnist, xmc; did you mean 'digits'"),
         ("digits", {"bach_size": "3"}, "no option 'bach_size'; allowed are .*did you mean 'batch_size'"),
         ("digits", {"size": "huge"}, "option size of task 'digits': got 'huge'; .*'tiny'"),
         ("digits", {"batch_size": "0"}, "option batch_size .* got '0'; .*greater than or equal to 1"),

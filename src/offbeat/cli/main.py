@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 import typer
 
 import offbeat
+from offbeat.cli.data import data
 from offbeat.errors import ConfigError, OffbeatError, nearest
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ app = typer.Typer(
 
 lab = typer.Typer(help="Look after what emulated clusters leave on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(lab, name="lab")
+app.add_typer(data, name="data")
 
 EXIT_FAILED = 1
 EXIT_MISUSED = 2

@@ -1,6 +1,6 @@
-"""Dense all-reduce: the driver's own collective.
+"""Dense all-reduce and broadcast: the driver's own collectives.
 
-Cost per step (ring): 2(P-1) messages, 2(P-1)/P n elements sent by each rank.
+Cost per step of an all-reduce (ring): 2(P-1) messages, 2(P-1)/P n elements sent by each rank.
 """
 
 from __future__ import annotations
@@ -8,13 +8,19 @@ from __future__ import annotations
 import torch
 
 from offbeat.planning.costs import Network
-from offbeat.transport.operations import AllReduce, Collective
+from offbeat.transport.operations import AllReduce, Broadcast, Collective
 
 
 def dense_all_reduce(tensor: torch.Tensor) -> Collective[torch.Tensor]:
     """Sum `tensor` over all ranks, in place."""
     total: torch.Tensor = yield AllReduce(tensor)
     return total
+
+
+def dense_broadcast(tensor: torch.Tensor, root: int) -> Collective[torch.Tensor]:
+    """Replace `tensor` by rank `root`'s, in place."""
+    theirs: torch.Tensor = yield Broadcast(tensor, root)
+    return theirs
 
 
 def cost_s(*, world_size: int, num_bytes: int, network: Network) -> float:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from offbeat.data.row_gradients import take_rows
+from offbeat.data.row_gradients import densely, take_rows
 from offbeat.data.rows import SparseBatch
 from offbeat.errors import ConfigError
 
@@ -97,6 +97,7 @@ class LabelLayer(nn.Module):
     Attributes:
         weight: shape (num_labels, num_inputs).
         bias: shape (num_labels,).
+        dense_gradients: whether gradients are to be dense even where a loss looks at some labels only.
     """
 
     def __init__(self, num_inputs: int, num_labels: int) -> None:
@@ -104,6 +105,7 @@ class LabelLayer(nn.Module):
         bound = num_inputs**-0.5
         self.weight = nn.Parameter(torch.empty(num_labels, num_inputs).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.zeros(num_labels))
+        self.dense_gradients = False
 
     @property
     def num_labels(self) -> int:
@@ -159,7 +161,8 @@ class LabelLayer(nn.Module):
         return best
 
     def _sampled_loss(self, hidden: torch.Tensor, labels: SparseBatch, candidates: Candidates) -> torch.Tensor:
-        weight, bias = take_rows(self.weight, candidates.labels), take_rows(self.bias, candidates.labels)
+        parameters = [densely(p) if self.dense_gradients else p for p in (self.weight, self.bias)]
+        weight, bias = (take_rows(parameter, candidates.labels) for parameter in parameters)
         columns = labels.columns.long()
         places = torch.searchsorted(candidates.labels, columns)
         if not torch.equal(candidates.labels[places.clamp(max=candidates.labels.numel() - 1)], columns):

@@ -59,6 +59,22 @@ def take_rows(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return taken
 
 
+def densely(weight: torch.Tensor) -> torch.Tensor:
+    """`weight`, whose gradient becomes dense. A hook cannot do that: autograd lets none change a gradient's layout."""
+    same: torch.Tensor = _Densely.apply(weight)  # type: ignore[no-untyped-call]  # torch leaves it so
+    return same
+
+
+class _Densely(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].to_dense() if gradients[0].is_sparse else gradients[0]
+
+
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

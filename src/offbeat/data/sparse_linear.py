@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from offbeat.data import layer_kernels
-from offbeat.data.row_gradients import RowGradient, as_sparse, take_rows
+from offbeat.data.row_gradients import RowGradient, as_sparse, densely, take_rows
 from offbeat.data.rows import SparseBatch
 from offbeat.errors import ConfigError
 
@@ -35,12 +35,14 @@ class SparseLinear(nn.Module):
         weight: shape (num_features, num_outputs), so that a feature's weights lie together. Drawn from a normal distribution of
             deviation 1 / sqrt(num_outputs): outputs of a row of length 1 then have length 1 or so, for any number of features.
         bias: shape (num_outputs,), zeros at first; or None.
+        dense_gradients: whether the weight's gradient is to be dense all the same, for those that know no other.
     """
 
     def __init__(self, num_features: int, num_outputs: int, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(num_features, num_outputs).mul_(num_outputs**-0.5))
         self.bias = nn.Parameter(torch.zeros(num_outputs)) if bias else None
+        self.dense_gradients = False
 
     def forward(self, batch: SparseBatch) -> torch.Tensor:
         """Sparse rows times weight, plus bias: shape (rows, num_outputs).
@@ -48,7 +50,7 @@ class SparseLinear(nn.Module):
         Raises:
             ConfigError: a column is out of range.
         """
-        product = sparse_matmul(batch, self.weight)
+        product = sparse_matmul(batch, densely(self.weight) if self.dense_gradients else self.weight)
         return product if self.bias is None else product + self.bias
 
     def extra_repr(self) -> str:

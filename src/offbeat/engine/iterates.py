@@ -56,7 +56,8 @@ class DeltaIterate(Iterate):
         self.shown = model if unmoved else self.shown + (model - self._base)
 
     def merge(self, pieces: Sequence[Piece]) -> None:
-        mine = [piece for piece in pieces if piece.contributed is not None]
+        # an average of nothing but one's own would change nothing but the rounding of the next step
+        mine = [p for p in pieces if p.contributed is not None and sum(note.weight > 0 for note in p.notes) > 1]
         if not mine:
             return
         merged = self.shown.copy()

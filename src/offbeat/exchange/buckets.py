@@ -68,7 +68,16 @@ class Bucket:
 
     def holds(self, position: int, gradient: torch.Tensor) -> bool:
         """Whether `gradient` already is this bucket's view."""
+        if gradient.is_sparse:  # which has no place in memory of its own
+            return False
         return gradient.data_ptr() == self.views[position].data_ptr() and gradient.device == self._flat.device
+
+    def lay_in(self, position: int, gradient: torch.Tensor) -> None:
+        """Copy `gradient`, which may be sparse, into its place, unless it lies there."""
+        if gradient.is_sparse:
+            self.views[position].zero_().add_(gradient)
+        elif not self.holds(position, gradient):
+            self.views[position].copy_(gradient)
 
 
 def make_buckets(

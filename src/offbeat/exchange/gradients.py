@@ -9,6 +9,7 @@ How a bucket is reduced (densely, or sparsely with a residual) is a `Reduction`;
 Rules that keep ranks in step:
 - the set of parameters is fixed; a parameter without gradient contributes zero, and a bitmap says who had one;
 - each `optimizer.step()` is preceded by at least one exchange: a rank that ran no backward joins with nothing;
+- a sparse gradient is laid in as a dense one, and comes out as such: its rows differ from rank to rank;
 - gradients that came out of an exchange are set aside before a further backward pass in the same step, so that only what
   is new is exchanged, and are added back afterwards.
 """
@@ -28,13 +29,12 @@ from offbeat.exchange.buckets import Bucket
 
 
 class Reduction(Protocol):
-    """Turns each rank's bucket into the ranks' weighted mean.
+    """Turns each rank's bucket into the ranks' weighted mean."""
 
-    Attributes:
-        encode_s: seconds spent on selection and on putting results in place, so far.
-    """
-
-    encode_s: float
+    @property
+    def encode_s(self) -> float:
+        """Seconds spent on selection and on putting results in place, so far."""
+        ...
 
     def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
         """Begin, after adding to the tally whether the bucket is finite.
@@ -241,8 +241,7 @@ class GradientExchange:
             bucket.views[position].zero_()
             return
         self._ready[b][position] = True
-        if not bucket.holds(position, gradient):
-            bucket.views[position].copy_(gradient.detach())
+        bucket.lay_in(position, gradient.detach())
 
     def _set_aside(self, b: int) -> None:
         bucket = self._pairs[b][0]

@@ -36,7 +36,7 @@ class PartialExchange(AnsweredPart[GradientReplica]):
 
     def on_before_step(self) -> None:
         self._begin()
-        gradients = [parameter.grad for parameter in self._parameters]
+        gradients = [None if p.grad is None else _dense(p.grad) for p in self._parameters]
         if any(gradient is not None for gradient in gradients):
             likes = self._beside.weights.tensors()
             used = np.array([gradient is not None for gradient in gradients])
@@ -86,14 +86,16 @@ class PartialExchange(AnsweredPart[GradientReplica]):
 
     def _show(self, update: Values | None, used: Used) -> None:
         """Let `param.grad` hold the update; none where no rank used the parameter, or it is frozen here."""
-        gradients = [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self._parameters
-        ]
+        gradients = [torch.zeros_like(p) if p.grad is None or p.grad.is_sparse else p.grad for p in self._parameters]
         if update is not None:
             buffers = self._beside.weights.tensors()[len(gradients) :]
             self._beside.staging.write_(update, [*gradients, *map(torch.empty_like, buffers)])
         for parameter, gradient, is_used in zip(self._parameters, gradients, used, strict=True):
             parameter.grad = gradient if is_used and parameter.requires_grad else None
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _always(version: int) -> bool:

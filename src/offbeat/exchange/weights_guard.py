@@ -40,7 +40,7 @@ class GradientGuard:
 
     def on_before_step(self) -> None:
         self._num_steps += 1
-        gradients = [p.grad.detach() for p in self._parameters.values() if p.grad is not None]
+        gradients = [_entries(p.grad.detach()) for p in self._parameters.values() if p.grad is not None]
         if _all_finite(gradients):
             self._num_in_a_row = 0
             return
@@ -67,6 +67,11 @@ class GradientGuard:
 
     def close(self) -> None:
         """There is nothing to give back."""
+
+
+def _entries(gradient: torch.Tensor) -> torch.Tensor:
+    """What a gradient holds: of a sparse one, the rows that it has."""
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 def _all_finite(gradients: list[torch.Tensor]) -> bool:

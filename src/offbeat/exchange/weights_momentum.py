@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offbeat.errors import ConfigError
+from offbeat.exchange.weights_optimizer import dense_state
 
 _BY_OPTION = {"momentum": "momentum_buffer", "betas": "exp_avg"}
 """The option that says an optimizer has a momentum, and what it calls it in its state."""
@@ -18,8 +19,8 @@ def momentum_name(optimizer: torch.optim.Optimizer) -> str:
         if all(group.get(option) for group in optimizer.param_groups):
             return name
     raise ConfigError(
-        f"momentum='averaged' needs an optimizer with a momentum in all its groups, such as SGD(momentum=0.9) or AdamW, got "
-        f"{type(optimizer).__name__} without; pass momentum='local'"
+        f"momenta='averaged' needs an optimizer with a momentum in all its groups, such as SGD(momentum=0.9) or AdamW, got "
+        f"{type(optimizer).__name__} without; pass momenta='local'"
     )
 
 
@@ -46,5 +47,4 @@ class Momenta:
         return [torch.zeros_like(parameter) if momentum is None else momentum for parameter, momentum in found]
 
     def _of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        state: torch.Tensor | None = self._optimizer.state.get(parameter, {}).get(self._name)
-        return state
+        return dense_state(self._optimizer, parameter).get(self._name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ def average_optimizer_state_(
     states = [
         {
             key: value
-            for key, value in optimizer.state.get(parameter, {}).items()
+            for key, value in dense_state(optimizer, parameter).items()
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point() and value.dim()
         }
         for parameter in tensors
@@ -54,6 +55,18 @@ def average_optimizer_state_(
         stream=stream,
         weight=weight,
     )
+
+
+def dense_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
+    """The state of `parameter`. What is sparse in it becomes dense for good: torch's SGD keeps such a momentum.
+
+    It has every row that ever had a gradient, so this takes no more memory in the end.
+    """
+    state: dict[str, Any] = optimizer.state.get(parameter, {})
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.is_sparse:
+            state[key] = value.to_dense()
+    return state
 
 
 def _union(mine: Have, num_parameters: int) -> Collective[Have]:

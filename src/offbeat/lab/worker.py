@@ -34,7 +34,7 @@ from offbeat.lab.records import Record, Summary
 from offbeat.lab.rendezvous import join, leave
 from offbeat.lab.saving import restore, save
 from offbeat.lab.schedule import Position, Schedule
-from offbeat.lab.tasks import Task
+from offbeat.lab.tasks import Task, num_samples_of
 from offbeat.lab.watch import Run, Watch
 from offbeat.session import attach_through
 from offbeat.transport.wrappers.delaying import Delaying, Delivery
@@ -159,7 +159,7 @@ def _train(run: Run, watch: Watch, gate: Gate, stop_requested: threading.Event) 
         attached.optimizer.zero_grad()
 
         schedule.advance()
-        watch.step_done(loss=loss.item(), batch_size=len(batch[0]))
+        watch.step_done(loss=loss.item(), batch_size=num_samples_of(batch))
         step = schedule.position.step
         if config.checkpoint_every is not None and step % config.checkpoint_every == 0 and step < schedule.target:
             save(run, f"step-{step}")

@@ -7,30 +7,23 @@ from offbeat.strategies.adpsgd import ADPSGD
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.crossbow import Crossbow
+from offbeat.strategies.dkfac import DKFAC
+from offbeat.strategies.dpkfac import DPKFAC
 from offbeat.strategies.dpsgd import DPSGD
 from offbeat.strategies.eagersgd import EagerSGD
 from offbeat.strategies.elasticsgd import ElasticSGD
 from offbeat.strategies.gtopk import GTopK
 from offbeat.strategies.localsgd import LocalSGD
+from offbeat.strategies.mpdkfac import MPDKFAC
 from offbeat.strategies.sgp import SGP
+from offbeat.strategies.spdkfac import SPDKFAC
 from offbeat.strategies.topk import TopK
 from offbeat.strategies.wagma import WAGMA
 
-REGISTRY: dict[str, type[Strategy]] = {
-    strategy.name: strategy
-    for strategy in (
-        AllReduce,
-        TopK,
-        GTopK,
-        LocalSGD,
-        WAGMA,
-        EagerSGD,
-        DPSGD,
-        ADPSGD,
-        SGP,
-        AdaptiveSGD,
-        ElasticSGD,
-        Crossbow,
-    )
-}
+_GRADIENTS: tuple[type[Strategy], ...] = (AllReduce, TopK, GTopK)
+_WEIGHTS: tuple[type[Strategy], ...] = (LocalSGD, WAGMA, EagerSGD, DPSGD, ADPSGD, SGP)
+_BY_SPEED: tuple[type[Strategy], ...] = (AdaptiveSGD, ElasticSGD, Crossbow)
+_FACTORS: tuple[type[Strategy], ...] = (DKFAC, MPDKFAC, SPDKFAC, DPKFAC)
+
+REGISTRY: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (*_GRADIENTS, *_WEIGHTS, *_BY_SPEED, *_FACTORS)}
 """Strategies by the name that the command line knows them by."""

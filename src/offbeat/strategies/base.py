@@ -3,7 +3,8 @@
 A session dispatches events and does nothing else with parts. A part implements the events it needs, one protocol each, and
 the session asks with `isinstance` once, when it is attached. The order within a training step:
 
-    batch claimed -> backward begins -> gradient ready (for each parameter) -> backward done -> before step -> after step
+    batch claimed -> backward begins -> gradient ready (for each parameter) -> backward done -> before step -> before update
+    -> after step
 
 where batches are claimed only from a loader of the session's, or where the user weighs them.
 """
@@ -105,6 +106,13 @@ class OnClosure(Protocol):
 
 
 @runtime_checkable
+class OnBeforeUpdate(Protocol):
+    def on_before_update(self) -> None:
+        """Gradients are final: all parts have acted on `on_before_step`, or the closure given to `step()` has returned."""
+        ...
+
+
+@runtime_checkable
 class OnAfterStep(Protocol):
     def on_after_step(self) -> None:
         """`optimizer.step()` is about to return."""
@@ -165,6 +173,7 @@ class Workspace:
         has_scaler: whether a GradScaler decides which steps are skipped.
         buffers: the model's persistent buffers by name, at the moment of the call: modules may replace them.
         optimizer: the user's, for its state; None where nobody needs it.
+        model: the root module, for parts that look into layers; None where nobody needs it.
         new_stream: a fresh stream of channels; parts take theirs while they are built, in the same order on all ranks.
         notify: puts a remark where the user will see it, in the record and the report.
         enter: makes a part's host a member of the run's generations, for strategies that survive death. Collective.
@@ -180,6 +189,7 @@ class Workspace:
     notify: Callable[[str], None]
     buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
     optimizer: torch.optim.Optimizer | None = None
+    model: torch.nn.Module | None = None
     enter: Callable[[Host], Generations | None] = lambda host: None
     count: Callable[[Driver], Driver] = lambda driver: driver
     stood_still: Callable[[float, float], None] = lambda begin_s, end_s: None

@@ -50,7 +50,7 @@ def answer(
     """
     staging = Staging([*weights.tensors(), *([] if momenta is None else momenta.tensors())])
     if momenta is not None and not staging.in_order:
-        raise UnsupportedError("momentum='averaged' needs all parameters and buffers of one type on one device; pass 'local'")
+        raise UnsupportedError("momenta='averaged' needs all parameters and buffers of one type on one device; pass 'local'")
     num_weights = sum(_num_reals(tensor) for tensor in weights.tensors())
     replica = make_replica(staging)
     buffers = weights.buffers()

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
+
 from offbeat.collectives import group_average
 from offbeat.engine.iterates import DeltaIterate
 from offbeat.engine.ledger import GradientReplica
@@ -32,7 +34,7 @@ from offbeat.planning.groups import Meeting
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.beside import answer
-from offbeat.strategies.options import require_at_least, require_one_of
+from offbeat.strategies.options import require_at_least, require_dense_optimizer, require_one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,9 @@ class EagerSGD(AveragingStrategy):
         super().__post_init__()
         require_one_of("mode", self.mode, ("solo", "majority"))
         require_at_least("period", self.period, 2)
+
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        require_dense_optimizer(optimizer)
 
     def build(self, workspace: Workspace) -> Sequence[Part]:
         *exchanges, guard = super().build(workspace)

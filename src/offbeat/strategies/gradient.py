@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from offbeat.exchange.replicas import ReplicaCheck
 from offbeat.strategies.base import Part, Strategy, Workspace
 from offbeat.strategies.options import (
     require_at_least,
+    require_dense_optimizer,
     require_density,
     require_fraction_below_one,
     require_one_of,
@@ -30,6 +31,9 @@ from offbeat.strategies.options import (
 )
 
 MIB = 1 << 20
+
+Pair: TypeAlias = tuple[Bucket, Reduction]
+"""A bucket and what reduces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +52,21 @@ class GradientStrategy(Strategy):
         require_at_least("max_skipped_steps", self.max_skipped_steps, 0)
         require_at_least("replica_check_interval", self.replica_check_interval, 0)
 
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        require_dense_optimizer(optimizer)
+
     @abstractmethod
     def parts(self, workspace: Workspace, counts: ExchangeCounts) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
         """Each bucket with its reduction, and whatever other parts the strategy needs."""
 
     def build(self, workspace: Workspace) -> Sequence[Part]:
+        return self.build_around(workspace, lambda pairs: pairs)
+
+    def build_around(self, workspace: Workspace, wrap: Callable[[list[Pair]], list[Pair]]) -> Sequence[Part]:
+        """Like `build`, with something around the reductions, for strategies that send more than gradients."""
         counts = ExchangeCounts()
         pairs, others = self.parts(workspace, counts)
+        pairs = wrap(pairs)
         exchange = GradientExchange(
             pairs,
             counts=counts,
@@ -117,6 +129,7 @@ class SparseGradientStrategy(GradientStrategy):
             require_at_least("steps_per_epoch", self.steps_per_epoch, 1)
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().check(model, optimizer)
         odd = next((name for name, p in model.named_parameters() if p.requires_grad and not p.is_floating_point()), None)
         if odd is not None:
             raise UnsupportedError(

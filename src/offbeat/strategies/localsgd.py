@@ -20,6 +20,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
+import torch
+
 from offbeat.errors import ConfigError
 from offbeat.exchange.gradients import GradientExchange
 from offbeat.exchange.weights import ModelWeights
@@ -29,7 +31,13 @@ from offbeat.exchange.weights_phase import GradientPhase
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Part, Workspace
-from offbeat.strategies.options import require_at_least, require_fraction_below_one, require_one_of, require_positive
+from offbeat.strategies.options import (
+    require_at_least,
+    require_dense_optimizer,
+    require_fraction_below_one,
+    require_one_of,
+    require_positive,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +99,10 @@ class LocalSGD(AveragingStrategy):
             raise ConfigError(
                 f"outer must be 'slowmo', 'diloco', None or an offbeat.Outer(lr=..., momentum=...), got {self.outer!r}"
             )
+
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if self.start_step:
+            require_dense_optimizer(optimizer)
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offbeat.errors import ConfigError, nearest
+import torch
+
+from offbeat.errors import ConfigError, UnsupportedError, nearest
 
 
 def require_positive(name: str, value: float) -> None:
@@ -31,3 +33,12 @@ def require_density(name: str, value: float) -> None:
 def require_fraction_below_one(name: str, value: float) -> None:
     if not 0 <= value < 1:
         raise ConfigError(f"{name} must be in [0, 1), got {value!r}")
+
+
+def require_dense_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """For strategies that exchange gradients, which are dense afterwards."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError(
+            "SparseAdam takes sparse gradients only, and exchanged ones are dense; use torch.optim.Adam, or a strategy that "
+            "averages weights alone, such as offbeat.LocalSGD()"
+        )

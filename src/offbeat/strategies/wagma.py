@@ -55,7 +55,7 @@ class WAGMA(AveragingStrategy):
         merge: "delta" keeps the mean over ranks and what late ranks did; "paper" is the paper's rule.
         quorum: the fraction of workers that has to arrive at the periodic average, in (0, 1]; 1 waits for all.
         overlap: go on computing while a group's average travels; None: with "delta". "paper" cannot.
-        momentum: "averaged": when everyone meets, the optimizers' momenta are averaged with the weights; "local": they stay
+        momenta: "averaged": when everyone meets, the optimizers' momenta are averaged with the weights; "local": they stay
             each worker's own.
         groups: "rotating", or for ablations "fixed" (the same groups for good) and "off" (the periodic average only).
     """
@@ -68,7 +68,7 @@ class WAGMA(AveragingStrategy):
     merge: Literal["delta", "paper"] = "delta"
     quorum: float = 0.75
     overlap: bool | None = None
-    momentum: Literal["local", "averaged"] = "local"
+    momenta: Literal["local", "averaged"] = "local"
     groups: Literal["rotating", "fixed", "off"] = "rotating"
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class WAGMA(AveragingStrategy):
             require_at_least("group_size", self.group_size, 2)
         require_at_least("period", self.period, 1)
         require_one_of("merge", self.merge, ("delta", "paper"))
-        require_one_of("momentum", self.momentum, ("local", "averaged"))
+        require_one_of("momenta", self.momenta, ("local", "averaged"))
         require_one_of("groups", self.groups, ("rotating", "fixed", "off"))
         if not 0 < self.quorum <= 1:
             raise ConfigError(
@@ -88,7 +88,7 @@ class WAGMA(AveragingStrategy):
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
-        if self.momentum == "averaged":
+        if self.momenta == "averaged":
             momentum_name(optimizer)
 
     def check_world(self, world_size: int) -> None:
@@ -100,7 +100,7 @@ class WAGMA(AveragingStrategy):
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
         momenta = None
-        if self.momentum == "averaged" and workspace.optimizer is not None:
+        if self.momenta == "averaged" and workspace.optimizer is not None:
             momenta = Momenta(workspace.optimizer, workspace.parameters)
         iterate = DeltaIterate if self.merge == "delta" else PaperIterate
         beside = answer(

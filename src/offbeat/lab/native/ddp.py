@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from offbeat.data.label_loss import LabelLayer
+from offbeat.data.sparse_linear import SparseLinear
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.lab.attached import Attached, Meter, Metered
 from offbeat.lab.native.base import Native
@@ -36,10 +38,18 @@ def wrapped(model: nn.Module, hook: Hook, meter: Meter, *, bucket_mib: int | Non
         meter.launched(begun_s, bucket.index())
         return future
 
+    _yield_dense_gradients(model)
     timed.__annotations__ = {}  # torch compares annotations with classes, and these are text
     module = DistributedDataParallel(model, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
     module.register_comm_hook(None, timed)
     return module
+
+
+def _yield_dense_gradients(model: nn.Module) -> None:
+    """DDP takes every gradient for a dense one but those of torch's own embeddings."""
+    for module in model.modules():
+        if isinstance(module, SparseLinear | LabelLayer):
+            module.dense_gradients = True
 
 
 def _everyone() -> dist.ProcessGroup:

@@ -8,14 +8,15 @@ from typing import Final
 from pydantic import ValidationError
 
 from offbeat.errors import ConfigError, nearest
-from offbeat.lab.tasks.base import Batch, Task, TaskOptions
+from offbeat.lab.tasks.base import Batch, Task, TaskOptions, num_samples_of
 from offbeat.lab.tasks.charlm import Charlm
 from offbeat.lab.tasks.digits import Digits
 from offbeat.lab.tasks.mnist import Mnist
+from offbeat.lab.tasks.xmc import Xmc
 
-__all__ = ["TASKS", "Batch", "Task", "TaskOptions", "build_task", "task_type"]
+__all__ = ["TASKS", "Batch", "Task", "TaskOptions", "build_task", "num_samples_of", "task_type"]
 
-TASKS: Final[Mapping[str, type[Task]]] = {task.name: task for task in (Digits, Charlm, Mnist)}
+TASKS: Final[Mapping[str, type[Task]]] = {task.name: task for task in (Digits, Charlm, Mnist, Xmc)}
 
 
 def task_type(name: str) -> type[Task]:

@@ -13,13 +13,28 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import nn
 
+from offbeat.data.rows import SparseBatch
 from offbeat.errors import ConfigError
 
 Size: TypeAlias = Literal["tiny", "small", "medium", "large"]
 AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
 """A path that still holds when the run is resumed from another working directory."""
 
-Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor] | tuple[SparseBatch, SparseBatch]
+"""Inputs and targets of the same samples."""
+
+
+def num_samples_of(batch: Batch) -> int:
+    inputs = batch[0]
+    return inputs.num_rows if isinstance(inputs, SparseBatch) else len(inputs)
+
+
+def dense(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same batch, for a task whose batches are dense."""
+    inputs, targets = batch
+    assert isinstance(inputs, torch.Tensor)
+    assert isinstance(targets, torch.Tensor)
+    return inputs, targets
 
 
 class TaskOptions(BaseModel):
@@ -27,9 +42,14 @@ class TaskOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    size: Size = Field("tiny", description="model size: about 0.1, 1, 5 or 25 million parameters")
     batch_size: int = Field(32, ge=1, description="samples in one worker's batch")
     lr: float = Field(0.05, gt=0, description="learning rate; gradients are averaged, so it holds for any number of workers")
+
+
+class SizedOptions(TaskOptions):
+    """Options of tasks whose model comes in several sizes."""
+
+    size: Size = Field("tiny", description="model size: about 0.1, 1, 5 or 25 million parameters")
 
 
 class Task(ABC):

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from offbeat.errors import ConfigError
-from offbeat.lab.tasks.base import AbsolutePath, Batch, Size, Task, TaskOptions, mean_over_batches
+from offbeat.lab.tasks.base import AbsolutePath, Batch, Size, SizedOptions, Task, TaskOptions, dense, mean_over_batches
 
 _VOCABULARY = 256
 _BLOCK_BYTES = 16_384
@@ -48,7 +48,7 @@ _TRANSFORMER: Final[dict[Size, tuple[int, int, int]]] = {
 }
 
 
-class CharlmOptions(TaskOptions):
+class CharlmOptions(SizedOptions):
     """Options of `charlm`."""
 
     lr: float = Field(0.003, gt=0, description="learning rate; try 1.0 with optimizer=sgd")
@@ -115,7 +115,7 @@ class Charlm(Task):
         return _shifted(self._windows[0][torch.from_numpy(samples)])
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        inputs, targets = batch
+        inputs, targets = dense(batch)
         return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn import functional
 
-from offbeat.lab.tasks.base import Batch, Task, TaskOptions, mean_over_batches
+from offbeat.lab.tasks.base import Batch, SizedOptions, Task, dense, mean_over_batches
 
 _EVALUATION_BATCH = 500
 _NUM_CLASSES = 10
@@ -29,7 +29,7 @@ class ImageData:
     test_labels: torch.Tensor
 
 
-class ImageOptions(TaskOptions):
+class ImageOptions(SizedOptions):
     """Options that image tasks share."""
 
     momentum: float = Field(0.9, ge=0, lt=1, description="of SGD; 0 where the strategy's momentum_correction takes its place")
@@ -63,7 +63,7 @@ class ImageTask(Task):
         return self.data.train_images[chosen], self.data.train_labels[chosen]
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        images, labels = batch
+        images, labels = dense(batch)
         return functional.cross_entropy(model(images), labels)
 
     @torch.no_grad()

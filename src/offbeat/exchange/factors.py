@@ -1,0 +1,454 @@
+"""Kronecker factors: captured, averaged over ranks while computation goes on, inverted, and put to use before each step.
+
+1. `Capture` adds to A in the forward pass and to G in the backward pass.
+2. A group of factors leaves when all of it has been seen as often as in earlier steps, in an order that all ranks share with
+   the buckets of gradients; what is not complete by the end of the backward pass leaves then. Nothing is counted that is
+   added to a factor after it left.
+3. When the exchange of gradients turns out well, before the step: running averages take the sums in; every `inverse_interval`
+   steps all factors are inverted, by owners or by everyone; gradients become directions.
+4. When it does not, all ranks drop the step's factors together.
+
+The plan says who does what and when (`planning.factor_plan`); everything else is the same for all strategies.
+
+Every decision is taken from what all ranks know: sums, broadcasts, verdicts and counts of steps. A layer that changed its shape
+on one rank is given up by all, since who was retired travels with the sums.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbeat.curvature.averages import RunningFactor, damping_of
+from offbeat.curvature.blocks import SIDES, Block, Side
+from offbeat.curvature.capture import Capture, Increment
+from offbeat.curvature.inverses import Inverter, Job, usual_form
+from offbeat.curvature.options import FactorOptions
+from offbeat.curvature.precondition import Inverses, precondition_
+from offbeat.errors import CheckpointError
+from offbeat.exchange.directions import precondition_by_owners_
+from offbeat.exchange.factor_costs import slowest_ready_s
+from offbeat.exchange.factor_messages import FactorMessage
+from offbeat.exchange.inverses import InversePhase
+from offbeat.exchange.turns import Turns
+from offbeat.planning.factor_plan import FactorPlan, turns
+from offbeat.transport.driver import Driver, Stream
+
+PROFILED_STEPS = range(1, 4)
+"""Steps with factors whose times are measured where the plan depends on them; the first one is slower than all others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FactorSettings:
+    """How factors are averaged, damped and used.
+
+    Attributes:
+        damping: as of `curvature.averages.damping_of`, > 0.
+        pi: the same.
+        decay: how much of the running averages to keep in each step with factors, in [0, 1).
+        kl_clip: limit of a step's predicted change, > 0; None: no limit.
+        factor_interval: steps from one with factors to the next, >= 1.
+        inverse_interval: steps from one with inversions to the next, >= 1.
+        options: how factors are counted.
+    """
+
+    damping: float
+    pi: bool
+    decay: float
+    kl_clip: float | None
+    factor_interval: int
+    inverse_interval: int
+    options: FactorOptions
+
+
+@dataclass(slots=True)
+class FactorTimes:
+    """Seconds so far.
+
+    Attributes:
+        wait_s: waiting for factors behind the backward pass.
+        precondition_s: from gradients to directions.
+    """
+
+    wait_s: float = 0.0
+    precondition_s: float = 0.0
+
+
+class FactorExchange:
+    """The part that does it. Comes after the exchange of gradients in the order of parts, and is told of it as its `Rounds`.
+
+    Args:
+        model: the root module.
+        blocks: what is preconditioned; the same on all ranks.
+        settings: as above.
+        plan: made anew of measured times after `PROFILED_STEPS` if `replan` is given.
+        replan: a plan of when each slot is ready, or None.
+        first_parameters: for each block, the position of its first parameter in the model.
+        parameter_bucket_firsts: for each bucket of gradients, in order, the position of its first parameter.
+        turns: the order shared with the gradients.
+        optimizer: knows the learning rates.
+        driver: carries everything out.
+        stream: of everything that is sent here.
+        grad_scale: the AMP scale at the moment.
+        notify: for remarks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        *,
+        settings: FactorSettings,
+        plan: FactorPlan,
+        replan: Callable[[Sequence[float]], FactorPlan] | None,
+        first_parameters: Sequence[int],
+        bucket_firsts: Sequence[int],
+        turns: Turns,
+        optimizer: torch.optim.Optimizer,
+        driver: Driver,
+        stream: Stream,
+        grad_scale: Callable[[], float],
+        notify: Callable[[str], None],
+    ) -> None:
+        self.times = FactorTimes()
+        self._blocks, self._settings, self._replan = list(blocks), settings, replan
+        self._first_parameters = [first for first in first_parameters for _ in SIDES]
+        self._bucket_firsts, self._turns = bucket_firsts, turns
+        self._optimizer, self._driver, self._stream, self._notify = optimizer, driver, stream, notify
+        self._names = [block.name.replace("_orig_mod.", "") for block in blocks]
+        self._shapes = [block.shape(side) for block in blocks for side in SIDES]
+        self._likes = [_like(block) for block in blocks for _ in SIDES]
+        self._inverter = Inverter(notify, usual_form(self._likes[0].device))
+        self._factors = [
+            RunningFactor(shape, dtype=like.dtype, device=like.device)
+            for shape, like in zip(self._shapes, self._likes, strict=True)
+        ]
+        self._retired: set[int] = set()
+        self._expected = [0] * len(self._shapes)
+        self._learned = False
+        self._profile: list[list[float]] = []
+        self._num_profiled = 0
+        self._step = 0
+        self._good = True
+        self._open = self._sent = self._streams = False
+        self._increments: dict[int, Increment] = {}
+        self._plan = plan
+        watched = [index for index in range(len(blocks)) if self._keeps(2 * index)]
+        self._watched = {index: place for place, index in enumerate(watched)}
+        self._capture = Capture(
+            model,
+            [blocks[index] for index in watched],
+            settings.options,
+            warn=notify,
+            grad_scale=grad_scale,
+            added=lambda place, side: self._added(watched[place], side),
+        )
+        self._handle = model.register_forward_pre_hook(self._watch_root(model))
+        self._inverses = self._make_inverses(plan)
+        self._adopt(plan)
+        self._begin_step()
+
+    # The plan
+
+    @property
+    def plan(self) -> FactorPlan:
+        """The plan in force."""
+        return self._plan
+
+    def _adopt(self, plan: FactorPlan) -> None:
+        self._plan = plan
+        groups = [(group, [self._shapes[slot] for slot in group], self._likes[group[0]]) for group in plan.groups]
+        self._messages = [FactorMessage(*group) for group in groups]
+        self._group_of = {slot: number for number, group in enumerate(plan.groups) for slot in group}
+        self._order = turns(plan, self._first_parameters, self._bucket_firsts)
+        before, self._inverses = self._inverses, self._make_inverses(plan)
+        self._inverses.times = before.times
+        for old, new in zip(before.packed, self._inverses.packed, strict=True):
+            if old is not None and new is not None:
+                new.copy_(old)
+
+    def _make_inverses(self, plan: FactorPlan) -> InversePhase:
+        return InversePhase(plan, self._shapes, self._likes, driver=self._driver, stream=self._stream, inverter=self._inverter)
+
+    def _keeps(self, slot: int) -> bool:
+        """Whether this rank averages the factor of `slot`: it is summed over ranks, or is this rank's business alone."""
+        return bool(self._plan.groups) or self._plan.owners[slot] == self._driver.rank
+
+    # One step's factors
+
+    def _begin_step(self) -> None:
+        """Look at what is to come, if this is a step with factors, and let nothing be sent out of turn."""
+        self._capture.stop()
+        self._drop()
+        self._open = self._step % self._settings.factor_interval == 0
+        self._turns.set(self._order if self._open else ())
+        if not self._open:
+            return
+        self._seen = [0] * len(self._shapes)
+        self._missing = [sum(not self._is_complete(slot) for slot in group) for group in self._plan.groups]
+        self._offered = [False] * len(self._plan.groups)
+        self._begin_s: float | None = None
+        self._ready_s = [0.0] * len(self._shapes)
+        self._capture.start(self._step)
+
+    def _drop(self) -> None:
+        """Forget what was sent and not taken in. It must arrive first: the next factors use the same buffers."""
+        if self._sent:
+            for message in self._messages:
+                for _ in message.wait():
+                    pass
+        self._sent = False
+        self._increments = {}
+
+    def _is_complete(self, slot: int) -> bool:
+        """Whether as much has been added to a factor as ever was in one step."""
+        return self._learned and self._seen[slot] >= self._expected[slot]
+
+    def _added(self, index: int, side: Side) -> None:
+        slot = 2 * index + (side == "output")
+        if not self._open:
+            return
+        now_s = time.perf_counter()
+        self._begin_s = now_s if self._begin_s is None else self._begin_s
+        self._ready_s[slot] = now_s - self._begin_s
+        was_complete = self._is_complete(slot)
+        self._seen[slot] += 1
+        number = self._group_of.get(slot)
+        if number is None or was_complete or not self._is_complete(slot):
+            return
+        self._missing[number] -= 1
+        if self._plan.streamed and self._streams:
+            self._offer_complete()
+
+    def _offer_complete(self) -> None:
+        for number, missing in enumerate(self._missing):
+            if not missing and not self._offered[number]:
+                self._offer(number, failed=False)
+
+    def _offer(self, number: int, *, failed: bool) -> None:
+        self._offered[number] = True
+
+        def begin() -> None:
+            with torch.no_grad():
+                take = self._nothing if failed else self._take
+                self._messages[number].launch(self._driver, self._stream, take, self._is_retired)
+
+        self._turns.take(("factors", number), begin)
+
+    def _take(self, slot: int) -> Increment:
+        return self._capture.take(self._watched[slot // 2], SIDES[slot % 2])
+
+    def _nothing(self, slot: int) -> Increment:
+        like = self._likes[slot]
+        return Increment(torch.zeros(self._shapes[slot].packed, dtype=like.dtype, device=like.device), 0.0)
+
+    def _is_retired(self, slot: int) -> bool:
+        return self._blocks[slot // 2].name in self._capture.retired
+
+    # Rounds: what the exchange of gradients says
+
+    def flush(self, *, failed: bool) -> None:
+        if not self._open:
+            return
+        self._open, self._sent = False, True
+        for number, offered in enumerate(self._offered):
+            if not offered:
+                self._offer(number, failed=failed)
+        if not self._plan.groups:
+            self._increments = {slot: self._take(slot) for slot in range(len(self._shapes)) if self._keeps(slot)}
+
+    def verdict(self, *, good: bool) -> None:
+        self._good = good
+        if good:
+            self._capture.stop()
+            return
+        self._begin_step()
+
+    # Events
+
+    def on_before_update(self) -> None:
+        """Gradients become directions, once what this step brought has been taken in."""
+        if not self._good:
+            return
+        if self._sent:
+            self._take_in()
+        if self._step % self._settings.inverse_interval == 0:
+            self._inverses.run(self._job)
+        begin_s = time.perf_counter()
+        self._precondition()
+        self.times.precondition_s += time.perf_counter() - begin_s
+
+    def on_after_step(self) -> None:
+        if not self._good:
+            return
+        self._step += 1
+        self._begin_step()
+
+    def _take_in(self) -> None:
+        """Wait for the sums and average them over time."""
+        self._sent = False
+        begin_s = time.perf_counter()
+        retired: list[tuple[int, torch.Tensor]] = []
+        for message in self._messages:
+            for slot, mean, total, num_retired in message.wait():
+                self._factors[slot].update_(mean, weight=total, decay=self._settings.decay)
+                retired.append((slot // 2, num_retired))
+        for slot, (packed, weight) in self._increments.items():
+            self._factors[slot].update_(packed, weight=weight, decay=self._settings.decay)
+            if self._is_retired(slot):
+                self._factors[slot].mass.zero_()  # without an average there is no inverse, which the owner's message says
+        self._increments = {}
+        if retired:
+            counts = torch.stack([num_retired.to(self._likes[0]) for _, num_retired in retired]).tolist()
+            self._retire({index for (index, _), count in zip(retired, counts, strict=True) if count})
+        self.times.wait_s += time.perf_counter() - begin_s
+        self._expected = [max(pair) for pair in zip(self._expected, self._seen, strict=True)]
+        self._learned = True
+        self._learn_times()
+
+    def _learn_times(self) -> None:
+        """When factors are ready is measured a few times; the median of the slowest rank's times makes the plan."""
+        self._num_profiled += 1
+        if self._replan is None or self._num_profiled > PROFILED_STEPS.stop:
+            return
+        if self._num_profiled - 1 in PROFILED_STEPS:
+            self._profile.append(self._ready_s)
+        if self._num_profiled == PROFILED_STEPS.stop:
+            mine = [sorted(times)[len(times) // 2] for times in zip(*self._profile, strict=True)]
+            self._adopt(self._replan(slowest_ready_s(self._driver, self._stream, mine)))
+
+    def _retire(self, indices: set[int]) -> None:
+        for index in sorted(indices - self._retired):
+            self._retired.add(index)
+            if index in self._watched:
+                self._capture.retire(self._watched[index], "its shape has changed on another rank")
+
+    def _job(self, slot: int) -> Job:
+        index, name = slot // 2, self._names[slot // 2]
+        packed = self._factors[slot].average()
+        damping = packed.new_full((), self._settings.damping)
+        if self._settings.pi:
+            pair = [(self._factors[either].average(), self._shapes[either]) for either in (2 * index, 2 * index + 1)]
+            damping = damping_of(pair[0], pair[1], damping=self._settings.damping, pi=True)[slot % 2]
+        return Job(
+            name=f"{'AG'[slot % 2]} of {name!r}",
+            packed=packed,
+            shape=self._shapes[slot],
+            damping=damping,
+            valid=self._factors[slot].mass > 0,
+        )
+
+    def _precondition(self) -> None:
+        lr_of = {id(p): float(group["lr"]) for group in self._optimizer.param_groups for p in group["params"]}
+        live = [index for index in range(len(self._blocks)) if index not in self._retired]
+        blocks = [self._blocks[index] for index in live]
+        lrs = [lr_of.get(id(block.weight), 0.0) for block in blocks]
+        inverses = [self._inverses_of(index) for index in live]
+        kl_clip = self._settings.kl_clip
+        if self._plan.by_owner:
+            owners = [owner for index in live if (owner := self._plan.owners[2 * index]) is not None]
+            precondition_by_owners_(
+                blocks, inverses, owners, driver=self._driver, stream=self._stream, lrs=lrs, kl_clip=kl_clip
+            )
+        else:
+            precondition_(blocks, [inverse for inverse in inverses if inverse is not None], lrs=lrs, kl_clip=kl_clip)
+
+    def _inverses_of(self, index: int) -> Inverses | None:
+        inputs, outputs = self._inverses.packed[2 * index : 2 * index + 2]
+        if inputs is None or outputs is None:
+            return None
+        return Inverses(inputs, outputs, usual_form(inputs.device))
+
+    def _watch_root(self, model: nn.Module) -> Callable[..., None]:
+        """Factors leave early in passes for training only. A plain function, which copies of the model pass over."""
+        number = id(model)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def begins(module: nn.Module, args: Any) -> None:
+            if id(module) == number:
+                self._streams = module.training and torch.is_grad_enabled()
+
+        return begins  # type: ignore[no-any-return]
+
+    def counters(self) -> dict[str, float]:
+        """Seconds, beside what the exchange of gradients counts."""
+        return {
+            "factor_wait_s": self.times.wait_s,
+            "invert_s": self._inverses.times.invert_s,
+            "inverse_wait_s": self._inverses.times.wait_s,
+            "precondition_s": self.times.precondition_s,
+        }
+
+    # State
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Factors and inverses: the same on all ranks, or the owner's own. What is under way in a step is not in it."""
+        kept: dict[str, Any] = {}
+        for slot, factor in enumerate(self._factors):
+            if self._keeps(slot):
+                kept |= {f"{self._key(slot)}/{name}": tensor for name, tensor in factor.state_dict().items()}
+        local: dict[str, Any] = {} if self._plan.groups else kept
+        replicated: dict[str, Any] = kept if self._plan.groups else {}
+        inverses = {f"{self._key(slot)}/inverse": t for slot, t in enumerate(self._inverses.packed) if t is not None}
+        if self._plan.by_owner:
+            local = local | inverses
+        else:
+            replicated = replicated | inverses
+        replicated |= {
+            "step": self._step,
+            "retired": [self._names[index] for index in sorted(self._retired)],
+            "world_size": self._driver.world_size,
+            "groups": [list(group) for group in self._plan.groups],
+            "owners": list(self._plan.owners),
+            "by_owner": self._plan.by_owner,
+            "num_profiled": self._num_profiled,
+        }
+        return {"replicated": replicated, "local": local}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """In a world of another size owners change: an inverse that is missing here is made in the next step that inverts."""
+        replicated, saved = state["replicated"], {**state["replicated"], **state["local"]}
+        self._check(saved)
+        if replicated["world_size"] == self._driver.world_size:
+            groups = tuple(tuple(group) for group in replicated["groups"])
+            owners, by_owner = tuple(replicated["owners"]), bool(replicated["by_owner"])
+            self._adopt(FactorPlan(groups=groups, streamed=self._plan.streamed, owners=owners, by_owner=by_owner))
+            self._num_profiled = int(replicated["num_profiled"])
+        for slot, factor in enumerate(self._factors):
+            if f"{self._key(slot)}/sum" in saved:
+                factor.load_state_dict({name: saved[f"{self._key(slot)}/{name}"] for name in ("sum", "mass")})
+            if (inverse := self._inverses.packed[slot]) is not None:
+                inverse.copy_(saved.get(f"{self._key(slot)}/inverse", torch.zeros_like(inverse)))
+        self._step = int(replicated["step"])
+        self._retired = set()
+        self._retire({index for index, name in enumerate(self._names) if name in replicated["retired"]})
+        self._good = True
+        self._begin_step()
+
+    def _check(self, saved: Mapping[str, Any]) -> None:
+        """Before anything is changed."""
+        known = {self._key(slot): shape for slot, shape in enumerate(self._shapes)}
+        for name, value in saved.items():
+            key, _, what = name.rpartition("/")
+            if what in ("sum", "inverse") and (key not in known or tuple(value.shape) != known[key].packed):
+                here = known[key].packed if key in known else "no such factor"
+                raise CheckpointError(f"factor {key!r} was saved with shape {tuple(value.shape)}, here there is {here}")
+
+    def _key(self, slot: int) -> str:
+        return f"{self._names[slot // 2]}/{SIDES[slot % 2]}"
+
+    def close(self) -> None:
+        """Take the hooks out."""
+        self._handle.remove()
+        self._capture.remove()
+
+
+def _like(block: Block) -> torch.Tensor:
+    """A tensor of the block's factors' dtype and device."""
+    weight = block.weight
+    return torch.empty(0, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)

@@ -1,0 +1,153 @@
+"""`xmc`: many labels for sparse rows (extreme multi-label classification), by default from Python's own standard library.
+
+The data are the task of `offbeat.data.standard_library`, or files of the Extreme Classification Repository. The model is that
+of the papers: a sparse input, hidden units with ReLU, softmax over all labels.
+
+Parameters: (features + 1) hidden + labels (hidden + 1); 844,395 with 128 hidden units and the library of Python 3.11.7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import nn
+
+from offbeat.data.classifier import SparseClassifier
+from offbeat.data.metrics import RankingMetrics
+from offbeat.data.row_optimizers import RowAdagrad, RowAdam, RowSGD
+from offbeat.data.rows import Examples
+from offbeat.data.standard_library import load_standard_library
+from offbeat.data.xmlrepo import XmlFiles, load, shaped
+from offbeat.errors import ConfigError
+from offbeat.lab.tasks.base import AbsolutePath, Batch, Task, TaskOptions
+
+_EVALUATION_BATCH = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Data:
+    """Samples to train on and held out, with equally many features and labels."""
+
+    train: Examples
+    test: Examples
+
+
+class XmcOptions(TaskOptions):
+    """Options of `xmc`."""
+
+    batch_size: int = Field(64, ge=1, description="samples in one worker's batch")
+    lr: float = Field(0.05, gt=0, description="learning rate; try 0.01 with optimizer=adam, 2 and more epochs with sgd")
+    path: AbsolutePath | None = Field(
+        None, description="training data in the Extreme Classification Repository's format; default: the standard library"
+    )
+    test_path: AbsolutePath | None = Field(None, description="data held out; needed with path")
+    labels_path: AbsolutePath | None = Field(None, description="labels of path, where they have a file of their own")
+    test_labels_path: AbsolutePath | None = Field(None, description="labels of test_path, likewise")
+    first_feature: int = Field(0, ge=0, le=1, description="the number of the first feature in the files")
+    first_label: int = Field(0, ge=0, le=1, description="the number of the first label in the files")
+    normalise: bool = Field(True, description="scale every row to Euclidean length 1")
+    hidden: int = Field(128, ge=1, description="hidden units")
+    drawn_labels: int | None = Field(
+        None, ge=1, description="labels drawn for each batch beside its own; default: the loss looks at all labels"
+    )
+    optimizer: Literal["adagrad", "sgd", "adam"] = Field("adagrad", description="optimizer, of rows")
+    momentum: float = Field(0.0, ge=0, lt=1, description="of sgd")
+
+
+class Xmc(Task):
+    """Multi-label classification of sparse rows."""
+
+    name = "xmc"
+    summary = (
+        "many labels for sparse rows (default: the names that functions of Python's standard library call; or --set path=...), "
+        "one hidden layer, precision of the first label"
+    )
+    metric_name = "precision_at_1"
+    higher_is_better = True
+    default_epochs = 4
+    options_type = XmcOptions
+    options: XmcOptions
+
+    def __init__(self, options: TaskOptions) -> None:
+        super().__init__(options)
+        given = self.options
+        paths = (given.path, given.test_path, given.labels_path, given.test_labels_path)
+        if (given.path is None) != (given.test_path is None):
+            there, missing = ("path", "test_path") if given.test_path is None else ("test_path", "path")
+            raise ConfigError(f"{there} was given without {missing}; give both, or neither for the standard library")
+        if (given.labels_path is None) != (given.test_labels_path is None) or (given.path is None and given.labels_path):
+            raise ConfigError("labels_path and test_labels_path belong together, and to path and test_path; give all four")
+        for path in paths:
+            if path is not None and not path.is_file():
+                raise ConfigError(f"no data at {path}; a file of the Extreme Classification Repository's format is needed")
+
+    @cached_property
+    def _data(self) -> _Data:
+        if self.options.path is None:
+            calls = load_standard_library()
+            return _Data(train=calls.train, test=calls.test)
+        train, test = (load(files) for files in self._files())
+        return _Data(train=self._scaled(train), test=self._scaled(test))
+
+    def _files(self) -> tuple[XmlFiles, XmlFiles]:
+        """Training and test files of one shape: whatever either of them has."""
+        options = self.options
+        assert options.path is not None
+        assert options.test_path is not None
+        train = XmlFiles(
+            path=options.path,
+            labels_path=options.labels_path,
+            first_feature=options.first_feature,
+            first_label=options.first_label,
+        )
+        both = [shaped(train), shaped(replace(train, path=options.test_path, labels_path=options.test_labels_path))]
+        num_features = max(files.num_features or 0 for files in both)
+        num_labels = max(files.num_labels or 0 for files in both)
+        first, second = (replace(files, num_features=num_features, num_labels=num_labels) for files in both)
+        return first, second
+
+    def _scaled(self, samples: Examples) -> Examples:
+        return replace(samples, features=samples.features.normalised()) if self.options.normalise else samples
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._data.train)
+
+    def model(self) -> nn.Module:
+        train = self._data.train
+        return SparseClassifier(
+            train.features.num_columns,
+            train.labels.num_columns,
+            num_hidden=self.options.hidden,
+            num_drawn_labels=self.options.drawn_labels,
+        )
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        match self.options.optimizer:
+            case "adagrad":
+                return RowAdagrad(model.parameters(), self.options.lr)
+            case "sgd":
+                return RowSGD(model.parameters(), self.options.lr, momentum=self.options.momentum)
+            case "adam":
+                return RowAdam(model.parameters(), self.options.lr)
+
+    def batch(self, samples: NDArray[np.int64]) -> Batch:
+        taken = self._data.train.take(samples)
+        return taken.features.to_batch(), taken.labels.to_batch()
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = model(*batch)
+        return loss
+
+    def evaluate(self, model: nn.Module) -> float:
+        assert isinstance(model, SparseClassifier)
+        metrics = RankingMetrics((1,))
+        for part in self._data.test.batches(_EVALUATION_BATCH):
+            metrics.add(model.top_labels(part.features.to_batch(), 1).numpy(), part.labels)
+        return metrics.result()["P@1"]

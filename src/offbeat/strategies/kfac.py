@@ -1,0 +1,228 @@
+"""What the K-FAC strategies have in common: everything but the plan.
+
+For the weight matrix W of each layer, with inputs a and output gradients g,
+
+    A <- decay A + (1 - decay) mean of a a^T        G <- decay G + (1 - decay) mean of g g^T
+    P = (G + damping)^-1 (dL/dW) (A + damping)^-1
+    gradient = P min(1, sqrt(kl_clip / sum over layers of lr^2 <P, dL/dW>))
+
+and the optimizer steps with that (arXiv 1503.05671, 1602.01407). Means are over the examples of all ranks. `DKFAC`, `MPDKFAC`,
+`SPDKFAC` and `DPKFAC` differ only in what their `plan` returns: which factors travel together and when, which rank inverts
+them, and whether inverses travel or directions.
+
+Differences from the papers: gradients may be exchanged by any gradient strategy; running averages are kept free of damping,
+which the released code adds to them in each step, and start from nothing in place of the identity; factors do not depend on
+the batch size; a layer whose factor has no inverse gets plain gradients until it has. Ranks on devices of different kinds round
+differently: there each layer has one owner, which sends directions, whatever the strategy.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+
+from offbeat.curvature.averages import RunningFactor
+from offbeat.curvature.blocks import SIDES, Block, FactorShape
+from offbeat.curvature.inverses import Inverter, Job, usual_form
+from offbeat.curvature.options import FactorOptions
+from offbeat.curvature.packing import pack
+from offbeat.curvature.survey import survey
+from offbeat.errors import ConfigError, UnsupportedError, nearest
+from offbeat.exchange.factor_costs import are_alike, measure
+from offbeat.exchange.factors import FactorExchange, FactorSettings
+from offbeat.exchange.turns import InTurn, Turns
+from offbeat.planning.factor_plan import FactorPlan, Setting, block_owners
+from offbeat.strategies.allreduce import AllReduce
+from offbeat.strategies.base import Part, Strategy, Workspace
+from offbeat.strategies.gradient import GradientStrategy, Pair
+from offbeat.strategies.gtopk import GTopK
+from offbeat.strategies.options import require_at_least, require_fraction_below_one, require_positive
+from offbeat.strategies.topk import TopK
+
+EXCHANGES: dict[str, type[GradientStrategy]] = {kind.name: kind for kind in (AllReduce, TopK, GTopK)}
+"""Strategies that can exchange the gradients, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KFACStrategy(Strategy):
+    """Second-order steps: gradients times the inverses of Kronecker factors.
+
+    Args:
+        damping: added to the diagonals of A and G, > 0.
+        factor_interval: steps from one whose factors are averaged to the next, >= 1.
+        inverse_interval: steps from one with inversions to the next, >= 1.
+        decay: how much of the running averages each step with factors keeps, in [0, 1).
+        kl_clip: limit of the change that a step may make by its own estimate, > 0; none: no limit.
+        pi: whether to divide the square root of the damping between A and G by the ratio of their traces.
+        exchange: how gradients are exchanged: "allreduce", "topk", "gtopk", or one of these strategies with options of its own.
+        loss: whether the loss is the "mean" or the "sum" over examples.
+        sharing: for layers that see several positions of an example: "expand" treats them as independent, "reduce" averages
+            inputs and sums gradients first.
+        loss_terms: whether each "example" has a loss, or each "position", as in language models.
+        batch_dim: which dimension of inputs counts examples, 0 or 1.
+        position_stride: convolutions look at every n-th output position in each direction, >= 1.
+        cross_attention: names of MultiheadAttention modules whose query, key and value differ.
+        max_dim: layers with a larger factor than this get plain gradients, >= 1.
+    """
+
+    measures: ClassVar[bool] = False
+    """Whether the plan depends on measured costs and times."""
+
+    damping: float = 0.001
+    factor_interval: int = 1
+    inverse_interval: int = 10
+    decay: float = 0.95
+    kl_clip: float | None = 0.001
+    pi: bool = False
+    exchange: GradientStrategy | Literal["allreduce", "topk", "gtopk"] = "allreduce"
+    loss: Literal["mean", "sum"] = "mean"
+    sharing: Literal["expand", "reduce"] = "expand"
+    loss_terms: Literal["example", "position"] = "example"
+    batch_dim: int = 0
+    position_stride: int = 1
+    cross_attention: tuple[str, ...] = ()
+    max_dim: int = 8192
+
+    def __post_init__(self) -> None:
+        require_positive("damping", self.damping)
+        require_at_least("factor_interval", self.factor_interval, 1)
+        require_at_least("inverse_interval", self.inverse_interval, 1)
+        require_fraction_below_one("decay", self.decay)
+        if self.kl_clip is not None:
+            require_positive("kl_clip", self.kl_clip)
+        if not isinstance(self.exchange, GradientStrategy) and self.exchange not in EXCHANGES:
+            raise ConfigError(
+                f"exchange must be {', '.join(map(repr, EXCHANGES))} or a strategy that exchanges gradients, such as "
+                f"offbeat.GTopK(density=0.01), got {self.exchange!r}{nearest(str(self.exchange), EXCHANGES)}"
+            )
+        self.options()
+
+    @abstractmethod
+    def plan(self, setting: Setting) -> FactorPlan:
+        """What this strategy is. Pure: the same setting yields the same plan on every rank."""
+
+    def options(self) -> FactorOptions:
+        """How factors are counted."""
+        return FactorOptions(
+            loss=self.loss,
+            sharing=self.sharing,
+            loss_terms=self.loss_terms,
+            batch_dim=self.batch_dim,
+            position_stride=self.position_stride,
+            cross_attention=self.cross_attention,
+            max_dim=self.max_dim,
+        )
+
+    @property
+    def gradients(self) -> GradientStrategy:
+        """The strategy that exchanges gradients."""
+        return self.exchange if isinstance(self.exchange, GradientStrategy) else EXCHANGES[self.exchange]()
+
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        survey(model, self.options())
+        self.gradients.check(model, optimizer)
+
+    def check_world(self, world_size: int) -> None:
+        self.gradients.check_world(world_size)
+
+    def build(self, workspace: Workspace) -> Sequence[Part]:
+        model, optimizer = workspace.model, workspace.optimizer
+        assert model is not None
+        assert optimizer is not None
+        if workspace.has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} unscales gradients itself, inside the step, where K-FAC needs them before; build "
+                "it with fused=False, or use bfloat16 autocast without a GradScaler"
+            )
+        found = survey(model, self.options())
+        if (notice := found.notice()) is not None:
+            workspace.notify(notice)
+        setting, turns, bucket_firsts = self._setting(workspace, found.blocks), Turns(), list[int]()
+        positions = {id(parameter): position for position, parameter in enumerate(workspace.parameters.values())}
+
+        def factors() -> FactorExchange:
+            return FactorExchange(
+                model,
+                found.blocks,
+                settings=FactorSettings(
+                    damping=self.damping,
+                    pi=self.pi,
+                    decay=self.decay,
+                    kl_clip=self.kl_clip,
+                    factor_interval=self.factor_interval,
+                    inverse_interval=self.inverse_interval,
+                    options=self.options(),
+                ),
+                plan=self._agreeing_plan(setting),
+                replan=(lambda ready_s: self._agreeing_plan(replace(setting, ready_s=ready_s))) if setting.costs else None,
+                first_parameters=[positions[id(block.weight)] for block in found.blocks],
+                bucket_firsts=bucket_firsts,
+                turns=turns,
+                optimizer=optimizer,
+                driver=workspace.driver,
+                stream=workspace.new_stream(),
+                grad_scale=workspace.grad_scale,
+                notify=workspace.notify,
+            )
+
+        parts: list[FactorExchange] = []
+
+        def in_turn(pairs: list[Pair]) -> list[Pair]:
+            bucket_firsts.extend(min(bucket.indices) for bucket, _ in pairs)
+            parts.append(factors())
+            last = len(pairs) - 1
+            return [
+                (bucket, InTurn(reduction, number, turns, parts[0] if number == last else None))
+                for number, (bucket, reduction) in enumerate(pairs)
+            ]
+
+        return [*self.gradients.build_around(workspace, in_turn), *parts]
+
+    def _agreeing_plan(self, setting: Setting) -> FactorPlan:
+        plan = self.plan(setting)
+        if setting.alike or plan.by_owner:
+            return plan
+        return replace(plan, owners=block_owners(setting), by_owner=True)
+
+    def _setting(self, workspace: Workspace, blocks: Sequence[Block]) -> Setting:
+        driver, stream = workspace.driver, workspace.new_stream()
+        weights = [block.weight for block in blocks for _ in SIDES]
+        shapes = [block.shape(side) for block in blocks for side in SIDES]
+        likes = [weight.new_empty(0, dtype=torch.promote_types(weight.dtype, torch.float32)) for weight in weights]
+        dims = [_equal_dim(shape) for shape in shapes]
+        alike = are_alike(driver, stream, weights[0].device)
+        if not alike:
+            workspace.notify(
+                "ranks compute on devices of different kinds, which round differently: each layer is preconditioned by one "
+                "rank, which sends the result"
+            )
+        costs = None
+        if self.measures and driver.world_size > 1:
+            costs = measure(driver, stream, largest_dim=max(dims), like=likes[0], invert=partial(_invert, likes[0]))
+        return Setting(
+            world_size=driver.world_size,
+            alike=alike,
+            dims=dims,
+            sizes_bytes=[shape.num_elements * like.element_size() for shape, like in zip(shapes, likes, strict=True)],
+            kinds=[(like.dtype, like.device) for like in likes],
+            costs=costs,
+        )
+
+
+def _equal_dim(shape: FactorShape) -> int:
+    """Rows of one matrix that takes as long to invert as the factor; a diagonal takes next to nothing."""
+    return 1 if shape.is_diagonal else max(round(shape.dim * shape.groups ** (1 / 3)), 1)
+
+
+def _invert(like: torch.Tensor, matrix: torch.Tensor) -> None:
+    """As training does, to be timed."""
+    shape = FactorShape(groups=1, dim=matrix.shape[0])
+    factor = RunningFactor(shape, dtype=like.dtype, device=like.device)
+    damping = torch.ones((), dtype=like.dtype, device=like.device)
+    job = Job(name="sample", packed=pack(matrix[None]), shape=shape, damping=damping, valid=factor.mass >= 0)
+    Inverter(lambda _: None, usual_form(like.device)).invert([job])

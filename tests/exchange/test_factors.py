@@ -1,0 +1,260 @@
+"""K-FAC in a world of one, against a slow reference, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from kfac_support import reference
+from offbeat.curvature.blocks import SIDES
+from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
+from offbeat.exchange.factors import FactorExchange
+from offbeat.planning.costs import Channel, Link
+from offbeat.planning.factor_plan import FactorCosts
+from offbeat.planning.inversion import PolynomialInversion
+from offbeat.planning.placement import InverseCosts
+from offbeat.session import Session
+from offbeat.strategies.kfac import KFACStrategy
+
+KINDS = [offbeat.DKFAC, offbeat.MPDKFAC, offbeat.SPDKFAC, offbeat.DPKFAC]
+HYPER: list[dict[str, Any]] = [
+    {"damping": 0.01, "decay": 0.9, "kl_clip": None, "factor_interval": 1, "inverse_interval": 1},
+    {"damping": 0.01, "decay": 0.5, "kl_clip": 1e-3, "factor_interval": 2, "inverse_interval": 3},
+    {"damping": 0.1, "decay": 0.0, "kl_clip": 1e-2, "factor_interval": 1, "inverse_interval": 2, "pi": True},
+]
+
+Attach = Callable[..., tuple[nn.Sequential, torch.optim.Optimizer, Session]]
+
+
+@pytest.fixture
+def attached() -> Iterator[Attach]:
+    sessions: list[Session] = []
+
+    def make(strategy: KFACStrategy, **kwargs: Any) -> tuple[nn.Sequential, torch.optim.Optimizer, Session]:
+        net = reference.make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        sessions.append(offbeat.attach(net, optimizer, strategy, **kwargs))
+        return net, optimizer, sessions[-1]
+
+    yield make
+    for session in sessions:
+        session.close()
+
+
+def part_of(session: Session) -> FactorExchange:
+    return next(part for part in session._parts if isinstance(part, FactorExchange))
+
+
+def batches(steps: range) -> list[reference.Batch]:
+    return [reference.batch_of(0, step, num_examples=3) for step in steps]
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for batch in batches(steps):
+        reference.loss_of(net, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_close(left: nn.Module, right: nn.Module) -> None:
+    for a, b in zip(left.parameters(), right.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hyper", HYPER)
+def test_steps_are_those_of_the_slow_reference(attached: Attach, kind: type[KFACStrategy], hyper: dict[str, Any]) -> None:
+    net, optimizer, _ = attached(kind(**hyper))
+    train(net, optimizer, range(6))
+    slow = reference.make_net()
+    reference.train(slow, batches(range(6)), lr=0.05, momentum=0.9, **hyper)
+    assert_close(net, slow)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_closure_is_a_step_like_any_other(attached: Attach, kind: type[KFACStrategy]) -> None:
+    net, optimizer, session = attached(kind(inverse_interval=1))
+    plain, plain_optimizer, _ = attached(kind(inverse_interval=1))
+    train(plain, plain_optimizer, range(3))
+    for batch in batches(range(3)):
+
+        def closure(batch: reference.Batch = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = reference.loss_of(net, batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert_close(net, plain)
+    assert session.stats.steps == session.stats.exchanges == 3
+
+
+def test_gradients_scaled_by_amp_give_the_same_steps(attached: Attach) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    net, optimizer, session = attached(offbeat.SPDKFAC(inverse_interval=1), scaler=scaler)
+    plain, plain_optimizer, _ = attached(offbeat.SPDKFAC(inverse_interval=1))
+    for step, batch in enumerate(batches(range(5))):
+        for model, opt, scale in ((net, optimizer, scaler), (plain, plain_optimizer, None)):
+            if scale is None:
+                if step != 2:
+                    reference.loss_of(model, batch).backward()
+                    opt.step()
+            else:
+                scale.scale(reference.loss_of(model, batch) * (float("inf") if step == 2 else 1.0)).backward()
+                scale.step(opt)
+                scale.update()
+            opt.zero_grad()
+    assert_close(net, plain)
+    assert session.stats.skipped_steps == 1
+
+
+def test_factors_leave_during_the_passes_once_it_is_known_what_is_to_come(attached: Attach) -> None:
+    net, optimizer, session = attached(offbeat.SPDKFAC(fusion="none"))
+    launched: list[str] = []
+    part = part_of(session)
+    for slots, message in zip(part.plan.groups, part._messages, strict=True):
+
+        def launch(*args: Any, slots: Any = slots, launch: Any = message.launch) -> None:
+            launched.append(f"{'AG'[slots[0] % 2]}{slots[0] // 2}")
+            launch(*args)
+
+        message.launch = launch  # type: ignore[method-assign]
+    batch = reference.batch_of(0, 0)
+    reference.loss_of(net, batch)
+    assert launched == []
+    reference.loss_of(net, batch).backward()
+    optimizer.step()
+    launched.clear()
+    net.eval()
+    net(batch[0])
+    with torch.no_grad():
+        net.train()(batch[0])
+    assert launched == [], "these passes are not for training"
+    net.zero_grad()
+    for _ in range(2):
+        loss = reference.loss_of(net, batch)
+    assert launched == ["A0", "A1", "A2"]
+    loss.backward()
+    assert launched == ["A0", "A1", "A2", "G2", "G1", "G0"]
+
+
+def test_groups_are_planned_of_measured_times(attached: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = FactorCosts(
+        all_reduce=Link(alpha_s=0.0, beta_s_per_byte=1e-12),
+        inverse=InverseCosts(
+            inversion=PolynomialInversion(constant_s=1e-6, square_s=0.0, cube_s=0.0),
+            broadcast=Channel(link=Link(alpha_s=1e-3, beta_s_per_byte=0.0), gap_s=0.0),
+        ),
+    )
+    made = KFACStrategy._setting
+
+    def with_costs(self: KFACStrategy, *args: Any) -> Any:
+        return replace(made(self, *args), costs=costs)
+
+    monkeypatch.setattr(KFACStrategy, "_setting", with_costs)
+    hyper = {"damping": 0.01, "decay": 0.9, "kl_clip": None}
+    net, optimizer, session = attached(offbeat.SPDKFAC(inverse_interval=1, **hyper))
+    assert part_of(session).plan.groups == ((0, 2, 4), (5, 3, 1))
+    train(net, optimizer, range(6))
+    *earlier, last = part_of(session).plan.groups
+    assert earlier
+    assert last == (1,), "what was ready long before has left when the last factor is ready"
+    slow = reference.make_net()
+    reference.train(slow, batches(range(6)), lr=0.05, momentum=0.9, **hyper)
+    assert_close(net, slow)
+
+
+def test_a_factor_without_inverse_means_plain_gradients_for_its_layer(attached: Attach) -> None:
+    net, optimizer, session = attached(offbeat.DKFAC(kl_clip=None, decay=0.5))
+    part = part_of(session)
+    batch = reference.batch_of(0, 0)
+    part._factors[2].mass.fill_(1.0)
+    part._factors[2]._sum.fill_(-1e6)
+    reference.loss_of(net, batch).backward()
+    plain = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    optimizer.step()
+    same = [torch.equal(p.grad, before) for p, before in zip(net.parameters(), plain, strict=True) if p.grad is not None]
+    assert same == [False, False, True, False, False]
+    assert any("A of '3'" in notice and "plain gradients" in notice for notice in session.notices)
+
+
+def test_layers_that_are_not_covered_are_named_once(attached: Attach) -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    with offbeat.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), offbeat.SPDKFAC()) as session:
+        for _ in range(2):
+            net(torch.ones(4, 2)).sum().backward()
+        assert sum("1 (LayerNorm is not supported)" in notice for notice in session.notices) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"damping": -1e-3}, "damping must be greater than 0"),
+        ({"damping": float("nan")}, "damping must be greater than 0"),
+        ({"factor_interval": 0}, "factor_interval must be an integer of at least 1"),
+        ({"inverse_interval": 0}, "inverse_interval must be an integer of at least 1"),
+        ({"decay": 1.0}, r"decay must be in \[0, 1\)"),
+        ({"kl_clip": 0.0}, "kl_clip must be greater than 0"),
+        ({"exchange": "gtopp"}, "did you mean 'gtopk'"),
+        ({"exchange": offbeat.LocalSGD()}, "that exchanges gradients"),
+        ({"sharing": "contract"}, "'expand' and 'reduce'"),
+    ],
+)
+def test_options_outside_their_range_are_refused(kind: type[KFACStrategy], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        kind(**options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(offbeat.SPDKFAC, {"fusion": "some"}), (offbeat.SPDKFAC, {"load": "d"}), (offbeat.DPKFAC, {"factors": "me"})],
+)
+def test_choices_that_do_not_exist_are_refused(kind: type[KFACStrategy], options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must be one of"):
+        kind(**options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_without_any_layer_for_it_is_refused(kind: type[KFACStrategy]) -> None:
+    net = nn.LayerNorm(3)
+    with pytest.raises(ConfigError, match="finds no layer that it can precondition"):
+        offbeat.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), kind())
+
+
+def test_fused_optimizers_under_a_scaler_are_refused() -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    with pytest.raises(UnsupportedError, match="fused=False"):
+        offbeat.attach(net, optimizer, offbeat.SPDKFAC(), scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_a_state_of_another_model_is_refused_and_changes_nothing(attached: Attach) -> None:
+    net, optimizer, session = attached(offbeat.SPDKFAC())
+    train(net, optimizer, range(2))
+    before = session.state_dict()["parts"]["FactorExchange"]["replicated"]
+    wrong = session.state_dict()
+    wrong["parts"]["FactorExchange"]["replicated"]["3/input/sum"] = torch.ones(1, 3)
+    with pytest.raises(CheckpointError, match="'3/input'"):
+        session.load_state_dict(wrong)
+    after = session.state_dict()["parts"]["FactorExchange"]["replicated"]
+    assert after.keys() == before.keys()
+    for key, value in before.items():
+        assert torch.equal(after[key], value) if isinstance(value, torch.Tensor) else after[key] == value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_is_packed(attached: Attach, kind: type[KFACStrategy]) -> None:
+    net, optimizer, session = attached(kind())
+    train(net, optimizer, range(2))
+    state = session.state_dict()["parts"]["FactorExchange"]
+    tensors = [value for kept in state.values() for value in kept.values() if isinstance(value, torch.Tensor)]
+    blocks = part_of(session)._blocks
+    square = 2 * sum(block.shape(side).dim ** 2 for block in blocks for side in SIDES)
+    assert sum(tensor.numel() for tensor in tensors) < 0.6 * square

@@ -1,0 +1,1 @@
+"""A slow reference for K-FAC's steps."""

@@ -1,0 +1,125 @@
+"""What the ranks of `test_kfac_ranks.py` do. Each function runs in every process and returns JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gradient_jobs import fingerprint
+
+import offbeat
+from kfac_support.reference import batch_of, loss_of, make_net
+from offbeat.exchange.factors import FactorExchange
+from offbeat.session import Session
+from offbeat.strategies import REGISTRY
+
+Strategies = dict[str, tuple[str, dict[str, Any]]]
+
+
+def part_of(session: Session) -> FactorExchange:
+    return next(part for part in session._parts if isinstance(part, FactorExchange))
+
+
+def step_(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    loss_of(model, batch_of(rank, step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(
+    rank: int, world_size: int, *, strategies: Strategies, steps: int, lr: float, same_data: bool = False
+) -> dict[str, Any]:
+    """Train with several strategies, one after the other."""
+    results = {}
+    for label, (name, options) in strategies.items():
+        model = make_net(seed=rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        with offbeat.attach(model, optimizer, REGISTRY[name](**options)) as session:
+            for step in range(steps):
+                step_(model, optimizer, 0 if same_data else rank, step)
+            plan = part_of(session).plan
+            results[label] = {
+                "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
+                "fingerprint": fingerprint(model),
+                "owners": plan.owners,
+                "num_groups": len(plan.groups),
+                "notices": session.notices,
+            }
+    return results
+
+
+def resumed(rank: int, world_size: int, *, strategies: Strategies) -> dict[str, Any]:
+    """Six steps at a stretch, and three and three."""
+    results = {}
+    for label, (name, options) in strategies.items():
+        straight = make_net()
+        optimizer = torch.optim.SGD(straight.parameters(), lr=0.1)
+        with offbeat.attach(straight, optimizer, REGISTRY[name](**options)) as session:
+            for step in range(3):
+                step_(straight, optimizer, rank, step)
+            state, weights = session.state_dict(), {key: t.clone() for key, t in straight.state_dict().items()}
+            for step in range(3, 6):
+                step_(straight, optimizer, rank, step)
+        second = make_net(seed=5)
+        second.load_state_dict(weights)
+        optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+        with offbeat.attach(second, optimizer, REGISTRY[name](**options)) as session:
+            session.load_state_dict(state)
+            for step in range(3, 6):
+                step_(second, optimizer, rank, step)
+        results[label] = {"straight": fingerprint(straight), "resumed": fingerprint(second)}
+    return results
+
+
+def trouble(rank: int, world_size: int, *, strategies: Strategies, kind: str) -> dict[str, Any]:
+    """Something is wrong with one factor from step 2 on, on one rank or on all of them."""
+    results = {}
+    for label, (name, options) in strategies.items():
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with offbeat.attach(model, optimizer, REGISTRY[name](**options)) as session:
+            part = part_of(session)
+            for step in range(5):
+                if step == 2 and kind == "retired" and rank == 1 and 1 in part._watched:
+                    part._capture.retire(part._watched[1], "it was told to")
+                if step == 2 and kind == "indefinite":
+                    for factor in part._factors:
+                        factor._sum.fill_(-1e3)
+                if step == 2 and kind == "nan factor" and rank == 1 and 0 in part._watched:
+                    part._capture._sums[0].inputs = part._blocks[0].input_moment(
+                        torch.full((1, 2, 3, 3), float("nan"), dtype=torch.float64), phase=0
+                    )
+                step_(model, optimizer, rank, step)
+            finite = all(bool(p.isfinite().all()) for p in model.parameters())
+            results[label] = {"fingerprint": fingerprint(model), "notices": session.notices, "finite": finite}
+    return results
+
+
+def unlike_devices(rank: int, world_size: int, *, strategies: Strategies) -> dict[str, Any]:
+    """Rank 1 computes with another number of threads than the others."""
+    torch.set_num_threads(2 if rank == 1 else 1)
+    return train(rank, world_size, strategies=strategies, steps=3, lr=0.05)
+
+
+def accumulating(rank: int, world_size: int, *, strategies: Strategies) -> dict[str, Any]:
+    """Each step's examples come in two passes, of which only the second is synchronised; rank 1 also looks at others."""
+    results = {}
+    for label, (name, options) in strategies.items():
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with offbeat.attach(model, optimizer, REGISTRY[name](**options)) as session:
+            for step in range(6):
+                x, y = batch_of(rank, step)
+                with session.no_sync():
+                    (loss_of(model, (x[:1], y[:1])) / 2).backward()
+                (loss_of(model, (x[1:], y[1:])) / 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if rank == 1:
+                    with torch.no_grad():
+                        model(x)
+        results[label] = {
+            "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
+            "fingerprint": fingerprint(model),
+        }
+    return results

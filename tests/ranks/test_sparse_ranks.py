@@ -1,0 +1,57 @@
+"""Gradients that have other rows on each rank: exchanged as dense ones, or left alone where weights are averaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import sparse_jobs as jobs
+
+from offbeat.data.synthetic import Synthetic
+from offbeat.data.xmlrepo import XmlFiles
+from offbeat.data.xmlrepo_writer import write
+from offbeat.lab.config import Request
+from offbeat.lab.records import Record
+from offbeat.lab.train import plan, train
+from ranks_support.launch import RunRanks
+
+pytestmark = pytest.mark.ranks
+
+
+def test_exchanged_gradients_are_those_of_all_batches_together(run_ranks: RunRanks) -> None:
+    strategies = {
+        "allreduce": ("allreduce", {"replica_check_interval": 1}),
+        "small buckets": ("allreduce", {"bucket_mib": 1e-4, "first_bucket_mib": 1e-4}),
+        "gtopk": ("gtopk", {"density": 1.0, "collective": "reduce_scatter"}),
+        "ddp": ("ddp", {}),
+    }
+    ranks = run_ranks(jobs.exchange, 2, strategies=strategies)
+    for label in strategies:
+        assert max(result[label]["distance"] for result in ranks) < 1e-5, label
+        assert len({result[label]["print"] for result in ranks}) == 1, label
+
+
+def test_weights_are_averaged_and_gradients_stay_sparse(run_ranks: RunRanks) -> None:
+    ranks = run_ranks(jobs.average, 2, period=3)
+    assert max(distance for result in ranks for distance in result["distances"]) < 1e-6
+    assert all(result["sparse"] for result in ranks)
+    assert len({result["print"] for result in ranks}) == 1
+
+
+@pytest.mark.parametrize("strategy", ["localsgd", "ddp"])
+def test_a_run_of_sparse_batches_is_recorded_and_resumed(strategy: str, tmp_path: Path) -> None:
+    like = Synthetic(num_features=50, num_labels=9, mean_draws=8.0, mean_labels=1.5)
+    for split in ("train", "test"):
+        write(XmlFiles(path=tmp_path / split), like.read(60, split=split), header=(60, 50, 9))
+    settings = [f"path={tmp_path / 'train'}", f"test_path={tmp_path / 'test'}", "batch_size=10", "hidden=4", "drawn_labels=5"]
+    out = tmp_path / "run"
+    request = Request(task="xmc", strategy=strategy, workers=2, steps=4, settings=settings)
+    first = train(plan(request, out=out), lambda news: None)
+    assert first is not None
+    assert (first.status, first.steps, first.metric_name) == ("finished", 4, "precision_at_1")
+    assert first.metric is not None
+    assert 0 <= first.metric <= 1
+    again = train(plan(Request(steps=6, workers=1), resume=out), lambda news: None)
+    assert again is not None
+    assert (again.steps, again.resumed_from_step, again.skipped_steps) == (6, 4, 0)
+    assert [event.batch_size for event in Record(out).events(0)] == [10] * 6
