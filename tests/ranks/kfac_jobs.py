@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gradient_jobs
 import torch
 from gradient_jobs import fingerprint
 
@@ -14,6 +15,14 @@ from offbeat.session import Session
 from offbeat.strategies import REGISTRY
 
 Strategies = dict[str, tuple[str, dict[str, Any]]]
+
+
+def several(rank: int, world_size: int, *, calls: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Several jobs, of this file or of `gradient_jobs`, one after the other in the same processes."""
+    results = {}
+    for label, (job, arguments) in calls.items():
+        results[label] = (globals().get(job) or getattr(gradient_jobs, job))(rank, world_size, **arguments)
+    return results
 
 
 def part_of(session: Session) -> FactorExchange:

@@ -88,17 +88,18 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(run_ranks: RunRanks) -
             assert ends["straight"] == ends["resumed"], label
 
 
-@pytest.mark.parametrize("kind", ["retired", "indefinite", "nan factor"])
-def test_trouble_with_a_factor_keeps_ranks_alike(run_ranks: RunRanks, kind: str) -> None:
-    results = run_ranks(jobs.trouble, 3, strategies=LOCAL, kind=kind)
-    assert_identical(results)
-    assert all(outcome["finite"] for result in results for outcome in result.values())
-    said = {"retired": "no longer preconditions", "indefinite": "not positive definite"}
-    if kind in said:
-        for label in SHORT:
-            assert any(said[kind] in notice for result in results for notice in result[label]["notices"]), label
-    if kind == "retired":
-        assert all("on another rank" in str(result["spdkfac"]["notices"]) for result in (results[0], results[2]))
+def test_trouble_with_a_factor_keeps_ranks_alike(run_ranks: RunRanks) -> None:
+    calls = {kind: ("trouble", {"strategies": LOCAL, "kind": kind}) for kind in ("retired", "indefinite", "nan factor")}
+    outcomes = run_ranks(jobs.several, 3, calls=calls)
+    for kind in calls:
+        results = [outcome[kind] for outcome in outcomes]
+        assert_identical(results)
+        assert all(outcome["finite"] for result in results for outcome in result.values())
+        said = {"retired": "no longer preconditions", "indefinite": "not positive definite"}.get(kind)
+        for label in SHORT if said else ():
+            assert any(said in notice for result in results for notice in result[label]["notices"]), label
+    for rank in (0, 2):
+        assert "on another rank" in str(outcomes[rank]["retired"]["spdkfac"]["notices"])
 
 
 def test_ranks_on_unlike_devices_send_directions(run_ranks: RunRanks) -> None:
@@ -109,23 +110,26 @@ def test_ranks_on_unlike_devices_send_directions(run_ranks: RunRanks) -> None:
         np.testing.assert_allclose(result["parameters"], one_process(2, 3), rtol=1e-8, atol=1e-10, err_msg=label)
 
 
-@pytest.mark.parametrize(
-    ("job", "key", "allowed"),
-    [
-        ("uneven_use", "exchanges", {5}),
-        ("nonfinite", "skipped", {1}),
-        ("exception_in_backward", "heard", {"MemoryError", "PeerError"}),
-        ("gan", "fingerprint", None),
-        ("subgroup", "world_size", {2}),
-    ],
-)
-def test_what_befalls_gradients_befalls_factors(run_ranks: RunRanks, job: str, key: str, allowed: set[Any] | None) -> None:
-    world_size = 4 if job == "subgroup" else 3
-    results = run_ranks(gradient_jobs.for_each, world_size, job=job, strategies=LOCAL)
-    for label in LOCAL:
-        halves = {(result[label].get("half"), result[label]["fingerprint"]) for result in results}
-        assert len(halves) == (2 if job == "subgroup" else 1), f"{label}: the replicas differ"
-        assert allowed is None or {result[label][key] for result in results} <= allowed, label
+def test_what_befalls_gradients_befalls_factors(run_ranks: RunRanks) -> None:
+    expected: dict[str, tuple[str, set[Any]]] = {
+        "uneven_use": ("exchanges", {5}),
+        "nonfinite": ("skipped", {1}),
+        "exception_in_backward": ("heard", {"MemoryError", "PeerError"}),
+    }
+    calls = {job: ("for_each", {"job": job, "strategies": LOCAL}) for job in (*expected, "gan")}
+    outcomes = run_ranks(jobs.several, 3, calls=calls)
+    for job in calls:
+        results = [outcome[job] for outcome in outcomes]
+        assert_identical(results)
+        if job in expected:
+            key, values = expected[job]
+            assert {outcome[key] for result in results for outcome in result.values()} == values, job
+
+
+def test_two_halves_of_the_world_train_apart(run_ranks: RunRanks) -> None:
+    results = run_ranks(gradient_jobs.for_each, 4, job="subgroup", strategies={"spdkfac": SHORT["spdkfac"]})
+    for half in (0, 1):
+        assert len({result["spdkfac"]["fingerprint"] for result in results if result["spdkfac"]["half"] == half}) == 1
 
 
 @pytest.mark.parametrize("job", ["exception_in_the_loop", "killed"])

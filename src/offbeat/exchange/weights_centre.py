@@ -59,6 +59,9 @@ class CentreAverage:
         self._sums = [self._driver.launch(dense_all_reduce(total), self._stream.next()) for total in travelling]
         self._encode_s += time.perf_counter() - begin_s
 
+    def on_closure(self) -> None:
+        self.on_before_step()
+
     def on_after_step(self) -> None:
         self._num_steps += 1
         if not self._sums:

@@ -108,8 +108,6 @@ class MegaBatches:
         self._steps_alone = self._num_merges = 0
         self._encode_s = 0.0
         self._binding: Mapping[int, str] = {}
-        # Not an event of the session's: there is none before a step whose closure runs the backward pass.
-        self._hook = optimizer.register_step_pre_hook(self._scale_rate)
         self._momentum = _Momentum(weights.parameters, gamma=plan.momentum) if plan.momentum else None
 
     # The loader's side
@@ -164,6 +162,10 @@ class MegaBatches:
     def on_before_step(self) -> None:
         if self._momentum is not None:
             self._momentum.begin()
+        self._scale_rate()
+
+    def on_closure(self) -> None:
+        self.on_before_step()
 
     def on_after_step(self) -> None:
         self._rate.restore()
@@ -210,7 +212,7 @@ class MegaBatches:
             self._notify(f"merge {self._num_merges}: batch sizes are held by bounds: {which or 'none any more'}")
         self._binding = bound
 
-    def _scale_rate(self, *_: object) -> None:
+    def _scale_rate(self) -> None:
         if self._in_hand and self._plan.rule is not None:
             self._rate.scale(self._in_hand)
 
@@ -240,7 +242,6 @@ class MegaBatches:
         self._in_hand = 0
 
     def close(self) -> None:
-        self._hook.remove()
         self._rate.restore()
 
 
