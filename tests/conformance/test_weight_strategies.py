@@ -43,9 +43,9 @@ PLAIN: dict[str, AveragingStrategy] = {
 STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     "slowmo": offbeat.LocalSGD(period=2, outer="slowmo"),
     "diloco": offbeat.LocalSGD(period=2, outer="diloco"),
-    "adaptive with momentum": offbeat.AdaptiveSGD(mega_batch=4, batch_size=2, momentum=0.5),
+    "adaptive with momentum": offbeat.AdaptiveSGD(mega_batch=4, batch_size=2, merge_momentum=0.5),
     "crossbow": offbeat.Crossbow(),
-    "crossbow with momentum": offbeat.Crossbow(period=2, alpha=0.3, momentum=0.9),
+    "crossbow with momentum": offbeat.Crossbow(period=2, alpha=0.3, centre_momentum=0.9),
     "post-local diloco": offbeat.LocalSGD(period=2, start_step=1, outer=offbeat.Outer(lr=0.5)),
 }
 

@@ -111,7 +111,7 @@ def test_a_stop_goes_on_where_it_was(attached: Make) -> None:
 
 @pytest.mark.parametrize("stop", range(9))
 def test_a_run_that_was_saved_anywhere_sees_the_rest(attached: Make, stop: int) -> None:
-    strategy = offbeat.AdaptiveSGD(mega_batch=8, batch_size=2, momentum=0.5)
+    strategy = offbeat.AdaptiveSGD(mega_batch=8, batch_size=2, merge_momentum=0.5)
     net, optimizer, session = attached(strategy)
     loader = session.loader(numbers(20))
     batches = iter(loader)
@@ -287,7 +287,7 @@ def test_arguments_that_cannot_work_are_refused(given: dict[str, Any], claims: b
         (lambda: offbeat.AdaptiveSGD(rule="proportionate"), "did you mean 'proportional'"),
         (lambda: offbeat.AdaptiveSGD(merge="sizes"), "merge"),
         (lambda: offbeat.AdaptiveSGD(kappa=0.0), "kappa"),
-        (lambda: offbeat.AdaptiveSGD(momentum=1.0), "momentum"),
+        (lambda: offbeat.AdaptiveSGD(merge_momentum=1.0), "momentum"),
         (lambda: offbeat.AdaptiveSGD(perturbation=-0.1), "perturbation"),
         (lambda: offbeat.ElasticSGD(mega_batch=1), "mega_batch"),
         (lambda: offbeat.Crossbow(alpha=0.0), r"alpha must be in \(0, 1\]"),

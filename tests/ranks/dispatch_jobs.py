@@ -58,7 +58,7 @@ def strategies() -> dict[str, Any]:
         "proportional": adaptive,
         "paper": replace(adaptive, rule="paper", min_batch_size=2),
         "hogbatch": replace(adaptive, rule="hogbatch"),
-        "momentum": replace(adaptive, momentum=0.5, perturbation=0.1, merge="updates"),
+        "momentum": replace(adaptive, merge_momentum=0.5, perturbation=0.1, merge="updates"),
         "elastic": offbeat.ElasticSGD(mega_batch=40, batch_size=4),
     }
 
@@ -252,7 +252,7 @@ def idle(rank: int, world_size: int) -> list[list[float]]:
 
 def drawn_together(rank: int, world_size: int) -> dict[str, float]:
     """CROSSBOW's step against the same done in one process: the largest difference, and how far models are apart."""
-    strategy = offbeat.Crossbow(period=2, alpha=0.4, momentum=0.3)
+    strategy = offbeat.Crossbow(period=2, alpha=0.4, centre_momentum=0.3)
     net = make_net()
     optimizer = sgd(net)
     nets = [make_net() for _ in range(world_size)]

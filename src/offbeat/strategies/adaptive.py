@@ -84,7 +84,7 @@ class AdaptiveSGD(MegaBatchStrategy):
         kappa: of "proportional": the part of a difference that is removed at once, in (0, 1].
         perturbation: delta, by which the largest merge weight is raised and the smallest lowered, in [0, 1).
         perturbation_threshold: only while every model's norm per parameter is below it.
-        momentum: gamma of merges, in [0, 1).
+        merge_momentum: gamma of merges, in [0, 1).
     """
 
     name: ClassVar[str] = "adaptive"
@@ -96,14 +96,14 @@ class AdaptiveSGD(MegaBatchStrategy):
     kappa: float = 1.0
     perturbation: float = 0.0
     perturbation_threshold: float = 0.1
-    momentum: float = 0.0
+    merge_momentum: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_one_of("rule", self.rule, ("proportional", "paper", "reference", "hogbatch"))
         require_one_of("merge", self.merge, ("paper", "updates", "batch_sizes", "samples", "equal"))
         require_fraction_below_one("perturbation", self.perturbation)
-        require_fraction_below_one("momentum", self.momentum)
+        require_fraction_below_one("merge_momentum", self.merge_momentum)
         if self.min_batch_size is not None:
             require_at_least("min_batch_size", self.min_batch_size, 1)
         if self.max_batch_size is not None:
@@ -130,7 +130,7 @@ class AdaptiveSGD(MegaBatchStrategy):
             weighting=self.merge,
             delta=self.perturbation,
             threshold=self.perturbation_threshold,
-            momentum=self.momentum,
+            momentum=self.merge_momentum,
         )
 
     def _batch_rule(self) -> BatchRule:

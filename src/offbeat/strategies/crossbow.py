@@ -30,19 +30,19 @@ class Crossbow(AveragingStrategy):
     Args:
         period: tau, steps between averages, >= 1.
         alpha: how far a model is drawn to the centre, in (0, 1]; None: one over the number of ranks, at most 1/2.
-        momentum: mu, of the centre, in [0, 1).
+        centre_momentum: mu, of the centre, in [0, 1).
     """
 
     name: ClassVar[str] = "crossbow"
 
     period: int = 1
     alpha: float | None = None
-    momentum: float = 0.0
+    centre_momentum: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("period", self.period, 1)
-        require_fraction_below_one("momentum", self.momentum)
+        require_fraction_below_one("centre_momentum", self.centre_momentum)
         if self.alpha is not None and not 0 < self.alpha <= 1:
             raise ConfigError(f"alpha must be in (0, 1], got {self.alpha!r}; None is one over the number of ranks")
 
@@ -50,4 +50,6 @@ class Crossbow(AveragingStrategy):
         driver = workspace.driver
         alpha = 1 / max(driver.world_size, 2) if self.alpha is None else self.alpha
         stream = workspace.new_stream()
-        return [CentreAverage(weights, driver=driver, stream=stream, period=self.period, alpha=alpha, momentum=self.momentum)]
+        return [
+            CentreAverage(weights, driver=driver, stream=stream, period=self.period, alpha=alpha, momentum=self.centre_momentum)
+        ]

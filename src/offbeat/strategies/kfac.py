@@ -66,7 +66,7 @@ class KFACStrategy(Strategy):
         loss_terms: whether each "example" has a loss, or each "position", as in language models.
         batch_dim: which dimension of inputs counts examples, 0 or 1.
         position_stride: convolutions look at every n-th output position in each direction, >= 1.
-        cross_attention: names of MultiheadAttention modules whose query, key and value differ.
+        cross_attention: names of MultiheadAttention modules whose query, key and value differ, separated by commas.
         max_dim: layers with a larger factor than this get plain gradients, >= 1.
     """
 
@@ -85,7 +85,7 @@ class KFACStrategy(Strategy):
     loss_terms: Literal["example", "position"] = "example"
     batch_dim: int = 0
     position_stride: int = 1
-    cross_attention: tuple[str, ...] = ()
+    cross_attention: str = ""
     max_dim: int = 8192
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class KFACStrategy(Strategy):
             loss_terms=self.loss_terms,
             batch_dim=self.batch_dim,
             position_stride=self.position_stride,
-            cross_attention=self.cross_attention,
+            cross_attention=tuple(filter(None, self.cross_attention.split(","))),
             max_dim=self.max_dim,
         )
 
