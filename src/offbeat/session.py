@@ -423,11 +423,12 @@ class Session:
     def averaged_model(self) -> torch.nn.Module:
         """A copy of the model that holds the mean over all ranks, to evaluate and to save. Collective: every rank calls it.
 
-        Unless `averages_alone`: then a rank calls it when it likes, and those that have died or left are not in.
+        Unless `averages_alone`: then a rank calls it when it likes, and those that have died or left are not in. The models
+        that the others send count in their `stats`, with what they send to average.
 
         Trainable parameters and floating-point buffers are weighted means, integer buffers maxima, and everything else this
-        rank's own. Where all ranks hold the same parameters anyway, only buffers travel. What it moves is no training and is
-        not in `stats`. Call it between steps; the copy is in the mode, training or evaluation, that the model is in.
+        rank's own. Where all ranks hold the same parameters anyway, only buffers travel. What a collective one moves is
+        no training and is not in `stats`. Call it between steps; the copy is in the mode, training or evaluation, that the model is in.
 
         Raises:
             NonFiniteError: this rank's weights hold an infinity or a NaN.

@@ -69,7 +69,6 @@ def random_schedule(rank: int, world_size: int, *, seed: int, num_elements: int 
                 optimizer.step()
                 optimizer.zero_grad()
             session.finish()
-            time.sleep(0.5)
             parts = session.state_dict()["parts"].values()
             owed = sum(t.double().mean().item() for part in parts for t in part["additive"].values())
             to_apply = sum(

@@ -107,6 +107,7 @@ class GradientReplica(Replica):
         with self._changed:
             if (lost := self._under_way.pop(version, None)) is not None:
                 self._owe_again(lost, 0, lost.size)
+                self._changed.notify_all()
 
     def _restart(self) -> None:
         """What was under way in the membership that is over will not come back."""
