@@ -427,8 +427,9 @@ class Session:
         that the others send count in their `stats`, with what they send to average.
 
         Trainable parameters and floating-point buffers are weighted means, integer buffers maxima, and everything else this
-        rank's own. Where all ranks hold the same parameters anyway, only buffers travel. What a collective one moves is
-        no training and is not in `stats`. Call it between steps; the copy is in the mode, training or evaluation, that the model is in.
+        rank's own. Where all ranks hold the same parameters anyway, only buffers travel. What a collective call moves is no
+        training and is not in `stats`. Call it between steps; the copy is in the mode, training or evaluation, that the model
+        is in.
 
         Raises:
             NonFiniteError: this rank's weights hold an infinity or a NaN.
