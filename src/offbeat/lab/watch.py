@@ -13,6 +13,7 @@ from torch import nn
 from offbeat.lab.attached import Attached
 from offbeat.lab.meeting import Meeting
 from offbeat.lab.pace import Pace
+from offbeat.lab.profiles import ProfileWriter
 from offbeat.lab.progress import ELAPSED_VARIABLE, Paused, Progress, Reporter
 from offbeat.lab.records import Evaluation, EventWriter, Record, StepEvent
 from offbeat.lab.schedule import Schedule
@@ -48,6 +49,7 @@ class Watch:
             attempt=len(run.record.attempts) - 1,
             start_step=run.schedule.position.step if run.meeting.life else None,
         )
+        self._profiles = ProfileWriter(run.record.path, rank=run.meeting.rank, attempt=len(run.record.attempts) - 1)
         self._before = self.first = run.attached.stats
         self.first_step = run.schedule.position.step
         self.seconds = 0.0
@@ -86,6 +88,8 @@ class Watch:
                 arrivals=run.attached.take_arrivals(),
             )
         )
+        if (profile := run.attached.take_profile()) is not None:
+            self._profiles.add(run.schedule.position.step, profile)
         run.pace.not_compute(encode_s, wait_s)
         self.seconds += step_s
         self.num_samples += batch_size
