@@ -235,7 +235,6 @@ class FactorExchange:
             return
         if self._spans.on:
             self._spans.add("factor", self._name_of(slot), began_s)
-            self._spans.look()
         now_s = time.perf_counter()
         self._begin_s = now_s if self._begin_s is None else self._begin_s
         self._ready_s[slot] = now_s - self._begin_s
@@ -285,7 +284,6 @@ class FactorExchange:
                 self._offer(number, failed=failed)
         if not self._plan.groups:
             self._increments = {slot: self._take(slot) for slot in range(len(self._shapes)) if self._keeps(slot)}
-        self._spans.look()
         self._flushed_s = time.monotonic()
 
     def verdict(self, *, good: bool) -> None:
@@ -293,7 +291,6 @@ class FactorExchange:
         if good:
             if self._sent:
                 self._spans.add("wait for gradients", "", self._flushed_s)
-                self._spans.look()
             self._capture.stop()
             return
         self._begin_step()
@@ -327,7 +324,7 @@ class FactorExchange:
         for message in self._messages:
             with self._spans.timed("wait for factors"):
                 message.arrive()
-            self._spans.look()
+            self._spans.arrived()
             for slot, mean, total, num_retired in message.wait():
                 self._factors[slot].update_(mean, weight=total, decay=self._settings.decay)
                 retired.append((slot // 2, num_retired))
@@ -389,7 +386,14 @@ class FactorExchange:
         if self._plan.by_owner:
             owners = [owner for index in live if (owner := self._plan.owners[2 * index]) is not None]
             precondition_by_owners_(
-                blocks, inverses, owners, driver=self._driver, stream=self._stream, lrs=lrs, kl_clip=kl_clip
+                blocks,
+                inverses,
+                owners,
+                driver=self._driver,
+                stream=self._stream,
+                lrs=lrs,
+                kl_clip=kl_clip,
+                spans=self._spans,
             )
         else:
             precondition_(blocks, [inverse for inverse in inverses if inverse is not None], lrs=lrs, kl_clip=kl_clip)
@@ -501,6 +505,7 @@ class FactorExchange:
 
     def close(self) -> None:
         """Take the hooks out."""
+        self._spans.close()
         self._handle.remove()
         self._capture.remove()
 

@@ -119,7 +119,7 @@ class InversePhase:
         for broadcast in pending:
             with self._spans.timed("wait for inverses"):
                 broadcast.wait()
-            self._spans.look()
+            self._spans.arrived()
         self.times.wait_s += time.perf_counter() - begin_s
 
     def _invert(self, slots: Sequence[int], job: Callable[[int], Job]) -> None:
@@ -132,7 +132,6 @@ class InversePhase:
         self.times.invert_s += time.monotonic() - begin_s
         if slots:
             self._spans.add("invert", f"{len(slots)} factors", begin_s)
-            self._spans.look()
 
 
 def _work(shape: FactorShape) -> int:

@@ -1,8 +1,4 @@
-"""What a part does within a step and when, noted in few steps: in all of them it would cost time, and fill the record.
-
-Messages are under way from their launch until somebody looks and finds them over. That is exact where this rank stands still
-for them, and up to the next look too late elsewhere.
-"""
+"""What a part does within a step and when, noted in few steps: in all of them it would cost time, and fill the record."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from typing import Final, NamedTuple
 import torch
 
 from offbeat.transport.driver import Pending
+from offbeat.transport.lookout import Lookout
 
 MAX_SPANS: Final = 4096
 """Of one step; what comes later is not noted."""
@@ -77,19 +74,20 @@ class Spans:
         """Whether this step is looked at."""
         self._spans: list[Span] = []
         self._finished: list[Span] = []
-        self._under_way: list[tuple[str, str, float, Sequence[Pending[torch.Tensor]]]] = []
+        self._lookout = Lookout()
 
     def begin(self, *, on: bool, keep: bool = True) -> None:
         """A step begins, to be looked at or not. What was noted in the one before is kept, or not, for `take`."""
+        self._lookout.stop()
         self.on = on
         if self._spans and keep:
             self._finished = self._spans
-        self._spans, self._under_way = [], []
+        self._spans = []
 
     def add(self, kind: str, what: str, began_s: float) -> None:
         """Something that began at `began_s` has just ended."""
-        if self.on and len(self._spans) < MAX_SPANS:
-            self._spans.append(Span(kind, what, began_s, time.monotonic()))
+        if self.on:
+            self._note(Span(kind, what, began_s, time.monotonic()))
 
     @contextmanager
     def timed(self, kind: str, what: str = "") -> Iterator[None]:
@@ -99,21 +97,21 @@ class Spans:
         self.add(kind, what, began_s)
 
     def launched(self, kind: str, what: str, began_s: float, pending: Sequence[Pending[torch.Tensor]]) -> None:
-        """Messages that belong together have been begun."""
+        """Messages that belong together have been begun. They are under way until they are seen to be over."""
         if self.on:
-            self._under_way.append((kind, what, began_s, pending))
+            self._lookout.watch(pending, lambda over_s: self._note(Span(kind, what, began_s, over_s)))
 
-    def look(self) -> None:
-        """Note which messages are over."""
-        if not self._under_way:
-            return
-        still = []
-        for message in self._under_way:
-            if all(pending.ready() for pending in message[3]):
-                self.add(*message[:3])
-            else:
-                still.append(message)
-        self._under_way = still
+    def arrived(self) -> None:
+        """This rank has waited for some of what was launched."""
+        self._lookout.look()
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        self._lookout.stop()
+
+    def _note(self, span: Span) -> None:
+        if len(self._spans) < MAX_SPANS:
+            self._spans.append(span)
 
     def take(self) -> list[Span]:
         """What was noted in the step that has ended."""
