@@ -12,12 +12,15 @@ from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.emulation import Mode as EmulationMode
 from offbeat.lab.native import Native
-from offbeat.lab.options import Recipe, build_strategy, route, strategy_values
+from offbeat.lab.options import Recipe, build_strategy, route, strategy_type, strategy_values
 from offbeat.lab.tasks import Task, build_task
+from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.strategies.base import Strategy
 
 _DEFAULT_WORKERS = 4
 _DEFAULT_CHECKPOINT_EVERY = 100
+_LEAST_STEPS_A_MERGE = 2
+"""So that a merge always comes at a later step than the one before."""
 
 
 class RunConfig(BaseModel):
@@ -97,6 +100,8 @@ def resolve(request: Request) -> RunConfig:
     workers = request.workers or (request.cluster.workers if request.cluster is not None else _DEFAULT_WORKERS)
     if "warmup" in for_strategy:  # counted in epochs, and only the task knows how long they are
         for_strategy.setdefault("steps_per_epoch", str(task.steps_per_epoch(workers)))
+    if issubclass(strategy_type(request.strategy), MegaBatchStrategy):
+        for_strategy["batch_size"] = str(task.options.batch_size)
     config = RunConfig(
         task=request.task,
         task_options=task.options.model_dump(mode="json"),
@@ -169,6 +174,14 @@ def _check_together(config: RunConfig, task: Task) -> None:
     recipe.check(model, task.optimizer(model))
     if isinstance(recipe, Strategy):
         recipe.check_world(config.workers)
+    if isinstance(recipe, MegaBatchStrategy):
+        least = _LEAST_STEPS_A_MERGE * config.workers * recipe.batch_size
+        if recipe.samples_between_merges < least:
+            raise ConfigError(
+                f"mega_batch is {recipe.samples_between_merges}, but {config.workers} workers with batches of "
+                f"{recipe.batch_size} need {least} samples or more between merges for {_LEAST_STEPS_A_MERGE} batches each; "
+                "raise mega_batch, or lower batch_size"
+            )
 
 
 def _check_numbers(request: Request) -> None:

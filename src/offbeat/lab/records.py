@@ -3,6 +3,7 @@
     RUN/config.json            what was asked for, resolved; where and with what it ran; one entry for each attempt
     RUN/events-rank-N.jsonl    one line for each step of rank N
     RUN/evaluations.jsonl      the metric as it was measured on the way
+    RUN/mega-batches.jsonl     who did how much between merges, where samples are claimed
     RUN/summary.json           how it ended
     RUN/checkpoint/            see `offbeat.checkpoint`
     RUN/logs/rank-N.log        what the worker printed
@@ -23,7 +24,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, TypeVar
@@ -40,6 +41,7 @@ from offbeat.lab.emulation import EmulationReport
 from offbeat.transport.wrappers import Arrival
 
 M = TypeVar("M", bound=BaseModel)
+L = TypeVar("L", "Evaluation", "MegaBatch")
 
 SCHEMA = 2
 """Version of the layout. A reader refuses a newer one."""
@@ -50,6 +52,7 @@ _WRITE_EVERY_S = 0.1
 _CONFIG = "config.json"
 _SUMMARY = "summary.json"
 _EVALUATIONS = "evaluations.jsonl"
+_MEGA_BATCHES = "mega-batches.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +103,7 @@ class Evaluation:
         metric: its value.
         at_s: when, on the host's monotonic clock.
         rank: which one leads.
+        others: what else the task tells of the model, by name.
     """
 
     step: int
@@ -108,6 +112,57 @@ class Evaluation:
     metric: float
     at_s: float
     rank: int = 0
+    others: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one rank did in a mega-batch.
+
+    Attributes:
+        rank: which one.
+        batch_size: samples that it claimed at a time.
+        updates: optimizer steps that it took.
+        samples: that it computed with.
+        weight: of its model in the merge; they sum to 1.
+        computing_s: from each claim to the next, claiming and emulated compute included.
+        idle_s: from when it found nothing left until the last rank did.
+        claims: in order, each a list of (begin, end) in the epoch's order of samples.
+    """
+
+    rank: int
+    batch_size: int
+    updates: int
+    samples: int
+    weight: float
+    computing_s: float
+    idle_s: float
+    claims: Sequence[Sequence[tuple[int, int]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegaBatch:
+    """Samples that all ranks shared, and the merge after them, as the rank that leads saw it.
+
+    Attributes:
+        number: of the run, counted from 1.
+        epoch: of its samples, counted from 0.
+        step: steps done with it.
+        seconds: training time so far, as in `Evaluation`.
+        at_s: when the merge was over, on the host's monotonic clock.
+        duration_s: from the merge before to the end of this one.
+        merge_s: the last part of it, from when all ranks had come.
+        by_rank: of those that took part.
+    """
+
+    number: int
+    epoch: int
+    step: int
+    seconds: float
+    at_s: float
+    duration_s: float
+    merge_s: float
+    by_rank: Sequence[Share]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +185,7 @@ class Head:
 
 _EVENT = pydantic.TypeAdapter(StepEvent)
 _EVALUATION = pydantic.TypeAdapter(Evaluation)
+_MEGA_BATCH = pydantic.TypeAdapter(MegaBatch)
 _EVENT_FIELDS = tuple(field.name for field in fields(StepEvent))
 _HEAD_FIELDS = tuple(field.name for field in fields(Head))
 _HEAD = "offbeat events"
@@ -178,6 +234,7 @@ class Summary(BaseModel):
     metric: float | None
     metric_name: str
     higher_is_better: bool
+    other_metrics: dict[str, float] = {}
     loss: float | None
     seconds: float
     steps_per_s: float
@@ -303,15 +360,15 @@ class Record:
         Raises:
             RecordError: a line that is no evaluation.
         """
-        path = self.path / _EVALUATIONS
-        found: list[Evaluation] = []
-        for number, values in _complete_lines(path) if path.exists() else ():
-            try:
-                evaluation = _EVALUATION.validate_python(values)
-            except pydantic.ValidationError as error:
-                raise RecordError(f"{path}, line {number}, is no evaluation: {error.errors()[0]['msg']}") from None
-            found = [earlier for earlier in found if earlier.step < evaluation.step] + [evaluation]
-        return found
+        return _by_steps(self.path / _EVALUATIONS, _EVALUATION, "evaluation")
+
+    def mega_batches(self) -> list[MegaBatch]:
+        """In order, without what a resume took back; empty where ranks have batches of their own.
+
+        Raises:
+            RecordError: a line that is no mega-batch.
+        """
+        return _by_steps(self.path / _MEGA_BATCHES, _MEGA_BATCH, "mega-batch")
 
 
 class EventWriter:
@@ -342,10 +399,11 @@ class EventWriter:
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Append to the run's evaluations, which one rank writes."""
-        path = self._run_directory / _EVALUATIONS
-        torn = _is_torn(path)  # by a leader that died while it wrote
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n" * torn + json.dumps(asdict(evaluation)) + "\n")
+        _append(self._run_directory / _EVALUATIONS, evaluation)
+
+    def add_mega_batch(self, mega_batch: MegaBatch) -> None:
+        """Append to the run's mega-batches, which one rank writes."""
+        _append(self._run_directory / _MEGA_BATCHES, mega_batch)
 
     def close(self) -> None:
         self._write()
@@ -528,6 +586,24 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
         else:
             yield place, values
         last = number
+
+
+def _append(path: Path, line: Evaluation | MegaBatch) -> None:
+    torn = _is_torn(path)  # by a leader that died while it wrote
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" * torn + json.dumps(asdict(line)) + "\n")
+
+
+def _by_steps(path: Path, kind: pydantic.TypeAdapter[L], name: str) -> list[L]:
+    """The lines of `path`, which is there or not; a line takes back those of its step and of later ones."""
+    found: list[L] = []
+    for number, values in _complete_lines(path) if path.exists() else ():
+        try:
+            line = kind.validate_python(values)
+        except pydantic.ValidationError as error:
+            raise RecordError(f"{path}, line {number}, is no {name}: {error.errors()[0]['msg']}") from None
+        found = [earlier for earlier in found if earlier.step < line.step] + [line]
+    return found
 
 
 def _is_head(values: Mapping[str, object]) -> bool:

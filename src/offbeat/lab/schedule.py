@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from offbeat.checkpoint import Json
+from offbeat.data.dispatch import num_mega_batches
 from offbeat.errors import CheckpointError
 from offbeat.lab.config import RunConfig
 from offbeat.lab.tasks import Batch, Task
@@ -35,6 +36,54 @@ class Position:
             return cls(**values)  # type: ignore[arg-type]
         except TypeError:
             raise CheckpointError(f"the checkpoint's position is {values!r}; was it written by offbeat train?") from None
+
+
+class ClaimedSchedule:
+    """How far a run is whose ranks claim samples: it moves on at merges.
+
+    A step is as many samples as all ranks take in one where each has batches of its own, so that runs of any kind are equally
+    long after equally many steps. A run that is to do a number of steps ends with the first merge that reaches it.
+
+    Args:
+        config: of the run.
+        position: where it begins.
+        num_samples: in a pass over the data.
+        mega_batch: samples between merges, nearly.
+        samples_per_step: number of ranks times the base batch size.
+    """
+
+    def __init__(
+        self, config: RunConfig, position: Position, *, num_samples: int, mega_batch: int, samples_per_step: int
+    ) -> None:
+        self.position = position
+        self._config = config
+        self._num_samples = num_samples
+        self._merges_per_epoch = num_mega_batches(num_samples, mega_batch)
+        self._samples_per_step = samples_per_step
+        # With another number of workers steps have another length, and those done were what they were.
+        self._others = position.step - self._steps_in(position.epoch, position.num_samples)
+
+    @property
+    def target(self) -> int:
+        """Steps done when the run will be finished."""
+        if self._config.steps is None:
+            assert self._config.epochs is not None
+            return self._others + self._steps_in(self._config.epochs, 0)
+        epochs, samples = divmod((self._config.steps - self._others) * self._samples_per_step, self._num_samples)
+        merges = -(-samples * self._merges_per_epoch // self._num_samples)
+        return self._others + self._steps_in(epochs, self._num_samples * merges // self._merges_per_epoch)
+
+    @property
+    def complete(self) -> bool:
+        return self.position.step >= self.target
+
+    def merged(self, epoch: int, num_samples: int) -> None:
+        """All samples up to number `num_samples` of pass `epoch` are in the model now."""
+        self.position.epoch, self.position.num_samples = epoch, num_samples
+        self.position.step = self._others + self._steps_in(epoch, num_samples)
+
+    def _steps_in(self, epoch: int, num_samples: int) -> int:
+        return (epoch * self._num_samples + num_samples) // self._samples_per_step
 
 
 class Schedule:
