@@ -58,7 +58,7 @@ class FactorTimeline:
     run: int
     numbers: Sequence[int]
     steps: Sequence[Sequence[FactorRow]]
-    messages: Sequence[int]
+    messages: tuple[int, ...]
 
 
 def factor_timelines(report: Report) -> Iterator[FactorTimeline]:
@@ -85,7 +85,7 @@ def _timeline(contestant: int, position: int, run: Run) -> FactorTimeline | None
     there = [place for place in range(len(MESSAGES)) if any(row.messages[place] for rows in steps for row in rows)]
     if not steps:
         return None
-    return FactorTimeline(contestant=contestant, run=position, numbers=numbers, steps=steps, messages=there)
+    return FactorTimeline(contestant=contestant, run=position, numbers=numbers, steps=steps, messages=tuple(there))
 
 
 def _row(run: Run, rank: int, step: int, spans: Sequence[Span]) -> FactorRow:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from offbeat.lab.breakdown import Steps
 from offbeat.lab.factor_work import FactorWork
 from offbeat.lab.profiles import Profiled
-from offbeat.lab.records import Loss
+from offbeat.lab.records import Loss, MegaBatch
 
 Floats = NDArray[np.float64]
 
@@ -64,6 +64,7 @@ class Run:
         losses: workers that died while the others went on.
         profiles: by worker, the steps that were looked at closely, on the clock of `steps`; empty for most strategies.
         work: what these say of second-order work; None where there was none.
+        mega_batches: what workers did between merges; empty where they have batches of their own.
     """
 
     seed: int
@@ -75,6 +76,7 @@ class Run:
     losses: Sequence[Loss] = ()
     profiles: Mapping[int, Sequence[Profiled]] = field(default_factory=dict)
     work: FactorWork | None = None
+    mega_batches: Sequence[MegaBatch] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

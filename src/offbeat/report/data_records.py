@@ -32,6 +32,7 @@ def read_run(record: Record, *, name: str) -> Run:
         losses=summary.losses if summary else (),
         profiles=profiles,
         work=factor_work(profiles),
+        mega_batches=record.mega_batches(),
     )
 
 

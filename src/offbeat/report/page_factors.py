@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from offbeat.exchange.spans import Duty
 from offbeat.lab.factor_work import FactorWork, MessageTime
 from offbeat.report.data import Report
 from offbeat.report.page_sections import Bar, Bars
@@ -14,7 +15,7 @@ from offbeat.report.style import NOTHING, SECONDS, SHARE, capital, write
 PARTS = {
     "hidden": "hidden behind computing",
     "shared": "while gradients were waited for",
-    "exposed": "exposed: the worker stood still for it",
+    "exposed": "exposed, with nothing else to wait for",
 }
 
 
@@ -25,12 +26,13 @@ class Placement:
     Attributes:
         heading: the contestant.
         sentence: how the work was divided.
-        rows: worker, factors of its own, the largest one's rows, predicted and measured seconds, as text.
-        duties: factor, rows, message, owner, predicted seconds, as text.
+        columns, rows: of the workers: what each has to invert, and how long it took, as text.
+        duties: factor, rows, message, owner, as text.
     """
 
     heading: str
     sentence: str
+    columns: Sequence[str]
     rows: Sequence[tuple[str, ...]]
     duties: Sequence[tuple[str, ...]]
 
@@ -90,34 +92,54 @@ def placements(report: Report) -> Iterator[Placement]:
     """The plan of each contestant beside what was measured."""
     for _, label, work in works(report):
         if work.duties:
-            yield Placement(heading=label, sentence=_placed(work), rows=list(_rows(work)), duties=list(_duties(work)))
+            predicted = ["Predicted"] if _is_predicted(work) else []
+            yield Placement(
+                heading=label,
+                sentence=_placed(work),
+                columns=["Worker", "Factors of its own", "Of all the work", *predicted, "Measured"],
+                rows=list(_rows(work)),
+                duties=list(_duties(work)),
+            )
 
 
 def _rows(work: FactorWork) -> Iterator[tuple[str, ...]]:
+    whole = sum(map(_operations, work.duties)) or 1
     for rank, invert_s in enumerate(work.invert_s):
-        own = [duty for duty in work.duties if duty.owner == rank]
-        largest = max((duty.rows for duty in own), default=None)
+        mine = [duty for duty in work.duties if duty.owner in (rank, None)]
+        predicted = [write(work.predicted_s(rank), SECONDS)] if _is_predicted(work) else []
         yield (
             f"worker {rank}",
-            f"{len(own)}",
-            NOTHING if largest is None else f"{largest:,}",
-            write(work.predicted_s(rank), SECONDS),
+            f"{sum(duty.owner == rank for duty in mine)}",
+            write(sum(map(_operations, mine)) / whole, SHARE),
+            *predicted,
             write(invert_s, SECONDS),
         )
+
+
+def _operations(duty: Duty) -> int:
+    """What inverting takes, up to a factor."""
+    return duty.rows if duty.matrices == 0 else duty.matrices * duty.rows**3
+
+
+def _is_predicted(work: FactorWork) -> bool:
+    return all(duty.predicted_s is not None for duty in work.duties)
 
 
 def _placed(work: FactorWork) -> str:
     by_all = sum(duty.owner is None for duty in work.duties)
     owned = len(work.duties) - by_all
     parts = [f"{by_all} of {len(work.duties)} factors are inverted by every worker"] if by_all else []
+    if not owned:
+        parts = [f"All {by_all} factors are inverted by every worker"]
     if owned:
         what = "sends its layers' directions" if _carried(work) == "directions" else "broadcasts the inverses"
         parts.append(f"{owned} {'more ' if by_all else ''}by one worker each, which {what}")
     sentence = f"{', '.join(parts)}."
-    if any(duty.predicted_s is None for duty in work.duties):
-        sentence += " This strategy measures no costs, so nothing was predicted."
-    else:
-        sentence += " Predictions add up what single factors of these sizes took when the session began."
+    sentence += (
+        " Predictions add up what factors of these sizes took, one at a time, when the session began."
+        if _is_predicted(work)
+        else " This strategy measures no costs, so no seconds were predicted."
+    )
     return sentence if by_all else f"{owned} factors are inverted{sentence.removeprefix(str(owned))}"
 
 
@@ -134,7 +156,6 @@ def _duties(work: FactorWork) -> Iterator[tuple[str, ...]]:
             f"{duty.rows:,}, diagonal" if duty.matrices == 0 else f"{times}{duty.rows:,}",
             NOTHING if duty.message is None else f"{duty.message}",
             "all" if duty.owner is None else f"worker {duty.owner}",
-            write(duty.predicted_s, SECONDS),
         )
 
 
@@ -143,4 +164,4 @@ def _parts(time: MessageTime) -> list[tuple[str, float]]:
 
 
 def _said(time: MessageTime) -> str:
-    return ", ".join(f"{write(length_s / time.total_s, SHARE)} {PARTS[part]}" for part, length_s in _parts(time))
+    return ", ".join(f"{write(length_s / time.total_s, SHARE)} {PARTS[part]}" for part, length_s in _parts(time) if length_s)

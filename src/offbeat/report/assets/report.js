@@ -115,7 +115,7 @@
     const chart = data.charts[figure.dataset.chart], svg = figure.querySelector(":scope > svg");
     const width = Math.max(200, Math.round(figure.clientWidth)), height = Math.round(Math.min(360, Math.max(210, width * 0.56)));
     clear(svg, width, height);
-    const all = chart.series.filter((series) => !hidden.has(series.contestant));
+    const all = chart.series.filter((series) => chart.apart || !hidden.has(series.contestant));
     const usable = (axis) => (value) => finite(value) && (!axis.log || value > 0);
     const xs = all.flatMap((series) => series.x).filter(usable(chart.x));
     const ys = all.flatMap((series) => [series.y, series.low ?? [], series.high ?? []].flat()).filter(usable(chart.y));
@@ -383,7 +383,7 @@
     }
     make(svg, "text", { x: right, y: bottom + 36, "text-anchor": "end" }, `time, ${x.name}`);
     const whose = data.contestants.length > 1 ? `${data.contestants[picked.contestant]}, seed ${data.seeds[picked.contestant][picked.run]}: step` : "Step";
-    pick("says").textContent = `${whose} ${picked.step}, one of ${timeline.numbers.length} that are shown of those looked at closely.`;
+    pick("says").textContent = `${whose} ${picked.step}, one of ${timeline.numbers.length} that are shown of those looked at closely. A message is under way from when a worker hands it over until it has the result, so waiting for the last worker is in that.`;
   };
 
   const startFactors = () => {
