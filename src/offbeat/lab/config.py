@@ -12,7 +12,7 @@ from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.emulation import Mode as EmulationMode
 from offbeat.lab.native import Native
-from offbeat.lab.options import Recipe, build_strategy, route, strategy_type, strategy_values
+from offbeat.lab.options import FROM_TASK, Recipe, build_strategy, route, strategy_type, strategy_values
 from offbeat.lab.tasks import Task, build_task
 from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.strategies.base import Strategy
@@ -101,7 +101,7 @@ def resolve(request: Request) -> RunConfig:
     if "warmup" in for_strategy:  # counted in epochs, and only the task knows how long they are
         for_strategy.setdefault("steps_per_epoch", str(task.steps_per_epoch(workers)))
     if issubclass(strategy_type(request.strategy), MegaBatchStrategy):
-        for_strategy["batch_size"] = str(task.options.batch_size)
+        for_strategy[FROM_TASK] = str(task.options.batch_size)
     config = RunConfig(
         task=request.task,
         task_options=task.options.model_dump(mode="json"),
