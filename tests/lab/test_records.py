@@ -107,7 +107,6 @@ def test_steps_that_a_resume_took_back_are_left_out(tmp_path: Path) -> None:
     assert [event.step for event in record.events(1)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("resumed", [False, True])
 def mega_batch(step: int, weight: float = 0.5) -> MegaBatch:
     share = Share(
         rank=1,
@@ -135,6 +134,7 @@ def test_mega_batches_are_read_back_without_those_that_a_resume_took_back(tmp_pa
     assert Record(path).mega_batches() == [mega_batch(2, weight=0), *(mega_batch(step, weight=1) for step in (4, 6, 8))]
 
 
+@pytest.mark.parametrize("resumed", [False, True])
 def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path, resumed: bool) -> None:
     path = create(tmp_path / "run", CONFIG)
     write_events(path, range(1, 4))
