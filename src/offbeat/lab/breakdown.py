@@ -75,10 +75,12 @@ class Steps:
 
         Where samples are claimed, a rank has done what it has claimed.
         """
+        if not self.num_steps:
+            return 0.0
         seconds, samples = np.nansum(self.duration_s, axis=1), np.nansum(self.batch_size, axis=1)
         rates = np.divide(samples, seconds, out=np.zeros_like(seconds), where=seconds > 0)
         there = np.ones(self.num_ranks) if self.merged.size else self.done.mean(axis=1)
-        return float((rates * there).sum()) if self.num_steps else 0.0
+        return float((rates * there).sum())
 
     def block_samples_per_s(self) -> list[float]:
         """`samples_per_s` in blocks of consecutive steps, without the first ones."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from offbeat.lab.config import MAX_SEED, Request, RunConfig, resolve
 from offbeat.lab.emulation import Mode as EmulationMode
 from offbeat.lab.memory import how_many_fit
 from offbeat.lab.options import parse_spec, strategy_type, summary_line
-from offbeat.lab.tasks import task_type
 
 _EVALUATIONS = 12
 ALONE = "alone"
@@ -77,7 +76,6 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
     labels = _labels(specs)
     contestants, configs = [], []
     for label, (name, options) in zip(labels, specs, strict=True):
-        _check_options(request.task, label, options)
         config = resolve(
             Request(
                 task=request.task,
@@ -141,12 +139,6 @@ def _check_request(request: CompareRequest) -> None:
         raise ConfigError(f"a turn of {request.turn_s:g} s cannot be; allowed is a number of seconds above 0")
     if request.target is not None and not math.isfinite(request.target):
         raise ConfigError(f"target {request.target} cannot be reached; give a number, or leave it out")
-
-
-def _check_options(task: str, label: str, options: Mapping[str, str]) -> None:
-    """Refuse an option of the task, which is the same for all who are compared."""
-    for key in options.keys() & task_type(task).options_type.model_fields.keys():
-        raise ConfigError(f"{key} of {label!r} is an option of task {task!r}, the same for all; give it with --set {key}=...")
 
 
 def _labels(specs: Sequence[tuple[str, dict[str, str]]]) -> list[str]:

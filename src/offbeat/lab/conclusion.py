@@ -47,6 +47,7 @@ def conclude(run: Run, watch: Watch) -> Summary | None:
         others = run.task.metrics(final)
         metric = others.pop(run.task.metric_name)
         watch.measured(metric, others)
+    identical = len({end["digest"] for end in ends}) == 1
     summary = Summary(
         status="stopped" if stopped else "finished",
         task=config.task,
@@ -68,9 +69,11 @@ def conclude(run: Run, watch: Watch) -> Summary | None:
         skipped_steps=last.skipped_steps - watch.first.skipped_steps,
         num_parameters=sum(parameter.numel() for parameter in run.model.parameters()),
         parameters_sha256=digest(final),
-        replicas_identical=len({end["digest"] for end in ends}) == 1,
+        replicas_identical=identical,
         resumed_from_step=run.record.attempts[-1].start_step or None,
-        notices=list(dict.fromkeys([*(n for end in ends for n in end["notices"]), *_replica_notices(run, final)])),
+        notices=list(
+            dict.fromkeys([*(n for end in ends for n in end["notices"]), *_replica_notices(run, final, identical=identical)])
+        ),
         run_directory=str(run.record.path),
     )
     write_summary(summary)
@@ -87,16 +90,18 @@ def digest(model: nn.Module) -> str:
     return total.hexdigest()
 
 
-def _replica_notices(run: Run, final: nn.Module) -> list[str]:
-    return [] if final is run.model else ["the workers' models differ on purpose; the metric is that of their mean"]
+def _replica_notices(run: Run, final: nn.Module, *, identical: bool) -> list[str]:
+    return (
+        [] if final is run.model or identical else ["the workers' models differ on purpose; the metric is that of their mean"]
+    )
 
 
 def _length_notices(run: Run) -> list[str]:
-    step, target = run.schedule.position.step, run.schedule.target
-    if step <= target * _TOLERATED:
+    step, asked = run.schedule.position.step, run.record.config.steps
+    if asked is None or step <= asked * _TOLERATED:
         return []
     return [
-        f"{target} steps were asked for, and the first merge after them came at step {step}; a smaller mega_batch fits better"
+        f"{asked} steps were asked for, and the first merge after them came at step {step}; a smaller mega_batch comes nearer"
     ]
 
 

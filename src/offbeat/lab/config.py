@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,8 +13,9 @@ from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.emulation import Mode as EmulationMode
 from offbeat.lab.native import Native
-from offbeat.lab.options import Recipe, build_strategy, route, strategy_type, strategy_values
+from offbeat.lab.options import FROM_TASK, Recipe, build_strategy, route, strategy_type, strategy_values
 from offbeat.lab.tasks import Task, build_task
+from offbeat.lab.tasks.base import AbsolutePath
 from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.strategies.base import Strategy
 
@@ -36,6 +38,7 @@ class RunConfig(BaseModel):
         eval_every: steps between measurements of the metric; None: only at the end.
         cluster: what is emulated; None: this machine as it is.
         emulation: how, see `offbeat.lab.emulation.emulate`.
+        replay: record of a run whose claims are to be repeated.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,6 +55,7 @@ class RunConfig(BaseModel):
     eval_every: int | None = Field(None, ge=1)
     cluster: Cluster | None = None
     emulation: EmulationMode = "auto"
+    replay: AbsolutePath | None = None
 
     def build_task(self) -> Task:
         return build_task(self.task, self.task_options)
@@ -83,6 +87,7 @@ class Request:
     eval_every: int | None = None
     cluster: Cluster | None = None
     emulation: EmulationMode = "auto"
+    replay: Path | None = None
 
 
 def resolve(request: Request) -> RunConfig:
@@ -101,7 +106,7 @@ def resolve(request: Request) -> RunConfig:
     if "warmup" in for_strategy:  # counted in epochs, and only the task knows how long they are
         for_strategy.setdefault("steps_per_epoch", str(task.steps_per_epoch(workers)))
     if issubclass(strategy_type(request.strategy), MegaBatchStrategy):
-        for_strategy["batch_size"] = str(task.options.batch_size)
+        for_strategy[FROM_TASK] = str(task.options.batch_size)
     config = RunConfig(
         task=request.task,
         task_options=task.options.model_dump(mode="json"),
@@ -115,6 +120,7 @@ def resolve(request: Request) -> RunConfig:
         eval_every=request.eval_every,
         cluster=request.cluster,
         emulation=request.emulation,
+        replay=request.replay,
     )
     _check_together(config, task)
     return config
@@ -136,7 +142,7 @@ def resolve_resume(stored: RunConfig, request: Request, *, steps_done: int, epoc
     recipe = stored.build_strategy()
     if isinstance(recipe, Native) and not recipe.resumable:
         raise ConfigError(f"{recipe.name} keeps state that torch does not let anybody save; start a new run with --out")
-    for name in ("task", "strategy", "seed", "checkpoint_every", "eval_every", "cluster"):
+    for name in ("task", "strategy", "seed", "checkpoint_every", "eval_every", "cluster", "replay"):
         asked, kept = getattr(request, name), getattr(stored, name)
         if asked is not None and asked != kept:
             flag = f"--{name.replace('_', '-')}"

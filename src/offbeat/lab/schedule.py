@@ -10,6 +10,7 @@ from offbeat.data.dispatch import num_mega_batches
 from offbeat.errors import CheckpointError
 from offbeat.lab.config import RunConfig
 from offbeat.lab.tasks import Batch, Task
+from offbeat.strategies.adaptive import MegaBatchStrategy
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,6 +85,19 @@ class ClaimedSchedule:
 
     def _steps_in(self, epoch: int, num_samples: int) -> int:
         return (epoch * self._num_samples + num_samples) // self._samples_per_step
+
+
+def claimed_schedule(
+    config: RunConfig, task: Task, position: Position, recipe: MegaBatchStrategy, world_size: int
+) -> ClaimedSchedule:
+    """That of a run of `recipe` on `task`."""
+    return ClaimedSchedule(
+        config,
+        position,
+        num_samples=task.num_samples,
+        mega_batch=recipe.samples_between_merges,
+        samples_per_step=world_size * task.options.batch_size,
+    )
 
 
 class Schedule:

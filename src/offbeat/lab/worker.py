@@ -35,8 +35,9 @@ from offbeat.lab.pace import Pace
 from offbeat.lab.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Joined, Reporter, pipe_reporter
 from offbeat.lab.records import Record, Summary
 from offbeat.lab.rendezvous import join, leave
+from offbeat.lab.replaying import recording_of
 from offbeat.lab.saving import restore, save
-from offbeat.lab.schedule import ClaimedSchedule, Position, Schedule
+from offbeat.lab.schedule import ClaimedSchedule, Position, Schedule, claimed_schedule
 from offbeat.lab.tasks import Batch, Task
 from offbeat.lab.watch import Run, Watch
 from offbeat.session import attach_through
@@ -132,7 +133,8 @@ def _loader(config: RunConfig, attached: Attached, task: Task) -> DispatchLoader
     def batch(samples: list[int]) -> Batch:
         return task.batch(np.array(samples, dtype=np.int64))
 
-    loader = attached.session.loader(range(task.num_samples), seed=config.seed, collate=batch)
+    replay = None if config.replay is None else recording_of(Record(config.replay), task)
+    loader = attached.session.loader(range(task.num_samples), seed=config.seed, collate=batch, replay=replay)
     assert isinstance(loader, DispatchLoader)
     return loader
 
@@ -141,13 +143,7 @@ def _schedule(config: RunConfig, task: Task, position: Position, meeting: Meetin
     recipe = config.build_strategy()
     if not isinstance(recipe, MegaBatchStrategy):
         return Schedule(config, task, position, rank=meeting.rank, world_size=meeting.world_size)
-    return ClaimedSchedule(
-        config,
-        position,
-        num_samples=task.num_samples,
-        mega_batch=recipe.samples_between_merges,
-        samples_per_step=meeting.world_size * task.options.batch_size,
-    )
+    return claimed_schedule(config, task, position, recipe, meeting.world_size)
 
 
 def _attach(

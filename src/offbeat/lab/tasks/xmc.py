@@ -8,6 +8,7 @@ Parameters: (features + 1) hidden + labels (hidden + 1); 844,395 with 128 hidden
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -156,7 +157,8 @@ class Xmc(Task):
         for part in self._data.test.batches(_EVALUATION_BATCH):
             metrics.add(model.top_labels(part.features.to_batch(), max(_DEPTHS)).numpy(), part.labels)
         found = metrics.result()
-        return {self.metric_name: found.pop("P@1")} | {name: value for name, value in found.items() if name != "nDCG@1"}
+        others = {name: value for name, value in found.items() if name not in ("P@1", "nDCG@1") and math.isfinite(value)}
+        return {self.metric_name: found["P@1"]} | others
 
     @cached_property
     def _propensities(self) -> NDArray[np.float64]:
