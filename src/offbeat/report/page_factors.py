@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from offbeat.exchange.spans import Duty
 from offbeat.lab.factor_work import FactorWork, MessageTime
@@ -12,11 +13,14 @@ from offbeat.report.data import Report
 from offbeat.report.page_sections import Bar, Bars
 from offbeat.report.style import NOTHING, SECONDS, SHARE, capital, write
 
-PARTS = {
+PARTS: Final = {
     "hidden": "hidden behind computing",
     "shared": "while gradients were waited for",
     "exposed": "exposed, with nothing else to wait for",
 }
+
+_SEEN: Final = 0.001
+"""What is less than this part of the whole is not spoken of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
