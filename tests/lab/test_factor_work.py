@@ -63,7 +63,7 @@ def test_a_run_is_judged_by_its_last_plan_without_the_step_that_brought_it() -> 
     assert work.slowest == 1
     assert (work.predicted_s(0), work.predicted_s(1)) == (0.5, 2.5)
     assert work.sums is not None
-    assert (work.sums.hidden_s, work.sums.exposed_s) == (pytest.approx((3 + 3 + 6) / 3), pytest.approx(2 / 3))
+    assert [work.sums.hidden_s, work.sums.exposed_s] == pytest.approx([(3 + 3 + 6) / 3, 2 / 3])
     assert work.broadcasts is None
 
 

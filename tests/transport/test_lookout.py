@@ -51,7 +51,7 @@ def lookout() -> Iterator[Lookout]:
 
 
 def launch(driver: Holding) -> Pending[None]:
-    return driver.launch(one_operation(), 0)  # type: ignore[arg-type]  # Post is an operation
+    return driver.launch(one_operation(), 0)
 
 
 def test_what_is_over_is_told_once_while_others_go_on(lookout: Lookout) -> None:

@@ -81,6 +81,12 @@ class FactorWork:
         """The rank that inverts for longest."""
         return max(range(len(self.invert_s)), key=lambda rank: (not math.isnan(self.invert_s[rank]), self.invert_s[rank]))
 
+    @property
+    def longest_inversion_s(self) -> float | None:
+        """How long that one inverts; None where nobody did."""
+        longest_s = self.invert_s[self.slowest]
+        return None if math.isnan(longest_s) else longest_s
+
 
 def factor_work(profiles: Mapping[int, Sequence[Profiled]]) -> FactorWork | None:
     """What `profiles`, by rank, say; None where there are none."""

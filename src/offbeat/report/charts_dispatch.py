@@ -55,7 +55,7 @@ def dispatches(report: Report) -> Iterator[Dispatch]:
             workers = run.steps.num_ranks
             yield Dispatch(
                 heading=contestant.label,
-                sentence=_sentence(run),
+                sentence=sentence_of(run.mega_batches),
                 charts=[*_worker_charts(number, run), _rate_chart(number, run)],
                 num_lines=workers if workers <= MOST_LINES else 0,
             )
@@ -93,7 +93,7 @@ def _rate_chart(contestant: int, run: Run) -> LineChart:
     return LineChart(
         key=f"dispatch-rate-{contestant}",
         heading="Samples a second, against the sum of the workers' own speeds",
-        summary=f"Samples a second of all workers together, and the sum of their own speeds. {_sentence(run)}",
+        summary=f"Samples a second of all workers together, and the sum of their own speeds. {sentence_of(run.mega_batches)}",
         x=Axis(title="mega-batches", unit=COUNT.scales),
         y=Axis(title="samples a second", unit=SAMPLES_PER_S.scales, zero=True),
         series=[_line(place, name, numbers, rate) for place, (name, rate) in enumerate(zip(names, rates, strict=True))],
@@ -131,9 +131,9 @@ def _ends(values: Floats, unit: Unit) -> str:
     return ", ".join(f"worker {worker} {write(float(value), unit)}" for worker, value in enumerate(values[:, -1]))
 
 
-def _sentence(run: Run) -> str:
+def sentence_of(mega_batches: Sequence[MegaBatch]) -> str:
     """Medians over mega-batches, the first ones left out where there are enough."""
-    settled = [one for one in run.mega_batches[_SETTLING:] or run.mega_batches if one.duration_s > 0]
+    settled = [one for one in mega_batches[_SETTLING:] or mega_batches if one.duration_s > 0]
     if not settled:
         return ""
     share = _median(reached(one) / own_speeds(one) for one in settled if own_speeds(one) > 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -53,17 +52,22 @@ def works(report: Report) -> list[tuple[int, str, FactorWork]]:
 def sentences(report: Report) -> Iterator[tuple[str, str]]:
     """For each of them: its label, and what its messages and inversions cost."""
     for _, label, work in works(report):
-        said = [
-            f"{capital(what)} were under way for {write(time.total_s, SECONDS)} of a step: {_said(time)}."
-            for what, time in (("factors", work.sums), (_carried(work), work.broadcasts))
-            if time is not None
-        ]
+        yield label, sentence_of(work)
+
+
+def sentence_of(work: FactorWork) -> str:
+    """What its messages and inversions cost."""
+    said = [
+        f"{capital(what)} were under way for {write(time.total_s, SECONDS)} of a step: {_said(time)}."
+        for what, time in (("factors", work.sums), (_carried(work), work.broadcasts))
+        if time is not None
+    ]
+    if (longest_s := work.longest_inversion_s) is not None:
         slowest = work.slowest
-        if not math.isnan(work.invert_s[slowest]):
-            predicted_s = work.predicted_s(slowest)
-            foreseen = "" if predicted_s is None else f"; {write(predicted_s, SECONDS)} were predicted"
-            said.append(f"Worker {slowest} inverted for longest, {write(work.invert_s[slowest], SECONDS)}{foreseen}.")
-        yield label, " ".join(said)
+        predicted_s = work.predicted_s(slowest)
+        foreseen = "" if predicted_s is None else f"; {write(predicted_s, SECONDS)} were predicted"
+        said.append(f"Worker {slowest} inverted for longest, {write(longest_s, SECONDS)}{foreseen}.")
+    return " ".join(said)
 
 
 def message_bars(report: Report) -> Iterator[Bars]:
@@ -168,4 +172,5 @@ def _parts(time: MessageTime) -> list[tuple[str, float]]:
 
 
 def _said(time: MessageTime) -> str:
-    return ", ".join(f"{write(length_s / time.total_s, SHARE)} {PARTS[part]}" for part, length_s in _parts(time) if length_s)
+    shares = [(part, length_s / time.total_s) for part, length_s in _parts(time) if time.total_s]
+    return ", ".join(f"{write(share, SHARE)} {PARTS[part]}" for part, share in shares if share >= _SEEN)
