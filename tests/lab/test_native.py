@@ -36,7 +36,7 @@ def test_each_can_be_listed_and_built_from_its_own_values(name: str) -> None:
 
 
 def test_no_option_of_a_strategy_hides_behind_one_of_a_task() -> None:
-    """`--set` and a strategy's spec give options to the task first. The size of batches is the task's, and told to the strategy."""
+    """`--set` gives options to the task first. The size of batches is the task's, and the strategy is told."""
     of_tasks = {option for task in TASKS.values() for option in task.options_type.model_fields}
     for name in RECIPES:
         assert of_tasks & set(strategy_values(build_strategy(name, {}))) <= {FROM_TASK}
