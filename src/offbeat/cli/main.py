@@ -97,7 +97,7 @@ def train(
     out: Out = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run recorded in this directory.")] = None,
     replay: Annotated[
-        Path | None, typer.Option(help="Let workers claim what they did in the run recorded in this directory, to the bit.")
+        Path | None, typer.Option(hidden=True, help="Repeat the claims of this record; see docs/methods/adaptive.md.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
