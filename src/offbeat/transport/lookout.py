@@ -22,15 +22,20 @@ class Lookout:
         self._watched: list[_Watched] = []
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        self._runs = False
         self._thread: threading.Thread | None = None
 
     def watch(self, pending: Sequence[Pending[Any]], over: Callable[[float], None]) -> None:
         """Call `over` once, on any thread, with the monotonic time at which all of `pending` were seen to be over."""
         with self._lock:
             self._watched.append((pending, over))
-        if self.look() and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._run, name="offbeat-lookout", daemon=True)
-            self._thread.start()
+        if not self.look():
+            return
+        with self._lock:
+            if self._watched and not self._runs:
+                self._runs = True
+                self._thread = threading.Thread(target=self._run, name="offbeat-lookout", daemon=True)
+                self._thread.start()
 
     def look(self) -> bool:
         """Look now. Returns whether anything is still under way."""
@@ -53,8 +58,12 @@ class Lookout:
             self._stopping.set()
             self._thread.join()
             self._stopping.clear()
-            self._thread = None
+            self._thread, self._runs = None, False
 
     def _run(self) -> None:
-        while self.look() and not self._stopping.wait(EVERY_S):
-            pass
+        while not self._stopping.wait(EVERY_S):
+            self.look()
+            with self._lock:
+                if not self._watched:
+                    self._runs = False
+                    return
