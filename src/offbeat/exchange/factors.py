@@ -220,8 +220,7 @@ class FactorExchange:
         """Forget what was sent and not taken in. It must arrive first: the next factors use the same buffers."""
         if self._sent:
             for message in self._messages:
-                for _ in message.wait():
-                    pass
+                message.wait()
         self._sent = False
         self._increments = {}
 
@@ -319,13 +318,14 @@ class FactorExchange:
     def _take_in(self) -> None:
         """Wait for the sums and average them over time."""
         self._sent = False
-        begin_s = time.perf_counter()
         retired: list[tuple[int, torch.Tensor]] = []
         for message in self._messages:
-            with self._spans.timed("wait for factors"):
-                message.arrive()
+            begin_s = time.monotonic()
+            message.wait()
+            self.times.wait_s += time.monotonic() - begin_s
+            self._spans.add("wait for factors", "", begin_s)
             self._spans.arrived()
-            for slot, mean, total, num_retired in message.wait():
+            for slot, mean, total, num_retired in message.read():
                 self._factors[slot].update_(mean, weight=total, decay=self._settings.decay)
                 retired.append((slot // 2, num_retired))
         for slot, (packed, weight) in self._increments.items():
@@ -336,7 +336,6 @@ class FactorExchange:
         if retired:
             counts = torch.stack([num_retired.to(self._likes[0]) for _, num_retired in retired]).tolist()
             self._retire({index for (index, _), count in zip(retired, counts, strict=True) if count})
-        self.times.wait_s += time.perf_counter() - begin_s
         self._expected = [max(pair) for pair in zip(self._expected, self._seen, strict=True)]
         self._learned = True
         self._learn_times()
