@@ -22,6 +22,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from offbeat.engine.assembly import Assembly
 from offbeat.errors import ConfigError
 from offbeat.exchange.weights import ModelWeights
 from offbeat.exchange.weights_megabatch import MegaBatches, MegaBatchPlan
@@ -40,6 +41,8 @@ class MegaBatchStrategy(AveragingStrategy):
         mega_batch: samples between merges, >= batch_size.
         batch_size: b_base: what a batch has on average, and what the learning rate is for, >= 1.
     """
+
+    survives_death: ClassVar[bool] = True
 
     mega_batch: int = 12_800
     batch_size: int = 128
@@ -60,13 +63,17 @@ class MegaBatchStrategy(AveragingStrategy):
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
         assert workspace.optimizer is not None
+        assembly = Assembly(workspace.own_store(), count=workspace.count, notify=workspace.notify)
         part = MegaBatches(
             weights,
             plan=self.plan(),
             optimizer=workspace.optimizer,
-            driver=workspace.driver,
-            stream=workspace.new_stream(),
+            assembly=assembly,
+            enter=lambda: workspace.enter(assembly),
+            rank=workspace.driver.rank,
+            world_size=workspace.driver.world_size,
             notify=workspace.notify,
+            stood_still=workspace.stood_still,
         )
         return [part]
 
