@@ -52,6 +52,7 @@ from offbeat.strategies.base import (
 )
 from offbeat.transport.connect import RETURN_VARIABLE, Connection, connect, is_returning, join_process_group, reconnect
 from offbeat.transport.driver import Driver
+from offbeat.transport.network import store_of
 from offbeat.transport.solo import Solo
 from offbeat.transport.wrappers import Arrival, Counting, Traffic
 
@@ -380,6 +381,7 @@ class Session:
             network=self._network,
             weigh=self.weigh,
             notify=self._notify,
+            returns=self._returns,
         )
         made = feeding.loader(
             dataset,

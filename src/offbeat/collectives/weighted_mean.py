@@ -10,6 +10,7 @@ Cost: 2(P-1) messages, 2(P-1)/P n elements sent by each rank; two messages in se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -40,7 +41,7 @@ def weighted_mean(
     size, total = len(weights), sum(weights)
     assert total > 0, "somebody has to count"
     bounds = [num_elements * owner // size for owner in range(size + 1)]
-    regions = [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    regions = [slice(begin, end) for begin, end in pairwise(bounds)]
     others = [(rank + hop) % size for hop in range(1, size)]  # not all begin with the same receiver
     if weights[rank]:
         assert values is not None
@@ -64,7 +65,7 @@ def weighted_mean(
 
 
 def _bytes_of(values: Values) -> memoryview:
-    return memoryview(values.view(np.uint8))
+    return values.view(np.uint8).data
 
 
 def _read(payload: Payload, dtype: np.dtype[np.floating], count: int, sender: int) -> Values:

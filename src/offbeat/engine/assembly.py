@@ -163,9 +163,7 @@ class Assembly:
 
     def _generation_after(self, number: int) -> _Running:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._is_after(number) or self._cannot_go_on, self._patience_s
-            )
+            self._changed.wait_for(lambda: self._is_after(number) or self._cannot_go_on, self._patience_s)
             self._check()
             running = self._running
             if running is None or not self._is_after(number):
@@ -173,7 +171,7 @@ class Assembly:
                 if lost is not None:
                     raise StoreLostError(f"a worker was lost, and the others cannot be met without the run's store: {lost}")
                 raise PeerError(
-                    f"a worker was lost, and no next generation was met within {self._patience_s:g} s; do others still run, and "
+                    f"a worker was lost, and no next generation was met within {self._patience_s:g} s; do others run, and "
                     "can they and the run's store be reached?"
                 )
             return running

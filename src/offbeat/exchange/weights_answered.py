@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 
 from offbeat.codec.model_wire import Values
 from offbeat.engine.generations import Generations
 from offbeat.engine.progress import Progress
-from offbeat.engine.replica import Counters, Replica
+from offbeat.engine.replica import Replica
 from offbeat.errors import CheckpointError
 from offbeat.exchange.weights import ModelWeights, require_finite
 from offbeat.exchange.weights_momentum import Momenta

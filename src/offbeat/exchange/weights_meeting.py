@@ -21,7 +21,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from offbeat.codec.model_wire import Counters, Values
+from offbeat.codec.model_wire import Counters, Values, no_counters
 from offbeat.codec.row_sets import RowSet, decode_rows, encode_rows
 from offbeat.collectives.gather import all_gather
 from offbeat.collectives.weighted_mean import weighted_mean
@@ -129,7 +129,7 @@ class Meetings:
         """
         while (met := self._meet("merge", self._weights, self._whole, report)).kind != "merge":
             if met.kind == "finish":
-                raise ConfigError("the run ended while this worker was on its way in; start a new one")
+                raise _ended_on_the_way_in()
         return met
 
     def finish(self, report: Report) -> None:
@@ -137,13 +137,17 @@ class Meetings:
         while self._meet("finish", self._weights, self._whole, report).kind != "finish":
             pass
 
-    def mean_into(self, weights: ModelWeights, work: Work) -> None:
-        """Write the mean of all members' models into `weights`, a copy of this rank's own."""
-        met = self._meet("mean", weights, Staging(weights.tensors()), report)
-        if met.mean is None or met.mean.staging is None:
-            raise MismatchError("averaged_model() was called while all others were at the end of their training")
-        met.mean.staging.write_(met.mean.values, met.mean.tensors)
-        weights.write_counters(met.mean.counters)
+    def mean_into(self, weights: ModelWeights, report: Report) -> Met:
+        """Write the mean of all members' models into `weights`, a copy of this rank's own. One that is new merges first."""
+        while (met := self._meet("mean", weights, Staging(weights.tensors()), report)).kind != "merge":
+            if met.mean is None:
+                raise _ended_on_the_way_in()
+            if met.mean.staging is not None:
+                met.mean.staging.write_(met.mean.values, met.mean.tensors)
+                weights.write_counters(met.mean.counters)
+                return met
+        for source, target in zip(self._weights.tensors(), weights.tensors(), strict=False):
+            target.copy_(source)
         return met
 
     def _meet(
@@ -209,7 +213,7 @@ class Meetings:
         mean = yield from weighted_mean(position, scales, values, num_elements=num_elements, dtype=dtype)
         own = weights.read_counters().tobytes() if counts[position] else b""
         payloads = yield from all_gather(position, len(scales), own, bytes)
-        counters = np.max([np.frombuffer(payload, np.int64) for payload in payloads if payload] or [np.empty(0, np.int64)], axis=0)
+        counters = np.max([np.frombuffer(payload, np.int64) for payload in payloads if payload] or [no_counters()], axis=0)
         news = yield from self._tell_the_new(met, position)
         return Mean(values=mean, staging=staging if knows else None, tensors=tensors, rows=rows, counters=counters, news=news)
 
@@ -255,7 +259,8 @@ class Meetings:
         """The merge is final: take it."""
         begin_s = time.perf_counter()
         mean = met.mean
-        assert mean is not None and mean.staging is not None
+        assert mean is not None
+        assert mean.staging is not None
         mean.staging.write_(mean.values, mean.tensors)
         for number, rows in mean.rows.items():
             self._parameters[number].detach().index_copy_(0, rows, mean.tensors[number])
@@ -268,3 +273,7 @@ class Meetings:
         self.rows.keep({number for statement in met.stated for number in statement.sparse}, self.num_merges)
         self._assembly.caught_up(met.generation)
         self.encode_s += time.perf_counter() - begin_s
+
+
+def _ended_on_the_way_in() -> ConfigError:
+    return ConfigError("the run ended while this worker was on its way in; start a new one")

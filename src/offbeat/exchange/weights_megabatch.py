@@ -300,9 +300,7 @@ class MegaBatches:
         if bound_ones != self._binding:
             sized = dict(zip(self.ranks, self.batch_sizes, strict=True))
             which = ", ".join(f"rank {rank} at its {end} ({sized[rank]})" for rank, end in bound_ones.items())
-            self._notify(
-                f"merge {self._meetings.num_merges}: batch sizes are held by bounds: {which or 'none any more'}"
-            )
+            self._notify(f"merge {self._meetings.num_merges}: batch sizes are held by bounds: {which or 'none any more'}")
         self._binding = bound_ones
 
     def _bounds(self, largest: int | None) -> Bounds:

@@ -96,11 +96,14 @@ def purpose(stated: Sequence[Statement]) -> Kind | None:
             raise ConfigError(f"a rank was busy for {statement.report.work.busy_s} seconds; its clock cannot be used")
     kinds = {statement.kind for statement in stated if not statement.is_new}
     if {"merge", "mean"} <= kinds:
-        asking, merging = ([s.report.work.rank for s in stated if s.kind == kind and not s.is_new] for kind in ("mean", "merge"))
+        asking, merging = (
+            [s.report.work.rank for s in stated if s.kind == kind and not s.is_new] for kind in ("mean", "merge")
+        )
         raise MismatchError(
             f"ranks {asking} call averaged_model() while ranks {merging} merge; call it on all ranks after the same merge"
         )
     places = {statement.report.place for statement in stated if statement.kind == "merge" and not statement.is_new}
     if len(places) > 1:
         raise MismatchError(f"ranks merge different rounds, {places}; do all of them iterate over the loader?")
-    return next((kind for kind in ("merge", "mean", "finish") if kind in kinds), None)  # type: ignore[return-value]
+    order: tuple[Kind, ...] = ("merge", "mean", "finish")
+    return next((kind for kind in order if kind in kinds), None)
