@@ -409,6 +409,8 @@ class Session:
     def averaged_model(self) -> torch.nn.Module:
         """A copy of the model that holds the mean over all ranks, to evaluate and to save. Collective: every rank calls it.
 
+        With `AdaptiveSGD` and `ElasticSGD` those that have died or left are not in, and just after a merge nothing moves.
+
         Unless `averages_alone`: then a rank calls it when it likes, and those that have died or left are not in. The models
         that the others send count in their `stats`, with what they send to average.
 

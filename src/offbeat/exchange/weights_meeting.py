@@ -169,6 +169,7 @@ class Meetings:
                 norm=0.0 if is_new else self._norm(),
                 num_elements=layout.num_elements,
                 dtype=layout.dtype.name,
+                num_counters=model.read_counters().size,
                 num_merges=self.num_merges,
                 kept=None if is_new else self.rows.merge,
                 sparse=tuple(sorted(self.rows.sparse)),
@@ -211,9 +212,11 @@ class Meetings:
             self.encode_s += time.perf_counter() - begin_s
         values = self._read(staging, tensors, position) if scales[position] else None
         mean = yield from weighted_mean(position, scales, values, num_elements=num_elements, dtype=dtype)
-        own = weights.read_counters().tobytes() if counts[position] else b""
-        payloads = yield from all_gather(position, len(scales), own, bytes)
-        counters = np.max([np.frombuffer(payload, np.int64) for payload in payloads if payload] or [no_counters()], axis=0)
+        counters = no_counters()
+        if met.elder.num_counters:
+            own = weights.read_counters().tobytes() if counts[position] else b""
+            payloads = yield from all_gather(position, len(scales), own, bytes)
+            counters = np.max([np.frombuffer(payload, np.int64) for payload in payloads if payload], axis=0)
         news = yield from self._tell_the_new(met, position)
         return Mean(values=mean, staging=staging if knows else None, tensors=tensors, rows=rows, counters=counters, news=news)
 

@@ -230,7 +230,9 @@ class MegaBatches:
         just_merged = self._meetings.num_merges and self._num_steps == self._merged_at_step and not self._has_finished
         if just_merged and not self.is_left_out:
             return  # all hold the same
+        encode_s = self._meetings.encode_s
         met = self._meetings.mean_into(weights, self._report(None, None))
+        self._meetings.encode_s = encode_s  # this was no training
         if met.kind == "merge":
             self._follow(met)
 

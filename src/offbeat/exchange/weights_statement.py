@@ -44,6 +44,7 @@ class Statement:
         norm: of its model, per parameter.
         num_elements: of what it would merge, laid out whole.
         dtype: of their vector.
+        num_counters: elements of its integer buffers.
         num_merges: that it has been through.
         kept: number of the merge since which it knows which rows have changed; None: it does not know.
         sparse: positions of parameters whose gradient has been sparse.
@@ -56,6 +57,7 @@ class Statement:
     norm: float
     num_elements: int
     dtype: str
+    num_counters: int
     num_merges: int
     kept: int | None
     sparse: tuple[int, ...]
