@@ -135,6 +135,7 @@ def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
     metric = "not measured" if summary.metric is None else f"{summary.metric:.4f}"
     return [
         (summary.metric_name.replace("_", " "), metric),
+        *((name, f"{value:.4f}") for name, value in summary.other_metrics.items()),
         ("last loss", "not finite" if summary.loss is None else f"{summary.loss:.4f}"),
         ("workers", str(summary.workers) + _lost(summary)),
         ("parameters", f"{summary.num_parameters:,}"),

@@ -72,6 +72,7 @@ class Mean:
         tensors: where they belong; those of packed parameters are copies of `rows`.
         rows: of packed parameters, by position in the model.
         counters: the largest of each integer buffer.
+        scales: with which weight each was in it, by position.
         news: what a rank that is new needs besides; None elsewhere.
     """
 
@@ -80,6 +81,7 @@ class Mean:
     tensors: Sequence[torch.Tensor]
     rows: Mapping[int, torch.Tensor]
     counters: Counters
+    scales: Sequence[float]
     news: Payload | None
 
 
@@ -218,7 +220,15 @@ class Meetings:
             payloads = yield from all_gather(position, len(scales), own, bytes)
             counters = np.max([np.frombuffer(payload, np.int64) for payload in payloads if payload], axis=0)
         news = yield from self._tell_the_new(met, position)
-        return Mean(values=mean, staging=staging if knows else None, tensors=tensors, rows=rows, counters=counters, news=news)
+        return Mean(
+            values=mean,
+            staging=staging if knows else None,
+            tensors=tensors,
+            rows=rows,
+            counters=counters,
+            scales=scales,
+            news=news,
+        )
 
     def _read(self, staging: Staging, tensors: Sequence[torch.Tensor], position: int) -> Values:
         begin_s = time.perf_counter()

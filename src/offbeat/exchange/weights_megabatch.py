@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -256,7 +256,13 @@ class MegaBatches:
         """Go on from a merge as all others do."""
         mine = next(statement for statement in met.stated if statement.report.work.rank == self._rank)
         place = met.elder.report.place
-        merging = sorted((s for s in met.stated if s.kind == "merge" and not s.is_new), key=lambda s: s.report.work.rank)
+        assert met.mean is not None
+        total = sum(met.mean.scales)
+        works = [
+            replace(statement.report.work, weight=scale / total)
+            for statement, scale in zip(met.stated, met.mean.scales, strict=True)
+            if statement.kind == "merge" and not statement.is_new
+        ]
         staying = sorted((s for s in met.stated if s.kind == "merge"), key=lambda s: s.report.work.rank)
         self.ranks = tuple(statement.report.work.rank for statement in staying)
         if place is None or place.retry == 0:
@@ -269,7 +275,8 @@ class MegaBatches:
         self._in_hand = 0
         merged = None
         if place is not None:
-            merged = Merged(place=place, works=tuple(statement.report.work for statement in merging), ranks=self.ranks)
+            works.sort(key=lambda work: work.rank)
+            merged = Merged(place=place, works=tuple(works), ranks=self.ranks)
         self.entry = merged if mine.is_new else self.entry
         return merged
 

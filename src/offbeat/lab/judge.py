@@ -13,7 +13,7 @@ import numpy as np
 from offbeat.lab.breakdown import Steps, read_steps
 from offbeat.lab.comparison import Comparison, Difference, Measure
 from offbeat.lab.records import Evaluation, Record, Summary
-from offbeat.lab.statistics import Estimate, blocks, compare, estimate
+from offbeat.lab.statistics import Estimate, compare, estimate
 from offbeat.lab.verdict import findings, verdict
 
 _PHASES: Final[Mapping[Measure, str]] = {
@@ -35,7 +35,7 @@ class _Run:
     @property
     def block_s(self) -> Sequence[float]:
         """Seconds a step, in blocks of steps; a step takes as long as the mean of the ranks that did it."""
-        return list(map(float, blocks(self.steps.step_s())))
+        return self.steps.block_step_s()
 
     @property
     def block_samples_per_s(self) -> Sequence[float]:

@@ -43,7 +43,12 @@ class Routed(Driver):
     def gone(self) -> frozenset[int]:
         return self._messages.gone()
 
+    def dead(self) -> dict[int, str]:
+        """The ranks known to be dead and why; also once closed."""
+        return self._messages.dead()
+
     def close(self) -> None:
+        self._messages.wait_for_certainty()
         self._messages.close()
         self._dense.close()
 
