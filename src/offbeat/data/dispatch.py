@@ -234,6 +234,8 @@ class DispatchLoader:
         self._computed: list[Claim] = []
         self._updates, self._busy_s = 0, 0.0
         self._claimed_at_s: float | None = None
+        if desk.entry is not None:
+            self._begin()
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.epoch

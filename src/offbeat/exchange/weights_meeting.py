@@ -32,7 +32,7 @@ from offbeat.exchange.weights import ModelWeights, require_finite
 from offbeat.exchange.weights_merge_momentum import MergeMomentum
 from offbeat.exchange.weights_rows import TouchedRows
 from offbeat.exchange.weights_staging import Staging
-from offbeat.exchange.weights_statement import Kind, Report, Statement, purpose
+from offbeat.exchange.weights_statement import Kind, Report, Statement, hold_the_same, purpose
 from offbeat.planning.row_packing import packs
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 
@@ -48,7 +48,7 @@ class Met:
         kind: what was done; None: nobody knew anything.
         generation: whose members have met.
         stated: what they said, by position.
-        mean: of the models; None where there is none.
+        mean: of the models; None where nobody needs it.
     """
 
     kind: Kind | None
@@ -134,16 +134,20 @@ class Meetings:
                 raise _ended_on_the_way_in()
         return met
 
-    def finish(self, report: Report) -> None:
-        """Take part until all members have come to the end of their training."""
-        while self._meet("finish", self._weights, self._whole, report).kind != "finish":
-            pass
+    def finish(self, report: Report) -> bool:
+        """Take part until all members have come to the end of their training. Returns whether others have merged meanwhile."""
+        kinds: set[Kind | None] = set()
+        while "finish" not in kinds:
+            kinds.add(self._meet("finish", self._weights, self._whole, report).kind)
+        return "merge" in kinds
 
     def mean_into(self, weights: ModelWeights, report: Report) -> Met:
         """Write the mean of all members' models into `weights`, a copy of this rank's own. One that is new merges first."""
         while (met := self._meet("mean", weights, Staging(weights.tensors()), report)).kind != "merge":
-            if met.mean is None:
+            if met.kind == "finish":
                 raise _ended_on_the_way_in()
+            if met.mean is None:
+                return met
             if met.mean.staging is not None:
                 met.mean.staging.write_(met.mean.values, met.mean.tensors)
                 weights.write_counters(met.mean.counters)
@@ -179,7 +183,7 @@ class Meetings:
             )
             stated = yield from all_gather(position, generation.size, mine.to_bytes(), Statement.from_bytes)
             met = Met(kind=purpose(stated), generation=generation, stated=tuple(stated))
-            if met.kind in (None, "finish"):
+            if met.kind in (None, "finish") or (met.kind == "mean" and hold_the_same(stated)):
                 return met
             return replace(met, mean=(yield from self._mean(met, position, model, layout, touched)))
 

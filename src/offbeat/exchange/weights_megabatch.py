@@ -216,7 +216,8 @@ class MegaBatches:
     def on_finish(self) -> None:
         """No more steps: take part in the others' merges until they have come to the end too."""
         begin_s = time.monotonic()
-        self._meetings.finish(self._report(None, None))
+        if self._meetings.finish(self._report(None, None)):
+            self._merged_at_step = self._num_steps
         self._has_finished = True
         self._stood_still(begin_s, time.monotonic())
 
@@ -244,7 +245,13 @@ class MegaBatches:
     def _report(self, work: Work | None, place: Place | None) -> Report:
         """`work`: None: none that counts."""
         nothing = Work(rank=self._rank, claims=(), updates=0, batch_size=self.batch_size, busy_s=0.0)
-        return Report(work=work or nothing, place=place, largest=self._largest, num_steps=self._num_steps)
+        return Report(
+            work=work or nothing,
+            place=place,
+            largest=self._largest,
+            num_steps=self._num_steps,
+            since_merge=self._num_steps - self._merged_at_step,
+        )
 
     def _merge(self, work: Work | None, place: Place | None) -> Merged | None:
         begin_s, encode_s = time.monotonic(), self._meetings.encode_s

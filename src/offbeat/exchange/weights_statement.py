@@ -25,12 +25,14 @@ class Report:
         place: which round it comes from; None without a loader.
         largest: what fits into its memory, in samples; None: anything.
         num_steps: that it has taken.
+        since_merge: of them, after its last merge.
     """
 
     work: Work
     place: Place | None
     largest: int | None
     num_steps: int
+    since_merge: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,3 +111,10 @@ def purpose(stated: Sequence[Statement]) -> Kind | None:
         raise MismatchError(f"ranks merge different rounds, {places}; do all of them iterate over the loader?")
     order: tuple[Kind, ...] = ("merge", "mean", "finish")
     return next((kind for kind in order if kind in kinds), None)
+
+
+def hold_the_same(stated: Sequence[Statement]) -> bool:
+    """Whether no model has changed since the last merge, by which they were the same."""
+    knowing = [statement for statement in stated if not statement.is_new]
+    merged = {statement.num_merges for statement in knowing}
+    return len(merged) == 1 and 0 not in merged and not any(statement.report.since_merge for statement in knowing)
