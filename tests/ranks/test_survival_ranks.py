@@ -24,8 +24,8 @@ def samples(merges: list[dict[str, Any]]) -> list[int]:
 @pytest.mark.parametrize(
     ("label", "deaths"),
     [
-        ("adaptive", {"1": ("computing", 2), "2": ("merging", 20), "3": ("claiming", 6)}),
-        ("elastic", {"1": ("merging", 3), "2": ("merging", 13), "3": ("computing", 4)}),
+        ("adaptive", {"1": ("computing", 2), "2": ("merging", 9), "3": ("claiming", 6)}),
+        ("elastic", {"1": ("merging", 3), "2": ("merging", 9), "3": ("computing", 4)}),
     ],
 )
 def test_every_sample_counts_once_whoever_dies_where(run_ranks: RunRanks, label: str, deaths: dict[str, list[Any]]) -> None:

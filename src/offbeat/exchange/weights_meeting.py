@@ -99,6 +99,7 @@ class Meetings:
     Attributes:
         rows: those that have changed.
         num_merges: so far, in the run.
+        num_exchanges: that this rank has been in.
         encode_s: seconds spent on laying vectors out and writing results.
     """
 
@@ -114,7 +115,7 @@ class Meetings:
     ) -> None:
         self._parameters = list(weights.parameters.values())
         self.rows = TouchedRows(self._parameters)
-        self.num_merges = 0
+        self.num_merges = self.num_exchanges = 0
         self.encode_s = 0.0
         self._weights, self._assembly, self._shares = weights, assembly, shares
         self._momentum, self._norm, self._rank = momentum, norm, rank
@@ -287,6 +288,7 @@ class Meetings:
                 self._momentum.from_bytes(mean.news)
             self._momentum.add_()
         self.num_merges = met.elder.num_merges + 1
+        self.num_exchanges += 1
         self.rows.keep({number for statement in met.stated for number in statement.sparse}, self.num_merges)
         self._assembly.caught_up(met.generation)
         self.encode_s += time.perf_counter() - begin_s

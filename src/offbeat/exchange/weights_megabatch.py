@@ -238,7 +238,7 @@ class MegaBatches:
             self._follow(met)
 
     def counters(self) -> dict[str, float]:
-        return {"exchanges": self._meetings.num_merges, "encode_s": self._meetings.encode_s}
+        return {"exchanges": self._meetings.num_exchanges, "encode_s": self._meetings.encode_s}
 
     # One merge
 
