@@ -21,6 +21,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, Store
 
 from offbeat.engine.generations import Generations, Host
+from offbeat.exchange.spans import Profile
 from offbeat.exchange.weights import ModelWeights
 from offbeat.transport.driver import Driver, Stream
 
@@ -162,6 +163,13 @@ class HasCounters(Protocol):
 class HasWeight(Protocol):
     def averaging_weight(self) -> float:
         """This rank's weight in the mean of all ranks' models; 1.0 where no part says otherwise."""
+        ...
+
+
+@runtime_checkable
+class HasProfile(Protocol):
+    def take_profile(self) -> Profile | None:
+        """The step that has just ended, if it is one that was looked at closely."""
         ...
 
 
