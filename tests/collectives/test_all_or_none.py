@@ -79,7 +79,7 @@ def test_a_death_on_the_way_leaves_the_others_of_one_mind(when: str) -> None:
     def dies() -> Collective[int]:
         yield from ring(2, 3)
         if when == "after":
-            yield Send(1, b"")  # the first message of the round in which all learn that everyone has an outcome
+            yield Send(1, bytes(8))  # the first message of the round in which all learn that everyone has an outcome
         raise PeerError("killed", rank=2)
 
     for seed in range(20):

@@ -239,7 +239,7 @@ def rows(rank: int, world_size: int) -> dict[str, Any]:
     with offbeat.attach(net, optimizer, strategy) as session:
         sent = session.stats.bytes_sent
         for merge in range(5):
-            words = torch.arange(20).reshape(2, 10) + 100 * (10 * merge + rank)
+            words = torch.arange(20).reshape(2, 10) + 20 * (2 * merge + rank)
             net(words).sum().backward()
             if merge == 4:
                 with torch.no_grad():
