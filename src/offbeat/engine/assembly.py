@@ -49,6 +49,7 @@ class Assembly:
 
     Attributes:
         is_new: whether this rank knows nothing of what the others have done.
+        has_finished: whether all have come to the end of their training, so that who leaves is worth no remark.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Assembly:
         notify: Callable[[str], None],
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self.is_new = False
+        self.is_new = self.has_finished = False
         self._store = store
         self._count = count
         self._notify = notify
@@ -138,7 +139,8 @@ class Assembly:
             self._changed.notify_all()
         if old is not None:
             old.driver.close()  # whoever waits there hears of it, and goes over too
-            self._notify(changes(old.generation, generation))
+            if not self.has_finished:
+                self._notify(changes(old.generation, generation))
 
     def unreachable(self) -> frozenset[int]:
         with self._changed:

@@ -218,7 +218,7 @@ class MegaBatches:
         begin_s = time.monotonic()
         if self._meetings.finish(self._report(None, None)):
             self._merged_at_step = self._num_steps
-        self._has_finished = True
+        self._has_finished = self._assembly.has_finished = True
         self._stood_still(begin_s, time.monotonic())
 
     def on_abandon(self, reason: str) -> None:
