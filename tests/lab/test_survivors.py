@@ -99,15 +99,16 @@ def test_the_survivors_finish_and_the_loss_is_reported(npz: Path, tmp_path: Path
     assert latest(tmp_path / "run" / "checkpoint").world_size == 3
 
 
+class Waiting(Killing):
+    """Ends the run once the worker that came back has trained."""
+
+    def __call__(self, report: Progress | News) -> None:
+        super().__call__(report)
+        if isinstance(report, Progress) and len(self.pids.get(1, ())) == 2 and self.at_step.pop(-1, None):
+            signal.raise_signal(signal.SIGINT)
+
+
 def test_a_worker_that_returns_joins_the_others_at_their_step(npz: Path, tmp_path: Path) -> None:
-    class Waiting(Killing):
-        """Ends the run once the worker that came back has trained."""
-
-        def __call__(self, report: Progress | News) -> None:
-            super().__call__(report)
-            if isinstance(report, Progress) and len(self.pids.get(1, ())) == 2 and self.at_step.pop(-1, None):
-                signal.raise_signal(signal.SIGINT)
-
     faults = (Fault(at_s=0.5, worker=1, action="kill"), Fault(at_s=0.6, worker=1, action="return"))
     watch = Waiting({-1: 1})
     summary = run(npz, tmp_path / "run", watch, steps=ENDLESS, workers=2, faults=faults)
@@ -142,6 +143,20 @@ def test_where_samples_are_claimed_each_counts_once_whoever_dies(npz: Path, tmp_
     assert [share.rank for share in mega_batch.by_rank] == [0, 2]
     manifest = latest(out / "checkpoint")
     assert (manifest.step, manifest.world_size) == (summary.steps, 2)
+
+
+def test_where_samples_are_claimed_a_worker_that_returns_claims_again(npz: Path, tmp_path: Path) -> None:
+    faults = (Fault(at_s=0.5, worker=1, action="kill"), Fault(at_s=0.6, worker=1, action="return"))
+    out = tmp_path / "run"
+    settings = ("mega_batch=32",)
+    summary = run(npz, out, Waiting({-1: 1}), steps=ENDLESS, workers=2, faults=faults, strategy="adaptive", settings=settings)
+    (loss,) = summary.losses
+    assert loss.returned_step is not None
+    assert summary.replicas_identical
+    present = [[share.rank for share in mega_batch.by_rank] for mega_batch in Record(out).mega_batches()]
+    assert present[0] == present[-1] == [0, 1]
+    assert [0] in present
+    assert latest(out / "checkpoint").world_size == 2
 
 
 def test_when_all_have_died_the_run_has_failed(npz: Path, tmp_path: Path) -> None:
