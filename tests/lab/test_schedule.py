@@ -100,7 +100,9 @@ def test_steps_of_merges_follow_each_other_and_a_stop_changes_nothing(
     schedule = claimed(settings, Position(), mega_batch=mega_batch)
     target, steps, number = schedule.target, [0], 0
     while not schedule.complete:
+        foretold = schedule.step_of_next_merge
         merge(schedule, number, mega_batch)
+        assert schedule.position.step == foretold
         number += 1
         steps.append(schedule.position.step)
         if number == stop_after:

@@ -75,6 +75,13 @@ class ClaimedSchedule:
         return self._others + self._steps_in(epochs, self._num_samples * merges // self._merges_per_epoch)
 
     @property
+    def step_of_next_merge(self) -> int:
+        """Steps done when the mega-batch under way is merged."""
+        merges = -(-self.position.num_samples * self._merges_per_epoch // self._num_samples) + 1
+        samples = self._num_samples * merges // self._merges_per_epoch
+        return self._others + self._steps_in(self.position.epoch, samples)
+
+    @property
     def complete(self) -> bool:
         return self.position.step >= self.target
 

@@ -201,8 +201,8 @@ class Watch:
     def _tell(self, now_s: float) -> None:
         schedule, stats = self._run.schedule, self._before
         step = schedule.position.step
-        if self._unmerged:  # the last step is done when it is merged
-            step = max(step, min(step + len(self._unmerged), schedule.target - 1))
+        if isinstance(schedule, ClaimedSchedule) and self._unmerged:  # the last step is done when it is merged
+            step = max(step, min(step + len(self._unmerged), schedule.step_of_next_merge - 1))
         num_steps = max(1, step - self._step_reported)
         seconds = max(1e-9, self.seconds - self._seconds_reported)
         self._report(
