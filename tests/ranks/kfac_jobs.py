@@ -52,11 +52,11 @@ def train(
                     noted = Counter(span.kind for span in profile.spans)
             plan = part_of(session).plan
             results[label] = {
+                "noted": noted,
                 "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
                 "fingerprint": fingerprint(model),
                 "owners": plan.owners,
                 "num_groups": len(plan.groups),
-                "noted": noted,
                 "notices": session.notices,
             }
     return results
