@@ -8,6 +8,7 @@ out, and is let in again as one that is new.
 from __future__ import annotations
 
 import json
+import math
 import random
 import struct
 from collections import defaultdict, deque
@@ -109,6 +110,7 @@ class Worker:
                         self.model = self.model + (self.rank + 1) * claim.num_samples
                 place = yield from self._meet(place, held)
             world.over = self.came_to_the_end = True
+            world.over_at_s = min(world.over_at_s, world.cluster.now_s)
         except Over:
             pass
 
@@ -206,6 +208,8 @@ class Worker:
             try:
                 stashed.append(bytes((yield Recv(peer, POLL_S))))
             except PeerTimeoutError:
+                if self.world.cluster.now_s > self.world.over_at_s + 5:  # the others have gone home
+                    raise Over from None
                 newest = self.world.newest_for(self.rank)
                 if newest is not None and newest.number > listed.number:
                     raise PeerError("this generation is over here") from None
@@ -219,6 +223,7 @@ class World:
         self.draw = random.Random(f"{script.seed} ways")
         self.store = HashStore()
         self.over = False
+        self.over_at_s = math.inf
         size = script.founders + script.joiners
         self.cluster = VirtualCluster(
             size,
