@@ -25,12 +25,14 @@ from offbeat.data.lockstep import LockstepLoader
 from offbeat.engine.generations import Generations, Host
 from offbeat.engine.membership import Generation, Member
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError, UnsupportedError
+from offbeat.exchange.spans import Profile
 from offbeat.exchange.weights import ModelWeights, choose_buffers
 from offbeat.feeding import Feeding
 from offbeat.hooks import BackwardHooks
 from offbeat.strategies.base import (
     AveragesAlone,
     HasCounters,
+    HasProfile,
     HasWeight,
     OnAbandon,
     OnAfterStep,
@@ -276,6 +278,7 @@ class Session:
         self._hear_before_update = [part for part in self._parts if isinstance(part, OnBeforeUpdate)]
         self._hear_after_step: list[OnAfterStep] = [part for part in self._parts if isinstance(part, OnAfterStep)]
         self._counted = [part for part in self._parts if isinstance(part, HasCounters)]
+        self._profiled = next((part for part in self._parts if isinstance(part, HasProfile)), None)
         self._alone = next((part for part in self._parts if isinstance(part, AveragesAlone)), None)
         self._hooks = BackwardHooks(model, list(self._parameters.values()), self)
         self._step_handles = [
@@ -318,6 +321,10 @@ class Session:
         All ranks leave a collective at about the same time; who keeps whom waiting shows only in when they come to it.
         """
         return self._counting.take_ready_at_s()
+
+    def take_profile(self) -> Profile | None:
+        """What the strategy did within the step that has just ended, if it is one that was looked at closely."""
+        return None if self._profiled is None else self._profiled.take_profile()
 
     def join(self) -> None:
         """Take part in the other ranks' exchange without a backward pass, contributing nothing new.

@@ -154,7 +154,7 @@ def resolve_resume(stored: RunConfig, request: Request, *, steps_done: int, epoc
     config = stored.model_copy(
         update={
             "workers": workers,
-            "cluster": None if stored.cluster is None else stored.cluster.with_workers(workers),
+            "cluster": None if stored.cluster is None else stored.cluster.left_with(workers),
             "epochs": request.epochs or (None if request.steps else stored.epochs),
             "steps": request.steps or (None if request.epochs else stored.steps),
         }

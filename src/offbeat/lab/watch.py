@@ -16,6 +16,7 @@ from offbeat.lab.attached import Attached
 from offbeat.lab.breakdown import together
 from offbeat.lab.meeting import Meeting
 from offbeat.lab.pace import Pace
+from offbeat.lab.profiles import ProfileWriter
 from offbeat.lab.progress import ELAPSED_VARIABLE, Paused, Progress, Reporter
 from offbeat.lab.records import Evaluation, EventWriter, MegaBatch, Record, Share, StepEvent
 from offbeat.lab.schedule import ClaimedSchedule, Schedule
@@ -51,6 +52,7 @@ class Watch:
             attempt=len(run.record.attempts) - 1,
             start_step=run.schedule.position.step if run.meeting.life else None,
         )
+        self._profiles = ProfileWriter(run.record.path, rank=run.meeting.rank, attempt=len(run.record.attempts) - 1)
         self._before = self.first = run.attached.stats
         self.first_step = run.schedule.position.step
         self.seconds = 0.0
@@ -78,6 +80,8 @@ class Watch:
             self._unmerged.append(event)
         else:
             self._events.add(event)
+        if (profile := self._run.attached.take_profile()) is not None:
+            self._profiles.add(event.step, profile)
         self._tell_now_and_then()
 
     def merged(self, works: Sequence[Work], *, number: int, epoch: int, first_step: int) -> None:
