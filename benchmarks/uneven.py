@@ -1,8 +1,8 @@
 """Adaptive SGD on workers of unequal speeds: four of them behind emulated links of 1 Gbit/s, each rule for batch sizes.
 
 Task `xmc` on the bundled data, batches of 32 on average, merged after each pass over 6,815 samples: 53 batches a worker. Steps
-are padded to 100 ms, so that four workers fit on two cores; `--quotas` gives workers shares of the CPU in place of that, without
-padding. A figure is the samples a second of all workers together from the third mega-batch on, over those of the same workers
+are padded to 100 ms, so that four workers fit on two cores; with `--quotas` they are not, and workers have shares of the CPU.
+A figure is the samples a second of all workers together from the third mega-batch on, over those of the same workers
 exchanging nothing, measured in the same round. Beside it stands the ceiling: the same if claims and merges took no time, so
 that only the wait for the last batch is left (`offbeat.planning.dispatch`).
 
