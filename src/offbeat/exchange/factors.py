@@ -123,7 +123,8 @@ class FactorExchange:
         self._names = [block.name.replace("_orig_mod.", "") for block in blocks]
         self._shapes = [block.shape(side) for block in blocks for side in SIDES]
         self._likes = [_like(block) for block in blocks for _ in SIDES]
-        self._inverter = Inverter(notify, usual_form(self._likes[0].device))
+        self._form = usual_form(self._likes[0].device, settings.inverse_interval)
+        self._inverter = Inverter(notify, self._form)
         self._factors = [
             RunningFactor(shape, dtype=like.dtype, device=like.device)
             for shape, like in zip(self._shapes, self._likes, strict=True)
@@ -135,6 +136,7 @@ class FactorExchange:
         self._num_profiled = 0
         self._step = 0
         self._good = True
+        self._is_stale = False
         self._open = self._sent = self._streams = False
         self._increments: dict[int, Increment] = {}
         self._plan = plan
@@ -200,8 +202,7 @@ class FactorExchange:
         """Forget what was sent and not taken in. It must arrive first: the next factors use the same buffers."""
         if self._sent:
             for message in self._messages:
-                for _ in message.wait():
-                    pass
+                message.wait()
         self._sent = False
         self._increments = {}
 
@@ -277,8 +278,9 @@ class FactorExchange:
             return
         if self._sent:
             self._take_in()
-        if self._step % self._settings.inverse_interval == 0:
+        if self._step % self._settings.inverse_interval == 0 or self._is_stale:
             self._inverses.run(self._job)
+            self._is_stale = False
         begin_s = time.perf_counter()
         self._precondition()
         self.times.precondition_s += time.perf_counter() - begin_s
@@ -292,10 +294,12 @@ class FactorExchange:
     def _take_in(self) -> None:
         """Wait for the sums and average them over time."""
         self._sent = False
-        begin_s = time.perf_counter()
         retired: list[tuple[int, torch.Tensor]] = []
         for message in self._messages:
-            for slot, mean, total, num_retired in message.wait():
+            begin_s = time.perf_counter()
+            message.wait()
+            self.times.wait_s += time.perf_counter() - begin_s
+            for slot, mean, total, num_retired in message.read():
                 self._factors[slot].update_(mean, weight=total, decay=self._settings.decay)
                 retired.append((slot // 2, num_retired))
         for slot, (packed, weight) in self._increments.items():
@@ -306,7 +310,6 @@ class FactorExchange:
         if retired:
             counts = torch.stack([num_retired.to(self._likes[0]) for _, num_retired in retired]).tolist()
             self._retire({index for (index, _), count in zip(retired, counts, strict=True) if count})
-        self.times.wait_s += time.perf_counter() - begin_s
         self._expected = [max(pair) for pair in zip(self._expected, self._seen, strict=True)]
         self._learned = True
         self._learn_times()
@@ -362,7 +365,7 @@ class FactorExchange:
         inputs, outputs = self._inverses.packed[2 * index : 2 * index + 2]
         if inputs is None or outputs is None:
             return None
-        return Inverses(inputs, outputs, usual_form(inputs.device))
+        return Inverses(inputs, outputs, self._form)
 
     def _watch_root(self, model: nn.Module) -> Callable[..., None]:
         """Factors leave early in passes for training only. A plain function, which copies of the model pass over."""
@@ -394,7 +397,10 @@ class FactorExchange:
                 kept |= {f"{self._key(slot)}/{name}": tensor for name, tensor in factor.state_dict().items()}
         local: dict[str, Any] = {} if self._plan.groups else kept
         replicated: dict[str, Any] = kept if self._plan.groups else {}
-        inverses = {f"{self._key(slot)}/inverse": t for slot, t in enumerate(self._inverses.packed) if t is not None}
+        inverses: dict[str, Any] = {
+            f"{self._key(slot)}/inverse": t for slot, t in enumerate(self._inverses.packed) if t is not None
+        }
+        inverses["form"] = self._form
         if self._plan.by_owner:
             local = local | inverses
         else:
@@ -411,7 +417,10 @@ class FactorExchange:
         return {"replicated": replicated, "local": local}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """In a world of another size owners change: an inverse that is missing here is made in the next step that inverts."""
+        """In a world of another size owners change: an inverse that is missing here is made in the next step that inverts.
+
+        Where another form of inverses is kept by now, all are made in the next step.
+        """
         replicated, saved = state["replicated"], {**state["replicated"], **state["local"]}
         self._check(saved)
         if replicated["world_size"] == self._driver.world_size:
@@ -419,11 +428,13 @@ class FactorExchange:
             owners, by_owner = tuple(replicated["owners"]), bool(replicated["by_owner"])
             self._adopt(FactorPlan(groups=groups, streamed=self._plan.streamed, owners=owners, by_owner=by_owner))
             self._num_profiled = int(replicated["num_profiled"])
+        self._is_stale = saved["form"] != self._form
         for slot, factor in enumerate(self._factors):
             if f"{self._key(slot)}/sum" in saved:
                 factor.load_state_dict({name: saved[f"{self._key(slot)}/{name}"] for name in ("sum", "mass")})
             if (inverse := self._inverses.packed[slot]) is not None:
-                inverse.copy_(saved.get(f"{self._key(slot)}/inverse", torch.zeros_like(inverse)))
+                none = torch.zeros_like(inverse)
+                inverse.copy_(none if self._is_stale else saved.get(f"{self._key(slot)}/inverse", none))
         self._step = int(replicated["step"])
         self._retired = set()
         self._retire({index for index, name in enumerate(self._names) if name in replicated["retired"]})
