@@ -18,6 +18,8 @@ from offbeat.curvature.eigen import decompose
 from offbeat.curvature.inverses import Inverter, Job
 from offbeat.curvature.precondition import Curvature, Eigens, Inverses, Matrices, kl_scale, precondition_, read_gradients
 
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
+
 DAMPING = 0.3
 How: TypeAlias = Literal["triangle", "inverse", "eigen"]
 

@@ -123,8 +123,7 @@ class FactorExchange:
         self._names = [block.name.replace("_orig_mod.", "") for block in blocks]
         self._shapes = [block.shape(side) for block in blocks for side in SIDES]
         self._likes = [_like(block) for block in blocks for _ in SIDES]
-        self._form = usual_form(self._likes[0].device, settings.inverse_interval)
-        self._inverter = Inverter(notify, self._form)
+        self._inverter = Inverter(notify, usual_form(self._likes[0].device))
         self._factors = [
             RunningFactor(shape, dtype=like.dtype, device=like.device)
             for shape, like in zip(self._shapes, self._likes, strict=True)
@@ -136,7 +135,6 @@ class FactorExchange:
         self._num_profiled = 0
         self._step = 0
         self._good = True
-        self._is_stale = False
         self._open = self._sent = self._streams = False
         self._increments: dict[int, Increment] = {}
         self._plan = plan
@@ -278,9 +276,8 @@ class FactorExchange:
             return
         if self._sent:
             self._take_in()
-        if self._step % self._settings.inverse_interval == 0 or self._is_stale:
+        if self._step % self._settings.inverse_interval == 0:
             self._inverses.run(self._job)
-            self._is_stale = False
         begin_s = time.perf_counter()
         self._precondition()
         self.times.precondition_s += time.perf_counter() - begin_s
@@ -365,7 +362,7 @@ class FactorExchange:
         inputs, outputs = self._inverses.packed[2 * index : 2 * index + 2]
         if inputs is None or outputs is None:
             return None
-        return Inverses(inputs, outputs, self._form)
+        return Inverses(inputs, outputs, usual_form(inputs.device))
 
     def _watch_root(self, model: nn.Module) -> Callable[..., None]:
         """Factors leave early in passes for training only. A plain function, which copies of the model pass over."""
@@ -397,10 +394,7 @@ class FactorExchange:
                 kept |= {f"{self._key(slot)}/{name}": tensor for name, tensor in factor.state_dict().items()}
         local: dict[str, Any] = {} if self._plan.groups else kept
         replicated: dict[str, Any] = kept if self._plan.groups else {}
-        inverses: dict[str, Any] = {
-            f"{self._key(slot)}/inverse": t for slot, t in enumerate(self._inverses.packed) if t is not None
-        }
-        inverses["form"] = self._form
+        inverses = {f"{self._key(slot)}/inverse": t for slot, t in enumerate(self._inverses.packed) if t is not None}
         if self._plan.by_owner:
             local = local | inverses
         else:
@@ -417,10 +411,7 @@ class FactorExchange:
         return {"replicated": replicated, "local": local}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """In a world of another size owners change: an inverse that is missing here is made in the next step that inverts.
-
-        Where another form of inverses is kept by now, all are made in the next step.
-        """
+        """In a world of another size owners change: an inverse that is missing here is made in the next step that inverts."""
         replicated, saved = state["replicated"], {**state["replicated"], **state["local"]}
         self._check(saved)
         if replicated["world_size"] == self._driver.world_size:
@@ -428,13 +419,11 @@ class FactorExchange:
             owners, by_owner = tuple(replicated["owners"]), bool(replicated["by_owner"])
             self._adopt(FactorPlan(groups=groups, streamed=self._plan.streamed, owners=owners, by_owner=by_owner))
             self._num_profiled = int(replicated["num_profiled"])
-        self._is_stale = saved["form"] != self._form
         for slot, factor in enumerate(self._factors):
             if f"{self._key(slot)}/sum" in saved:
                 factor.load_state_dict({name: saved[f"{self._key(slot)}/{name}"] for name in ("sum", "mass")})
             if (inverse := self._inverses.packed[slot]) is not None:
-                none = torch.zeros_like(inverse)
-                inverse.copy_(none if self._is_stale else saved.get(f"{self._key(slot)}/inverse", none))
+                inverse.copy_(saved.get(f"{self._key(slot)}/inverse", torch.zeros_like(inverse)))
         self._step = int(replicated["step"])
         self._retired = set()
         self._retire({index for index, name in enumerate(self._names) if name in replicated["retired"]})

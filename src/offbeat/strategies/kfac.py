@@ -28,7 +28,7 @@ import torch
 
 from offbeat.curvature.averages import RunningFactor
 from offbeat.curvature.blocks import SIDES, Block, FactorShape
-from offbeat.curvature.inverses import Form, Inverter, Job, usual_form
+from offbeat.curvature.inverses import Inverter, Job, usual_form
 from offbeat.curvature.options import FactorOptions
 from offbeat.curvature.packing import pack
 from offbeat.curvature.survey import survey
@@ -203,8 +203,7 @@ class KFACStrategy(Strategy):
             )
         costs = None
         if self.measures and driver.world_size > 1:
-            invert = partial(_invert, likes[0], usual_form(likes[0].device, self.inverse_interval))
-            costs = measure(driver, stream, largest_dim=max(dims), like=likes[0], invert=invert)
+            costs = measure(driver, stream, largest_dim=max(dims), like=likes[0], invert=partial(_invert, likes[0]))
         return Setting(
             world_size=driver.world_size,
             alike=alike,
@@ -220,10 +219,10 @@ def _equal_dim(shape: FactorShape) -> int:
     return 1 if shape.is_diagonal else max(round(shape.dim * shape.groups ** (1 / 3)), 1)
 
 
-def _invert(like: torch.Tensor, form: Form, matrix: torch.Tensor) -> None:
+def _invert(like: torch.Tensor, matrix: torch.Tensor) -> None:
     """As training does, to be timed."""
     shape = FactorShape(groups=1, dim=matrix.shape[0])
     factor = RunningFactor(shape, dtype=like.dtype, device=like.device)
     damping = torch.ones((), dtype=like.dtype, device=like.device)
     job = Job(name="sample", packed=pack(matrix[None]), shape=shape, damping=damping, valid=factor.mass >= 0)
-    Inverter(lambda _: None, form).invert([job])
+    Inverter(lambda _: None, usual_form(like.device)).invert([job])
