@@ -105,13 +105,13 @@ def measure(rank: int, world_size: int, rounds: int, stride: int) -> dict[str, l
                 optimizer.zero_grad()
 
             trainers[label] = step, session
-        for step, _ in trainers.values():
-            for _ in range(INVERSE_INTERVAL if step is trainers["at intervals"][0] else STEPS_A_ROUND):
-                step()
+        for label, (run_step, _) in trainers.items():
+            for _ in range(INVERSE_INTERVAL if label == "at intervals" else STEPS_A_ROUND):
+                run_step()
         for _ in range(rounds):
-            for label, (step, session) in trainers.items():
+            for label, (run_step, session) in trainers.items():
                 counted = {} if label == "ssgd" else part_of(session).counters()
-                taken_s = timed(lambda step=step: [step() for _ in range(STEPS_A_ROUND)])  # type: ignore[misc]
+                taken_s = timed(lambda run_step=run_step: [run_step() for _ in range(STEPS_A_ROUND)])  # type: ignore[misc]
                 spent = {} if label == "ssgd" else part_of(session).counters()
                 row = {what: (spent[what] - counted[what]) / STEPS_A_ROUND for what in spent}
                 found[label].append(row | {"step_s": taken_s / STEPS_A_ROUND})

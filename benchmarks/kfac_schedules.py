@@ -42,16 +42,15 @@ WARM_UP = 6
 NO_SLOWER = 0.98
 """Schedules that are as good as each other differ by less than this."""
 
-EVERY_STEP = {"factor_interval": 1, "inverse_interval": 1}
 SCHEDULES: dict[str, KFACStrategy] = {
-    "dkfac": offbeat.DKFAC(**EVERY_STEP),
-    "mpdkfac": offbeat.MPDKFAC(**EVERY_STEP),
-    "spdkfac": offbeat.SPDKFAC(**EVERY_STEP),
+    "dkfac": offbeat.DKFAC(factor_interval=1, inverse_interval=1),
+    "mpdkfac": offbeat.MPDKFAC(factor_interval=1, inverse_interval=1),
+    "spdkfac": offbeat.SPDKFAC(factor_interval=1, inverse_interval=1),
 }
 FUSIONS: dict[str, KFACStrategy] = {
-    "spdkfac": offbeat.SPDKFAC(**EVERY_STEP),
-    "unfused": offbeat.SPDKFAC(fusion="none", **EVERY_STEP),
-    "fully fused": offbeat.SPDKFAC(fusion="all", **EVERY_STEP),
+    "spdkfac": offbeat.SPDKFAC(factor_interval=1, inverse_interval=1),
+    "unfused": offbeat.SPDKFAC(fusion="none", factor_interval=1, inverse_interval=1),
+    "fully fused": offbeat.SPDKFAC(fusion="all", factor_interval=1, inverse_interval=1),
 }
 
 
@@ -70,6 +69,12 @@ class Pause(torch.autograd.Function):
         return gradient, None, None
 
 
+def pause(x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+    """`x`, later, and its gradient later too."""
+    y: torch.Tensor = Pause.apply(x, forward_s, backward_s)  # type: ignore[no-untyped-call]
+    return y
+
+
 class Slow(nn.Module):
     """A layer whose forward pass takes longer, behind its inputs, and whose backward pass twice as long, behind its outputs."""
 
@@ -79,7 +84,7 @@ class Slow(nn.Module):
         self.forward_s = forward_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = Pause.apply(self.layer(Pause.apply(x, 0.0, 2 * self.forward_s)), self.forward_s, 0.0)
+        y: torch.Tensor = pause(self.layer(pause(x, 0.0, 2 * self.forward_s)), self.forward_s, 0.0)
         return y
 
 
