@@ -27,6 +27,7 @@ HYPER: list[dict[str, Any]] = [
     {"damping": 0.01, "decay": 0.9, "kl_clip": None, "factor_interval": 1, "inverse_interval": 1},
     {"damping": 0.01, "decay": 0.5, "kl_clip": 1e-3, "factor_interval": 2, "inverse_interval": 3},
     {"damping": 0.1, "decay": 0.0, "kl_clip": 1e-2, "factor_interval": 1, "inverse_interval": 2, "pi": True},
+    {"damping": 0.02, "decay": 0.8, "kl_clip": 1e-2, "factor_interval": 1, "inverse_interval": 2, "inverse": "eigen"},
 ]
 
 Attach = Callable[..., tuple[nn.Sequential, torch.optim.Optimizer, Session]]
@@ -205,6 +206,8 @@ def test_layers_that_are_not_covered_are_named_once(attached: Attach) -> None:
         ({"exchange": "gtopp"}, "did you mean 'gtopk'"),
         ({"exchange": offbeat.LocalSGD()}, "that exchanges gradients"),
         ({"sharing": "contract"}, "'expand' and 'reduce'"),
+        ({"inverse": "newton"}, "inverse must be one of"),
+        ({"inverse": "eigen", "pi": True}, "leave pi out"),
     ],
 )
 def test_options_outside_their_range_are_refused(kind: type[KFACStrategy], options: dict[str, Any], said: str) -> None:

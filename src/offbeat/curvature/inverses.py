@@ -81,6 +81,10 @@ class Inverter:
         self._verdicts: list[_Verdict] = []
         self._suspects: set[str] = set()
 
+    def kept(self, shape: FactorShape) -> tuple[int, int]:
+        """Shape of what is kept of a factor's inverse."""
+        return shape.packed
+
     def invert(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
         """What stands for the inverses of (factor + damping * identity), packed, as `jobs`; zeros where there is none."""
         self._read_verdicts()

@@ -27,9 +27,10 @@ from torch import nn
 from offbeat.curvature.averages import RunningFactor, damping_of
 from offbeat.curvature.blocks import SIDES, Block, Side
 from offbeat.curvature.capture import Capture, Increment
+from offbeat.curvature.eigen import Decomposer, Eigen
 from offbeat.curvature.inverses import Inverter, Job, usual_form
 from offbeat.curvature.options import FactorOptions
-from offbeat.curvature.precondition import Inverses, precondition_
+from offbeat.curvature.precondition import Curvature, Eigens, Inverses, precondition_
 from offbeat.errors import CheckpointError
 from offbeat.exchange.directions import precondition_by_owners_
 from offbeat.exchange.factor_costs import slowest_ready_s
@@ -50,6 +51,7 @@ class FactorSettings:
     Attributes:
         damping: as of `curvature.averages.damping_of`, > 0.
         pi: the same.
+        eigen: whether factors are decomposed and their product is damped, instead of each of them being damped and inverted.
         decay: how much of the running averages to keep in each step with factors, in [0, 1).
         kl_clip: limit of a step's predicted change, > 0; None: no limit.
         factor_interval: steps from one with factors to the next, >= 1.
@@ -59,6 +61,7 @@ class FactorSettings:
 
     damping: float
     pi: bool
+    eigen: bool
     decay: float
     kl_clip: float | None
     factor_interval: int
@@ -123,7 +126,8 @@ class FactorExchange:
         self._names = [block.name.replace("_orig_mod.", "") for block in blocks]
         self._shapes = [block.shape(side) for block in blocks for side in SIDES]
         self._likes = [_like(block) for block in blocks for _ in SIDES]
-        self._inverter = Inverter(notify, usual_form(self._likes[0].device))
+        form = usual_form(self._likes[0].device)
+        self._inverter: Inverter | Decomposer = Decomposer(notify) if settings.eigen else Inverter(notify, form)
         self._factors = [
             RunningFactor(shape, dtype=like.dtype, device=like.device)
             for shape, like in zip(self._shapes, self._likes, strict=True)
@@ -358,11 +362,14 @@ class FactorExchange:
         else:
             precondition_(blocks, [inverse for inverse in inverses if inverse is not None], lrs=lrs, kl_clip=kl_clip)
 
-    def _inverses_of(self, index: int) -> Inverses | None:
+    def _inverses_of(self, index: int) -> Curvature | None:
         inputs, outputs = self._inverses.packed[2 * index : 2 * index + 2]
         if inputs is None or outputs is None:
             return None
-        return Inverses(inputs, outputs, usual_form(inputs.device))
+        if not self._settings.eigen:
+            return Inverses(inputs, outputs, usual_form(inputs.device))
+        a, g = Eigen.of(inputs, self._shapes[2 * index]), Eigen.of(outputs, self._shapes[2 * index + 1])
+        return Eigens(a, g, self._settings.damping)
 
     def _watch_root(self, model: nn.Module) -> Callable[..., None]:
         """Factors leave early in passes for training only. A plain function, which copies of the model pass over."""
@@ -432,12 +439,13 @@ class FactorExchange:
 
     def _check(self, saved: Mapping[str, Any]) -> None:
         """Before anything is changed."""
-        known = {self._key(slot): shape for slot, shape in enumerate(self._shapes)}
+        known = {f"{self._key(slot)}/sum": shape.packed for slot, shape in enumerate(self._shapes)}
+        known |= {f"{self._key(slot)}/inverse": self._inverter.kept(shape) for slot, shape in enumerate(self._shapes)}
         for name, value in saved.items():
             key, _, what = name.rpartition("/")
-            if what in ("sum", "inverse") and (key not in known or tuple(value.shape) != known[key].packed):
-                here = known[key].packed if key in known else "no such factor"
-                raise CheckpointError(f"factor {key!r} was saved with shape {tuple(value.shape)}, here there is {here}")
+            if what in ("sum", "inverse") and tuple(value.shape) != known.get(name):
+                here = known.get(name, "no such factor")
+                raise CheckpointError(f"{what} of {key!r} was saved with shape {tuple(value.shape)}, here there is {here}")
 
     def _key(self, slot: int) -> str:
         return f"{self._names[slot // 2]}/{SIDES[slot % 2]}"

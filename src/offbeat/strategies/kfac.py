@@ -28,6 +28,7 @@ import torch
 
 from offbeat.curvature.averages import RunningFactor
 from offbeat.curvature.blocks import SIDES, Block, FactorShape
+from offbeat.curvature.eigen import Decomposer
 from offbeat.curvature.inverses import Inverter, Job, usual_form
 from offbeat.curvature.options import FactorOptions
 from offbeat.curvature.packing import pack
@@ -36,12 +37,12 @@ from offbeat.errors import ConfigError, UnsupportedError, nearest
 from offbeat.exchange.factor_costs import are_alike, measure
 from offbeat.exchange.factors import FactorExchange, FactorSettings
 from offbeat.exchange.turns import InTurn, Turns
-from offbeat.planning.factor_plan import FactorPlan, Setting, block_owners
+from offbeat.planning.factor_plan import FactorCosts, FactorPlan, Setting, block_owners
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Part, Strategy, Workspace
 from offbeat.strategies.gradient import GradientStrategy, Pair
 from offbeat.strategies.gtopk import GTopK
-from offbeat.strategies.options import require_at_least, require_fraction_below_one, require_positive
+from offbeat.strategies.options import require_at_least, require_fraction_below_one, require_one_of, require_positive
 from offbeat.strategies.topk import TopK
 
 EXCHANGES: dict[str, type[GradientStrategy]] = {kind.name: kind for kind in (AllReduce, TopK, GTopK)}
@@ -59,6 +60,7 @@ class KFACStrategy(Strategy):
         decay: how much of the running averages each step with factors keeps, in [0, 1).
         kl_clip: limit of the change that a step may make by its own estimate, > 0; none: no limit.
         pi: whether to divide the square root of the damping between A and G by the ratio of their traces.
+        inverse: how factors are inverted: "cholesky" damps and inverts each, "eigen" decomposes them and damps their product.
         exchange: how gradients are exchanged: "allreduce", "topk", "gtopk", or one of these strategies with options of its own.
         loss: whether the loss is the "mean" or the "sum" over examples.
         sharing: for layers that see several positions of an example: "expand" treats them as independent, "reduce" averages
@@ -79,6 +81,7 @@ class KFACStrategy(Strategy):
     decay: float = 0.95
     kl_clip: float | None = 0.001
     pi: bool = False
+    inverse: Literal["cholesky", "eigen"] = "cholesky"
     exchange: GradientStrategy | Literal["allreduce", "topk", "gtopk"] = "allreduce"
     loss: Literal["mean", "sum"] = "mean"
     sharing: Literal["expand", "reduce"] = "expand"
@@ -95,6 +98,12 @@ class KFACStrategy(Strategy):
         require_fraction_below_one("decay", self.decay)
         if self.kl_clip is not None:
             require_positive("kl_clip", self.kl_clip)
+        require_one_of("inverse", self.inverse, ("cholesky", "eigen"))
+        if self.pi and self.inverse == "eigen":
+            raise ConfigError(
+                'pi=True divides the damping between A and G, which inverse="eigen" does not damp by themselves; '
+                'leave pi out, or use inverse="cholesky"'
+            )
         if not isinstance(self.exchange, GradientStrategy) and self.exchange not in EXCHANGES:
             raise ConfigError(
                 f"exchange must be {', '.join(map(repr, EXCHANGES))} or a strategy that exchanges gradients, such as "
@@ -152,6 +161,7 @@ class KFACStrategy(Strategy):
                 settings=FactorSettings(
                     damping=self.damping,
                     pi=self.pi,
+                    eigen=self.inverse == "eigen",
                     decay=self.decay,
                     kl_clip=self.kl_clip,
                     factor_interval=self.factor_interval,
@@ -203,7 +213,9 @@ class KFACStrategy(Strategy):
             )
         costs = None
         if self.measures and driver.world_size > 1:
-            costs = measure(driver, stream, largest_dim=max(dims), like=likes[0], invert=partial(_invert, likes[0]))
+            eigen = self.inverse == "eigen"
+            costs = measure(driver, stream, largest_dim=max(dims), like=likes[0], invert=partial(_invert, likes[0], eigen))
+            costs = _twice_as_long(costs) if eigen else costs
         return Setting(
             world_size=driver.world_size,
             alike=alike,
@@ -219,10 +231,18 @@ def _equal_dim(shape: FactorShape) -> int:
     return 1 if shape.is_diagonal else max(round(shape.dim * shape.groups ** (1 / 3)), 1)
 
 
-def _invert(like: torch.Tensor, matrix: torch.Tensor) -> None:
+def _twice_as_long(costs: FactorCosts) -> FactorCosts:
+    """Plans count the bytes of triangles, and eigenvectors are no triangles."""
+    broadcast = costs.inverse.broadcast
+    link = replace(broadcast.link, beta_s_per_byte=2 * broadcast.link.beta_s_per_byte)
+    return replace(costs, inverse=replace(costs.inverse, broadcast=replace(broadcast, link=link)))
+
+
+def _invert(like: torch.Tensor, eigen: bool, matrix: torch.Tensor) -> None:
     """As training does, to be timed."""
     shape = FactorShape(groups=1, dim=matrix.shape[0])
     factor = RunningFactor(shape, dtype=like.dtype, device=like.device)
     damping = torch.ones((), dtype=like.dtype, device=like.device)
     job = Job(name="sample", packed=pack(matrix[None]), shape=shape, damping=damping, valid=factor.mass >= 0)
-    Inverter(lambda _: None, usual_form(like.device)).invert([job])
+    inverter = Decomposer(lambda _: None) if eigen else Inverter(lambda _: None, usual_form(like.device))
+    inverter.invert([job])
