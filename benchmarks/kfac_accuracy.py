@@ -8,8 +8,8 @@
    the seeds.
 
 A metric is the mean of three measurements in a row. A step is as many samples for all. `mnist` and `charlm` need `--mnist` and
-`--text`; without them they are left out. `--trials FILE` keeps what was chosen, and chooses nothing anew where the file has it,
-so that only the second part need have the machine for itself.
+`--text`; without them they are left out. `--trials FILE` keeps the curves of trials, which count steps and no seconds, and
+nothing that it has is run anew: so only the second part needs a machine that does nothing else.
 
     seconds to the target: at most 0.85 times those of the faster of SGD and AdamW; bound: if a step took as long as theirs
 
@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -40,7 +41,6 @@ from offbeat.lab.tasks import Task, build_task
 from offbeat.lab.tasks.base import Batch
 from offbeat.strategies.base import Strategy
 
-MEASUREMENTS = 40
 SMOOTHED = 3
 TARGET_AT = 0.9
 TUNED_WITH = 0
@@ -52,22 +52,25 @@ AT_MOST = 0.85
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One setting. `strategy`: as on the command line; none for a plain optimizer, SGD with momentum 0.9 or AdamW."""
+    """One setting. `momentum` is SGD's; `strategy`: as on the command line, none for a plain optimizer."""
 
-    optimizer: str
+    optimizer: Literal["sgd", "adamw"]
     lr: float
+    momentum: float = 0.9
     strategy: str = ""
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, (f"{self.optimizer} {self.lr:g}", self.strategy)))
+        momentum = f" with momentum {self.momentum:g}" if self.optimizer == "sgd" else ""
+        return ", ".join(filter(None, (f"{self.optimizer} {self.lr:g}{momentum}", self.strategy)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One task, with the trials of each contestant."""
+    """One task, with the trials of each contestant. In the `steps` of a run the metric is measured `measurements` times."""
 
     task: str
     steps: int
+    measurements: int
     options: Mapping[str, str]
     trials: Mapping[str, Sequence[Trial]]
 
@@ -158,7 +161,7 @@ class Training:
 def make_optimizer(trial: Trial, model: torch.nn.Module) -> torch.optim.Optimizer:
     if trial.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=trial.lr)
-    return torch.optim.SGD(model.parameters(), lr=trial.lr, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=trial.lr, momentum=trial.momentum)
 
 
 def train_by_turns(case: Case, trials: Mapping[str, Trial], *, seed: int) -> dict[str, Curve]:
@@ -166,21 +169,29 @@ def train_by_turns(case: Case, trials: Mapping[str, Trial], *, seed: int) -> dic
     task = case.build()
     runs = {name: Training(task, trial, seed=seed) for name, trial in trials.items()}
     names = list(runs)
-    for turn in range(MEASUREMENTS):
+    for _ in range(case.measurements):
         for name in names:
-            runs[name].advance((turn + 1) * case.steps // MEASUREMENTS - turn * case.steps // MEASUREMENTS)
+            runs[name].advance(case.steps // case.measurements)
         names.reverse()
     for run in runs.values():
         run.close()
     return {name: run.curve for name, run in runs.items()}
 
 
-def tune(case: Case) -> dict[str, Trial]:
+def curve_of(case: Case, trial: Trial, kept: Path | None) -> Curve:
+    """Of a trial with the seed for tuning: as `kept` has it, or found now and added to it."""
+    known = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
+    key = f"{case.task} {dict(case.options)}, {case.steps} steps: {trial}"
+    if key not in known:
+        known[key] = asdict(train_by_turns(case, {"": trial}, seed=TUNED_WITH)[""])
+        if kept is not None:
+            kept.write_text(json.dumps(known))
+    return Curve(**known[key])
+
+
+def tune(case: Case, kept: Path | None) -> dict[str, Trial]:
     """The best trial of each contestant."""
-    curves = {
-        name: [train_by_turns(case, {name: trial}, seed=TUNED_WITH)[name] for trial in trials]
-        for name, trials in case.trials.items()
-    }
+    curves = {name: [curve_of(case, trial, kept) for trial in trials] for name, trials in case.trials.items()}
     target = max(curve.at(TARGET_AT * case.steps) for name in BASELINES for curve in curves[name])
     chosen = {}
     table = Table("trial", "ends with", "steps to the target", title=f"{case.task}, seed {TUNED_WITH}, target {target:.4f}")
@@ -219,6 +230,7 @@ def judge(case: Case, chosen: Mapping[str, Trial], seeds: Sequence[int]) -> Iter
 
 
 def trials_of(sgd: Sequence[float], adamw: Sequence[float], kfac: Sequence[Trial]) -> dict[str, Sequence[Trial]]:
+    """Six of each: learning rates of SGD and AdamW, and K-FAC's."""
     return {
         "sgd": [Trial(optimizer="sgd", lr=lr) for lr in sgd],
         "adamw": [Trial(optimizer="adamw", lr=lr) for lr in adamw],
@@ -226,61 +238,57 @@ def trials_of(sgd: Sequence[float], adamw: Sequence[float], kfac: Sequence[Trial
     }
 
 
-def kfac_trials(lrs: Sequence[float], dampings: Sequence[float]) -> list[Trial]:
-    return [Trial(optimizer="sgd", lr=lr, strategy=f"{JUDGED}:damping={damping}") for lr in lrs for damping in dampings]
-
-
 def cases_of(mnist: Path | None, text: Path | None) -> Iterator[Case]:
-    trials = trials_of(
-        sgd=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5),
+    images = trials_of(
+        sgd=(0.01, 0.02, 0.05, 0.1, 0.2, 0.4),
         adamw=(5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2),
-        kfac=kfac_trials((0.02, 0.05, 0.1), (0.03, 0.1)),
+        kfac=[
+            Trial(optimizer="sgd", lr=0.05, momentum=momentum, strategy=f"{JUDGED}:damping={damping}")
+            for momentum, damping in product((0.5, 0.9), (0.003, 0.01, 0.03))
+        ],
     )
-    yield Case(task="digits", steps=240, options={"batch_size": "128"}, trials=trials)
+    yield Case(task="digits", steps=240, measurements=48, options={"batch_size": "128"}, trials=images)
     if mnist is not None:
-        yield Case(task="mnist", steps=480, options={"batch_size": "128", "path": str(mnist)}, trials=trials)
+        options = {"batch_size": "128", "path": str(mnist)}
+        yield Case(task="mnist", steps=360, measurements=24, options=options, trials=images)
     if text is not None:
         options = {"batch_size": "32", "path": str(text), "model": "transformer"}
-        yield Case(task="charlm", steps=400, options=options, trials=trials)
-
-
-def chosen_trials(case: Case, kept: Path | None) -> dict[str, Trial]:
-    """As `kept` has it, or found now and added to it."""
-    known = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
-    if case.task not in known:
-        found = tune(case)
-        known[case.task] = {name: asdict(trial) for name, trial in found.items()}
-        if kept is not None:
-            kept.write_text(json.dumps(known, indent=2))
-    return {name: Trial(**trial) for name, trial in known[case.task].items()}
+        characters = trials_of(
+            sgd=(0.05, 0.1, 0.2, 0.3, 0.5, 1.0),
+            adamw=(5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2),
+            kfac=[
+                replace(trial, strategy=f"{JUDGED}:loss_terms=position:damping={damping}")
+                for trial in (Trial(optimizer="sgd", lr=0.05), Trial(optimizer="adamw", lr=5e-3))
+                for damping in (0.003, 0.01, 0.03)
+            ],
+        )
+        yield Case(task="charlm", steps=400, measurements=20, options=options, trials=characters)
 
 
 def run(cases: Sequence[Case], asked: argparse.Namespace, seeds: Sequence[int]) -> Iterator[Ratio]:
     for case in cases:
-        chosen = chosen_trials(case, asked.trials)
-        for spec in filter(None, asked.others.split(",")):
-            chosen[spec] = replace(chosen[JUDGED], strategy=f"{chosen[JUDGED].strategy}:{spec}")
+        chosen = tune(case, asked.trials)
+        for more in filter(None, asked.others.split(",")):
+            chosen[more] = replace(chosen[JUDGED], strategy=f"{chosen[JUDGED].strategy}:{more}")
         yield from judge(case, chosen, seeds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
-    parser.add_argument("--quick", action="store_true", help="digits, two trials, one seed: only to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="digits, one trial each, two seeds: only to see that it runs")
     parser.add_argument("--mnist", type=Path, help="npz file of mnist")
     parser.add_argument("--text", type=Path, help="text for charlm")
     parser.add_argument("--tasks", help="only these, such as digits,mnist")
-    parser.add_argument("--trials", type=Path, help="JSON file that keeps what was chosen")
-    parser.add_argument(
-        "--others", default="", help="options to add to SPD-KFAC's setting, such as position_stride=2, for more rows"
-    )
+    parser.add_argument("--trials", type=Path, help="JSON file that keeps the curves of trials")
+    parser.add_argument("--others", default="", help="more rows: what to add to SPD-KFAC's setting, as in pi=true,max_dim=99")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     cases = [case for case in cases_of(asked.mnist, asked.text) if asked.tasks is None or case.task in asked.tasks.split(",")]
     if asked.quick:
         few = {name: trials[1:2] for name, trials in cases[0].trials.items()}
-        cases = [replace(cases[0], steps=MEASUREMENTS, trials=few)]
-    print_rows(run(cases, asked, SEEDS[:1] if asked.quick else SEEDS), as_json=asked.json)
+        cases = [replace(cases[0], steps=cases[0].measurements, trials=few)]
+    print_rows(run(cases, asked, SEEDS[:2] if asked.quick else SEEDS), as_json=asked.json)
 
 
 if __name__ == "__main__":

@@ -51,10 +51,11 @@ def train(
     damping: float,
     decay: float,
     kl_clip: float | None,
-    pi: bool = False,
+    pi: bool = True,
     inverse: str = "cholesky",
     factor_interval: int = 1,
     inverse_interval: int = 1,
+    ramp: bool = True,
     momentum: float = 0.0,
 ) -> None:
     """One step for each batch."""
@@ -63,12 +64,12 @@ def train(
     history: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {place: [] for place in places}
     directed: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
     for step, batch in enumerate(batches):
-        if step % factor_interval == 0:
+        if step % factor_interval == 0 or (ramp and step < factor_interval):
             for place in places:
                 history[place].append(_factors(net, place, batch))
-        if step % inverse_interval == 0:
+        if step % inverse_interval == 0 or (ramp and step < inverse_interval and step in (1, 2, 4, 8, 16)):
             averages = {place: _averages(history[place], decay) for place in places}
-            if inverse == "eigen":
+            if inverse == "eigen" and pi:
                 directed = {place: _damped_product(averages[place], damping) for place in places}
             else:
                 directed = {place: _damped_factors(averages[place], damping, pi=pi) for place in places}
@@ -108,7 +109,7 @@ def _damped_factors(averages: Pair, damping: float, *, pi: bool) -> Callable[[to
 
 def _damped_product(averages: Pair, damping: float) -> Callable[[torch.Tensor], torch.Tensor]:
     a, g = averages
-    product = _damped(torch.kron(g, a), torch.as_tensor(damping))
+    product = _damped(torch.kron(g, a), torch.as_tensor(damping, dtype=a.dtype))
     return lambda gradient: torch.linalg.solve(product, gradient.flatten()).view_as(gradient)
 
 

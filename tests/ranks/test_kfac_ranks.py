@@ -57,6 +57,8 @@ def test_many_ranks_do_what_one_does_with_all_examples(run_ranks: RunRanks, worl
     assert set(results[0]["mpdkfac"]["owners"]) == set(range(world_size))
     assert set(results[0]["dkfac"]["owners"]) == {None}
     assert results[0]["spdkfac, unfused"]["num_groups"] == 6
+    for what in ("num_kept", "num_in_memory"):
+        assert sum(result["dpkfac"][what] for result in results) == results[0]["spdkfac"][what], "owners share the state"
 
 
 def test_factors_of_one_rank_are_as_good_where_all_see_the_same(run_ranks: RunRanks) -> None:

@@ -5,8 +5,9 @@ changed without decomposing anew:
 
     P = Q_G ((Q_G^T grad Q_A) / (v_G v_A^T + damping)) Q_A^T
 
-(arXiv 2007.00784). A decomposition takes several times as long as a Cholesky inverse, twice the memory of a packed one, and
-applying it takes two more products.
+(arXiv 2007.00784). That is what damping with pi comes near to. Without pi the damping is added to v_G and to v_A, as to the
+factors. A decomposition takes several times as long as a Cholesky inverse, twice the memory of a packed one, and applying it
+takes two more products.
 
 What is kept and travels of one is a row of numbers for each group: 1, eigenvalues, eigenvectors. Zeros stand for none.
 """

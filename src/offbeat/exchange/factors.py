@@ -51,11 +51,12 @@ class FactorSettings:
     Attributes:
         damping: as of `curvature.averages.damping_of`, > 0.
         pi: the same.
-        eigen: whether factors are decomposed and their product is damped, instead of each of them being damped and inverted.
+        eigen: whether factors are decomposed instead of inverted. With `pi` their product is damped then, without it each.
         decay: how much of the running averages to keep in each step with factors, in [0, 1).
         kl_clip: limit of a step's predicted change, > 0; None: no limit.
         factor_interval: steps from one with factors to the next, >= 1.
         inverse_interval: steps from one with inversions to the next, >= 1.
+        ramp: whether the first steps, as many as an interval has, are denser.
         options: how factors are counted.
     """
 
@@ -66,7 +67,16 @@ class FactorSettings:
     kl_clip: float | None
     factor_interval: int
     inverse_interval: int
+    ramp: bool
     options: FactorOptions
+
+    def has_factors(self, step: int) -> bool:
+        """Whether factors are averaged in `step`."""
+        return step % self.factor_interval == 0 or (self.ramp and step < self.factor_interval)
+
+    def has_inversions(self, step: int) -> bool:
+        """Whether factors are inverted in `step`. On the ramp that is in steps 0, 1, 2, 4, 8, ..."""
+        return step % self.inverse_interval == 0 or (self.ramp and step < self.inverse_interval and not step & (step - 1))
 
 
 @dataclass(slots=True)
@@ -128,10 +138,7 @@ class FactorExchange:
         self._likes = [_like(block) for block in blocks for _ in SIDES]
         form = usual_form(self._likes[0].device)
         self._inverter: Inverter | Decomposer = Decomposer(notify) if settings.eigen else Inverter(notify, form)
-        self._factors = [
-            RunningFactor(shape, dtype=like.dtype, device=like.device)
-            for shape, like in zip(self._shapes, self._likes, strict=True)
-        ]
+        self._factors: dict[int, RunningFactor] = {}
         self._retired: set[int] = set()
         self._expected = [0] * len(self._shapes)
         self._learned = False
@@ -142,7 +149,7 @@ class FactorExchange:
         self._open = self._sent = self._streams = False
         self._increments: dict[int, Increment] = {}
         self._plan = plan
-        watched = [index for index in range(len(blocks)) if self._keeps(2 * index)]
+        watched = [index for index in range(len(blocks)) if plan.groups or self._keeps(2 * index)]
         self._watched = {index: place for place, index in enumerate(watched)}
         self._capture = Capture(
             model,
@@ -170,6 +177,11 @@ class FactorExchange:
         self._messages = [FactorMessage(*group) for group in groups]
         self._group_of = {slot: number for number, group in enumerate(plan.groups) for slot in group}
         self._order = turns(plan, self._first_parameters, self._bucket_firsts)
+        self._factors = {
+            slot: self._factors.get(slot) or RunningFactor(shape, dtype=like.dtype, device=like.device)
+            for slot, (shape, like) in enumerate(zip(self._shapes, self._likes, strict=True))
+            if self._keeps(slot)
+        }
         before, self._inverses = self._inverses, self._make_inverses(plan)
         self._inverses.times = before.times
         for old, new in zip(before.packed, self._inverses.packed, strict=True):
@@ -180,8 +192,8 @@ class FactorExchange:
         return InversePhase(plan, self._shapes, self._likes, driver=self._driver, stream=self._stream, inverter=self._inverter)
 
     def _keeps(self, slot: int) -> bool:
-        """Whether this rank averages the factor of `slot`: it is summed over ranks, or is this rank's business alone."""
-        return bool(self._plan.groups) or self._plan.owners[slot] == self._driver.rank
+        """Whether this rank averages the factor of `slot` over time: where directions travel, it is its owner's business."""
+        return not self._plan.by_owner or self._plan.owners[slot] == self._driver.rank
 
     # One step's factors
 
@@ -189,7 +201,7 @@ class FactorExchange:
         """Look at what is to come, if this is a step with factors, and let nothing be sent out of turn."""
         self._capture.stop()
         self._drop()
-        self._open = self._step % self._settings.factor_interval == 0
+        self._open = self._settings.has_factors(self._step)
         self._turns.set(self._order if self._open else ())
         if not self._open:
             return
@@ -281,7 +293,7 @@ class FactorExchange:
             return
         if self._sent:
             self._take_in()
-        if self._step % self._settings.inverse_interval == 0:
+        if self._settings.has_inversions(self._step):
             self._inverses.run(self._job)
         begin_s = time.perf_counter()
         self._precondition()
@@ -300,7 +312,8 @@ class FactorExchange:
         retired: list[tuple[int, torch.Tensor]] = []
         for message in self._messages:
             for slot, mean, total, num_retired in message.wait():
-                self._factors[slot].update_(mean, weight=total, decay=self._settings.decay)
+                if slot in self._factors:
+                    self._factors[slot].update_(mean, weight=total, decay=self._settings.decay)
                 retired.append((slot // 2, num_retired))
         for slot, (packed, weight) in self._increments.items():
             self._factors[slot].update_(packed, weight=weight, decay=self._settings.decay)
@@ -369,7 +382,7 @@ class FactorExchange:
         if not self._settings.eigen:
             return Inverses(inputs, outputs, usual_form(inputs.device))
         a, g = Eigen.of(inputs, self._shapes[2 * index]), Eigen.of(outputs, self._shapes[2 * index + 1])
-        return Eigens(a, g, self._settings.damping)
+        return Eigens(a, g, self._settings.damping, damps_each=not self._settings.pi)
 
     def _watch_root(self, model: nn.Module) -> Callable[..., None]:
         """Factors leave early in passes for training only. A plain function, which copies of the model pass over."""
@@ -396,16 +409,10 @@ class FactorExchange:
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Factors and inverses: the same on all ranks, or the owner's own. What is under way in a step is not in it."""
         kept: dict[str, Any] = {}
-        for slot, factor in enumerate(self._factors):
-            if self._keeps(slot):
-                kept |= {f"{self._key(slot)}/{name}": tensor for name, tensor in factor.state_dict().items()}
-        local: dict[str, Any] = {} if self._plan.groups else kept
-        replicated: dict[str, Any] = kept if self._plan.groups else {}
-        inverses = {f"{self._key(slot)}/inverse": t for slot, t in enumerate(self._inverses.packed) if t is not None}
-        if self._plan.by_owner:
-            local = local | inverses
-        else:
-            replicated = replicated | inverses
+        for slot, factor in self._factors.items():
+            kept |= {f"{self._key(slot)}/{name}": tensor for name, tensor in factor.state_dict().items()}
+        kept |= {f"{self._key(slot)}/inverse": t for slot, t in enumerate(self._inverses.packed) if t is not None}
+        local, replicated = (kept, {}) if self._plan.by_owner else ({}, kept)
         replicated |= {
             "step": self._step,
             "retired": [self._names[index] for index in sorted(self._retired)],
@@ -426,10 +433,11 @@ class FactorExchange:
             owners, by_owner = tuple(replicated["owners"]), bool(replicated["by_owner"])
             self._adopt(FactorPlan(groups=groups, streamed=self._plan.streamed, owners=owners, by_owner=by_owner))
             self._num_profiled = int(replicated["num_profiled"])
-        for slot, factor in enumerate(self._factors):
+        for slot, factor in self._factors.items():
             if f"{self._key(slot)}/sum" in saved:
                 factor.load_state_dict({name: saved[f"{self._key(slot)}/{name}"] for name in ("sum", "mass")})
-            if (inverse := self._inverses.packed[slot]) is not None:
+        for slot, inverse in enumerate(self._inverses.packed):
+            if inverse is not None:
                 inverse.copy_(saved.get(f"{self._key(slot)}/inverse", torch.zeros_like(inverse)))
         self._step = int(replicated["step"])
         self._retired = set()

@@ -54,13 +54,16 @@ class KFACStrategy(Strategy):
     """Second-order steps: gradients times the inverses of Kronecker factors.
 
     Args:
-        damping: added to the diagonals of A and G, > 0.
+        damping: added to the eigenvalues of the product of A and G, or of each of them, > 0.
         factor_interval: steps from one whose factors are averaged to the next, >= 1.
         inverse_interval: steps from one with inversions to the next, >= 1.
+        ramp: whether the first steps are denser: factors in each of the first `factor_interval`, inversions in steps 0, 1, 2,
+            4, ... of the first `inverse_interval`.
         decay: how much of the running averages each step with factors keeps, in [0, 1).
         kl_clip: limit of the change that a step may make by its own estimate, > 0; none: no limit.
-        pi: whether to divide the square root of the damping between A and G by the ratio of their traces.
-        inverse: how factors are inverted: "cholesky" damps and inverts each, "eigen" decomposes them and damps their product.
+        pi: whether the damping is that of the product, divided between A and G by the ratio of their traces, or that of each.
+        inverse: how factors are inverted: "cholesky" damps and inverts each, "eigen" decomposes them, and damps their product
+            as it is where `pi` would divide the damping.
         exchange: how gradients are exchanged: "allreduce", "topk", "gtopk", or one of these strategies with options of its own.
         loss: whether the loss is the "mean" or the "sum" over examples.
         sharing: for layers that see several positions of an example: "expand" treats them as independent, "reduce" averages
@@ -75,12 +78,13 @@ class KFACStrategy(Strategy):
     measures: ClassVar[bool] = False
     """Whether the plan depends on measured costs and times."""
 
-    damping: float = 0.001
-    factor_interval: int = 1
-    inverse_interval: int = 10
+    damping: float = 0.01
+    factor_interval: int = 10
+    inverse_interval: int = 100
+    ramp: bool = True
     decay: float = 0.95
     kl_clip: float | None = 0.001
-    pi: bool = False
+    pi: bool = True
     inverse: Literal["cholesky", "eigen"] = "cholesky"
     exchange: GradientStrategy | Literal["allreduce", "topk", "gtopk"] = "allreduce"
     loss: Literal["mean", "sum"] = "mean"
@@ -99,11 +103,6 @@ class KFACStrategy(Strategy):
         if self.kl_clip is not None:
             require_positive("kl_clip", self.kl_clip)
         require_one_of("inverse", self.inverse, ("cholesky", "eigen"))
-        if self.pi and self.inverse == "eigen":
-            raise ConfigError(
-                'pi=True divides the damping between A and G, which inverse="eigen" does not damp by themselves; '
-                'leave pi out, or use inverse="cholesky"'
-            )
         if not isinstance(self.exchange, GradientStrategy) and self.exchange not in EXCHANGES:
             raise ConfigError(
                 f"exchange must be {', '.join(map(repr, EXCHANGES))} or a strategy that exchanges gradients, such as "
@@ -166,6 +165,7 @@ class KFACStrategy(Strategy):
                     kl_clip=self.kl_clip,
                     factor_interval=self.factor_interval,
                     inverse_interval=self.inverse_interval,
+                    ramp=self.ramp,
                     options=self.options(),
                 ),
                 plan=self._agreeing_plan(setting),
