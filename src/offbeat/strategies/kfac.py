@@ -3,7 +3,7 @@
 For the weight matrix W of each layer, with inputs a and output gradients g,
 
     A <- decay A + (1 - decay) mean of a a^T        G <- decay G + (1 - decay) mean of g g^T
-    P = (G + damping)^-1 (dL/dW) (A + damping)^-1
+    P = (G + sqrt(damping) / pi)^-1 (dL/dW) (A + sqrt(damping) pi)^-1        pi^2 = mean eigenvalue of A / of G
     gradient = P min(1, sqrt(kl_clip / sum over layers of lr^2 <P, dL/dW>))
 
 and the optimizer steps with that (arXiv 1503.05671, 1602.01407). Means are over the examples of all ranks. `DKFAC`, `MPDKFAC`,
@@ -12,7 +12,8 @@ them, and whether inverses travel or directions.
 
 Differences from the papers: gradients may be exchanged by any gradient strategy; running averages are kept free of damping,
 which the released code adds to them in each step, and start from nothing in place of the identity; factors do not depend on
-the batch size; a layer whose factor has no inverse gets plain gradients until it has. Ranks on devices of different kinds round
+the batch size; a layer whose factor has no inverse gets plain gradients until it has; the first steps are denser (`ramp`).
+SPD-KFAC's code adds the whole damping to each factor (`pi=False`). Ranks on devices of different kinds round
 differently: there each layer has one owner, which sends directions, whatever the strategy.
 """
 
