@@ -167,9 +167,9 @@ def test_where_answers_come_later_a_failure_climbs_the_ladder_the_next_time(
     assert torch.equal(later[0], after[0])
 
 
-def test_gpus_multiply_and_others_solve() -> None:
-    assert usual_form(torch.device("cuda")) == "inverse"
-    assert usual_form(torch.device("cpu")) == "triangle"
+def test_gpus_multiply_and_so_do_others_where_an_inverse_serves_many_steps() -> None:
+    assert usual_form(torch.device("cuda"), 1) == usual_form(torch.device("cpu"), 10) == "inverse"
+    assert usual_form(torch.device("cpu"), 1) == "triangle"
 
 
 def test_eigendecompositions_put_matrices_together_again() -> None:

@@ -16,13 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # documented, but not in its __all__
 
 from offbeat.curvature.blocks import FactorShape
-from offbeat.curvature.inverses import Job, alike, is_there
+from offbeat.curvature.inverses import Form, Inverter, Job, alike, is_there, usual_form
 from offbeat.curvature.packing import unpack
+
+Kept: TypeAlias = Form | Literal["eigen"]
+"""What is kept of factors, to be put to use in several steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,16 @@ class Decomposer:
         if message not in self._warned:
             self._warned.add(message)
             self._warn(message)
+
+
+def form_of(eigen: bool, device: torch.device, inverse_interval: int) -> Kept:
+    """What to keep: eigendecompositions, or inverses in their usual form."""
+    return "eigen" if eigen else usual_form(device, inverse_interval)
+
+
+def make_inverter(form: Kept, warn: Callable[[str], None]) -> Inverter | Decomposer:
+    """What makes it."""
+    return Decomposer(warn) if form == "eigen" else Inverter(warn, form)
 
 
 def decompose(jobs: Sequence[Job], warn: Callable[[str], None]) -> list[Eigen]:

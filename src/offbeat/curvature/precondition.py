@@ -45,15 +45,20 @@ class Inverses:
             half = gradient * self.inputs[:, None, :]
         else:
             half = _from_right(gradient, unpack(self.inputs, block.inputs.dim), self.form)
-        whole = _from_right(half.mT, unpack(self.outputs, block.outputs.dim), self.form).mT
-        out.copy_(whole).masked_fill_(~self.are_there(), 0)
+        outputs = unpack(self.outputs, block.outputs.dim)
+        if self.form == "inverse":
+            torch.bmm(outputs, half, out=out)
+        else:
+            out.copy_(_from_right(half.mT, outputs, self.form).mT)
+        out.masked_fill_(~self.are_there(), 0)
 
 
 def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: Form) -> torch.Tensor:
     """`matrices` times the inverse: `symmetric` itself, or that of U^T U for the triangle U in `symmetric`."""
-    if form == "inverse":
-        return matrices @ symmetric
     groups = max(len(matrices), len(symmetric))
+    if form == "inverse":
+        # one group that serves many is one product, not as many copies
+        return matrices @ symmetric if groups == len(symmetric) else (matrices.flatten(0, 1) @ symmetric[0]).view_as(matrices)
     square = symmetric.expand(groups, -1, -1)
     half = torch.linalg.solve_triangular(square, matrices, upper=True, left=False)
     whole: torch.Tensor = torch.linalg.solve_triangular(square.mT, half, upper=False, left=False)

@@ -59,11 +59,14 @@ class FactorMessage:
         self._tail.copy_(torch.tensor(numbers, dtype=self._tail.dtype))
         self._sums = launch_sums(driver, stream, self._flat)
 
-    def wait(self) -> Iterator[Reduced]:
-        """The sums, once they are there, of each slot."""
+    def wait(self) -> None:
+        """Until the sums are there."""
         for pending in self._sums:
             pending.wait()
         self._sums = []
+
+    def read(self) -> Iterator[Reduced]:
+        """The sums of each slot, which must have been waited for."""
         numbers = self._tail.view(-1, 2)
         for slot, view, (weight, num_retired) in zip(self.slots, self._views, numbers, strict=True):
             yield Reduced(slot, view / torch.where(weight > 0, weight, 1.0), weight, num_retired)

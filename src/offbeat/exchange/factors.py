@@ -27,8 +27,8 @@ from torch import nn
 from offbeat.curvature.averages import RunningFactor, damping_of
 from offbeat.curvature.blocks import SIDES, Block, Side
 from offbeat.curvature.capture import Capture, Increment
-from offbeat.curvature.eigen import Decomposer, Eigen
-from offbeat.curvature.inverses import Inverter, Job, usual_form
+from offbeat.curvature.eigen import Eigen, form_of, make_inverter
+from offbeat.curvature.inverses import Job
 from offbeat.curvature.options import FactorOptions
 from offbeat.curvature.precondition import Curvature, Eigens, Inverses, precondition_
 from offbeat.errors import CheckpointError
@@ -136,8 +136,8 @@ class FactorExchange:
         self._names = [block.name.replace("_orig_mod.", "") for block in blocks]
         self._shapes = [block.shape(side) for block in blocks for side in SIDES]
         self._likes = [_like(block) for block in blocks for _ in SIDES]
-        form = usual_form(self._likes[0].device)
-        self._inverter: Inverter | Decomposer = Decomposer(notify) if settings.eigen else Inverter(notify, form)
+        self._form = form_of(settings.eigen, self._likes[0].device, settings.inverse_interval)
+        self._inverter = make_inverter(self._form, notify)
         self._factors: dict[int, RunningFactor] = {}
         self._retired: set[int] = set()
         self._expected = [0] * len(self._shapes)
@@ -146,6 +146,7 @@ class FactorExchange:
         self._num_profiled = 0
         self._step = 0
         self._good = True
+        self._is_stale = False
         self._open = self._sent = self._streams = False
         self._increments: dict[int, Increment] = {}
         self._plan = plan
@@ -216,8 +217,7 @@ class FactorExchange:
         """Forget what was sent and not taken in. It must arrive first: the next factors use the same buffers."""
         if self._sent:
             for message in self._messages:
-                for _ in message.wait():
-                    pass
+                message.wait()
         self._sent = False
         self._increments = {}
 
@@ -293,8 +293,9 @@ class FactorExchange:
             return
         if self._sent:
             self._take_in()
-        if self._settings.has_inversions(self._step):
+        if self._settings.has_inversions(self._step) or self._is_stale:
             self._inverses.run(self._job)
+            self._is_stale = False
         begin_s = time.perf_counter()
         self._precondition()
         self.times.precondition_s += time.perf_counter() - begin_s
@@ -308,10 +309,12 @@ class FactorExchange:
     def _take_in(self) -> None:
         """Wait for the sums and average them over time."""
         self._sent = False
-        begin_s = time.perf_counter()
         retired: list[tuple[int, torch.Tensor]] = []
         for message in self._messages:
-            for slot, mean, total, num_retired in message.wait():
+            begin_s = time.perf_counter()
+            message.wait()
+            self.times.wait_s += time.perf_counter() - begin_s
+            for slot, mean, total, num_retired in message.read():
                 if slot in self._factors:
                     self._factors[slot].update_(mean, weight=total, decay=self._settings.decay)
                 retired.append((slot // 2, num_retired))
@@ -323,7 +326,6 @@ class FactorExchange:
         if retired:
             counts = torch.stack([num_retired.to(self._likes[0]) for _, num_retired in retired]).tolist()
             self._retire({index for (index, _), count in zip(retired, counts, strict=True) if count})
-        self.times.wait_s += time.perf_counter() - begin_s
         self._expected = [max(pair) for pair in zip(self._expected, self._seen, strict=True)]
         self._learned = True
         self._learn_times()
@@ -379,8 +381,8 @@ class FactorExchange:
         inputs, outputs = self._inverses.packed[2 * index : 2 * index + 2]
         if inputs is None or outputs is None:
             return None
-        if not self._settings.eigen:
-            return Inverses(inputs, outputs, usual_form(inputs.device))
+        if self._form != "eigen":
+            return Inverses(inputs, outputs, self._form)
         a, g = Eigen.of(inputs, self._shapes[2 * index]), Eigen.of(outputs, self._shapes[2 * index + 1])
         return Eigens(a, g, self._settings.damping, damps_each=not self._settings.pi)
 
@@ -412,6 +414,7 @@ class FactorExchange:
         for slot, factor in self._factors.items():
             kept |= {f"{self._key(slot)}/{name}": tensor for name, tensor in factor.state_dict().items()}
         kept |= {f"{self._key(slot)}/inverse": t for slot, t in enumerate(self._inverses.packed) if t is not None}
+        kept["form"] = self._form
         local, replicated = (kept, {}) if self._plan.by_owner else ({}, kept)
         replicated |= {
             "step": self._step,
@@ -425,7 +428,10 @@ class FactorExchange:
         return {"replicated": replicated, "local": local}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """In a world of another size owners change: an inverse that is missing here is made in the next step that inverts."""
+        """In a world of another size owners change: an inverse that is missing here is made in the next step that inverts.
+
+        Where another form of inverses is kept by now, all are made in the next step.
+        """
         replicated, saved = state["replicated"], {**state["replicated"], **state["local"]}
         self._check(saved)
         if replicated["world_size"] == self._driver.world_size:
@@ -433,12 +439,14 @@ class FactorExchange:
             owners, by_owner = tuple(replicated["owners"]), bool(replicated["by_owner"])
             self._adopt(FactorPlan(groups=groups, streamed=self._plan.streamed, owners=owners, by_owner=by_owner))
             self._num_profiled = int(replicated["num_profiled"])
+        self._is_stale = saved["form"] != self._form
         for slot, factor in self._factors.items():
             if f"{self._key(slot)}/sum" in saved:
                 factor.load_state_dict({name: saved[f"{self._key(slot)}/{name}"] for name in ("sum", "mass")})
         for slot, inverse in enumerate(self._inverses.packed):
             if inverse is not None:
-                inverse.copy_(saved.get(f"{self._key(slot)}/inverse", torch.zeros_like(inverse)))
+                none = torch.zeros_like(inverse)
+                inverse.copy_(none if self._is_stale else saved.get(f"{self._key(slot)}/inverse", none))
         self._step = int(replicated["step"])
         self._retired = set()
         self._retire({index for index, name in enumerate(self._names) if name in replicated["retired"]})
@@ -448,7 +456,8 @@ class FactorExchange:
     def _check(self, saved: Mapping[str, Any]) -> None:
         """Before anything is changed."""
         known = {f"{self._key(slot)}/sum": shape.packed for slot, shape in enumerate(self._shapes)}
-        known |= {f"{self._key(slot)}/inverse": self._inverter.kept(shape) for slot, shape in enumerate(self._shapes)}
+        if saved["form"] == self._form:
+            known |= {f"{self._key(slot)}/inverse": self._inverter.kept(shape) for slot, shape in enumerate(self._shapes)}
         for name, value in saved.items():
             key, _, what = name.rpartition("/")
             if what in ("sum", "inverse") and tuple(value.shape) != known.get(name):

@@ -29,8 +29,8 @@ import torch
 
 from offbeat.curvature.averages import RunningFactor
 from offbeat.curvature.blocks import SIDES, Block, FactorShape
-from offbeat.curvature.eigen import Decomposer
-from offbeat.curvature.inverses import Inverter, Job, usual_form
+from offbeat.curvature.eigen import Kept, form_of, make_inverter
+from offbeat.curvature.inverses import Job
 from offbeat.curvature.options import FactorOptions
 from offbeat.curvature.packing import pack
 from offbeat.curvature.survey import survey
@@ -214,9 +214,9 @@ class KFACStrategy(Strategy):
             )
         costs = None
         if self.measures and driver.world_size > 1:
-            eigen = self.inverse == "eigen"
-            costs = measure(driver, stream, largest_dim=max(dims), like=likes[0], invert=partial(_invert, likes[0], eigen))
-            costs = _twice_as_long(costs) if eigen else costs
+            form = form_of(self.inverse == "eigen", likes[0].device, self.inverse_interval)
+            costs = measure(driver, stream, largest_dim=max(dims), like=likes[0], invert=partial(_invert, likes[0], form))
+            costs = _twice_as_long(costs) if form == "eigen" else costs
         return Setting(
             world_size=driver.world_size,
             alike=alike,
@@ -239,11 +239,10 @@ def _twice_as_long(costs: FactorCosts) -> FactorCosts:
     return replace(costs, inverse=replace(costs.inverse, broadcast=replace(broadcast, link=link)))
 
 
-def _invert(like: torch.Tensor, eigen: bool, matrix: torch.Tensor) -> None:
+def _invert(like: torch.Tensor, form: Kept, matrix: torch.Tensor) -> None:
     """As training does, to be timed."""
     shape = FactorShape(groups=1, dim=matrix.shape[0])
     factor = RunningFactor(shape, dtype=like.dtype, device=like.device)
     damping = torch.ones((), dtype=like.dtype, device=like.device)
     job = Job(name="sample", packed=pack(matrix[None]), shape=shape, damping=damping, valid=factor.mass >= 0)
-    inverter = Decomposer(lambda _: None) if eigen else Inverter(lambda _: None, usual_form(like.device))
-    inverter.invert([job])
+    make_inverter(form, lambda _: None).invert([job])
