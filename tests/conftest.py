@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ranks_support.launch import run_ranks
+from ranks_support.launch import run_ranks, templates
 from ranks_support.leaks import no_leaks
 
-__all__ = ["run_ranks"]
+__all__ = ["run_ranks", "templates"]
 
 torch.set_num_threads(1)  # tests run side by side, and the order of sums must not depend on the number of cores
 

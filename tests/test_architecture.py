@@ -46,7 +46,7 @@ BLOCKING = frozenset(
 MAY_BLOCK = {
     "session.py": {"torch.distributed"},  # names the type of the user's group and asks whether there is one
     "lab/rendezvous.py": {"torch.distributed"},  # is to the lab's workers what torchrun is to a user's
-    "lab/records.py": {"socket"},  # the host's name
+    "lab/records/writing.py": {"socket"},  # the host's name
     "lab/doctor/facts.py": {"torch.distributed"},  # asks which backends there are
     "lab/doctor/kernel.py": {"subprocess"},  # asks ip and tc
     "lab/doctor/local.py": {"subprocess"},  # starts workers to measure between
@@ -58,7 +58,8 @@ MAY_BLOCK = {
     "lab/emulation/commands.py": {"subprocess"},  # ip and tc
     "lab/emulation/delay_lines.py": {"socket"},  # names of interfaces
     "lab/pace.py": {"time.sleep"},  # emulated compute
-    "lab/supervisor.py": {"selectors", "subprocess"},  # starts workers and watches them; no training happens in it
+    "lab/local_worker.py": {"subprocess"},  # starts a worker; no training happens in it
+    "lab/supervisor.py": {"selectors"},  # watches workers
 }
 
 UNPICKLING = frozenset(

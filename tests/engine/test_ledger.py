@@ -97,6 +97,24 @@ def test_a_new_membership_owes_what_the_old_one_had_under_way() -> None:
     assert_array_equal(again.values, gradient(5))
 
 
+def test_what_an_owner_that_dies_while_it_sends_leaves_undecided_is_its_region_and_no_more() -> None:
+    """Nobody asks who else has an average: where only rank 0 has it, it keeps it, and rank 1 owes its gradient again."""
+    ranks = [ledger(), ledger()]
+    ranks[0].owe(gradient(2), NOTHING)
+    ranks[1].owe(gradient(4), NOTHING)
+    offers = [replica.contribute(0) for replica in ranks]
+    ranks[0].close(over(0, piece(0, 2, offers, 0), piece(2, NUM, offers, 0)))
+    ranks[1].close(over(0, piece(0, 2, offers, 1)))
+    ranks[1].settle(0)
+    assert ranks[0].owed() is None
+    again = [replica.contribute(1) for replica in ranks]
+    for place, replica in enumerate(ranks):
+        replica.close(over(1, piece(0, NUM, again, place)))
+        assert replica.owed() is None
+    assert_array_equal(ranks[0].take_update()[0], [3, 3, 3 + 2, 3 + 2])  # rank 1's gradient twice
+    assert_array_equal(ranks[1].take_update()[0], [3, 3, 2, 2])  # rank 0's gradient never
+
+
 def test_some_versions_average_models() -> None:
     replica = ledger()
     replica.owe(gradient(5), NOTHING)

@@ -18,7 +18,7 @@ from gradient_jobs import fingerprint
 from weight_jobs import make_net, sgd, train
 
 import offbeat
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, PeerError
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 from offbeat.transport.network import bottom_of
@@ -105,6 +105,23 @@ def killed(rank: int, world_size: int, *, label: str, victims: list[int]) -> dic
         return {"steps": session.stats.steps, "finite": finite, "longest_s": longest_s, "notices": list(session.notices)}
 
 
+def attaches_again(rank: int, world_size: int) -> dict[str, Any]:
+    """The last rank is killed, which the others outlive. What do they hear when they attach another model?"""
+    net = make_net()
+    optimizer = sgd(net)
+    with offbeat.attach(net, optimizer, offbeat.WAGMA(period=4)):
+        for step in range(12):
+            if rank == world_size - 1 and step == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+            train(net, optimizer, rank, range(step, step + 1))
+    other = make_net()
+    try:
+        offbeat.attach(other, sgd(other), offbeat.AllReduce())
+    except PeerError as error:
+        return {"rank": error.rank, "message": str(error)}
+    return {}
+
+
 def refused(rank: int, world_size: int, *, fault: str) -> dict[str, str]:
     """Something cannot work, on every rank or on rank 1 alone. What does everyone hear?"""
     net = make_net() if fault != "model" or rank != 1 else torch.nn.Linear(3, 3)
@@ -149,7 +166,8 @@ def equal_after_meeting(rank: int, world_size: int) -> list[int]:
 
 
 def returns(rank: int, world_size: int, *, until: str) -> dict[str, Any]:
-    """The last rank is killed, and rank 0 starts it anew as a process that joins the run. What does each hold after each step?
+    """The last rank is killed, and rank 0 starts it anew as a process that joins the run. What does each hold after each
+    step, before the average and after it?
 
     Everyone meets everyone in each version and waits for all. `until`: a file that the newcomer writes its outcome to.
     """
@@ -158,6 +176,7 @@ def returns(rank: int, world_size: int, *, until: str) -> dict[str, Any]:
     net = make_net()
     optimizer = sgd(net)
     prints = []
+    optimizer.register_step_post_hook(lambda *_: prints.append(fingerprint(net)))  # who waits for the others shows this
     try:
         with offbeat.attach(net, optimizer, offbeat.WAGMA(period=1, quorum=1.0)) as session:
             for step in range(2000):

@@ -8,12 +8,11 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from ranks_support.rank import Orders
+from ranks_support.templates import Forked, Templates
 
 LOOPBACK = "127.0.0.1"
 START_S = 60.0
@@ -58,7 +58,7 @@ class Process:
     """One rank, as the test sees it."""
 
     rank: int
-    popen: subprocess.Popen[bytes]
+    process: Forked
     log: Path
     timeout_s: float
     received: bytearray = field(default_factory=bytearray)
@@ -81,8 +81,8 @@ class Process:
 
     def end(self) -> None:
         """End the process by a signal at which it prints its stacks; if it was told so before, by one it cannot ignore."""
-        self.popen.send_signal(signal.SIGKILL if self.was_told_to_end else signal.SIGABRT)
-        self.popen.send_signal(signal.SIGCONT)
+        self.process.send_signal(signal.SIGKILL if self.was_told_to_end else signal.SIGABRT)
+        self.process.send_signal(signal.SIGCONT)
         self.was_told_to_end, self.deadline_s = True, time.monotonic() + GRACE_S
 
     @property
@@ -97,10 +97,10 @@ class Process:
             return f"rank {self.rank} raised {raised}\n{self.outcome['traceback']}{printed}"
         if self.was_told_to_end:
             return f"rank {self.rank} {self.overdue}, stack:\n{printed}"
-        if self.popen.returncode < 0:
-            return f"rank {self.rank} killed by {signal.Signals(-self.popen.returncode).name}\n{printed}"
-        if self.popen.returncode > 0 or not self.outcome:
-            return f"rank {self.rank} ended with status {self.popen.returncode}\n{printed}"
+        if self.process.returncode < 0:
+            return f"rank {self.rank} killed by {signal.Signals(-self.process.returncode).name}\n{printed}"
+        if self.process.returncode > 0 or not self.outcome:
+            return f"rank {self.rank} ended with status {self.process.returncode}\n{printed}"
         return None
 
 
@@ -108,6 +108,7 @@ def launch(
     function: Callable[..., Any],
     world_size: int,
     *,
+    templates: Templates,
     directory: Path,
     timeout_s: float,
     may_die: Collection[int],
@@ -139,7 +140,7 @@ def launch(
                 function=function.__name__,
                 arguments=arguments,
             )
-            process = stack.enter_context(started(orders, directory / f"rank-{rank}.log", timeout_s))
+            process = stack.enter_context(started(templates, orders, directory / f"rank-{rank}.log", timeout_s))
             processes.append(process)
             selector.register(reading, selectors.EVENT_READ, process)
         ended = watch(selector, processes, may_die)
@@ -151,27 +152,23 @@ def launch(
 
 
 @contextmanager
-def started(orders: Orders, log: Path, timeout_s: float) -> Iterator[Process]:
+def started(templates: Templates, orders: Orders, log: Path, timeout_s: float) -> Iterator[Process]:
     """A rank; it has ended when the block is left, whatever happened inside."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES} | {
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         "OFFBEAT_INTERFACE": LOOPBACK,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # for what it starts itself
     }
-    command = [sys.executable, "-m", "ranks_support.rank", json.dumps(asdict(orders))]
     try:
-        with log.open("wb") as output:
-            popen = subprocess.Popen(
-                command, env=environment, pass_fds=[orders.result_fd], stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
+        process = templates.fork(orders, environment, log)
     finally:
         os.close(orders.result_fd)
     try:
-        yield Process(rank=orders.rank, popen=popen, log=log, timeout_s=timeout_s)
+        yield Process(rank=orders.rank, process=process, log=log, timeout_s=timeout_s)
     finally:
-        popen.kill()
-        popen.wait()
+        process.kill()
+        process.wait()
 
 
 def watch(selector: selectors.BaseSelector, processes: list[Process], may_die: Collection[int]) -> list[Process]:
@@ -189,7 +186,7 @@ def watch(selector: selectors.BaseSelector, processes: list[Process], may_die: C
                 process.hear(chunk)
                 continue
             selector.unregister(key.fd)
-            process.popen.wait()
+            process.process.wait()
             ended.append(process)
             if process.rank not in may_die and process.failure():
                 for other in going:
@@ -197,8 +194,15 @@ def watch(selector: selectors.BaseSelector, processes: list[Process], may_die: C
     return ended
 
 
+@pytest.fixture(scope="session")
+def templates() -> Iterator[Templates]:
+    """What ranks are forked from; nothing is started before the first one."""
+    with closing(Templates()) as templates:
+        yield templates
+
+
 @pytest.fixture
-def run_ranks(tmp_path: Path) -> RunRanks:
+def run_ranks(tmp_path: Path, templates: Templates) -> RunRanks:
     """Runs a function in several processes, joined in a gloo group on loopback, and returns what each of them returned.
 
     `run_ranks(function, world_size, **arguments)` calls the module-level `function(rank, world_size, **arguments)` in each
@@ -221,6 +225,14 @@ def run_ranks(tmp_path: Path) -> RunRanks:
         num_calls += 1
         directory = tmp_path / f"ranks-{num_calls}"
         directory.mkdir()
-        return launch(function, world_size, directory=directory, timeout_s=timeout_s, may_die=may_die, arguments=arguments)
+        return launch(
+            function,
+            world_size,
+            templates=templates,
+            directory=directory,
+            timeout_s=timeout_s,
+            may_die=may_die,
+            arguments=arguments,
+        )
 
     return run

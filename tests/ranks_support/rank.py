@@ -1,4 +1,4 @@
-"""One rank: `python -m ranks_support.rank`, with its `Orders` as JSON in the only argument.
+"""One rank, which has its `Orders` and a process of its own.
 
 Joins the gloo group, calls the function, and writes its outcome as JSON to the pipe. At SIGABRT it prints the stacks of all
 its threads and ends; so it does by itself after `Orders.limit_s`, in case the test is gone.
@@ -63,8 +63,7 @@ def carry_out(orders: Orders) -> Any:
             dist.destroy_process_group()
 
 
-def main() -> None:
-    orders = Orders(**json.loads(sys.argv[1]))
+def run(orders: Orders) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
     faulthandler.dump_traceback_later(orders.limit_s, exit=True)
@@ -78,7 +77,3 @@ def main() -> None:
     # The descriptor stays open until the process has ended: that is how the test sees the end of it.
     with open(orders.result_fd, "w", closefd=False) as pipe:
         pipe.write(f"{outcome}\n")
-
-
-if __name__ == "__main__":
-    main()

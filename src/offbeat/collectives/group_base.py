@@ -90,11 +90,6 @@ class Outcome:
         notes = {rank: note for piece in self.pieces for rank, note in zip(self.group, piece.notes, strict=True) if note.weight}
         return {rank: notes[rank] for rank in self.group if rank in notes}
 
-    @property
-    def staleness(self) -> dict[int, int]:
-        """How many versions old the contribution of each member is that is in, by rank."""
-        return {rank: self.version - note.step for rank, note in self.members.items()}
-
 
 class Replica(Protocol):
     """What the protocol asks of the rank it works for. Called from wherever the protocol runs; must not block."""

@@ -55,8 +55,13 @@ class Beside(Generic[R]):
         self.progress.close()
 
     def tensors(self) -> list[torch.Tensor]:
-        """What the vector that is averaged is made of: a model's tensors, and after them its optimizer's."""
-        return [*self.weights.tensors(), *([] if self.momenta is None else self.momenta.tensors())]
+        """What the vector that is averaged is made of."""
+        return averaged_tensors(self.weights, self.momenta)
+
+
+def averaged_tensors(weights: ModelWeights, momenta: Momenta | None) -> list[torch.Tensor]:
+    """A model's tensors, and after them its optimizer's where these are averaged too."""
+    return [*weights.tensors(), *([] if momenta is None else momenta.tensors())]
 
 
 class AnsweredPart(Generic[R]):

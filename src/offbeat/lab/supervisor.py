@@ -12,10 +12,8 @@ import os
 import secrets
 import selectors
 import signal
-import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -26,11 +24,11 @@ from offbeat.lab.config import RunConfig
 from offbeat.lab.deaths import cause, describe, hint
 from offbeat.lab.emulation import Emulation
 from offbeat.lab.interrupts import interrupts
+from offbeat.lab.local_worker import LocalWorker, start_worker
 from offbeat.lab.options import strategy_type
 from offbeat.lab.progress import (
     ELAPSED_VARIABLE,
     EXIT_STOPPED,
-    PIPE_VARIABLE,
     TURNS_VARIABLE,
     Failure,
     Joined,
@@ -38,7 +36,6 @@ from offbeat.lab.progress import (
     News,
     Paused,
     Progress,
-    decode,
 )
 from offbeat.lab.records import Loss, last_step
 from offbeat.lab.rendezvous import LOOPBACK, StoreServer
@@ -49,33 +46,6 @@ _POLL_S = 0.1
 _SETTLE_S = 2.0  # after a death, how long the others may take to say what they saw
 _STOP_S = 60.0  # after a request to stop, how long a step and a checkpoint may take
 _END_S = 30.0  # where workers survive each other: once one has ended, how long the rest may take, who hang or come too late
-
-
-@dataclass(kw_only=True, slots=True)
-class _Worker:
-    rank: int
-    process: subprocess.Popen[bytes]
-    pipe: int
-    life: int = 0
-    joined: bool = True
-    unread: bytes = b""
-    failure: Failure | None = None
-    seconds: float = 0.0
-    paused_at: int | None = None
-    noted: bool = False
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    @property
-    def ended_well(self) -> bool:
-        return self.process.poll() in (0, EXIT_STOPPED)
-
-    @property
-    def is_witness(self) -> bool:
-        """Whether it failed only because it noticed another one's end."""
-        return self.failure is not None and self.failure.kind.startswith("Peer")
 
 
 class Crew:
@@ -110,7 +80,7 @@ class Crew:
         self._turns = turns
         self._on_progress = on_progress
         self._survives_death = strategy_type(config.strategy).survives_death
-        self._workers: list[_Worker] = []
+        self._workers: list[LocalWorker] = []
         self._store: StoreServer | None = None
         self._script = Script(config.cluster)
         self._selector = selectors.DefaultSelector()
@@ -208,69 +178,45 @@ class Crew:
         """Whether the others go on when a worker dies. While they find each other, they need all."""
         return self._survives_death and self._begun
 
-    def _start(self, rank: int, secret: str, *, life: int = 0) -> _Worker:
+    def _start(self, rank: int, secret: str, *, life: int = 0) -> LocalWorker:
         """Start the process of `rank`; `life` counts those that have had this rank before and died."""
         assert self._store is not None
-        reading, writing = os.pipe()
-        placement = self._emulation.placement(rank)
         environment = {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             "OFFBEAT_INTERFACE": LOOPBACK,
-            PIPE_VARIABLE: str(writing),
             SECRET_VARIABLE: secret,
         } | ({TURNS_VARIABLE: "1"} if self._turns else {})
         if life:
             environment |= {RETURN_VARIABLE: str(life), ELAPSED_VARIABLE: repr(self.seconds)}
-        environment |= self._store.environment(rank, self._config.workers) | dict(placement.environment)
-        arguments = [sys.executable, "-m", "offbeat.lab.worker", str(self.run_directory / "config.json")]
-        try:
-            with (self.run_directory / "logs" / f"rank-{rank}.log").open("ab") as log:
-                process = subprocess.Popen(
-                    [*placement.prefix, *arguments],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(writing,),
-                    start_new_session=True,
-                    env=os.environ | environment,
-                )
-        except BaseException:
-            os.close(reading)
-            raise
-        finally:
-            os.close(writing)
-        return _Worker(rank=rank, process=process, pipe=reading, life=life, joined=not life, seconds=self.seconds)
+        environment |= self._store.environment(rank, self._config.workers)
+        placement = self._emulation.placement(rank)
+        return start_worker(rank, self.run_directory, placement, environment, life=life, seconds=self.seconds)
 
-    def _watch(self, worker: _Worker) -> None:
+    def _watch(self, worker: LocalWorker) -> None:
         self._selector.register(worker.pipe, selectors.EVENT_READ, worker)
         self._emulation.admit(worker.rank, worker.process.pid)
 
-    def _let_go(self, worker: _Worker, until_step: int) -> None:
-        worker.paused_at = None
+    def _let_go(self, worker: LocalWorker, until_step: int) -> None:
         self._apply_speed(worker.rank)
-        with suppress(OSError):  # a worker that is gone is noticed elsewhere
-            assert worker.process.stdin is not None
-            worker.process.stdin.write(f"{until_step}\n".encode())
-            worker.process.stdin.flush()
+        worker.let_go(until_step)
 
-    def _read(self, worker: _Worker) -> bool:
+    def _read(self, worker: LocalWorker) -> bool:
         """Take what `worker` has written; returns False at its end."""
-        chunk = os.read(worker.pipe, 65_536)
-        *lines, worker.unread = (worker.unread + chunk).split(b"\n")
-        for line in lines:
-            match decode(line):
-                case Failure() as failure:
-                    worker.failure = failure
+        reports, more = worker.read()
+        for report in reports:
+            match report:
+                case Failure():
+                    worker.failure = report
                 case Joined(step=step):
                     worker.joined = True
                     self._note_return(worker.rank, step)
                 case Paused(step=step, seconds=seconds):
                     worker.paused_at, worker.seconds, self._begun = step, seconds, True
-                case Progress() as progress:
-                    worker.seconds, self._heard_s, self._begun = progress.seconds, time.monotonic(), True
-                    self._on_progress(progress)
-        return bool(chunk)
+                case Progress():
+                    worker.seconds, self._heard_s, self._begun = report.seconds, time.monotonic(), True
+                    self._on_progress(report)
+        return more
 
     def _act(self) -> None:
         """After an interrupt, ask workers to stop; end them when one that they need has died, or when ending takes too long."""
@@ -289,7 +235,8 @@ class Crew:
         deadlines = (self._stop_deadline_s, self._fail_deadline_s, self._end_deadline_s)
         if self._num_interrupts > 1 or any(deadline is not None and now_s > deadline for deadline in deadlines):
             self._ended_by_us |= {worker.rank for worker in alive}
-            _kill(alive)
+            for worker in alive:
+                worker.kill()
 
     def _note_deaths(self) -> None:
         for worker in self._workers:
@@ -299,7 +246,7 @@ class Crew:
                 if self._goes_on:
                     self._note_loss(worker)
 
-    def _note_loss(self, worker: _Worker) -> None:
+    def _note_loss(self, worker: LocalWorker) -> None:
         """Let the others know that `worker` is gone, and whoever watches."""
         assert self._store is not None
         self._store.note_death(worker.rank, deaths=worker.life + 1)
@@ -326,7 +273,7 @@ class Crew:
         self.losses[last] = self.losses[last].model_copy(update={"returned_step": step, "returned_s": self.seconds})
         self._on_progress(News(rank=rank, gone=False, text=f"worker {rank} is back: it goes on from step {step}"))
 
-    def _cause(self, worker: _Worker) -> str:
+    def _cause(self, worker: LocalWorker) -> str:
         if worker.rank in self._ended_by_us:
             return "it did not come to the end and was ended"
         if worker.rank in self._ended_by_script:
@@ -372,28 +319,20 @@ class Crew:
         if self._num_interrupts or not any(worker.alive for worker in self._workers):
             self._note_undone(action, "the run was over before")
             return
-        self._release(old)
+        self._drain(old)
+        old.close()
         self._ended_by_script.pop(old.rank, None)
         worker = self._workers[old.rank] = self._start(old.rank, self._secret, life=old.life + 1)
         self._watch(worker)
         if self._until_step is not None:
             self._let_go(worker, self._until_step)
 
-    def _drain(self, worker: _Worker) -> None:
+    def _drain(self, worker: LocalWorker) -> None:
         """Take all that a process which is gone has written."""
         if worker.pipe in self._selector.get_map():
             while self._read(worker):
                 pass
             self._selector.unregister(worker.pipe)
-
-    def _release(self, worker: _Worker) -> None:
-        """Give back what belonged to a process that has ended."""
-        worker.process.wait()
-        self._drain(worker)
-        assert worker.process.stdin is not None
-        with suppress(OSError):
-            worker.process.stdin.close()
-        os.close(worker.pipe)
 
     def _note_hold_up(self, fault: Fault) -> None:
         if fault.action in UNDONE_BY:
@@ -406,13 +345,10 @@ class Crew:
             self._emulation.set_speed(rank, self._config.cluster.speed_at(rank, self.seconds))
 
     def _close(self) -> None:
-        _kill(self._workers)
         for worker in self._workers:
-            worker.process.wait()
-            assert worker.process.stdin is not None
-            with suppress(OSError):
-                worker.process.stdin.close()
-            os.close(worker.pipe)
+            worker.kill()
+        for worker in self._workers:
+            worker.close()
         self._selector.close()
         for undoing, rank in self._held_up:
             if undoing == "mend":  # the link is not this run's alone
@@ -457,9 +393,3 @@ def supervise(run_directory: Path, config: RunConfig, emulation: Emulation, *, o
                 told += 1
             crew.poll(_POLL_S)
         return Outcome(finished=crew.verdict(), remarks=crew.remarks, losses=crew.losses)
-
-
-def _kill(workers: list[_Worker]) -> None:
-    for worker in workers:
-        if worker.process.poll() is None:
-            os.killpg(worker.process.pid, signal.SIGKILL)  # its own session: whatever it started goes with it

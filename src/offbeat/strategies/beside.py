@@ -13,7 +13,7 @@ from offbeat.engine.progress import Progress, Service
 from offbeat.engine.replica import Replica
 from offbeat.errors import UnsupportedError
 from offbeat.exchange.weights import ModelWeights
-from offbeat.exchange.weights_answered import Beside
+from offbeat.exchange.weights_answered import Beside, averaged_tensors
 from offbeat.exchange.weights_momentum import Momenta
 from offbeat.exchange.weights_staging import Staging
 from offbeat.planning.groups import Meeting
@@ -48,7 +48,7 @@ def answer(
         momenta: of the optimizer, to be averaged in some versions.
         averages_momenta: in which.
     """
-    staging = Staging([*weights.tensors(), *([] if momenta is None else momenta.tensors())])
+    staging = Staging(averaged_tensors(weights, momenta))
     if momenta is not None and not staging.in_order:
         raise UnsupportedError("momenta='averaged' needs all parameters and buffers of one type on one device; pass 'local'")
     num_weights = sum(_num_reals(tensor) for tensor in weights.tensors())

@@ -1,0 +1,115 @@
+"""One local worker: its process, the pipe that it reports through, and what it has said of itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat.lab.emulation import Placement
+from offbeat.lab.progress import EXIT_STOPPED, PIPE_VARIABLE, Failure, Report, decode
+
+
+@dataclass(kw_only=True, slots=True)
+class LocalWorker:
+    """A process that has a rank, in a session of its own.
+
+    Attributes:
+        rank: which one.
+        process, pipe: of it, and the descriptor from which its reports are read.
+        life: how many processes have had this rank before and died.
+        joined: whether it is one of the members; one that comes back has to become one.
+        failure: why it gave up, if it said so.
+        seconds: its training time.
+        paused_at: the step at which it waits for its next turn.
+        noted: whether the supervisor knows of its death.
+    """
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    pipe: int
+    life: int = 0
+    joined: bool = True
+    failure: Failure | None = None
+    seconds: float = 0.0
+    paused_at: int | None = None
+    noted: bool = False
+    _unread: bytes = b""
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def ended_well(self) -> bool:
+        return self.process.poll() in (0, EXIT_STOPPED)
+
+    @property
+    def is_witness(self) -> bool:
+        """Whether it failed only because it noticed another one's end."""
+        return self.failure is not None and self.failure.kind.startswith("Peer")
+
+    def read(self) -> tuple[list[Report], bool]:
+        """What it has reported since, and whether more may come. Waits where there is nothing yet."""
+        chunk = os.read(self.pipe, 65_536)
+        *lines, self._unread = (self._unread + chunk).split(b"\n")
+        return [decode(line) for line in lines], bool(chunk)
+
+    def let_go(self, until_step: int) -> None:
+        """Let it train up to `until_step`."""
+        self.paused_at = None
+        with suppress(OSError):  # a worker that is gone is noticed elsewhere
+            assert self.process.stdin is not None
+            self.process.stdin.write(f"{until_step}\n".encode())
+            self.process.stdin.flush()
+
+    def kill(self) -> None:
+        if self.alive:
+            os.killpg(self.process.pid, signal.SIGKILL)  # its own session: whatever it started goes with it
+
+    def close(self) -> None:
+        """Wait for its end, and give back what belonged to it."""
+        self.process.wait()
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+        os.close(self.pipe)
+
+
+def start_worker(
+    rank: int, run_directory: Path, placement: Placement, environment: Mapping[str, str], *, life: int, seconds: float
+) -> LocalWorker:
+    """Start the process of `rank` of the run in `run_directory`.
+
+    Args:
+        rank: which one.
+        run_directory: a record with a config.json; what the process prints goes to its logs.
+        placement: where it runs.
+        environment: what it is told besides what this process was told.
+        life: how many processes have had this rank before and died.
+        seconds: training time so far.
+    """
+    reading, writing = os.pipe()
+    arguments = [sys.executable, "-m", "offbeat.lab.worker", str(run_directory / "config.json")]
+    try:
+        with (run_directory / "logs" / f"rank-{rank}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [*placement.prefix, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=(writing,),
+                start_new_session=True,
+                env={**os.environ, PIPE_VARIABLE: str(writing), **environment, **placement.environment},
+            )
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    return LocalWorker(rank=rank, process=process, pipe=reading, life=life, joined=not life, seconds=seconds)

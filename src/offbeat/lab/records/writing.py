@@ -1,0 +1,194 @@
+"""Writes a record, of which nothing that was there before is lost."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Final
+
+import numpy as np
+import torch
+
+from offbeat.checkpoint import Json
+from offbeat.errors import RecordError
+from offbeat.lab.config import RunConfig
+from offbeat.lab.emulation import EmulationReport
+from offbeat.lab.records.layout import (
+    CONFIG,
+    EVALUATIONS,
+    EVENT_FIELDS,
+    EVENTS_KIND,
+    RUN_KIND,
+    SCHEMA,
+    SUMMARY,
+    Attempt,
+    Evaluation,
+    Loss,
+    RunHead,
+    StepEvent,
+    Summary,
+)
+from offbeat.lab.records.reading import Record, read_head, tail
+
+_WRITE_EVERY_S: Final = 0.1
+
+
+class EventWriter:
+    """Appends one rank's events, a few times a second: a worker that is killed loses at most the last tenth of a second."""
+
+    def __init__(self, run_directory: Path, *, rank: int, attempt: int, start_step: int | None = None) -> None:
+        """Open the file of `rank` and begin its part of `attempt`; `start_step` is where a worker that came back goes on."""
+        path = run_directory / f"events-rank-{rank}.jsonl"
+        torn = _is_torn(path)
+        self._run_directory = run_directory
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._waiting: list[StepEvent] = []
+        self._written_s = 0.0
+        if torn:
+            self._file.write("\n")
+        offset_s = time.time() - time.monotonic()
+        head = {"kind": EVENTS_KIND, "schema_version": SCHEMA, "rank": rank, "attempt": attempt, "start_step": start_step}
+        self._file.write(
+            json.dumps(head | {"host": socket.gethostname(), "pid": os.getpid(), "monotonic_to_unix_s": offset_s}) + "\n"
+        )
+
+    def add(self, event: StepEvent) -> None:
+        self._waiting.append(event)
+        end_s = event.began_s + event.duration_s
+        if end_s - self._written_s >= _WRITE_EVERY_S:  # several at once cost a fraction of as many one by one
+            self._written_s = end_s
+            self._write()
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Append to the run's evaluations, which one rank writes."""
+        path = self._run_directory / EVALUATIONS
+        torn = _is_torn(path)  # by a leader that died while it wrote
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n" * torn + json.dumps(asdict(evaluation)) + "\n")
+
+    def close(self) -> None:
+        self._write()
+        self._file.close()
+
+    def _write(self) -> None:
+        lines = [json.dumps({name: getattr(event, name) for name in EVENT_FIELDS}) + "\n" for event in self._waiting]
+        self._waiting.clear()
+        self._file.write("".join(lines))
+        self._file.flush()
+
+
+def create(path: Path | None, config: RunConfig) -> Path:
+    """Make the directory of a new run and write its config.json.
+
+    Args:
+        path: where; None takes the first free `runs/TASK-STRATEGY-001`, `-002`, ... below the working directory.
+        config: the resolved run.
+
+    Raises:
+        RecordError: `path` exists and is not an empty directory. Nothing in it is touched.
+    """
+    directory = _first_free(config) if path is None else path
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise RecordError(f"{directory} {_describe(directory)}; choose another --out{_resume_hint(directory)}")
+    head = RunHead(kind=RUN_KIND, schema_version=SCHEMA, config=config, attempts=[], environment=environment())
+    try:
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+        _write_head(directory, head)
+    except OSError as error:
+        raise RecordError(f"cannot write {directory}: {error.strerror}; choose another --out") from None
+    return directory
+
+
+def begin_attempt(path: Path, config: RunConfig, *, start_step: int, emulation: EmulationReport | None = None) -> int:
+    """Note in config.json that the run starts (again) with `config`; returns the attempt's number, from 0.
+
+    The summary of the attempt before is kept as `summary-attempt-N.json`.
+    """
+    head = read_head(path)
+    if (path / SUMMARY).exists():
+        os.replace(path / SUMMARY, path / f"summary-attempt-{len(head.attempts) - 1}.json")
+    attempt = Attempt(
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        workers=config.workers,
+        start_step=start_step,
+        emulation=emulation,
+    )
+    _write_head(path, head.model_copy(update={"config": config, "attempts": [*head.attempts, attempt]}))
+    return len(head.attempts)
+
+
+def write_summary(summary: Summary) -> None:
+    _write_text(Path(summary.run_directory) / SUMMARY, summary.model_dump_json(indent=1))
+
+
+def add_to_summary(path: Path, remarks: Sequence[str], losses: Sequence[Loss]) -> Summary | None:
+    """Complete the summary of the run in `path` with what its supervisor saw, and return it; None where there is none."""
+    summary = Record(path).summary()
+    if summary is not None and (remarks or losses):
+        notices = [*(loss.sentence() for loss in losses), *summary.notices, *remarks]
+        summary = summary.model_copy(update={"notices": notices, "losses": list(losses)})
+        write_summary(summary)
+    return summary
+
+
+def lock(path: Path) -> IO[str]:
+    """Claim the run directory for this process until the returned file is closed.
+
+    Raises:
+        RecordError: another process is running there.
+    """
+    file = (path / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise RecordError(f"another process is running in {path}; wait for it, or end it first") from None
+    return file
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether the last line of a file has no end."""
+    return path.exists() and path.stat().st_size > 0 and not tail(path, 1).endswith(b"\n")
+
+
+def _first_free(config: RunConfig) -> Path:
+    number = 1
+    while (path := Path("runs") / f"{config.task}-{config.strategy}-{number:03d}").exists():
+        number += 1
+    return path
+
+
+def _describe(path: Path) -> str:
+    if not path.is_dir():
+        return "is a file"
+    return "holds the record of an earlier run" if (path / CONFIG).exists() else "is not empty and holds no run of offbeat"
+
+
+def _resume_hint(path: Path) -> str:
+    return f", or go on with --resume {path}" if any(path.glob("checkpoint/step-*")) else ""
+
+
+def environment() -> dict[str, Json]:
+    """Where and with what this process runs, as a record keeps it."""
+    import offbeat  # the facade; only its version is wanted
+
+    versions: dict[str, Json] = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
+    return versions | {"offbeat": offbeat.__version__, "platform": platform.platform(), "num_cpus": os.cpu_count()}
+
+
+def _write_head(path: Path, head: RunHead) -> None:
+    _write_text(path / CONFIG, head.model_dump_json(indent=1))
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,83 @@
+"""A process from which ranks are forked, with everything they need imported: `python -m ranks_support.template SOCKET`.
+
+Importing torch and offbeat takes seconds of a core, and tests start hundreds of ranks. What is forked has one thread, as
+after an import, no group and no socket; it ends as any interpreter does. A message on the socket starts one: its orders as
+JSON, with the descriptors of its outcome, its log and its status. The status is two lines: its pid, and once it has ended its
+return code as `subprocess` has it, here from a process in between whose child the rank is.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+PRELOADED = ("torch._dynamo", "offbeat.session", "offbeat.strategies", "offbeat.lab.native", "offbeat.data.dispatch", "pytest")
+"""What most ranks import sooner or later; optimizers import the first in their first step."""
+
+LONGEST_MESSAGE = 1 << 16
+
+
+def serve(orders_socket: socket.socket) -> dict[str, Any] | None:
+    """Fork a rank for every message. Returns its orders in the rank; in the template None, when the tests are over."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test hears it, and ends what it has started
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes in between
+    while True:
+        message, (result, log, status), _, _ = receive(orders_socket)
+        if not message:
+            return None
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            orders_socket.close()
+            if (pid := os.fork()) == 0:
+                os.close(status)
+                become(log)
+                return {**json.loads(message), "result_fd": result}
+            os.close(result)
+            os.write(status, b"%d\n" % pid)
+            os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            os._exit(0)
+        for descriptor in (result, log, status):
+            os.close(descriptor)
+
+
+def receive(orders_socket: socket.socket) -> tuple[bytes, list[int], int, Any]:
+    message, descriptors, flags, address = socket.recv_fds(orders_socket, LONGEST_MESSAGE, 3)
+    return message, descriptors or [-1, -1, -1], flags, address
+
+
+def become(log: int) -> None:
+    """Print to `log`, and be interrupted as others are."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def main() -> None:
+    for name in PRELOADED:
+        importlib.import_module(name)
+    from offbeat.codec import kernels
+    from ranks_support import rank
+
+    kernels.warm()
+    gc.freeze()  # else every rank would look through all of it when it ends
+    assert threading.active_count() == 1, "what has threads cannot be forked"
+    with socket.socket(fileno=int(sys.argv[1])) as orders_socket:
+        orders = serve(orders_socket)
+    if orders is not None:
+        environment = orders.pop("environment")
+        os.chdir(orders.pop("directory"))
+        os.environ.clear()
+        os.environ.update(environment)
+        rank.run(rank.Orders(**orders))
+
+
+if __name__ == "__main__":
+    main()
