@@ -140,7 +140,7 @@ class Training:
         begin_s = time.perf_counter()
         try:
             for batch in batches:
-                self._task.loss(self._model, batch).backward()  # type: ignore[no-untyped-call]
+                self._task.loss(self._model, batch).backward()
                 self._optimizer.step()
                 self._optimizer.zero_grad()
         except NonFiniteError:
@@ -250,7 +250,7 @@ def cases_of(mnist: Path | None, text: Path | None) -> Iterator[Case]:
     yield Case(task="digits", steps=240, measurements=48, options={"batch_size": "128"}, trials=images)
     if mnist is not None:
         options = {"batch_size": "128", "path": str(mnist)}
-        yield Case(task="mnist", steps=360, measurements=24, options=options, trials=images)
+        yield Case(task="mnist", steps=240, measurements=24, options=options, trials=images)
     if text is not None:
         options = {"batch_size": "32", "path": str(text), "model": "transformer"}
         characters = trials_of(
@@ -262,7 +262,7 @@ def cases_of(mnist: Path | None, text: Path | None) -> Iterator[Case]:
                 for damping in (0.003, 0.01, 0.03)
             ],
         )
-        yield Case(task="charlm", steps=400, measurements=20, options=options, trials=characters)
+        yield Case(task="charlm", steps=300, measurements=20, options=options, trials=characters)
 
 
 def run(cases: Sequence[Case], asked: argparse.Namespace, seeds: Sequence[int]) -> Iterator[Ratio]:
