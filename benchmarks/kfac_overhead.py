@@ -153,9 +153,7 @@ def cases(rounds: int, stride: int) -> Iterator[Ratio]:
         f"the same at intervals of {FACTOR_INTERVAL} and {INVERSE_INTERVAL}{sampled}",
         pairs,
         at_most=GOAL_AT_INTERVALS,
-        bound=floor["precondition"]
-        + floor["factors"] / stride**2 / FACTOR_INTERVAL
-        + floor["inverses"] / INVERSE_INTERVAL,
+        bound=floor["precondition"] + floor["factors"] / stride**2 / FACTOR_INTERVAL + floor["inverses"] / INVERSE_INTERVAL,
     )
     for what in ("precondition_s", "invert_s"):
         pairs = [(row[what], plain) for row, plain in zip(found["every step"], plain_s, strict=True)]

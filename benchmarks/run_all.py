@@ -2,9 +2,9 @@
 
     python benchmarks/run_all.py [NAME ...] [--json] [--long] [--quick] [--mnist NPZ] [--text FILE]
 
-Those that take long, up to an hour, run only when they are named, or with `--long`. With `--quick` they say no
-more than that they run. A goal that is missed is printed as missed; only a benchmark that does not run to its end makes the
-exit status non-zero.
+Those of many runs take up to an hour each and run only when they are named, or with `--long`. With `--quick` they say no more
+than that they run. A goal that is missed is printed as missed; only a benchmark that does not run to its end makes the exit
+status non-zero.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
-LONG = {"stragglers", "averaging_accuracy", "deaths", "kfac_accuracy", "kfac_schedules"}
+LONG = {"stragglers", "averaging_accuracy", "deaths", "kfac_accuracy", "kfac_schedules", "uneven", "uneven_accuracy"}
 READ_DATA = {"averaging_accuracy", "kfac_accuracy"}
 KNOW_QUICK = (LONG - {"kfac_schedules"}) | {"answering"}
 VERDICTS = {True: "[green]holds", False: "[red]missed", "undecided": "[yellow]undecided"}

@@ -33,7 +33,7 @@ ROOMS = (
 )
 """From top to bottom: a room imports only rooms below it."""
 
-SESSION_MODULES = frozenset({"session", "checkpoint", "agreement", "hooks"})
+SESSION_MODULES = frozenset({"session", "checkpoint", "agreement", "feeding", "hooks"})
 """Modules at the top of the package that together are the room `session`."""
 
 FACADE_OPENS = frozenset({"session", "strategies", "errors", "lab"})

@@ -20,18 +20,19 @@ import torch
 import torch.distributed as dist
 
 from offbeat.agreement import adopt_rank_0, agree, describe
-from offbeat.collectives.control import gather_values
-from offbeat.data.dispatch import Desk, DispatchLoader, MapStyle, Recording, data_description
+from offbeat.data.dispatch import DispatchLoader, MapStyle, Recording
 from offbeat.data.lockstep import LockstepLoader
-from offbeat.engine.claims import ClaimLog
 from offbeat.engine.generations import Generations, Host
 from offbeat.engine.membership import Generation, Member
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError, UnsupportedError
+from offbeat.exchange.spans import Profile
 from offbeat.exchange.weights import ModelWeights, choose_buffers
+from offbeat.feeding import Feeding
 from offbeat.hooks import BackwardHooks
 from offbeat.strategies.base import (
     AveragesAlone,
     HasCounters,
+    HasProfile,
     HasWeight,
     OnAbandon,
     OnAfterStep,
@@ -53,7 +54,6 @@ from offbeat.strategies.base import (
 )
 from offbeat.transport.connect import RETURN_VARIABLE, Connection, connect, is_returning, join_process_group, reconnect
 from offbeat.transport.driver import Driver
-from offbeat.transport.network import store_of
 from offbeat.transport.solo import Solo
 from offbeat.transport.wrappers import Arrival, Counting, Traffic
 
@@ -278,6 +278,7 @@ class Session:
         self._hear_before_update = [part for part in self._parts if isinstance(part, OnBeforeUpdate)]
         self._hear_after_step: list[OnAfterStep] = [part for part in self._parts if isinstance(part, OnAfterStep)]
         self._counted = [part for part in self._parts if isinstance(part, HasCounters)]
+        self._profiled = next((part for part in self._parts if isinstance(part, HasProfile)), None)
         self._alone = next((part for part in self._parts if isinstance(part, AveragesAlone)), None)
         self._hooks = BackwardHooks(model, list(self._parameters.values()), self)
         self._step_handles = [
@@ -320,6 +321,10 @@ class Session:
         All ranks leave a collective at about the same time; who keeps whom waiting shows only in when they come to it.
         """
         return self._counting.take_ready_at_s()
+
+    def take_profile(self) -> Profile | None:
+        """What the strategy did within the step that has just ended, if it is one that was looked at closely."""
+        return None if self._profiled is None else self._profiled.take_profile()
 
     def join(self) -> None:
         """Take part in the other ranks' exchange without a backward pass, contributing nothing new.
@@ -374,39 +379,24 @@ class Session:
             ConfigError: this cannot work, with the reason. Every rank raises.
             MismatchError: the ranks disagree on the data.
         """
-        desk = next((part for part in self._parts if isinstance(part, Desk)), None)
-        description: OffbeatError | dict[str, Any]
-        try:
-            description = data_description(
-                dataset,
-                seed=seed,
-                batch_size=batch_size,
-                max_batch_size=max_batch_size,
-                claims=desk is not None,
-                recorded=record or replay is not None,
-            )
-        except ConfigError as error:
-            description = error
-        agree(self._counting.inner, self._control, description)
-        collate = torch.utils.data.default_collate if collate is None else collate
-        made: DispatchLoader | LockstepLoader
-        if desk is None:
-            sizes = self._gather(batch_size)
-            made = LockstepLoader(dataset, batch_sizes=sizes, claimed=self.weigh, seed=seed, collate=collate, rank=self.rank)
-        else:
-            desk.limit(self._gather(max_batch_size))
-            made = DispatchLoader(
-                dataset,
-                log=ClaimLog(store_of(self._network), rank=self.rank),
-                desk=desk,
-                gather=self._gather,
-                seed=seed,
-                collate=collate,
-                rank=self.rank,
-                notify=self._notify,
-                record=record,
-                replay=replay,
-            )
+        feeding = Feeding(
+            parts=self._parts,
+            driver=self._counting.inner,
+            control=self._control,
+            network=self._network,
+            weigh=self.weigh,
+            notify=self._notify,
+        )
+        made = feeding.loader(
+            dataset,
+            seed=seed,
+            batch_size=batch_size,
+            max_batch_size=max_batch_size,
+            collate=collate,
+            record=record,
+            replay=replay,
+        )
+        if isinstance(made, OnAfterStep):
             self._hear_after_step.append(made)
         self._parts = [*self._parts, made]
         return made
@@ -639,10 +629,6 @@ class Session:
 
     def _traffic(self) -> Traffic:
         return self._counting.traffic.plus(self._background_traffic())
-
-    def _gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, of JSON's kinds. No training, and not in `stats`."""
-        return self._counting.inner.run(gather_values(value), self._control.next())
 
     def _notify(self, remark: str) -> None:
         if len(self.notices) < MAX_NOTICES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -218,7 +219,8 @@ def test_steps_are_apart() -> None:
 def test_inputs_are_told_of_in_the_forward_pass_and_gradients_in_reverse() -> None:
     model, told = small_net(), []
 
-    def added(index: int, side: Side) -> None:
+    def added(index: int, side: Side, began_s: float) -> None:
+        assert began_s <= time.monotonic()
         told.append((index, side))
 
     options = FactorOptions()

@@ -124,9 +124,9 @@ def test_factors_leave_during_the_passes_once_it_is_known_what_is_to_come(attach
     part = part_of(session)
     for slots, message in zip(part.plan.groups, part._messages, strict=True):
 
-        def launch(*args: Any, slots: Any = slots, launch: Any = message.launch) -> None:
+        def launch(*args: Any, slots: Any = slots, launch: Any = message.launch) -> Any:
             launched.append(f"{'AG'[slots[0] % 2]}{slots[0] // 2}")
-            launch(*args)
+            return launch(*args)
 
         message.launch = launch  # type: ignore[method-assign]
     batch = reference.batch_of(0, 0)
@@ -265,9 +265,44 @@ def test_what_is_kept_is_half_of_the_squares_and_of_their_diagonals(attached: At
     in_memory = [factor._sum for factor in part._factors.values()] + [
         kept for kept in part._inverses.packed if kept is not None
     ]
-    assert sum(storage.nbytes() for storage in {t.untyped_storage() for t in in_memory}) == 8 * 2 * triangles
+    nbytes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in in_memory}
+    assert sum(nbytes.values()) == 8 * 2 * triangles
 
 
 def state_elements(session: Session) -> int:
     state = session.state_dict()["parts"]["FactorExchange"]
     return sum(value.numel() for kept in state.values() for value in kept.values() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_steps_are_looked_at_closely(attached: Attach, kind: type[KFACStrategy]) -> None:
+    net, optimizer, session = attached(kind(factor_interval=2, inverse_interval=10, ramp=False))
+    profiles = {}
+    for step in range(45):
+        train(net, optimizer, range(step, step + 1))
+        if (profile := session.take_profile()) is not None:
+            profiles[step] = profile
+    assert sorted(profiles) == [0, 2, 4, 6, 8, 10, 12, 16, 20, 24, 30, 32, 40]
+    assert [step for step, profile in profiles.items() if any(span.kind == "invert" for span in profile.spans)] == [
+        0,
+        10,
+        20,
+        30,
+        40,
+    ]
+    for profile in profiles.values():
+        assert sum(span.kind == "factor" for span in profile.spans) == len(part_of(session)._shapes)
+        assert all(span.began_s <= span.ended_s for span in profile.spans)
+    duties = profiles[0].duties
+    assert [duty.factor for duty in duties[:2]] == ["A of '0'", "G of '0'"]
+    assert [duty.rows for duty in duties] == [shape.dim for shape in part_of(session)._shapes]
+    assert [duty.owner for duty in duties] == list(part_of(session).plan.owners)
+
+
+def test_a_step_that_was_skipped_has_no_profile(attached: Attach) -> None:
+    net, optimizer, session = attached(offbeat.SPDKFAC())
+    x, y = reference.batch_of(0, 0)
+    reference.loss_of(net, (x * float("nan"), y)).backward()
+    optimizer.step()
+    assert session.stats.skipped_steps == 1
+    assert session.take_profile() is None

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from offbeat.errors import RecordError
 from offbeat.lab.breakdown import Steps, read_steps
 from offbeat.lab.config import RunConfig
-from offbeat.lab.records import EventWriter, Record, StepEvent, begin_attempt, create
+from offbeat.lab.records import EventWriter, MegaBatch, Record, StepEvent, begin_attempt, create
 
 EVENT = StepEvent(
     step=1,
@@ -159,6 +159,45 @@ def test_samples_a_second_are_each_ranks_own_and_none_for_steps_that_it_did_not_
     assert of.samples_per_s() == pytest.approx(8 + 16 + 16 / 2)
     assert max(of.block_samples_per_s()) == pytest.approx(40.0)
     assert min(of.block_samples_per_s()) == pytest.approx(24.0)
+
+
+def write_claimed(path: Path, *, updates: Sequence[Sequence[int]], steps_each: int, merge_s: float) -> Path:
+    """Ranks that share samples out: by mega-batch and rank, so many equally long updates within `steps_each` seconds."""
+    events: list[list[StepEvent]] = [[] for _ in updates[0]]
+    for number, by_rank in enumerate(updates):
+        for rank, made in enumerate(by_rank):
+            for place in range(1, made + 1):
+                duration_s = steps_each / made + (merge_s if place == made else 0.0)
+                step = number * steps_each - (-place * steps_each // made)
+                began_s = 100 + number * (steps_each + merge_s) + (place - 1) * steps_each / made
+                event = replace(EVENT, step=step, began_s=began_s, duration_s=duration_s, compute_s=duration_s)
+                events[rank].append(event)
+    run = write(path, events)
+    writer = EventWriter(run, rank=0, attempt=0)
+    for number in range(1, len(updates) + 1):
+        step = number * steps_each
+        writer.add_mega_batch(
+            MegaBatch(
+                number=number, epoch=0, step=step, seconds=1.0 * step, at_s=0.0, duration_s=1.0, merge_s=merge_s, by_rank=[]
+            )
+        )
+    writer.close()
+    return run
+
+
+def test_where_samples_are_claimed_a_rank_may_have_several_events_of_a_step_or_none(tmp_path: Path) -> None:
+    of = read_steps(Record(write_claimed(tmp_path / "run", updates=[(8, 2)] * 3, steps_each=4, merge_s=0.5)))
+    assert of.step.tolist() == list(range(1, 13))
+    assert of.batch_size[0].tolist() == [16.0] * 12
+    assert np.isnan(of.batch_size[1]).tolist() == [True, False] * 6
+    assert float(np.nansum(of.duration_s)) == pytest.approx(2 * 3 * 4.5)
+
+
+def test_where_samples_are_claimed_a_mega_batch_is_measured_whole_and_the_first_is_left_out(tmp_path: Path) -> None:
+    """The second rank takes batches as large, at a quarter of the pace; it is no dead one that did fewer steps."""
+    of = read_steps(Record(write_claimed(tmp_path / "run", updates=[(1, 1), (8, 2), (8, 2)], steps_each=4, merge_s=0.5)))
+    assert of.block_samples_per_s() == pytest.approx([80 / 4.5] * 2)
+    assert of.block_step_s() == pytest.approx([4.5 / 4] * 2)
 
 
 def test_ranks_that_do_not_keep_step_are_not_late_for_each_other(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offbeat.errors import ConfigError
-from offbeat.lab.cluster import Cluster, LinkSpec
+from offbeat.lab.cluster import Cluster, Fault, LinkSpec, SpeedChange, Straggling
 from offbeat.lab.config import Request, RunConfig, resolve, resolve_resume
 
 
@@ -83,11 +83,37 @@ def test_a_resume_that_contradicts_the_record_is_refused(request_: Request, mess
         resolve_resume(resolve(asked(**STORED)), request_, steps_done=10, epochs_done=1)
 
 
+EVENTFUL = Cluster(
+    workers=4,
+    links={3: LinkSpec(latency_s=0.1)},
+    straggling=(
+        Straggling(workers=(1, 3), delay_s=0.1),
+        Straggling(workers=(2,), delay_s=0.2),
+        Straggling(workers=3, delay_s=0.3),
+    ),
+    changes=(SpeedChange(at_s=1.0, worker=1, speed=0.5), SpeedChange(at_s=2.0, worker=2, speed=0.5)),
+    faults=(
+        Fault(at_s=1.0, worker=0, action="stop"),
+        Fault(at_s=2.0, worker=0, action="continue"),
+        Fault(at_s=3.0, worker=3, action="kill"),
+    ),
+)
+
+
 def test_resumed_with_other_workers_the_cluster_has_as_many() -> None:
     stored = resolve(asked(steps=10, cluster=Cluster(workers=4, link=LinkSpec(rate_bit_per_s=1e9))))
     more = resolve_resume(stored, Request(workers=6, steps=20), steps_done=10, epochs_done=0)
     assert more.cluster is not None
     assert (more.workers, more.cluster.workers, more.cluster.link) == (6, 6, stored.cluster.link)
+    fewer = resolve_resume(
+        resolve(asked(steps=10, cluster=EVENTFUL)), Request(workers=2, steps=20), steps_done=10, epochs_done=0
+    )
+    assert fewer.cluster == Cluster(
+        workers=2,
+        straggling=(Straggling(workers=(1,), delay_s=0.1), Straggling(workers=2, delay_s=0.3)),
+        changes=(SpeedChange(at_s=1.0, worker=1, speed=0.5),),
+        faults=(Fault(at_s=1.0, worker=0, action="stop"), Fault(at_s=2.0, worker=0, action="continue")),
+    )
     uneven = resolve(asked(steps=10, cluster=Cluster(workers=4, speeds=(1.0, 1.0, 1.0, 0.5))))
     with pytest.raises(ConfigError, match="speeds"):
         resolve_resume(uneven, Request(workers=2, steps=20), steps_done=10, epochs_done=0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from offbeat.errors import ConfigError
-from offbeat.lab.options import build_strategy, route, strategy_options, strategy_values, task_options
+from offbeat.lab.config import Request, resolve
+from offbeat.lab.options import build_strategy, parse_spec, route, strategy_options, strategy_values, task_options
 from offbeat.lab.tasks import TASKS
 from offbeat.strategies import REGISTRY
 
@@ -18,6 +19,20 @@ def test_settings_are_divided_between_task_and_strategy() -> None:
 @pytest.mark.parametrize("strategy", REGISTRY)
 def test_no_option_belongs_to_both(task: str, strategy: str) -> None:
     assert not {option.name for option in task_options(task)} & {option.name for option in strategy_options(strategy)}
+
+
+def test_the_task_says_how_large_batches_are() -> None:
+    assert route("digits", "adaptive", ["batch_size=8"]) == ({"batch_size": "8"}, {})
+    with pytest.raises(ConfigError, match="no option of strategy 'adaptive'"):
+        parse_spec("adaptive:batch_size=8")
+    config = resolve(Request(task="digits", strategy="adaptive", settings=["batch_size=8"]))
+    assert config.strategy_options["batch_size"] == 8
+    assert config.strategy_options["mega_batch"] is None
+
+
+def test_a_mega_batch_has_room_for_steps() -> None:
+    with pytest.raises(ConfigError, match="mega_batch is 200, but 4 workers with batches of 32 need 256"):
+        resolve(Request(task="digits", strategy="elasticsgd", settings=["mega_batch=200"]))
 
 
 @pytest.mark.parametrize("name", REGISTRY)

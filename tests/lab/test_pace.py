@@ -34,13 +34,21 @@ class Clock:
 
 
 def step(
-    pace: Pace, clock: Clock, number: int, *, forward_s: float, backward_s: float, encode_s: float = 0.0, wait_s: float = 0.0
+    pace: Pace,
+    clock: Clock,
+    number: int,
+    *,
+    forward_s: float,
+    backward_s: float,
+    encode_s: float = 0.0,
+    wait_s: float = 0.0,
+    size: float = 1.0,
 ) -> float:
     """One step as the worker does it; returns how long it took."""
     began_s = clock.now_s
     pace.begin(number)
     clock.work(forward_s)
-    pace.before_backward(0.0)
+    pace.before_backward(0.0, size=size)
     with pace.backward():
         clock.work(backward_s + encode_s)
         clock.sleep(wait_s)
@@ -75,6 +83,18 @@ def test_a_step_is_padded_to_what_an_accelerator_of_this_speed_takes(
             assert duration_s - encode_s - wait_s == pytest.approx(0.2 / speed)
             assert pace.slept_s == pytest.approx(0.2 / speed - forward_s - backward_s)
     assert pace.num_late == 0
+
+
+@given(speed=st.sampled_from([1.0, 0.25]), sizes=st.lists(st.floats(0.25, 2), min_size=2, max_size=5))
+def test_a_larger_batch_takes_as_much_longer(speed: float, sizes: list[float]) -> None:
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pacing, "time", clock)
+        pace = Pace(Cluster(workers=1, speeds=(speed,), step_s=0.2), 0, by_sleeping=False)
+        step(pace, clock, 1, forward_s=0.01, backward_s=0.02)
+        for number, size in enumerate(sizes, start=2):
+            duration_s = step(pace, clock, number, forward_s=0.01 * size, backward_s=0.02 * size, size=size)
+            assert duration_s == pytest.approx(0.2 * size / speed)
 
 
 def test_steps_longer_than_they_were_to_be_are_counted_and_not_padded(clock: Clock) -> None:

@@ -9,7 +9,18 @@ import pytest
 
 from offbeat.errors import RecordError
 from offbeat.lab.config import Request, RunConfig, resolve
-from offbeat.lab.records import EventWriter, Record, StepEvent, Summary, begin_attempt, create, lock, write_summary
+from offbeat.lab.records import (
+    EventWriter,
+    MegaBatch,
+    Record,
+    Share,
+    StepEvent,
+    Summary,
+    begin_attempt,
+    create,
+    lock,
+    write_summary,
+)
 
 CONFIG = resolve(Request(task="digits", strategy="allreduce", steps=20, workers=2))
 
@@ -94,6 +105,33 @@ def test_steps_that_a_resume_took_back_are_left_out(tmp_path: Path) -> None:
         *((s, 0.25) for s in range(4, 9)),
     ]
     assert [event.step for event in record.events(1)] == [1, 2, 3]
+
+
+def mega_batch(step: int, weight: float = 0.5) -> MegaBatch:
+    share = Share(
+        rank=1,
+        batch_size=4,
+        updates=2,
+        samples=7,
+        weight=weight,
+        computing_s=1.5,
+        idle_s=0.25,
+        claims=[[(0, 4)], [(9, 10), (20, 22)]],
+    )
+    return MegaBatch(
+        number=step // 2, epoch=0, step=step, seconds=2.0, at_s=50.0, duration_s=2.0, merge_s=0.1, by_rank=[share, share]
+    )
+
+
+def test_mega_batches_are_read_back_without_those_that_a_resume_took_back(tmp_path: Path) -> None:
+    path = create(tmp_path / "run", CONFIG)
+    assert Record(path).mega_batches() == []
+    for attempt, steps in enumerate([(2, 4, 6), (4, 6, 8)]):
+        writer = EventWriter(path, rank=0, attempt=begin_attempt(path, CONFIG, start_step=2 * attempt))
+        for step in steps:
+            writer.add_mega_batch(mega_batch(step, weight=attempt))
+        writer.close()
+    assert Record(path).mega_batches() == [mega_batch(2, weight=0), *(mega_batch(step, weight=1) for step in (4, 6, 8))]
 
 
 @pytest.mark.parametrize("resumed", [False, True])

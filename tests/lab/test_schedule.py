@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat.data.dispatch import mega_batch_span, num_mega_batches
 from offbeat.errors import CheckpointError
 from offbeat.lab.config import Request, RunConfig, resolve
-from offbeat.lab.schedule import Position, Schedule
+from offbeat.lab.schedule import ClaimedSchedule, Position, Schedule
 from offbeat.lab.tasks import TASKS
 
 
@@ -73,6 +76,57 @@ def test_with_other_workers_no_sample_is_seen_twice_in_an_epoch(stop_after: int,
     assert len({take(schedule, None, seen) for schedule in second}) == 1
     assert all(schedule.position.epoch == 2 for schedule in second)
     assert all(len(set(samples)) == len(samples) for samples in seen.values())
+
+
+def claimed(settings: RunConfig, position: Position, *, mega_batch: int, workers: int = 2) -> ClaimedSchedule:
+    return ClaimedSchedule(settings, position, num_samples=60, mega_batch=mega_batch, samples_per_step=4 * workers)
+
+
+def merge(schedule: ClaimedSchedule, number: int, mega_batch: int) -> None:
+    """Mega-batch `number` of the run, from 0, is merged."""
+    epoch, place = divmod(number + 1, num_mega_batches(60, mega_batch))
+    schedule.merged(epoch, mega_batch_span(60, mega_batch, place).begin)
+
+
+@given(
+    mega_batch=st.integers(16, 70),
+    length=st.sampled_from([{"epochs": 3}, {"steps": 1}, {"steps": 17}, {"steps": 23}]),
+    stop_after=st.integers(0, 6),
+)
+def test_steps_of_merges_follow_each_other_and_a_stop_changes_nothing(
+    mega_batch: int, length: dict[str, int], stop_after: int
+) -> None:
+    settings = config(**length)
+    schedule = claimed(settings, Position(), mega_batch=mega_batch)
+    target, steps, number = schedule.target, [0], 0
+    while not schedule.complete:
+        foretold = schedule.step_of_next_merge
+        merge(schedule, number, mega_batch)
+        assert schedule.position.step == foretold
+        number += 1
+        steps.append(schedule.position.step)
+        if number == stop_after:
+            schedule = claimed(settings, Position.from_json(schedule.position.to_json()), mega_batch=mega_batch)
+            assert schedule.target == target
+    assert all(before < after for before, after in pairwise(steps))
+    assert steps[-1] == target
+    if "steps" in length:
+        assert steps[-2] < length["steps"] <= target
+    else:
+        assert (schedule.position.epoch, schedule.position.num_samples) == (3, 0)
+
+
+@given(mega_batch=st.integers(48, 70), stop_after=st.integers(1, 3), workers=st.integers(1, 6))
+def test_with_other_workers_claimed_steps_go_on_from_where_they_were(mega_batch: int, stop_after: int, workers: int) -> None:
+    first = claimed(config(epochs=5), Position(), mega_batch=mega_batch)
+    for number in range(stop_after):
+        merge(first, number, mega_batch)
+    done = first.position.step
+    second = claimed(config(epochs=5), Position.from_json(first.position.to_json()), mega_batch=mega_batch, workers=workers)
+    assert second.position.step == done
+    merge(second, stop_after, mega_batch)
+    assert second.position.step > done
+    assert second.target == done + (5 * 60 // (4 * workers) - stop_after * 60 // (4 * workers))
 
 
 def test_a_foreign_position_is_refused() -> None:

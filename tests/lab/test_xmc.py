@@ -68,6 +68,15 @@ def test_it_learns_more_than_which_label_is_frequent(options: dict[str, str], pa
     assert most_frequent < after <= 1
 
 
+def test_the_metric_is_told_with_others(paths: dict[str, str]) -> None:
+    task = build(paths | {"hidden": "16"})
+    model = task.build_model(0)
+    metrics = task.metrics(model)
+    assert metrics.pop("precision_at_1") == task.evaluate(model)
+    assert set(metrics) == {"P@3", "P@5", "nDCG@3", "nDCG@5", "PSP@1", "PSP@3", "PSP@5"}
+    assert all(0 <= value <= 1 for value in metrics.values())
+
+
 def test_a_batch_is_sparse_rows_and_knows_how_many(paths: dict[str, str]) -> None:
     task = build(paths)
     features, labels = batch = task.batch(np.array([5, 0, 7]))

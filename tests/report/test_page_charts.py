@@ -179,7 +179,9 @@ def test_a_death_is_marked_where_the_worker_ended_and_lies_in_the_window() -> No
     steps = some_steps(2, 400)
     alive = np.arange(400) < np.array([[400], [37]])
     columns = {
-        field.name: np.where(alive, getattr(steps, field.name), np.nan) for field in fields(steps) if field.name != "step"
+        field.name: np.where(alive, getattr(steps, field.name), np.nan)
+        for field in fields(steps)
+        if field.name not in ("step", "merged")
     }
     loss = Loss(rank=1, step=37, seconds=1.0, cause="killed by SIGKILL", num_left=1, num_workers=2)
     run = replace(run_of(curve([], []), steps=replace(steps, **columns)), losses=[loss])

@@ -9,12 +9,24 @@ from pathlib import Path
 
 import numpy as np
 
+from offbeat.exchange.spans import Duty, Profile, Span
 from offbeat.lab.cluster import Cluster, LinkSpec
 from offbeat.lab.comparison import Comparison, Contestant, write_comparison
 from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import EmulationReport, LinkCheck
 from offbeat.lab.judge import judge
-from offbeat.lab.records import Evaluation, EventWriter, StepEvent, Summary, begin_attempt, create, write_summary
+from offbeat.lab.profiles import ProfileWriter
+from offbeat.lab.records import (
+    Evaluation,
+    EventWriter,
+    MegaBatch,
+    Share,
+    StepEvent,
+    Summary,
+    begin_attempt,
+    create,
+    write_summary,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +40,8 @@ class Made:
         bytes_per_step, messages_per_step: of a worker.
         progress: how fast the metric rises; about 1.
         exchanges: whether workers wait for each other at all.
+        second_order: whether some steps are looked at closely, in which factors are summed, inverted and broadcast.
+        mega_batches: how many, of steps as many as there are; worker r has speed 1 / (1 + r).
     """
 
     strategy: str = "gtopk"
@@ -45,6 +59,8 @@ class Made:
     messages_per_step: int = 6
     progress: float = 1.0
     exchanges: bool = True
+    second_order: bool = False
+    mega_batches: int = 0
     notices: Sequence[str] = ()
     evaluations: int = 12
 
@@ -97,21 +113,76 @@ def write_run(path: Path, made: Made, *, cluster: Cluster | None = None, finishe
     attempt = begin_attempt(path, config, start_step=0, emulation=EMULATION if cluster else None)
     began_s, seconds, rng = 1000.0, 0.0, np.random.default_rng(made.seed)
     writers = [EventWriter(path, rank=rank, attempt=attempt) for rank in range(made.workers)]
+    profiles = [ProfileWriter(path, rank=rank, attempt=attempt) for rank in range(made.workers)]
     every = max(1, made.steps // made.evaluations)
     _evaluate(writers[0], made, 0, 0.0, rng)
     for step in range(1, made.steps + 1):
         events = _step(made, step, began_s, rng)
-        for writer, event in zip(writers, events, strict=True):
+        for rank, (writer, event) in enumerate(zip(writers, events, strict=True)):
             writer.add(event)
+            if made.second_order and step % 5 == 1:
+                profiles[rank].add(step, profile_of(event, rank, is_first=step == 1))
         duration_s = max(event.duration_s for event in events)
         began_s, seconds = began_s + duration_s, seconds + duration_s
         if step % every == 0 or step == made.steps:
             _evaluate(writers[0], made, step, seconds, rng)
+    for number in range(1, made.mega_batches + 1):
+        writers[0].add_mega_batch(mega_batch_of(number, step=made.steps * number // made.mega_batches, workers=made.workers))
     for writer in writers:
         writer.close()
     if finished:
         write_summary(_summary(path, made, seconds))
     return path
+
+
+def profile_of(event: StepEvent, rank: int, *, is_first: bool) -> Profile:
+    """Factors travel in the second half of computing and for a while longer; then rank 0 inverts, and broadcasts."""
+    began_s, middle_s, end_s = event.began_s, event.began_s + event.compute_s / 2, event.began_s + event.duration_s
+    ready_s = began_s + event.compute_s
+    left_s = end_s - ready_s
+    spans = [
+        Span("factor", "A of 'conv'", began_s, began_s + event.compute_s / 8),
+        Span("wait for gradients", "", ready_s, ready_s + left_s / 8),
+        Span("sum", "message 0", middle_s, ready_s + left_s / 4),
+        Span("wait for factors", "", ready_s + left_s / 8, ready_s + left_s / 4),
+        *([Span("invert", "2 factors", ready_s + left_s / 4, ready_s + left_s / 2)] if rank == 0 else []),
+        Span("wait for inverses", "", ready_s + left_s / 2, ready_s + left_s * 3 / 4),
+        Span("broadcast", "from worker 0", ready_s + left_s / 2, ready_s + left_s * 3 / 4),
+        Span("precondition", "", ready_s + left_s * 3 / 4, end_s),
+    ]
+    rows = {"A of 'conv'": 145, "G of 'conv'": 32}
+    duties = [
+        Duty(factor=name, rows=dim, matrices=1, message=0, owner=0 if dim > 100 else None, predicted_s=1e-5 * dim)
+        for name, dim in rows.items()
+    ]
+    return Profile(spans=spans, duties=duties if is_first else ())
+
+
+def mega_batch_of(number: int, *, step: int, workers: int, merge_s: float = 0.05) -> MegaBatch:
+    """A mega-batch of a second of computing; worker r has batches of 120 / (1 + r) samples, and is idle for r / 100 s."""
+    shares = [
+        Share(
+            rank=rank,
+            batch_size=120 // (1 + rank),
+            updates=10,
+            samples=10 * (120 // (1 + rank)),
+            weight=1 / workers,
+            computing_s=1 - rank / 100,
+            idle_s=rank / 100,
+            claims=[],
+        )
+        for rank in range(workers)
+    ]
+    return MegaBatch(
+        number=number,
+        epoch=0,
+        step=step,
+        seconds=number * (1 + merge_s),
+        at_s=1000 + number * (1 + merge_s),
+        duration_s=1 + merge_s,
+        merge_s=merge_s,
+        by_rank=shares,
+    )
 
 
 def write_comparison_of(directory: Path, contestants: Sequence[Made], seeds: Sequence[int] = (0, 1, 2)) -> Path:

@@ -15,9 +15,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from offbeat.lab.factor_work import factor_work
 from offbeat.lab.options import Option
+from offbeat.lab.profiles import read_profiles
 from offbeat.lab.progress import Listener, News, Progress
-from offbeat.lab.records import Summary
+from offbeat.lab.records import Record, Summary
+from offbeat.report import charts_dispatch, page_factors
 
 _PLAIN_EVERY_S = 5.0
 
@@ -117,6 +120,8 @@ def print_summary(summary: Summary, page: Path | None = None) -> None:
     if page is not None:
         table.add_row("page", escape(str(page)))
     Console().print(table)
+    for sentence in _work_of(Path(summary.run_directory)):
+        Console().print(escape(sentence), highlight=False, soft_wrap=True)
     _print_notices([summary])
 
 
@@ -131,10 +136,20 @@ def print_options(name: str, summary: str, options: Sequence[Option]) -> None:
     console.print()
 
 
+def _work_of(run_directory: Path) -> Iterator[str]:
+    """What the record says of work that was divided within steps, or between merges."""
+    record = Record(run_directory)
+    if (work := factor_work(read_profiles(record))) is not None:
+        yield page_factors.sentence_of(work)
+    if mega_batches := record.mega_batches():
+        yield charts_dispatch.sentence_of(mega_batches)
+
+
 def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
     metric = "not measured" if summary.metric is None else f"{summary.metric:.4f}"
     return [
         (summary.metric_name.replace("_", " "), metric),
+        *((name, f"{value:.4f}") for name, value in summary.other_metrics.items()),
         ("last loss", "not finite" if summary.loss is None else f"{summary.loss:.4f}"),
         ("workers", str(summary.workers) + _lost(summary)),
         ("parameters", f"{summary.num_parameters:,}"),

@@ -96,6 +96,9 @@ def train(
     emulation: How = "auto",
     out: Out = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run recorded in this directory.")] = None,
+    replay: Annotated[
+        Path | None, typer.Option(hidden=True, help="Repeat the claims of this record; see docs/methods/adaptive.md.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a task on local workers, or as one rank where torchrun or srun started this command."""
@@ -116,6 +119,7 @@ def train(
         eval_every=eval_every,
         cluster=_cluster(cluster, workers, link, speeds, delay, step_time),
         emulation=_emulation(emulation),
+        replay=replay,
     )
     planned = plan(request, out=out, resume=resume)
     quiet = planned.launch is not None and planned.launch.rank != 0

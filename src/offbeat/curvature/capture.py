@@ -20,6 +20,7 @@ Private parts of PyTorch that this file relies on: `_current_graph_task_id` (-1 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ class Capture:
         options: how to count.
         warn: is told of layers that cannot be watched any more.
         grad_scale: by what factor gradients are scaled at the moment (AMP).
-        added: is called with a block's index and a side whenever something was added to that factor.
+        added: is called with a block's index and a side whenever something was added to that factor, and when, on the monotonic
+            clock, that began.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Capture:
         *,
         warn: Callable[[str], None],
         grad_scale: Callable[[], float] = lambda: 1.0,
-        added: Callable[[int, Side], None] = lambda index, side: None,
+        added: Callable[[int, Side, float], None] = lambda index, side, began_s: None,
     ) -> None:
         self.retired: set[str] = set()
         """Names of blocks whose layers have changed their shape."""
@@ -196,20 +198,20 @@ class Capture:
 
     def _add_inputs(self, index: int, inputs: torch.Tensor, num_terms: int | None) -> None:
         assert self._phase is not None
-        block, sums = self._blocks[index], self._sums[index]
+        began_s, block, sums = time.monotonic(), self._blocks[index], self._sums[index]
         with _plain_arithmetic(inputs.device.type):
             sums.inputs = _plus(sums.inputs, block.input_moment(inputs.detach(), phase=self._phase))
         sums.count_terms(block.num_terms(inputs) if num_terms is None else num_terms, self._pass)
-        self._added(index, "input")
+        self._added(index, "input", began_s)
 
     def _add_gradient(self, index: int, gradient: torch.Tensor, inputs: torch.Tensor | None) -> None:
         assert self._phase is not None
-        sums = self._sums[index]
+        began_s, sums = time.monotonic(), self._sums[index]
         with _plain_arithmetic(gradient.device.type):
             moment = self._blocks[index].output_moment(gradient, inputs, phase=self._phase)
             moment.packed.div_(self._grad_scale() ** 2)
             sums.outputs = _plus(sums.outputs, moment)
-        self._added(index, "output")
+        self._added(index, "output", began_s)
 
     # Hooks are plain functions, which `copy.deepcopy` of a model shares and does not follow; copies of modules are passed over.
 

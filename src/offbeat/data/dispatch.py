@@ -222,6 +222,16 @@ class DispatchLoader:
         while self.epoch == epoch:
             yield from self.one_mega_batch()
 
+    @property
+    def num_merged(self) -> int:
+        """Mega-batches that have been merged, of all passes."""
+        return self.epoch * num_mega_batches(len(self._dataset), self._desk.mega_batch) + self.mega_batch
+
+    @property
+    def num_samples_merged(self) -> int:
+        """Samples of the pass under way that are in the merged model."""
+        return self._whole()[0].begin
+
     def one_mega_batch(self) -> Iterator[Any]:
         """This rank's batches of the next mega-batch, or of what is left of the one under way."""
         if not self._agreed:

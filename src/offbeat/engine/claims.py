@@ -103,12 +103,14 @@ class Work:
         updates: optimizer steps taken with them.
         batch_size: what it was to claim at a time, in samples.
         busy_s: from each claim to the next, without waiting for the others.
+        weight: of its model in the merge; they sum to 1. 0.0 before that.
     """
 
     claims: tuple[Claim, ...]
     updates: int
     batch_size: int
     busy_s: float
+    weight: float = 0.0
 
     @property
     def samples(self) -> int:

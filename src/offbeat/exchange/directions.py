@@ -6,6 +6,7 @@ change. Nobody multiplies what others have multiplied, so all ranks get the same
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import reduce
 
@@ -14,6 +15,7 @@ import torch
 from offbeat.collectives.dense import dense_broadcast
 from offbeat.curvature.blocks import Block
 from offbeat.curvature.precondition import Curvature
+from offbeat.exchange.spans import Spans
 from offbeat.transport.driver import Driver, Stream
 
 
@@ -27,6 +29,7 @@ def precondition_by_owners_(
     stream: Stream,
     lrs: Sequence[float],
     kl_clip: float | None,
+    spans: Spans,
 ) -> None:
     """Replace the gradients of `blocks`, the same on all ranks, by directions. Collective.
 
@@ -37,6 +40,7 @@ def precondition_by_owners_(
         driver, stream: carry the broadcasts out.
         lrs: learning rates, one for each block.
         kl_clip: as of `curvature.precondition.precondition_`.
+        spans: notes what is done when.
     """
     live = [number for number, block in enumerate(blocks) if block.has_gradient()]
     messages = [
@@ -50,9 +54,13 @@ def precondition_by_owners_(
             own = [number for number in live if owners[number] == driver.rank]
             found = [inverse for number in own if (inverse := inverses[number]) is not None]
             message.fill(found, [lrs[number] for number in own])
+        launched_s = time.monotonic()
         pending.append(driver.launch(dense_broadcast(message.flat, message.owner), stream.next()))
+        spans.launched("broadcast", f"directions of worker {message.owner}", launched_s, pending[-1:])
     for broadcast in pending:
-        broadcast.wait()
+        with spans.timed("wait for inverses"):
+            broadcast.wait()
+        spans.arrived()
     changes = [message.change.to(device="cpu", dtype=torch.float64) for message in messages if message.blocks]
     change = sum(changes, torch.zeros((), dtype=torch.float64)).abs()
     scale = 1.0 if kl_clip is None else float((kl_clip / change).sqrt().clamp(max=1))

@@ -49,8 +49,8 @@ class FactorMessage:
 
     def launch(
         self, driver: Driver, stream: Stream, take: Callable[[int], Increment], is_retired: Callable[[int], bool]
-    ) -> None:
-        """Begin to sum over all ranks what `take` says of each slot."""
+    ) -> Sequence[Pending[torch.Tensor]]:
+        """Begin to sum over all ranks what `take` says of each slot; returns what is under way."""
         numbers = []
         for slot, view in zip(self.slots, self._views, strict=True):
             packed, weight = take(slot)
@@ -58,6 +58,7 @@ class FactorMessage:
             numbers += [weight, float(is_retired(slot))]
         self._tail.copy_(torch.tensor(numbers, dtype=self._tail.dtype))
         self._sums = launch_sums(driver, stream, self._flat)
+        return self._sums
 
     def wait(self) -> None:
         """Until the sums are there."""

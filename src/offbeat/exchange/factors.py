@@ -36,6 +36,7 @@ from offbeat.exchange.directions import precondition_by_owners_
 from offbeat.exchange.factor_costs import slowest_ready_s
 from offbeat.exchange.factor_messages import FactorMessage
 from offbeat.exchange.inverses import InversePhase
+from offbeat.exchange.spans import Duty, Profile, Spans, is_round
 from offbeat.exchange.turns import Turns
 from offbeat.planning.factor_plan import FactorPlan, turns
 from offbeat.transport.driver import Driver, Stream
@@ -109,6 +110,7 @@ class FactorExchange:
         stream: of everything that is sent here.
         grad_scale: the AMP scale at the moment.
         notify: for remarks.
+        predicted_s: for each slot, how long its inversion is expected to take; None where nothing was measured.
     """
 
     def __init__(
@@ -127,8 +129,10 @@ class FactorExchange:
         stream: Stream,
         grad_scale: Callable[[], float],
         notify: Callable[[str], None],
+        predicted_s: Sequence[float] | None = None,
     ) -> None:
         self.times = FactorTimes()
+        self._spans, self._predicted_s, self._is_new_plan = Spans(), predicted_s, True
         self._blocks, self._settings, self._replan = list(blocks), settings, replan
         self._first_parameters = [first for first in first_parameters for _ in SIDES]
         self._bucket_firsts, self._turns = bucket_firsts, turns
@@ -158,7 +162,7 @@ class FactorExchange:
             settings.options,
             warn=notify,
             grad_scale=grad_scale,
-            added=lambda place, side: self._added(watched[place], side),
+            added=lambda place, side, began_s: self._added(watched[place], side, began_s),
         )
         self._handle = model.register_forward_pre_hook(self._watch_root(model))
         self._inverses = self._make_inverses(plan)
@@ -173,7 +177,7 @@ class FactorExchange:
         return self._plan
 
     def _adopt(self, plan: FactorPlan) -> None:
-        self._plan = plan
+        self._plan, self._is_new_plan = plan, True
         groups = [(group, [self._shapes[slot] for slot in group], self._likes[group[0]]) for group in plan.groups]
         self._messages = [FactorMessage(*group) for group in groups]
         self._group_of = {slot: number for number, group in enumerate(plan.groups) for slot in group}
@@ -190,7 +194,15 @@ class FactorExchange:
                 new.copy_(old)
 
     def _make_inverses(self, plan: FactorPlan) -> InversePhase:
-        return InversePhase(plan, self._shapes, self._likes, driver=self._driver, stream=self._stream, inverter=self._inverter)
+        return InversePhase(
+            plan,
+            self._shapes,
+            self._likes,
+            driver=self._driver,
+            stream=self._stream,
+            inverter=self._inverter,
+            spans=self._spans,
+        )
 
     def _keeps(self, slot: int) -> bool:
         """Whether this rank averages the factor of `slot` over time: where directions travel, it is its owner's business."""
@@ -202,6 +214,7 @@ class FactorExchange:
         """Look at what is to come, if this is a step with factors, and let nothing be sent out of turn."""
         self._capture.stop()
         self._drop()
+        self._spans.begin(on=self._is_looked_at(), keep=self._good)
         self._open = self._settings.has_factors(self._step)
         self._turns.set(self._order if self._open else ())
         if not self._open:
@@ -212,6 +225,13 @@ class FactorExchange:
         self._begin_s: float | None = None
         self._ready_s = [0.0] * len(self._shapes)
         self._capture.start(self._step)
+
+    def _is_looked_at(self) -> bool:
+        """Whether what happens in this step is noted: steps with inversions, and some with factors, ever more rarely."""
+        for interval, digits in ((self._settings.inverse_interval, 3), (self._settings.factor_interval, 2)):
+            if self._step % interval == 0 and is_round(self._step // interval, digits):
+                return True
+        return False
 
     def _drop(self) -> None:
         """Forget what was sent and not taken in. It must arrive first: the next factors use the same buffers."""
@@ -225,10 +245,12 @@ class FactorExchange:
         """Whether as much has been added to a factor as ever was in one step."""
         return self._learned and self._seen[slot] >= self._expected[slot]
 
-    def _added(self, index: int, side: Side) -> None:
+    def _added(self, index: int, side: Side, began_s: float) -> None:
         slot = 2 * index + (side == "output")
         if not self._open:
             return
+        if self._spans.on:
+            self._spans.add("factor", self._name_of(slot), began_s)
         now_s = time.perf_counter()
         self._begin_s = now_s if self._begin_s is None else self._begin_s
         self._ready_s[slot] = now_s - self._begin_s
@@ -251,8 +273,9 @@ class FactorExchange:
 
         def begin() -> None:
             with torch.no_grad():
-                take = self._nothing if failed else self._take
-                self._messages[number].launch(self._driver, self._stream, take, self._is_retired)
+                take, began_s = self._nothing if failed else self._take, time.monotonic()
+                pending = self._messages[number].launch(self._driver, self._stream, take, self._is_retired)
+                self._spans.launched("sum", f"message {number}", began_s, pending)
 
         self._turns.take(("factors", number), begin)
 
@@ -277,10 +300,13 @@ class FactorExchange:
                 self._offer(number, failed=failed)
         if not self._plan.groups:
             self._increments = {slot: self._take(slot) for slot in range(len(self._shapes)) if self._keeps(slot)}
+        self._flushed_s = time.monotonic()
 
     def verdict(self, *, good: bool) -> None:
         self._good = good
         if good:
+            if self._sent:
+                self._spans.add("wait for gradients", "", self._flushed_s)
             self._capture.stop()
             return
         self._begin_step()
@@ -297,7 +323,8 @@ class FactorExchange:
             self._inverses.run(self._job)
             self._is_stale = False
         begin_s = time.perf_counter()
-        self._precondition()
+        with self._spans.timed("precondition"):
+            self._precondition()
         self.times.precondition_s += time.perf_counter() - begin_s
 
     def on_after_step(self) -> None:
@@ -311,9 +338,11 @@ class FactorExchange:
         self._sent = False
         retired: list[tuple[int, torch.Tensor]] = []
         for message in self._messages:
-            begin_s = time.perf_counter()
+            begin_s = time.monotonic()
             message.wait()
-            self.times.wait_s += time.perf_counter() - begin_s
+            self.times.wait_s += time.monotonic() - begin_s
+            self._spans.add("wait for factors", "", begin_s)
+            self._spans.arrived()
             for slot, mean, total, num_retired in message.read():
                 if slot in self._factors:
                     self._factors[slot].update_(mean, weight=total, decay=self._settings.decay)
@@ -348,19 +377,22 @@ class FactorExchange:
                 self._capture.retire(self._watched[index], "its shape has changed on another rank")
 
     def _job(self, slot: int) -> Job:
-        index, name = slot // 2, self._names[slot // 2]
+        index = slot // 2
         packed = self._factors[slot].average()
         damping = packed.new_full((), self._settings.damping)
         if self._settings.pi:
             pair = [(self._factors[either].average(), self._shapes[either]) for either in (2 * index, 2 * index + 1)]
             damping = damping_of(pair[0], pair[1], damping=self._settings.damping, pi=True)[slot % 2]
         return Job(
-            name=f"{'AG'[slot % 2]} of {name!r}",
+            name=self._name_of(slot),
             packed=packed,
             shape=self._shapes[slot],
             damping=damping,
             valid=self._factors[slot].mass > 0,
         )
+
+    def _name_of(self, slot: int) -> str:
+        return f"{'AG'[slot % 2]} of {self._names[slot // 2]!r}"
 
     def _precondition(self) -> None:
         lr_of = {id(p): float(group["lr"]) for group in self._optimizer.param_groups for p in group["params"]}
@@ -372,7 +404,14 @@ class FactorExchange:
         if self._plan.by_owner:
             owners = [owner for index in live if (owner := self._plan.owners[2 * index]) is not None]
             precondition_by_owners_(
-                blocks, inverses, owners, driver=self._driver, stream=self._stream, lrs=lrs, kl_clip=kl_clip
+                blocks,
+                inverses,
+                owners,
+                driver=self._driver,
+                stream=self._stream,
+                lrs=lrs,
+                kl_clip=kl_clip,
+                spans=self._spans,
             )
         else:
             precondition_(blocks, [inverse for inverse in inverses if inverse is not None], lrs=lrs, kl_clip=kl_clip)
@@ -405,6 +444,27 @@ class FactorExchange:
             "inverse_wait_s": self._inverses.times.wait_s,
             "precondition_s": self.times.precondition_s,
         }
+
+    def take_profile(self) -> Profile | None:
+        """What this step brought, if it is one that was looked at."""
+        spans = self._spans.take()
+        if not spans:
+            return None
+        is_new, self._is_new_plan = self._is_new_plan, False
+        return Profile(spans=spans, duties=self._duties() if is_new else ())
+
+    def _duties(self) -> list[Duty]:
+        return [
+            Duty(
+                factor=self._name_of(slot),
+                rows=shape.dim,
+                matrices=0 if shape.is_diagonal else shape.groups,
+                message=self._group_of.get(slot),
+                owner=self._plan.owners[slot],
+                predicted_s=self._predicted_s[slot] if self._predicted_s else None,
+            )
+            for slot, shape in enumerate(self._shapes)
+        ]
 
     # State
 
@@ -469,6 +529,7 @@ class FactorExchange:
 
     def close(self) -> None:
         """Take the hooks out."""
+        self._spans.close()
         self._handle.remove()
         self._capture.remove()
 

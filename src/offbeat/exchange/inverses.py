@@ -17,6 +17,7 @@ from offbeat.collectives.dense import dense_broadcast
 from offbeat.curvature.blocks import FactorShape
 from offbeat.curvature.eigen import Decomposer
 from offbeat.curvature.inverses import Inverter, Job
+from offbeat.exchange.spans import Spans
 from offbeat.planning.factor_plan import FactorPlan
 from offbeat.transport.driver import Driver, Stream
 
@@ -53,6 +54,7 @@ class InversePhase:
         driver: carries broadcasts out.
         stream: of the broadcasts.
         inverter: inverts, or decomposes.
+        spans: notes what is done when.
 
     Attributes:
         packed: what stands for the inverse of each slot, packed; zeros stand for none. None where this rank needs none.
@@ -67,8 +69,9 @@ class InversePhase:
         driver: Driver,
         stream: Stream,
         inverter: Inverter | Decomposer,
+        spans: Spans,
     ) -> None:
-        self.times = InverseTimes()
+        self.times, self._spans = InverseTimes(), spans
         self._driver, self._stream, self._inverter = driver, stream, inverter
         self._travels = not plan.by_owner
         self.packed: list[torch.Tensor | None] = [None] * len(shapes)
@@ -109,22 +112,28 @@ class InversePhase:
             if batch.owner == self._driver.rank:
                 self._invert(batch.slots, job)
             if self._travels:
+                launched_s = time.monotonic()
                 pending.append(self._driver.launch(dense_broadcast(batch.flat, batch.owner), self._stream.next()))
+                self._spans.launched("broadcast", f"from worker {batch.owner}", launched_s, pending[-1:])
         # Apart from what this rank owns: on a GPU the bits of an inverse depend on what it is batched with.
         self._invert(self._by_all, job)
         begin_s = time.perf_counter()
         for broadcast in pending:
-            broadcast.wait()
+            with self._spans.timed("wait for inverses"):
+                broadcast.wait()
+            self._spans.arrived()
         self.times.wait_s += time.perf_counter() - begin_s
 
     def _invert(self, slots: Sequence[int], job: Callable[[int], Job]) -> None:
-        begin_s = time.perf_counter()
+        begin_s = time.monotonic()
         inverses = self._inverter.invert([job(slot) for slot in slots])
         for slot, inverse in zip(slots, inverses, strict=True):
             kept = self.packed[slot]
             assert kept is not None
             kept.copy_(inverse)
-        self.times.invert_s += time.perf_counter() - begin_s
+        self.times.invert_s += time.monotonic() - begin_s
+        if slots:
+            self._spans.add("invert", f"{len(slots)} factors", begin_s)
 
 
 def _work(shape: FactorShape) -> int:

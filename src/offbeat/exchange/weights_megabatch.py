@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -147,10 +147,11 @@ class MegaBatches:
             mine = [work.updates, work.batch_size, work.busy_s, [claim.spans for claim in work.claims], self._norm()]
             stated = self._driver.run(gather_values(mine), self._stream.next())
             works = [_work(other) for other in stated]
-            self._merge(self._shares(works, [float(other[4]) for other in stated])[self._driver.rank])
+            shares = self._shares(works, [float(other[4]) for other in stated])
+            self._merge(shares[self._driver.rank])
         self._resize(works)
         self._in_hand = 0
-        return works
+        return [replace(work, weight=share / sum(shares)) for work, share in zip(works, shares, strict=True)]
 
     # Events
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from offbeat.exchange.spans import Profile
 from offbeat.session import Session, Stats
 from offbeat.transport.wrappers import Arrival
 from offbeat.transport.wrappers.delaying import Delivery
@@ -47,6 +48,10 @@ class Attached(ABC):
     @abstractmethod
     def take_ready_at_s(self) -> float | None:
         """When this rank first stood still for others since the last call, on the monotonic clock."""
+
+    def take_profile(self) -> Profile | None:
+        """What the strategy did within the step that has just ended, if it is one that was looked at closely."""
+        return None
 
     @property
     def averages_alone(self) -> bool:
@@ -102,6 +107,9 @@ class InSession(Attached):
 
     def take_ready_at_s(self) -> float | None:
         return self.session.take_ready_at_s()
+
+    def take_profile(self) -> Profile | None:
+        return self.session.take_profile()
 
     @property
     def averages_alone(self) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.lab.records import Record, StepEvent
-from offbeat.lab.statistics import block_slices, num_warm_up
+from offbeat.lab.statistics import block_slices, blocks, num_warm_up
 
 Matrix = NDArray[np.float64]
 """Shape (ranks, steps)."""
@@ -19,10 +20,12 @@ Matrix = NDArray[np.float64]
 class Steps:
     """The events of a run as matrices, shape (ranks, steps), over the steps that some rank has finished.
 
-    NaN stands where a rank has no such step: it was dead, or did not come so far.
+    NaN stands where a rank has no such step: it was dead, or did not come so far; where samples are claimed, it had fewer and
+    larger batches than others. Several events of one step are added up, their loss the last one's.
 
     Attributes:
         step: number of each step, shape (steps,).
+        merged: numbers of the steps after which models were merged, where samples are claimed; empty elsewhere.
         loss: NaN where it was not finite.
         began_s, ready_s: on rank 0's monotonic clock; `ready_s` is NaN where a rank waited for nobody.
         duration_s, compute_s, encode_s, wait_s, padded_s: as in `StepEvent`.
@@ -30,6 +33,7 @@ class Steps:
     """
 
     step: NDArray[np.int64]
+    merged: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     loss: Matrix
     batch_size: Matrix
     began_s: Matrix
@@ -57,19 +61,36 @@ class Steps:
         return ~np.isnan(self.duration_s)
 
     def step_s(self) -> NDArray[np.float64]:
-        """How long each step took, mean over the ranks that did it, shape (steps,)."""
-        mean_s: NDArray[np.float64] = np.nansum(self.duration_s, axis=0) / np.maximum(1, self.done.sum(axis=0))
+        """How long each step took, mean over the ranks that did it, shape (steps,); where samples are claimed, over all."""
+        num_ranks = self.num_ranks if self.merged.size else np.maximum(1, self.done.sum(axis=0))
+        mean_s: NDArray[np.float64] = np.nansum(self.duration_s, axis=0) / num_ranks
         return mean_s
 
+    def block_step_s(self) -> list[float]:
+        """Mean of `step_s` in blocks of consecutive steps, without the first ones."""
+        return list(map(float, blocks(self.step_s(), self._blocks())))
+
     def samples_per_s(self) -> float:
-        """Of all ranks together: the sum over ranks of samples over the time these took, and nothing for steps not done."""
+        """Of all ranks together: the sum over ranks of samples over the time these took, and nothing for steps not done.
+
+        Where samples are claimed, a rank has done what it has claimed.
+        """
+        if not self.num_steps:
+            return 0.0
         seconds, samples = np.nansum(self.duration_s, axis=1), np.nansum(self.batch_size, axis=1)
         rates = np.divide(samples, seconds, out=np.zeros_like(seconds), where=seconds > 0)
-        return float((rates * self.done.mean(axis=1)).sum()) if self.num_steps else 0.0
+        there = np.ones(self.num_ranks) if self.merged.size else self.done.mean(axis=1)
+        return float((rates * there).sum())
 
     def block_samples_per_s(self) -> list[float]:
         """`samples_per_s` in blocks of consecutive steps, without the first ones."""
-        return [self.window(block.start, block.stop).samples_per_s() for block in block_slices(self.num_steps)]
+        return [self.window(block.start, block.stop).samples_per_s() for block in self._blocks()]
+
+    def _blocks(self) -> list[slice]:
+        """A mega-batch is a block, whole or not at all, since what it waits is in its last step."""
+        ends = [int(end) for end in np.searchsorted(self.step, self.merged, side="right")]
+        first = 1 if len(ends) > 2 else 0  # batch sizes have not found themselves in the first
+        return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)][first:] or block_slices(self.num_steps)
 
     def in_step(self) -> NDArray[np.bool_]:
         """Whether all ranks that did a step were in it at the same time, shape (steps,). Not so where nobody waits."""
@@ -92,7 +113,7 @@ class Steps:
 
     def window(self, start: int, stop: int | None = None) -> Steps:
         """Columns `start` to `stop`."""
-        return Steps(**{field.name: getattr(self, field.name)[..., start:stop] for field in fields(self)})
+        return replace(self, **{name: getattr(self, name)[..., start:stop] for name in ("step", *_COLUMNS)})
 
     def settled(self) -> Steps:
         """Without the first steps, which are not typical."""
@@ -106,13 +127,15 @@ class Steps:
         return {name: float(np.nansum(part)) / whole_s for name, part in parts.items()}
 
 
-_COLUMNS: Final = tuple(field.name for field in fields(Steps) if field.name != "step")
+_COLUMNS: Final = tuple(field.name for field in fields(Steps) if field.name not in ("step", "merged"))
 _TIMES: Final = ("began_s", "ready_s")
+_ADD_UP: Final = ("batch_size", "duration_s", "compute_s", "encode_s", "wait_s", "padded_s", "bytes_sent", "messages_sent")
 
 
 def read_steps(record: Record) -> Steps:
     """The events of all ranks of `record`. Raises `RecordError` for a damaged one."""
-    by_rank = [{event.step: event for event in record.events(rank)} for rank in range(record.config.workers)]
+    by_rank = [_by_step(record.events(rank)) for rank in range(record.config.workers)]
+    merged = np.array([mega_batch.step for mega_batch in record.mega_batches()], dtype=np.int64)
     numbers = sorted(set().union(*by_rank))
     hosts = [heads[-1] if (heads := record.heads(rank)) else None for rank in range(len(by_rank))]
     columns = {name: _matrix(name, by_rank, numbers) for name in _COLUMNS}
@@ -120,7 +143,24 @@ def read_steps(record: Record) -> Steps:
         if host is not None and hosts[0] is not None and host.host != hosts[0].host:
             for name in _TIMES:
                 columns[name][rank] += host.monotonic_to_unix_s - hosts[0].monotonic_to_unix_s
-    return Steps(step=np.array(numbers, dtype=np.int64), **columns)
+    return Steps(step=np.array(numbers, dtype=np.int64), merged=merged, **columns)
+
+
+def _by_step(events: Iterable[StepEvent]) -> dict[int, StepEvent]:
+    """Events by step; where samples are claimed, a rank may have several in one."""
+    found: dict[int, StepEvent] = {}
+    for event in events:
+        before = found.get(event.step)
+        found[event.step] = event if before is None else together(before, event)
+    return found
+
+
+def together(first: StepEvent, second: StepEvent) -> StepEvent:
+    """Two events of one step as one; its loss is the second one's."""
+    sums = {name: getattr(first, name) + getattr(second, name) for name in _ADD_UP}
+    sums["arrivals"] = [*first.arrivals, *second.arrivals]
+    ready_s = second.ready_s if first.ready_s is None else first.ready_s
+    return replace(second, began_s=first.began_s, ready_s=ready_s, skipped=first.skipped or second.skipped, **sums)
 
 
 def _matrix(name: str, by_rank: list[dict[int, StepEvent]], steps: list[int]) -> Matrix:

@@ -40,6 +40,8 @@ Measure = Literal[
     "share_wait",
     "share_transfer",
     "peak_memory_bytes",
+    "factors_exposed_s",
+    "inversion_s",
 ]
 
 MEASURES: Final[Mapping[Measure, str]] = {
@@ -57,6 +59,8 @@ MEASURES: Final[Mapping[Measure, str]] = {
     "share_wait": "fraction of step time: waiting for workers that were late",
     "share_transfer": "fraction of step time: waiting although everybody was there",
     "peak_memory_bytes": "of the largest worker process",
+    "factors_exposed_s": "seconds of a step with factors in which a worker stood still for these alone, mean over workers",
+    "inversion_s": "seconds for which the slowest worker inverts factors, in a step with inversions",
 }
 """What is measured, and what it means."""
 

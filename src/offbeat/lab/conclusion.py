@@ -17,6 +17,9 @@ from offbeat.lab.watch import Run, Watch
 HANGS_S: Final = 10.0
 """Where ranks do not keep step: for how long the end waits for one that does not come, though all had finished."""
 
+_TOLERATED: Final = 1.05
+"""Where samples are claimed a run ends at a merge: so many times as many steps as it was to do need no remark."""
+
 
 def conclude(run: Run, watch: Watch) -> Summary | None:
     """Compare the replicas, measure the model on the leader, and write the summary. Returns it there."""
@@ -29,7 +32,7 @@ def conclude(run: Run, watch: Watch) -> Summary | None:
         "messages_per_step": (last.messages_sent - watch.first.messages_sent) / num_steps,
         "samples_per_s": watch.num_samples / watch.seconds if watch.seconds else 0.0,
         "peak_memory_bytes": _peak_memory_bytes(),
-        "notices": [*run.attached.notices, *run.notices, *_pace_notices(run, num_steps)],
+        "notices": [*run.attached.notices, *run.notices, *_length_notices(run), *_pace_notices(run, num_steps)],
     }
     told = run.meeting.gather("end", json.dumps(mine), patience_s=HANGS_S if apart else None)
     if not run.meeting.is_to_do("summary", {*told, run.meeting.rank}):
@@ -38,11 +41,13 @@ def conclude(run: Run, watch: Watch) -> Summary | None:
         final = run.attached.averaged_model()
     ends = [json.loads(text) for text in told.values()]
     stopped = step < run.schedule.target
-    metric = None
+    metric, others = None, {}
     if not stopped:
         final.eval()
-        metric = run.task.evaluate(final)
-        watch.measured(metric)
+        others = run.task.metrics(final)
+        metric = others.pop(run.task.metric_name)
+        watch.measured(metric, others)
+    identical = len({end["digest"] for end in ends}) == 1
     summary = Summary(
         status="stopped" if stopped else "finished",
         task=config.task,
@@ -53,6 +58,7 @@ def conclude(run: Run, watch: Watch) -> Summary | None:
         metric=metric,
         metric_name=run.task.metric_name,
         higher_is_better=run.task.higher_is_better,
+        other_metrics=others,
         loss=watch.last_loss,
         seconds=watch.seconds,
         steps_per_s=(step - watch.first_step) / watch.seconds if watch.seconds else 0.0,
@@ -63,9 +69,11 @@ def conclude(run: Run, watch: Watch) -> Summary | None:
         skipped_steps=last.skipped_steps - watch.first.skipped_steps,
         num_parameters=sum(parameter.numel() for parameter in run.model.parameters()),
         parameters_sha256=digest(final),
-        replicas_identical=len({end["digest"] for end in ends}) == 1,
+        replicas_identical=identical,
         resumed_from_step=run.record.attempts[-1].start_step or None,
-        notices=list(dict.fromkeys([*(n for end in ends for n in end["notices"]), *_replica_notices(run, final)])),
+        notices=list(
+            dict.fromkeys([*(n for end in ends for n in end["notices"]), *_replica_notices(run, final, identical=identical)])
+        ),
         run_directory=str(run.record.path),
     )
     write_summary(summary)
@@ -82,8 +90,19 @@ def digest(model: nn.Module) -> str:
     return total.hexdigest()
 
 
-def _replica_notices(run: Run, final: nn.Module) -> list[str]:
-    return [] if final is run.model else ["the workers' models differ on purpose; the metric is that of their mean"]
+def _replica_notices(run: Run, final: nn.Module, *, identical: bool) -> list[str]:
+    return (
+        [] if final is run.model or identical else ["the workers' models differ on purpose; the metric is that of their mean"]
+    )
+
+
+def _length_notices(run: Run) -> list[str]:
+    step, asked = run.schedule.position.step, run.record.config.steps
+    if asked is None or step <= asked * _TOLERATED:
+        return []
+    return [
+        f"{asked} steps were asked for, and the first merge after them came at step {step}; a smaller mega_batch comes nearer"
+    ]
 
 
 def _pace_notices(run: Run, num_steps: int) -> list[str]:

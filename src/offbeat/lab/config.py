@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,12 +13,16 @@ from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.emulation import Mode as EmulationMode
 from offbeat.lab.native import Native
-from offbeat.lab.options import Recipe, build_strategy, route, strategy_values
+from offbeat.lab.options import FROM_TASK, Recipe, build_strategy, route, strategy_type, strategy_values
 from offbeat.lab.tasks import Task, build_task
+from offbeat.lab.tasks.base import AbsolutePath
+from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.strategies.base import Strategy
 
 _DEFAULT_WORKERS = 4
 _DEFAULT_CHECKPOINT_EVERY = 100
+_LEAST_STEPS_A_MERGE = 2
+"""So that a merge always comes at a later step than the one before."""
 
 
 class RunConfig(BaseModel):
@@ -33,6 +38,7 @@ class RunConfig(BaseModel):
         eval_every: steps between measurements of the metric; None: only at the end.
         cluster: what is emulated; None: this machine as it is.
         emulation: how, see `offbeat.lab.emulation.emulate`.
+        replay: record of a run whose claims are to be repeated.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -49,6 +55,7 @@ class RunConfig(BaseModel):
     eval_every: int | None = Field(None, ge=1)
     cluster: Cluster | None = None
     emulation: EmulationMode = "auto"
+    replay: AbsolutePath | None = None
 
     def build_task(self) -> Task:
         return build_task(self.task, self.task_options)
@@ -80,6 +87,7 @@ class Request:
     eval_every: int | None = None
     cluster: Cluster | None = None
     emulation: EmulationMode = "auto"
+    replay: Path | None = None
 
 
 def resolve(request: Request) -> RunConfig:
@@ -97,6 +105,8 @@ def resolve(request: Request) -> RunConfig:
     workers = request.workers or (request.cluster.workers if request.cluster is not None else _DEFAULT_WORKERS)
     if "warmup" in for_strategy:  # counted in epochs, and only the task knows how long they are
         for_strategy.setdefault("steps_per_epoch", str(task.steps_per_epoch(workers)))
+    if issubclass(strategy_type(request.strategy), MegaBatchStrategy):
+        for_strategy[FROM_TASK] = str(task.options.batch_size)
     config = RunConfig(
         task=request.task,
         task_options=task.options.model_dump(mode="json"),
@@ -110,6 +120,7 @@ def resolve(request: Request) -> RunConfig:
         eval_every=request.eval_every,
         cluster=request.cluster,
         emulation=request.emulation,
+        replay=request.replay,
     )
     _check_together(config, task)
     return config
@@ -131,7 +142,7 @@ def resolve_resume(stored: RunConfig, request: Request, *, steps_done: int, epoc
     recipe = stored.build_strategy()
     if isinstance(recipe, Native) and not recipe.resumable:
         raise ConfigError(f"{recipe.name} keeps state that torch does not let anybody save; start a new run with --out")
-    for name in ("task", "strategy", "seed", "checkpoint_every", "eval_every", "cluster"):
+    for name in ("task", "strategy", "seed", "checkpoint_every", "eval_every", "cluster", "replay"):
         asked, kept = getattr(request, name), getattr(stored, name)
         if asked is not None and asked != kept:
             flag = f"--{name.replace('_', '-')}"
@@ -143,7 +154,7 @@ def resolve_resume(stored: RunConfig, request: Request, *, steps_done: int, epoc
     config = stored.model_copy(
         update={
             "workers": workers,
-            "cluster": None if stored.cluster is None else stored.cluster.with_workers(workers),
+            "cluster": None if stored.cluster is None else stored.cluster.left_with(workers),
             "epochs": request.epochs or (None if request.steps else stored.epochs),
             "steps": request.steps or (None if request.epochs else stored.steps),
         }
@@ -169,6 +180,14 @@ def _check_together(config: RunConfig, task: Task) -> None:
     recipe.check(model, task.optimizer(model))
     if isinstance(recipe, Strategy):
         recipe.check_world(config.workers)
+    if isinstance(recipe, MegaBatchStrategy):
+        least = _LEAST_STEPS_A_MERGE * config.workers * recipe.batch_size
+        if recipe.samples_between_merges < least:
+            raise ConfigError(
+                f"mega_batch is {recipe.samples_between_merges}, but {config.workers} workers with batches of "
+                f"{recipe.batch_size} need {least} samples or more between merges for {_LEAST_STEPS_A_MERGE} batches each; "
+                "raise mega_batch, or lower batch_size"
+            )
 
 
 def _check_numbers(request: Request) -> None:

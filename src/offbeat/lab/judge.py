@@ -12,8 +12,10 @@ import numpy as np
 
 from offbeat.lab.breakdown import Steps, read_steps
 from offbeat.lab.comparison import Comparison, Difference, Measure
+from offbeat.lab.factor_work import FactorWork, factor_work
+from offbeat.lab.profiles import read_profiles
 from offbeat.lab.records import Evaluation, Record, Summary
-from offbeat.lab.statistics import Estimate, blocks, compare, estimate
+from offbeat.lab.statistics import Estimate, compare, estimate
 from offbeat.lab.verdict import findings, verdict
 
 _PHASES: Final[Mapping[Measure, str]] = {
@@ -31,11 +33,12 @@ class _Run:
     summary: Summary
     steps: Steps
     evaluations: Sequence[Evaluation]
+    work: FactorWork | None = None
 
     @property
     def block_s(self) -> Sequence[float]:
         """Seconds a step, in blocks of steps; a step takes as long as the mean of the ranks that did it."""
-        return list(map(float, blocks(self.steps.step_s())))
+        return self.steps.block_step_s()
 
     @property
     def block_samples_per_s(self) -> Sequence[float]:
@@ -85,7 +88,7 @@ def _read(path: Path) -> _Run | None:
     if not steps.num_steps:
         return None
     evaluations = [evaluation for evaluation in record.evaluations() if math.isfinite(evaluation.metric)]  # diverged
-    return _Run(summary=summary, steps=steps, evaluations=evaluations)
+    return _Run(summary=summary, steps=steps, evaluations=evaluations, work=factor_work(read_profiles(record)))
 
 
 def _common_level(runs: Mapping[str, Sequence[_Run | None]], higher_is_better: bool) -> float | None:
@@ -125,6 +128,10 @@ def _measures(
             [rate and rate / ceiling.get(seed, best) for seed, rate in zip(comparison.seeds, rates, strict=True)],
             [rate / best for rate in block_rates],
         )
+    works = [None if run is None else run.work for run in runs]
+    if any(works):
+        measures["factors_exposed_s"] = estimate([work.sums.exposed_s if work and work.sums else None for work in works])
+        measures["inversion_s"] = estimate([work.longest_inversion_s if work else None for work in works])
     shares = [None if run is None else run.steps.settled().shares() for run in runs]
     for name, phase in _PHASES.items():
         measures[name] = estimate([None if share is None else share[phase] for share in shares])

@@ -25,6 +25,10 @@ Recipe: TypeAlias = Strategy | Native
 RECIPES: Final[Mapping[str, type[Recipe]]] = {**REGISTRY, **NATIVE}
 
 
+FROM_TASK: Final = "batch_size"
+"""An option of strategies that share samples out; in the lab it is the task's, whatever the strategy is."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
     """One option as shown to people: its name, allowed values or type, default (as text) and a line of help."""
@@ -79,7 +83,7 @@ def route(task: str, strategy: str, settings: Sequence[str]) -> tuple[dict[str, 
         ConfigError: not `key=value`, a key neither of them knows (with the nearest), or one given twice.
     """
     of_task = list(task_type(task).options_type.model_fields)
-    of_strategy = _field_names(strategy_type(strategy))
+    of_strategy = _asked_names(strategy_type(strategy))
     chosen: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -100,7 +104,7 @@ def route(task: str, strategy: str, settings: Sequence[str]) -> tuple[dict[str, 
 def parse_spec(text: str) -> tuple[str, dict[str, str]]:
     """A strategy with its options, as in "gtopk:density=0.01:selection=reuse". Raises `ConfigError`."""
     name, *settings = text.strip().split(":")
-    fields = _field_names(strategy_type(name))
+    fields = _asked_names(strategy_type(name))
     options: dict[str, str] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -140,7 +144,7 @@ def strategy_options(name: str) -> list[Option]:
             help=help_texts.get(field.name, ""),
         )
         for field in dataclasses.fields(kind)
-        if field.init
+        if field.name in _asked_names(kind)
     ]
 
 
@@ -151,6 +155,10 @@ def summary_line(kind: type) -> str:
 
 def _field_names(kind: type[Recipe]) -> list[str]:
     return [field.name for field in dataclasses.fields(kind) if field.init]
+
+
+def _asked_names(kind: type[Recipe]) -> list[str]:
+    return [name for name in _field_names(kind) if name != FROM_TASK]
 
 
 def _type_text(hint: object) -> str:

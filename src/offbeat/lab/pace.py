@@ -6,8 +6,8 @@
     backward
 
 The pad comes before the backward pass, so that what a strategy overlaps with the backward pass still overlaps with it. How long
-the coming one will take is not known; it is taken to need as much CPU time as the one before, less what the strategy itself
-computed in it, which an emulated accelerator would not do for it.
+the coming one will take is not known; it is taken to need as much CPU time for each sample as the one before, less what the
+strategy itself computed in it, which an emulated accelerator would not do for it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Pace:
         self._by_sleeping = by_sleeping
         self._backward_cpu_s = self._backward_s = 0.0
         self._began_s = 0.0
+        self._size = 1.0
         self.slept_s = 0.0
         """In the current step."""
         self.num_late = 0
@@ -46,18 +47,25 @@ class Pace:
             self._sleep(self._cluster.delay_s(self._rank, step))
         self._began_s = time.monotonic()
 
-    def before_backward(self, elapsed_s: float) -> None:
-        """The forward pass is done. `elapsed_s`: training time so far, which decides about speeds that change."""
+    def before_backward(self, elapsed_s: float, *, size: float = 1.0) -> None:
+        """The forward pass is done.
+
+        Args:
+            elapsed_s: training time so far, which decides about speeds that change.
+            size: of this batch in usual ones; an accelerator takes so many times as long for it.
+        """
         cluster = self._cluster
         if cluster is None:
             return
         forward_s, speed = time.monotonic() - self._began_s, cluster.speed_at(self._rank, elapsed_s)
+        backward_s = self._backward_cpu_s * size / self._size
+        self._size = size
         if cluster.step_s is not None:
-            left_s = cluster.step_s / speed - forward_s - self._backward_cpu_s
+            left_s = cluster.step_s * size / speed - forward_s - backward_s
             self.num_late += left_s < 0
             self._sleep(left_s)
         elif self._by_sleeping:
-            self._sleep((forward_s + self._backward_cpu_s) * (1 / speed - 1))
+            self._sleep((forward_s + backward_s) * (1 / speed - 1))
 
     @contextmanager
     def backward(self) -> Iterator[None]:

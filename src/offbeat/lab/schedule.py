@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from offbeat.checkpoint import Json
+from offbeat.data.dispatch import num_mega_batches
 from offbeat.errors import CheckpointError
 from offbeat.lab.config import RunConfig
 from offbeat.lab.tasks import Batch, Task
+from offbeat.strategies.adaptive import MegaBatchStrategy
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,6 +37,74 @@ class Position:
             return cls(**values)  # type: ignore[arg-type]
         except TypeError:
             raise CheckpointError(f"the checkpoint's position is {values!r}; was it written by offbeat train?") from None
+
+
+class ClaimedSchedule:
+    """How far a run is whose ranks claim samples: it moves on at merges.
+
+    A step is as many samples as all ranks take in one where each has batches of its own, so that runs of any kind are equally
+    long after equally many steps. A run that is to do a number of steps ends with the first merge that reaches it.
+
+    Args:
+        config: of the run.
+        position: where it begins.
+        num_samples: in a pass over the data.
+        mega_batch: samples between merges, nearly.
+        samples_per_step: number of ranks times the base batch size.
+    """
+
+    def __init__(
+        self, config: RunConfig, position: Position, *, num_samples: int, mega_batch: int, samples_per_step: int
+    ) -> None:
+        self.position = position
+        self._config = config
+        self._num_samples = num_samples
+        self._merges_per_epoch = num_mega_batches(num_samples, mega_batch)
+        self._samples_per_step = samples_per_step
+        # With another number of workers steps have another length, and those done were what they were.
+        self._others = position.step - self._steps_in(position.epoch, position.num_samples)
+
+    @property
+    def target(self) -> int:
+        """Steps done when the run will be finished."""
+        if self._config.steps is None:
+            assert self._config.epochs is not None
+            return self._others + self._steps_in(self._config.epochs, 0)
+        epochs, samples = divmod((self._config.steps - self._others) * self._samples_per_step, self._num_samples)
+        merges = -(-samples * self._merges_per_epoch // self._num_samples)
+        return self._others + self._steps_in(epochs, self._num_samples * merges // self._merges_per_epoch)
+
+    @property
+    def step_of_next_merge(self) -> int:
+        """Steps done when the mega-batch under way is merged."""
+        merges = -(-self.position.num_samples * self._merges_per_epoch // self._num_samples) + 1
+        samples = self._num_samples * merges // self._merges_per_epoch
+        return self._others + self._steps_in(self.position.epoch, samples)
+
+    @property
+    def complete(self) -> bool:
+        return self.position.step >= self.target
+
+    def merged(self, epoch: int, num_samples: int) -> None:
+        """All samples up to number `num_samples` of pass `epoch` are in the model now."""
+        self.position.epoch, self.position.num_samples = epoch, num_samples
+        self.position.step = self._others + self._steps_in(epoch, num_samples)
+
+    def _steps_in(self, epoch: int, num_samples: int) -> int:
+        return (epoch * self._num_samples + num_samples) // self._samples_per_step
+
+
+def claimed_schedule(
+    config: RunConfig, task: Task, position: Position, recipe: MegaBatchStrategy, world_size: int
+) -> ClaimedSchedule:
+    """That of a run of `recipe` on `task`."""
+    return ClaimedSchedule(
+        config,
+        position,
+        num_samples=task.num_samples,
+        mega_batch=recipe.samples_between_merges,
+        samples_per_step=world_size * task.options.batch_size,
+    )
 
 
 class Schedule:

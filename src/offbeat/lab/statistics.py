@@ -65,7 +65,7 @@ def block_slices(num_steps: int) -> list[slice]:
     return [slice(int(part[0]), int(part[-1]) + 1) for part in parts if part.size]
 
 
-def blocks(durations_s: NDArray[np.float64]) -> NDArray[np.float64]:
+def blocks(durations_s: NDArray[np.float64], among: Sequence[slice] | None = None) -> NDArray[np.float64]:
     """Mean duration in each of about twelve blocks of consecutive steps, without the first steps.
 
     The mean within a block is fair to strategies that communicate every few steps; the median over blocks is not impressed
@@ -73,8 +73,9 @@ def blocks(durations_s: NDArray[np.float64]) -> NDArray[np.float64]:
 
     Args:
         durations_s: of each step, shape (steps,).
+        among: these blocks in the place of `block_slices`.
     """
-    return np.array([durations_s[block].mean() for block in block_slices(durations_s.size)])
+    return np.array([durations_s[block].mean() for block in (block_slices(durations_s.size) if among is None else among)])
 
 
 def estimate(values: Sequence[float | None], samples: Sequence[float] | None = None) -> Estimate:

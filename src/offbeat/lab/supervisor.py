@@ -251,6 +251,8 @@ class Crew:
         assert self._store is not None
         self._store.note_death(worker.rank, deaths=worker.life + 1)
         self._drain(worker)
+        if self._num_interrupts and (worker.rank in self._ended_by_us or worker.process.returncode == -signal.SIGTERM):
+            return  # it was asked to stop
         why = self._cause(worker)
         if worker.joined:
             loss = Loss(

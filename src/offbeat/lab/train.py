@@ -14,6 +14,7 @@ from offbeat.lab.memory import how_many_fit
 from offbeat.lab.progress import Listener, Progress
 from offbeat.lab.records import Record, Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.lab.rendezvous import Launch, join, launched, leave
+from offbeat.lab.replaying import check_replay
 from offbeat.lab.schedule import Position
 from offbeat.lab.supervisor import supervise
 
@@ -58,6 +59,8 @@ def plan(request: Request, *, out: Path | None = None, resume: Path | None = Non
         request = replace(request, workers=launch.world_size)
     if resume is None:
         config = resolve(request)
+        if config.replay is not None:
+            check_replay(config, config.replay)
         if launch is None:
             how_many_fit(1, config.workers, config.build_task().num_parameters())
         return Plan(config=config, out=out, start_step=0, launch=launch)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from offbeat.engine.claims import Work
 from offbeat.lab.attached import Attached
+from offbeat.lab.breakdown import together
 from offbeat.lab.meeting import Meeting
 from offbeat.lab.pace import Pace
+from offbeat.lab.profiles import ProfileWriter
 from offbeat.lab.progress import ELAPSED_VARIABLE, Paused, Progress, Reporter
-from offbeat.lab.records import Evaluation, EventWriter, Record, StepEvent
-from offbeat.lab.schedule import Schedule
+from offbeat.lab.records import Evaluation, EventWriter, MegaBatch, Record, Share, StepEvent
+from offbeat.lab.schedule import ClaimedSchedule, Schedule
 from offbeat.lab.tasks import Task
 
 _REPORT_EVERY_S = 0.1
@@ -31,7 +35,7 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     attached: Attached
-    schedule: Schedule
+    schedule: Schedule | ClaimedSchedule
     pace: Pace
     notices: list[str] = field(default_factory=list)
 
@@ -48,12 +52,15 @@ class Watch:
             attempt=len(run.record.attempts) - 1,
             start_step=run.schedule.position.step if run.meeting.life else None,
         )
+        self._profiles = ProfileWriter(run.record.path, rank=run.meeting.rank, attempt=len(run.record.attempts) - 1)
         self._before = self.first = run.attached.stats
         self.first_step = run.schedule.position.step
         self.seconds = 0.0
         self.num_samples = 0
         self.last_loss: float | None = None
         self._metric: float | None = None
+        self._unmerged: list[StepEvent] = []
+        self._merged_s = 0.0
         self._missed_s = float(os.environ.get(ELAPSED_VARIABLE) or 0)
         self._earlier_totals: tuple[float, int] | None = None
         self._since_s = self._reported_s = time.monotonic()
@@ -65,41 +72,103 @@ class Watch:
         return self._missed_s + self.seconds
 
     def step_done(self, *, loss: float, batch_size: int) -> None:
+        event = self._event(loss=loss, batch_size=batch_size, padded_s=self._run.pace.slept_s)
+        self._run.pace.not_compute(event.encode_s, event.wait_s)
+        self.num_samples += batch_size
+        self.last_loss = loss
+        if isinstance(self._run.schedule, ClaimedSchedule):
+            self._unmerged.append(event)
+        else:
+            self._events.add(event)
+        if (profile := self._run.attached.take_profile()) is not None:
+            self._profiles.add(event.step, profile)
+        self._tell_now_and_then()
+
+    def merged(self, works: Sequence[Work], *, number: int, epoch: int, first_step: int) -> None:
+        """A mega-batch is merged, and the schedule has moved on.
+
+        Args:
+            works: of all ranks.
+            number, epoch: of the mega-batch.
+            first_step: the first of the steps that it came to.
+        """
+        merge = self._event(loss=self.last_loss, batch_size=0, padded_s=0.0)
+        # What was waited for belongs to the last batch, as it does elsewhere.
+        events = [*self._unmerged[:-1], *(together(batch, merge) for batch in self._unmerged[-1:])] or [merge]
+        num_steps = self._run.schedule.position.step - first_step + 1
+        for place, event in enumerate(events, start=1):
+            self._events.add(replace(event, step=first_step - 1 + -(-place * num_steps // len(events))))
+        if self._run.meeting.leader == self._run.meeting.rank:
+            self._note(works, number=number, epoch=epoch, waited_s=merge.duration_s)
+        self._unmerged, self._merged_s = [], self.seconds
+        self._tell_now_and_then()
+
+    def _event(self, *, loss: float | None, batch_size: int, padded_s: float) -> StepEvent:
+        """What has happened since the event before."""
         now_s = time.monotonic()
         run, stats, before = self._run, self._run.attached.stats, self._before
         step_s, encode_s, wait_s = now_s - self._since_s, stats.encode_s - before.encode_s, stats.wait_s - before.wait_s
-        self._events.add(
-            StepEvent(
-                step=run.schedule.position.step,
-                loss=loss if math.isfinite(loss) else None,
-                batch_size=batch_size,
-                began_s=self._since_s,
-                ready_s=run.attached.take_ready_at_s(),
-                duration_s=step_s,
-                compute_s=max(0.0, step_s - encode_s - wait_s),
-                encode_s=encode_s,
-                wait_s=wait_s,
-                padded_s=run.pace.slept_s,
-                bytes_sent=stats.bytes_sent - before.bytes_sent,
-                messages_sent=stats.messages_sent - before.messages_sent,
-                skipped=stats.skipped_steps > before.skipped_steps,
-                arrivals=run.attached.take_arrivals(),
+        event = StepEvent(
+            step=run.schedule.position.step,
+            loss=loss if loss is not None and math.isfinite(loss) else None,
+            batch_size=batch_size,
+            began_s=self._since_s,
+            ready_s=run.attached.take_ready_at_s(),
+            duration_s=step_s,
+            compute_s=max(0.0, step_s - encode_s - wait_s),
+            encode_s=encode_s,
+            wait_s=wait_s,
+            padded_s=padded_s,
+            bytes_sent=stats.bytes_sent - before.bytes_sent,
+            messages_sent=stats.messages_sent - before.messages_sent,
+            skipped=stats.skipped_steps > before.skipped_steps,
+            arrivals=run.attached.take_arrivals(),
+        )
+        self.seconds += step_s
+        self._before = stats
+        self.restart(now_s)
+        return event
+
+    def _note(self, works: Sequence[Work], *, number: int, epoch: int, waited_s: float) -> None:
+        """Write down what all ranks did in a mega-batch; this one came to its end `waited_s` ago."""
+        longest_s = max(work.busy_s for work in works)
+        shares = [
+            Share(
+                rank=rank,
+                batch_size=work.batch_size,
+                updates=work.updates,
+                samples=work.samples,
+                weight=work.weight,
+                computing_s=work.busy_s,
+                idle_s=longest_s - work.busy_s,
+                claims=[[(begin, end) for begin, end in claim.spans] for claim in work.claims],
+            )
+            for rank, work in enumerate(works)
+        ]
+        self._events.add_mega_batch(
+            MegaBatch(
+                number=number,
+                epoch=epoch,
+                step=self._run.schedule.position.step,
+                seconds=self._earlier()[0] + self.elapsed_s,
+                at_s=self._since_s,
+                duration_s=self.seconds - self._merged_s,
+                merge_s=max(0.0, waited_s - shares[self._run.meeting.rank].idle_s),
+                by_rank=shares,
             )
         )
-        run.pace.not_compute(encode_s, wait_s)
-        self.seconds += step_s
-        self.num_samples += batch_size
-        self._before, self.last_loss = stats, loss
-        if now_s - self._reported_s >= _REPORT_EVERY_S or run.schedule.position.step >= run.schedule.target:
+
+    def _tell_now_and_then(self) -> None:
+        now_s, schedule = self._since_s, self._run.schedule
+        if now_s - self._reported_s >= _REPORT_EVERY_S or schedule.position.step >= schedule.target:
             self._tell(now_s)
-        self.restart(now_s)
 
     def restart(self, since_s: float | None = None) -> None:
         """Count the next step from `since_s`, by default from now: what happened before belongs to no step."""
         self._since_s = time.monotonic() if since_s is None else since_s
 
-    def measured(self, metric: float) -> None:
-        """This rank leads and has measured the metric."""
+    def measured(self, metric: float, others: Mapping[str, float]) -> None:
+        """This rank leads and has measured the metric, and what else the task tells."""
         self._metric = metric
         earlier_s, earlier_bytes = self._earlier()
         self._events.add_evaluation(
@@ -110,6 +179,7 @@ class Watch:
                 metric=metric,
                 at_s=time.monotonic(),
                 rank=self._run.meeting.rank,
+                others=others,
             )
         )
 
@@ -129,16 +199,19 @@ class Watch:
         return self._earlier_totals
 
     def _tell(self, now_s: float) -> None:
-        position, stats = self._run.schedule.position, self._before
-        num_steps = max(1, position.step - self._step_reported)
+        schedule, stats = self._run.schedule, self._before
+        step = schedule.position.step
+        if isinstance(schedule, ClaimedSchedule) and self._unmerged:  # the last step is done when it is merged
+            step = max(step, min(step + len(self._unmerged), schedule.step_of_next_merge - 1))
+        num_steps = max(1, step - self._step_reported)
         seconds = max(1e-9, self.seconds - self._seconds_reported)
         self._report(
             Progress(
                 rank=self._run.meeting.rank,
                 pid=os.getpid(),
-                step=position.step,
+                step=step,
                 seconds=self.elapsed_s,
-                target=self._run.schedule.target,
+                target=schedule.target,
                 loss=self.last_loss or 0.0,
                 wait_share=min(1.0, (stats.wait_s - self._stats_reported.wait_s) / seconds),
                 bytes_per_step=(stats.bytes_sent - self._stats_reported.bytes_sent) / num_steps,
@@ -146,4 +219,4 @@ class Watch:
             )
         )
         self._reported_s, self._seconds_reported = now_s, self.seconds
-        self._stats_reported, self._step_reported = stats, position.step
+        self._stats_reported, self._step_reported = stats, step

@@ -1,7 +1,7 @@
 """What one worker of the lab does: an ordinary training loop around `offbeat.attach`, and a record of it.
 
 Run by the supervisor as `python -m offbeat.lab.worker RUN/config.json`; `train_rank` is also what the command line runs in
-process under torchrun or srun. To see how offbeat is used, read `_train`; the rest keeps the books.
+process under torchrun or srun. To see how offbeat is used, read `offbeat.lab.loop`; the rest keeps the books.
 """
 
 from __future__ import annotations
@@ -17,26 +17,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import torch
 from torch import nn
 
+from offbeat.data.dispatch import DispatchLoader
 from offbeat.errors import OffbeatError
 from offbeat.lab.attached import Attached, InSession, Meter
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.conclusion import HANGS_S, conclude
 from offbeat.lab.config import RunConfig
 from offbeat.lab.gate import Gate
+from offbeat.lab.loop import Pauses, train, train_on_claims
 from offbeat.lab.meeting import Meeting
 from offbeat.lab.native import Native
 from offbeat.lab.pace import Pace
 from offbeat.lab.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Joined, Reporter, pipe_reporter
 from offbeat.lab.records import Record, Summary
 from offbeat.lab.rendezvous import join, leave
+from offbeat.lab.replaying import recording_of
 from offbeat.lab.saving import restore, save
-from offbeat.lab.schedule import Position, Schedule
-from offbeat.lab.tasks import Task, num_samples_of
+from offbeat.lab.schedule import ClaimedSchedule, Position, Schedule, claimed_schedule
+from offbeat.lab.tasks import Batch, Task
 from offbeat.lab.watch import Run, Watch
 from offbeat.session import attach_through
+from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.transport.wrappers.delaying import Delaying, Delivery
 
 
@@ -67,6 +72,7 @@ def train_rank(run_directory: Path, meeting: Meeting, report: Reporter, *, gate:
         _attach(config, meeting, model, optimizer, in_user_space=in_user_space) as attached,
         _stop_requests() as stop_requested,
     ):
+        loader = _loader(config, attached, task)  # before what is saved of it is restored
         position = _position(record, meeting, model, optimizer, attached, task)
         run = Run(
             record=record,
@@ -75,7 +81,7 @@ def train_rank(run_directory: Path, meeting: Meeting, report: Reporter, *, gate:
             model=model,
             optimizer=optimizer,
             attached=attached,
-            schedule=Schedule(config, task, position, rank=meeting.rank, world_size=meeting.world_size),
+            schedule=_schedule(config, task, position, meeting),
             pace=Pace(
                 config.cluster, meeting.rank, by_sleeping=record.emulation is not None and record.emulation.speeds == "sleeping"
             ),
@@ -85,7 +91,11 @@ def train_rank(run_directory: Path, meeting: Meeting, report: Reporter, *, gate:
             report(Joined(rank=meeting.rank, step=position.step))
         watch = Watch(run, report)
         try:
-            _train(run, watch, gate or Gate.open(), stop_requested)
+            pauses = Pauses(run, watch, gate or Gate.open(), stop_requested)
+            if loader is None:
+                train(run, watch, pauses)
+            else:
+                train_on_claims(run, watch, pauses, loader)
         finally:
             watch.close()
         attached.finish()
@@ -115,6 +125,27 @@ def _position(
     return position
 
 
+def _loader(config: RunConfig, attached: Attached, task: Task) -> DispatchLoader | None:
+    """Where the strategy shares samples out: what gives this rank's. None where each rank knows its own."""
+    if not (isinstance(attached, InSession) and isinstance(attached.session.strategy, MegaBatchStrategy)):
+        return None
+
+    def batch(samples: list[int]) -> Batch:
+        return task.batch(np.array(samples, dtype=np.int64))
+
+    replay = None if config.replay is None else recording_of(Record(config.replay), task)
+    loader = attached.session.loader(range(task.num_samples), seed=config.seed, collate=batch, replay=replay)
+    assert isinstance(loader, DispatchLoader)
+    return loader
+
+
+def _schedule(config: RunConfig, task: Task, position: Position, meeting: Meeting) -> Schedule | ClaimedSchedule:
+    recipe = config.build_strategy()
+    if not isinstance(recipe, MegaBatchStrategy):
+        return Schedule(config, task, position, rank=meeting.rank, world_size=meeting.world_size)
+    return claimed_schedule(config, task, position, recipe, meeting.world_size)
+
+
 def _attach(
     config: RunConfig, meeting: Meeting, model: nn.Module, optimizer: torch.optim.Optimizer, *, in_user_space: bool
 ) -> Attached:
@@ -130,59 +161,6 @@ def _attach(
 def _link_delay(cluster: Cluster, rank: int) -> Callable[[Delivery], float]:
     link = cluster.link_of(rank)
     return lambda delivery: delivery.num_messages * link.latency_s + delivery.num_bytes / link.bytes_per_s
-
-
-def _train(run: Run, watch: Watch, gate: Gate, stop_requested: threading.Event) -> None:
-    task, attached, schedule, pace = run.task, run.attached, run.schedule, run.pace
-    config = run.record.config
-
-    def should_stop(steps_done: int) -> bool:
-        if gate.closed(steps_done):
-            watch.paused()
-            gate.wait(steps_done, stop_requested)
-            watch.restart()
-        if stop_requested.is_set():
-            # Where ranks keep step, nobody can finish the coming one without this rank, so all read this before the one after.
-            run.meeting.stop_at(steps_done + 1)
-        agreed = run.meeting.stop_step()
-        return agreed is not None and (steps_done >= agreed or attached.averages_alone)
-
-    if config.eval_every is not None and schedule.position.step == 0:
-        _evaluate(run, watch)
-    for batch in schedule.batches(should_stop):
-        pace.begin(schedule.position.step + 1)
-        loss = task.loss(attached.module, batch)
-        pace.before_backward(watch.elapsed_s)
-        with pace.backward():
-            attached.backward(loss)
-        attached.optimizer.step()
-        attached.optimizer.zero_grad()
-
-        schedule.advance()
-        watch.step_done(loss=loss.item(), batch_size=num_samples_of(batch))
-        step = schedule.position.step
-        if config.checkpoint_every is not None and step % config.checkpoint_every == 0 and step < schedule.target:
-            save(run, f"step-{step}")
-            watch.restart()
-        if config.eval_every is not None and step % config.eval_every == 0 and step < schedule.target:
-            _evaluate(run, watch)
-
-
-def _evaluate(run: Run, watch: Watch) -> None:
-    """Measure the metric on the leader, in nobody's training time. Where it averages alone, nobody waits for it."""
-    meeting, step, apart = run.meeting, run.schedule.position.step, run.attached.averages_alone
-    # A leader before this one may have been ahead.
-    leads = meeting.leader == meeting.rank and step > int(meeting.noted("measured") or -1)
-    if leads or not apart:
-        model = run.attached.averaged_model()
-        if leads:
-            model.eval()
-            watch.measured(run.task.evaluate(model))
-            model.train()
-            meeting.note("measured", str(step))
-    if not apart:
-        meeting.gather(f"measured/{step}", "")
-    watch.restart()
 
 
 @contextmanager

@@ -60,6 +60,8 @@ class LineChart:
         heading: above it.
         summary: what it shows, in words, for those who cannot see it.
         target: where a dashed line crosses it.
+        apart: whether its lines are no contestants, so that hiding these leaves it as it is.
+        legend: names of its lines, where nothing else on the page tells them.
     """
 
     key: str
@@ -69,6 +71,8 @@ class LineChart:
     y: Axis
     series: Sequence[Series]
     target: float | None = None
+    apart: bool = False
+    legend: Sequence[str] = ()
 
 
 def line_charts(report: Report) -> list[LineChart]:

@@ -108,9 +108,9 @@ def side_by_side(steps: Steps, window: Steps) -> tuple[Steps, Numbers, int]:
     matrices = {
         field.name: np.where(none, np.nan, np.take_along_axis(getattr(steps, field.name), np.maximum(places, 0), axis=1))
         for field in fields(Steps)
-        if field.name != "step"
+        if field.name not in ("step", "merged")
     }
-    return Steps(step=np.arange(columns), **matrices), np.where(none, 0, steps.step[places]), reference
+    return Steps(step=np.arange(columns), merged=steps.merged, **matrices), np.where(none, 0, steps.step[places]), reference
 
 
 def phase_lengths_s(steps: Steps) -> NDArray[np.float64]:

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.lab.breakdown import Steps
-from offbeat.lab.records import Loss
+from offbeat.lab.factor_work import FactorWork
+from offbeat.lab.profiles import Profiled
+from offbeat.lab.records import Loss, MegaBatch
 
 Floats = NDArray[np.float64]
 
@@ -60,6 +62,9 @@ class Run:
         curve, steps: what it did.
         last_start: the step from which the last attempt went on; 0 unless the run was resumed.
         losses: workers that died while the others went on.
+        profiles: by worker, the steps that were looked at closely, on the clock of `steps`; empty for most strategies.
+        work: what these say of second-order work; None where there was none.
+        mega_batches: what workers did between merges; empty where they have batches of their own.
     """
 
     seed: int
@@ -69,6 +74,9 @@ class Run:
     steps: Steps
     last_start: int = 0
     losses: Sequence[Loss] = ()
+    profiles: Mapping[int, Sequence[Profiled]] = field(default_factory=dict)
+    work: FactorWork | None = None
+    mega_batches: Sequence[MegaBatch] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -10,6 +10,8 @@ import numpy as np
 from offbeat.lab.breakdown import Steps, read_steps
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.emulation import EmulationReport
+from offbeat.lab.factor_work import factor_work
+from offbeat.lab.profiles import Profiled, read_profiles
 from offbeat.lab.records import Evaluation, Record
 from offbeat.report.data import Curve, LinkCheck, Run, Setting
 from offbeat.report.style import BYTES, write, write_option
@@ -19,6 +21,7 @@ def read_run(record: Record, *, name: str) -> Run:
     """One run: its steps on one clock, and its metric on the way."""
     steps = read_steps(record)
     summary = record.summary()
+    profiles = {rank: _on_one_clock(record, rank, found) for rank, found in read_profiles(record).items()}
     return Run(
         seed=record.config.seed,
         directory=name,
@@ -27,7 +30,22 @@ def read_run(record: Record, *, name: str) -> Run:
         steps=steps,
         last_start=record.attempts[-1].start_step if record.attempts else 0,
         losses=summary.losses if summary else (),
+        profiles=profiles,
+        work=factor_work(profiles),
+        mega_batches=record.mega_batches(),
     )
+
+
+def _on_one_clock(record: Record, rank: int, profiles: Sequence[Profiled]) -> list[Profiled]:
+    """`profiles` of `rank` on rank 0's monotonic clock, as the times of steps are."""
+    mine, first = record.heads(rank)[-1], record.heads(0)[-1]
+    shift_s = mine.monotonic_to_unix_s - first.monotonic_to_unix_s if mine.host != first.host else 0.0
+    return [
+        replace(
+            one, spans=[span._replace(began_s=span.began_s + shift_s, ended_s=span.ended_s + shift_s) for span in one.spans]
+        )
+        for one in profiles
+    ]
 
 
 def _curve(evaluations: Sequence[Evaluation], steps: Steps) -> Curve:

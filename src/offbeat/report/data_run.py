@@ -10,7 +10,6 @@ import numpy as np
 
 from offbeat.lab.breakdown import Steps
 from offbeat.lab.records import Record, Summary
-from offbeat.lab.statistics import blocks
 from offbeat.report.data import Better, Contestant, Estimate, Report
 from offbeat.report.data_records import count_workers, read_run, rows, setting, words
 from offbeat.report.style import BYTES, NUMBER, SECONDS, capital, write
@@ -88,7 +87,7 @@ def _measures(steps: Steps, summary: Summary | None) -> dict[str, Estimate]:
     found: dict[str, float | None] = {}
     if steps.num_steps:
         found = {
-            "step_s": float(np.median(blocks(steps.step_s()))),
+            "step_s": float(np.median(steps.block_step_s())),
             "samples_per_s": float(np.median(steps.block_samples_per_s())),
             **{f"share_{phase}": share for phase, share in steps.settled().shares().items()},
         }
@@ -110,6 +109,7 @@ def _command(record: Record) -> str:
     words += ["--seed", str(config.seed)]
     words += ["--eval-every", str(config.eval_every)] if config.eval_every is not None else []
     words += ["--cluster", "cluster.toml"] if config.cluster is not None else []
+    words += ["--replay", str(config.replay)] if config.replay is not None else []
     for name, value in {**config.task_options, **config.strategy_options}.items():
         words += ["--set", f"{name}={_typed(value)}"] if value is not None else []
     return shlex.join(words)

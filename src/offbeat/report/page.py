@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 
 import jinja2
@@ -17,8 +18,11 @@ from markupsafe import Markup
 
 from offbeat.errors import RecordError
 from offbeat.lab.comparison import is_comparison
+from offbeat.report import page_factors as factors
 from offbeat.report import page_sections as sections
 from offbeat.report.charts import line_charts
+from offbeat.report.charts_dispatch import dispatches
+from offbeat.report.charts_factors import factor_timelines
 from offbeat.report.charts_timeline import timelines
 from offbeat.report.data import Report
 from offbeat.report.data_comparison import report_of_comparison
@@ -68,6 +72,7 @@ def render(report: Report) -> str:
     environment.filters |= {"option": write_option, "together": lambda text: _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)}
     charts = line_charts(report)
     windows = list(timelines(report))
+    second_order, divided = list(factor_timelines(report)), list(dispatches(report))
     script = _asset("report.js")
     return environment.from_string(_asset("report.html")).render(
         report=report,
@@ -78,6 +83,12 @@ def render(report: Report) -> str:
         step_bars=sections.step_bars(report),
         lateness=list(sections.lateness_bars(report)),
         traffic=list(sections.traffic_bars(report)),
+        dispatches=divided,
+        factor_timelines=second_order,
+        factor_sentences=list(factors.sentences(report)),
+        factor_bars=list(factors.message_bars(report)),
+        factor_parts=factors.PARTS,
+        placements=list(factors.placements(report)),
         shares=sections.SHARES,
         style=Markup(_asset("report.css")),
         script=Markup(script),
@@ -86,8 +97,9 @@ def render(report: Report) -> str:
             {
                 "contestants": [contestant.label for contestant in report.contestants],
                 "seeds": [[run.seed for run in contestant.runs] for contestant in report.contestants],
-                "charts": {chart.key: asdict(chart) for chart in charts},
+                "charts": {chart.key: asdict(chart) for chart in chain(charts, *(one.charts for one in divided))},
                 "timelines": [asdict(window) for window in windows],
+                "factors": [asdict(timeline) for timeline in second_order],
             }
         ),
     )

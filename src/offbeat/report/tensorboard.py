@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from offbeat.errors import ConfigError, RecordError
+from offbeat.lab.breakdown import together
 from offbeat.lab.records import StepEvent
 from offbeat.report.trace import Timeline, open_runs, refuse_existing
 
@@ -78,4 +79,7 @@ def _steps(timeline: Timeline) -> Iterator[tuple[int, dict[int, StepEvent]]]:
 
     merged = heapq.merge(*map(of, timeline.ranks), key=lambda entry: entry[:2])
     for step, entries in groupby(merged, key=lambda entry: entry[0]):
-        yield step, {rank: event for _, rank, event in entries}
+        by_rank: dict[int, StepEvent] = {}
+        for _, rank, event in entries:  # several of a rank where samples are claimed
+            by_rank[rank] = together(by_rank[rank], event) if rank in by_rank else event
+        yield step, by_rank

@@ -14,14 +14,16 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TypeAlias
 
 from offbeat.checkpoint import Json
 from offbeat.errors import ConfigError, RecordError
+from offbeat.exchange.spans import Span
 from offbeat.lab.comparison import is_comparison, read_comparison
+from offbeat.lab.profiles import read_profiles
 from offbeat.lab.records import Evaluation, Record, StepEvent
 from offbeat.transport.wrappers import Arrival
 
@@ -29,6 +31,11 @@ Event: TypeAlias = dict[str, Json]
 
 _STEPS = 1
 """Number of the track of steps; those of collectives follow it."""
+
+_SECOND_ORDER = 10_001
+"""Number of the first track of second-order work."""
+
+_SPAN_NAMES = {"factor": "compute a factor", "sum": "factors under way", "broadcast": "inverses or directions under way"}
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
 
@@ -86,6 +93,7 @@ class Timeline:
     Attributes:
         record: the run.
         ranks: which ranks have recorded a step, ascending.
+        profiles: by rank, the steps that were looked at closely.
         began_unix_ns: Unix time of the beginning, in nanoseconds.
     """
 
@@ -93,6 +101,7 @@ class Timeline:
         self.record = record
         firsts = {rank: first for rank in _ranks_with_events(record) if (first := next(record.events(rank), None))}
         self.ranks = list(firsts)
+        self.profiles = read_profiles(record)
         self._heads = {rank: record.heads(rank) for rank in self.ranks}
         self._start_steps = [attempt.start_step for attempt in record.attempts]
         # whole numbers, because a Unix time in seconds leaves a float no room for nanoseconds
@@ -147,8 +156,10 @@ class _Worker:
         self._timeline = timeline
         self._rank = rank
         self._pid = pid
-        self._free_ns = [0]
-        """For each track, when the last slice on it ended; the track of steps comes first."""
+        # when the last slice on each track ended
+        self._steps_free_ns = 0
+        self._collectives_free_ns: list[int] = []
+        self._second_order_free_ns: list[int] = []
 
     def events(self, label: str) -> Iterator[Event]:
         yield self._metadata("process_name", _STEPS, {"name": label})
@@ -158,6 +169,9 @@ class _Worker:
             yield from self._step(event)
             for began_ns, ended_ns, arrival in sorted((*self._span(event.step, other), other) for other in event.arrivals):
                 yield from self._collective(event.step, arrival, began_ns, ended_ns)
+        for profile in self._timeline.profiles.get(self._rank, ()):
+            for span in sorted(profile.spans, key=lambda span: span.began_s):
+                yield from self._span_of(profile.step, span)
         for evaluation in (one for one in self._timeline.evaluations() if one.rank == self._rank):
             at_ns = self._ns(evaluation.step, evaluation.at_s)
             metric = evaluation.metric if math.isfinite(evaluation.metric) else None  # JSON has no word for the others
@@ -166,8 +180,8 @@ class _Worker:
 
     def _step(self, event: StepEvent) -> Iterator[Event]:
         # a sum of rounded times may reach past the next step's beginning, and viewers drop what overlaps
-        began_ns = max(self._ns(event.step, event.began_s), self._free_ns[0])
-        ended_ns = self._free_ns[0] = max(self._ns(event.step, event.began_s + event.duration_s), began_ns)
+        began_ns = max(self._ns(event.step, event.began_s), self._steps_free_ns)
+        ended_ns = self._steps_free_ns = max(self._ns(event.step, event.began_s + event.duration_s), began_ns)
         args: Event = {"loss": event.loss, "batch size": event.batch_size, "skipped": event.skipped}
         args |= {"bytes sent": event.bytes_sent, "messages sent": event.messages_sent, "compute (s)": event.compute_s}
         args |= {"encode (s)": event.encode_s, "wait (s)": event.wait_s, "padded (s)": event.padded_s}
@@ -194,15 +208,29 @@ class _Worker:
         return began_ns, max(self._ns(step, arrival.arrived_at_s + arrival.waited_s), began_ns)
 
     def _collective(self, step: int, arrival: Arrival, began_ns: int, ended_ns: int) -> Iterator[Event]:
-        lane = next((lane for lane, free_ns in enumerate(self._free_ns) if lane and free_ns <= began_ns), len(self._free_ns))
-        track = _STEPS + lane
-        if lane == len(self._free_ns):
-            self._free_ns.append(0)
-            yield from self._name_track(track, "collectives" if lane == 1 else f"collectives {lane}")
-        self._free_ns[lane] = ended_ns
+        track = yield from self._free_track(_STEPS + 1, self._collectives_free_ns, "collectives", began_ns, ended_ns)
         # as text: a channel has up to 63 bits, and viewers in a browser keep 53 of a number
         args: Event = {"channel": str(arrival.channel), "step": step}
         yield self._slice(arrival.operation, "collective", track, began_ns, ended_ns, args)
+
+    def _span_of(self, step: int, span: Span) -> Iterator[Event]:
+        began_ns = self._ns(step, span.began_s)
+        ended_ns = max(self._ns(step, span.ended_s), began_ns)
+        free_ns = self._second_order_free_ns
+        track = yield from self._free_track(_SECOND_ORDER, free_ns, "second-order work", began_ns, ended_ns)
+        name = _SPAN_NAMES.get(span.kind, span.kind)
+        yield self._slice(name, "second-order", track, began_ns, ended_ns, {"what": span.what, "step": step})
+
+    def _free_track(
+        self, first: int, free_ns: list[int], name: str, began_ns: int, ended_ns: int
+    ) -> Generator[Event, None, int]:
+        """The first track from `first` on that has nothing at this time, named when it is new."""
+        lane = next((lane for lane, free in enumerate(free_ns) if free <= began_ns), len(free_ns))
+        if lane == len(free_ns):
+            free_ns.append(0)
+            yield from self._name_track(first + lane, f"{name} {lane + 1}" if lane else name)
+        free_ns[lane] = ended_ns
+        return first + lane
 
     def _ns(self, step: int, monotonic_s: float) -> int:
         """Nanoseconds from the beginning of the run; no clock that was set back leads before it."""

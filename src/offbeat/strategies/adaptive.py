@@ -37,22 +37,28 @@ class MegaBatchStrategy(AveragingStrategy):
     """Ranks train alone on a mega-batch that they share, and merge.
 
     Args:
-        mega_batch: samples between merges, >= batch_size.
-        batch_size: b_base: what a batch has on average, and what the learning rate is for, >= 1.
+        mega_batch: samples between merges, >= batch_size; None: 100 batches.
+        batch_size: b_base: what a batch has on average, and what the learning rate is for, >= 1; on the command line it is the
+            task's.
     """
 
-    mega_batch: int = 12_800
+    mega_batch: int | None = None
     batch_size: int = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("batch_size", self.batch_size, 1)
-        require_at_least("mega_batch", self.mega_batch, 1)
-        if self.mega_batch < self.batch_size:
+        require_at_least("mega_batch", self.samples_between_merges, 1)
+        if self.samples_between_merges < self.batch_size:
             raise ConfigError(
                 f"mega_batch is the number of samples between merges, at least batch_size={self.batch_size}, got "
                 f"{self.mega_batch}; 100 batches would be {100 * self.batch_size}"
             )
+
+    @property
+    def samples_between_merges(self) -> int:
+        """`mega_batch` as a number."""
+        return 100 * self.batch_size if self.mega_batch is None else self.mega_batch
 
     @abstractmethod
     def plan(self) -> MegaBatchPlan:
@@ -123,7 +129,7 @@ class AdaptiveSGD(MegaBatchStrategy):
 
     def plan(self) -> MegaBatchPlan:
         return MegaBatchPlan(
-            mega_batch=self.mega_batch,
+            mega_batch=self.samples_between_merges,
             base=self.batch_size,
             bounds=self.bounds,
             rule=self._batch_rule(),

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from offbeat.engine.generations import Generations, Host
+from offbeat.exchange.spans import Profile
 from offbeat.exchange.weights import ModelWeights
 from offbeat.transport.driver import Driver, Stream
 
@@ -159,6 +160,13 @@ class HasCounters(Protocol):
 class HasWeight(Protocol):
     def averaging_weight(self) -> float:
         """This rank's weight in the mean of all ranks' models; 1.0 where no part says otherwise."""
+        ...
+
+
+@runtime_checkable
+class HasProfile(Protocol):
+    def take_profile(self) -> Profile | None:
+        """The step that has just ended, if it is one that was looked at closely."""
         ...
 
 

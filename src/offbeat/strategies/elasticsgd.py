@@ -28,4 +28,6 @@ class ElasticSGD(MegaBatchStrategy):
     name: ClassVar[str] = "elasticsgd"
 
     def plan(self) -> MegaBatchPlan:
-        return MegaBatchPlan(mega_batch=self.mega_batch, base=self.batch_size, bounds=Bounds(), rule=None, weighting="equal")
+        return MegaBatchPlan(
+            mega_batch=self.samples_between_merges, base=self.batch_size, bounds=Bounds(), rule=None, weighting="equal"
+        )

@@ -152,6 +152,7 @@ class KFACStrategy(Strategy):
         if (notice := found.notice()) is not None:
             workspace.notify(notice)
         setting, turns, bucket_firsts = self._setting(workspace, found.blocks), Turns(), list[int]()
+        costs = setting.costs
         positions = {id(parameter): position for position, parameter in enumerate(workspace.parameters.values())}
 
         def factors() -> FactorExchange:
@@ -179,6 +180,7 @@ class KFACStrategy(Strategy):
                 stream=workspace.new_stream(),
                 grad_scale=workspace.grad_scale,
                 notify=workspace.notify,
+                predicted_s=None if costs is None else [costs.inverse.inversion.time_s(dim) for dim in setting.dims],
             )
 
         parts: list[FactorExchange] = []

@@ -149,9 +149,11 @@ class Peers(Driver):
     def wait_for_certainty(self) -> None:
         """Return when each rank whose connection is gone is known to be dead or has said goodbye; within the grace period."""
         with self._news:
-            while not self._closed and self._mesh.in_doubt():
-                self._wait_for_news(WATCH_INTERVAL_S)
+            while not self._closed:
                 self._look_around()
+                if not self._mesh.in_doubt():
+                    return
+                self._wait_for_news(WATCH_INTERVAL_S)
 
     def left(self) -> list[int]:
         """The ranks that said goodbye, in the order of their numbers. Never blocks."""

@@ -186,6 +186,29 @@ class Cluster(Described):
         """
         return Cluster(**{**self.fields(), "workers": workers, "speeds": self.speed_pattern})
 
+    def left_with(self, workers: int) -> Cluster:
+        """As `with_workers`, for a run that goes on with so many: what names workers that are gone is left out.
+
+        Raises:
+            ConfigError: a pattern of speeds that does not fit into so few, since nobody knows whose speed is to go.
+        """
+        if workers >= self.workers:
+            return self.with_workers(workers)
+        late = [
+            entry.model_copy(update={"workers": who})
+            for entry in self.straggling
+            if (who := min(entry.workers, workers) if isinstance(entry.workers, int) else _below(workers, entry.workers))
+        ]
+        fewer = {
+            "workers": workers,
+            "speeds": self.speed_pattern,
+            "links": {worker: link for worker, link in self.links.items() if worker < workers},
+            "straggling": tuple(late),
+            "changes": tuple(change for change in self.changes if change.worker < workers),
+            "faults": tuple(fault for fault in self.faults if fault.worker < workers),
+        }
+        return Cluster(**{**self.fields(), **fewer})
+
     def virtual_link(self) -> VirtualLink:
         """The link for the virtual driver. Raises `UnsupportedError` where links differ: it gives every rank the same."""
         distinct = {self.link_of(worker) for worker in range(self.workers)}
@@ -221,3 +244,7 @@ class Cluster(Described):
         """The shortest beginning of `speeds` that repeats to all of them."""
         speeds = self.speeds
         return next(speeds[:p] for p in range(1, len(speeds) + 1) if all(s == speeds[i % p] for i, s in enumerate(speeds)))
+
+
+def _below(num: int, workers: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(worker for worker in workers if worker < num)

@@ -3,6 +3,7 @@
     RUN/config.json            what was asked for, resolved; where and with what it ran; one entry for each attempt
     RUN/events-rank-N.jsonl    one line for each step of rank N
     RUN/evaluations.jsonl      the metric as it was measured on the way
+    RUN/mega-batches.jsonl     who did how much between merges, where samples are claimed
     RUN/summary.json           how it ended
     RUN/checkpoint/            see `offbeat.checkpoint`
     RUN/logs/rank-N.log        what the worker printed
@@ -11,7 +12,7 @@
 stay in the file, and the reader leaves them out.
 """
 
-from offbeat.lab.records.layout import SCHEMA, Attempt, Evaluation, Head, Loss, StepEvent, Summary
+from offbeat.lab.records.layout import SCHEMA, Attempt, Evaluation, Head, Loss, MegaBatch, Share, StepEvent, Summary
 from offbeat.lab.records.reading import Record, last_step, read_versioned
 from offbeat.lab.records.writing import EventWriter, add_to_summary, begin_attempt, create, environment, lock, write_summary
 
@@ -22,7 +23,9 @@ __all__ = [
     "EventWriter",
     "Head",
     "Loss",
+    "MegaBatch",
     "Record",
+    "Share",
     "StepEvent",
     "Summary",
     "add_to_summary",

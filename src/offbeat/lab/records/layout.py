@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 from pydantic import BaseModel, ConfigDict
@@ -21,6 +21,7 @@ EVENTS_KIND: Final = "offbeat events"
 CONFIG: Final = "config.json"
 SUMMARY: Final = "summary.json"
 EVALUATIONS: Final = "evaluations.jsonl"
+MEGA_BATCHES: Final = "mega-batches.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +72,7 @@ class Evaluation:
         metric: its value.
         at_s: when, on the host's monotonic clock.
         rank: which one leads.
+        others: what else the task tells of the model, by name.
     """
 
     step: int
@@ -79,6 +81,57 @@ class Evaluation:
     metric: float
     at_s: float
     rank: int = 0
+    others: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one rank did in a mega-batch.
+
+    Attributes:
+        rank: which one.
+        batch_size: samples that it claimed at a time.
+        updates: optimizer steps that it took.
+        samples: that it computed with.
+        weight: of its model in the merge; they sum to 1.
+        computing_s: from each claim to the next, claiming and emulated compute included.
+        idle_s: from when it found nothing left until the last rank did.
+        claims: in order, each a list of (begin, end) in the epoch's order of samples.
+    """
+
+    rank: int
+    batch_size: int
+    updates: int
+    samples: int
+    weight: float
+    computing_s: float
+    idle_s: float
+    claims: Sequence[Sequence[tuple[int, int]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MegaBatch:
+    """Samples that all ranks shared, and the merge after them, as the rank that leads saw it.
+
+    Attributes:
+        number: of the run, counted from 1.
+        epoch: of its samples, counted from 0.
+        step: steps done with it.
+        seconds: training time so far, as in `Evaluation`.
+        at_s: when the merge was over, on the host's monotonic clock.
+        duration_s: from the merge before to the end of this one.
+        merge_s: the last part of it, from when all ranks had come.
+        by_rank: of those that took part.
+    """
+
+    number: int
+    epoch: int
+    step: int
+    seconds: float
+    at_s: float
+    duration_s: float
+    merge_s: float
+    by_rank: Sequence[Share]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +199,7 @@ class Summary(BaseModel):
     metric: float | None
     metric_name: str
     higher_is_better: bool
+    other_metrics: dict[str, float] = {}
     loss: float | None
     seconds: float
     steps_per_s: float

@@ -22,21 +22,25 @@ from offbeat.lab.records.layout import (
     EVALUATIONS,
     EVENTS_KIND,
     HEAD_FIELDS,
+    MEGA_BATCHES,
     RUN_KIND,
     SCHEMA,
     SUMMARY,
     Attempt,
     Evaluation,
     Head,
+    MegaBatch,
     RunHead,
     StepEvent,
     Summary,
 )
 
 M = TypeVar("M", bound=BaseModel)
+L = TypeVar("L", Evaluation, MegaBatch)
 
 _EVENT = pydantic.TypeAdapter(StepEvent)
 _EVALUATION = pydantic.TypeAdapter(Evaluation)
+_MEGA_BATCH = pydantic.TypeAdapter(MegaBatch)
 _TAIL_BYTES: Final = 100_000
 
 
@@ -126,15 +130,15 @@ class Record:
         Raises:
             RecordError: a line that is no evaluation.
         """
-        path = self.path / EVALUATIONS
-        found: list[Evaluation] = []
-        for number, values in _complete_lines(path) if path.exists() else ():
-            try:
-                evaluation = _EVALUATION.validate_python(values)
-            except pydantic.ValidationError as error:
-                raise RecordError(f"{path}, line {number}, is no evaluation: {error.errors()[0]['msg']}") from None
-            found = [earlier for earlier in found if earlier.step < evaluation.step] + [evaluation]
-        return found
+        return _by_steps(self.path / EVALUATIONS, _EVALUATION, "evaluation")
+
+    def mega_batches(self) -> list[MegaBatch]:
+        """In order, without what a resume took back; empty where ranks have batches of their own.
+
+        Raises:
+            RecordError: a line that is no mega-batch.
+        """
+        return _by_steps(self.path / MEGA_BATCHES, _MEGA_BATCH, "mega-batch")
 
 
 def last_step(path: Path, rank: int) -> int:
@@ -198,6 +202,18 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
         else:
             yield place, values
         last = number
+
+
+def _by_steps(path: Path, kind: pydantic.TypeAdapter[L], name: str) -> list[L]:
+    """The lines of `path`, which is there or not; a line takes back those of its step and of later ones."""
+    found: list[L] = []
+    for number, values in _complete_lines(path) if path.exists() else ():
+        try:
+            line = kind.validate_python(values)
+        except pydantic.ValidationError as error:
+            raise RecordError(f"{path}, line {number}, is no {name}: {error.errors()[0]['msg']}") from None
+        found = [earlier for earlier in found if earlier.step < line.step] + [line]
+    return found
 
 
 def _is_head(values: Mapping[str, object]) -> bool:

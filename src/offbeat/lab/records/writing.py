@@ -26,12 +26,14 @@ from offbeat.lab.records.layout import (
     EVALUATIONS,
     EVENT_FIELDS,
     EVENTS_KIND,
+    MEGA_BATCHES,
     RUN_KIND,
     SCHEMA,
     SUMMARY,
     Attempt,
     Evaluation,
     Loss,
+    MegaBatch,
     RunHead,
     StepEvent,
     Summary,
@@ -69,10 +71,11 @@ class EventWriter:
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Append to the run's evaluations, which one rank writes."""
-        path = self._run_directory / EVALUATIONS
-        torn = _is_torn(path)  # by a leader that died while it wrote
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n" * torn + json.dumps(asdict(evaluation)) + "\n")
+        _append(self._run_directory / EVALUATIONS, evaluation)
+
+    def add_mega_batch(self, mega_batch: MegaBatch) -> None:
+        """Append to the run's mega-batches, which one rank writes."""
+        _append(self._run_directory / MEGA_BATCHES, mega_batch)
 
     def close(self) -> None:
         self._write()
@@ -152,6 +155,12 @@ def lock(path: Path) -> IO[str]:
         file.close()
         raise RecordError(f"another process is running in {path}; wait for it, or end it first") from None
     return file
+
+
+def _append(path: Path, line: Evaluation | MegaBatch) -> None:
+    torn = _is_torn(path)  # by a leader that died while it wrote
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" * torn + json.dumps(asdict(line)) + "\n")
 
 
 def _is_torn(path: Path) -> bool:

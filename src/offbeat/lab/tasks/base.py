@@ -103,6 +103,10 @@ class Task(ABC):
     def evaluate(self, model: nn.Module) -> float:
         """The metric on data that was held out of training."""
 
+    def metrics(self, model: nn.Module) -> dict[str, float]:
+        """The metric by its name, and whatever else is told of `model` beside it."""
+        return {self.metric_name: self.evaluate(model)}
+
     def build_model(self, seed: int) -> nn.Module:
         """The model that `seed` determines, the same on every rank."""
         with torch.random.fork_rng(devices=[]):

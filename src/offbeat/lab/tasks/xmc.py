@@ -8,6 +8,7 @@ Parameters: (features + 1) hidden + labels (hidden + 1); 844,395 with 128 hidden
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -19,7 +20,7 @@ from pydantic import Field
 from torch import nn
 
 from offbeat.data.classifier import SparseClassifier
-from offbeat.data.metrics import RankingMetrics
+from offbeat.data.metrics import RankingMetrics, propensities
 from offbeat.data.row_optimizers import RowAdagrad, RowAdam, RowSGD
 from offbeat.data.rows import Examples
 from offbeat.data.standard_library import load_standard_library
@@ -28,6 +29,7 @@ from offbeat.errors import ConfigError
 from offbeat.lab.tasks.base import AbsolutePath, Batch, Task, TaskOptions
 
 _EVALUATION_BATCH = 1024
+_DEPTHS = (1, 3, 5)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,8 +148,18 @@ class Xmc(Task):
         return loss
 
     def evaluate(self, model: nn.Module) -> float:
+        return self.metrics(model)[self.metric_name]
+
+    def metrics(self, model: nn.Module) -> dict[str, float]:
+        """P@1, P@3, P@5, and likewise nDCG and propensity-scored precision; at 1, nDCG is the same as P."""
         assert isinstance(model, SparseClassifier)
-        metrics = RankingMetrics((1,))
+        metrics = RankingMetrics(_DEPTHS, propensities=self._propensities)
         for part in self._data.test.batches(_EVALUATION_BATCH):
-            metrics.add(model.top_labels(part.features.to_batch(), 1).numpy(), part.labels)
-        return metrics.result()["P@1"]
+            metrics.add(model.top_labels(part.features.to_batch(), max(_DEPTHS)).numpy(), part.labels)
+        found = metrics.result()
+        others = {name: value for name, value in found.items() if name not in ("P@1", "nDCG@1") and math.isfinite(value)}
+        return {self.metric_name: found["P@1"]} | others
+
+    @cached_property
+    def _propensities(self) -> NDArray[np.float64]:
+        return propensities(self._data.train.labels)

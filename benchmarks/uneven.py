@@ -1,0 +1,277 @@
+"""Adaptive SGD on workers of unequal speeds: four of them behind emulated links of 1 Gbit/s, each rule for batch sizes.
+
+Task `xmc` on the bundled data, batches of 32 on average, a merge after 6,815 of them's samples: 53 batches a worker. Steps are
+padded to 100 ms, so that four workers fit on two cores; `--quotas` gives workers shares of the CPU in place of that, without
+padding. A figure is the samples a second of all workers together from the third mega-batch on, over those of the same workers
+exchanging nothing, measured in the same round. Beside it stands the ceiling: the same if claims and merges took no time, so
+that only the wait for the last batch is left (`offbeat.planning.dispatch`).
+
+    at least 0.95 of the summed speed of the workers
+    updates within 5% of each other from the third mega-batch on, and again from the third after speeds have changed places
+    equal workers: at most 1.02 times the time of LocalSGD, which merges as often
+    a merge takes at most 5% of a mega-batch
+
+A goal is AdaptiveSGD's with `rule=proportional`; the other rules are shown beside it. Everything is printed to standard error,
+mega-batch by mega-batch.
+
+    python benchmarks/uneven.py [--json] [--quick] [--quotas] [--situations NAME,...] [--rules NAME,...] [--seeds N]
+        [--keep DIRECTORY]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from _measure import Ratio, print_rows
+from links import Quiet
+from offbeat.lab.breakdown import read_steps
+from offbeat.lab.cluster import Cluster, LinkSpec, SpeedChange
+from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
+from offbeat.lab.records import MegaBatch, Record
+from offbeat.lab.tasks import build_task
+from offbeat.planning.batch_sizes import spread
+from offbeat.planning.dispatch import dispatch
+from offbeat.strategies.adaptive import AdaptiveSGD
+
+WORKERS = 4
+BATCH = 32
+STEP_S = 0.1
+MEGA_BATCHES = 6
+AFTER_A_FLIP = 4
+SETTLED = 3
+"""The number of the mega-batch from which on batch sizes should have found themselves, counted from 1."""
+RULES = ("proportional", "paper", "reference", "hogbatch")
+SPEEDS: Final[Mapping[str, tuple[float, ...]]] = {
+    "equal": (1.0, 1.0, 1.0, 1.0),
+    "gap": (1.0, 0.92, 0.84, 0.76),
+    "half": (1.0, 1.0, 0.5, 0.5),
+    "quarter": (1.0, 1.0, 0.25, 0.25),
+    "flip": (1.0, 1.0, 0.5, 0.5),
+}
+BUNDLED = "bundled"
+"""A situation of its own: the task as it is, with its own batch size, as fast as this machine computes it."""
+QUOTA = 0.4
+"""Of a core, that a worker of speed 1 gets with `--quotas`: four of them fit on two."""
+_ONE_TURN_S = 1e6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What one run of one rule has shown.
+
+    Attributes:
+        fraction: of the summed speed of the workers alone.
+        foretold: the same with free claims and merges.
+        spread: of updates, the largest where it should have settled.
+        foretold_spread: likewise.
+        merge_share: of the time of the mega-batches that count.
+    """
+
+    fraction: float
+    foretold: float
+    spread: float
+    foretold_spread: float
+    merge_share: float
+
+
+def cluster(situation: str, num_samples: int, *, step_s: float | None, seed: int) -> Cluster:
+    """Four workers of these speeds. In "flip" the slow ones are the fast ones from the middle of the fifth mega-batch on."""
+    speeds = SPEEDS.get(situation, SPEEDS["equal"])
+    changes: list[SpeedChange] = []
+    if situation == "flip":
+        assert step_s is not None
+        at_s = (MEGA_BATCHES - 1.5) * num_samples / BATCH * step_s / sum(speeds)
+        changes = [SpeedChange(at_s=at_s, worker=worker, speed=speed) for worker, speed in enumerate(reversed(speeds))]
+    link = LinkSpec(rate_bit_per_s=1e9)
+    return Cluster(workers=WORKERS, link=link, speeds=speeds, changes=tuple(changes), step_s=step_s, seed=seed)
+
+
+def foretell(rule: str, where: Cluster, num_samples: int, mega_batches: int) -> tuple[list[float], list[float]]:
+    """Fraction of the summed speed, and spread of updates, of each mega-batch, if nothing but computing takes time."""
+    plan = AdaptiveSGD(rule=rule, batch_size=BATCH, mega_batch=num_samples).plan()  # type: ignore[arg-type]
+    assert plan.rule is not None
+    sizes, clock_s, step_s = (BATCH,) * WORKERS, 0.0, where.step_s or STEP_S
+    fractions, spreads = [], []
+    for _ in range(mega_batches):
+        speeds = [where.speed_at(worker, clock_s) for worker in range(WORKERS)]
+
+        def duration_s(rank: int, samples: int, speeds: Sequence[float] = speeds) -> float:
+            return step_s * samples / BATCH / speeds[rank]
+
+        done = dispatch(sizes, num_samples, duration_s)
+        fractions.append(num_samples / BATCH * step_s / sum(speeds) / done.duration_s)
+        spreads.append(spread(done.updates))
+        finely = [samples / size / s for samples, size, s in zip(done.samples, sizes, done.finished_s, strict=True)]
+        sizes = plan.rule.resize(sizes, finely if rule == "proportional" else done.updates, [plan.bounds] * WORKERS)
+        clock_s += done.duration_s
+    return fractions, spreads
+
+
+def should_have_settled(situation: str, number: int) -> bool:
+    """Whether updates should be equal in mega-batch `number`, counted from 1. In "flip" speeds change in the fifth."""
+    changed_in = MEGA_BATCHES - 1
+    if situation == "flip":
+        return SETTLED <= number < changed_in or number >= changed_in + SETTLED
+    return number >= SETTLED
+
+
+def measure(
+    situation: str, specs: Mapping[str, str], where: Cluster, *, epochs: int, settings: Sequence[str], keep: Path
+) -> tuple[Mapping[str, Record], Record]:
+    """Run all `specs`, by label, one after the other; returns their records and that of the workers alone."""
+    request = CompareRequest(
+        task="xmc",
+        strategies=list(specs.values()),
+        settings=settings,
+        cluster=where,
+        seeds=(where.seed,),
+        epochs=epochs,
+        turn_s=_ONE_TURN_S,
+    )
+    plan = plan_comparison(request, out=keep / f"{situation}-{where.seed}")
+    directory, comparison = carry_out(plan, Quiet(), command="python benchmarks/uneven.py")
+    for contestant in comparison.contestants:
+        if contestant.failure is not None:
+            raise SystemExit(f"{contestant.label} failed: {contestant.failure}")
+    runs = zip(specs, comparison.contestants, strict=True)
+    return {label: Record(directory / c.runs[0]) for label, c in runs}, Record(directory / f"runs/alone-seed-{where.seed}")
+
+
+def judge(situation: str, rule: str, record: Record, alone: Record, where: Cluster, num_samples: int) -> Found:
+    done = record.mega_batches()
+    fractions, spreads = foretell(rule, where, num_samples, len(done))
+    counting = [mega_batch for mega_batch in done if mega_batch.number >= SETTLED]
+    settled = [mega_batch for mega_batch in done if should_have_settled(situation, mega_batch.number)]
+    seconds = sum(mega_batch.duration_s for mega_batch in counting)
+    samples = sum(share.samples for mega_batch in counting for share in mega_batch.by_rank)
+    speed = read_steps(alone).settled().samples_per_s()
+    show(situation, rule, done, speed)
+    return Found(
+        fraction=samples / seconds / speed,
+        foretold=len(counting) / sum(1 / fraction for fraction in fractions[SETTLED - 1 :]),
+        spread=max(spread_of(mega_batch) for mega_batch in settled),
+        foretold_spread=max(spreads[mega_batch.number - 1] for mega_batch in settled),
+        merge_share=sum(mega_batch.merge_s for mega_batch in counting) / seconds,
+    )
+
+
+def spread_of(mega_batch: MegaBatch) -> float:
+    return spread([share.updates for share in mega_batch.by_rank])
+
+
+def show(situation: str, rule: str, done: Sequence[MegaBatch], speed: float) -> None:
+    table = Table(
+        *("", "batch sizes", "updates", "spread", "of summed speed", "idle", "merge"),
+        title=f"{situation}, {rule}: {speed:,.0f} samples a second alone",
+        title_justify="left",
+    )
+    for mega_batch in done:
+        shares = mega_batch.by_rank
+        idle_s = float(np.mean([share.idle_s for share in shares]))
+        table.add_row(
+            str(mega_batch.number),
+            " ".join(str(share.batch_size) for share in shares),
+            " ".join(str(share.updates) for share in shares),
+            f"{spread_of(mega_batch):.1%}",
+            f"{sum(share.samples for share in shares) / mega_batch.duration_s / speed:.3f}",
+            f"{idle_s / mega_batch.duration_s:.1%}",
+            f"{mega_batch.merge_s / mega_batch.duration_s:.1%}",
+        )
+    Console(stderr=True, width=140).print(table)
+
+
+def goal(
+    case: str, values: Sequence[float], bound: float, *, at_least: float | None = None, at_most: float | None = None
+) -> Ratio:
+    """The median over seeds; the interval is from the least to the largest."""
+    low, high = min(values), max(values)
+    limit = at_least if at_least is not None else at_most
+    assert limit is not None
+    holds: bool | Literal["undecided"] = low >= limit if at_least is not None else high <= limit
+    return Ratio(
+        case=case,
+        value=float(np.median(values)),
+        unit="x",
+        goal=f"at {'least' if at_least is not None else 'most'} {limit:g}",
+        holds="undecided" if low < limit < high else holds,
+        bound=bound,
+        interval=(low, high),
+    )
+
+
+def cases(situation: str, rules: Sequence[str], seeds: Sequence[int], step_s: float | None, keep: Path) -> Iterator[Ratio]:
+    if situation == BUNDLED:
+        yield from bundled(seeds, keep)
+        return
+    settings = [f"batch_size={BATCH}"]
+    num_samples = build_task("xmc", {}).num_samples
+    epochs = MEGA_BATCHES + (AFTER_A_FLIP if situation == "flip" else 0)
+    period = num_samples // (WORKERS * BATCH)
+    specs = {rule: f"adaptive:rule={rule}:mega_batch={num_samples}" for rule in rules}
+    specs |= {"localsgd": f"localsgd:period={period}"} if situation == "equal" else {}
+    found: dict[str, list[Found]] = {rule: [] for rule in rules}
+    overheads = []
+    for seed in seeds:
+        where = cluster(situation, num_samples, step_s=step_s, seed=seed)
+        records, alone = measure(situation, specs, where, epochs=epochs, settings=settings, keep=keep)
+        for rule in rules:
+            found[rule].append(judge(situation, rule, records[rule], alone, where, num_samples))
+        if situation == "equal":
+            local = read_steps(records["localsgd"]).window((SETTLED - 1) * period).samples_per_s()
+            overheads.append(local / (found[rules[0]][-1].fraction * read_steps(alone).settled().samples_per_s()))
+    for rule, those in found.items():
+        title = f"{situation}, {rule}"
+        bound = float(np.mean([one.foretold for one in those]))
+        yield goal(f"{title}: of the summed speed", [one.fraction for one in those], bound, at_least=0.95)
+        bound = float(np.mean([one.foretold_spread for one in those]))
+        yield goal(f"{title}: spread of updates", [one.spread for one in those], bound, at_most=0.05)
+        yield goal(f"{title}: share of merges", [one.merge_share for one in those], 0.0, at_most=0.05)
+    if overheads:
+        yield goal(f"{situation}, {rules[0]}: time of localsgd's", overheads, 1.0, at_most=1.02)
+
+
+def bundled(seeds: Sequence[int], keep: Path) -> Iterator[Ratio]:
+    """How long merges take where nothing is padded and all that is computed is the task."""
+    shares = []
+    for seed in seeds:
+        where = cluster(BUNDLED, 0, step_s=None, seed=seed)
+        records, _ = measure(BUNDLED, {"adaptive": "adaptive"}, where, epochs=MEGA_BATCHES, settings=(), keep=keep)
+        done = records["adaptive"].mega_batches()[SETTLED - 1 :]
+        shares.append(sum(one.merge_s for one in done) / sum(one.duration_s for one in done))
+        print(f"{BUNDLED}: mega-batches of {np.mean([one.duration_s for one in done]) * 1e3:.0f} ms", file=sys.stderr)
+    yield goal(f"{BUNDLED}, adaptive: share of merges", shares, 0.0, at_most=0.05)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
+    parser.add_argument("--quick", action="store_true", help="steps of 10 ms, one rule and situation: only to see that it runs")
+    parser.add_argument("--quotas", action="store_true", help="shares of the CPU in place of padded steps")
+    parser.add_argument("--situations", default=",".join((*SPEEDS, BUNDLED)), help="default: %(default)s")
+    parser.add_argument("--rules", default=",".join(RULES), help="the goals are the first one's; default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=3, help="how many; default: %(default)s")
+    parser.add_argument("--keep", type=Path, help="directory for the comparisons; by default they are thrown away")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        found_cases = (
+            case
+            for situation in (("half",) if asked.quick else asked.situations.split(","))
+            for case in cases(
+                situation,
+                RULES[:1] if asked.quick else asked.rules.split(","),
+                range(1 if asked.quick else asked.seeds),
+                0.01 if asked.quick else None if asked.quotas else STEP_S,
+                asked.keep or Path(temporary),
+            )
+        )
+        print_rows(found_cases, as_json=asked.json)

@@ -1,0 +1,192 @@
+"""What unequal speeds cost in time and quality: Adaptive SGD at 2:1 against synchronous training and against one device.
+
+Task `xmc` on four workers, two of them half as fast; padded steps, loopback links. Contestants see the same samples in the same
+order, each with the learning rate of its own that gets it furthest with the first seed:
+
+    adaptive    AdaptiveSGD, merged once a mega-batch
+    ddp         gradients averaged in each step, equal batches: the slowest worker decides
+    tuned       the same, with batches in proportion to speeds, as somebody who knows them would choose; weighted by samples
+    one         one worker of full speed
+
+The target is the best precision of the first label that one device reaches, mean over seeds, less half a point. Time is that
+of training, without measuring.
+
+    time to the target: at most 1/1.4 of ddp's, and no more than that of tuned
+    precision after equally many samples: at most 0.5 points below that of one device
+
+    python benchmarks/uneven_accuracy.py [--json] [--quick] [--seeds N] [--epochs N] [--lrs NUMBER,...] [--mega-batch N]
+        [--train FILE --test FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import offbeat
+from _measure import Ratio, print_rows
+from _ranks import run_ranks
+from offbeat.data.dispatch import DispatchLoader
+from offbeat.lab.cluster import Cluster
+from offbeat.lab.pace import Pace
+from offbeat.lab.tasks import Batch, build_task, num_samples_of
+from offbeat.planning.dispatch import gain
+
+SPEEDS = (1.0, 1.0, 0.5, 0.5)
+BATCH = 64
+STEP_S = 0.02
+CONTESTANTS = ("adaptive", "ddp", "tuned", "one")
+Curve = Sequence[tuple[float, float]]
+"""Seconds of training and the metric, as often as it was measured; the first before training."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What to train, and how long.
+
+    Attributes:
+        paths: of the data; empty for those that are bundled.
+        epochs: passes over the data.
+        mega_batch: samples between merges.
+        step_s: what a batch takes a worker of speed 1.
+    """
+
+    paths: Mapping[str, str]
+    epochs: int
+    mega_batch: int
+    step_s: float
+
+
+def train(rank: int, world_size: int, contestant: str, asked: Asked, lr: float, seed: int) -> Curve:
+    """One run of one contestant, as a rank of it."""
+    speeds = SPEEDS[:world_size]
+    task = build_task("xmc", {**asked.paths, "lr": lr, "batch_size": BATCH})
+    model = task.build_model(seed)
+    optimizer = task.optimizer(model)
+    pace = Pace(Cluster(workers=world_size, speeds=speeds, step_s=asked.step_s), rank, by_sleeping=False)
+    adaptive = contestant == "adaptive"
+    strategy = offbeat.AdaptiveSGD(mega_batch=asked.mega_batch, batch_size=BATCH) if adaptive else offbeat.AllReduce()
+    sizes = _tuned(speeds) if contestant == "tuned" else [BATCH] * world_size
+
+    def collate(samples: list[int]) -> Batch:
+        return task.batch(np.array(samples, dtype=np.int64))
+
+    with offbeat.attach(model, optimizer, strategy) as session:
+        feeding: Mapping[str, Any] = {} if adaptive else {"batch_size": sizes[rank]}
+        loader = session.loader(range(task.num_samples), seed=seed, collate=collate, **feeding)
+        seconds, curve = 0.0, [(0.0, task.evaluate(model))]
+        while loader.epoch < asked.epochs:
+            begun_s = time.monotonic()
+            for batch in loader.one_mega_batch() if isinstance(loader, DispatchLoader) else loader:
+                pace.begin(1)
+                loss = task.loss(model, batch)
+                pace.before_backward(seconds, size=num_samples_of(batch) / BATCH)
+                with pace.backward():
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seconds += time.monotonic() - begun_s
+            merged = session.averaged_model() if adaptive else model
+            if rank == 0:
+                curve.append((seconds, task.evaluate(merged)))
+            torch.distributed.barrier()
+    return curve
+
+
+def _tuned(speeds: Sequence[float]) -> list[int]:
+    """Batches in proportion to speeds, as large as equal ones together."""
+    return [round(BATCH * len(speeds) * speed / sum(speeds)) for speed in speeds]
+
+
+def run(contestant: str, asked: Asked, lr: float, seed: int) -> Curve:
+    curve = run_ranks(train, 1 if contestant == "one" else len(SPEEDS), contestant, asked, lr, seed)
+    best = max(metric for _, metric in curve)
+    print(f"{contestant}, lr {lr:g}, seed {seed}: {curve[-1][0]:.1f} s, at best {best:.4f}", file=sys.stderr, flush=True)
+    return [(float(seconds), float(metric)) for seconds, metric in curve]
+
+
+def time_to(curve: Curve, target: float) -> float:
+    """Seconds, on a straight line between measurements; infinity if it never gets there."""
+    for (before_s, before), (after_s, after) in pairwise(curve):
+        if after >= target:
+            return before_s + (after_s - before_s) * max(0.0, (target - before) / (after - before))
+    return float("inf")
+
+
+def cases(asked: Asked, lrs: Sequence[float], seeds: Sequence[int]) -> Iterator[Ratio]:
+    curves: dict[str, list[Curve]] = {}
+    rates = {}
+    for contestant in CONTESTANTS:
+        by_rate = {lr: run(contestant, asked, lr, seeds[0]) for lr in lrs}
+        rates[contestant] = max(lrs, key=lambda lr: max(metric for _, metric in by_rate[lr]))
+        rest = [run(contestant, asked, rates[contestant], seed) for seed in seeds[1:]]
+        curves[contestant] = [by_rate[rates[contestant]], *rest]
+    best = {name: [max(metric for _, metric in curve) for curve in those] for name, those in curves.items()}
+    target = float(np.mean(best["one"])) - 0.005
+    times = {name: [time_to(curve, target) for curve in those] for name, those in curves.items()}
+    show(target, rates, best, times)
+    for other, limit, bound in (("ddp", 1 / 1.4, 1 / gain(SPEEDS)), ("tuned", 1.0, 1.0)):
+        ratios = [mine / its for mine, its in zip(times["adaptive"], times[other], strict=True)]
+        value = float(np.median(times["adaptive"]) / np.median(times[other]))
+        yield row(f"time to {target:.4f}, over {other}'s", "x", ratios, value, limit, bound)
+    gaps = [100 * (one - mine) for one, mine in zip(best["one"], best["adaptive"], strict=True)]
+    yield row("precision below one device's", "points", gaps, float(np.mean(gaps)), 0.5, 0.0)
+
+
+def row(case: str, unit: str, values: Sequence[float], value: float, limit: float, bound: float) -> Ratio:
+    low, high = min(values), max(values)
+    return Ratio(
+        case=case,
+        value=value,
+        unit=unit,
+        goal=f"at most {limit:.3g}",
+        holds="undecided" if low < limit < high else high <= limit,
+        bound=bound,
+        interval=(low, high),
+    )
+
+
+def show(
+    target: float, rates: Mapping[str, float], best: Mapping[str, Sequence[float]], times: Mapping[str, Sequence[float]]
+) -> None:
+    table = Table("", "learning rate", "best precision", f"seconds to {target:.4f}")
+    for name in CONTESTANTS:
+        reached = " ".join(f"{seconds:.1f}" for seconds in times[name])
+        table.add_row(name, f"{rates[name]:g}", " ".join(f"{metric:.4f}" for metric in best[name]), reached)
+    Console(stderr=True).print(table)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, one rate, 2 epochs, steps of 5 ms: only to see that it runs"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="how many; default: %(default)s")
+    parser.add_argument("--epochs", type=int, default=8, help="default: %(default)s")
+    parser.add_argument("--lrs", default="0.03,0.05,0.1", help="of adagrad, to choose from; default: %(default)s")
+    parser.add_argument("--mega-batch", type=int, default=100 * BATCH, help="default: %(default)s")
+    parser.add_argument("--train", help="data in the Extreme Classification Repository's format; default: the bundled task")
+    parser.add_argument("--test", help="data held out; needed with --train")
+    given = parser.parse_args()
+    found_cases = cases(
+        Asked(
+            paths={} if given.train is None else {"path": given.train, "test_path": given.test},
+            epochs=2 if given.quick else given.epochs,
+            mega_batch=given.mega_batch,
+            step_s=0.005 if given.quick else STEP_S,
+        ),
+        [float(lr) for lr in given.lrs.split(",")][: 1 if given.quick else None],
+        range(1 if given.quick else given.seeds),
+    )
+    print_rows(found_cases, as_json=given.json)

@@ -1,0 +1,89 @@
+"""Loaders of a session: all ranks mean the same data, and the strategy says whether samples are claimed or dealt in step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offbeat.agreement import agree
+from offbeat.collectives.control import gather_values
+from offbeat.data.dispatch import Desk, DispatchLoader, MapStyle, Recording, data_description
+from offbeat.data.lockstep import LockstepLoader
+from offbeat.engine.claims import ClaimLog
+from offbeat.errors import ConfigError, OffbeatError
+from offbeat.strategies.base import Part
+from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.network import Network, store_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feeding:
+    """What a session lends to its loaders.
+
+    Attributes:
+        parts: of the strategy.
+        driver: not counted, since dealing samples out is no training.
+        control: channels for it.
+        network: the ranks met there; None in a world of one.
+        weigh: tells the parts how many samples the next batch has.
+        notify: for remarks.
+    """
+
+    parts: Sequence[Part]
+    driver: Driver
+    control: Stream
+    network: Network | None
+    weigh: Callable[[int], None]
+    notify: Callable[[str], None]
+
+    def loader(
+        self,
+        dataset: MapStyle,
+        *,
+        seed: int,
+        batch_size: int | None,
+        max_batch_size: int | None,
+        collate: Callable[[list[Any]], Any] | None,
+        record: bool,
+        replay: Recording | None,
+    ) -> DispatchLoader | LockstepLoader:
+        """See `Session.loader`."""
+        desk = next((part for part in self.parts if isinstance(part, Desk)), None)
+        description: OffbeatError | dict[str, Any]
+        try:
+            description = data_description(
+                dataset,
+                seed=seed,
+                batch_size=batch_size,
+                max_batch_size=max_batch_size,
+                claims=desk is not None,
+                recorded=record or replay is not None,
+            )
+        except ConfigError as error:
+            description = error
+        agree(self.driver, self.control, description)
+        collate = torch.utils.data.default_collate if collate is None else collate
+        if desk is None:
+            sizes = self._gather(batch_size)
+            rank = self.driver.rank
+            return LockstepLoader(dataset, batch_sizes=sizes, claimed=self.weigh, seed=seed, collate=collate, rank=rank)
+        desk.limit(self._gather(max_batch_size))
+        return DispatchLoader(
+            dataset,
+            log=ClaimLog(store_of(self.network), rank=self.driver.rank),
+            desk=desk,
+            gather=self._gather,
+            seed=seed,
+            collate=collate,
+            rank=self.driver.rank,
+            notify=self.notify,
+            record=record,
+            replay=replay,
+        )
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, of JSON's kinds."""
+        return self.driver.run(gather_values(value), self.control.next())
