@@ -94,11 +94,17 @@ def _solve(triangle: torch.Tensor, matrices: torch.Tensor, *, upper: bool) -> to
 
 @dataclass(frozen=True, slots=True)
 class Eigens:
-    """Eigendecompositions of one block's factors, A's and G's, with the damping of their product."""
+    """Eigendecompositions of one block's factors, A's and G's.
+
+    Attributes:
+        damping: of their product, or of each.
+        damps_each: which of the two.
+    """
 
     inputs: Eigen
     outputs: Eigen
     damping: float
+    damps_each: bool = False
 
     def are_there(self) -> torch.Tensor:
         return (self.inputs.values >= 0).all() & (self.outputs.values >= 0).all()
@@ -110,7 +116,11 @@ class Eigens:
         turned = left.mT @ gradient
         if right is not None:
             turned = turned @ right
-        turned /= self.outputs.values[:, :, None] * self.inputs.values[:, None, :] + self.damping
+        of_g, of_a = self.outputs.values[:, :, None], self.inputs.values[:, None, :]
+        if self.damps_each:
+            turned /= (of_g + self.damping) * (of_a + self.damping)
+        else:
+            turned /= of_g * of_a + self.damping
         if right is not None:
             turned = turned @ right.mT
         torch.matmul(left, turned, out=out).mul_(self.are_there())
