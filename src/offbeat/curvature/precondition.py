@@ -74,21 +74,21 @@ def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: Form) -> 
     return _solve(triangle.mT, _solve(triangle, matrices, upper=True), upper=False)
 
 
-def _solve(triangle: torch.Tensor, matrices: torch.Tensor, *, upper: bool) -> torch.Tensor:
+def _solve(triangle: torch.Tensor, matrices: torch.Tensor, *, upper: bool, at_once: int = MAX_SOLVED) -> torch.Tensor:
     """X in X T = `matrices`, for the triangle T, all of shape (groups, ., .).
 
     Large triangles are halved: what is left of each is a product, for which there are faster kernels, and half of a triangle
     stays in the cache.
     """
     dim = triangle.shape[1]
-    if dim <= MAX_SOLVED:
+    if dim <= at_once:
         solved: torch.Tensor = torch.linalg.solve_triangular(triangle, matrices, upper=upper, left=False)
         return solved
     cut = dim // 2
     first, last = (slice(cut), slice(cut, None)) if upper else (slice(cut, None), slice(cut))
-    begin = _solve(triangle[:, first, first], matrices[:, :, first], upper=upper)
+    begin = _solve(triangle[:, first, first], matrices[:, :, first], upper=upper, at_once=at_once)
     rest = torch.baddbmm(matrices[:, :, last], begin, triangle[:, first, last], alpha=-1)
-    end = _solve(triangle[:, last, last], rest, upper=upper)
+    end = _solve(triangle[:, last, last], rest, upper=upper, at_once=at_once)
     return torch.cat((begin, end) if upper else (end, begin), dim=2)
 
 
