@@ -9,7 +9,7 @@
 
 A metric is the mean of three measurements in a row. A step is as many samples for all. `mnist` and `charlm` need `--mnist` and
 `--text`; without them they are left out. `--curves FILE` keeps the curves of runs, and nothing that it has is run anew: so a
-benchmark that was stopped goes on, and the first part, which counts steps and no seconds, may run on a machine that is not quiet.
+benchmark that was stopped goes on, and the first part, which counts steps, may run on a machine that is not quiet.
 
     seconds to the target: at most 0.85 times those of the faster of SGD and AdamW; bound: if a step took as long as theirs
 
