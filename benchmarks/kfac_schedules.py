@@ -1,19 +1,25 @@
 """The K-FAC strategies' step times against each other: factors and inverses in every step, four workers, an imitated link.
 
 All train in the same processes, by turns, so that whatever disturbs the machine disturbs all. The link is imitated in user
-space (`transport.wrappers.Delaying`). The bound is arithmetic: D-KFAC's own step without what it waits for factors, and without
-the inversions that another rank could do for it.
+space (`transport.wrappers.Delaying`). Computing is padded: a layer's passes and an inversion sleep for as long as a device
+would compute, so that four workers do not compete for the machine's cores. What they really compute comes on top, and is
+printed.
 
-    python benchmarks/kfac_schedules.py [--json] [--turns 12]
+The bound is arithmetic: D-KFAC's own step without what it waits for factors, and with its inversions divided among the ranks as
+evenly as the largest one allows.
+
+    python benchmarks/kfac_schedules.py [--json] [--turns 12] [--models cnn,transformer] [--fusion | --schedules]
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +28,7 @@ from torch import nn
 import offbeat
 from _measure import Ratio, print_rows, ratio
 from _ranks import run_ranks
+from offbeat.curvature.inverses import Inverter, Job
 from offbeat.exchange.factors import FactorExchange
 from offbeat.session import Session, attach_through
 from offbeat.strategies.kfac import KFACStrategy
@@ -30,112 +37,208 @@ from offbeat.transport.wrappers.delaying import Delaying
 
 WORLD_SIZE = 4
 LATENCY_S = 1e-4
-RATES_BIT_PER_S = (1e9, 2.5e8)
 WARM_UP = 6
 """Steps before any is timed: groups are planned in the fourth."""
+NO_SLOWER = 0.98
+"""Schedules that are as good as each other differ by less than this."""
 
-EVERY_STEP = {"factor_interval": 1, "inverse_interval": 1}
-STRATEGIES: dict[str, KFACStrategy] = {
-    "dkfac": offbeat.DKFAC(**EVERY_STEP),
-    "mpdkfac": offbeat.MPDKFAC(**EVERY_STEP),
-    "spdkfac": offbeat.SPDKFAC(**EVERY_STEP),
-    "spdkfac unfused": offbeat.SPDKFAC(fusion="none", **EVERY_STEP),
-    "spdkfac fully fused": offbeat.SPDKFAC(fusion="all", **EVERY_STEP),
+SCHEDULES: dict[str, KFACStrategy] = {
+    "dkfac": offbeat.DKFAC(factor_interval=1, inverse_interval=1),
+    "mpdkfac": offbeat.MPDKFAC(factor_interval=1, inverse_interval=1),
+    "spdkfac": offbeat.SPDKFAC(factor_interval=1, inverse_interval=1),
 }
-GOALS = {"dkfac": 1.25, "mpdkfac": 1.15, "spdkfac unfused": 1.0, "spdkfac fully fused": 1.0}
-"""How many times as long as SPD-KFAC's step each other one's has to be, at least."""
+FUSIONS: dict[str, KFACStrategy] = {
+    "spdkfac": offbeat.SPDKFAC(factor_interval=1, inverse_interval=1),
+    "unfused": offbeat.SPDKFAC(fusion="none", factor_interval=1, inverse_interval=1),
+    "fully fused": offbeat.SPDKFAC(fusion="all", factor_interval=1, inverse_interval=1),
+}
 
 
-class Transformer(nn.Module):
-    """Two small encoder layers over a sequence of 32 vectors."""
+class Pause(torch.autograd.Function):
+    """The identity, which takes its time in both directions."""
 
-    def __init__(self) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return gradient, None, None
+
+
+def pause(x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+    """`x`, later, and its gradient later too."""
+    y: torch.Tensor = Pause.apply(x, forward_s, backward_s)  # type: ignore[no-untyped-call]
+    return y
+
+
+class Slow(nn.Module):
+    """A layer whose forward pass takes longer, behind its inputs, and whose backward pass twice as long, behind its outputs."""
+
+    def __init__(self, layer: nn.Module, forward_s: float) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(d_model=128, nhead=4, dim_feedforward=384, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
-        self.head = nn.Linear(128, 32)
+        self.layer = layer
+        self.forward_s = forward_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.encoder(x))
-        return logits
+        y: torch.Tensor = pause(self.layer(pause(x, 0.0, 2 * self.forward_s)), self.forward_s, 0.0)
+        return y
 
 
-def make_cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(32, 64, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(64, 64, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(256, 256),
-        nn.ReLU(),
-        nn.Linear(256, 10),
-    )
+def make_cnn(forward_s: float) -> nn.Module:
+    convolutions = [
+        nn.Sequential(Slow(nn.Conv2d(channels, 48, 3, stride=stride, padding=1), forward_s / 5), nn.ReLU())
+        for channels, stride in ((3, 1), (48, 2), (48, 1), (48, 2), (48, 1))
+    ]
+    return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(48, 10))
 
 
-MODELS = {"cnn": (make_cnn, (8, 3, 32, 32)), "transformer": (Transformer, (4, 32, 128))}
+def make_transformer(forward_s: float) -> nn.Module:
+    layers = [Slow(nn.TransformerEncoderLayer(128, 4, 384, dropout=0.0, batch_first=True), forward_s / 2) for _ in range(2)]
+    return nn.Sequential(nn.Linear(64, 128), *layers, nn.Linear(128, 32))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """A model and what it is trained on.
+
+    Attributes:
+        shape: of a batch.
+        forward_s: padding of the forward pass; the backward pass has twice as much.
+        invert_s: padding of inverting all factors.
+        cubes: sum of the factors' rows^3, groups counted.
+        rate_bit_per_s: of the link on which schedules are compared.
+    """
+
+    shape: tuple[int, ...]
+    forward_s: float
+    invert_s: float
+    cubes: float
+    rate_bit_per_s: float
+
+
+MAKE = {"cnn": make_cnn, "transformer": make_transformer}
+BENCHES = {
+    "cnn": Bench(shape=(4, 3, 16, 16), forward_s=0.04, invert_s=0.16, cubes=3.26e8, rate_bit_per_s=1e9),
+    "transformer": Bench(shape=(4, 16, 64), forward_s=0.06, invert_s=0.2, cubes=2.63e8, rate_bit_per_s=1e9),
+}
+FUSION_RATES_BIT_PER_S = (5e7, 2e8, 1e9, 1e10)
+
+
+def pad_inversions(s_per_cube: float) -> None:
+    """Let inversions of this process take as long as a device would."""
+    invert = Inverter.invert
+
+    def padded(self: Inverter, jobs: Sequence[Job]) -> list[torch.Tensor]:
+        time.sleep(s_per_cube * sum(job.shape.groups * job.shape.dim**3 for job in jobs))
+        return invert(self, jobs)
+
+    Inverter.invert = padded  # type: ignore[method-assign]
 
 
 def part_of(session: Session) -> FactorExchange:
     return next(part for part in session._parts if isinstance(part, FactorExchange))
 
 
-def measure(rank: int, world_size: int, name: str, rate_bit_per_s: float, turns: int) -> dict[str, object]:
-    """Seconds of each strategy's steps, by turns, and of what D-KFAC's were spent on."""
-    make, shape = MODELS[name]
+def measure(
+    rank: int, world_size: int, name: str, strategies: Mapping[str, KFACStrategy], rate_bit_per_s: float, turns: int
+) -> dict[str, object]:
+    """Of each strategy's steps, by turns: seconds, processor seconds and counters; and the largest inversion's share."""
+    bench = BENCHES[name]
+    pad_inversions(bench.invert_s / bench.cubes)
 
     def slow(driver: Driver) -> Driver:
         return Delaying(driver, lambda d: d.num_messages * LATENCY_S + d.num_bytes * 8 / rate_bit_per_s)
 
-    batch = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
-    steps_s: dict[str, list[float]] = {label: [] for label in STRATEGIES}
-    orders = list(permutations(STRATEGIES))
+    batch = torch.randn(bench.shape, generator=torch.Generator().manual_seed(rank))
+    steps: dict[str, list[dict[str, float]]] = {label: [] for label in strategies}
+    orders = list(permutations(strategies))
     with ExitStack() as stack:
         models, optimizers, sessions = {}, {}, {}
-        for label, strategy in STRATEGIES.items():
+        for label, strategy in strategies.items():
             torch.manual_seed(0)
-            models[label] = make()
+            models[label] = MAKE[name](bench.forward_s)
             optimizers[label] = torch.optim.SGD(models[label].parameters(), lr=1e-3)
             session = attach_through(slow, models[label], optimizers[label], strategy)
             sessions[label] = stack.enter_context(session)
         for turn in range(WARM_UP + turns):
-            if turn == WARM_UP:
-                before = part_of(sessions["dkfac"]).counters()
-            for label in orders[turn * 7 % len(orders)]:
+            for label in orders[turn * 5 % len(orders)]:
+                before = part_of(sessions[label]).counters()
                 dist.barrier()
-                begin_s = time.perf_counter()
+                begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
                 models[label](batch).square().mean().backward()
                 optimizers[label].step()
                 optimizers[label].zero_grad()
-                steps_s[label].append(time.perf_counter() - begin_s)
-        after = part_of(sessions["dkfac"]).counters()
-        exposed = {
-            label: part_of(session).counters()["factor_wait_s"] / (WARM_UP + turns) for label, session in sessions.items()
-        }
-    spent = {what: (after[what] - before[what]) / turns for what in after}
-    return {"steps_s": {label: times[WARM_UP:] for label, times in steps_s.items()}, "spent": spent, "exposed": exposed}
+                taken = {"step_s": time.perf_counter() - begin_s, "cpu_s": time.process_time() - begin_cpu_s}
+                after = part_of(sessions[label]).counters()
+                steps[label].append(taken | {what: after[what] - before[what] for what in after})
+        shapes = part_of(next(iter(sessions.values())))._shapes
+        cubes = [shape.groups * shape.dim**3 for shape in shapes]
+    return {"steps": {label: some[WARM_UP:] for label, some in steps.items()}, "largest": max(cubes) / sum(cubes)}
 
 
-def cases(turns: int) -> Iterator[Ratio]:
-    for name in MODELS:
-        for rate in RATES_BIT_PER_S:
-            measured = run_ranks(measure, WORLD_SIZE, name, rate, turns)
-            steps_s, spent = measured["steps_s"], measured["spent"]
-            usual_s = sorted(steps_s["dkfac"])[turns // 2]
-            hideable_s = spent["factor_wait_s"] + spent["invert_s"] * (1 - 1 / WORLD_SIZE)
-            where = f"{name}, {rate / 1e6:g} Mbit/s, {hideable_s / usual_s:.0%} of D-KFAC's step could be saved"
-            for other, goal in GOALS.items():
-                pairs = list(zip(steps_s[other], steps_s["spdkfac"], strict=True))
-                bound = usual_s / (usual_s - hideable_s) if other == "dkfac" else float("inf")
-                yield ratio(f"{other} over spdkfac, step time, {where}", pairs, at_least=goal, bound=bound)
+def schedules(name: str, turns: int) -> Iterator[Ratio]:
+    """SPD-KFAC against D-KFAC and MPD-KFAC, and what of the arithmetic remains."""
+    rate = BENCHES[name].rate_bit_per_s
+    measured = run_ranks(measure, WORLD_SIZE, name, SCHEDULES, rate, turns)
+    d, spd = measured["steps"]["dkfac"], measured["steps"]["spdkfac"]
+    evenly = max(measured["largest"], 1 / WORLD_SIZE)
+    saved = [step["factor_wait_s"] + step["invert_s"] * (1 - evenly) for step in d]
+    middle = turns // 2
+    usual_s, saved_s = sorted(step["step_s"] for step in d)[middle], sorted(saved)[middle]
+    where = f"{name}, {rate / 1e6:g} Mbit/s"
+    really = sum(step["cpu_s"] for step in d) / sum(step["step_s"] for step in d)
+    share = f"{saved_s / usual_s:.0%} of D-KFAC's step could be saved, {really:.0%} of it is not padding"
+    steps_s = {label: [step["step_s"] for step in some] for label, some in measured["steps"].items()}
+    bound = usual_s / (usual_s - saved_s)
+    pairs = list(zip(steps_s["dkfac"], steps_s["spdkfac"], strict=True))
+    yield ratio(f"dkfac over spdkfac, step time, {where}, {share}", pairs, at_least=1.25, bound=bound)
+    pairs = list(zip(steps_s["mpdkfac"], steps_s["spdkfac"], strict=True))
+    yield ratio(f"mpdkfac over spdkfac, step time, {where}", pairs, at_least=1.15, bound=float("inf"))
+    pairs = [(a["step_s"] - b["step_s"], could) for a, b, could in zip(d, spd, saved, strict=True)]
+    yield ratio(f"what spdkfac saves of what could be saved, {where}", pairs, at_least=0.9, bound=1.0)
+    pairs = [(b["factor_wait_s"], a["factor_wait_s"]) for a, b in zip(d, spd, strict=True)]
+    yield ratio(f"spdkfac over dkfac, exposed communication of factors, {where}", pairs, at_most=0.2, bound=0.0)
+    pairs = [(b["invert_s"], a["invert_s"] * evenly) for a, b in zip(d, spd, strict=True)]
+    yield ratio(f"spdkfac's inversions over the best division, {where}", pairs, at_most=1.1, bound=1.0)
+    pairs = [(b["invert_s"] + b["inverse_wait_s"], a["invert_s"] * evenly) for a, b in zip(d, spd, strict=True)]
+    yield ratio(f"the same with the broadcasts, {where}", pairs, at_most=1.1, bound=1.0)
+
+
+def fusions(name: str, turns: int) -> Iterator[Ratio]:
+    """SPD-KFAC's groups against one message for each factor, and one for all A and one for all G."""
+    for rate in FUSION_RATES_BIT_PER_S:
+        steps = run_ranks(measure, WORLD_SIZE, name, FUSIONS, rate, turns)["steps"]
+        for other in ("unfused", "fully fused"):
+            pairs = [(a["step_s"], b["step_s"]) for a, b in zip(steps[other], steps["spdkfac"], strict=True)]
+            case = f"{other} over spdkfac, step time, {name}, {rate / 1e6:g} Mbit/s"
+            yield ratio(case, pairs, at_least=NO_SLOWER, bound=float("inf"))
+
+
+def cases(models: Sequence[str], turns: int, *, with_schedules: bool, with_fusions: bool) -> Iterator[Ratio]:
+    for name in models:
+        if with_schedules:
+            yield from schedules(name, turns)
+        if with_fusions:
+            yield from fusions(name, turns)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
     parser.add_argument("--turns", type=int, default=12, help="timed steps of each strategy")
+    parser.add_argument("--models", default=",".join(MAKE), help="which, separated by commas")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--schedules", action="store_true", help="only D-KFAC, MPD-KFAC and SPD-KFAC against each other")
+    which.add_argument("--fusion", action="store_true", help="only SPD-KFAC's groups against none and one")
     arguments = parser.parse_args()
-    print_rows(cases(arguments.turns), as_json=arguments.json)
+    rows = cases(
+        arguments.models.split(","),
+        arguments.turns,
+        with_schedules=not arguments.fusion,
+        with_fusions=not arguments.schedules,
+    )
+    print_rows(rows, as_json=arguments.json)

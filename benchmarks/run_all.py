@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
-LONG = {"stragglers", "averaging_accuracy", "deaths", "kfac_schedules", "uneven", "uneven_accuracy"}
+LONG = {"stragglers", "averaging_accuracy", "deaths", "kfac_accuracy", "kfac_schedules", "uneven", "uneven_accuracy"}
+READ_DATA = {"averaging_accuracy", "kfac_accuracy"}
 KNOW_QUICK = (LONG - {"kfac_schedules"}) | {"answering"}
 VERDICTS = {True: "[green]holds", False: "[red]missed", "undecided": "[yellow]undecided"}
 
@@ -91,8 +92,8 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="short runs where a benchmark has them; their figures mean nothing"
     )
-    parser.add_argument("--mnist", help="npz file for averaging_accuracy")
-    parser.add_argument("--text", help="text for averaging_accuracy")
+    parser.add_argument("--mnist", help="npz file for averaging_accuracy and kfac_accuracy")
+    parser.add_argument("--text", help="text for averaging_accuracy and kfac_accuracy")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(scripts):
         parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(scripts)}")
@@ -103,7 +104,7 @@ def main() -> None:
         print(f"{name} ...", file=sys.stderr)
         quick = ["--quick"] if arguments.quick and name in KNOW_QUICK else []
         try:
-            cases.extend(run(scripts[name], quick + (data if name == "averaging_accuracy" else [])))
+            cases.extend(run(scripts[name], quick + (data if name in READ_DATA else [])))
         except BenchmarkError as error:
             failed.append(str(error))
     if arguments.json:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offbeat.curvature import eigen, inverses
 from offbeat.curvature.blocks import FactorShape
-from offbeat.curvature.eigen import decompose
+from offbeat.curvature.eigen import Decomposer, decompose
 from offbeat.curvature.inverses import Form, Inverter, Job, is_there, usual_form
 from offbeat.curvature.packing import pack, unpack
 
@@ -167,9 +167,9 @@ def test_where_answers_come_later_a_failure_climbs_the_ladder_the_next_time(
     assert torch.equal(later[0], after[0])
 
 
-def test_gpus_multiply_and_others_solve() -> None:
-    assert usual_form(torch.device("cuda")) == "inverse"
-    assert usual_form(torch.device("cpu")) == "triangle"
+def test_gpus_multiply_and_so_do_others_where_an_inverse_serves_many_steps() -> None:
+    assert usual_form(torch.device("cuda"), 1) == usual_form(torch.device("cpu"), 100) == "inverse"
+    assert usual_form(torch.device("cpu"), 1) == "triangle"
 
 
 def test_eigendecompositions_put_matrices_together_again() -> None:
@@ -198,3 +198,9 @@ def test_an_eigendecomposition_that_fails_harms_no_other(monkeypatch: pytest.Mon
     assert (found[1].values == -1).all()
     assert len(warnings) == 1
     assert "bad:input" in warnings[0]
+    decomposer = Decomposer(warnings.append)
+    for _ in range(2):
+        kept = decomposer.invert([good, bad])
+        assert [is_there(each).item() for each in kept] == [True, False]
+        assert not kept[1].any(), "zeros are what every rank takes for none"
+    assert len(warnings) == 2, "the second one is the decomposer's, said once"

@@ -10,6 +10,8 @@ from torch import nn
 from curvature_support.reference import look
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A and G of a layer."""
 
 
 def make_net(seed: int = 1) -> nn.Sequential:
@@ -49,26 +51,32 @@ def train(
     damping: float,
     decay: float,
     kl_clip: float | None,
-    pi: bool = False,
+    pi: bool = True,
+    inverse: str = "cholesky",
     factor_interval: int = 1,
     inverse_interval: int = 1,
+    ramp: bool = True,
     momentum: float = 0.0,
 ) -> None:
     """One step for each batch."""
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum)
     places = [place for place, layer in enumerate(net) if isinstance(layer, nn.Linear | nn.Conv2d)]
     history: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {place: [] for place in places}
-    inverses: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    directed: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
     for step, batch in enumerate(batches):
-        if step % factor_interval == 0:
+        if step % factor_interval == 0 or (ramp and step < factor_interval):
             for place in places:
                 history[place].append(_factors(net, place, batch))
-        if step % inverse_interval == 0:
-            inverses = {place: _inverses(history[place], damping=damping, decay=decay, pi=pi) for place in places}
+        if step % inverse_interval == 0 or (ramp and step < inverse_interval and step in (1, 2, 4, 8, 16)):
+            averages = {place: _averages(history[place], decay) for place in places}
+            if inverse == "eigen" and pi:
+                directed = {place: _damped_product(averages[place], damping) for place in places}
+            else:
+                directed = {place: _damped_factors(averages[place], damping, pi=pi) for place in places}
         optimizer.zero_grad()
         loss_of(net, batch).backward()
         gradients = {place: _gradient(net[place]) for place in places}
-        directions = {place: inverses[place][1] @ gradients[place] @ inverses[place][0] for place in places}
+        directions = {place: directed[place](gradients[place]) for place in places}
         change = sum(lr**2 * (directions[place] * gradients[place]).sum() for place in places)
         nu = 1.0 if kl_clip is None else min(1.0, float((kl_clip / torch.as_tensor(change).abs()).sqrt()))
         for place in places:
@@ -83,16 +91,26 @@ def _factors(net: nn.Sequential, place: int, batch: Batch) -> tuple[torch.Tensor
     return inputs[0], outputs[0]
 
 
-def _inverses(
-    history: Sequence[tuple[torch.Tensor, torch.Tensor]], *, damping: float, decay: float, pi: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _averages(history: Sequence[Pair], decay: float) -> Pair:
     weights = [decay**age for age in reversed(range(len(history)))]
     a, g = (sum(w * pair[side] for w, pair in zip(weights, history, strict=True)) / sum(weights) for side in (0, 1))
+    return torch.as_tensor(a), torch.as_tensor(g)
+
+
+def _damped_factors(averages: Pair, damping: float, *, pi: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    a, g = averages
     of_a = of_g = torch.as_tensor(damping, dtype=a.dtype)
     if pi:
         ratio = ((a.trace() / len(a)) / (g.trace() / len(g))).sqrt()
         of_a, of_g = damping**0.5 * ratio, damping**0.5 / ratio
-    return torch.linalg.inv(_damped(a, of_a)), torch.linalg.inv(_damped(g, of_g))
+    left, right = torch.linalg.inv(_damped(g, of_g)), torch.linalg.inv(_damped(a, of_a))
+    return lambda gradient: left @ gradient @ right
+
+
+def _damped_product(averages: Pair, damping: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    a, g = averages
+    product = _damped(torch.kron(g, a), torch.as_tensor(damping, dtype=a.dtype))
+    return lambda gradient: torch.linalg.solve(product, gradient.flatten()).view_as(gradient)
 
 
 def _damped(matrix: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:

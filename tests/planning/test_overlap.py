@@ -105,3 +105,10 @@ def test_nothing_to_send_is_no_group() -> None:
     link = Link(alpha_s=1.0, beta_s_per_byte=1.0)
     assert fuse_in_order([], [], link) == fuse_by_rule([], [], link) == []
     assert last_end_s([], [], [], link) == 0.0
+
+
+@given(cases(7))
+def test_no_fusion_that_ends_as_early_has_fewer_messages(case: tuple[list[float], list[int], Link]) -> None:
+    fused = fuse_in_order(*case)
+    end_s = last_end_s(fused, *case) * (1 + 1e-12)
+    assert len(fused) == min(len(fusion) for fusion in every_fusion(len(case[0])) if last_end_s(fusion, *case) <= end_s)

@@ -51,12 +51,16 @@ def train(
                 if (profile := session.take_profile()) is not None:
                     noted = Counter(span.kind for span in profile.spans)
             plan = part_of(session).plan
+            state = session.state_dict()["parts"]["FactorExchange"]
             results[label] = {
                 "noted": noted,
                 "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
                 "fingerprint": fingerprint(model),
                 "owners": plan.owners,
                 "num_groups": len(plan.groups),
+                "num_kept": sum(t.numel() for kept in state.values() for t in kept.values() if isinstance(t, torch.Tensor)),
+                "num_in_memory": sum(factor._sum.numel() for factor in part_of(session)._factors.values())
+                + sum(kept.numel() for kept in part_of(session)._inverses.packed if kept is not None),
                 "notices": session.notices,
             }
     return results
@@ -97,7 +101,7 @@ def trouble(rank: int, world_size: int, *, strategies: Strategies, kind: str) ->
                 if step == 2 and kind == "retired" and rank == 1 and 1 in part._watched:
                     part._capture.retire(part._watched[1], "it was told to")
                 if step == 2 and kind == "indefinite":
-                    for factor in part._factors:
+                    for factor in part._factors.values():
                         factor._sum.fill_(-1e3)
                 if step == 2 and kind == "nan factor" and rank == 1 and 0 in part._watched:
                     part._capture._sums[0].inputs = part._blocks[0].input_moment(

@@ -26,18 +26,19 @@ NAMES = {
     "spdkfac, the paper's rules": ("spdkfac", {"fusion": "rule", "placement": "rule"}),
     "dpkfac": ("dpkfac", {"factors": "everyone"}),
 }
+EIGEN = HYPER | {"inverse": "eigen"}
 STRATEGIES = {label: (name, HYPER | options) for label, (name, options) in NAMES.items()}
 SHORT = {label: (name, EVERY_STEP | options) for label, (name, options) in NAMES.items() if "," not in label}
 LOCAL = SHORT | {"dpkfac as published": ("dpkfac", EVERY_STEP)}
 
 
 @cache
-def one_process(world_size: int, steps: int, *, same_data: bool = False) -> np.ndarray:
+def one_process(world_size: int, steps: int, *, same_data: bool = False, inverse: str = "cholesky") -> np.ndarray:
     """The slow reference on the ranks' examples together."""
     net = reference.make_net(seed=0)
     ranks = [0] if same_data else range(world_size)
     batches = [reference.together([reference.batch_of(rank, step) for rank in ranks]) for step in range(steps)]
-    reference.train(net, batches, lr=0.05, **HYPER)
+    reference.train(net, batches, lr=0.05, inverse=inverse, **HYPER)
     return torch.cat([p.detach().flatten() for p in net.parameters()]).numpy()
 
 
@@ -61,6 +62,8 @@ def test_many_ranks_do_what_one_does_with_all_examples(run_ranks: RunRanks, worl
     assert set(results[0]["mpdkfac"]["owners"]) == set(range(world_size))
     assert set(results[0]["dkfac"]["owners"]) == {None}
     assert results[0]["spdkfac, unfused"]["num_groups"] == 6
+    for what in ("num_kept", "num_in_memory"):
+        assert sum(result["dpkfac"][what] for result in results) == results[0]["spdkfac"][what], "owners share the state"
 
 
 def test_factors_of_one_rank_are_as_good_where_all_see_the_same(run_ranks: RunRanks) -> None:
@@ -69,6 +72,15 @@ def test_factors_of_one_rank_are_as_good_where_all_see_the_same(run_ranks: RunRa
     assert_identical(results)
     for result in results[0].values():
         np.testing.assert_allclose(result["parameters"], one_process(3, 4, same_data=True), rtol=1e-8, atol=1e-10)
+
+
+def test_decompositions_travel_like_inverses(run_ranks: RunRanks) -> None:
+    strategies = {label: (name, EIGEN | options) for label, (name, options) in NAMES.items() if "," not in label}
+    results = run_ranks(jobs.train, 3, strategies=strategies, steps=4, lr=0.05)
+    assert_identical(results)
+    expected = one_process(3, 4, inverse="eigen")
+    for label, result in results[0].items():
+        np.testing.assert_allclose(result["parameters"], expected, rtol=1e-8, atol=1e-10, err_msg=label)
 
 
 def test_a_step_in_two_passes_is_one_step(run_ranks: RunRanks) -> None:

@@ -6,7 +6,7 @@ does not build up. It starts from nothing and not from the identity, and is divi
     sum <- decay * sum + (1 - decay) * F        mass <- decay * mass + (1 - decay)        average = sum / mass
 
 so early averages are means of what was seen. An increment with an infinity or a NaN in it, or of weight 0, leaves no trace.
-All of it happens on the factor's device, without asking for a value.
+All of it happens on the factor's device, on a GPU without asking for a value.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import torch
 
 from offbeat.curvature.blocks import FactorShape
+from offbeat.curvature.inverses import answers_later
 from offbeat.curvature.packing import diagonal
 from offbeat.errors import CheckpointError
 
@@ -46,6 +47,11 @@ class RunningFactor:
             decay: how much of the past to keep, in [0, 1).
         """
         counts = torch.isfinite(increment.sum()) & (torch.as_tensor(weight, device=increment.device) > 0)
+        if not answers_later(increment.device):
+            if counts:
+                self.mass.lerp_(torch.ones_like(self.mass), 1 - decay)
+                self._sum.lerp_(increment, 1 - decay)
+            return
         self.mass.lerp_(torch.where(counts, 1.0, self.mass), 1 - decay)
         self._sum.lerp_(torch.where(counts, increment, self._sum), 1 - decay)
 

@@ -209,7 +209,8 @@ class Capture:
         began_s, sums = time.monotonic(), self._sums[index]
         with _plain_arithmetic(gradient.device.type):
             moment = self._blocks[index].output_moment(gradient, inputs, phase=self._phase)
-            moment.packed.div_(self._grad_scale() ** 2)
+            if (scale := self._grad_scale()) != 1:
+                moment.packed.div_(scale**2)
             sums.outputs = _plus(sums.outputs, moment)
         self._added(index, "output", began_s)
 

@@ -5,20 +5,28 @@ changed without decomposing anew:
 
     P = Q_G ((Q_G^T grad Q_A) / (v_G v_A^T + damping)) Q_A^T
 
-(arXiv 2007.00784). A decomposition takes several times as long as a Cholesky inverse, twice the memory of a packed one, and
-applying it takes two more products.
+(arXiv 2007.00784). That is what damping with pi comes near to. Without pi the damping is added to v_G and to v_A, as to the
+factors. A decomposition takes several times as long as a Cholesky inverse, twice the memory of a packed one, and applying it
+takes two more products.
+
+What is kept and travels of one is a row of numbers for each group: 1, eigenvalues, eigenvectors. Zeros stand for none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # documented, but not in its __all__
 
-from offbeat.curvature.inverses import Job, alike
+from offbeat.curvature.blocks import FactorShape
+from offbeat.curvature.inverses import Form, Inverter, Job, alike, is_there, usual_form
 from offbeat.curvature.packing import unpack
+
+Kept: TypeAlias = Form | Literal["eigen"]
+"""What is kept of factors, to be put to use in several steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,56 @@ class Eigen:
 
     vectors: torch.Tensor | None
     values: torch.Tensor
+
+    @classmethod
+    def of(cls, kept: torch.Tensor, shape: FactorShape) -> Eigen:
+        """What `kept`, of the shape that `Decomposer.kept` says, stands for. Views of it, as far as they can be."""
+        values = torch.where(is_there(kept), kept[:, 1 : 1 + shape.dim], -1.0)
+        vectors = None if shape.is_diagonal else kept[:, 1 + shape.dim :].unflatten(1, (shape.dim, shape.dim))
+        return cls(vectors, values)
+
+    def row(self) -> torch.Tensor:
+        """The inverse of `of`."""
+        there = (self.values >= 0).all()
+        parts = [torch.ones_like(self.values[:, :1]), self.values]
+        if self.vectors is not None:
+            parts.append(self.vectors.flatten(1))
+        return torch.where(there, torch.cat(parts, dim=1), 0.0)
+
+
+class Decomposer:
+    """Decomposes factors where `Inverter` inverts them.
+
+    Args:
+        warn: is told, once for each, of factors that have no decomposition.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._warned: set[str] = set()
+
+    def kept(self, shape: FactorShape) -> tuple[int, int]:
+        """Shape of what is kept of a factor's decomposition."""
+        return shape.groups, 1 + shape.dim + (0 if shape.is_diagonal else shape.dim**2)
+
+    def invert(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
+        """What stands for the decompositions of the factors, undamped, as `jobs`; zeros where there is none."""
+        return [eigen.row() for eigen in decompose(jobs, self._warn_once)]
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)
+
+
+def form_of(eigen: bool, device: torch.device, inverse_interval: int) -> Kept:
+    """What to keep: eigendecompositions, or inverses in their usual form."""
+    return "eigen" if eigen else usual_form(device, inverse_interval)
+
+
+def make_inverter(form: Kept, warn: Callable[[str], None]) -> Inverter | Decomposer:
+    """What makes it."""
+    return Decomposer(warn) if form == "eigen" else Inverter(warn, form)
 
 
 def decompose(jobs: Sequence[Job], warn: Callable[[str], None]) -> list[Eigen]:

@@ -5,8 +5,9 @@
 3. One that never is gets an inverse of zeros, which stands for "none": what is kept of an inverse has a positive diagonal, so
    zeros cannot be mistaken, travel like any inverse, and tell every rank that this layer gets plain gradients.
 
-What is kept is either the inverse itself or the triangle U of A = U^T U, of the same size: solving with U costs as many
-operations as multiplying by the inverse, and loses less precision. Making it takes a third of the operations.
+What is kept is either the inverse itself or the triangle U of A = U^T U, of the same size. Making a triangle takes a third of
+the operations and a quarter of the time; solving with U takes as many as multiplying by the inverse, but more time. So
+triangles are for those who make new ones often.
 
 Whether a decomposition succeeded is known on the device at once and on the host later. On a CPU that makes no difference. On a
 GPU nothing waits: the verdict is copied while work goes on and read before the next inversions, and a matrix that failed has no
@@ -51,9 +52,13 @@ class Job:
     valid: torch.Tensor
 
 
-def usual_form(device: torch.device) -> Form:
-    """Triangles, except on GPUs, which are slow at solving."""
-    return "inverse" if answers_later(device) else "triangle"
+STEPS_OF_A_TRIANGLE = 25
+"""On a CPU an inverse is worth its making if it serves more steps than this."""
+
+
+def usual_form(device: torch.device, inverse_interval: int) -> Form:
+    """Inverses, except where a CPU makes new ones often. GPUs are slow at solving."""
+    return "inverse" if answers_later(device) or inverse_interval > STEPS_OF_A_TRIANGLE else "triangle"
 
 
 def answers_later(device: torch.device) -> bool:
@@ -81,6 +86,10 @@ class Inverter:
         self._verdicts: list[_Verdict] = []
         self._suspects: set[str] = set()
 
+    def kept(self, shape: FactorShape) -> tuple[int, int]:
+        """Shape of what is kept of a factor's inverse."""
+        return shape.packed
+
     def invert(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
         """What stands for the inverses of (factor + damping * identity), packed, as `jobs`; zeros where there is none."""
         self._read_verdicts()
@@ -89,7 +98,9 @@ class Inverter:
             some = [jobs[number] for number in numbers]
             results = _reciprocals(some) if some[0].shape.is_diagonal else self._decompose(some)
             for number, result in zip(numbers, results, strict=True):
-                inverses[number] = torch.where(jobs[number].valid, result, 0.0)
+                valid = jobs[number].valid
+                looks = not answers_later(result.device)
+                inverses[number] = result if looks and valid else torch.where(valid, result, 0.0)
         return inverses
 
     def _decompose(self, jobs: Sequence[Job]) -> list[torch.Tensor]:

@@ -24,8 +24,11 @@ import torch
 
 from offbeat.curvature.blocks import Block
 from offbeat.curvature.eigen import Eigen
-from offbeat.curvature.inverses import Form, is_there
+from offbeat.curvature.inverses import Form, answers_later, is_there
 from offbeat.curvature.packing import unpack
+
+MAX_SOLVED = 640
+"""Rows of a triangle that is solved with at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +48,63 @@ class Inverses:
             half = gradient * self.inputs[:, None, :]
         else:
             half = _from_right(gradient, unpack(self.inputs, block.inputs.dim), self.form)
-        whole = _from_right(half.mT, unpack(self.outputs, block.outputs.dim), self.form).mT
-        out.copy_(whole).masked_fill_(~self.are_there(), 0)
+        outputs = unpack(self.outputs, block.outputs.dim)
+        if self.form == "inverse":
+            torch.bmm(outputs, half, out=out)
+        else:
+            out.copy_(_from_right(half.mT, outputs, self.form).mT)
+        _keep_if_(self.are_there(), out)
+
+
+def _keep_if_(there: torch.Tensor, direction: torch.Tensor) -> None:
+    """Zeros for `direction` if there is none."""
+    if answers_later(there.device):
+        direction.masked_fill_(~there, 0)
+    elif not there:
+        direction.zero_()
 
 
 def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: Form) -> torch.Tensor:
     """`matrices` times the inverse: `symmetric` itself, or that of U^T U for the triangle U in `symmetric`."""
-    if form == "inverse":
-        return matrices @ symmetric
     groups = max(len(matrices), len(symmetric))
-    square = symmetric.expand(groups, -1, -1)
-    half = torch.linalg.solve_triangular(square, matrices, upper=True, left=False)
-    whole: torch.Tensor = torch.linalg.solve_triangular(square.mT, half, upper=False, left=False)
-    return whole
+    if form == "inverse":
+        # one group that serves many is one product, not as many copies
+        return matrices @ symmetric if groups == len(symmetric) else (matrices.flatten(0, 1) @ symmetric[0]).view_as(matrices)
+    triangle = symmetric.expand(groups, -1, -1)
+    return _solve(triangle.mT, _solve(triangle, matrices, upper=True), upper=False)
+
+
+def _solve(triangle: torch.Tensor, matrices: torch.Tensor, *, upper: bool, at_once: int = MAX_SOLVED) -> torch.Tensor:
+    """X in X T = `matrices`, for the triangle T, all of shape (groups, ., .).
+
+    Large triangles are halved: what is left of each is a product, for which there are faster kernels, and half of a triangle
+    stays in the cache.
+    """
+    dim = triangle.shape[1]
+    if dim <= at_once:
+        solved: torch.Tensor = torch.linalg.solve_triangular(triangle, matrices, upper=upper, left=False)
+        return solved
+    cut = dim // 2
+    first, last = (slice(cut), slice(cut, None)) if upper else (slice(cut, None), slice(cut))
+    begin = _solve(triangle[:, first, first], matrices[:, :, first], upper=upper, at_once=at_once)
+    rest = torch.baddbmm(matrices[:, :, last], begin, triangle[:, first, last], alpha=-1)
+    end = _solve(triangle[:, last, last], rest, upper=upper, at_once=at_once)
+    return torch.cat((begin, end) if upper else (end, begin), dim=2)
 
 
 @dataclass(frozen=True, slots=True)
 class Eigens:
-    """Eigendecompositions of one block's factors, A's and G's, with the damping of their product."""
+    """Eigendecompositions of one block's factors, A's and G's.
+
+    Attributes:
+        damping: of their product, or of each.
+        damps_each: which of the two.
+    """
 
     inputs: Eigen
     outputs: Eigen
     damping: float
+    damps_each: bool = False
 
     def are_there(self) -> torch.Tensor:
         return (self.inputs.values >= 0).all() & (self.outputs.values >= 0).all()
@@ -78,7 +116,11 @@ class Eigens:
         turned = left.mT @ gradient
         if right is not None:
             turned = turned @ right
-        turned /= self.outputs.values[:, :, None] * self.inputs.values[:, None, :] + self.damping
+        of_g, of_a = self.outputs.values[:, :, None], self.inputs.values[:, None, :]
+        if self.damps_each:
+            turned /= (of_g + self.damping) * (of_a + self.damping)
+        else:
+            turned /= of_g * of_a + self.damping
         if right is not None:
             turned = turned @ right.mT
         torch.matmul(left, turned, out=out).mul_(self.are_there())
@@ -171,4 +213,8 @@ def precondition_(
         nu = kl_scale(directions, gradients, lrs=[lrs[number] for number in live], kl_clip=kl_clip, grad_scale=grad_scale)
         directions.flat.mul_(nu)
     for block, curvature, gradient, direction in work:
-        block.write_gradient_(torch.where(curvature.are_there(), direction, gradient))
+        there = curvature.are_there()
+        if answers_later(there.device):
+            block.write_gradient_(torch.where(there, direction, gradient))
+        elif there:
+            block.write_gradient_(direction)

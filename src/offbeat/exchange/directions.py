@@ -14,7 +14,7 @@ import torch
 
 from offbeat.collectives.dense import dense_broadcast
 from offbeat.curvature.blocks import Block
-from offbeat.curvature.precondition import Inverses
+from offbeat.curvature.precondition import Curvature
 from offbeat.exchange.spans import Spans
 from offbeat.transport.driver import Driver, Stream
 
@@ -22,7 +22,7 @@ from offbeat.transport.driver import Driver, Stream
 @torch.no_grad()
 def precondition_by_owners_(
     blocks: Sequence[Block],
-    inverses: Sequence[Inverses | None],
+    inverses: Sequence[Curvature | None],
     owners: Sequence[int],
     *,
     driver: Driver,
@@ -82,7 +82,7 @@ class _Message:
         self._directions = [part.view(block.matrix_shape) for part, block in zip(parts, blocks, strict=True)]
         self.change = change[0]
 
-    def fill(self, inverses: Sequence[Inverses], lrs: Sequence[float]) -> None:
+    def fill(self, inverses: Sequence[Curvature], lrs: Sequence[float]) -> None:
         gradient_of = [torch.empty_like(direction) for direction in self._directions]
         for number, (block, inverse, lr) in enumerate(zip(self.blocks, inverses, lrs, strict=True)):
             gradient, direction = gradient_of[number], self._directions[number]

@@ -67,7 +67,7 @@ class FactorMessage:
         self._sums = []
 
     def read(self) -> Iterator[Reduced]:
-        """The sums of each slot, which must have been waited for."""
+        """The sums of each slot, which must have been waited for. May be called once: means are made in place of the sums."""
         numbers = self._tail.view(-1, 2)
         for slot, view, (weight, num_retired) in zip(self.slots, self._views, numbers, strict=True):
-            yield Reduced(slot, view / torch.where(weight > 0, weight, 1.0), weight, num_retired)
+            yield Reduced(slot, view.div_(torch.where(weight > 0, weight, 1.0)), weight, num_retired)

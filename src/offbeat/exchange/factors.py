@@ -27,9 +27,10 @@ from torch import nn
 from offbeat.curvature.averages import RunningFactor, damping_of
 from offbeat.curvature.blocks import SIDES, Block, Side
 from offbeat.curvature.capture import Capture, Increment
-from offbeat.curvature.inverses import Inverter, Job, usual_form
+from offbeat.curvature.eigen import Eigen, form_of, make_inverter
+from offbeat.curvature.inverses import Job
 from offbeat.curvature.options import FactorOptions
-from offbeat.curvature.precondition import Inverses, precondition_
+from offbeat.curvature.precondition import Curvature, Eigens, Inverses, precondition_
 from offbeat.errors import CheckpointError
 from offbeat.exchange.directions import precondition_by_owners_
 from offbeat.exchange.factor_costs import slowest_ready_s
@@ -51,20 +52,32 @@ class FactorSettings:
     Attributes:
         damping: as of `curvature.averages.damping_of`, > 0.
         pi: the same.
+        eigen: whether factors are decomposed instead of inverted. With `pi` their product is damped then, without it each.
         decay: how much of the running averages to keep in each step with factors, in [0, 1).
         kl_clip: limit of a step's predicted change, > 0; None: no limit.
         factor_interval: steps from one with factors to the next, >= 1.
         inverse_interval: steps from one with inversions to the next, >= 1.
+        ramp: whether the first steps, as many as an interval has, are denser.
         options: how factors are counted.
     """
 
     damping: float
     pi: bool
+    eigen: bool
     decay: float
     kl_clip: float | None
     factor_interval: int
     inverse_interval: int
+    ramp: bool
     options: FactorOptions
+
+    def has_factors(self, step: int) -> bool:
+        """Whether factors are averaged in `step`."""
+        return step % self.factor_interval == 0 or (self.ramp and step < self.factor_interval)
+
+    def has_inversions(self, step: int) -> bool:
+        """Whether factors are inverted in `step`. On the ramp that is in steps 0, 1, 2, 4, 8, ..."""
+        return step % self.inverse_interval == 0 or (self.ramp and step < self.inverse_interval and not step & (step - 1))
 
 
 @dataclass(slots=True)
@@ -127,11 +140,9 @@ class FactorExchange:
         self._names = [block.name.replace("_orig_mod.", "") for block in blocks]
         self._shapes = [block.shape(side) for block in blocks for side in SIDES]
         self._likes = [_like(block) for block in blocks for _ in SIDES]
-        self._inverter = Inverter(notify, usual_form(self._likes[0].device))
-        self._factors = [
-            RunningFactor(shape, dtype=like.dtype, device=like.device)
-            for shape, like in zip(self._shapes, self._likes, strict=True)
-        ]
+        self._form = form_of(settings.eigen, self._likes[0].device, settings.inverse_interval)
+        self._inverter = make_inverter(self._form, notify)
+        self._factors: dict[int, RunningFactor] = {}
         self._retired: set[int] = set()
         self._expected = [0] * len(self._shapes)
         self._learned = False
@@ -139,10 +150,11 @@ class FactorExchange:
         self._num_profiled = 0
         self._step = 0
         self._good = True
+        self._is_stale = False
         self._open = self._sent = self._streams = False
         self._increments: dict[int, Increment] = {}
         self._plan = plan
-        watched = [index for index in range(len(blocks)) if self._keeps(2 * index)]
+        watched = [index for index in range(len(blocks)) if plan.groups or self._keeps(2 * index)]
         self._watched = {index: place for place, index in enumerate(watched)}
         self._capture = Capture(
             model,
@@ -170,6 +182,11 @@ class FactorExchange:
         self._messages = [FactorMessage(*group) for group in groups]
         self._group_of = {slot: number for number, group in enumerate(plan.groups) for slot in group}
         self._order = turns(plan, self._first_parameters, self._bucket_firsts)
+        self._factors = {
+            slot: self._factors.get(slot) or RunningFactor(shape, dtype=like.dtype, device=like.device)
+            for slot, (shape, like) in enumerate(zip(self._shapes, self._likes, strict=True))
+            if self._keeps(slot)
+        }
         before, self._inverses = self._inverses, self._make_inverses(plan)
         self._inverses.times = before.times
         for old, new in zip(before.packed, self._inverses.packed, strict=True):
@@ -188,8 +205,8 @@ class FactorExchange:
         )
 
     def _keeps(self, slot: int) -> bool:
-        """Whether this rank averages the factor of `slot`: it is summed over ranks, or is this rank's business alone."""
-        return bool(self._plan.groups) or self._plan.owners[slot] == self._driver.rank
+        """Whether this rank averages the factor of `slot` over time: where directions travel, it is its owner's business."""
+        return not self._plan.by_owner or self._plan.owners[slot] == self._driver.rank
 
     # One step's factors
 
@@ -198,7 +215,7 @@ class FactorExchange:
         self._capture.stop()
         self._drop()
         self._spans.begin(on=self._is_looked_at(), keep=self._good)
-        self._open = self._step % self._settings.factor_interval == 0
+        self._open = self._settings.has_factors(self._step)
         self._turns.set(self._order if self._open else ())
         if not self._open:
             return
@@ -302,8 +319,9 @@ class FactorExchange:
             return
         if self._sent:
             self._take_in()
-        if self._step % self._settings.inverse_interval == 0:
+        if self._settings.has_inversions(self._step) or self._is_stale:
             self._inverses.run(self._job)
+            self._is_stale = False
         begin_s = time.perf_counter()
         with self._spans.timed("precondition"):
             self._precondition()
@@ -326,7 +344,8 @@ class FactorExchange:
             self._spans.add("wait for factors", "", begin_s)
             self._spans.arrived()
             for slot, mean, total, num_retired in message.read():
-                self._factors[slot].update_(mean, weight=total, decay=self._settings.decay)
+                if slot in self._factors:
+                    self._factors[slot].update_(mean, weight=total, decay=self._settings.decay)
                 retired.append((slot // 2, num_retired))
         for slot, (packed, weight) in self._increments.items():
             self._factors[slot].update_(packed, weight=weight, decay=self._settings.decay)
@@ -397,11 +416,14 @@ class FactorExchange:
         else:
             precondition_(blocks, [inverse for inverse in inverses if inverse is not None], lrs=lrs, kl_clip=kl_clip)
 
-    def _inverses_of(self, index: int) -> Inverses | None:
+    def _inverses_of(self, index: int) -> Curvature | None:
         inputs, outputs = self._inverses.packed[2 * index : 2 * index + 2]
         if inputs is None or outputs is None:
             return None
-        return Inverses(inputs, outputs, usual_form(inputs.device))
+        if self._form != "eigen":
+            return Inverses(inputs, outputs, self._form)
+        a, g = Eigen.of(inputs, self._shapes[2 * index]), Eigen.of(outputs, self._shapes[2 * index + 1])
+        return Eigens(a, g, self._settings.damping, damps_each=not self._settings.pi)
 
     def _watch_root(self, model: nn.Module) -> Callable[..., None]:
         """Factors leave early in passes for training only. A plain function, which copies of the model pass over."""
@@ -450,16 +472,11 @@ class FactorExchange:
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Factors and inverses: the same on all ranks, or the owner's own. What is under way in a step is not in it."""
         kept: dict[str, Any] = {}
-        for slot, factor in enumerate(self._factors):
-            if self._keeps(slot):
-                kept |= {f"{self._key(slot)}/{name}": tensor for name, tensor in factor.state_dict().items()}
-        local: dict[str, Any] = {} if self._plan.groups else kept
-        replicated: dict[str, Any] = kept if self._plan.groups else {}
-        inverses = {f"{self._key(slot)}/inverse": t for slot, t in enumerate(self._inverses.packed) if t is not None}
-        if self._plan.by_owner:
-            local = local | inverses
-        else:
-            replicated = replicated | inverses
+        for slot, factor in self._factors.items():
+            kept |= {f"{self._key(slot)}/{name}": tensor for name, tensor in factor.state_dict().items()}
+        kept |= {f"{self._key(slot)}/inverse": t for slot, t in enumerate(self._inverses.packed) if t is not None}
+        kept["form"] = self._form
+        local, replicated = (kept, {}) if self._plan.by_owner else ({}, kept)
         replicated |= {
             "step": self._step,
             "retired": [self._names[index] for index in sorted(self._retired)],
@@ -472,7 +489,10 @@ class FactorExchange:
         return {"replicated": replicated, "local": local}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """In a world of another size owners change: an inverse that is missing here is made in the next step that inverts."""
+        """In a world of another size owners change: an inverse that is missing here is made in the next step that inverts.
+
+        Where another form of inverses is kept by now, all are made in the next step.
+        """
         replicated, saved = state["replicated"], {**state["replicated"], **state["local"]}
         self._check(saved)
         if replicated["world_size"] == self._driver.world_size:
@@ -480,11 +500,14 @@ class FactorExchange:
             owners, by_owner = tuple(replicated["owners"]), bool(replicated["by_owner"])
             self._adopt(FactorPlan(groups=groups, streamed=self._plan.streamed, owners=owners, by_owner=by_owner))
             self._num_profiled = int(replicated["num_profiled"])
-        for slot, factor in enumerate(self._factors):
+        self._is_stale = saved["form"] != self._form
+        for slot, factor in self._factors.items():
             if f"{self._key(slot)}/sum" in saved:
                 factor.load_state_dict({name: saved[f"{self._key(slot)}/{name}"] for name in ("sum", "mass")})
-            if (inverse := self._inverses.packed[slot]) is not None:
-                inverse.copy_(saved.get(f"{self._key(slot)}/inverse", torch.zeros_like(inverse)))
+        for slot, inverse in enumerate(self._inverses.packed):
+            if inverse is not None:
+                none = torch.zeros_like(inverse)
+                inverse.copy_(none if self._is_stale else saved.get(f"{self._key(slot)}/inverse", none))
         self._step = int(replicated["step"])
         self._retired = set()
         self._retire({index for index, name in enumerate(self._names) if name in replicated["retired"]})
@@ -493,12 +516,14 @@ class FactorExchange:
 
     def _check(self, saved: Mapping[str, Any]) -> None:
         """Before anything is changed."""
-        known = {self._key(slot): shape for slot, shape in enumerate(self._shapes)}
+        known = {f"{self._key(slot)}/sum": shape.packed for slot, shape in enumerate(self._shapes)}
+        if saved["form"] == self._form:
+            known |= {f"{self._key(slot)}/inverse": self._inverter.kept(shape) for slot, shape in enumerate(self._shapes)}
         for name, value in saved.items():
             key, _, what = name.rpartition("/")
-            if what in ("sum", "inverse") and (key not in known or tuple(value.shape) != known[key].packed):
-                here = known[key].packed if key in known else "no such factor"
-                raise CheckpointError(f"factor {key!r} was saved with shape {tuple(value.shape)}, here there is {here}")
+            if what in ("sum", "inverse") and tuple(value.shape) != known.get(name):
+                here = known.get(name, "no such factor")
+                raise CheckpointError(f"{what} of {key!r} was saved with shape {tuple(value.shape)}, here there is {here}")
 
     def _key(self, slot: int) -> str:
         return f"{self._names[slot // 2]}/{SIDES[slot % 2]}"

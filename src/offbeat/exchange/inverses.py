@@ -15,6 +15,7 @@ import torch
 
 from offbeat.collectives.dense import dense_broadcast
 from offbeat.curvature.blocks import FactorShape
+from offbeat.curvature.eigen import Decomposer
 from offbeat.curvature.inverses import Inverter, Job
 from offbeat.exchange.spans import Spans
 from offbeat.planning.factor_plan import FactorPlan
@@ -52,11 +53,11 @@ class InversePhase:
         likes: for each slot a tensor of its dtype and device.
         driver: carries broadcasts out.
         stream: of the broadcasts.
-        inverter: inverts.
+        inverter: inverts, or decomposes.
         spans: notes what is done when.
 
     Attributes:
-        packed: the inverse of each slot, packed; zeros stand for none. None where this rank needs none.
+        packed: what stands for the inverse of each slot, packed; zeros stand for none. None where this rank needs none.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class InversePhase:
         *,
         driver: Driver,
         stream: Stream,
-        inverter: Inverter,
+        inverter: Inverter | Decomposer,
         spans: Spans,
     ) -> None:
         self.times, self._spans = InverseTimes(), spans
@@ -80,7 +81,7 @@ class InversePhase:
         self._batches = self._make_batches(owned, plan, shapes, likes)
         self._by_all = [slot for slot, owner in enumerate(plan.owners) if owner is None]
         for slot in self._by_all:
-            self.packed[slot] = _zeros(shapes[slot], likes[slot])
+            self.packed[slot] = likes[slot].new_zeros(inverter.kept(shapes[slot]))
 
     def _make_batches(
         self, slots: Sequence[int], plan: FactorPlan, shapes: Sequence[FactorShape], likes: Sequence[torch.Tensor]
@@ -95,10 +96,11 @@ class InversePhase:
         batches: list[tuple[int, int, _Batch]] = []
         of_owner: dict[int, int] = {}
         for (owner, _), some in alike.items():
-            sizes = [shapes[slot].num_elements for slot in some]
-            flat = torch.zeros(sum(sizes), dtype=likes[some[0]].dtype, device=likes[some[0]].device)
-            for slot, part in zip(some, flat.split(sizes), strict=True):
-                self.packed[slot] = part.view(shapes[slot].packed)
+            kept = [self._inverter.kept(shapes[slot]) for slot in some]
+            sizes = [rows * columns for rows, columns in kept]
+            flat = likes[some[0]].new_zeros(sum(sizes))
+            for slot, part, shape_kept in zip(some, flat.split(sizes), kept, strict=True):
+                self.packed[slot] = part.view(shape_kept)
             place = of_owner[owner] = of_owner.get(owner, 0) + 1
             batches.append((place, owner, _Batch(tuple(some), owner, flat)))
         return [batch for *_, batch in sorted(batches, key=lambda entry: entry[:2])]
@@ -136,7 +138,3 @@ class InversePhase:
 
 def _work(shape: FactorShape) -> int:
     return shape.dim if shape.is_diagonal else shape.groups * shape.dim**3
-
-
-def _zeros(shape: FactorShape, like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(shape.packed, dtype=like.dtype, device=like.device)

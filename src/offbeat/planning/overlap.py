@@ -20,14 +20,18 @@ from itertools import accumulate, pairwise
 from offbeat.errors import ConfigError
 from offbeat.planning.costs import Link
 
+ROUNDING = 1e-13
+"""By which part sums of times may differ when they are added up in another order."""
+
 
 def fuse_in_order(ready_s: Sequence[float], sizes_bytes: Sequence[int], link: Link) -> list[list[int]]:
     """Groups of consecutive messages with which the last all-reduce ends as early as possible.
 
         end(j) = min over i < j of max(end(i), R_{j-1}) + alpha + beta (p_i + ... + p_{j-1}),   end(0) = 0
 
-    An earlier end of those before never makes a later one later, so this finds the best in O(n^2). Among equals the
-    fewest messages are taken.
+    An earlier end of those before never makes a later one later, so this finds the best in O(n^2). Of all groups with that end
+    these are the fewest: a message costs its ranks computing time beside that of the link. Going backward, each takes in as
+    many as it can and still begin in time for those behind it.
 
     Args:
         ready_s: when each message is ready, in seconds, not descending.
@@ -42,21 +46,21 @@ def fuse_in_order(ready_s: Sequence[float], sizes_bytes: Sequence[int], link: Li
     """
     _check(ready_s, sizes_bytes)
     sums = list(accumulate(sizes_bytes, initial=0))
-    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]
+    ends_s = [0.0]
     for stop in range(1, len(sums)):
-
-        def with_last(start: int, stop: int = stop) -> tuple[float, int, int]:
-            """(end, messages, start of the last one), if the last one is of start to stop."""
-            end_s, num_messages, _ = best[start]
-            lasts_s = link.time_s(num_messages=1, num_bytes=sums[stop] - sums[start])
-            return max(end_s, ready_s[stop - 1]) + lasts_s, num_messages + 1, start
-
-        best.append(min(map(with_last, range(stop))))
+        ends_s.append(
+            min(
+                max(ends_s[start], ready_s[stop - 1]) + link.time_s(num_messages=1, num_bytes=sums[stop] - sums[start])
+                for start in range(stop)
+            )
+        )
     groups: list[list[int]] = []
-    stop = len(ready_s)
+    stop, deadline_s = len(ready_s), ends_s[-1] * (1 + ROUNDING)
     while stop:
-        groups.append(list(range(best[stop][2], stop)))
-        stop = best[stop][2]
+        begins_s = [deadline_s - link.time_s(num_messages=1, num_bytes=sums[stop] - sums[start]) for start in range(stop)]
+        start = next(start for start in range(stop) if max(ends_s[start], ready_s[stop - 1]) <= begins_s[start])
+        groups.append(list(range(start, stop)))
+        stop, deadline_s = start, begins_s[start]
     return groups[::-1]
 
 

@@ -3,7 +3,7 @@
 For the weight matrix W of each layer, with inputs a and output gradients g,
 
     A <- decay A + (1 - decay) mean of a a^T        G <- decay G + (1 - decay) mean of g g^T
-    P = (G + damping)^-1 (dL/dW) (A + damping)^-1
+    P = (G + sqrt(damping) / pi)^-1 (dL/dW) (A + sqrt(damping) pi)^-1        pi^2 = mean eigenvalue of A / of G
     gradient = P min(1, sqrt(kl_clip / sum over layers of lr^2 <P, dL/dW>))
 
 and the optimizer steps with that (arXiv 1503.05671, 1602.01407). Means are over the examples of all ranks. `DKFAC`, `MPDKFAC`,
@@ -12,7 +12,8 @@ them, and whether inverses travel or directions.
 
 Differences from the papers: gradients may be exchanged by any gradient strategy; running averages are kept free of damping,
 which the released code adds to them in each step, and start from nothing in place of the identity; factors do not depend on
-the batch size; a layer whose factor has no inverse gets plain gradients until it has. Ranks on devices of different kinds round
+the batch size; a layer whose factor has no inverse gets plain gradients until it has; the first steps are denser (`ramp`).
+SPD-KFAC's code adds the whole damping to each factor (`pi=False`). Ranks on devices of different kinds round
 differently: there each layer has one owner, which sends directions, whatever the strategy.
 """
 
@@ -28,7 +29,8 @@ import torch
 
 from offbeat.curvature.averages import RunningFactor
 from offbeat.curvature.blocks import SIDES, Block, FactorShape
-from offbeat.curvature.inverses import Inverter, Job, usual_form
+from offbeat.curvature.eigen import Kept, form_of, make_inverter
+from offbeat.curvature.inverses import Job
 from offbeat.curvature.options import FactorOptions
 from offbeat.curvature.packing import pack
 from offbeat.curvature.survey import survey
@@ -36,12 +38,12 @@ from offbeat.errors import ConfigError, UnsupportedError, nearest
 from offbeat.exchange.factor_costs import are_alike, measure
 from offbeat.exchange.factors import FactorExchange, FactorSettings
 from offbeat.exchange.turns import InTurn, Turns
-from offbeat.planning.factor_plan import FactorPlan, Setting, block_owners
+from offbeat.planning.factor_plan import FactorCosts, FactorPlan, Setting, block_owners
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Part, Strategy, Workspace
 from offbeat.strategies.gradient import GradientStrategy, Pair
 from offbeat.strategies.gtopk import GTopK
-from offbeat.strategies.options import require_at_least, require_fraction_below_one, require_positive
+from offbeat.strategies.options import require_at_least, require_fraction_below_one, require_one_of, require_positive
 from offbeat.strategies.topk import TopK
 
 EXCHANGES: dict[str, type[GradientStrategy]] = {kind.name: kind for kind in (AllReduce, TopK, GTopK)}
@@ -53,12 +55,16 @@ class KFACStrategy(Strategy):
     """Second-order steps: gradients times the inverses of Kronecker factors.
 
     Args:
-        damping: added to the diagonals of A and G, > 0.
+        damping: added to the eigenvalues of the product of A and G, or of each of them, > 0.
         factor_interval: steps from one whose factors are averaged to the next, >= 1.
         inverse_interval: steps from one with inversions to the next, >= 1.
+        ramp: whether the first steps are denser: factors in each of the first `factor_interval`, inversions in steps 0, 1, 2,
+            4, ... of the first `inverse_interval`.
         decay: how much of the running averages each step with factors keeps, in [0, 1).
         kl_clip: limit of the change that a step may make by its own estimate, > 0; none: no limit.
-        pi: whether to divide the square root of the damping between A and G by the ratio of their traces.
+        pi: whether the damping is that of the product, divided between A and G by the ratio of their traces, or that of each.
+        inverse: how factors are inverted: "cholesky" damps and inverts each, "eigen" decomposes them, and damps their product
+            as it is where `pi` would divide the damping.
         exchange: how gradients are exchanged: "allreduce", "topk", "gtopk", or one of these strategies with options of its own.
         loss: whether the loss is the "mean" or the "sum" over examples.
         sharing: for layers that see several positions of an example: "expand" treats them as independent, "reduce" averages
@@ -73,12 +79,14 @@ class KFACStrategy(Strategy):
     measures: ClassVar[bool] = False
     """Whether the plan depends on measured costs and times."""
 
-    damping: float = 0.001
-    factor_interval: int = 1
-    inverse_interval: int = 10
+    damping: float = 0.01
+    factor_interval: int = 10
+    inverse_interval: int = 100
+    ramp: bool = True
     decay: float = 0.95
     kl_clip: float | None = 0.001
-    pi: bool = False
+    pi: bool = True
+    inverse: Literal["cholesky", "eigen"] = "cholesky"
     exchange: GradientStrategy | Literal["allreduce", "topk", "gtopk"] = "allreduce"
     loss: Literal["mean", "sum"] = "mean"
     sharing: Literal["expand", "reduce"] = "expand"
@@ -95,6 +103,7 @@ class KFACStrategy(Strategy):
         require_fraction_below_one("decay", self.decay)
         if self.kl_clip is not None:
             require_positive("kl_clip", self.kl_clip)
+        require_one_of("inverse", self.inverse, ("cholesky", "eigen"))
         if not isinstance(self.exchange, GradientStrategy) and self.exchange not in EXCHANGES:
             raise ConfigError(
                 f"exchange must be {', '.join(map(repr, EXCHANGES))} or a strategy that exchanges gradients, such as "
@@ -153,10 +162,12 @@ class KFACStrategy(Strategy):
                 settings=FactorSettings(
                     damping=self.damping,
                     pi=self.pi,
+                    eigen=self.inverse == "eigen",
                     decay=self.decay,
                     kl_clip=self.kl_clip,
                     factor_interval=self.factor_interval,
                     inverse_interval=self.inverse_interval,
+                    ramp=self.ramp,
                     options=self.options(),
                 ),
                 plan=self._agreeing_plan(setting),
@@ -205,7 +216,9 @@ class KFACStrategy(Strategy):
             )
         costs = None
         if self.measures and driver.world_size > 1:
-            costs = measure(driver, stream, largest_dim=max(dims), like=likes[0], invert=partial(_invert, likes[0]))
+            form = form_of(self.inverse == "eigen", likes[0].device, self.inverse_interval)
+            costs = measure(driver, stream, largest_dim=max(dims), like=likes[0], invert=partial(_invert, likes[0], form))
+            costs = _twice_as_long(costs) if form == "eigen" else costs
         return Setting(
             world_size=driver.world_size,
             alike=alike,
@@ -221,10 +234,17 @@ def _equal_dim(shape: FactorShape) -> int:
     return 1 if shape.is_diagonal else max(round(shape.dim * shape.groups ** (1 / 3)), 1)
 
 
-def _invert(like: torch.Tensor, matrix: torch.Tensor) -> None:
+def _twice_as_long(costs: FactorCosts) -> FactorCosts:
+    """Plans count the bytes of triangles, and eigenvectors are no triangles."""
+    broadcast = costs.inverse.broadcast
+    link = replace(broadcast.link, beta_s_per_byte=2 * broadcast.link.beta_s_per_byte)
+    return replace(costs, inverse=replace(costs.inverse, broadcast=replace(broadcast, link=link)))
+
+
+def _invert(like: torch.Tensor, form: Kept, matrix: torch.Tensor) -> None:
     """As training does, to be timed."""
     shape = FactorShape(groups=1, dim=matrix.shape[0])
     factor = RunningFactor(shape, dtype=like.dtype, device=like.device)
     damping = torch.ones((), dtype=like.dtype, device=like.device)
     job = Job(name="sample", packed=pack(matrix[None]), shape=shape, damping=damping, valid=factor.mass >= 0)
-    Inverter(lambda _: None, usual_form(like.device)).invert([job])
+    make_inverter(form, lambda _: None).invert([job])

@@ -1,0 +1,186 @@
+"""What K-FAC adds to a step of S-SGD, on one thread, beside the floor from counted operations; and its inverses against eigen.
+
+The model: five 3x3 convolutions (3-32, 32-64 stride 2, 64-64, 64-128 stride 2, 128-128, each with BatchNorm and ReLU), global
+pooling, Linear 128-256-10; 32 images of 3x32x32. On one thread the released kfac-pytorch 0.4.2 adds 5.45 steps when it updates
+in every step, and 0.55 where factors are updated in every tenth and inverses in every hundredth.
+
+The floor counts multiplications and additions, and asks for as many a second as a product of 1,024 x 1,024 matrices reaches
+beside it:
+
+- preconditioning: 2 d_out d_in (d_out + d_in) for each layer;
+- factors: 2 operations for each row and each element of the triangle of A and G; for a convolution A has a row for each output
+  position, and with stride 1 its 3x3 taps repeat 13 products of channels in place of 81, whose borders are not counted;
+- inverses: d^3 / 3 for the Cholesky decomposition of each factor, three times that for its inverse.
+
+    python benchmarks/kfac_overhead.py [--json] [--rounds 10] [--stride 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+import offbeat
+from _measure import Ratio, interleave, print_rows, ratio, timed
+from _ranks import run_ranks
+from offbeat.curvature.eigen import decompose
+from offbeat.curvature.inverses import Form, Inverter, Job
+from offbeat.curvature.options import FactorOptions
+from offbeat.curvature.packing import pack
+from offbeat.curvature.survey import survey
+from offbeat.exchange.factors import FactorExchange
+from offbeat.session import Session
+
+STEPS_A_ROUND = 10
+GOAL_EVERY_STEP, GOAL_SAMPLED, GOAL_AT_INTERVALS, GOAL_EIGEN = 2.0, 1.0, 0.2, 5.0
+FACTOR_INTERVAL, INVERSE_INTERVAL = 10, 100
+FORMS: tuple[Form, ...] = ("triangle", "inverse")
+SIZES = (1024, 1024)
+"""Of the matrices whose product says how fast the machine multiplies."""
+
+
+def make_cnn() -> nn.Module:
+    layers: list[nn.Module] = []
+    for channels, maps, stride in ((3, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)):
+        layers += [nn.Conv2d(channels, maps, 3, stride=stride, padding=1), nn.BatchNorm2d(maps), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def part_of(session: Session) -> FactorExchange:
+    return next(part for part in session._parts if isinstance(part, FactorExchange))
+
+
+def floating_operations() -> dict[str, float]:
+    """The floor of preconditioning, of factors and of inverses, in operations, for a batch."""
+    model = make_cnn()
+    batch, rows = torch.zeros(32, 3, 32, 32), dict[int, int]()
+
+    def count(module: nn.Module, _: object, output: torch.Tensor) -> None:
+        rows[id(module)] = output.numel() // output.shape[1]
+
+    for module in model.modules():
+        module.register_forward_hook(count)
+    model(batch)
+    counted = {"precondition": 0.0, "factors": 0.0, "inverses": 0.0}
+    for block in survey(model, FactorOptions()).blocks:
+        _, outputs, inputs = block.matrix_shape
+        counted["precondition"] += 2 * outputs * inputs * (outputs + inputs)
+        module = block.module
+        repeats = isinstance(module, nn.Conv2d) and module.stride == (1, 1)
+        inputs_of_a = 26 * (inputs // 9) ** 2 if repeats else inputs * (inputs + 1)
+        counted["factors"] += rows[id(module)] * (inputs_of_a + outputs * (outputs + 1))
+        counted["inverses"] += (inputs**3 + outputs**3) / 3
+    return counted
+
+
+def multiplications_per_s() -> float:
+    """Operations a second of a product of matrices on one thread, the fastest of a few."""
+    left, right = torch.randn(SIZES), torch.randn(SIZES)
+    return 2 * SIZES[0] * SIZES[1] * SIZES[1] / min(timed(lambda: left @ right) for _ in range(10))
+
+
+def measure(rank: int, world_size: int, rounds: int, stride: int) -> dict[str, list[dict[str, float]]]:
+    """Of rounds of steps of each, by turns: seconds a step, and what K-FAC counts."""
+    every = offbeat.SPDKFAC(factor_interval=1, inverse_interval=1, position_stride=stride)
+    seldom = offbeat.SPDKFAC(factor_interval=FACTOR_INTERVAL, inverse_interval=INVERSE_INTERVAL, position_stride=stride)
+    strategies = {"ssgd": offbeat.AllReduce(), "every step": every, "at intervals": seldom}
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(32, 3, 32, 32, generator=generator), torch.randint(10, (32,), generator=generator)
+    found: dict[str, list[dict[str, float]]] = {label: [] for label in strategies}
+    with ExitStack() as stack:
+        trainers: dict[str, tuple[Callable[[], None], Session]] = {}
+        for label, strategy in strategies.items():
+            torch.manual_seed(0)
+            model = make_cnn()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+            session = stack.enter_context(offbeat.attach(model, optimizer, strategy))
+
+            def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            trainers[label] = step, session
+        for label, (run_step, _) in trainers.items():
+            for _ in range(INVERSE_INTERVAL if label == "at intervals" else STEPS_A_ROUND):
+                run_step()
+        for _ in range(rounds):
+            for label, (run_step, session) in trainers.items():
+                counted = {} if label == "ssgd" else part_of(session).counters()
+                taken_s = timed(lambda run_step=run_step: [run_step() for _ in range(STEPS_A_ROUND)])  # type: ignore[misc]
+                spent = {} if label == "ssgd" else part_of(session).counters()
+                row = {what: (spent[what] - counted[what]) / STEPS_A_ROUND for what in spent}
+                found[label].append(row | {"step_s": taken_s / STEPS_A_ROUND})
+        for _ in range(3):
+            found["ssgd"][0]["rate"] = max(multiplications_per_s(), found["ssgd"][0].get("rate", 0.0))
+    return found
+
+
+def jobs() -> list[Job]:
+    """The model's factors, some of them."""
+    made = []
+    generator = torch.Generator().manual_seed(0)
+    for block in survey(make_cnn(), FactorOptions()).blocks:
+        for shape in (block.inputs, block.outputs):
+            rows = torch.randn(2 * shape.dim, shape.dim, generator=generator)
+            packed = pack((rows.mT @ rows / len(rows))[None])
+            damping, valid = torch.tensor(0.01), torch.tensor(True)
+            made.append(Job(name=block.name, packed=packed, shape=shape, damping=damping, valid=valid))
+    return made
+
+
+def cases(rounds: int, stride: int) -> Iterator[Ratio]:
+    found = run_ranks(measure, 1, rounds, stride)
+    plain_s = [row["step_s"] for row in found["ssgd"]]
+    usual_s, rate = sorted(plain_s)[len(plain_s) // 2], found["ssgd"][0]["rate"]
+    floor = {what: operations / rate / usual_s for what, operations in floating_operations().items()}
+    sampled = f", factors of every {stride}th position each way" if stride > 1 else ""
+    sparsely = stride**2
+    inverting_s = sum(row["invert_s"] for row in found["at intervals"])
+    pairs = [(row["step_s"] - plain, plain) for row, plain in zip(found["every step"], plain_s, strict=True)]
+    yield ratio(
+        f"what K-FAC in every step adds to a step of S-SGD{sampled}{parts(found['every step'], usual_s)}",
+        pairs,
+        at_most=GOAL_EVERY_STEP if stride == 1 else GOAL_SAMPLED,
+        bound=floor["precondition"] + floor["factors"] / sparsely + floor["inverses"],
+    )
+    # inverses are made in one of ten rounds, and spread over all
+    pairs = [
+        (row["step_s"] - row["invert_s"] + inverting_s / rounds - plain, plain)
+        for row, plain in zip(found["at intervals"], plain_s, strict=True)
+    ]
+    yield ratio(
+        f"the same at intervals of {FACTOR_INTERVAL} and {INVERSE_INTERVAL}{sampled}{parts(found['at intervals'], usual_s)}",
+        pairs,
+        at_most=GOAL_AT_INTERVALS,
+        bound=floor["precondition"] + floor["factors"] / sparsely / FACTOR_INTERVAL + 3 * floor["inverses"] / INVERSE_INTERVAL,
+    )
+    some = jobs()
+    for form in FORMS:
+        inverter = Inverter(print, form)
+        taken = interleave(
+            {"eigen": lambda: timed(lambda: decompose(some, print)), form: lambda i=inverter: timed(lambda: i.invert(some))},  # type: ignore[misc]
+            num_rounds=5,
+        )
+        pairs = list(zip(taken["eigen"], taken[form], strict=True))
+        yield ratio(f"eigendecompositions over Cholesky, {form}", pairs, at_least=GOAL_EIGEN, bound=float("inf"))
+
+
+def parts(rows: list[dict[str, float]], usual_s: float) -> str:
+    """What of a step goes where, as text."""
+    mean = {what: sum(row[what] for row in rows) / len(rows) / usual_s for what in ("precondition_s", "invert_s")}
+    return f"; preconditioning {mean['precondition_s']:.2f}, inverses {mean['invert_s']:.3f}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
+    parser.add_argument("--rounds", type=int, default=10, help="of ten steps of each")
+    parser.add_argument("--stride", type=int, default=1, help="factors look at every n-th output position in each direction")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print_rows(cases(arguments.rounds, arguments.stride), as_json=arguments.json)
