@@ -35,7 +35,7 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -q -n 2 -m "not ranks and not slow"
-	$(BIN)/python -m pytest -q -n 2 -m ranks
+	$(BIN)/python -m pytest -q -m ranks
 
 check: setup
 	$(BIN)/ruff check

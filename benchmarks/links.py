@@ -3,9 +3,9 @@
 Each strategy trains for a few steps by turns with the others (`offbeat compare`); the goals are about seconds a step. The
 bound is what the link alone would allow: bytes over bandwidth of both, nothing computed. Needs root for network namespaces;
 without, links are imitated in user space, and the case says so. First, gloo's dense all-reduce alone must fill the line:
-a baseline that does not would be a dishonest one.
+a baseline that does not would be a dishonest one. So must eight workers that send to one, three and seven others at once.
 
-    python benchmarks/links.py [--json] [--keep DIRECTORY]
+    python benchmarks/links.py [--json] [--keep DIRECTORY] [--line-only]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -36,18 +36,30 @@ GOALS = {1e9: 5.0, 100e6: 40.0}
 STEPS = {1e9: 32, 100e6: 10}
 ALL_REDUCE_BYTES = 100_000_000
 LEAST_LINE_RATE = 0.9
+MANY, FAN_OUTS, FAN_OUT_S = 8, (1, 3, 7), 0.1
+"""Workers, how many of the others each sends to, and how long that takes on the line."""
+LEAST_WITH_FAN_OUT = 0.7
+"""Eight processes share the machine's cores, and the kernel carries their packets on the same ones."""
 
-_ALL_REDUCE = f"""
-import time, torch, torch.distributed as dist, os
+_PROGRAM = """
+import os, sys, time, torch, torch.distributed as dist
 torch.set_num_threads(1)
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
-dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
-tensor = torch.zeros({ALL_REDUCE_BYTES} // 4)
-for turn in range(4):
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+num_elements, fan_out = int(sys.argv[1]) // 4, int(sys.argv[2])
+tensor = torch.zeros(num_elements)
+parts = [num_elements // fan_out if 1 <= (peer - rank) % world_size <= fan_out else 0 for peer in range(world_size)]
+expected = [num_elements // fan_out if 1 <= (rank - peer) % world_size <= fan_out else 0 for peer in range(world_size)]
+received = torch.zeros(sum(expected))
+for turn in range(int(sys.argv[3]) + 1):
     dist.barrier()
     begun_s = time.perf_counter()
-    dist.all_reduce(tensor)
-    if turn and dist.get_rank() == 0:
+    if fan_out == world_size:
+        dist.all_reduce(tensor)
+    else:
+        dist.all_to_all_single(received, tensor[: sum(parts)], expected, parts)
+    if turn and rank == 0:
         print(time.perf_counter() - begun_s, flush=True)
 dist.barrier()
 """
@@ -65,17 +77,21 @@ class Quiet:
         print(f"{label} failed: {reason}", file=sys.stderr)
 
 
-def all_reduce_s(emulation: Emulation) -> list[float]:
-    """Seconds of a dense all-reduce by gloo, three times."""
+def exchange_s(emulation: Emulation, num_workers: int, num_bytes: int, fan_out: int, turns: int) -> list[float]:
+    """Seconds in which each worker sends `num_bytes` to `fan_out` others; to all, itself among them, is a dense all-reduce."""
     store = emulation.call_inside(lambda: StoreServer(emulation.store_address))
     with ExitStack() as stack:
         stack.callback(store.close)
         workers = []
-        for rank in range(WORKERS):
+        for rank in range(num_workers):
             placement = emulation.placement(rank)
-            environment = {"OMP_NUM_THREADS": "1", **store.environment(rank, WORKERS), **placement.environment}
+            environment = {"OMP_NUM_THREADS": "1", **store.environment(rank, num_workers), **placement.environment}
+            arguments = [str(num_bytes), str(fan_out), str(turns)]
             process = subprocess.Popen(
-                [*placement.prefix, sys.executable, "-c", _ALL_REDUCE], env=environment, stdout=subprocess.PIPE, text=True
+                [*placement.prefix, sys.executable, "-c", _PROGRAM, *arguments],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             stack.callback(process.kill)
             emulation.admit(rank, process.pid)
@@ -87,16 +103,30 @@ def all_reduce_s(emulation: Emulation) -> list[float]:
 def line_rate(rate_bit_per_s: float) -> Ratio:
     """How much of the line gloo's all-reduce fills."""
     with emulate(Cluster(workers=WORKERS, link=LinkSpec(rate_bit_per_s=rate_bit_per_s))) as emulation:
-        seconds = all_reduce_s(emulation)
+        seconds = exchange_s(emulation, WORKERS, ALL_REDUCE_BYTES, WORKERS, turns=3)
         kind = emulation.report.kind
-    ideal_s = 2 * (WORKERS - 1) / WORKERS * ALL_REDUCE_BYTES * 8 / rate_bit_per_s
+    name = f"gloo all-reduce of 100 MB, share of a line of {rate_bit_per_s / 1e6:g} Mbit/s ({kind})"
+    return _share_of_line(name, 2 * (WORKERS - 1) / WORKERS * ALL_REDUCE_BYTES * 8 / rate_bit_per_s, seconds)
+
+
+def fan_outs(rate_bit_per_s: float) -> Iterator[Ratio]:
+    """How much of the line a worker fills that sends to several at once, as all others do."""
+    num_bytes = rate_bit_per_s / 8 * FAN_OUT_S
+    with emulate(Cluster(workers=MANY, link=LinkSpec(rate_bit_per_s=rate_bit_per_s))) as emulation:
+        for fan_out in FAN_OUTS:
+            seconds = exchange_s(emulation, MANY, int(num_bytes), fan_out, turns=12)
+            name = f"{MANY} workers send to {fan_out} others each, share of a line of {rate_bit_per_s / 1e6:g} Mbit/s"
+            yield _share_of_line(f"{name} ({emulation.report.kind})", FAN_OUT_S, seconds, at_least=LEAST_WITH_FAN_OUT)
+
+
+def _share_of_line(case: str, ideal_s: float, seconds: Sequence[float], *, at_least: float = LEAST_LINE_RATE) -> Ratio:
     parts = [ideal_s / s for s in seconds]
     return Ratio(
-        case=f"gloo all-reduce of 100 MB, share of a line of {rate_bit_per_s / 1e6:g} Mbit/s ({kind})",
+        case=case,
         value=float(np.median(parts)),
         unit="x",
-        goal=f"at least {LEAST_LINE_RATE:g}",
-        holds=bool(np.median(parts) >= LEAST_LINE_RATE),
+        goal=f"at least {at_least:g}",
+        holds=bool(np.median(parts) >= at_least),
         bound=1.0,
         interval=(min(parts), max(parts)),
     )
@@ -135,10 +165,13 @@ def faster(comparison: Comparison, slow: str, at_least: float, case: str) -> Rat
     )
 
 
-def cases(directory: Path) -> Iterator[Ratio]:
+def cases(directory: Path, *, line_only: bool) -> Iterator[Ratio]:
+    yield from fan_outs(1e9)
     for rate_bit_per_s, goal in GOALS.items():
         name = f"{rate_bit_per_s / 1e6:g} Mbit/s"
         yield line_rate(rate_bit_per_s)
+        if line_only:
+            continue
         comparison = compared(rate_bit_per_s, STEPS[rate_bit_per_s], directory / f"{rate_bit_per_s / 1e6:g}mbit")
         print(f"{name}: {comparison.verdict}", file=sys.stderr)
         yield faster(comparison, "ddp", goal, name)
@@ -151,6 +184,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
     parser.add_argument("--keep", type=Path, help="directory for the comparisons; by default they are thrown away")
+    parser.add_argument("--line-only", action="store_true", help="only see whether links keep to their rates")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        print_rows(cases(arguments.keep or Path(temporary)), as_json=arguments.json)
+        print_rows(cases(arguments.keep or Path(temporary), line_only=arguments.line_only), as_json=arguments.json)

@@ -42,7 +42,7 @@ def step(number: int, *noted: Span, duties: tuple[Duty, ...] = ()) -> Profiled:
 
 
 def duty(rows: int, owner: int | None, predicted_s: float | None) -> Duty:
-    return Duty(factor=f"A of {rows}", rows=rows, matrices=1, message=0, owner=owner, predicted_s=predicted_s)
+    return Duty(factor=f"A of {rows}", rows=rows, matrices=1, message=0, owner=owner, sends=None, predicted_s=predicted_s)
 
 
 def test_a_run_is_judged_by_its_last_plan_without_the_step_that_brought_it() -> None:

@@ -13,7 +13,7 @@ from offbeat.lab.profiles import ProfileWriter, read_profiles
 from offbeat.lab.records import Record, begin_attempt, create
 
 CONFIG = resolve(Request(task="digits", strategy="spdkfac", steps=20, workers=2))
-DUTY = Duty(factor="A of '0'", rows=10, matrices=1, message=None, owner=1, predicted_s=0.25)
+DUTY = Duty(factor="A of '0'", rows=10, matrices=1, message=None, owner=1, sends="directions", predicted_s=0.25)
 
 
 def profile(began_s: float, duties: tuple[Duty, ...] = ()) -> Profile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import gradient_jobs
@@ -44,11 +45,15 @@ def train(
         model = make_net(seed=rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         with offbeat.attach(model, optimizer, REGISTRY[name](**options)) as session:
+            noted: Counter[str] = Counter()
             for step in range(steps):
                 step_(model, optimizer, 0 if same_data else rank, step)
+                if (profile := session.take_profile()) is not None:
+                    noted = Counter(span.kind for span in profile.spans)
             plan = part_of(session).plan
             state = session.state_dict()["parts"]["FactorExchange"]
             results[label] = {
+                "noted": noted,
                 "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
                 "fingerprint": fingerprint(model),
                 "owners": plan.owners,

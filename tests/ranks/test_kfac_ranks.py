@@ -54,6 +54,11 @@ def test_many_ranks_do_what_one_does_with_all_examples(run_ranks: RunRanks, worl
     expected = one_process(world_size, 6)
     for label, result in results[0].items():
         np.testing.assert_allclose(result["parameters"], expected, rtol=1e-8, atol=1e-10, err_msg=label)
+    for noted in [{label: outcome["noted"] for label, outcome in result.items()} for result in results]:
+        assert noted["spdkfac, unfused"]["sum"] == noted["spdkfac, unfused"]["factor"] == 6
+        assert {label for label, kinds in noted.items() if "broadcast" in kinds} >= {"mpdkfac", "dpkfac"}
+        assert "broadcast" not in noted["dkfac"]
+        assert all(kinds["precondition"] == 1 for kinds in noted.values())
     assert set(results[0]["mpdkfac"]["owners"]) == set(range(world_size))
     assert set(results[0]["dkfac"]["owners"]) == {None}
     assert results[0]["spdkfac, unfused"]["num_groups"] == 6

@@ -53,6 +53,9 @@ def carry_out(orders: Orders) -> Any:
     function = load(Path(orders.source), orders.function)
     store = dist.TCPStore("127.0.0.1", orders.store_port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=orders.rank, world_size=orders.world_size)
+    if store.add("num_joined", 1) == orders.world_size:
+        store.set("all_joined", "")
+    store.wait(["all_joined"])  # who has joined first may return and leave before the last one is connected
     try:
         os.write(orders.result_fd, b"\n")  # says that this rank has joined
         with warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """A process from which ranks are forked, with everything they need imported: `python -m ranks_support.template SOCKET`.
 
 Importing torch and offbeat takes seconds of a core, and tests start hundreds of ranks. What is forked has one thread, as
-after an import, no group and no socket; it ends as any interpreter does. A message on the socket starts one: its orders as
+after an import, no group and no socket; it ends as any interpreter does. A line on the socket starts one: its orders as
 JSON, with the descriptors of its outcome, its log and its status. The status is two lines: its pid, and once it has ended its
 return code as `subprocess` has it, here from a process in between whose child the rank is.
 """
@@ -21,7 +21,7 @@ from typing import Any
 PRELOADED = ("torch._dynamo", "offbeat.session", "offbeat.strategies", "offbeat.lab.native", "offbeat.data.dispatch", "pytest")
 """What most ranks import sooner or later; optimizers import the first in their first step."""
 
-LONGEST_MESSAGE = 1 << 16
+CHUNK_BYTES = 1 << 16
 
 
 def serve(orders_socket: socket.socket) -> dict[str, Any] | None:
@@ -29,27 +29,25 @@ def serve(orders_socket: socket.socket) -> dict[str, Any] | None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test hears it, and ends what it has started
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes in between
     while True:
-        message, (result, log, status), _, _ = receive(orders_socket)
-        if not message:
+        line, descriptors, _, _ = socket.recv_fds(orders_socket, CHUNK_BYTES, 3)
+        while line and not line.endswith(b"\n"):
+            line += orders_socket.recv(CHUNK_BYTES)
+        if not line:
             return None
+        result, log, status = descriptors
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             orders_socket.close()
             if (pid := os.fork()) == 0:
                 os.close(status)
                 become(log)
-                return {**json.loads(message), "result_fd": result}
+                return {**json.loads(line), "result_fd": result}
             os.close(result)
             os.write(status, b"%d\n" % pid)
             os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
             os._exit(0)
-        for descriptor in (result, log, status):
+        for descriptor in descriptors:
             os.close(descriptor)
-
-
-def receive(orders_socket: socket.socket) -> tuple[bytes, list[int], int, Any]:
-    message, descriptors, flags, address = socket.recv_fds(orders_socket, LONGEST_MESSAGE, 3)
-    return message, descriptors or [-1, -1, -1], flags, address
 
 
 def become(log: int) -> None:

@@ -26,7 +26,9 @@ class Forked:
     def __init__(self, status: IO[str]) -> None:
         self._status = status
         self._returncode: int | None = None
-        self.pid = int(status.readline())
+        pid = status.readline()
+        assert pid, "the template has ended; what it printed says why"
+        self.pid = int(pid)
 
     @property
     def returncode(self) -> int:
@@ -47,42 +49,54 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-class Templates:
-    """The templates of a test session."""
+class Template:
+    """A running one."""
 
     def __init__(self) -> None:
-        self._templates: dict[int, tuple[subprocess.Popen[bytes], socket.socket]] = {}
+        self._orders, theirs = socket.socketpair()
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": str(int.from_bytes(os.urandom(2))),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        command = [sys.executable, "-m", "ranks_support.template", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
 
     def fork(self, orders: Orders, environment: Mapping[str, str], log: Path) -> Forked:
-        """Start a rank, which takes over `orders.result_fd`."""
+        """Start a rank; it has `orders.result_fd` too from then on."""
         message = asdict(orders) | {"environment": dict(environment), "directory": str(Path.cwd())}
+        line = json.dumps(message).encode() + b"\n"
         reading, writing = os.pipe()
+        status = os.fdopen(reading)
         try:
             with log.open("wb") as output:
-                _, theirs = self._template(orders.rank % NUM_TEMPLATES)
-                socket.send_fds(theirs, [json.dumps(message).encode()], [orders.result_fd, output.fileno(), writing])
+                sent = socket.send_fds(self._orders, [line], [orders.result_fd, output.fileno(), writing])
+            self._orders.sendall(line[sent:])
         except BaseException:
-            os.close(reading)
+            status.close()
             raise
         finally:
             os.close(writing)
-        return Forked(os.fdopen(reading))
+        return Forked(status)
 
     def close(self) -> None:
-        for process, theirs in self._templates.values():
-            theirs.close()
-            process.wait()
+        self._orders.close()
+        self._process.wait()
 
-    def _template(self, place: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        if place not in self._templates:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            environment = os.environ | {
-                "OMP_NUM_THREADS": "1",
-                "PYTHONHASHSEED": str(int.from_bytes(os.urandom(2))),
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            }
-            command = [sys.executable, "-m", "ranks_support.template", str(theirs.fileno())]
-            with theirs:
-                process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-            self._templates[place] = process, ours
-        return self._templates[place]
+
+class Templates:
+    """The templates of a test session, started when the first rank is."""
+
+    def __init__(self) -> None:
+        self._templates: list[Template] = []
+
+    def fork(self, orders: Orders, environment: Mapping[str, str], log: Path) -> Forked:
+        """Start a rank; it has `orders.result_fd` too from then on."""
+        if not self._templates:
+            self._templates = [Template() for _ in range(NUM_TEMPLATES)]
+        return self._templates[orders.rank % NUM_TEMPLATES].fork(orders, environment, log)
+
+    def close(self) -> None:
+        for template in self._templates:
+            template.close()

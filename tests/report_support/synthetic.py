@@ -152,7 +152,7 @@ def profile_of(event: StepEvent, rank: int, *, is_first: bool) -> Profile:
     ]
     rows = {"A of 'conv'": 145, "G of 'conv'": 32}
     duties = [
-        Duty(factor=name, rows=dim, matrices=1, message=0, owner=0 if dim > 100 else None, predicted_s=1e-5 * dim)
+        Duty(factor=name, rows=dim, matrices=1, message=0, owner=0 if dim > 100 else None, sends=None, predicted_s=1e-5 * dim)
         for name, dim in rows.items()
     ]
     return Profile(spans=spans, duties=duties if is_first else ())

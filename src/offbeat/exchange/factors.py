@@ -461,6 +461,7 @@ class FactorExchange:
                 matrices=0 if shape.is_diagonal else shape.groups,
                 message=self._group_of.get(slot),
                 owner=self._plan.owners[slot],
+                sends=None if self._plan.owners[slot] is None else "directions" if self._plan.by_owner else "inverses",
                 predicted_s=self._predicted_s[slot] if self._predicted_s else None,
             )
             for slot, shape in enumerate(self._shapes)

@@ -42,6 +42,7 @@ class Duty:
         matrices: how many there are: the groups of a convolution. 0: a diagonal.
         message: number of the message that sums it over ranks; None where it stays with its owner.
         owner: who inverts it; None: every rank.
+        sends: what the owner sends: "inverses" or "directions"; None where every rank inverts.
         predicted_s: how long that was expected to take; None where nothing was measured.
     """
 
@@ -50,6 +51,7 @@ class Duty:
     matrices: int
     message: int | None
     owner: int | None
+    sends: str | None
     predicted_s: float | None
 
 

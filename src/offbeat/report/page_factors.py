@@ -152,8 +152,8 @@ def _placed(work: FactorWork) -> str:
 
 
 def _carried(work: FactorWork) -> str:
-    """What is broadcast: where factors stay with their owners it is directions."""
-    return "inverses" if any(duty.message is not None for duty in work.duties) or not work.duties else "directions"
+    """What is broadcast."""
+    return next((duty.sends for duty in work.duties if duty.sends is not None), "inverses")
 
 
 def _duties(work: FactorWork) -> Iterator[tuple[str, ...]]:

@@ -24,6 +24,7 @@ MAX_WORKERS = 1000
 
 MIN_RATE_BIT_PER_S = 1e6
 _ETHERNET_MTU, _LARGEST_MTU = 1500, 60_000
+_QUEUED_MS = 64
 _QUEUED_PACKETS, _QUEUED_BYTES = 24, 150_000
 """A queue holds so many packets, or so many bytes if that is less, however slow the link: TCP needs them to find the rate."""
 
@@ -75,7 +76,8 @@ def shape(link: LinkSpec, mtu: int) -> Shape | None:
     less of it that TCP's payload is 95.6% of the rate asked for, whatever the size of packets.
 
     The bucket holds a millisecond's worth: with less, timers that fire late cost throughput; with more, short messages pay no
-    bandwidth. Queues hold 4 and 8 ms: what waits in a deeper one waits longer than TCP's window lasts.
+    bandwidth. Queues hold what TCP's windows send at once to or from a handful of peers: a large packet that is dropped is
+    forty of Ethernet's, its sender hears of it by a timeout of 200 ms only, and no host drops what it sends itself.
     """
     if link.rate_bit_per_s is None:
         return None
@@ -84,8 +86,8 @@ def shape(link: LinkSpec, mtu: int) -> Shape | None:
     return Shape(
         rate_bit_per_s=link.rate_bit_per_s * _payload_share(_ETHERNET_MTU) / _payload_share(mtu),
         burst_bytes=round(max(per_ms, 2 * (mtu + _FRAME))),
-        worker_queue_bytes=round(max(4 * per_ms, least)),
-        hub_queue_bytes=round(max(8 * per_ms, least)),
+        worker_queue_bytes=round(max(_QUEUED_MS * per_ms, least)),
+        hub_queue_bytes=round(max(_QUEUED_MS * per_ms, least)),
     )
 
 
