@@ -8,12 +8,12 @@
    the seeds.
 
 A metric is the mean of three measurements in a row. A step is as many samples for all. `mnist` and `charlm` need `--mnist` and
-`--text`; without them they are left out. `--trials FILE` keeps the curves of trials, which count steps and no seconds, and
-nothing that it has is run anew: so only the second part needs a machine that does nothing else.
+`--text`; without them they are left out. `--curves FILE` keeps the curves of runs, and nothing that it has is run anew: so a
+benchmark that was stopped goes on, and the first part, which counts steps, may run on a machine that is not quiet.
 
     seconds to the target: at most 0.85 times those of the faster of SGD and AdamW; bound: if a step took as long as theirs
 
-    python benchmarks/kfac_accuracy.py [--json] [--quick] [--mnist NPZ] [--text FILE] [--tasks NAME,...] [--trials FILE]
+    python benchmarks/kfac_accuracy.py [--json] [--quick] [--mnist NPZ] [--text FILE] [--tasks NAME,...] [--curves FILE]
         [--others SPEC,...]
 """
 
@@ -178,20 +178,23 @@ def train_by_turns(case: Case, trials: Mapping[str, Trial], *, seed: int) -> dic
     return {name: run.curve for name, run in runs.items()}
 
 
-def curve_of(case: Case, trial: Trial, kept: Path | None) -> Curve:
-    """Of a trial with the seed for tuning: as `kept` has it, or found now and added to it."""
+def curves_of(case: Case, trials: Mapping[str, Trial], *, seed: int, kept: Path | None) -> dict[str, Curve]:
+    """What `train_by_turns` finds: as `kept` has it, or found now and added to it."""
     known = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
-    key = f"{case.task} {dict(case.options)}, {case.steps} steps: {trial}"
+    key = f"{case.task} {dict(case.options)}, {case.steps} steps, seed {seed}: {'; '.join(map(str, trials.values()))}"
     if key not in known:
-        known[key] = asdict(train_by_turns(case, {"": trial}, seed=TUNED_WITH)[""])
+        known[key] = {name: asdict(curve) for name, curve in train_by_turns(case, trials, seed=seed).items()}
         if kept is not None:
             kept.write_text(json.dumps(known))
-    return Curve(**known[key])
+    return {name: Curve(**curve) for name, curve in known[key].items()}
 
 
 def tune(case: Case, kept: Path | None) -> dict[str, Trial]:
     """The best trial of each contestant."""
-    curves = {name: [curve_of(case, trial, kept) for trial in trials] for name, trials in case.trials.items()}
+    curves = {
+        name: [curves_of(case, {"": trial}, seed=TUNED_WITH, kept=kept)[""] for trial in trials]
+        for name, trials in case.trials.items()
+    }
     target = max(curve.at(TARGET_AT * case.steps) for name in BASELINES for curve in curves[name])
     chosen = {}
     table = Table("trial", "ends with", "steps to the target", title=f"{case.task}, seed {TUNED_WITH}, target {target:.4f}")
@@ -205,8 +208,8 @@ def tune(case: Case, kept: Path | None) -> dict[str, Trial]:
     return chosen
 
 
-def judge(case: Case, chosen: Mapping[str, Trial], seeds: Sequence[int]) -> Iterator[Ratio]:
-    curves = [train_by_turns(case, chosen, seed=seed) for seed in seeds]
+def judge(case: Case, chosen: Mapping[str, Trial], seeds: Sequence[int], kept: Path | None) -> Iterator[Ratio]:
+    curves = [curves_of(case, chosen, seed=seed, kept=kept) for seed in seeds]
     target = max(float(np.mean([found[name].at(TARGET_AT * case.steps) for found in curves])) for name in BASELINES)
     # who never gets there is counted as if it took twice the steps there were
     reached = {
@@ -267,10 +270,10 @@ def cases_of(mnist: Path | None, text: Path | None) -> Iterator[Case]:
 
 def run(cases: Sequence[Case], asked: argparse.Namespace, seeds: Sequence[int]) -> Iterator[Ratio]:
     for case in cases:
-        chosen = tune(case, asked.trials)
+        chosen = tune(case, asked.curves)
         for more in filter(None, asked.others.split(",")):
             chosen[more] = replace(chosen[JUDGED], strategy=f"{chosen[JUDGED].strategy}:{more}")
-        yield from judge(case, chosen, seeds)
+        yield from judge(case, chosen, seeds, asked.curves)
 
 
 def main() -> None:
@@ -280,7 +283,7 @@ def main() -> None:
     parser.add_argument("--mnist", type=Path, help="npz file of mnist")
     parser.add_argument("--text", type=Path, help="text for charlm")
     parser.add_argument("--tasks", help="only these, such as digits,mnist")
-    parser.add_argument("--trials", type=Path, help="JSON file that keeps the curves of trials")
+    parser.add_argument("--curves", type=Path, help="JSON file that keeps the curves of runs")
     parser.add_argument("--others", default="", help="more rows: what to add to SPD-KFAC's setting, as in pi=true,max_dim=99")
     asked = parser.parse_args()
     torch.set_num_threads(1)

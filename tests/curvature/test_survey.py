@@ -123,3 +123,9 @@ def test_options_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(ConfigError):
             FactorOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_parameters_outside_of_layers_are_named_themselves() -> None:
+    model = nn.Sequential(nn.Linear(2, 3))
+    model.register_parameter("position", nn.Parameter(torch.zeros(3)))
+    assert survey(model, FactorOptions()).plain == {"position": "a parameter outside of layers"}

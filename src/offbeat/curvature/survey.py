@@ -69,6 +69,9 @@ def survey(model: nn.Module, options: FactorOptions) -> Survey:
             plain |= _left_over(name, module, found)
             if isinstance(module, nn.MultiheadAttention):
                 claimed.add(id(module.out_proj))
+        elif any(module.children()) and not isinstance(module, SUPPORTED):
+            own_names = [own for own, parameter in module.named_parameters(recurse=False) if parameter.requires_grad]
+            plain |= {f"{name}.{own}".removeprefix("."): "a parameter outside of layers" for own in own_names}
         else:
             plain[name or type(module).__name__] = reason
     if not blocks:
