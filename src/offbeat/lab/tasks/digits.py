@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offbeat.lab.tasks.base import Size
-from offbeat.lab.tasks.images import ImageData, ImageOptions, ImageTask, convolutional_network
+from offbeat.lab.tasks.images import ImageData, ImageOptions, ImageTask
 
 _WIDTHS: Final[dict[Size, tuple[int, int, int]]] = {
     "tiny": (16, 32, 192),
@@ -46,4 +46,4 @@ class Digits(ImageTask):
         )
 
     def model(self) -> nn.Module:
-        return convolutional_network(image_size=8, widths=_WIDTHS[self.options.size], num_poolings=1)
+        return self.network(8, _WIDTHS[self.options.size], num_poolings=1)

@@ -33,6 +33,7 @@ class ImageOptions(SizedOptions):
     """Options that image tasks share."""
 
     momentum: float = Field(0.9, ge=0, lt=1, description="of SGD; 0 where the strategy's momentum_correction takes its place")
+    hidden: int | None = Field(None, ge=1, description="units of the hidden linear layer; default: by size")
 
 
 class ImageTask(Task):
@@ -61,6 +62,12 @@ class ImageTask(Task):
     def batch(self, samples: NDArray[np.int64]) -> Batch:
         chosen = torch.from_numpy(samples)
         return self.data.train_images[chosen], self.data.train_labels[chosen]
+
+    def network(self, image_size: int, widths: tuple[int, int, int], *, num_poolings: int) -> nn.Sequential:
+        """That of `convolutional_network`, with as many hidden units as were asked for."""
+        first, second, hidden = widths
+        widths = (first, second, self.options.hidden or hidden)
+        return convolutional_network(image_size=image_size, widths=widths, num_poolings=num_poolings)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         images, labels = dense(batch)

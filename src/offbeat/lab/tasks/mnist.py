@@ -21,7 +21,7 @@ from torch import nn
 
 from offbeat.errors import ConfigError
 from offbeat.lab.tasks.base import AbsolutePath, Size, TaskOptions
-from offbeat.lab.tasks.images import ImageData, ImageOptions, ImageTask, convolutional_network
+from offbeat.lab.tasks.images import ImageData, ImageOptions, ImageTask
 
 _WIDTHS: Final[dict[Size, tuple[int, int, int]]] = {
     "tiny": (8, 16, 128),
@@ -70,7 +70,7 @@ class Mnist(ImageTask):
         )
 
     def model(self) -> nn.Module:
-        return convolutional_network(image_size=_IMAGE_SIZE, widths=_WIDTHS[self.options.size], num_poolings=2)
+        return self.network(_IMAGE_SIZE, _WIDTHS[self.options.size], num_poolings=2)
 
     def _images(self, pixels: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
         if pixels.shape[1:] != (_IMAGE_SIZE, _IMAGE_SIZE) or pixels.dtype.kind not in "uif" or len(pixels) == 0:
