@@ -14,8 +14,8 @@ of training, without measuring.
     time to the target: at most 1/1.4 of ddp's, and no more than that of tuned
     precision after equally many samples: at most 0.5 points below that of one device
 
-    python benchmarks/uneven_accuracy.py [--json] [--quick] [--seeds N] [--epochs N] [--lrs NUMBER,...] [--mega-batch N]
-        [--train FILE --test FILE]
+    python benchmarks/uneven_accuracy.py [--json] [--quick] [--seeds N] [--epochs N] [--optimizer NAME] [--lrs NUMBER,...]
+        [--mega-batch N] [--train FILE --test FILE]
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ class Asked:
 
     Attributes:
         paths: of the data; empty for those that are bundled.
+        optimizer: of the task; learning rates follow batch sizes as they should with sgd.
         epochs: passes over the data.
         mega_batch: samples between merges.
         step_s: what a batch takes a worker of speed 1.
     """
 
     paths: Mapping[str, str]
+    optimizer: str
     epochs: int
     mega_batch: int
     step_s: float
@@ -70,7 +72,7 @@ class Asked:
 def train(rank: int, world_size: int, contestant: str, asked: Asked, lr: float, seed: int) -> Curve:
     """One run of one contestant, as a rank of it."""
     speeds = SPEEDS[:world_size]
-    task = build_task("xmc", {**asked.paths, "lr": lr, "batch_size": BATCH})
+    task = build_task("xmc", {**asked.paths, "optimizer": asked.optimizer, "lr": lr, "batch_size": BATCH})
     model = task.build_model(seed)
     optimizer = task.optimizer(model)
     pace = Pace(Cluster(workers=world_size, speeds=speeds, step_s=asked.step_s), rank, by_sleeping=False)
@@ -174,7 +176,8 @@ if __name__ == "__main__":
     )
     parser.add_argument("--seeds", type=int, default=3, help="how many; default: %(default)s")
     parser.add_argument("--epochs", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--lrs", default="0.03,0.05,0.1", help="of adagrad, to choose from; default: %(default)s")
+    parser.add_argument("--optimizer", default="sgd", help="sgd, adagrad or adam; default: %(default)s")
+    parser.add_argument("--lrs", default="1,2,4", help="to choose from; default: %(default)s")
     parser.add_argument("--mega-batch", type=int, default=100 * BATCH, help="default: %(default)s")
     parser.add_argument("--train", help="data in the Extreme Classification Repository's format; default: the bundled task")
     parser.add_argument("--test", help="data held out; needed with --train")
@@ -182,6 +185,7 @@ if __name__ == "__main__":
     found_cases = cases(
         Asked(
             paths={} if given.train is None else {"path": given.train, "test_path": given.test},
+            optimizer=given.optimizer,
             epochs=2 if given.quick else given.epochs,
             mega_batch=given.mega_batch,
             step_s=0.005 if given.quick else STEP_S,

@@ -18,7 +18,7 @@ from gradient_jobs import fingerprint
 from weight_jobs import make_net, sgd, train
 
 import offbeat
-from offbeat.errors import OffbeatError, PeerError
+from offbeat.errors import OffbeatError
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 from offbeat.transport.network import bottom_of
@@ -103,23 +103,6 @@ def killed(rank: int, world_size: int, *, label: str, victims: list[int]) -> dic
         session.finish()
         finite = all(bool(t.isfinite().all()) for t in session.averaged_model().parameters())
         return {"steps": session.stats.steps, "finite": finite, "longest_s": longest_s, "notices": list(session.notices)}
-
-
-def attaches_again(rank: int, world_size: int) -> dict[str, Any]:
-    """The last rank is killed, which the others outlive. What do they hear when they attach another model?"""
-    net = make_net()
-    optimizer = sgd(net)
-    with offbeat.attach(net, optimizer, offbeat.WAGMA(period=4)):
-        for step in range(12):
-            if rank == world_size - 1 and step == 6:
-                os.kill(os.getpid(), signal.SIGKILL)
-            train(net, optimizer, rank, range(step, step + 1))
-    other = make_net()
-    try:
-        offbeat.attach(other, sgd(other), offbeat.AllReduce())
-    except PeerError as error:
-        return {"rank": error.rank, "message": str(error)}
-    return {}
 
 
 def refused(rank: int, world_size: int, *, fault: str) -> dict[str, str]:

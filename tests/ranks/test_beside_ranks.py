@@ -48,12 +48,6 @@ def test_the_others_go_on_when_some_are_killed(run_ranks: RunRanks, label: str, 
             assert any("without worker" in notice for notice in result["notices"]), result["notices"]
 
 
-def test_no_session_begins_with_a_rank_that_has_died(run_ranks: RunRanks) -> None:
-    for result in run_ranks(jobs.attaches_again, 3, may_die=[2])[:2]:
-        assert result["rank"] == 2
-        assert "start all workers again" in result["message"]
-
-
 def test_a_worker_that_returns_is_equal_to_the_others_after_the_next_meeting(run_ranks: RunRanks, tmp_path: Path) -> None:
     until = tmp_path / "returned.json"
     first, second, _ = run_ranks(jobs.returns, 3, until=str(until), may_die=[2], timeout_s=90)

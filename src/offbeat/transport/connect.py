@@ -13,16 +13,15 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError, UnsupportedError
+from offbeat.errors import ConfigError, MismatchError, PeerError, UnsupportedError
 from offbeat.transport.c10d import C10d, gloo_backend, nccl_backend
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import listen_address
@@ -43,9 +42,6 @@ Gather: TypeAlias = Callable[[bytes], list[bytes]]
 
 _generations: Counter[tuple[int, ...]] = Counter()
 """How often each set of ranks has connected; its members agree on it."""
-
-_connected: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Routed]] = WeakKeyDictionary()
-"""By the user's default process group: for each set of its ranks the newest driver, which knows who has died."""
 
 
 def join_process_group() -> bool:
@@ -99,9 +95,6 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
     Args:
         group: which ranks take part; it is only asked who they are, never used for communication.
         cuda: whether CUDA tensors will be reduced, so that an NCCL backend is worth making.
-
-    Raises:
-        PeerError: one of the ranks has died since they were connected before.
     """
     if not dist.is_initialized():
         return Connection(driver=Solo(), network=None)
@@ -112,20 +105,17 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
     # Keys of an earlier connection of the same ranks lead to sockets that are closed, so each gets keys of its own.
     name = f"offbeat/{'-'.join(map(str, ranks))}/{generation}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-    address = _agree_to_listen(store, ranks, rank)
+    address = _agree_to_listen(store, rank, world_size)
     dense = _dense(store, rank, world_size, address=address, cuda=cuda)
     try:
         gather: Gather = lambda payload: dense.start(AllGather(payload), 0).wait()  # noqa: E731
         secret = _agree_on_secret(rank, gather)
         token = gather(secrets.token_hex(8).encode())[0].decode()
         network = founded_network(store, token=token, rank=rank, world_size=world_size, address=address, secret=secret)
-        if isinstance(dense, Solo):
-            return Connection(driver=dense, network=network)
-        driver = Routed(dense, _mesh(dense, address, generation, secret, gather))
+        driver = Routed(dense, _mesh(dense, address, generation, secret, gather)) if isinstance(dense, C10d) else dense
     except BaseException:
         dense.close()
         raise
-    _connected.setdefault(_default_group(), {})[tuple(ranks)] = driver
     return Connection(driver=driver, network=network)
 
 
@@ -187,40 +177,21 @@ def _dense(store: Store, rank: int, world_size: int, *, address: str, cuda: bool
     return C10d(gloo_backend(PrefixStore("gloo", store), rank, world_size, address=address), nccl)
 
 
-def _agree_to_listen(store: Store, ranks: Sequence[int], rank: int) -> str:
+def _agree_to_listen(store: Store, rank: int, world_size: int) -> str:
     """This rank's address. Raises on every rank if one of them has none, since the others would wait for it."""
-    refusal: OffbeatError | None = None
+    refusal: ConfigError | None = None
     address = ""
     try:
-        _check_alive(ranks)
         address = listen_address()
-    except OffbeatError as error:
+    except ConfigError as error:
         refusal = error
     store.set(f"refusal/{rank}", str(refusal or ""))
     if refusal is not None:
         raise refusal
-    for other in range(len(ranks)):
+    for other in range(world_size):
         if said := store.get(f"refusal/{other}").decode():
             raise MismatchError(f"rank {other} refused: {said}")
     return address
-
-
-def _check_alive(ranks: Sequence[int]) -> None:
-    """A rank that has died will never come, and what waits for it through the store waits for as long as the store allows."""
-    for connected, driver in _connected.get(_default_group(), {}).items():
-        for position, why in driver.dead().items():
-            if (dead := connected[position]) in ranks:
-                raise PeerError(
-                    f"rank {dead} {why}; torch.distributed has no way to go on without it, so no session can begin here any "
-                    "more: start all workers again",
-                    rank=dead,
-                )
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None, "asked for before there is a process group"
-    return group
 
 
 def _mesh(dense: C10d, address: str, generation: int, secret: bytes, gather: Gather) -> Peers:

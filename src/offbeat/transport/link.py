@@ -90,11 +90,6 @@ class Link:
                 f"cannot connect to {endpoint!r}: {error}; give what that rank's Peers.endpoint says, like 'tcp://10.0.0.7:41234'"
             ) from error
 
-    @property
-    def is_missing(self) -> bool:
-        """Whether there was a connection, and there is none now."""
-        return self._ever_connected and self._gone_since_s is not None
-
     def send(self, kind: Kind, channel: int, payload: Payload) -> None:
         """Queue a message. Never blocks; large payloads are not copied."""
         view = memoryview(payload).cast("B")

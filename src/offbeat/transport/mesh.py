@@ -106,10 +106,6 @@ class Mesh:
         """Whether some rank may still read what is sent to it."""
         return any(map(self._listens, self._links))
 
-    def in_doubt(self) -> bool:
-        """Whether some rank was there, is gone, and has neither said goodbye nor been away for long."""
-        return any(self._listens(peer) and link.is_missing for peer, link in self._links.items())
-
     def look_around(self) -> None:
         """Take in what has arrived, and now and then look who still lives."""
         now_s = time.monotonic()

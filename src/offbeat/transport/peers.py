@@ -129,11 +129,8 @@ class Peers(Driver):
                 )
 
     def dead(self) -> dict[int, str]:
-        """The ranks known to be dead and why, in the order in which this rank learnt of it; also once closed. Never blocks."""
-        with self._news:
-            if not self._closed:
-                self._look_around()
-            return dict(self._mesh.failures)
+        """The ranks known to be dead and why, in the order in which this rank learnt of it. Never blocks."""
+        return self.wait_for_death(0)
 
     def wait_for_death(self, timeout_s: float) -> dict[int, str]:
         """As `dead`, but waits for up to `timeout_s` for somebody to be dead: for another driver that asks whom to blame."""
@@ -146,20 +143,14 @@ class Peers(Driver):
                     return dict(self._mesh.failures)
                 self._wait_for_news(remaining_s)
 
-    def wait_for_certainty(self) -> None:
-        """Return when each rank whose connection is gone is known to be dead or has said goodbye; within the grace period."""
-        with self._news:
-            while not self._closed:
-                self._look_around()
-                if not self._mesh.in_doubt():
-                    return
-                self._wait_for_news(WATCH_INTERVAL_S)
-
     def left(self) -> list[int]:
         """The ranks that said goodbye, in the order of their numbers. Never blocks."""
         with self._news:
             self._look_around()
             return sorted(self._mesh.left)
+
+    def gone(self) -> frozenset[int]:
+        return frozenset([*self.dead(), *self.left()])
 
     def abort(self, reason: str, *, blame: int | None = None) -> None:
         """Tell every peer that this rank failed, so that their receives raise `PeerError` instead of waiting.

@@ -40,12 +40,10 @@ class Routed(Driver):
     def abort(self, reason: str, *, blame: int | None = None) -> None:
         self._messages.abort(reason, blame=blame)
 
-    def dead(self) -> dict[int, str]:
-        """The ranks known to be dead and why; also once closed."""
-        return self._messages.dead()
+    def gone(self) -> frozenset[int]:
+        return self._messages.gone()
 
     def close(self) -> None:
-        self._messages.wait_for_certainty()
         self._messages.close()
         self._dense.close()
 
