@@ -8,12 +8,9 @@ from typing import Literal, TypeAlias
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from curvature_support.reference import capture_all, square
-from offbeat.curvature import precondition
 from offbeat.curvature.averages import damping_of
 from offbeat.curvature.blocks import Block, FactorShape
 from offbeat.curvature.capture import Capture
@@ -132,17 +129,6 @@ def test_steps_are_clipped_together_at_the_limit(lrs: str, grad_scale: float) ->
     precondition_(blocks, curvatures(pairs, "triangle"), lrs=rates, kl_clip=limit, grad_scale=grad_scale)
     for matrix, wanted in zip(read_gradients(blocks).each, directions, strict=True):
         torch.testing.assert_close(matrix / grad_scale, wanted / 3)
-
-
-@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.booleans())
-def test_large_triangles_are_solved_by_halves(dim: int, num_rows: int, groups: int, upper: bool) -> None:
-    generator = torch.Generator().manual_seed(dim)
-    square = torch.randn(groups, dim, dim, generator=generator).double() / dim + 2 * torch.eye(dim).double()
-    triangle = square.triu() if upper else square.tril()
-    rows = torch.randn(groups, num_rows, dim, generator=generator).double()
-    # what lies in the other half is not looked at
-    solved = precondition._solve(square, rows, upper=upper, at_once=2)
-    torch.testing.assert_close(solved @ triangle, rows)
 
 
 def test_short_steps_are_not_lengthened() -> None:

@@ -27,9 +27,6 @@ from offbeat.curvature.eigen import Eigen
 from offbeat.curvature.inverses import Form, answers_later, is_there
 from offbeat.curvature.packing import unpack
 
-MAX_SOLVED = 640
-"""Rows of a triangle that is solved with at once."""
-
 
 @dataclass(frozen=True, slots=True)
 class Inverses:
@@ -70,26 +67,10 @@ def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: Form) -> 
     if form == "inverse":
         # one group that serves many is one product, not as many copies
         return matrices @ symmetric if groups == len(symmetric) else (matrices.flatten(0, 1) @ symmetric[0]).view_as(matrices)
-    triangle = symmetric.expand(groups, -1, -1)
-    return _solve(triangle.mT, _solve(triangle, matrices, upper=True), upper=False)
-
-
-def _solve(triangle: torch.Tensor, matrices: torch.Tensor, *, upper: bool, at_once: int = MAX_SOLVED) -> torch.Tensor:
-    """X in X T = `matrices`, for the triangle T, all of shape (groups, ., .).
-
-    Large triangles are halved: what is left of each is a product, for which there are faster kernels, and half of a triangle
-    stays in the cache.
-    """
-    dim = triangle.shape[1]
-    if dim <= at_once:
-        solved: torch.Tensor = torch.linalg.solve_triangular(triangle, matrices, upper=upper, left=False)
-        return solved
-    cut = dim // 2
-    first, last = (slice(cut), slice(cut, None)) if upper else (slice(cut, None), slice(cut))
-    begin = _solve(triangle[:, first, first], matrices[:, :, first], upper=upper, at_once=at_once)
-    rest = torch.baddbmm(matrices[:, :, last], begin, triangle[:, first, last], alpha=-1)
-    end = _solve(triangle[:, last, last], rest, upper=upper, at_once=at_once)
-    return torch.cat((begin, end) if upper else (end, begin), dim=2)
+    square = symmetric.expand(groups, -1, -1)
+    half = torch.linalg.solve_triangular(square, matrices, upper=True, left=False)
+    whole: torch.Tensor = torch.linalg.solve_triangular(square.mT, half, upper=False, left=False)
+    return whole
 
 
 @dataclass(frozen=True, slots=True)
