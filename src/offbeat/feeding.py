@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from offbeat.agreement import agree
 from offbeat.collectives.control import gather_values
 from offbeat.data.dispatch import Desk, DispatchLoader, MapStyle, Recording, data_description
 from offbeat.data.lockstep import LockstepLoader
 from offbeat.engine.claims import ClaimLog
-from offbeat.errors import ConfigError, OffbeatError
+from offbeat.errors import ConfigError, MismatchError, OffbeatError
 from offbeat.strategies.base import Part
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.network import Network, store_of
+
+_DATA_KEY = "data"
+"""What the loaders of those who began the run read, in their store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +35,7 @@ class Feeding:
         network: the ranks met there; None in a world of one.
         weigh: tells the parts how many samples the next batch has.
         notify: for remarks.
+        returns: whether this rank has joined a run under way, and cannot ask the others together.
     """
 
     parts: Sequence[Part]
@@ -38,6 +44,7 @@ class Feeding:
     network: Network | None
     weigh: Callable[[int], None]
     notify: Callable[[str], None]
+    returns: bool
 
     def loader(
         self,
@@ -64,16 +71,22 @@ class Feeding:
             )
         except ConfigError as error:
             description = error
-        agree(self.driver, self.control, description)
+        store = store_of(self.network)
+        if self.returns:
+            _agree_with_founders(store, description)
+        else:
+            agree(self.driver, self.control, description)
         collate = torch.utils.data.default_collate if collate is None else collate
         if desk is None:
             sizes = self._gather(batch_size)
             rank = self.driver.rank
             return LockstepLoader(dataset, batch_sizes=sizes, claimed=self.weigh, seed=seed, collate=collate, rank=rank)
-        desk.limit(self._gather(max_batch_size))
+        if not self.returns:
+            store.set(_DATA_KEY, json.dumps(description))
+        desk.limit({self.driver.rank: max_batch_size} if self.returns else dict(enumerate(self._gather(max_batch_size))))
         return DispatchLoader(
             dataset,
-            log=ClaimLog(store_of(self.network), rank=self.driver.rank),
+            log=ClaimLog(store, rank=self.driver.rank),
             desk=desk,
             gather=self._gather,
             seed=seed,
@@ -87,3 +100,16 @@ class Feeding:
     def _gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, of JSON's kinds."""
         return self.driver.run(gather_values(value), self.control.next())
+
+
+def _agree_with_founders(store: Store, mine: OffbeatError | dict[str, Any]) -> None:
+    """Raise unless the loaders of those who began the run read the same data."""
+    if isinstance(mine, OffbeatError):
+        raise mine
+    if not store.check([_DATA_KEY]):
+        raise ConfigError("the run that this worker has joined has no loader; feed your own loop, as the others do")
+    theirs = json.loads(store.get(_DATA_KEY))
+    if theirs != mine:
+        raise MismatchError(
+            f"this worker's loader differs from that of the run that it has joined: {mine} here, {theirs} there"
+        )

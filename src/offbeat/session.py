@@ -30,10 +30,10 @@ from offbeat.exchange.weights import ModelWeights, choose_buffers
 from offbeat.feeding import Feeding
 from offbeat.hooks import BackwardHooks
 from offbeat.strategies.base import (
-    AveragesAlone,
     HasCounters,
     HasProfile,
     HasWeight,
+    KnowsMean,
     OnAbandon,
     OnAfterStep,
     OnBackwardBegins,
@@ -54,6 +54,7 @@ from offbeat.strategies.base import (
 )
 from offbeat.transport.connect import RETURN_VARIABLE, Connection, connect, is_returning, join_process_group, reconnect
 from offbeat.transport.driver import Driver
+from offbeat.transport.network import store_of
 from offbeat.transport.solo import Solo
 from offbeat.transport.wrappers import Arrival, Counting, Traffic
 
@@ -252,6 +253,7 @@ class Session:
             new_stream=new_stream,
             notify=self._notify,
             enter=self._enter,
+            own_store=lambda: store_of(self._network),
             count=self._count_in_background,
             stood_still=self._counting.stood_still,
         )
@@ -278,8 +280,8 @@ class Session:
         self._hear_before_update = [part for part in self._parts if isinstance(part, OnBeforeUpdate)]
         self._hear_after_step: list[OnAfterStep] = [part for part in self._parts if isinstance(part, OnAfterStep)]
         self._counted = [part for part in self._parts if isinstance(part, HasCounters)]
+        self._knows_mean = next((part for part in self._parts if isinstance(part, KnowsMean)), None)
         self._profiled = next((part for part in self._parts if isinstance(part, HasProfile)), None)
-        self._alone = next((part for part in self._parts if isinstance(part, AveragesAlone)), None)
         self._hooks = BackwardHooks(model, list(self._parameters.values()), self)
         self._step_handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -386,6 +388,7 @@ class Session:
             network=self._network,
             weigh=self.weigh,
             notify=self._notify,
+            returns=self._returns,
         )
         made = feeding.loader(
             dataset,
@@ -413,6 +416,8 @@ class Session:
     def averaged_model(self) -> torch.nn.Module:
         """A copy of the model that holds the mean over all ranks, to evaluate and to save. Collective: every rank calls it.
 
+        With `AdaptiveSGD` and `ElasticSGD` those that have died or left are not in, and just after a merge nothing moves.
+
         Unless `averages_alone`: then a rank calls it when it likes, and those that have died or left are not in. The models
         that the others send count in their `stats`, with what they send to average.
 
@@ -432,9 +437,9 @@ class Session:
             buffers=lambda: _persistent_buffers(copied),
             chosen=self._chosen_buffers,
         )
-        if self._alone is not None:
+        if self._knows_mean is not None:
             with torch.no_grad():
-                self._alone.average_into(weights)
+                self._knows_mean.average_into(weights)
             return copied
         with torch.no_grad():
             weights.average_(self._counting.inner, self._control, weight=self.averaging_weight)
@@ -443,12 +448,12 @@ class Session:
     @property
     def averages_alone(self) -> bool:
         """Whether `averaged_model` is no collective: the other ranks answer beside training."""
-        return self._alone is not None
+        return self._knows_mean is not None and self._knows_mean.averages_alone
 
     @property
     def start_step(self) -> int:
         """The step at which this rank came in: 0, or that of the rank whose model it took when it joined a run under way."""
-        return 0 if self._alone is None else self._alone.start_step
+        return 0 if self._knows_mean is None else self._knows_mean.start_step
 
     @property
     def averaging_weight(self) -> float:

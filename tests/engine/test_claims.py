@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from offbeat.engine.claims import Claim, ClaimLog, Span, num_positions, part_of, without
+from offbeat.engine.claims import Claim, ClaimLog, Place, Span, num_positions, part_of, without
 from offbeat.engine.membership import StoreLostError
 from offbeat.errors import WireError
 
@@ -68,7 +68,7 @@ def test_every_sample_is_merged_exactly_once(num_samples: int, batch_sizes: list
         final = [claim for claims in held.values() for claim in claims]
         merged.update(position for claim in final for position in positions(claim.spans))
         assert all(count == 1 for count in merged.values())
-        left = logs[0].unmerged(final)
+        left = without(left, [span for claim in final for span in claim.spans])
         number += 1
     assert sorted(merged) == list(range(num_samples))
 
@@ -86,6 +86,27 @@ def test_nobody_gets_more_than_asked_and_only_the_last_gets_less(num_samples: in
         turn = (turn + 1) % len(logs)
     assert [claim.num_samples for _, claim in taken[:-1]] == [batch_sizes[rank] for rank, _ in taken[:-1]]
     assert taken[-1][1].num_samples <= batch_sizes[taken[-1][0]]
+
+
+@given(st.integers(1, 60), st.integers(1, 4), st.data())
+def test_rounds_lead_through_every_epoch(num_samples: int, count: int, data: st.DataObject) -> None:
+    """Whatever part of each round is merged, epochs end when all of it is, and rounds have numbers of their own."""
+
+    def whole(epoch: int, number: int) -> tuple[Span, ...]:
+        return (Span(num_samples * number // count, num_samples * (number + 1) // count),)
+
+    place = Place(epoch=0, mega_batch=0, round=0, retry=0, spans=whole(0, 0))
+    merged: Counter[tuple[int, int]] = Counter()
+    while place.epoch < 2:
+        taken = set(data.draw(st.sets(st.sampled_from(positions(place.spans) or [0])))) if place.retry < 3 else None
+        claims = [Claim((Span(p, p + 1),)) for p in positions(place.spans) if taken is None or p in taken]
+        merged.update((place.epoch, p) for claim in claims for p in positions(claim.spans))
+        following = place.after(claims, whole, count)
+        assert following.round == place.round + 1
+        assert (following.retry > 0) == (sum(claim.num_samples for claim in claims) < num_positions(place.spans))
+        place = following
+    assert set(merged) == {(epoch, position) for epoch in range(2) for position in range(num_samples)}
+    assert set(merged.values()) == {1}
 
 
 def test_the_log_says_how_far_everyone_came() -> None:
@@ -119,7 +140,7 @@ def test_a_log_does_not_grow() -> None:
     logs = [ClaimLog(store, rank=rank) for rank in range(3)]
     for number in range(4):
         for log in logs:
-            log.open(number, [Span(0, 9)])
+            log.open(number, [Span(0, 9)], sweeps=log is logs[1])
         while any([log.claim(2) for log in logs]):  # noqa: C419 - everyone finds out that nothing is left
             pass
         assert store.num_keys() == 4
@@ -130,7 +151,6 @@ def test_an_empty_round_gives_nothing() -> None:
     assert log.claim(1) is None
     log.open(0, [])
     assert log.claim(1) is None
-    assert log.unmerged([]) == ()
 
 
 class Gone:

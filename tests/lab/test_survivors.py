@@ -27,17 +27,27 @@ ENDLESS = 1_000_000
 Watch = Callable[[Progress | News], None]
 
 
-def run(npz: Path, out: Path, watch: Watch, *, steps: int, workers: int = 3, faults: tuple[Fault, ...] = ()) -> Summary:
+def run(
+    npz: Path,
+    out: Path,
+    watch: Watch,
+    *,
+    steps: int,
+    workers: int = 3,
+    faults: tuple[Fault, ...] = (),
+    strategy: str = "wagma",
+    settings: tuple[str, ...] = (),
+) -> Summary:
     request = Request(
         task="mnist",
-        strategy="wagma",
+        strategy=strategy,
         workers=workers,
         steps=steps,
         eval_every=steps // 4,
         checkpoint_every=steps // 4,
         cluster=Cluster(workers=workers, step_s=0.01, faults=faults),
         emulation="none",
-        settings=[f"path={npz}", "batch_size=4"],
+        settings=[f"path={npz}", "batch_size=4", *settings],
     )
     summary = train(plan(request, out=out), watch)
     assert summary is not None
@@ -89,15 +99,16 @@ def test_the_survivors_finish_and_the_loss_is_reported(npz: Path, tmp_path: Path
     assert latest(tmp_path / "run" / "checkpoint").world_size == 3
 
 
+class Waiting(Killing):
+    """Ends the run once the worker that came back has trained."""
+
+    def __call__(self, report: Progress | News) -> None:
+        super().__call__(report)
+        if isinstance(report, Progress) and len(self.pids.get(1, ())) == 2 and self.at_step.pop(-1, None):
+            signal.raise_signal(signal.SIGINT)
+
+
 def test_a_worker_that_returns_joins_the_others_at_their_step(npz: Path, tmp_path: Path) -> None:
-    class Waiting(Killing):
-        """Ends the run once the worker that came back has trained."""
-
-        def __call__(self, report: Progress | News) -> None:
-            super().__call__(report)
-            if isinstance(report, Progress) and len(self.pids.get(1, ())) == 2 and self.at_step.pop(-1, None):
-                signal.raise_signal(signal.SIGINT)
-
     faults = (Fault(at_s=0.5, worker=1, action="kill"), Fault(at_s=0.6, worker=1, action="return"))
     watch = Waiting({-1: 1})
     summary = run(npz, tmp_path / "run", watch, steps=ENDLESS, workers=2, faults=faults)
@@ -114,6 +125,38 @@ def test_a_worker_that_returns_joins_the_others_at_their_step(npz: Path, tmp_pat
     assert [head.start_step for head in record.heads(1)] == [None, loss.returned_step]
     assert latest(record.checkpoint_root).world_size == 2
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["losses"] == [loss.model_dump()]
+
+
+def test_where_samples_are_claimed_each_counts_once_whoever_dies(npz: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    summary = run(npz, out, Killing({1: 10}), steps=60, strategy="adaptive", settings=("mega_batch=32",))
+    assert (summary.status, summary.replicas_identical) == ("finished", True)
+    assert [(loss.rank, loss.num_left) for loss in summary.losses] == [(1, 2)]
+    assert any("without worker 1" in notice for notice in summary.notices)
+    merged: dict[int, list[int]] = {}
+    for mega_batch in Record(out).mega_batches():
+        places = [place for share in mega_batch.by_rank for claim in share.claims for span in claim for place in range(*span)]
+        merged.setdefault(mega_batch.epoch, []).extend(places)
+    *whole, _ = merged.values()
+    assert len(whole) > 5
+    assert all(sorted(places) == list(range(64)) for places in whole)
+    assert [share.rank for share in mega_batch.by_rank] == [0, 2]
+    manifest = latest(out / "checkpoint")
+    assert (manifest.step, manifest.world_size) == (summary.steps, 2)
+
+
+def test_where_samples_are_claimed_a_worker_that_returns_claims_again(npz: Path, tmp_path: Path) -> None:
+    faults = (Fault(at_s=0.5, worker=1, action="kill"), Fault(at_s=0.6, worker=1, action="return"))
+    out = tmp_path / "run"
+    settings = ("mega_batch=32",)
+    summary = run(npz, out, Waiting({-1: 1}), steps=ENDLESS, workers=2, faults=faults, strategy="adaptive", settings=settings)
+    (loss,) = summary.losses
+    assert loss.returned_step is not None
+    assert summary.replicas_identical
+    present = [[share.rank for share in mega_batch.by_rank] for mega_batch in Record(out).mega_batches()]
+    assert present[0] == present[-1] == [0, 1]
+    assert [0] in present
+    assert latest(out / "checkpoint").world_size == 2
 
 
 def test_when_all_have_died_the_run_has_failed(npz: Path, tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
 import time
 from dataclasses import asdict, replace
 from typing import Any
@@ -14,7 +12,7 @@ from gradient_jobs import fingerprint
 
 import offbeat
 from offbeat.data.dispatch import DispatchLoader
-from offbeat.errors import OffbeatError, PeerError
+from offbeat.errors import OffbeatError
 from offbeat.session import Session
 
 NUM_SAMPLES = 103
@@ -144,20 +142,6 @@ def apart(rank: int, world_size: int) -> str:
         except OffbeatError as error:
             return str(error)
     return ""
-
-
-def killed(rank: int, world_size: int) -> dict[str, Any]:
-    """The last rank is killed with a claim in its hand. What do the others hear?"""
-    net, optimizer, session, loader = _begin(1)
-    try:
-        with session:
-            for batch in loader:
-                if rank == world_size - 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                step(net, optimizer, batch)
-    except PeerError as error:
-        return {"blamed": error.rank, "notices": session.notices}
-    return {}
 
 
 def refused(rank: int, world_size: int, *, fault: str) -> list[str]:

@@ -62,13 +62,6 @@ def test_states_from_both_sides_of_a_merge_are_refused(run_ranks: RunRanks) -> N
         assert "different mega-batches" in said
 
 
-def test_what_a_dead_worker_had_claimed_is_told(run_ranks: RunRanks) -> None:
-    results = run_ranks(jobs.killed, 3, may_die={2})
-    for result in results[:2]:
-        assert result["blamed"] == 2
-        assert any("rank 2 is gone" in notice and "1 claims" in notice for notice in result["notices"])
-
-
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.engine.claims import Claim, ClaimLog, Span, Spans, Work, num_positions, part_of, without
+from offbeat.engine.claims import Claim, ClaimLog, Merged, Place, Span, Spans, Work, num_positions, part_of, without
 from offbeat.errors import CheckpointError, ConfigError, PeerError
 
 Gather = Callable[[Any], list[Any]]
@@ -39,28 +39,45 @@ class Desk(Protocol):
 
     Attributes:
         mega_batch: samples between merges.
-        batch_sizes: what each rank claims at a time, in samples.
+        ranks: who takes part, ascending.
+        batch_sizes: what each of them claims at a time, in samples.
         deals_equally: whether each rank gets an equal share of each mega-batch, in place of what it claims.
+        entry: the merge by which this rank has come into a run that was under way, and which its loader has not heard of.
     """
 
     mega_batch: int
+    ranks: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     deals_equally: bool
+    entry: Merged | None
+
+    @property
+    def batch_size(self) -> int:
+        """What this rank claims at a time."""
+        ...
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the others have gone on without this rank: what it has in hand counts no more."""
+        ...
 
     def on_batch_claimed(self, num_samples: int) -> None:
         """The next optimizer step will be taken with so many further samples."""
         ...
 
-    def limit(self, largest: Sequence[int | None]) -> None:
-        """A loader begins; each rank's memory holds a batch of so many samples, by rank. Raises `ConfigError`."""
+    def limit(self, largest: Mapping[int, int | None]) -> None:
+        """A loader begins; a rank's memory holds a batch of so many samples, by rank. Raises `ConfigError`."""
         ...
 
     def settle(self) -> None:
         """Return when what this rank has begun to compute is done."""
         ...
 
-    def merge(self, work: Work) -> list[Work]:
-        """Merge models and choose new batch sizes. Every rank's work, by rank. Collective."""
+    def merge(self, work: Work, place: Place) -> Merged:
+        """Merge models after a round and choose new batch sizes. Collective over those who live.
+
+        The round that was merged: another one than `place` where the others had gone on without this rank.
+        """
         ...
 
 
@@ -181,7 +198,7 @@ class DispatchLoader:
         epoch: passes over the data completed.
         mega_batch: mega-batches of the pass under way that have been merged.
         recording: of this loader's mega-batches so far; None unless asked for.
-        last: every rank's work in the mega-batch merged last; empty before the first.
+        last: the work in the mega-batch merged last, of each worker that is in it, by rank; empty before the first.
     """
 
     def __init__(
@@ -201,21 +218,24 @@ class DispatchLoader:
     ) -> None:
         self.epoch = self.mega_batch = 0
         self.last: Sequence[Work] = ()
-        world_size = len(desk.batch_sizes)
+        world_size = len(desk.ranks)
         self.recording = Recording(num_samples=len(dataset), seed=seed, world_size=world_size) if record else None
         if replay is not None:
             _require_fit(replay, num_samples=len(dataset), seed=seed, world_size=world_size)
         self._dataset, self._collate, self._seed = dataset, collate, seed
         self._log, self._desk, self._gather, self._notify, self._clock = log, desk, gather, notify, clock
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
         self._replay = replay
         self._order: tuple[int, NDArray[np.int64]] | None = None
-        self._agreed = False
+        self._place: Place | None = None
+        self._works: dict[int, Work] = {}
         self._deal: Iterator[Claim] | None = None
         self._in_hand: list[Claim] = []
         self._computed: list[Claim] = []
         self._updates, self._busy_s = 0, 0.0
         self._claimed_at_s: float | None = None
+        if desk.entry is not None:
+            self._begin()
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.epoch
@@ -230,17 +250,18 @@ class DispatchLoader:
     @property
     def num_samples_merged(self) -> int:
         """Samples of the pass under way that are in the merged model."""
-        return self._whole()[0].begin
+        return self._whole(self.epoch, self.mega_batch)[0].begin
 
     def one_mega_batch(self) -> Iterator[Any]:
         """This rank's batches of the next mega-batch, or of what is left of the one under way."""
-        if not self._agreed:
-            self._agree()
-        while (claim := self._take()) is not None:
-            self._in_hand.append(claim)
-            self._desk.on_batch_claimed(claim.num_samples)
-            yield fetch(self._dataset, self._indices(claim), self._collate)
-        self._merge()
+        self._begin()
+        under_way = self.epoch, self.mega_batch
+        while (self.epoch, self.mega_batch) == under_way:
+            while (claim := self._take()) is not None:
+                self._in_hand.append(claim)
+                self._desk.on_batch_claimed(claim.num_samples)
+                yield fetch(self._dataset, self._indices(claim), self._collate)
+            self._merge()
 
     # Events
 
@@ -251,6 +272,14 @@ class DispatchLoader:
             self._updates += 1
 
     # One mega-batch
+
+    def _begin(self) -> None:
+        """Agree on where to begin, unless that is known."""
+        if self._desk.entry is not None:
+            self._follow(self._desk.entry)
+            self._desk.entry = None
+        elif self._place is None:
+            self._agree()
 
     def _agree(self) -> None:
         """Begin with what no rank's model has seen: all of a mega-batch, or what was not computed when a run was saved."""
@@ -267,71 +296,104 @@ class DispatchLoader:
                 f"{places}); save them on all ranks after the same merge, or in the middle of the same mega-batch"
             )
         computed = [Span(*span) for other in stated for span in other["computed"]]
-        self._open(1 + max(other["round"] for other in stated), without(self._whole(), computed))
-        self._agreed = True
+        spans = without(self._whole(self.epoch, self.mega_batch), computed)
+        number = 1 + max(other["round"] for other in stated)
+        self._open(Place(epoch=self.epoch, mega_batch=self.mega_batch, round=number, retry=0, spans=spans))
 
-    def _open(self, number: int, spans: Spans) -> None:
-        self._log.open(number, spans)
+    def _open(self, place: Place) -> None:
+        ranks = self._desk.ranks
+        self._log.open(place.round, place.spans, sweeps=self._rank == min(ranks))
+        self._place = place
         self._deal = None
         if self._replay is not None:
             self._deal = iter(self._replayed(len(self._computed)))
         elif self._desk.deals_equally:
-            self._deal = iter(self._share(spans))
+            self._deal = iter(self._share(place.spans))
 
     def _take(self) -> Claim | None:
         self._desk.settle()
         now_s = self._clock()
         if self._claimed_at_s is not None:
             self._busy_s += now_s - self._claimed_at_s
-        size = self._desk.batch_sizes[self._rank]
+        self._claimed_at_s = None
+        if self._desk.is_left_out or self._desk.entry is not None:
+            return None
+        size = self._desk.batch_size
         claim = self._log.claim(size) if self._deal is None else next(self._deal, None)
         self._claimed_at_s = None if claim is None else now_s
         return claim
 
     def _merge(self) -> None:
+        if self._desk.entry is not None:  # what this rank had in hand was lost when it was left out
+            self._begin()
+            return
+        assert self._place is not None, "no round is open"
         self._computed += self._in_hand  # the user chose not to step with these
-        self._in_hand = []
-        mine = Work(
+        work = Work(
+            rank=self._rank,
             claims=tuple(self._computed),
             updates=self._updates,
-            batch_size=self._desk.batch_sizes[self._rank],
+            batch_size=self._desk.batch_size,
             busy_s=self._busy_s,
         )
-        sizes = self._desk.batch_sizes
-        try:
-            self.last = self._desk.merge(mine)
-        except PeerError as error:
-            self._say_what_is_lost(error.rank)
-            raise
+        ranks, sizes = self._desk.ranks, self._desk.batch_sizes
+        merged = self._desk.merge(work, self._place)
+        if merged.ranks != ranks:
+            self._go_on_with_others(ranks, merged)
         if self.recording is not None:
-            claims = [[[list(span) for span in claim.spans] for claim in work.claims] for work in self.last]
-            self.recording.mega_batches[self._place] = {"batch_sizes": list(sizes), "claims": claims}
-        self._computed, self._updates, self._busy_s = [], 0, 0.0
-        self.mega_batch += 1
-        if self.mega_batch == num_mega_batches(len(self._dataset), self._desk.mega_batch):
-            self.epoch, self.mega_batch = self.epoch + 1, 0
-        if self._replay is not None and self._place not in self._replay.mega_batches:
-            self._agreed = False  # there may be nothing more to do
-        else:
-            self._open(self._log.round + 1, self._whole())
+            claims = [[[list(span) for span in claim.spans] for claim in work.claims] for work in merged.works]
+            self.recording.mega_batches[self._name] = {"batch_sizes": list(sizes), "claims": claims}
+        self._follow(merged)
 
-    def _whole(self) -> Spans:
-        return (mega_batch_span(len(self._dataset), self._desk.mega_batch, self.mega_batch),)
+    def _follow(self, merged: Merged) -> None:
+        """A round is over: go on with the one after it."""
+        place = merged.place
+        before = self._works if place.retry and self._place is not None and place.round == self._place.round else {}
+        works = {work.rank: before[work.rank].plus(work) if work.rank in before else work for work in merged.works}
+        works = {rank: works.get(rank, before.get(rank)) for rank in sorted({*before, *works})}  # type: ignore[misc]
+        self._in_hand, self._computed, self._updates, self._busy_s, self._claimed_at_s = [], [], 0, 0.0, None
+        following = place.after(merged.claims, self._whole, num_mega_batches(len(self._dataset), self._desk.mega_batch))
+        self.epoch, self.mega_batch, self._works = following.epoch, following.mega_batch, works
+        if following.retry == 0:
+            self.last, self._works = tuple(works.values()), {}
+        if self._replay is not None and self._name not in self._replay.mega_batches:
+            self._place = None  # there may be nothing more to do
+        else:
+            self._open(following)
+
+    def _go_on_with_others(self, ranks: Sequence[int], merged: Merged) -> None:
+        """The workers of the next round are not those of the last."""
+        if self._replay is not None:
+            raise PeerError(f"a recording of workers {list(ranks)} cannot be replayed by workers {list(merged.ranks)}")
+        if self.recording is not None:
+            self.recording = None
+            self._notify("the recording is given up, since workers have come or gone: claims of others cannot be replayed")
+        gone = sorted(set(ranks) - {work.rank for work in merged.works})
+        left = num_positions(without(merged.place.spans, [span for claim in merged.claims for span in claim.spans]))
+        if gone and left:
+            which = f"worker{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
+            self._notify(f"mega-batch {self._name}: {left} samples that {which} had taken are given out again")
+
+    def _whole(self, epoch: int, number: int) -> Spans:
+        return (mega_batch_span(len(self._dataset), self._desk.mega_batch, number),)
 
     def _share(self, spans: Spans) -> Iterator[Claim]:
         """This rank's equal share of `spans`, in batches."""
-        total = num_positions(spans)
-        begin, last = (total * rank // self._world_size for rank in (self._rank, self._rank + 1))
-        size = self._desk.batch_sizes[self._rank]
+        total, ranks = num_positions(spans), self._desk.ranks
+        if self._rank not in ranks:
+            return
+        place = ranks.index(self._rank)
+        begin, last = (total * number // len(ranks) for number in (place, place + 1))
+        size = self._desk.batch_size
         for first in range(begin, last, size):
             yield Claim(part_of(spans, first, min(first + size, last)))
 
     def _replayed(self, num_done: int) -> list[Claim]:
         assert self._replay is not None
-        recorded = self._replay.mega_batches.get(self._place)
+        recorded = self._replay.mega_batches.get(self._name)
         if recorded is None:
             raise ConfigError(
-                f"the recording ends before mega-batch {self._place} (epoch/number); train for less, or without it"
+                f"the recording ends before mega-batch {self._name} (epoch/number); train for less, or without it"
             )
         self._desk.batch_sizes = tuple(recorded["batch_sizes"])
         claims = [Claim(tuple(Span(*span) for span in spans)) for spans in recorded["claims"][self._rank]]
@@ -344,21 +406,8 @@ class DispatchLoader:
         return [index for begin, end in claim.spans for index in order[begin:end].tolist()]
 
     @property
-    def _place(self) -> str:
+    def _name(self) -> str:
         return f"{self.epoch}/{self.mega_batch}"
-
-    def _say_what_is_lost(self, rank: int | None) -> None:
-        if rank is None:
-            return
-        try:
-            claims = self._log.claims_of(rank)
-        except PeerError:  # the store went with it
-            return
-        lost = sum(claim.num_samples for claim, _ in claims)
-        self._notify(
-            f"rank {rank} is gone, and with it what it made of {lost} samples in {len(claims)} claims since the last merge; "
-            "they are in no model, and a run that is resumed gives them out again"
-        )
 
     # State
 
@@ -375,7 +424,7 @@ class DispatchLoader:
         self.epoch, self.mega_batch = int(saved["epoch"]), int(saved["mega_batch"])
         self._computed = [Claim(tuple(Span(*span) for span in spans)) for spans in saved["claims"]]
         self._updates, self._busy_s = int(saved["updates"]), float(saved["busy_s"])
-        self._in_hand, self._claimed_at_s, self._agreed = [], None, False
+        self._in_hand, self._claimed_at_s, self._place, self._works = [], None, None, {}
 
     def close(self) -> None:
         """The dataset is the user's."""

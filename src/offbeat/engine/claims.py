@@ -8,16 +8,16 @@ part of it, and leaves in the store:
 
 A claim is *claimed*, then *computed* once its worker claims again or arrives, then *merged* with its worker's model, and only
 that is final. What was not merged is the round's spans without the merged ones: it is found without a word from a worker that
-died, wherever it died, and is the next round. So every sample is merged exactly once.
+died, wherever it died, and is the next round (`Place.after`). So every sample is merged exactly once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
 
-from offbeat.engine.membership import StoreLostError
+from offbeat.engine.membership import asking
 from offbeat.errors import WireError
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class Work:
     """What one worker did in a mega-batch.
 
     Attributes:
+        rank: of the worker.
         claims: that it computed, in order.
         updates: optimizer steps taken with them.
         batch_size: what it was to claim at a time, in samples.
@@ -106,6 +107,7 @@ class Work:
         weight: of its model in the merge; they sum to 1. 0.0 before that.
     """
 
+    rank: int
     claims: tuple[Claim, ...]
     updates: int
     batch_size: int
@@ -115,6 +117,68 @@ class Work:
     @property
     def samples(self) -> int:
         return sum(claim.num_samples for claim in self.claims)
+
+    def plus(self, later: Work) -> Work:
+        """This and what the worker did in a later round of the same mega-batch."""
+        return replace(
+            self,
+            claims=self.claims + later.claims,
+            updates=self.updates + later.updates,
+            busy_s=self.busy_s + later.busy_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A round, and where in the data it stands.
+
+    Attributes:
+        epoch: passes over the data completed.
+        mega_batch: its number in the epoch.
+        round: its number in the log.
+        retry: which round of the mega-batch it is; above 0, it gives out again what others have left.
+        spans: that it gives out.
+    """
+
+    epoch: int
+    mega_batch: int
+    round: int
+    retry: int
+    spans: Spans
+
+    def after(self, merged: Iterable[Claim], whole: Callable[[int, int], Spans], num_mega_batches: int) -> Place:
+        """The round after this one, of which the claims `merged` are final.
+
+        Args:
+            merged: by whomever.
+            whole: the spans of a mega-batch, by epoch and number.
+            num_mega_batches: of an epoch.
+        """
+        left = without(self.spans, [span for claim in merged for span in claim.spans])
+        if left:
+            return replace(self, round=self.round + 1, retry=self.retry + 1, spans=left)
+        ends = self.mega_batch + 1 == num_mega_batches
+        epoch, number = (self.epoch + 1, 0) if ends else (self.epoch, self.mega_batch + 1)
+        return Place(epoch=epoch, mega_batch=number, round=self.round + 1, retry=0, spans=whole(epoch, number))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Merged:
+    """A round that is over, for all workers alike.
+
+    Attributes:
+        place: which.
+        works: what each worker did that is in the merge, by rank, ascending.
+        ranks: who takes part in the next round, ascending.
+    """
+
+    place: Place
+    works: tuple[Work, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def claims(self) -> Iterator[Claim]:
+        return (claim for work in self.works for claim in work.claims)
 
 
 class ClaimLog:
@@ -141,12 +205,15 @@ class ClaimLog:
         """Number of the round that is open here; -1 before the first."""
         return self._round
 
-    def open(self, number: int, spans: Sequence[Span]) -> None:
-        """Begin round `number`, which gives `spans` out; the same on all workers, and above the number before."""
+    def open(self, number: int, spans: Sequence[Span], *, sweeps: bool = False) -> None:
+        """Begin round `number`, which gives `spans` out; the same on all workers, and above the number before.
+
+        `sweeps`: on one worker, which deletes what the round before has left.
+        """
         assert number > self._round, f"round {number} after round {self._round}"
         if self._round >= 0:  # nobody claims there any more: all have met since
             self._ask(lambda: self._store.delete_key(self._mine()))
-            if self._rank == 0:
+            if sweeps:
                 self._ask(lambda: self._store.delete_key(self._given()))
         self._round, self._spans, self._arrived = number, tuple(spans), False
 
@@ -173,10 +240,6 @@ class ClaimLog:
             for number, pair in enumerate(pairs)
         ]
 
-    def unmerged(self, merged: Iterable[Claim]) -> Spans:
-        """What of this round is not among the claims that are `merged`: the next round's spans, if any."""
-        return without(self._spans, [span for claim in merged for span in claim.spans])
-
     def _given(self) -> str:
         return f"{self._prefix}/given/{self._round}"
 
@@ -187,14 +250,8 @@ class ClaimLog:
         return self._claims(self._rank)
 
     def _ask(self, call: Callable[[], T]) -> T:
-        try:
+        with asking():
             return call()
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise StoreLostError(
-                f"no samples can be claimed, since the run's store cannot be asked any more ({reason}); has the process that "
-                "serves it ended?"
-            ) from error
 
 
 def _two_numbers(entry: str) -> tuple[int, int]:

@@ -123,6 +123,18 @@ def successor(
     )
 
 
+def changes(old: Generation, new: Generation) -> str:
+    """How two generations differ, in words."""
+    before, now = {member.rank: member for member in old.members}, {member.rank: member for member in new.members}
+    gone = sorted(rank for rank, member in before.items() if now.get(rank) != member)
+    come = sorted(rank for rank, member in now.items() if before.get(rank) != member)
+    parts = [
+        *([f"without worker {', '.join(map(str, gone))}"] if gone else []),
+        *([f"with worker {', '.join(map(str, come))} come in"] if come else []),
+    ]
+    return f"generation {new.number}: {len(new.members)} worker{'s' if len(new.members) > 1 else ''}, {' and '.join(parts)}"
+
+
 class Membership:
     """One process's view of the lists in the store. Not for several threads at once.
 
@@ -144,7 +156,7 @@ class Membership:
             MismatchError: another founder means something else.
         """
         card = _dump(description=description, world_size=world_size)
-        with _asking():
+        with asking():
             stands = self._store.compare_set("founded", "", card).decode()
         if stands != card:
             raise MismatchError("another rank founded this run with another model, strategy or number of ranks")
@@ -178,7 +190,7 @@ class Membership:
         """Ask to be let in as `rank`; the number of the request."""
         ticket = self._latest.tickets + 1 if self._latest else 1
         mine = _dump(rank=rank, nonce=secrets.token_hex(8))
-        with _asking():
+        with asking():
             while self._store.compare_set(f"request/{ticket}", "", mine).decode() != mine:
                 ticket += 1
         return ticket
@@ -193,12 +205,12 @@ class Membership:
 
     def beat(self, member: Member) -> None:
         """Show that `member` lives."""
-        with _asking():
+        with asking():
             self._store.add(_beat_key(member), 1)
 
     def farewell(self, member: Member) -> None:
         """Say that `member` leaves: it counts as silent from now on."""
-        with _asking():
+        with asking():
             self._store.set(_beat_key(member), str(_LEFT))
 
     def silent_s(self, generation: Generation) -> tuple[float, ...]:
@@ -221,7 +233,7 @@ class Membership:
 
     def publish_endpoint(self, generation: Generation, position: int, endpoint: str) -> None:
         """Say where the member at `position` listens."""
-        with _asking():
+        with asking():
             self._store.set(f"endpoint/{generation.number}/{position}", _dump(endpoint=endpoint))
 
     def endpoints(self, generation: Generation) -> tuple[str | None, ...]:
@@ -234,11 +246,11 @@ class Membership:
 
     def end_run(self) -> None:
         """Say that the run is over: nobody is let in any more, and nobody has to be replaced."""
-        with _asking():
+        with asking():
             self._store.set(OVER_KEY, "1")
 
     def is_over(self) -> bool:
-        with _asking():
+        with asking():
             return self._store.check([OVER_KEY])
 
     def _put(self, generation: Generation) -> Generation:
@@ -248,7 +260,7 @@ class Membership:
             newcomers=sorted(generation.newcomers),
             tickets=generation.tickets,
         )
-        with _asking():
+        with asking():
             stands = self._store.compare_set(key, "", entry)
         return _generation(generation.number, stands)
 
@@ -258,18 +270,18 @@ class Membership:
 
     def _peek(self, key: str) -> bytes | None:
         """The value of `key`. A plain `get` would wait for one."""
-        with _asking():
+        with asking():
             return self._store.get(key) if self._store.check([key]) else None
 
     def _values(self, keys: list[str]) -> list[bytes | None]:
-        with _asking():
+        with asking():
             if self._store.check(keys):
                 return list(self._store.multi_get(keys))
         return [self._peek(key) for key in keys]
 
 
 @contextmanager
-def _asking() -> Iterator[None]:
+def asking() -> Iterator[None]:
     """Calls the store's failures by one name; torch has several classes for them, all of which are RuntimeErrors."""
     try:
         yield

@@ -17,7 +17,7 @@ from offbeat.codec.model_wire import Values
 from offbeat.collectives.group_average import arrive, ask, finish, rest
 from offbeat.collectives.group_base import Contribution, Happenings, Terms
 from offbeat.collectives.group_base import Replica as Answering
-from offbeat.engine.membership import Generation
+from offbeat.engine.membership import Generation, changes
 from offbeat.engine.replica import Counters, Replica
 from offbeat.errors import PeerError
 from offbeat.transport.driver import Driver, Ticket
@@ -169,7 +169,7 @@ class Progress:
                 running.post(rest(generation=generation.number))
         if old is not None:
             old.driver.close()  # takes as long as its last messages do, and the trainer need not wait for that
-            self._notify(_change(old.generation, generation))
+            self._notify(changes(old.generation, generation))
         self._wants_model = not self.replica.has_model and (self._wants_model or position in generation.newcomers)
         if self._wants_model:
             running.look_for_model(position)
@@ -273,14 +273,3 @@ class _Stoppable(Wrapper):
         if self.stopped:
             raise PeerError("this generation is over for this rank")
         return super().start(operation, channel)
-
-
-def _change(old: Generation, new: Generation) -> str:
-    before, now = {member.rank: member for member in old.members}, {member.rank: member for member in new.members}
-    gone = sorted(rank for rank, member in before.items() if now.get(rank) != member)
-    come = sorted(rank for rank, member in now.items() if before.get(rank) != member)
-    parts = [
-        *([f"without worker {', '.join(map(str, gone))}"] if gone else []),
-        *([f"with worker {', '.join(map(str, come))} come in"] if come else []),
-    ]
-    return f"generation {new.number}: {len(new.members)} worker{'s' if len(new.members) > 1 else ''}, {' and '.join(parts)}"

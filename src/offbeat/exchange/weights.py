@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from offbeat.codec.finite import is_finite
+from offbeat.codec.model_wire import Counters
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import NonFiniteError
 from offbeat.transport.driver import Driver, Stream
@@ -68,6 +69,21 @@ class ModelWeights:
         """The tensors that are averaged, in the order of `names`."""
         buffers = self.buffers()
         return [*self.parameters.values(), *(buffers[name] for name in self.chosen.statistics)]
+
+    def read_counters(self) -> Counters:
+        """The counters, side by side, shape (any,)."""
+        buffers = self.buffers()
+        parts = [buffers[name].detach().reshape(-1).to("cpu", torch.int64) for name in self.chosen.counters]
+        return torch.cat(parts).numpy() if parts else np.empty(0, np.int64)
+
+    def write_counters(self, counters: Counters) -> None:
+        """Inverse of `read_counters`; what `counters` has beyond them is left."""
+        buffers = self.buffers()
+        tensors = [buffers[name] for name in self.chosen.counters]
+        sizes = [tensor.numel() for tensor in tensors]
+        parts = torch.from_numpy(counters[: sum(sizes)]).split(sizes)
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
     def average_(self, driver: Driver, stream: Stream, *, weight: float) -> float:
         """Replace parameters and statistics by their weighted mean over all ranks, and counters by their maximum. Collective.

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 
 from offbeat.codec.model_wire import Values
 from offbeat.engine.generations import Generations
 from offbeat.engine.progress import Progress
-from offbeat.engine.replica import Counters, Replica
+from offbeat.engine.replica import Replica
 from offbeat.errors import CheckpointError
 from offbeat.exchange.weights import ModelWeights, require_finite
 from offbeat.exchange.weights_momentum import Momenta
@@ -71,6 +70,8 @@ class AnsweredPart(Generic[R]):
         start_step: the step at which this rank came in: 0, or that of the member whose model it took.
     """
 
+    averages_alone = True
+
     def __init__(self, beside: Beside[R]) -> None:
         self._beside = beside
         self._replica = beside.replica
@@ -107,7 +108,7 @@ class AnsweredPart(Generic[R]):
         own = len(weights.tensors())
         aside = [torch.empty_like(tensor) for tensor in self._beside.tensors()[own:]]
         staging.write_(values.astype(staging.dtype), [*weights.tensors(), *aside])
-        _write_counters(counters, weights)
+        weights.write_counters(counters)
 
     def counters(self) -> dict[str, float]:
         return {"exchanges": self._replica.averages.made, "encode_s": self._encode_s}
@@ -127,13 +128,13 @@ class AnsweredPart(Generic[R]):
 
     def _begin(self) -> None:
         if not self._replica.ready:
-            self._replica.begin(self._read(), self._integers(), step=self._num_steps)
+            self._replica.begin(self._read(), self._beside.weights.read_counters(), step=self._num_steps)
 
     def _advance(self) -> None:
         """Show the others the model as it is at the end of a step."""
         begin_s = time.perf_counter()
         self._num_steps += 1
-        self._replica.advance(self._read(), self._integers())
+        self._replica.advance(self._read(), self._beside.weights.read_counters())
         self._encode_s += time.perf_counter() - begin_s
 
     def _arrive(self, must_wait: Callable[[int], bool]) -> int | None:
@@ -155,19 +156,13 @@ class AnsweredPart(Generic[R]):
         beside.staging.write_(values, tensors)
         if not beside.staging.exact or not (beside.momenta is None or beside.momenta.complete):
             self._replica.hold(self._read())
-        _write_counters(counters, self._beside.weights)
+        self._beside.weights.write_counters(counters)
         self._encode_s += time.perf_counter() - begin_s
 
     def _read(self) -> Values:
         values = self._beside.staging.read(self._beside.tensors())
         require_finite([torch.from_numpy(values)], rank=self._beside.rank)
         return values
-
-    def _integers(self) -> Counters:
-        weights = self._beside.weights
-        buffers = weights.buffers()
-        parts = [buffers[name].detach().reshape(-1).to("cpu", torch.int64) for name in weights.chosen.counters]
-        return torch.cat(parts).numpy() if parts else np.empty(0, np.int64)
 
 
 class GroupAverage(AnsweredPart[Replica]):
@@ -196,12 +191,3 @@ class GroupAverage(AnsweredPart[Replica]):
 
     def _must_wait(self, version: int) -> bool:
         return not self._overlap or self._beside.progress.must_wait(version)
-
-
-def _write_counters(counters: Counters, weights: ModelWeights) -> None:
-    buffers = weights.buffers()
-    tensors = [buffers[name] for name in weights.chosen.counters]
-    sizes = [tensor.numel() for tensor in tensors]
-    parts = torch.from_numpy(counters[: sum(sizes)]).split(sizes)
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view(tensor.shape))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from offbeat.collectives.control import gather_values
-from offbeat.engine.claims import Claim, Span, Work
-from offbeat.errors import CheckpointError, ConfigError
+from offbeat.engine.assembly import Assembly
+from offbeat.engine.claims import Merged, Place, Work
+from offbeat.engine.generations import Generations
+from offbeat.errors import CheckpointError, ConfigError, OffbeatError
 from offbeat.exchange.weights import ModelWeights
+from offbeat.exchange.weights_meeting import Meetings, Met
+from offbeat.exchange.weights_merge_momentum import MergeMomentum
+from offbeat.exchange.weights_statement import Report, Statement
 from offbeat.planning.batch_sizes import BatchRule, Bounds, Proportional, binding, learning_rate
-from offbeat.planning.merging import Weighting, merge_weights, perturbed, with_momentum
-from offbeat.transport.driver import Driver, Stream
+from offbeat.planning.merging import Weighting, merge_weights, perturbed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +74,7 @@ class ScaledRate:
 
 
 class MegaBatches:
-    """Merges when the loader says that a mega-batch is computed.
+    """Merges when the loader says that a mega-batch is computed; with whoever is a member of the run then.
 
     Without a loader the ranks feed themselves, with batches of b_base samples as far as this part knows: it merges after every
     `mega_batch / (ranks x b_base)` steps, with equal weights, and batch sizes stay what they are.
@@ -79,13 +83,21 @@ class MegaBatches:
         weights: what is merged.
         plan: how.
         optimizer: the user's, for its learning rates.
-        driver: carries collectives out.
-        stream: this part's channels.
+        assembly: the members.
+        enter: brings this rank into the run's generations; None in a world of one.
+        rank: this rank.
+        world_size: number of ranks at first.
         notify: for remarks.
+        stood_still: told from when to when the trainer waited, in seconds of the monotonic clock.
 
     Attributes:
-        batch_sizes: what each rank claims at a time.
+        ranks: who takes part, ascending.
+        batch_sizes: what each of them claims at a time.
+        entry: the merge by which this rank came into the run since anybody asked; None: it has been there.
+        start_step: the step at which this rank came in.
     """
+
+    averages_alone = False
 
     def __init__(
         self,
@@ -93,27 +105,55 @@ class MegaBatches:
         *,
         plan: MegaBatchPlan,
         optimizer: torch.optim.Optimizer,
-        driver: Driver,
-        stream: Stream,
+        assembly: Assembly,
+        enter: Callable[[], Generations | None],
+        rank: int,
+        world_size: int,
         notify: Callable[[str], None],
+        stood_still: Callable[[float, float], None],
     ) -> None:
         self.mega_batch = plan.mega_batch
         self.deals_equally = plan.rule is None
-        self.batch_sizes: tuple[int, ...] = (plan.base,) * driver.world_size
-        self._weights, self._plan, self._driver, self._stream, self._notify = weights, plan, driver, stream, notify
-        self._bounds = [plan.bounds] * driver.world_size
+        self.ranks: tuple[int, ...] = tuple(range(world_size))
+        self.batch_sizes: tuple[int, ...] = (plan.base,) * world_size
+        self.entry: Merged | None = None
+        self.start_step = 0
+        self._weights, self._plan, self._rank, self._notify = weights, plan, rank, notify
+        self._assembly, self._stood_still = assembly, stood_still
+        self._largest: int | None = None
         self._rate = ScaledRate(optimizer, plan.base)
         self._in_hand = 0
-        self._is_fed = False
-        self._steps_alone = self._num_merges = 0
-        self._encode_s = 0.0
+        self._is_fed = self._has_finished = False
+        self._num_steps = self._merged_at_step = 0
         self._binding: Mapping[int, str] = {}
-        self._momentum = _Momentum(weights.parameters, gamma=plan.momentum) if plan.momentum else None
+        self._momentum = MergeMomentum(weights.parameters, gamma=plan.momentum) if plan.momentum else None
+        self._meetings = Meetings(
+            weights, assembly=assembly, shares=self._shares, momentum=self._momentum, norm=self._norm, rank=rank
+        )
+        self._generations: Generations | None = None
+        try:
+            self._generations = enter()
+            if assembly.is_new:
+                self._merge(None, None)
+        except BaseException:
+            self._close()
+            raise
 
     # The loader's side
 
-    def limit(self, largest: Sequence[int | None]) -> None:
-        """A loader feeds this rank from now on. `largest`: what fits into each rank's memory, by rank.
+    @property
+    def batch_size(self) -> int:
+        """What this rank claims at a time."""
+        sizes = dict(zip(self.ranks, self.batch_sizes, strict=True))
+        return self._bounds(self._largest).clip(sizes.get(self._rank, self._plan.base))
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the others went on without this rank, so that what it has computed since the last merge is lost."""
+        return self._assembly.is_new
+
+    def limit(self, largest: Mapping[int, int | None]) -> None:
+        """A loader feeds this rank from now on. `largest`: what fits into a rank's memory, by rank; of this one at least.
 
         Raises:
             ConfigError: less fits than the smallest batch allowed, or a loader is there already.
@@ -121,14 +161,12 @@ class MegaBatches:
         if self._is_fed:
             raise ConfigError("the session has a loader already, which merges the models; attach once for each")
         smallest = self._plan.bounds.smallest
-        for rank, most in enumerate(largest):
+        for rank, most in largest.items():
             if most is not None and most < smallest:
                 raise ConfigError(f"rank {rank} can hold batches of {most} samples, but min_batch_size is {smallest}; lower it")
-        limits = [
-            bound.limit if most is None else min(most, bound.limit) for bound, most in zip(self._bounds, largest, strict=True)
-        ]
-        self._bounds = [Bounds(smallest=smallest, largest=None if limit == Bounds().limit else limit) for limit in limits]
-        self.batch_sizes = tuple(b.clip(size) for b, size in zip(self._bounds, self.batch_sizes, strict=True))
+        self._largest = largest[self._rank]
+        bounds = [self._bounds(largest.get(rank)) for rank in self.ranks]
+        self.batch_sizes = tuple(bound.clip(size) for bound, size in zip(bounds, self.batch_sizes, strict=True))
         self._is_fed = True
 
     def on_batch_claimed(self, num_samples: int) -> None:
@@ -142,16 +180,12 @@ class MegaBatches:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def merge(self, work: Work) -> list[Work]:
+    def merge(self, work: Work, place: Place) -> Merged:
         with torch.no_grad():
-            mine = [work.updates, work.batch_size, work.busy_s, [claim.spans for claim in work.claims], self._norm()]
-            stated = self._driver.run(gather_values(mine), self._stream.next())
-            works = [_work(other) for other in stated]
-            shares = self._shares(works, [float(other[4]) for other in stated])
-            self._merge(shares[self._driver.rank])
-        self._resize(works)
-        self._in_hand = 0
-        return [replace(work, weight=share / sum(shares)) for work, share in zip(works, shares, strict=True)]
+            merged = self._merge(work, place)
+        self.entry = None
+        assert merged is not None, "whoever has a loader merges with ranks that have one"
+        return merged
 
     # Events
 
@@ -163,6 +197,7 @@ class MegaBatches:
     def on_before_step(self) -> None:
         if self._momentum is not None:
             self._momentum.begin()
+        self._meetings.rows.look_at_gradients()
         self._scale_rate()
 
     def on_closure(self) -> None:
@@ -171,18 +206,89 @@ class MegaBatches:
     def on_after_step(self) -> None:
         self._rate.restore()
         self._in_hand = 0
+        self._num_steps += 1
         if self._is_fed:
             return
-        self._steps_alone += 1
-        if self._steps_alone % max(1, round(self.mega_batch / (self._driver.world_size * self._plan.base))) == 0:
-            self._merge(1.0)
+        period = max(1, round(self.mega_batch / (len(self.ranks) * self._plan.base)))
+        if self.is_left_out or self._num_steps - self._merged_at_step >= period:
+            self._merge(None, None)
+
+    def on_finish(self) -> None:
+        """No more steps: take part in the others' merges until they have come to the end too."""
+        begin_s = time.monotonic()
+        if self._meetings.finish(self._report(None, None)):
+            self._merged_at_step = self._num_steps
+        self._has_finished = self._assembly.has_finished = True
+        self._stood_still(begin_s, time.monotonic())
+
+    def on_abandon(self, reason: str) -> None:
+        """This rank has failed: nobody is to wait for it."""
+        self._assembly.abort(reason)
+        self._close()
+
+    def average_into(self, weights: ModelWeights) -> None:
+        """Write the mean of all members' models into `weights`, a copy of this rank's. Collective, but just after a merge."""
+        just_merged = self._meetings.num_merges and self._num_steps == self._merged_at_step and not self._has_finished
+        if just_merged and not self.is_left_out:
+            return  # all hold the same
+        encode_s = self._meetings.encode_s
+        met = self._meetings.mean_into(weights, self._report(None, None))
+        self._meetings.encode_s = encode_s  # this was no training
+        if met.kind == "merge":
+            self._follow(met)
 
     def counters(self) -> dict[str, float]:
-        return {"exchanges": self._num_merges, "encode_s": self._encode_s}
+        return {"exchanges": self._meetings.num_exchanges, "encode_s": self._meetings.encode_s}
 
     # One merge
 
-    def _shares(self, works: Sequence[Work], norms: Sequence[float]) -> tuple[float, ...]:
+    def _report(self, work: Work | None, place: Place | None) -> Report:
+        """`work`: None: none that counts."""
+        nothing = Work(rank=self._rank, claims=(), updates=0, batch_size=self.batch_size, busy_s=0.0)
+        return Report(
+            work=work or nothing,
+            place=place,
+            largest=self._largest,
+            num_steps=self._num_steps,
+            since_merge=self._num_steps - self._merged_at_step,
+        )
+
+    def _merge(self, work: Work | None, place: Place | None) -> Merged | None:
+        begin_s, encode_s = time.monotonic(), self._meetings.encode_s
+        met = self._meetings.merge(self._report(work, place))
+        self._stood_still(begin_s, time.monotonic() - (self._meetings.encode_s - encode_s))
+        return self._follow(met)
+
+    def _follow(self, met: Met) -> Merged | None:
+        """Go on from a merge as all others do."""
+        mine = next(statement for statement in met.stated if statement.report.work.rank == self._rank)
+        place = met.elder.report.place
+        assert met.mean is not None
+        total = sum(met.mean.scales)
+        works = [
+            replace(statement.report.work, weight=scale / total)
+            for statement, scale in zip(met.stated, met.mean.scales, strict=True)
+            if statement.kind == "merge" and not statement.is_new
+        ]
+        staying = sorted((s for s in met.stated if s.kind == "merge"), key=lambda s: s.report.work.rank)
+        self.ranks = tuple(statement.report.work.rank for statement in staying)
+        if place is None or place.retry == 0:
+            self._resize(staying)
+        else:
+            self.batch_sizes = tuple(statement.report.work.batch_size for statement in staying)
+        if mine.is_new and not self._num_steps:
+            self.start_step = self._num_steps = met.elder.report.num_steps
+        self._merged_at_step = self._num_steps
+        self._in_hand = 0
+        merged = None
+        if place is not None:
+            works.sort(key=lambda work: work.rank)
+            merged = Merged(place=place, works=tuple(works), ranks=self.ranks)
+        self.entry = merged if mine.is_new else self.entry
+        return merged
+
+    def _shares(self, stated: Sequence[Statement]) -> Sequence[float]:
+        works = [statement.report.work for statement in stated]
         updates = [work.updates for work in works]
         if not any(updates):
             return (1.0,) * len(works)
@@ -192,26 +298,32 @@ class MegaBatches:
             batch_sizes=[work.batch_size for work in works],
             samples=[work.samples for work in works],
         )
+        norms = [statement.norm for statement in stated]
         return perturbed(shares, norms, delta=self._plan.delta, threshold=self._plan.threshold)
 
-    def _merge(self, weight: float) -> None:
-        self._encode_s += self._weights.average_(self._driver, self._stream, weight=weight)
-        if self._momentum is not None:
-            self._momentum.add_()
-        self._num_merges += 1
-
-    def _resize(self, works: Sequence[Work]) -> None:
-        if self._plan.rule is None:
+    def _resize(self, stated: Sequence[Statement]) -> None:
+        works = [statement.report.work for statement in stated]
+        bounds = [self._bounds(statement.report.largest) for statement in stated]
+        sizes = [bound.clip(work.batch_size) for bound, work in zip(bounds, works, strict=True)]
+        if self._plan.rule is None or all(statement.report.place is None for statement in stated):
+            self.batch_sizes = tuple(sizes)
             return
         # Updates a second of computing say the same as updates, less coarsely.
         finely = isinstance(self._plan.rule, Proportional) and all(work.busy_s > 0 for work in works if work.updates)
         made = [work.samples / work.batch_size / work.busy_s if finely and work.updates else work.updates for work in works]
-        self.batch_sizes = self._plan.rule.resize([work.batch_size for work in works], made, self._bounds)
-        bound = binding(self.batch_sizes, self._bounds)
-        if bound != self._binding:
-            which = ", ".join(f"rank {rank} at its {end} ({self.batch_sizes[rank]})" for rank, end in bound.items())
-            self._notify(f"merge {self._num_merges}: batch sizes are held by bounds: {which or 'none any more'}")
-        self._binding = bound
+        self.batch_sizes = self._plan.rule.resize(sizes, made, bounds)
+        bound_ones = {self.ranks[number]: end for number, end in binding(self.batch_sizes, bounds).items()}
+        if bound_ones != self._binding:
+            sized = dict(zip(self.ranks, self.batch_sizes, strict=True))
+            which = ", ".join(f"rank {rank} at its {end} ({sized[rank]})" for rank, end in bound_ones.items())
+            self._notify(f"merge {self._meetings.num_merges}: batch sizes are held by bounds: {which or 'none any more'}")
+        self._binding = bound_ones
+
+    def _bounds(self, largest: int | None) -> Bounds:
+        """Of a rank whose memory holds so much."""
+        given = self._plan.bounds
+        limit = given.limit if largest is None else min(largest, given.limit)
+        return Bounds(smallest=given.smallest, largest=None if limit == Bounds().limit else limit)
 
     def _scale_rate(self) -> None:
         if self._in_hand and self._plan.rule is not None:
@@ -227,7 +339,11 @@ class MegaBatches:
     # State
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        counts = {"num_merges": self._num_merges, "steps_alone": self._steps_alone, "batch_sizes": list(self.batch_sizes)}
+        counts = {
+            "num_merges": self._meetings.num_merges,
+            "since_merge": self._num_steps - self._merged_at_step,
+            "batch_sizes": list(self.batch_sizes),
+        }
         return {"replicated": counts | ({} if self._momentum is None else self._momentum.state())}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -236,63 +352,22 @@ class MegaBatches:
             raise CheckpointError("the state lacks 'num_merges'; it was saved by another strategy")
         if self._momentum is not None:
             self._momentum.load({key: value for key, value in saved.items() if isinstance(value, torch.Tensor)})
-        self._num_merges, self._steps_alone = int(saved["num_merges"]), int(saved["steps_alone"])
+        self._meetings.num_merges = int(saved["num_merges"])
+        self._meetings.rows.forget()  # the ranks' models may be apart
+        self._num_steps = self._merged_at_step + int(saved["since_merge"])
         sizes = tuple(map(int, saved["batch_sizes"]))
         if len(sizes) == len(self.batch_sizes):  # other workers have other speeds: begin anew
-            self.batch_sizes = tuple(bound.clip(size) for bound, size in zip(self._bounds, sizes, strict=True))
+            self.batch_sizes = sizes
         self._in_hand = 0
 
     def close(self) -> None:
         self._rate.restore()
+        over = False
+        with suppress(OffbeatError):
+            over = self._assembly.closes_last()
+        self._close(over=over)
 
-
-class _Momentum:
-    """gamma (w - w_before) of the last merge, added in each; in float32 or float64, the same on every rank."""
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor], *, gamma: float) -> None:
-        self._parameters = parameters
-        self._gamma = gamma
-        self._latest: dict[str, torch.Tensor] = {}
-        self._before: dict[str, torch.Tensor] = {}
-
-    def begin(self) -> None:
-        """Take the parameters as they are for where the first mega-batch begins, unless that is known."""
-        if not self._latest:
-            self._latest = {name: _wide(parameter).clone() for name, parameter in self._parameters.items()}
-
-    def add_(self) -> None:
-        """The parameters hold the mean: add the momentum. One that was frozen meanwhile stays at the mean."""
-        self.begin()
-        for name, parameter in self._parameters.items():
-            latest, before = self._latest[name], self._before.get(name)
-            merged = _wide(parameter)
-            if parameter.requires_grad:
-                merged = with_momentum(merged, latest, before, gamma=self._gamma)
-                parameter.detach().copy_(merged)
-            self._before[name], self._latest[name] = latest, merged.clone()
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """By kind and parameter name. Tensors are live ones."""
-        kept = {"latest": self._latest, "before": self._before}
-        return {f"{kind}/{name}": tensor for kind, tensors in kept.items() for name, tensor in tensors.items()}
-
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        kinds: dict[str, dict[str, torch.Tensor]] = {"latest": {}, "before": {}}
-        for key, tensor in state.items():
-            kind, _, name = key.partition("/")
-            if kind not in kinds or name not in self._parameters or tensor.shape != self._parameters[name].shape:
-                raise CheckpointError(f"the merges' momentum was saved with another model or strategy: see {key!r}")
-            kinds[kind][name] = tensor.to(_wide(self._parameters[name])).clone()
-        self._latest, self._before = kinds["latest"], kinds["before"]
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _work(stated: Sequence[Any]) -> Work:
-    updates, batch_size, busy_s, claims, _ = stated
-    if not math.isfinite(busy_s):
-        raise ConfigError(f"a rank was busy for {busy_s} seconds; its clock cannot be used")
-    spans = [Claim(tuple(Span(*span) for span in claim)) for claim in claims]
-    return Work(claims=tuple(spans), updates=updates, batch_size=batch_size, busy_s=busy_s)
+    def _close(self, *, over: bool = False) -> None:
+        if self._generations is not None:
+            self._generations.close(over=over)
+        self._assembly.close()

@@ -122,5 +122,5 @@ def evaluate(run: Run, watch: Watch) -> None:
             model.train()
             meeting.note("measured", str(step))
     if not apart:
-        meeting.gather(f"measured/{step}", "")
+        meeting.gather(f"measured/{step}", "", step=step)
     watch.restart()

@@ -63,7 +63,7 @@ def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
     of_first = Position.from_json(json.loads(positions[writers[0]]))
     if meeting.rank not in writers or (apart and _is_past(run.record.checkpoint_root, of_first.step)):
         return
-    place = {"world_size": len(writers), "rank": writers.index(meeting.rank)} if apart else {}
+    place = {"world_size": len(writers), "rank": writers.index(meeting.rank)}
     tree = _State(
         model=run.model.state_dict(),
         optimizer=run.optimizer.state_dict(),
@@ -83,7 +83,7 @@ def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
             metadata={"position": of_first.to_json(), "task": run.record.config.task},
         )
     except PeerError as error:
-        if not apart:
+        if not (isinstance(run.attached, InSession) and run.attached.session.strategy.survives_death):
             raise
         run.notices.append(f"the checkpoint of step {of_first.step} was given up: {error}")
 

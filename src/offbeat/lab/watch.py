@@ -88,7 +88,7 @@ class Watch:
         """A mega-batch is merged, and the schedule has moved on.
 
         Args:
-            works: of all ranks.
+            works: of all ranks that live.
             number, epoch: of the mega-batch.
             first_step: the first of the steps that it came to.
         """
@@ -134,7 +134,7 @@ class Watch:
         longest_s = max(work.busy_s for work in works)
         shares = [
             Share(
-                rank=rank,
+                rank=work.rank,
                 batch_size=work.batch_size,
                 updates=work.updates,
                 samples=work.samples,
@@ -143,8 +143,9 @@ class Watch:
                 idle_s=longest_s - work.busy_s,
                 claims=[[(begin, end) for begin, end in claim.spans] for claim in work.claims],
             )
-            for rank, work in enumerate(works)
+            for work in works
         ]
+        own_idle_s = next((share.idle_s for share in shares if share.rank == self._run.meeting.rank), 0.0)
         self._events.add_mega_batch(
             MegaBatch(
                 number=number,
@@ -153,7 +154,7 @@ class Watch:
                 seconds=self._earlier()[0] + self.elapsed_s,
                 at_s=self._since_s,
                 duration_s=self.seconds - self._merged_s,
-                merge_s=max(0.0, waited_s - shares[self._run.meeting.rank].idle_s),
+                merge_s=max(0.0, waited_s - own_idle_s),
                 by_rank=shares,
             )
         )

@@ -73,7 +73,7 @@ def train_rank(run_directory: Path, meeting: Meeting, report: Reporter, *, gate:
         _stop_requests() as stop_requested,
     ):
         loader = _loader(config, attached, task)  # before what is saved of it is restored
-        position = _position(record, meeting, model, optimizer, attached, task)
+        position = _position(record, meeting, model, optimizer, attached, task, loader)
         run = Run(
             record=record,
             meeting=meeting,
@@ -111,11 +111,16 @@ def _position(
     optimizer: torch.optim.Optimizer,
     attached: Attached,
     task: Task,
+    loader: DispatchLoader | None,
 ) -> Position:
     """Where this rank begins: with the run, with its checkpoint, or, if it has come back, where it has joined the others."""
     if meeting.life:
         began = Position.from_json(json.loads(meeting.noted("origin") or "{}"))
-        schedule = Schedule(record.config, task, began, rank=meeting.rank, world_size=meeting.world_size)
+        schedule = _schedule(record.config, task, began, meeting)
+        if isinstance(schedule, ClaimedSchedule):
+            assert loader is not None
+            schedule.merged(loader.epoch, loader.num_samples_merged)
+            return schedule.position
         while schedule.position.step < attached.start_step:
             schedule.advance()
         return schedule.position

@@ -9,7 +9,11 @@
 Samples are claimed in a log that all ranks share through the store they met by; `Session.loader` does it. The rules by which
 batch sizes follow updates are those of `planning.batch_sizes`, merge weights those of `planning.merging`.
 
-Cost per mega-batch: one all-reduce of the weights; for each batch two short messages to the store.
+Ranks are the members of a generation (`engine.generations`), and a merge is final for all of them or for none
+(`collectives.all_or_none`): when a worker dies, the others go on, and what it had not merged is given out again.
+
+Cost per mega-batch: one mean of the weights, of sparse parameters the rows that have changed; for each batch two short messages
+to the store.
 
 Differences from the paper: `rule="proportional"` by default, since the published rule oscillates or never adapts; momentum and
 perturbation are off by default, and a perturbed mean is divided by its weights' sum; order is drawn anew for each epoch and the
@@ -22,6 +26,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from offbeat.engine.assembly import Assembly
 from offbeat.errors import ConfigError
 from offbeat.exchange.weights import ModelWeights
 from offbeat.exchange.weights_megabatch import MegaBatches, MegaBatchPlan
@@ -41,6 +46,8 @@ class MegaBatchStrategy(AveragingStrategy):
         batch_size: b_base: what a batch has on average, and what the learning rate is for, >= 1; on the command line it is the
             task's.
     """
+
+    survives_death: ClassVar[bool] = True
 
     mega_batch: int | None = None
     batch_size: int = 128
@@ -66,13 +73,17 @@ class MegaBatchStrategy(AveragingStrategy):
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
         assert workspace.optimizer is not None
+        assembly = Assembly(workspace.own_store(), count=workspace.count, notify=workspace.notify)
         part = MegaBatches(
             weights,
             plan=self.plan(),
             optimizer=workspace.optimizer,
-            driver=workspace.driver,
-            stream=workspace.new_stream(),
+            assembly=assembly,
+            enter=lambda: workspace.enter(assembly),
+            rank=workspace.driver.rank,
+            world_size=workspace.driver.world_size,
             notify=workspace.notify,
+            stood_still=workspace.stood_still,
         )
         return [part]
 

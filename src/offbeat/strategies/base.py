@@ -18,6 +18,7 @@ from itertools import count
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import torch
+from torch._C._distributed_c10d import HashStore, Store
 
 from offbeat.engine.generations import Generations, Host
 from offbeat.exchange.spans import Profile
@@ -135,17 +136,19 @@ class OnAbandon(Protocol):
 
 
 @runtime_checkable
-class AveragesAlone(Protocol):
-    """A part that knows the mean of all ranks' models without their trainers' help.
+class KnowsMean(Protocol):
+    """A part that can take the mean of all living ranks' models, over connections of its own.
 
     Attributes:
         start_step: the step at which this rank came in, for one that joined a run which was under way; else 0.
+        averages_alone: whether it does so without the other ranks' trainers.
     """
 
     start_step: int
+    averages_alone: bool
 
     def average_into(self, weights: ModelWeights) -> None:
-        """Write the mean of all living ranks' models into `weights`, another model's of the same shape."""
+        """Write the mean into `weights`, a copied model's. Collective unless `averages_alone`."""
         ...
 
 
@@ -185,6 +188,7 @@ class Workspace:
         new_stream: a fresh stream of channels; parts take theirs while they are built, in the same order on all ranks.
         notify: puts a remark where the user will see it, in the record and the report.
         enter: makes a part's host a member of the run's generations, for strategies that survive death. Collective.
+        own_store: a connection to the run's store for the caller alone; in a world of one, a store that nobody shares.
         count: wraps a driver that a thread of its own uses, so that its traffic is counted with the session's.
         stood_still: counts a wait of the training thread, from when to when on the monotonic clock.
     """
@@ -199,6 +203,7 @@ class Workspace:
     optimizer: torch.optim.Optimizer | None = None
     model: torch.nn.Module | None = None
     enter: Callable[[Host], Generations | None] = lambda host: None
+    own_store: Callable[[], Store] = HashStore
     count: Callable[[Driver], Driver] = lambda driver: driver
     stood_still: Callable[[float, float], None] = lambda begin_s, end_s: None
 

@@ -6,7 +6,7 @@
 
 The slowest rank decides when a mega-batch ends.
 
-Cost per mega-batch: one all-reduce of the weights.
+Cost per mega-batch: one mean of the weights. A worker's death ends nothing, as under Adaptive SGD.
 
 Difference from elastic averaging (arXiv 1412.6651): no elastic force; the mean replaces every model, as in that comparison.
 """

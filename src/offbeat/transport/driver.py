@@ -62,6 +62,10 @@ class Driver(ABC):
     def abort(self, reason: str, *, blame: int | None = None) -> None:  # noqa: B027 - without a side channel nobody can be told
         """Tell every other rank that this one gives up, so that nobody waits for it. `blame`: the rank at the root of it."""
 
+    def gone(self) -> frozenset[int]:
+        """The ranks that are known to send nothing more: dead, or closed. Never blocks."""
+        return frozenset()
+
     def launch(self, collective: Collective[T], channel: int) -> Pending[T]:
         """Begin `collective` and go as far as it gets without waiting."""
         pending = Pending(self, collective, channel)

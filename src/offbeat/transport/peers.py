@@ -161,6 +161,9 @@ class Peers(Driver):
             self._look_around()
             return sorted(self._mesh.left)
 
+    def gone(self) -> frozenset[int]:
+        return frozenset([*self.dead(), *self.left()])
+
     def abort(self, reason: str, *, blame: int | None = None) -> None:
         """Tell every peer that this rank failed, so that their receives raise `PeerError` instead of waiting.
 

@@ -40,6 +40,9 @@ class Routed(Driver):
     def abort(self, reason: str, *, blame: int | None = None) -> None:
         self._messages.abort(reason, blame=blame)
 
+    def gone(self) -> frozenset[int]:
+        return self._messages.gone()
+
     def dead(self) -> dict[int, str]:
         """The ranks known to be dead and why; also once closed."""
         return self._messages.dead()

@@ -33,6 +33,9 @@ class Wrapper(Driver):
     def abort(self, reason: str, *, blame: int | None = None) -> None:
         self.inner.abort(reason, blame=blame)
 
+    def gone(self) -> frozenset[int]:
+        return self.inner.gone()
+
     def close(self) -> None:
         self.inner.close()
 

@@ -1,0 +1,78 @@
+"""The weighted mean of vectors, over messages between two ranks: the same bits on every rank.
+
+1. The vector is cut into one region a rank. Everyone who has a weight sends each owner its part of that region.
+2. The owner adds the parts up, by rank, each times its weight, and divides by the sum of the weights.
+3. It sends the mean of its region to everyone.
+
+Cost: 2(P-1) messages, 2(P-1)/P n elements sent by each rank; two messages in sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from offbeat.codec.model_wire import Values
+from offbeat.errors import WireError
+from offbeat.transport.operations import Collective, Payload, Recv, Send
+
+
+def weighted_mean(
+    rank: int, weights: Sequence[float], values: Values | None, *, num_elements: int, dtype: np.dtype[np.floating]
+) -> Collective[Values]:
+    """sum of w_i x_i / sum of w_i.
+
+    Args:
+        rank: this rank.
+        weights: of each rank, >= 0, not all zero; the same on all.
+        values: this rank's, shape (num_elements,); not looked at, and may be None, where its weight is 0. Must not change
+            before all ranks have the result.
+        num_elements: the same on all ranks.
+        dtype: of all values, float32 or float64.
+
+    Returns:
+        A vector of its own, shape (num_elements,).
+
+    Raises:
+        WireError: a rank sent another number of bytes.
+    """
+    size, total = len(weights), sum(weights)
+    assert total > 0, "somebody has to count"
+    bounds = [num_elements * owner // size for owner in range(size + 1)]
+    regions = [slice(begin, end) for begin, end in pairwise(bounds)]
+    others = [(rank + hop) % size for hop in range(1, size)]  # not all begin with the same receiver
+    if weights[rank]:
+        assert values is not None
+        for peer in others:
+            yield Send(peer, _bytes_of(values[regions[peer]]))
+    own = np.zeros(bounds[rank + 1] - bounds[rank], dtype)
+    for giver in (giver for giver, weight in enumerate(weights) if weight):
+        if giver == rank:
+            assert values is not None
+            part = values[regions[rank]]
+        else:
+            part = _read((yield Recv(giver)), dtype, own.size, giver)
+        own += part * dtype.type(weights[giver] / total)
+    result = np.empty(num_elements, dtype)
+    result[regions[rank]] = own
+    for peer in others:
+        yield Send(peer, _bytes_of(own))
+    for peer in others:
+        result[regions[peer]] = _read((yield Recv(peer)), dtype, bounds[peer + 1] - bounds[peer], peer)
+    return result
+
+
+def _bytes_of(values: Values) -> memoryview:
+    return values.view(np.uint8).data
+
+
+def _read(payload: Payload, dtype: np.dtype[np.floating], count: int, sender: int) -> Values:
+    num_bytes = memoryview(payload).nbytes
+    if num_bytes != count * dtype.itemsize:
+        raise WireError(
+            f"rank {sender} sent {num_bytes} bytes of a mean, expected were {count} numbers of {dtype}; do all ranks train the "
+            "same model?"
+        )
+    return np.frombuffer(payload, dtype)

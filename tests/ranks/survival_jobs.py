@@ -1,0 +1,256 @@
+"""What the ranks of `test_survival_ranks.py` do. Each function runs in every process and returns JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dispatch_jobs import Numbers, make_net, sgd, step
+from gradient_jobs import fingerprint
+
+import offbeat
+from offbeat import session as session_module
+from offbeat.data.dispatch import DispatchLoader
+from offbeat.engine.claims import Claim, ClaimLog
+from offbeat.engine.generations import Generations
+from offbeat.session import Session, attach_through
+from offbeat.strategies.adaptive import MegaBatchStrategy
+from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
+from offbeat.transport.driver import Driver, Ticket
+from offbeat.transport.link import PeerLimits
+from offbeat.transport.network import bottom_of
+from offbeat.transport.operations import Operation, Send
+from offbeat.transport.wrappers.base import Wrapper
+
+SECRET = "a secret of this test run only"
+PATIENCE_S = 40.0
+
+
+def strategies() -> dict[str, MegaBatchStrategy]:
+    adaptive = offbeat.AdaptiveSGD(mega_batch=40, batch_size=4)
+    return {
+        "adaptive": adaptive,
+        "momentum": offbeat.AdaptiveSGD(mega_batch=40, batch_size=4, merge_momentum=0.5),
+        "elastic": offbeat.ElasticSGD(mega_batch=40, batch_size=4),
+    }
+
+
+def notice_deaths_soon(*, heartbeat_timeout_s: float = 10.0) -> None:
+    """Else a test would wait for seconds."""
+    limits = PeerLimits(
+        grace_s=0.2,
+        heartbeat_interval_s=0.2,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        connect_timeout_s=10.0,
+        linger_s=1.0,
+    )
+    session_module.Generations = partial(Generations, interval_s=0.02, silence_s=1.0, limits=limits)  # type: ignore[misc, assignment]
+
+
+class Dying(Wrapper):
+    """Ends this process at the n-th message that it is to send."""
+
+    def __init__(self, inner: Driver, at_message: int) -> None:
+        super().__init__(inner)
+        self._left = at_message
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        if isinstance(operation, Send):
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.inner.start(operation, channel)
+
+
+def die_while_claiming(after: int) -> None:
+    """Raise the number of samples given out, and say nothing more."""
+    claims = iter(range(after))
+    claim = ClaimLog.claim
+
+    def mute(log: ClaimLog, num_samples: int) -> Claim | None:
+        if next(claims, None) is None:
+            log._store.add(log._given(), num_samples)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return claim(log, num_samples)
+
+    ClaimLog.claim = mute  # type: ignore[method-assign]
+
+
+def attached(
+    net: torch.nn.Module, optimizer: torch.optim.Optimizer, label: str, at_message: int | None = None
+) -> tuple[Session, DispatchLoader]:
+    wrap = (lambda driver: driver) if at_message is None else (lambda driver: Dying(driver, at_message))
+    session = attach_through(wrap, net, optimizer, strategies()[label])
+    loader = session.loader(Numbers(), seed=3)
+    assert isinstance(loader, DispatchLoader)
+    return session, loader
+
+
+def merges_of(loader: DispatchLoader, net: torch.nn.Module) -> dict[str, Any]:
+    """What became of the mega-batch merged last."""
+    works = [[work.rank, [list(span) for claim in work.claims for span in claim.spans]] for work in loader.last]
+    return {"print": fingerprint(net), "works": works, "place": [loader.epoch, loader.mega_batch]}
+
+
+def killed(rank: int, world_size: int, *, label: str, deaths: dict[str, list[Any]]) -> dict[str, Any]:
+    """Ranks die in different ways, all but rank 0. Two epochs: what was merged, and how long was a survivor held up?"""
+    notice_deaths_soon()
+    how, when = deaths.get(str(rank), ("lives", None))
+    if how == "claiming":
+        die_while_claiming(when)
+    net = make_net()
+    optimizer = sgd(net)
+    num_steps, longest_s, merges = 0, 0.0, []
+    session, loader = attached(net, optimizer, label, at_message=when if how == "merging" else None)
+    with session:
+        while loader.epoch < 2:
+            for batch in loader.one_mega_batch():
+                num_steps += 1
+                if how == "computing" and num_steps == when:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                step(net, optimizer, batch)
+                time.sleep(2e-3)  # emulated computation
+                ready_s = time.monotonic()
+            longest_s = max(longest_s, time.monotonic() - ready_s)
+            merges.append(merges_of(loader, net))
+        session.finish()
+        mean = fingerprint(session.averaged_model())
+        return {"merges": merges, "longest_s": longest_s, "notices": session.notices, "mean": mean}
+
+
+def until_it_is_back(session: Session, loader: DispatchLoader, net: torch.nn.Module, optimizer: Any) -> list[dict[str, Any]]:
+    """Train until rank 2 has been away and is in a merge again; what became of each mega-batch."""
+    merges: list[dict[str, Any]] = []
+    was_away = session.start_step > 0
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        for batch in loader.one_mega_batch():
+            step(net, optimizer, batch)
+            time.sleep(2e-3)  # emulated computation
+        merges.append(merges_of(loader, net))
+        is_here = 2 in [work.rank for work in loader.last]
+        was_away = was_away or not is_here or any("was away for so long" in notice for notice in session.notices)
+        if was_away and is_here:
+            session.finish()
+            return merges
+    raise AssertionError("rank 2 did not come back")
+
+
+def stopped(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
+    """Rank 2 is stopped while it computes, and goes on once the others have gone on without it."""
+    notice_deaths_soon(heartbeat_timeout_s=1.0)
+    net = make_net()
+    optimizer = sgd(net)
+    session, loader = attached(net, optimizer, label)
+    with session:
+        pid = loader._gather(os.getpid())[2]
+        if rank == 2:
+            step(net, optimizer, next(iter(loader.one_mega_batch())))
+            os.kill(pid, signal.SIGSTOP)
+        merges = []
+        if rank == 0:
+            while not any("without worker 2" in notice for notice in session.notices):
+                for batch in loader.one_mega_batch():
+                    step(net, optimizer, batch)
+                merges.append(merges_of(loader, net))
+            os.kill(pid, signal.SIGCONT)
+        merges += until_it_is_back(session, loader, net, optimizer)
+        return {"merges": merges, "notices": session.notices}
+
+
+def returns(rank: int, world_size: int, *, label: str, until: str) -> dict[str, Any]:
+    """Rank 2 is killed, and rank 0 starts it anew as a process that joins the run."""
+    os.environ[SECRET_VARIABLE] = SECRET
+    notice_deaths_soon()
+    newcomer: subprocess.Popen[bytes] | None = None
+    net = make_net()
+    optimizer = sgd(net)
+    session, loader = attached(net, optimizer, label)
+    try:
+        with session:
+            merges = []
+            while not any("without worker 2" in notice for notice in session.notices):
+                for batch in loader.one_mega_batch():
+                    if rank == 2:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    step(net, optimizer, batch)
+                merges.append(merges_of(loader, net))
+            if rank == 0:
+                newcomer = subprocess.Popen([sys.executable, __file__, label, until], env=os.environ | _as_rank_2(world_size))
+            merges += until_it_is_back(session, loader, net, optimizer)
+            return {"merges": merges, "notices": session.notices}
+    finally:
+        if newcomer is not None:
+            newcomer.wait()
+
+
+def _as_rank_2(world_size: int) -> dict[str, str]:
+    store = bottom_of(dist.distributed_c10d._get_default_store())
+    place = {"RANK": "2", "WORLD_SIZE": str(world_size), RETURN_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
+    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+
+
+def _come_back(label: str, until: str) -> None:
+    """What the newcomer does."""
+    torch.set_num_threads(1)
+    notice_deaths_soon()
+    net = make_net(seed=5)
+    optimizer = sgd(net)
+    session, loader = attached(net, optimizer, label)
+    with session:
+        taken = fingerprint(net)
+        merges = until_it_is_back(session, loader, net, optimizer)
+    Path(until).write_text(json.dumps({"taken": taken, "merges": merges}))
+
+
+class Rows(torch.nn.Module):
+    """Many rows, of which a batch touches few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words = torch.nn.EmbeddingBag(NUM_ROWS, ROW, sparse=True, mode="sum")
+        self.head = torch.nn.Linear(ROW, 1)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.words(words))
+        return out
+
+
+NUM_ROWS, ROW = 4000, 16
+
+
+def rows(rank: int, world_size: int) -> dict[str, Any]:
+    """Merges of a model with many rows: bytes sent for each, and what all hold after it. The last touches all rows."""
+    net = Rows()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    strategy = offbeat.AdaptiveSGD(mega_batch=2 * world_size, batch_size=2, merge_momentum=0.5)
+    found = []
+    with offbeat.attach(net, optimizer, strategy) as session:
+        sent = session.stats.bytes_sent
+        for merge in range(5):
+            words = torch.arange(20).reshape(2, 10) + 20 * (2 * merge + rank)
+            net(words).sum().backward()
+            if merge == 4:
+                with torch.no_grad():
+                    net.words.weight.mul_(1.5)  # not by the optimizer
+            optimizer.step()
+            optimizer.zero_grad()
+            now = session.stats.bytes_sent
+            found.append({"bytes": now - sent, "print": hashlib.sha256(fingerprint(net).encode()).hexdigest()})
+            sent = now
+    return {"merges": found}
+
+
+if __name__ == "__main__":
+    _come_back(*sys.argv[1:])
