@@ -138,7 +138,7 @@ def cases(rounds: int, stride: int) -> Iterator[Ratio]:
     plain_s = [row["step_s"] for row in found["ssgd"]]
     usual_s, rate = sorted(plain_s)[len(plain_s) // 2], found["ssgd"][0]["rate"]
     floor = {what: operations / rate / usual_s for what, operations in floating_operations().items()}
-    sampled = f", factors of every {stride}th position each way" if stride > 1 else ""
+    sampled = f", factors of one position in {stride} each way" if stride > 1 else ""
     sparsely = stride**2
     inverting_s = sum(row["invert_s"] for row in found["at intervals"])
     pairs = [(row["step_s"] - plain, plain) for row, plain in zip(found["every step"], plain_s, strict=True)]
