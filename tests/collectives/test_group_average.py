@@ -242,6 +242,7 @@ class Recorder:
         self.outcomes: list[Outcome] = []
         self.fresh = True
         self.invited: list[int] = []
+        self.gathered_at: list[int] = []
         self.state: Contribution | None = None
         self.received: dict[int, Contribution | None] = {}
         self.buried: list[int] = []
@@ -253,6 +254,9 @@ class Recorder:
 
     def invite(self, version: int) -> None:
         self.invited.append(version)
+
+    def gathered(self, version: int) -> None:
+        self.gathered_at.append(version)
 
     def close(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)

@@ -60,6 +60,7 @@ class Schedule:
     leaves: bool = False
     pairs: bool = False
     asks: bool = False
+    overlap: bool = False
     rests: dict[int, int] = field(default_factory=dict)
     kills: list[tuple[int, float]] = field(default_factory=list)
     freezes: list[tuple[int, float, float]] = field(default_factory=list)
@@ -105,6 +106,7 @@ class Model:
         self.answered: set[int] = set()
         self.open: dict[int, NDArray[np.float64]] = {}
         self.settled: set[int] = set()
+        self.gathered_at: set[int] = set()
         self.closed: list[Outcome] = []
         self.received: list[tuple[int, Contribution | None]] = []
         self.buried: list[int] = []
@@ -139,7 +141,14 @@ class Model:
         assert self.rank not in self.at_rest
         self.invited_to = version
 
+    def gathered(self, version: int) -> None:
+        assert version in self.open
+        assert version not in self.gathered_at
+        self.gathered_at.add(version)
+        self._wake()
+
     def close(self, outcome: Outcome) -> None:
+        assert self.world.schedule.pairs or outcome.version in self.gathered_at
         buffer = self.open.pop(outcome.version)
         self.closed.append(outcome)
         covered = [(piece.begin, piece.end) for piece in outcome.pieces]
@@ -213,7 +222,7 @@ class Model:
                 self.arrived_at = version
                 channel_to_serve.start(Post(arrive(version, generation=GENERATION)), SERVE)
                 waits_for = {version}
-            while not waits_for <= {outcome.version for outcome in self.closed}:
+            while not waits_for <= (self.gathered_at if schedule.overlap else {outcome.version for outcome in self.closed}):
                 yield RecvAny(everyone)
             self.arrived_at = None
             if waits_for:
@@ -368,6 +377,8 @@ class World:
             else:
                 allowed += 2 * num_bytes * (size - 1) / size + (size - 2) * 8
                 allowed += (size - 1) * (2 * HEAD_BYTES + 2 * counter_bytes + size * NOTE_BYTES)
+            if not schedule.pairs and self.meeting(rank, outcome.version).min_fresh > 1:
+                allowed += (size - 1) * HEAD_BYTES  # the word that it has arrived
         if schedule.pairs:
             partners = [self.meeting(giver, version).group[1] for giver, version in self.given if version >= 0]
             allowed += partners.count(rank) * (HEAD_BYTES + 2 * NOTE_BYTES)
@@ -436,9 +447,10 @@ def draw_schedule(seed: int) -> Schedule:
         else [],
         asks=draw.random() < 0.5,
         rests={rank: draw.randrange(num_steps) for rank in ranks if draw.random() < 0.2} if draw.random() < 0.4 else {},
+        overlap=draw.random() < 0.5,
     )
 
 
 def draw_pairs(seed: int) -> Schedule:
     """A random schedule of ranks that average in pairs."""
-    return replace(draw_schedule(seed), pairs=True, merge="delta")
+    return replace(draw_schedule(seed), pairs=True, merge="delta", overlap=False)
