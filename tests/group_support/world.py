@@ -106,7 +106,7 @@ class Model:
         self.answered: set[int] = set()
         self.open: dict[int, NDArray[np.float64]] = {}
         self.settled: set[int] = set()
-        self.gathered_at: set[int] = set()
+        self.gathered_at_s: dict[int, float] = {}
         self.closed: list[Outcome] = []
         self.received: list[tuple[int, Contribution | None]] = []
         self.buried: list[int] = []
@@ -143,12 +143,11 @@ class Model:
 
     def gathered(self, version: int) -> None:
         assert version in self.open
-        assert version not in self.gathered_at
-        self.gathered_at.add(version)
+        assert version not in self.gathered_at_s
+        self.gathered_at_s[version] = self.world.cluster.now_s
         self._wake()
 
     def close(self, outcome: Outcome) -> None:
-        assert self.world.schedule.pairs or outcome.version in self.gathered_at
         buffer = self.open.pop(outcome.version)
         self.closed.append(outcome)
         covered = [(piece.begin, piece.end) for piece in outcome.pieces]
@@ -190,6 +189,11 @@ class Model:
     def _wake(self) -> None:
         self.world.cluster.drivers[self.rank].start(Post(b""), TRAIN)
 
+    def _gone_past(self) -> set[int]:
+        """The versions that a trainer which has arrived there need not wait for any longer."""
+        closed = {outcome.version for outcome in self.closed}
+        return closed | self.gathered_at_s.keys() if self.world.schedule.overlap else closed
+
     def _merge(self, outcome: Outcome, piece: Piece) -> None:
         self.world.saw(self.rank, outcome, piece)
         mine = self.values[piece.begin : piece.end]
@@ -222,7 +226,7 @@ class Model:
                 self.arrived_at = version
                 channel_to_serve.start(Post(arrive(version, generation=GENERATION)), SERVE)
                 waits_for = {version}
-            while not waits_for <= (self.gathered_at if schedule.overlap else {outcome.version for outcome in self.closed}):
+            while not waits_for <= self._gone_past():
                 yield RecvAny(everyone)
             self.arrived_at = None
             if waits_for:
