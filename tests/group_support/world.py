@@ -117,6 +117,8 @@ class Model:
         assert version not in self.open
         assert all(outcome.version != version for outcome in self.closed)
         self.newest = max(self.newest, version)
+        if self.invited_to is not None and self.invited_to <= version:
+            self.invited_to = None  # it goes on without this rank's arrival
         self.open[version] = self.values.copy()
         is_fresh = self.arrived_at is not None
         if not is_fresh:
