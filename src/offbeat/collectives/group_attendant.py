@@ -197,19 +197,19 @@ class Attendant(Member):
                 if attended.meeting.min_fresh > 1:
                     self._observe("arrivals", attended.opened_s, now_s)
                 self._call(attended, now_s)
-            if attended.phase != "arrivals" or (round_.contributed and self._are_enough(attended, attended.announced)):
-                self._tell_gathered(attended)
             while attended.phase != "arrivals" and not round_.over and round_.awaited() <= self._absent():
                 self._outgoing += round_.go_on(self._absent())
                 attended.phase, attended.averaged_s = "averages", now_s
                 attended.deadline_s = now_s + self._deadline_s("averages")
             if round_.over:
                 self._close(attended, now_s)
+            elif not attended.gathered and self._has_gathered(attended):
+                attended.gathered = True
+                self._replica.gathered(round_.version)
 
-    def _tell_gathered(self, attended: _Attended) -> None:
-        if not attended.gathered:
-            attended.gathered = True
-            self._replica.gathered(attended.round.version)
+    def _has_gathered(self, attended: _Attended) -> bool:
+        is_in = attended.round.contributed
+        return attended.phase != "arrivals" or (is_in and self._are_enough(attended, attended.announced))
 
     def _close(self, attended: _Attended, now_s: float) -> None:
         round_ = attended.round

@@ -106,7 +106,7 @@ class Replica(Protocol):
         ...
 
     def gathered(self, version: int) -> None:
-        """Enough have arrived at `version`: its average waits for the network alone. At most once, and before `close`."""
+        """Enough have arrived at `version`: its average waits for the network alone. Once, unless `close` comes first."""
         ...
 
     def close(self, outcome: Outcome) -> None:
