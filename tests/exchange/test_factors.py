@@ -82,6 +82,31 @@ def test_steps_are_those_of_the_slow_reference(attached: Attach, kind: type[KFAC
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_half_of_the_samples_are_enough_if_each_is_there_twice(attached: Attach, kind: type[KFACStrategy]) -> None:
+    hyper = {"factor_interval": 2, "inverse_interval": 2, "decay": 0.5}
+    nets = []
+    for stride in (1, 2):
+        net, optimizer, _ = attached(kind(sample_stride=stride, **hyper))
+        for x, y in batches(range(6)):
+            reference.loss_of(net, (x.repeat_interleave(2, 0), y.repeat_interleave(2, 0))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        nets.append(net)
+    assert_close(*nets)
+
+
+@pytest.mark.parametrize("ramp", [True, False])
+@pytest.mark.parametrize("interval", [1, 2, 5])
+def test_samples_take_turns_in_steps_with_factors(attached: Attach, ramp: bool, interval: int) -> None:
+    net, optimizer, session = attached(offbeat.SPDKFAC(factor_interval=interval, inverse_interval=20, ramp=ramp))
+    capture, phases = part_of(session)._capture, []
+    for step in range(12):
+        phases.append(capture._phase)
+        train(net, optimizer, range(step, step + 1))
+    assert [phase for phase in phases if phase is not None] == list(range(len(phases) - phases.count(None)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_closure_is_a_step_like_any_other(attached: Attach, kind: type[KFACStrategy]) -> None:
     net, optimizer, session = attached(kind(inverse_interval=1))
     plain, plain_optimizer, _ = attached(kind(inverse_interval=1))
@@ -209,6 +234,7 @@ def test_layers_that_are_not_covered_are_named_once(attached: Attach) -> None:
         ({"exchange": "gtopp"}, "did you mean 'gtopk'"),
         ({"exchange": offbeat.LocalSGD()}, "that exchanges gradients"),
         ({"sharing": "contract"}, "'expand' and 'reduce'"),
+        ({"sample_stride": 0}, "sample_stride must be an integer of at least 1"),
         ({"inverse": "newton"}, "inverse must be one of"),
     ],
 )

@@ -75,6 +75,12 @@ class FactorSettings:
         """Whether factors are averaged in `step`."""
         return step % self.factor_interval == 0 or (self.ramp and step < self.factor_interval)
 
+    def num_with_factors(self, step: int) -> int:
+        """How many steps before `step`, which has factors, had them too."""
+        if self.ramp:
+            return min(step, self.factor_interval - 1 + step // self.factor_interval)
+        return step // self.factor_interval
+
     def has_inversions(self, step: int) -> bool:
         """Whether factors are inverted in `step`. On the ramp that is in steps 0, 1, 2, 4, 8, ..."""
         return step % self.inverse_interval == 0 or (self.ramp and step < self.inverse_interval and not step & (step - 1))
@@ -224,7 +230,7 @@ class FactorExchange:
         self._offered = [False] * len(self._plan.groups)
         self._begin_s: float | None = None
         self._ready_s = [0.0] * len(self._shapes)
-        self._capture.start(self._step)
+        self._capture.start(self._settings.num_with_factors(self._step))
 
     def _is_looked_at(self) -> bool:
         """Whether what happens in this step is noted: steps with inversions, and some with factors, ever more rarely."""

@@ -71,7 +71,7 @@ class KFACStrategy(Strategy):
             inputs and sums gradients first.
         loss_terms: whether each "example" has a loss, or each "position", as in language models.
         batch_dim: which dimension of inputs counts examples, 0 or 1.
-        position_stride: convolutions look at every n-th output position in each direction, >= 1.
+        sample_stride: factors are of every n-th example of each batch, other ones each time, >= 1.
         cross_attention: names of MultiheadAttention modules whose query, key and value differ, separated by commas.
         max_dim: layers with a larger factor than this get plain gradients, >= 1.
     """
@@ -92,7 +92,7 @@ class KFACStrategy(Strategy):
     sharing: Literal["expand", "reduce"] = "expand"
     loss_terms: Literal["example", "position"] = "example"
     batch_dim: int = 0
-    position_stride: int = 1
+    sample_stride: int = 1
     cross_attention: str = ""
     max_dim: int = 8192
 
@@ -100,6 +100,7 @@ class KFACStrategy(Strategy):
         require_positive("damping", self.damping)
         require_at_least("factor_interval", self.factor_interval, 1)
         require_at_least("inverse_interval", self.inverse_interval, 1)
+        require_at_least("sample_stride", self.sample_stride, 1)
         require_fraction_below_one("decay", self.decay)
         if self.kl_clip is not None:
             require_positive("kl_clip", self.kl_clip)
@@ -122,7 +123,7 @@ class KFACStrategy(Strategy):
             sharing=self.sharing,
             loss_terms=self.loss_terms,
             batch_dim=self.batch_dim,
-            position_stride=self.position_stride,
+            sample_stride=self.sample_stride,
             cross_attention=tuple(filter(None, self.cross_attention.split(","))),
             max_dim=self.max_dim,
         )
