@@ -30,7 +30,7 @@ from offbeat.curvature.packing import unpack
 
 @dataclass(frozen=True, slots=True)
 class Inverses:
-    """Damped inverses of one block's factors, A's and G's, or the triangles that stand for them, packed."""
+    """Damped inverses of one block's factors, A's and G's, or the triangles that stand for them, as `form` keeps them."""
 
     inputs: torch.Tensor
     outputs: torch.Tensor
@@ -41,16 +41,22 @@ class Inverses:
 
     def apply(self, gradient: torch.Tensor, block: Block, *, out: torch.Tensor) -> None:
         """Write the direction for `gradient` into `out`, both of the block's `matrix_shape`; zeros if there is none."""
+        gradient = gradient.to(self.inputs.dtype)
         if block.inputs.is_diagonal:
             half = gradient * self.inputs[:, None, :]
         else:
-            half = _from_right(gradient, unpack(self.inputs, block.inputs.dim), self.form)
-        outputs = unpack(self.outputs, block.outputs.dim)
+            half = _from_right(gradient, self._square(self.inputs, block.inputs.dim), self.form)
+        outputs = self._square(self.outputs, block.outputs.dim)
         if self.form == "inverse":
             torch.bmm(outputs, half, out=out)
+        elif self.form == "bfloat16":
+            out.copy_(outputs @ half)
         else:
             out.copy_(_from_right(half.mT, outputs, self.form).mT)
         _keep_if_(self.are_there(), out)
+
+    def _square(self, kept: torch.Tensor, dim: int) -> torch.Tensor:
+        return kept.unflatten(1, (dim, dim)) if self.form == "bfloat16" else unpack(kept, dim)
 
 
 def _keep_if_(there: torch.Tensor, direction: torch.Tensor) -> None:
@@ -64,7 +70,7 @@ def _keep_if_(there: torch.Tensor, direction: torch.Tensor) -> None:
 def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: Form) -> torch.Tensor:
     """`matrices` times the inverse: `symmetric` itself, or that of U^T U for the triangle U in `symmetric`."""
     groups = max(len(matrices), len(symmetric))
-    if form == "inverse":
+    if form != "triangle":
         # one group that serves many is one product, not as many copies
         return matrices @ symmetric if groups == len(symmetric) else (matrices.flatten(0, 1) @ symmetric[0]).view_as(matrices)
     square = symmetric.expand(groups, -1, -1)

@@ -28,7 +28,7 @@ from offbeat.curvature.averages import RunningFactor, damping_of
 from offbeat.curvature.blocks import SIDES, Block, Side
 from offbeat.curvature.capture import Capture, Increment
 from offbeat.curvature.eigen import Eigen, form_of, make_inverter
-from offbeat.curvature.inverses import Job
+from offbeat.curvature.inverses import Job, dtype_of
 from offbeat.curvature.options import FactorOptions
 from offbeat.curvature.precondition import Curvature, Eigens, Inverses, precondition_
 from offbeat.errors import CheckpointError
@@ -53,6 +53,7 @@ class FactorSettings:
         damping: as of `curvature.averages.damping_of`, > 0.
         pi: the same.
         eigen: whether factors are decomposed instead of inverted. With `pi` their product is damped then, without it each.
+        bfloat16: whether inverses are kept in bfloat16.
         decay: how much of the running averages to keep in each step with factors, in [0, 1).
         kl_clip: limit of a step's predicted change, > 0; None: no limit.
         factor_interval: steps from one with factors to the next, >= 1.
@@ -64,6 +65,7 @@ class FactorSettings:
     damping: float
     pi: bool
     eigen: bool
+    bfloat16: bool
     decay: float
     kl_clip: float | None
     factor_interval: int
@@ -146,7 +148,9 @@ class FactorExchange:
         self._names = [block.name.replace("_orig_mod.", "") for block in blocks]
         self._shapes = [block.shape(side) for block in blocks for side in SIDES]
         self._likes = [_like(block) for block in blocks for _ in SIDES]
-        self._form = form_of(settings.eigen, self._likes[0].device, settings.inverse_interval)
+        self._form = form_of(
+            self._likes[0].device, settings.inverse_interval, eigen=settings.eigen, bfloat16=settings.bfloat16
+        )
         self._inverter = make_inverter(self._form, notify)
         self._factors: dict[int, RunningFactor] = {}
         self._retired: set[int] = set()
@@ -203,7 +207,7 @@ class FactorExchange:
         return InversePhase(
             plan,
             self._shapes,
-            self._likes,
+            [like.to(dtype_of(self._form, like.dtype)) for like in self._likes],
             driver=self._driver,
             stream=self._stream,
             inverter=self._inverter,
@@ -523,11 +527,11 @@ class FactorExchange:
     def _check(self, saved: Mapping[str, Any]) -> None:
         """Before anything is changed."""
         known = {f"{self._key(slot)}/sum": shape.packed for slot, shape in enumerate(self._shapes)}
-        if saved["form"] == self._form:
+        if is_same_form := saved["form"] == self._form:
             known |= {f"{self._key(slot)}/inverse": self._inverter.kept(shape) for slot, shape in enumerate(self._shapes)}
         for name, value in saved.items():
             key, _, what = name.rpartition("/")
-            if what in ("sum", "inverse") and tuple(value.shape) != known.get(name):
+            if (what == "sum" or (what == "inverse" and is_same_form)) and tuple(value.shape) != known.get(name):
                 here = known.get(name, "no such factor")
                 raise CheckpointError(f"{what} of {key!r} was saved with shape {tuple(value.shape)}, here there is {here}")
 
