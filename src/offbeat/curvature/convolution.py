@@ -56,8 +56,7 @@ class Window:
     def positions(self, size: Pair) -> Pair:
         """Output positions over an image of `size`."""
         vertical, horizontal = (
-            max(-(-(size[a] + self.before[a] + self.after[a] - self.reach[a]) // self.stride[a]), 0)
-            for a in (0, 1)
+            max(-(-(size[a] + self.before[a] + self.after[a] - self.reach[a]) // self.stride[a]), 0) for a in (0, 1)
         )
         return vertical, horizontal
 

@@ -148,9 +148,7 @@ class FactorExchange:
         self._names = [block.name.replace("_orig_mod.", "") for block in blocks]
         self._shapes = [block.shape(side) for block in blocks for side in SIDES]
         self._likes = [_like(block) for block in blocks for _ in SIDES]
-        self._form = form_of(
-            self._likes[0].device, settings.inverse_interval, eigen=settings.eigen, bfloat16=settings.bfloat16
-        )
+        self._form = form_of(self._likes[0].device, settings.inverse_interval, eigen=settings.eigen, bfloat16=settings.bfloat16)
         self._inverter = make_inverter(self._form, notify)
         self._factors: dict[int, RunningFactor] = {}
         self._retired: set[int] = set()
