@@ -13,9 +13,9 @@ beside it:
 - inverses: d^3 / 3 for the Cholesky decomposition of each factor, three times that for its inverse.
 
 With `--stride n` factors look at every n-th example, and their floor is an n-th. With `--inverse-dtype bfloat16` the floor of
-preconditioning is at the rate of a product in bfloat16, and what is made in every step are inverses, not triangles. The bound of
-eigendecompositions over Cholesky is of operations, too: 6 d^3 (4/3 d^3 to a tridiagonal matrix, 8/3 d^3 to put the eigenvectors
-of its parts together, 2 d^3 to turn them back), if they ran at one rate.
+preconditioning is at the rate of a product in bfloat16, and what is made in every step are inverses, not triangles. What
+bounds eigendecompositions over Cholesky is the ratio of operations: 6 d^3 (4/3 d^3 to a tridiagonal matrix, 8/3 d^3 to put the
+eigenvectors of its parts together, 2 d^3 to turn them back), if they ran at one rate.
 
     python benchmarks/kfac_overhead.py [--json] [--rounds 10] [--stride 1] [--inverse-dtype float32]
 """

@@ -189,7 +189,7 @@ def test_padding_takes_no_part_in_an_embedding() -> None:
 def mean_over_samples(
     model: nn.Module, x: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor], every: int, **options: Any
 ) -> list[Increment]:
-    """The factors of all blocks, as a mean by weight over steps that look at every n-th example, beginning at each of n once."""
+    """The factors of all blocks, as a mean by weight over steps that look at every n-th example, from each of n on once."""
     found = []
     for phase in range(every):
         blocks, capture = capture_all(model, FactorOptions(sample_stride=every, **options), step=phase)

@@ -11,8 +11,8 @@ What is counted, and what is not:
   comes.
 - Gradients are taken at the output itself, before any operation changes it in place, and are unscaled under AMP.
 - Layers that were not used get an increment of weight 0.
-- Where examples are sub-sampled, both factors look at the same ones, every n-th of each batch; the next step with factors begins
-  at the next one. Means and weights are of what was looked at, so factors keep their scale.
+- Where examples are sub-sampled, both factors look at the same ones, every n-th of each batch; the next step with factors
+  begins at the next one. Means and weights are of what was looked at, so factors keep their scale.
 - A layer whose shape has changed is retired: a warning names it, and its increments have weight 0 from then on.
 - Passes without gradients are not seen. `torch.autograd.grad` and second passes through a retained graph cannot be told from
   training and are counted.

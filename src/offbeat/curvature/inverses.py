@@ -9,14 +9,15 @@ What is kept is either the inverse itself or the triangle U of A = U^T U, of the
 the operations and a quarter of the time; solving with U takes as many as multiplying by the inverse, but more time. So
 triangles are for those who make new ones often.
 
-In bfloat16 an inverse is kept as a square, which has as many bytes as a float32 triangle, can be multiplied by as it is, and is
-several times as fast to multiply by where the hardware knows bfloat16. Against directions in float64 of the same factors and
-gradients, with damping 0.003 and 0.01, those of a convolutional network on images of 32 x 32 were off by 0.4 to 0.5% of their
-length after 12 and 60 steps, those on `digits` by 1.1 to 1.7% after 20 to 200, and <direction, gradient> by at most 0.13%; the
-worst layer, a factor with condition number 300, by 2.4%. Rounding the gradients alone makes half to five sixths of that. To keep
-the diagonal apart in float32, or 1 - damping * inverse in place of the inverse, takes off an eighth to two thirds: not worth a
-form of its own. The error is relative to the largest eigenvalue of the inverse; so where a damped factor's condition number is
-above 2^8 or so, little but rounding is left of a direction along the eigenvectors with its largest eigenvalues.
+In bfloat16 an inverse is kept as a square, which has as many bytes as a float32 triangle, can be multiplied by as it is, and
+is several times as fast to multiply by where the hardware knows bfloat16. Against directions in float64 of the same factors
+and gradients, with damping 0.003 and 0.01, those of a convolutional network on images of 32 x 32 were off by 0.4 to 0.5% of
+their length after 12 and 60 steps, those on `digits` by 1.1 to 1.7% after 20 to 200, and <direction, gradient> by at most
+0.15%; the worst layer, a factor with condition number 300, by 2.4%. Rounding gradients alone makes half to five sixths of
+that. Keeping the diagonal apart in float32, or 1 - damping * inverse in place of the inverse, takes off an eighth to two
+thirds: not worth a form of its own. The error is relative to the largest eigenvalue of the inverse; so where a damped factor's
+condition number is above 2^8 or so, little but rounding is left of a direction along the eigenvectors with its largest
+eigenvalues.
 
 Whether a decomposition succeeded is known on the device at once and on the host later. On a CPU that makes no difference. On a
 GPU nothing waits: the verdict is copied while work goes on and read before the next inversions, and a matrix that failed has no

@@ -111,7 +111,7 @@ class KFACStrategy(Strategy):
         require_one_of("inverse_dtype", self.inverse_dtype, ("float32", "bfloat16"))
         if self.inverse == "eigen" and self.inverse_dtype == "bfloat16":
             raise ConfigError(
-                'inverse_dtype="bfloat16" is for inverses, and inverse="eigen" keeps eigenvectors, which need a higher precision; '
+                'inverse_dtype="bfloat16" is for inverses, and inverse="eigen" keeps eigenvectors, which need more precision; '
                 'use inverse="cholesky", or inverse_dtype="float32"'
             )
         if not isinstance(self.exchange, GradientStrategy) and self.exchange not in EXCHANGES:
