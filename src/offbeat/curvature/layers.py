@@ -107,8 +107,8 @@ class ConvBlock(Block):
 
     def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
         maps = as_real(gradient if gradient.ndim == 4 else gradient[None])
-        moment, num_pixels = patch_moment(maps, Window(taps=(1, 1)), groups=self.outputs.groups)
-        return Moment(pack(moment), num_pixels)
+        rows = maps.movedim(1, 0).flatten(1).unflatten(0, (self.outputs.groups, self.outputs.dim)).mT
+        return Moment(pack(gram(rows)), rows.shape[1])
 
     def _padding(self) -> tuple[Pair, Pair]:
         """Above and left, below and right. "same" puts the odd one below and right, as Conv2d does."""

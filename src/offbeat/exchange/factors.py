@@ -389,7 +389,8 @@ class FactorExchange:
         packed = self._factors[slot].average()
         damping = packed.new_full((), self._settings.damping)
         if self._settings.pi:
-            pair = [(self._factors[either].average(), self._shapes[either]) for either in (2 * index, 2 * index + 1)]
+            average = {slot: packed, slot ^ 1: self._factors[slot ^ 1].average()}
+            pair = [(average[either], self._shapes[either]) for either in (2 * index, 2 * index + 1)]
             damping = damping_of(pair[0], pair[1], damping=self._settings.damping, pi=True)[slot % 2]
         return Job(
             name=self._name_of(slot),
