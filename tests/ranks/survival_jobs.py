@@ -153,7 +153,9 @@ def stopped(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
     optimizer = sgd(net)
     session, loader = attached(net, optimizer, label)
     with session:
-        pid = loader._gather(os.getpid())[2]
+        pids = loader._desk.gather(os.getpid())
+        assert pids is not None
+        pid = pids[2]
         if rank == 2:
             step(net, optimizer, next(iter(loader.one_mega_batch())))
             os.kill(pid, signal.SIGSTOP)

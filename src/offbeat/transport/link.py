@@ -124,6 +124,11 @@ class Link:
             elif self._gone_since_s is None:
                 self._gone_since_s = now_s
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether there was a connection when it was last looked at, and is none any more."""
+        return self._ever_connected and self._gone_since_s is not None
+
     def obituary(self, now_s: float) -> str | None:
         """Why the peer is held dead ("lost its connection ..."); None while it may live."""
         if self._refused:

@@ -64,6 +64,7 @@ class Mesh:
         self._sending.set(zmq.MAX_SOCKETS, 4 * world_size + 64)
         self._links: dict[int, Link] = {}
         self.left: set[int] = set()
+        self._aborted: set[int] = set()
         self._next_watch_s = 0.0
 
     def connect(self, endpoints: Sequence[str]) -> None:
@@ -147,6 +148,11 @@ class Mesh:
             return PeerError(f"rank {peer} {why} (rank {self.rank} waited for anybody's message)", rank=peer)
         return None
 
+    def lost(self) -> frozenset[int]:
+        """The ranks whose connection is gone without a word: those that failed and said so live on, as those that left do."""
+        gone = {peer for peer, link in self._links.items() if link.is_gone}
+        return frozenset(gone - self.left - self._aborted)
+
     def wait_of(self, peer: int, channel: int) -> str:
         """What a receive of `peer`'s message on `channel` waits for, in words."""
         stream, exchange = split_channel(channel)
@@ -172,4 +178,5 @@ class Mesh:
             reason = bytes(payload[_BLAME.size :]).decode(errors="replace")
             if self.watch_all and 0 <= blamed < self.world_size and blamed not in (self.rank, envelope.sender):
                 self.failures.setdefault(blamed, f"failed, says rank {envelope.sender}: {reason}")
+            self._aborted.add(envelope.sender)
             self.failures.setdefault(envelope.sender, f"aborted: {reason}")

@@ -31,6 +31,7 @@ class Peers(Driver):
 
     Attributes:
         endpoint: where this rank listens, "tcp://address:port"; the others' `connect` needs it.
+        lost: once closed, the ranks whose connection was gone then, without a goodbye and without a word of failure.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Peers(Driver):
         self._limits = limits if limits is not None else PeerLimits()
         self._mesh = Mesh(rank, world_size, address=address, secret=secret, generation=generation, limits=self._limits)
         self.endpoint = self._mesh.listener.endpoint
+        self.lost: frozenset[int] = frozenset()
         self._news = threading.Condition(threading.Lock())
         # the thread that polls is the only one to touch the mesh's receiving side, though it does not hold the lock
         self._somebody_polls = False
@@ -178,6 +180,7 @@ class Peers(Driver):
             while self._mesh.anyone_listens() and (remaining_s := deadline_s - time.monotonic()) > 0:
                 self._mesh.listener.wait(remaining_s)
                 self._mesh.look_around()
+            self.lost = self._mesh.lost()
             self._mesh.close()
 
     def answered(self, peer: int, channel: int) -> bool:
