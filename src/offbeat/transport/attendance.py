@@ -59,7 +59,8 @@ def await_all(
         _halt(store, f"rank {position} refused: {refusal}", None)
         raise refusal
     store.set(f"here/{position}", "")
-    begin_s, limit_s = time.monotonic(), store.timeout.total_seconds()
+    limit_s = store.timeout.total_seconds()  # type: ignore[attr-defined]  # missing in torch's stubs
+    begin_s = time.monotonic()
     for other, rank in enumerate(ranks):
         while not store.check([f"here/{other}"]):
             _raise_if_halted(store)

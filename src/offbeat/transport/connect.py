@@ -42,6 +42,9 @@ RETURN_VARIABLE = "OFFBEAT_RETURN"
 CONNECT_LIMIT_S = 30.0
 """How long the ranks may take to connect by gloo, once all of them have come."""
 
+_MEET_S = 5.0
+"""How long for connections that a strategy may never need, since with them a death has a name."""
+
 Gather: TypeAlias = Callable[[bytes], list[bytes]]
 """Gives every rank's payload to every rank, by rank."""
 
@@ -209,6 +212,7 @@ def _mesh(dense: C10d, address: str, generation: int, secret: bytes, gather: Gat
     messages = Peers(dense.rank, dense.world_size, address=address, secret=secret, generation=generation)
     try:
         messages.connect([endpoint.decode() for endpoint in gather(messages.endpoint.encode())])
+        messages.await_connections(_MEET_S)
         gather(b"connected")
     except BaseException:
         messages.close()

@@ -103,6 +103,10 @@ class Mesh:
         for peer in self._links.keys() - self.left:
             self._links[peer].send(Kind.GOODBYE, 0, b"")
 
+    def has_met_all(self) -> bool:
+        """Whether there has been a connection to every rank that may live."""
+        return all(link.ever_connected or not self._listens(peer) for peer, link in self._links.items())
+
     def anyone_listens(self) -> bool:
         """Whether some rank may still read what is sent to it."""
         return any(map(self._listens, self._links))

@@ -145,6 +145,15 @@ class Peers(Driver):
                     return dict(self._mesh.failures)
                 self._wait_for_news(remaining_s)
 
+    def await_connections(self, timeout_s: float) -> None:
+        """Return once every rank has been connected, or after `timeout_s`: whose connection is lost later is known to be dead."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._news:
+            self._look_around()
+            while not self._mesh.has_met_all() and (remaining_s := deadline_s - time.monotonic()) > 0:
+                self._wait_for_news(remaining_s)
+                self._look_around()
+
     def left(self) -> list[int]:
         """The ranks that said goodbye, in the order of their numbers. Never blocks."""
         with self._news:
