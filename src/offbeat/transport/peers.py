@@ -146,7 +146,7 @@ class Peers(Driver):
                 self._wait_for_news(remaining_s)
 
     def await_connections(self, timeout_s: float) -> None:
-        """Return once every rank has been connected, or after `timeout_s`: whose connection is lost later is known to be dead."""
+        """Return once every rank has been met, or after `timeout_s`. A connection that is lost afterwards tells of a death."""
         deadline_s = time.monotonic() + timeout_s
         with self._news:
             self._look_around()
