@@ -66,6 +66,14 @@ def test_a_rank_that_was_lost_and_comes_all_the_same_is_there() -> None:
     assert raised == [None, None]
 
 
+def test_who_was_held_lost_and_comes_late_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attendance, "GRACE_S", 0.0)
+    store = HashStore()
+    for position, lost in ((0, {1}), (1, set())):
+        with pytest.raises(PeerError, match="rank 1 was lost"):
+            await_all(store, position, [0, 1], lost=lost)
+
+
 def test_who_never_comes_is_named_when_the_time_is_over() -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.05))

@@ -66,7 +66,7 @@ def await_all(
             _raise_if_halted(store)
             waited_s = time.monotonic() - begin_s
             if rank in lost and waited_s > GRACE_S:
-                _halt(store, _was_lost(rank, [other for other in ranks if other not in lost]), rank)
+                _halt(store, _was_lost(rank, [living for living in ranks if living not in lost]), rank)
                 continue
             if waited_s > limit_s:
                 raise PeerError(
@@ -75,6 +75,7 @@ def await_all(
                     rank=rank,
                 )
             time.sleep(min(_LOOK_S + waited_s / 50, 0.25))
+    _raise_if_halted(store)  # who was held lost and comes late must not go on alone
 
 
 @contextmanager
