@@ -50,14 +50,14 @@ class InversePhase:
     Args:
         plan: who inverts what.
         shapes: of each slot.
-        likes: for each slot a tensor of its dtype and device.
+        likes: for each slot a tensor of its device, and of the dtype in which its inverse is kept.
         driver: carries broadcasts out.
         stream: of the broadcasts.
         inverter: inverts, or decomposes.
         spans: notes what is done when.
 
     Attributes:
-        packed: what stands for the inverse of each slot, packed; zeros stand for none. None where this rank needs none.
+        packed: what stands for the inverse of each slot; zeros stand for none. None where this rank needs none.
     """
 
     def __init__(
