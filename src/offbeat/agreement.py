@@ -6,16 +6,16 @@ the same verdict. So a mistake on one rank is one clear error on all of them, an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from offbeat.collectives.control import gather_values
 from offbeat.errors import MismatchError, OffbeatError
 from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Driver, Stream
-from offbeat.transport.operations import AllGather, Broadcast, Collective
+from offbeat.transport.operations import Broadcast, Collective
 
 Description = Mapping[str, Any]
 
@@ -52,32 +52,36 @@ def agree(driver: Driver, stream: Stream, mine: Description | OffbeatError) -> N
         OffbeatError: this rank's own refusal, if it had one.
         MismatchError: another rank refused, or a description differs. On every rank.
     """
-    answer = {"refusal": str(mine)} if isinstance(mine, OffbeatError) else {"description": mine}
-    answers = driver.run(_gather(answer), stream.next())
+    require_agreement(mine, dict(enumerate(driver.run(gather_values(answer_of(mine)), stream.next()))))
+
+
+def answer_of(mine: Description | OffbeatError) -> dict[str, Any]:
+    """What this rank says to the others, of JSON's kinds."""
+    return {"refusal": str(mine)} if isinstance(mine, OffbeatError) else {"description": mine}
+
+
+def require_agreement(mine: Description | OffbeatError, answers: Mapping[int, Mapping[str, Any]]) -> None:
+    """Compare what all ranks said, `answers` by rank, with what the first of them did; raises as `agree`."""
     if isinstance(mine, OffbeatError):
         raise mine
-    for rank, other in enumerate(answers):
+    for rank, other in answers.items():
         if "refusal" in other:
             raise MismatchError(f"rank {rank} refused: {other['refusal']}")
-    for rank, other in enumerate(answers):
-        difference = _first_difference(answers[0]["description"], other["description"])
+    first = min(answers)
+    for rank, other in answers.items():
+        difference = _first_difference(answers[first]["description"], other["description"], first)
         if difference:
-            raise MismatchError(f"rank {rank} differs from rank 0 in {difference}; every rank must build the same")
+            raise MismatchError(f"rank {rank} differs from rank {first} in {difference}; every rank must build the same")
 
 
-def _first_difference(reference: Description, other: Description) -> str | None:
+def _first_difference(reference: Description, other: Description, first: int) -> str | None:
     for section, expected in reference.items():
         actual = other.get(section, {})
         for name in [*expected, *(name for name in actual if name not in expected)]:
             left, right = expected.get(name, "absent"), actual.get(name, "absent")
             if left != right:
-                return f"its {section}, {name!r}: {right} there, {left} on rank 0"
+                return f"its {section}, {name!r}: {right} there, {left} on rank {first}"
     return None
-
-
-def _gather(answer: Mapping[str, Any]) -> Collective[list[dict[str, Any]]]:
-    payloads = yield AllGather(json.dumps(answer).encode())
-    return [json.loads(bytes(payload)) for payload in payloads]
 
 
 def adopt_rank_0(driver: Driver, stream: Stream, model: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from offbeat.agreement import agree
+from offbeat.agreement import agree, answer_of, require_agreement
 from offbeat.collectives.control import gather_values
 from offbeat.data.dispatch import Desk, DispatchLoader, MapStyle, Recording, data_description
 from offbeat.data.lockstep import LockstepLoader
@@ -71,35 +71,40 @@ class Feeding:
             )
         except ConfigError as error:
             description = error
-        store = store_of(self.network)
-        if self.returns:
-            _agree_with_founders(store, description)
-        else:
-            agree(self.driver, self.control, description)
+        rank = self.driver.rank
         collate = torch.utils.data.default_collate if collate is None else collate
         if desk is None:
-            sizes = self._gather(batch_size)
-            rank = self.driver.rank
+            agree(self.driver, self.control, description)
+            sizes = self.driver.run(gather_values(batch_size), self.control.next())
             return LockstepLoader(dataset, batch_sizes=sizes, claimed=self.weigh, seed=seed, collate=collate, rank=rank)
-        if not self.returns:
-            store.set(_DATA_KEY, json.dumps(description))
-        desk.limit({self.driver.rank: max_batch_size} if self.returns else dict(enumerate(self._gather(max_batch_size))))
+        store = store_of(self.network)
+        desk.limit(self._agree_at(desk, store, description, max_batch_size))
         return DispatchLoader(
             dataset,
-            log=ClaimLog(store, rank=self.driver.rank),
+            log=ClaimLog(store),
             desk=desk,
-            gather=self._gather,
             seed=seed,
             collate=collate,
-            rank=self.driver.rank,
+            rank=rank,
             notify=self.notify,
             record=record,
             replay=replay,
         )
 
-    def _gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, of JSON's kinds."""
-        return self.driver.run(gather_values(value), self.control.next())
+    def _agree_at(
+        self, desk: Desk, store: Store, mine: OffbeatError | dict[str, Any], max_batch_size: int | None
+    ) -> dict[int, int | None]:
+        """Raise unless those who live, or began the run, read the same data; what fits into their memories, by rank."""
+        said = None
+        if not self.returns:
+            fits = None if isinstance(mine, OffbeatError) else max_batch_size
+            said = desk.gather(answer_of(mine) | {"fits": fits})
+        if said is None:
+            _agree_with_founders(store, mine)
+            return {self.driver.rank: max_batch_size}
+        require_agreement(mine, said)
+        store.set(_DATA_KEY, json.dumps(mine))
+        return {rank: answer["fits"] for rank, answer in said.items()}
 
 
 def _agree_with_founders(store: Store, mine: OffbeatError | dict[str, Any]) -> None:

@@ -108,24 +108,11 @@ def test_adam_is_torchs_for_sparse_gradients() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 @given(steps=touched_in_steps)
-def test_touched_rows_are_those_that_may_have_changed(name: str, steps: list[set[int]]) -> None:
+def test_rows_without_a_gradient_stay_as_they_are(name: str, steps: list[set[int]]) -> None:
     weight, before = parameter(), parameter().detach()
-    optimizer = ALL[name][0]([weight])
-    assert optimizer.touched_rows(weight).tolist() == []
-    train(optimizer, weight, [sparse(gradient(rows, step), rows) for step, rows in enumerate(steps)])
-    touched = set().union(*steps)
-    assert optimizer.touched_rows(weight).tolist() == sorted(touched)
-    others = [row for row in range(NUM_ROWS) if row not in touched]
-    assert torch.equal(weight.detach()[others], before[others])
-    optimizer.forget_touched()
-    assert optimizer.touched_rows(weight).tolist() == []
-
-
-def test_a_dense_gradient_touches_all_rows() -> None:
-    weight = parameter()
-    optimizer = RowSGD([weight], 0.1)
-    train(optimizer, weight, [gradient({1}, 0)])
-    assert optimizer.touched_rows(weight).tolist() == list(range(NUM_ROWS))
+    train(ALL[name][0]([weight]), weight, [sparse(gradient(rows, step), rows) for step, rows in enumerate(steps)])
+    changed = (weight.detach() != before).any(dim=1).nonzero().flatten().tolist()
+    assert changed == sorted(set().union(*steps))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -139,10 +126,8 @@ def test_a_resumed_optimizer_goes_on_the_same(name: str) -> None:
     second = torch.nn.Parameter(first.detach().clone())
     resumed = make([second])
     resumed.load_state_dict(optimizer.state_dict())
-    assert resumed.touched_rows(second).tolist() == [1, 2, 5]
     train(resumed, second, gradients[2:])
     assert torch.equal(second, whole)
-    assert resumed.touched_rows(second).tolist() == [0, 1, 2, 5, 6]
 
 
 def test_rows_listed_twice_add_up() -> None:

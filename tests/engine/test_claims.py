@@ -12,7 +12,6 @@ from torch._C._distributed_c10d import HashStore
 
 from offbeat.engine.claims import Claim, ClaimLog, Place, Span, num_positions, part_of, without
 from offbeat.engine.membership import StoreLostError
-from offbeat.errors import WireError
 
 disjoint_spans = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
     lambda cuts: tuple(Span(*pair) for pair in zip(sorted(cuts)[::2], sorted(cuts)[1::2], strict=False))
@@ -48,7 +47,7 @@ def test_every_sample_is_merged_exactly_once(num_samples: int, batch_sizes: list
     left = (Span(0, num_samples),)
     number = 0
     while left:
-        logs = [ClaimLog(store, rank=rank, prefix="test") for rank in range(len(batch_sizes))]
+        logs = [ClaimLog(store, prefix="test") for _ in batch_sizes]
         held: dict[int, list[Claim]] = {rank: [] for rank in range(len(batch_sizes))}
         for log in logs:
             log.open(number, left)
@@ -76,7 +75,7 @@ def test_every_sample_is_merged_exactly_once(num_samples: int, batch_sizes: list
 @given(st.integers(1, 100), st.lists(st.integers(1, 30), min_size=1, max_size=4))
 def test_nobody_gets_more_than_asked_and_only_the_last_gets_less(num_samples: int, batch_sizes: list[int]) -> None:
     store = HashStore()
-    logs = [ClaimLog(store, rank=rank) for rank in range(len(batch_sizes))]
+    logs = [ClaimLog(store) for _ in batch_sizes]
     for log in logs:
         log.open(0, [Span(0, num_samples)])
     taken: list[tuple[int, Claim]] = []
@@ -109,25 +108,21 @@ def test_rounds_lead_through_every_epoch(num_samples: int, count: int, data: st.
     assert set(merged.values()) == {1}
 
 
-def test_the_log_says_how_far_everyone_came() -> None:
+def test_a_claim_may_lie_in_two_spans() -> None:
     store = HashStore()
-    first, second = (ClaimLog(store, rank=rank) for rank in (0, 1))
+    first, second = (ClaimLog(store) for _ in range(2))
     for log in (first, second):
         log.open(0, [Span(0, 4), Span(10, 14)])
-    first.claim(3)
-    second.claim(3)
-    first.claim(3)
-    assert first.claims_of(0) == [(Claim((Span(0, 3),)), "computed"), (Claim((Span(12, 14),)), "claimed")]
-    assert first.claims_of(1) == [(Claim((Span(3, 4), Span(10, 12))), "claimed")]
+    assert first.claim(3) == Claim((Span(0, 3),))
+    assert second.claim(3) == Claim((Span(3, 4), Span(10, 12)))
+    assert first.claim(3) == Claim((Span(12, 14),))
     assert second.claim(1) is None
     assert second.claim(1) is None
-    assert first.claims_of(1) == [(Claim((Span(3, 4), Span(10, 12))), "computed")]
-    assert first.claims_of(2) == []
 
 
 def test_rounds_do_not_meet() -> None:
     store = HashStore()
-    log = ClaimLog(store, rank=0)
+    log = ClaimLog(store)
     for number in range(3):
         log.open(number, [Span(5, 7)])
         assert log.round == number
@@ -137,17 +132,17 @@ def test_rounds_do_not_meet() -> None:
 
 def test_a_log_does_not_grow() -> None:
     store = HashStore()
-    logs = [ClaimLog(store, rank=rank) for rank in range(3)]
+    logs = [ClaimLog(store) for _ in range(3)]
     for number in range(4):
         for log in logs:
             log.open(number, [Span(0, 9)], sweeps=log is logs[1])
         while any([log.claim(2) for log in logs]):  # noqa: C419 - everyone finds out that nothing is left
             pass
-        assert store.num_keys() == 4
+        assert store.num_keys() == 1
 
 
 def test_an_empty_round_gives_nothing() -> None:
-    log = ClaimLog(HashStore(), rank=0)
+    log = ClaimLog(HashStore())
     assert log.claim(1) is None
     log.open(0, [])
     assert log.claim(1) is None
@@ -162,16 +157,7 @@ class Gone:
 
 @pytest.mark.parametrize("call", [lambda log: log.claim(1)])
 def test_a_lost_store_is_named(call: Callable[[ClaimLog], object]) -> None:
-    log = ClaimLog(Gone(), rank=0)  # type: ignore[arg-type]  # as much of a store as is asked
+    log = ClaimLog(Gone())  # type: ignore[arg-type]  # as much of a store as is asked
     log.open(0, [Span(0, 1)])
     with pytest.raises(StoreLostError, match="serves it ended"):
         call(log)
-
-
-def test_a_damaged_log_is_named() -> None:
-    store = HashStore()
-    log = ClaimLog(store, rank=0, prefix="mine")
-    log.open(0, [Span(0, 9)])
-    store.set("mine/claims/0/0", "nonsense,")
-    with pytest.raises(WireError, match="damaged"):
-        log.claims_of(0)

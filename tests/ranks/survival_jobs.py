@@ -58,14 +58,16 @@ def notice_deaths_soon(*, heartbeat_timeout_s: float = 10.0) -> None:
 
 
 class Dying(Wrapper):
-    """Ends this process at the n-th message that it is to send."""
+    """Ends this process at the n-th message that it is to send, of those while `is_armed`."""
+
+    is_armed = True
 
     def __init__(self, inner: Driver, at_message: int) -> None:
         super().__init__(inner)
         self._left = at_message
 
     def start(self, operation: Operation, channel: int) -> Ticket:
-        if isinstance(operation, Send):
+        if isinstance(operation, Send) and Dying.is_armed:
             self._left -= 1
             if self._left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -111,11 +113,12 @@ def killed(rank: int, world_size: int, *, label: str, deaths: dict[str, list[Any
     net = make_net()
     optimizer = sgd(net)
     num_steps, longest_s, merges = 0, 0.0, []
+    Dying.is_armed = False
     session, loader = attached(net, optimizer, label, at_message=when if how == "merging" else None)
     with session:
         while loader.epoch < 2:
             for batch in loader.one_mega_batch():
-                num_steps += 1
+                num_steps, Dying.is_armed = num_steps + 1, True
                 if how == "computing" and num_steps == when:
                     os.kill(os.getpid(), signal.SIGKILL)
                 step(net, optimizer, batch)
@@ -153,7 +156,9 @@ def stopped(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
     optimizer = sgd(net)
     session, loader = attached(net, optimizer, label)
     with session:
-        pid = loader._gather(os.getpid())[2]
+        pids = loader._desk.gather(os.getpid())
+        assert pids is not None
+        pid = pids[2]
         if rank == 2:
             step(net, optimizer, next(iter(loader.one_mega_batch())))
             os.kill(pid, signal.SIGSTOP)

@@ -21,9 +21,6 @@ from numpy.typing import NDArray
 from offbeat.engine.claims import Claim, ClaimLog, Merged, Place, Span, Spans, Work, num_positions, part_of, without
 from offbeat.errors import CheckpointError, ConfigError, PeerError
 
-Gather = Callable[[Any], list[Any]]
-"""Gives every rank's value, of JSON's kinds, to every rank, by rank. Collective."""
-
 
 class MapStyle(Protocol):
     """A dataset with a length whose samples can be had by number."""
@@ -63,6 +60,13 @@ class Desk(Protocol):
 
     def on_batch_claimed(self, num_samples: int) -> None:
         """The next optimizer step will be taken with so many further samples."""
+        ...
+
+    def gather(self, value: Any) -> Mapping[int, Any] | None:
+        """Every living rank's value, of JSON's kinds, by rank, ascending. Collective over those who live.
+
+        None where the others have gone on without this rank meanwhile; `entry` is what they merged then.
+        """
         ...
 
     def limit(self, largest: Mapping[int, int | None]) -> None:
@@ -185,7 +189,6 @@ class DispatchLoader:
         dataset: of map style; the same on all ranks.
         log: of claims.
         desk: the strategy's part.
-        gather: collective.
         seed: of the order, >= 0.
         collate: makes a batch of a list of samples.
         rank: this rank.
@@ -207,7 +210,6 @@ class DispatchLoader:
         *,
         log: ClaimLog,
         desk: Desk,
-        gather: Gather,
         seed: int,
         collate: Callable[[list[Any]], Any],
         rank: int,
@@ -223,7 +225,7 @@ class DispatchLoader:
         if replay is not None:
             _require_fit(replay, num_samples=len(dataset), seed=seed, world_size=world_size)
         self._dataset, self._collate, self._seed = dataset, collate, seed
-        self._log, self._desk, self._gather, self._notify, self._clock = log, desk, gather, notify, clock
+        self._log, self._desk, self._notify, self._clock = log, desk, notify, clock
         self._rank = rank
         self._replay = replay
         self._order: tuple[int, NDArray[np.int64]] | None = None
@@ -288,16 +290,20 @@ class DispatchLoader:
             "round": self._log.round,
             "computed": [span for claim in self._computed for span in claim.spans],
         }
-        stated = self._gather(mine)
-        places = [tuple(other["place"]) for other in stated]
-        if len(set(places)) > 1:
+        stated = self._desk.gather(mine)
+        if stated is None:
+            assert self._desk.entry is not None, "the others have loaders too"
+            self._begin()
+            return
+        places = {rank: tuple(other["place"]) for rank, other in stated.items()}
+        if len(set(places.values())) > 1:
             raise CheckpointError(
                 "the ranks' states were saved in different mega-batches (epoch and number by rank: "
                 f"{places}); save them on all ranks after the same merge, or in the middle of the same mega-batch"
             )
-        computed = [Span(*span) for other in stated for span in other["computed"]]
+        computed = [Span(*span) for other in stated.values() for span in other["computed"]]
         spans = without(self._whole(self.epoch, self.mega_batch), computed)
-        number = 1 + max(other["round"] for other in stated)
+        number = 1 + max(other["round"] for other in stated.values())
         self._open(Place(epoch=self.epoch, mega_batch=self.mega_batch, round=number, retry=0, spans=spans))
 
     def _open(self, place: Place) -> None:

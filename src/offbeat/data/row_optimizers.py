@@ -24,7 +24,6 @@ import torch
 from offbeat.data.row_gradients import read_sparse
 from offbeat.errors import ConfigError
 
-_TOUCHED = "touched"
 _STEP = "step"
 _BLOCK_NUMBERS = 1 << 16  # of rows that are updated together, so that copies of them stay in a core's cache
 
@@ -55,33 +54,17 @@ class RowOptimizer(torch.optim.Optimizer, ABC):
                     self._step_parameter(parameter, parameter.grad, group)
         return loss
 
-    def touched_rows(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The rows that have changed since the last `forget_touched`: int64, ascending. `state_dict` remembers them."""
-        if parameter not in self.state:
-            return torch.empty(0, dtype=torch.int64, device=parameter.device)
-        touched: torch.Tensor = self.state[parameter][_TOUCHED]
-        return touched.nonzero().flatten()
-
-    def forget_touched(self) -> None:
-        """From now on no row has been touched."""
-        for state in self.state.values():
-            state[_TOUCHED].zero_()
-
     def _step_parameter(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state, slot_names = self.state[parameter], self._slot_names(group)
         if not state:
-            num_rows = parameter.shape[0] if parameter.dim() else 1
             state[_STEP] = torch.tensor(0.0)
-            state[_TOUCHED] = torch.zeros(num_rows, dtype=torch.bool, device=parameter.device)
             state.update((name, torch.zeros_like(parameter)) for name in slot_names)
         state[_STEP] += 1
         slots = [state[name] for name in slot_names]
         if not gradient.is_sparse:
             self._update_(parameter, gradient, slots, group, int(state[_STEP]))
-            state[_TOUCHED].fill_(True)
             return
         all_rows, all_values = read_sparse(gradient)
-        state[_TOUCHED][all_rows] = True
         tensors = [parameter, *slots]
         size = max(_BLOCK_NUMBERS // max(parameter[:1].numel(), 1), 1) if parameter.device.type == "cpu" else all_rows.numel()
         for rows, values in zip(all_rows.split(size), all_values.split(size), strict=True):

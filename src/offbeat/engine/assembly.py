@@ -137,6 +137,8 @@ class Assembly:
             self.is_new = self.is_new or is_new
             self._left_out, self._lost_store = False, None
             self._changed.notify_all()
+        if old is None and generation.number and not is_new:
+            self._notify(f"generation {generation.number}: {generation.size} workers; whoever else was to begin has ended")
         if old is not None:
             old.driver.close()  # whoever waits there hears of it, and goes over too
             if not self.has_finished:

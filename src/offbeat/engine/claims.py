@@ -1,29 +1,25 @@
 """Which worker takes which samples, agreed through the store that all share: no master deals them out, and nobody waits.
 
 A *round* is a list of spans, each of which is to be given out once; all workers know it. Whoever is free claims the next
-part of it, and leaves in the store:
+part of it, by one number in the store:
 
     given/<round>           samples that were claimed so far, raised atomically by whoever claims
-    claims/<round>/<rank>   where in the round each claim of that rank begins and ends; a full stop once it found nothing left
 
-A claim is *claimed*, then *computed* once its worker claims again or arrives, then *merged* with its worker's model, and only
-that is final. What was not merged is the round's spans without the merged ones: it is found without a word from a worker that
-died, wherever it died, and is the next round (`Place.after`). So every sample is merged exactly once.
+A claim is *claimed*, then *computed* by its worker, which says so when all meet, then *merged* with its worker's model, and
+only that is final. What was not merged is the round's spans without the merged ones: it is found without a word from a worker
+that died, wherever it died, and is the next round (`Place.after`). So every sample is merged exactly once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from offbeat.engine.membership import asking
-from offbeat.errors import WireError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-T = TypeVar("T")
 
 
 class Span(NamedTuple):
@@ -34,10 +30,6 @@ class Span(NamedTuple):
 
 
 Spans: TypeAlias = tuple[Span, ...]
-
-_END = "."
-
-Fate: TypeAlias = Literal["claimed", "computed"]
 
 
 def num_positions(spans: Iterable[Span]) -> int:
@@ -184,17 +176,15 @@ class Merged:
 class ClaimLog:
     """One worker's view of the log. Not for several threads at once. No call waits for another worker.
 
-    All calls raise `StoreLostError` when the store is gone. A round's entries are deleted when the next one begins.
+    All calls raise `StoreLostError` when the store is gone. A round's number is deleted when the next one begins.
 
     Args:
         store: which all workers share.
-        rank: of this worker.
         prefix: of the keys; the same on all workers, of this log alone.
     """
 
-    def __init__(self, store: Store, *, rank: int, prefix: str = "claims") -> None:
+    def __init__(self, store: Store, *, prefix: str = "claims") -> None:
         self._store = store
-        self._rank = rank
         self._prefix = prefix
         self._round = -1
         self._spans: Spans = ()
@@ -211,10 +201,9 @@ class ClaimLog:
         `sweeps`: on one worker, which deletes what the round before has left.
         """
         assert number > self._round, f"round {number} after round {self._round}"
-        if self._round >= 0:  # nobody claims there any more: all have met since
-            self._ask(lambda: self._store.delete_key(self._mine()))
-            if sweeps:
-                self._ask(lambda: self._store.delete_key(self._given()))
+        if self._round >= 0 and sweeps:  # nobody claims there any more: all have met since
+            with asking():
+                self._store.delete_key(self._given())
         self._round, self._spans, self._arrived = number, tuple(spans), False
 
     def claim(self, num_samples: int) -> Claim | None:
@@ -222,41 +211,11 @@ class ClaimLog:
         if self._arrived:
             return None
         total = num_positions(self._spans)
-        end = self._ask(lambda: self._store.add(self._given(), num_samples))
+        with asking():
+            end = self._store.add(self._given(), num_samples)
         begin, end = end - num_samples, min(end, total)
         self._arrived = begin >= total
-        entry = _END if self._arrived else f"{begin} {end},"
-        self._ask(lambda: self._store.append(self._mine(), entry))  # type: ignore[attr-defined]  # missing in torch's stubs
         return None if self._arrived else Claim(part_of(self._spans, begin, end))
-
-    def claims_of(self, rank: int) -> list[tuple[Claim, Fate]]:
-        """What `rank` has claimed in this round, in order, and how far it came with each."""
-        key = self._claims(rank)
-        raw = self._ask(lambda: self._store.get(key) if self._store.check([key]) else b"").decode()
-        pairs = [_two_numbers(entry) for entry in raw.removesuffix(_END).split(",") if entry]
-        in_hand = None if raw.endswith(_END) else len(pairs) - 1
-        return [
-            (Claim(part_of(self._spans, *pair)), "claimed" if number == in_hand else "computed")
-            for number, pair in enumerate(pairs)
-        ]
 
     def _given(self) -> str:
         return f"{self._prefix}/given/{self._round}"
-
-    def _claims(self, rank: int) -> str:
-        return f"{self._prefix}/claims/{self._round}/{rank}"
-
-    def _mine(self) -> str:
-        return self._claims(self._rank)
-
-    def _ask(self, call: Callable[[], T]) -> T:
-        with asking():
-            return call()
-
-
-def _two_numbers(entry: str) -> tuple[int, int]:
-    try:
-        begin, end = map(int, entry.split())
-    except ValueError as error:
-        raise WireError(f"the log of claims is damaged: {entry[:80]!r}, needed are two numbers") from error
-    return begin, end

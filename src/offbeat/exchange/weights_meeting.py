@@ -7,7 +7,7 @@
     all or none:    `engine.assembly`; only then the model is written
 
 A rank that has come in weighs nothing, and has the others' model afterwards. One that has come to the end of its training
-goes on to take part, and weighs nothing either, until all have.
+goes on to take part, and weighs nothing either, until all have. What ranks agree on without merging, they say in statements.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ class Met:
 
     Attributes:
         kind: what was done; None: nobody knew anything.
+        mine: what this rank said.
         generation: whose members have met.
         stated: what they said, by position.
         mean: of the models; None where nobody needs it.
     """
 
     kind: Kind | None
+    mine: Statement
     generation: Generation
     stated: tuple[Statement, ...]
     mean: Mean | None = None
@@ -130,10 +132,11 @@ class Meetings:
             MismatchError: the ranks have come for what does not go together.
             NonFiniteError: this rank's weights hold an infinity or a NaN.
         """
-        while (met := self._meet("merge", self._weights, self._whole, report)).kind != "merge":
-            if met.kind == "finish":
-                raise _ended_on_the_way_in()
-        return met
+        return self._come("merge", self._weights, self._whole, report)
+
+    def agree(self, report: Report, said: str) -> Met:
+        """Hear what all members say. One that is new merges in the place of it."""
+        return self._come("agree", self._weights, self._whole, report, said=said)
 
     def finish(self, report: Report) -> bool:
         """Take part until all members have come to the end of their training. Returns whether others have merged meanwhile."""
@@ -144,18 +147,24 @@ class Meetings:
 
     def mean_into(self, weights: ModelWeights, report: Report) -> Met:
         """Write the mean of all members' models into `weights`, a copy of this rank's own. One that is new merges first."""
-        while (met := self._meet("mean", weights, Staging(weights.tensors()), report)).kind != "merge":
-            if met.kind == "finish":
-                raise _ended_on_the_way_in()
-            if met.mean is None:
-                return met
-            if met.mean.staging is not None:
-                met.mean.staging.write_(met.mean.values, met.mean.tensors)
-                weights.write_counters(met.mean.counters)
-                return met
-        for source, target in zip(self._weights.tensors(), weights.tensors(), strict=False):
-            target.copy_(source)
+        met = self._come("mean", weights, Staging(weights.tensors()), report)
+        if met.kind == "merge":
+            for source, target in zip(self._weights.tensors(), weights.tensors(), strict=False):
+                target.copy_(source)
+        elif met.mean is not None:
+            assert met.mean.staging is not None
+            met.mean.staging.write_(met.mean.values, met.mean.tensors)
+            weights.write_counters(met.mean.counters)
         return met
+
+    def _come(self, kind: Kind, weights: ModelWeights, staging: Staging, report: Report, *, said: str = "") -> Met:
+        """Meet for `kind`. A rank that is new comes out of the first merge that the others make."""
+        while True:
+            met = self._meet(kind, weights, staging, report, said=said)
+            if met.kind == "merge" or not met.mine.is_new:
+                return met
+            if met.kind == "finish":
+                raise ConfigError("the run ended while this worker was on its way in; start a new one")
 
     def _meet(
         self,
@@ -163,10 +172,12 @@ class Meetings:
         weights: ModelWeights,
         staging: Staging,
         report: Report,
+        *,
+        said: str = "",
     ) -> Met:
         def part(generation: Generation, position: int) -> Collective[Met]:
             is_new = self._assembly.is_new
-            joins = is_new and kind == "mean"  # it has nothing to add to a mean, and has to come into the run first
+            joins = is_new and kind in ("mean", "agree")  # it has nothing to add, and has to come into the run first
             model, layout = (self._weights, self._whole) if joins else (weights, staging)
             touched = {} if is_new else self.rows.touched()
             mine = Statement(
@@ -181,10 +192,11 @@ class Meetings:
                 kept=None if is_new else self.rows.merge,
                 sparse=tuple(sorted(self.rows.sparse)),
                 touched=tuple((row, int(rows.sum())) for row, rows in touched.items()),
+                said=said,
             )
             stated = yield from all_gather(position, generation.size, mine.to_bytes(), Statement.from_bytes)
-            met = Met(kind=purpose(stated), generation=generation, stated=tuple(stated))
-            if met.kind in (None, "finish") or (met.kind == "mean" and hold_the_same(stated)):
+            met = Met(kind=purpose(stated), mine=mine, generation=generation, stated=tuple(stated))
+            if met.kind in (None, "agree", "finish") or (met.kind == "mean" and hold_the_same(stated)):
                 return met
             return replace(met, mean=(yield from self._mean(met, position, model, layout, touched)))
 
@@ -292,7 +304,3 @@ class Meetings:
         self.rows.keep({number for statement in met.stated for number in statement.sparse}, self.num_merges)
         self._assembly.caught_up(met.generation)
         self.encode_s += time.perf_counter() - begin_s
-
-
-def _ended_on_the_way_in() -> ConfigError:
-    return ConfigError("the run ended while this worker was on its way in; start a new one")

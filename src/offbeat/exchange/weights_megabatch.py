@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -152,6 +153,21 @@ class MegaBatches:
         """Whether the others went on without this rank, so that what it has computed since the last merge is lost."""
         return self._assembly.is_new
 
+    def gather(self, value: Any) -> dict[int, Any] | None:
+        """What all members that live say: `value`, of JSON's kinds, by rank. Collective, between merges.
+
+        None where this rank was left out meanwhile and has come in again, by a merge of the others.
+        """
+        met = self._meetings.agree(self._report(None, None), json.dumps(value))
+        if met.kind == "merge":
+            self._follow(met)
+            return None
+        said = {s.report.work.rank: json.loads(s.said) for s in met.stated if s.kind == "agree" and not s.is_new}
+        sizes = dict(zip(self.ranks, self.batch_sizes, strict=True))
+        self.ranks = tuple(sorted(said))
+        self.batch_sizes = tuple(sizes.get(rank, self._plan.base) for rank in self.ranks)
+        return {rank: said[rank] for rank in self.ranks}
+
     def limit(self, largest: Mapping[int, int | None]) -> None:
         """A loader feeds this rank from now on. `largest`: what fits into a rank's memory, by rank; of this one at least.
 
@@ -261,7 +277,6 @@ class MegaBatches:
 
     def _follow(self, met: Met) -> Merged | None:
         """Go on from a merge as all others do."""
-        mine = next(statement for statement in met.stated if statement.report.work.rank == self._rank)
         place = met.elder.report.place
         assert met.mean is not None
         total = sum(met.mean.scales)
@@ -276,7 +291,7 @@ class MegaBatches:
             self._resize(staying)
         else:
             self.batch_sizes = tuple(statement.report.work.batch_size for statement in staying)
-        if mine.is_new and not self._num_steps:
+        if met.mine.is_new and not self._num_steps:
             self.start_step = self._num_steps = met.elder.report.num_steps
         self._merged_at_step = self._num_steps
         self._in_hand = 0
@@ -284,7 +299,7 @@ class MegaBatches:
         if place is not None:
             works.sort(key=lambda work: work.rank)
             merged = Merged(place=place, works=tuple(works), ranks=self.ranks)
-        self.entry = merged if mine.is_new else self.entry
+        self.entry = merged if met.mine.is_new else self.entry
         return merged
 
     def _shares(self, stated: Sequence[Statement]) -> Sequence[float]:

@@ -6,14 +6,16 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from offbeat.engine.claims import Claim, Place, Span, Work
 from offbeat.errors import ConfigError, MismatchError, WireError
 from offbeat.transport.operations import Payload
 
-Kind: TypeAlias = Literal["merge", "mean", "finish"]
-"""What a rank has come for: to merge models, to be given their mean, or to the end of its training."""
+Kind: TypeAlias = Literal["merge", "mean", "agree", "finish"]
+"""What a rank has come for: to merge models, to be given their mean, to hear what all say, or to the end of its training."""
+
+_DOES: Final[dict[Kind, str]] = {"merge": "merge", "mean": "call averaged_model()", "agree": "begin with a loader"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +53,7 @@ class Statement:
         kept: number of the merge since which it knows which rows have changed; None: it does not know.
         sparse: positions of parameters whose gradient has been sparse.
         touched: of the parameters that it watches, how many rows have changed, by position.
+        said: what it has come to say, as JSON; empty unless it has come for that.
     """
 
     kind: Kind
@@ -64,6 +67,7 @@ class Statement:
     kept: int | None
     sparse: tuple[int, ...]
     touched: tuple[tuple[int, int], ...]
+    said: str = ""
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -99,17 +103,14 @@ def purpose(stated: Sequence[Statement]) -> Kind | None:
         if not math.isfinite(statement.report.work.busy_s):
             raise ConfigError(f"a rank was busy for {statement.report.work.busy_s} seconds; its clock cannot be used")
     kinds = {statement.kind for statement in stated if not statement.is_new}
-    if {"merge", "mean"} <= kinds:
-        asking, merging = (
-            [s.report.work.rank for s in stated if s.kind == kind and not s.is_new] for kind in ("mean", "merge")
-        )
-        raise MismatchError(
-            f"ranks {asking} call averaged_model() while ranks {merging} merge; call it on all ranks after the same merge"
-        )
+    if len(kinds & _DOES.keys()) > 1:
+        doers = {kind: sorted(s.report.work.rank for s in stated if s.kind == kind and not s.is_new) for kind in _DOES}
+        different = " while ".join(f"ranks {ranks} {_DOES[kind]}" for kind, ranks in doers.items() if ranks)
+        raise MismatchError(f"{different}; do the same on all ranks, after the same merge")
     places = {statement.report.place for statement in stated if statement.kind == "merge" and not statement.is_new}
     if len(places) > 1:
         raise MismatchError(f"ranks merge different rounds, {places}; do all of them iterate over the loader?")
-    order: tuple[Kind, ...] = ("merge", "mean", "finish")
+    order: tuple[Kind, ...] = (*_DOES, "finish")
     return next((kind for kind in order if kind in kinds), None)
 
 

@@ -12,8 +12,8 @@ batch sizes follow updates are those of `planning.batch_sizes`, merge weights th
 Ranks are the members of a generation (`engine.generations`), and a merge is final for all of them or for none
 (`collectives.all_or_none`): when a worker dies, the others go on, and what it had not merged is given out again.
 
-Cost per mega-batch: one mean of the weights, of sparse parameters the rows that have changed; for each batch two short messages
-to the store.
+Cost per mega-batch: one mean of the weights, of sparse parameters the rows that have changed; for each batch a short message
+to the store and its answer.
 
 Differences from the paper: `rule="proportional"` by default, since the published rule oscillates or never adapts; momentum and
 perturbation are off by default, and a perturbed mean is divided by its weights' sum; order is drawn anew for each epoch and the

@@ -72,7 +72,7 @@ WAIT_LIMIT = timedelta(days=1)
 _TAG = 0
 
 
-def gloo_backend(store: Store, rank: int, world_size: int, *, address: str) -> Backend:
+def gloo_backend(store: Store, rank: int, world_size: int, *, address: str, connect_limit_s: float) -> Backend:
     """A gloo backend whose sockets are bound to `address`. Collective: returns when all ranks have made theirs.
 
     Args:
@@ -80,11 +80,17 @@ def gloo_backend(store: Store, rank: int, world_size: int, *, address: str) -> B
         rank: this rank.
         world_size: number of ranks.
         address: numeric address of this host.
+        connect_limit_s: how long that may take, > 0.
+
+    Raises:
+        RuntimeError: it took longer.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from the stubs
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = WAIT_LIMIT
-    return cast(Backend, dist.ProcessGroupGloo(store, rank, world_size, options))
+    options._timeout = timedelta(seconds=connect_limit_s)
+    backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+    backend._set_default_timeout(WAIT_LIMIT)
+    return cast(Backend, backend)
 
 
 def nccl_backend(store: Store, rank: int, world_size: int) -> Backend:

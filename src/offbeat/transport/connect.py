@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from offbeat.errors import ConfigError, MismatchError, PeerError, UnsupportedError
+from offbeat.errors import ConfigError, PeerError, UnsupportedError
+from offbeat.transport.attendance import await_all, lost_ranks, naming_who_ends
 from offbeat.transport.c10d import C10d, gloo_backend, nccl_backend
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import listen_address
@@ -36,6 +38,12 @@ SECRET_VARIABLE = "OFFBEAT_RUN_SECRET"
 
 RETURN_VARIABLE = "OFFBEAT_RETURN"
 """Environment variable of a worker that is to join a run under way; any value but 0."""
+
+CONNECT_LIMIT_S = 30.0
+"""How long the ranks may take to connect by gloo, once all of them have come."""
+
+_MEET_S = 5.0
+"""How long for connections that a strategy may never need, since with them a death has a name."""
 
 Gather: TypeAlias = Callable[[bytes], list[bytes]]
 """Gives every rank's payload to every rank, by rank."""
@@ -95,6 +103,10 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
     Args:
         group: which ranks take part; it is only asked who they are, never used for communication.
         cuda: whether CUDA tensors will be reduced, so that an NCCL backend is worth making.
+
+    Raises:
+        PeerError: a rank has ended, on every rank that lives.
+        ConfigError, MismatchError: a rank cannot take part, on every rank.
     """
     if not dist.is_initialized():
         return Connection(driver=Solo(), network=None)
@@ -105,18 +117,23 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
     # Keys of an earlier connection of the same ranks lead to sockets that are closed, so each gets keys of its own.
     name = f"offbeat/{'-'.join(map(str, ranks))}/{generation}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-    address = _agree_to_listen(store, rank, world_size)
-    dense = _dense(store, rank, world_size, address=address, cuda=cuda)
-    try:
-        gather: Gather = lambda payload: dense.start(AllGather(payload), 0).wait()  # noqa: E731
-        secret = _agree_on_secret(rank, gather)
-        token = gather(secrets.token_hex(8).encode())[0].decode()
-        network = founded_network(store, token=token, rank=rank, world_size=world_size, address=address, secret=secret)
-        driver = Routed(dense, _mesh(dense, address, generation, secret, gather)) if isinstance(dense, C10d) else dense
-    except BaseException:
-        dense.close()
-        raise
-    return Connection(driver=driver, network=network)
+    lost = lost_ranks()
+    address = _agree_to_listen(store, rank, ranks, lost)
+    with naming_who_ends(store, rank, world_size, limit_s=1.5 * CONNECT_LIMIT_S):
+        dense = _dense(store, rank, world_size, address=address, cuda=cuda)
+        try:
+            gather: Gather = lambda payload: dense.start(AllGather(payload), 0).wait()  # noqa: E731
+            secret = _agree_on_secret(rank, gather)
+            token = gather(secrets.token_hex(8).encode())[0].decode()
+            network = founded_network(store, token=token, rank=rank, world_size=world_size, address=address, secret=secret)
+            if isinstance(dense, Solo):
+                return Connection(driver=dense, network=network)
+            messages = _mesh(dense, address, generation, secret, gather)
+        except BaseException:
+            dense.close()
+            raise
+    remember: Callable[[frozenset[int]], None] = lambda peers: lost.update(ranks[peer] for peer in peers)  # noqa: E731
+    return Connection(driver=Routed(dense, messages, on_lost=remember), network=network)
 
 
 def is_returning() -> bool:
@@ -174,10 +191,11 @@ def _dense(store: Store, rank: int, world_size: int, *, address: str, cuda: bool
     if world_size == 1:
         return Solo()
     nccl = nccl_backend(PrefixStore("nccl", store), rank, world_size) if cuda and dist.is_nccl_available() else None
-    return C10d(gloo_backend(PrefixStore("gloo", store), rank, world_size, address=address), nccl)
+    gloo = gloo_backend(PrefixStore("gloo", store), rank, world_size, address=address, connect_limit_s=CONNECT_LIMIT_S)
+    return C10d(gloo, nccl)
 
 
-def _agree_to_listen(store: Store, rank: int, world_size: int) -> str:
+def _agree_to_listen(store: Store, rank: int, ranks: Sequence[int], lost: AbstractSet[int]) -> str:
     """This rank's address. Raises on every rank if one of them has none, since the others would wait for it."""
     refusal: ConfigError | None = None
     address = ""
@@ -185,12 +203,7 @@ def _agree_to_listen(store: Store, rank: int, world_size: int) -> str:
         address = listen_address()
     except ConfigError as error:
         refusal = error
-    store.set(f"refusal/{rank}", str(refusal or ""))
-    if refusal is not None:
-        raise refusal
-    for other in range(world_size):
-        if said := store.get(f"refusal/{other}").decode():
-            raise MismatchError(f"rank {other} refused: {said}")
+    await_all(store, rank, ranks, lost=lost, refusal=refusal)
     return address
 
 
@@ -199,6 +212,7 @@ def _mesh(dense: C10d, address: str, generation: int, secret: bytes, gather: Gat
     messages = Peers(dense.rank, dense.world_size, address=address, secret=secret, generation=generation)
     try:
         messages.connect([endpoint.decode() for endpoint in gather(messages.endpoint.encode())])
+        messages.await_connections(_MEET_S)
         gather(b"connected")
     except BaseException:
         messages.close()

@@ -49,7 +49,11 @@ class PeerLimits:
 
 
 class Link:
-    """Sends to one peer, and learns from the socket's monitor whether the peer can be reached."""
+    """Sends to one peer, and learns from the socket's monitor whether the peer can be reached.
+
+    Attributes:
+        ever_connected: whether there was a connection when it was looked at.
+    """
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class Link:
         self._generation = generation
         self._limits = limits
         self._next_sequence = 0
-        self._ever_connected = False
+        self.ever_connected = False
         self._gone_since_s: float | None = now_s
         self._refused = False
         self._socket = context.socket(zmq.PUSH)
@@ -116,13 +120,18 @@ class Link:
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._gone_since_s = None
-                if self._ever_connected:
+                if self.ever_connected:
                     self.send(Kind.HELLO, 0, b"")
-                self._ever_connected = True
+                self.ever_connected = True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._refused = True
             elif self._gone_since_s is None:
                 self._gone_since_s = now_s
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether there was a connection when it was last looked at, and is none any more."""
+        return self.ever_connected and self._gone_since_s is not None
 
     def obituary(self, now_s: float) -> str | None:
         """Why the peer is held dead ("lost its connection ..."); None while it may live."""
@@ -130,7 +139,7 @@ class Link:
             return "refused this rank; do all ranks have the same generation and world size?"
         if self._patience_s(now_s) > 0:
             return None
-        if not self._ever_connected:
+        if not self.ever_connected:
             return (
                 f"could not be reached within {self._limits.connect_timeout_s:g} s; is it running, can this host route "
                 "to its address, and do both have the same run secret?"
@@ -150,5 +159,5 @@ class Link:
             return 0.0
         if self._gone_since_s is None:
             return math.inf
-        allowed_s = self._limits.grace_s if self._ever_connected else self._limits.connect_timeout_s
+        allowed_s = self._limits.grace_s if self.ever_connected else self._limits.connect_timeout_s
         return max(0.0, allowed_s - (now_s - self._gone_since_s))

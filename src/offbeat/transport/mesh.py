@@ -64,6 +64,7 @@ class Mesh:
         self._sending.set(zmq.MAX_SOCKETS, 4 * world_size + 64)
         self._links: dict[int, Link] = {}
         self.left: set[int] = set()
+        self._aborted: set[int] = set()
         self._next_watch_s = 0.0
 
     def connect(self, endpoints: Sequence[str]) -> None:
@@ -101,6 +102,10 @@ class Mesh:
         """Tell everyone that this rank sends nothing more; those that failed too, for they may be about to close."""
         for peer in self._links.keys() - self.left:
             self._links[peer].send(Kind.GOODBYE, 0, b"")
+
+    def has_met_all(self) -> bool:
+        """Whether there has been a connection to every rank that may live."""
+        return all(link.ever_connected or not self._listens(peer) for peer, link in self._links.items())
 
     def anyone_listens(self) -> bool:
         """Whether some rank may still read what is sent to it."""
@@ -147,6 +152,11 @@ class Mesh:
             return PeerError(f"rank {peer} {why} (rank {self.rank} waited for anybody's message)", rank=peer)
         return None
 
+    def lost(self) -> frozenset[int]:
+        """The ranks whose connection is gone without a word: those that failed and said so live on, as those that left do."""
+        gone = {peer for peer, link in self._links.items() if link.is_gone}
+        return frozenset(gone - self.left - self._aborted)
+
     def wait_of(self, peer: int, channel: int) -> str:
         """What a receive of `peer`'s message on `channel` waits for, in words."""
         stream, exchange = split_channel(channel)
@@ -172,4 +182,5 @@ class Mesh:
             reason = bytes(payload[_BLAME.size :]).decode(errors="replace")
             if self.watch_all and 0 <= blamed < self.world_size and blamed not in (self.rank, envelope.sender):
                 self.failures.setdefault(blamed, f"failed, says rank {envelope.sender}: {reason}")
+            self._aborted.add(envelope.sender)
             self.failures.setdefault(envelope.sender, f"aborted: {reason}")

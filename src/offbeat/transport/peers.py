@@ -31,6 +31,7 @@ class Peers(Driver):
 
     Attributes:
         endpoint: where this rank listens, "tcp://address:port"; the others' `connect` needs it.
+        lost: once closed, the ranks whose connection was gone then, without a goodbye and without a word of failure.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Peers(Driver):
         self._limits = limits if limits is not None else PeerLimits()
         self._mesh = Mesh(rank, world_size, address=address, secret=secret, generation=generation, limits=self._limits)
         self.endpoint = self._mesh.listener.endpoint
+        self.lost: frozenset[int] = frozenset()
         self._news = threading.Condition(threading.Lock())
         # the thread that polls is the only one to touch the mesh's receiving side, though it does not hold the lock
         self._somebody_polls = False
@@ -143,6 +145,15 @@ class Peers(Driver):
                     return dict(self._mesh.failures)
                 self._wait_for_news(remaining_s)
 
+    def await_connections(self, timeout_s: float) -> None:
+        """Return once every rank has been met, or after `timeout_s`. A connection that is lost afterwards tells of a death."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._news:
+            self._look_around()
+            while not self._mesh.has_met_all() and (remaining_s := deadline_s - time.monotonic()) > 0:
+                self._wait_for_news(remaining_s)
+                self._look_around()
+
     def left(self) -> list[int]:
         """The ranks that said goodbye, in the order of their numbers. Never blocks."""
         with self._news:
@@ -178,6 +189,7 @@ class Peers(Driver):
             while self._mesh.anyone_listens() and (remaining_s := deadline_s - time.monotonic()) > 0:
                 self._mesh.listener.wait(remaining_s)
                 self._mesh.look_around()
+            self.lost = self._mesh.lost()
             self._mesh.close()
 
     def answered(self, peer: int, channel: int) -> bool:

@@ -6,6 +6,7 @@ collective. Here the one's failure gets the other's explanation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from offbeat.errors import PeerError
@@ -19,13 +20,17 @@ BLAME_TIMEOUT_S = 5.0
 
 
 class Routed(Driver):
-    """Performs dense collectives on `dense` and everything else on `messages`. Closes both."""
+    """Performs dense collectives on `dense` and everything else on `messages`. Closes both.
 
-    def __init__(self, dense: C10d, messages: Peers) -> None:
+    `on_lost` is told, at the end, with which ranks the connection was lost.
+    """
+
+    def __init__(self, dense: C10d, messages: Peers, *, on_lost: Callable[[frozenset[int]], None] = lambda peers: None) -> None:
         self.rank = dense.rank
         self.world_size = dense.world_size
         self._dense = dense
         self._messages = messages
+        self._on_lost = on_lost
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
@@ -45,6 +50,7 @@ class Routed(Driver):
 
     def close(self) -> None:
         self._messages.close()
+        self._on_lost(self._messages.lost)
         self._dense.close()
 
 

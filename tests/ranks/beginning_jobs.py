@@ -1,0 +1,106 @@
+"""What the ranks of `test_beginning_ranks.py` do. Each function runs in every process and returns JSON."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from dispatch_jobs import Numbers, make_net, sgd, step
+from gradient_jobs import fingerprint
+from survival_jobs import Dying, merges_of
+
+import offbeat
+from offbeat import session as session_module
+from offbeat.data.dispatch import DispatchLoader
+from offbeat.engine.generations import Generations
+from offbeat.errors import OffbeatError
+from offbeat.session import attach_through
+from offbeat.strategies.base import Strategy
+from offbeat.transport import attendance
+from offbeat.transport import connect as connect_module
+from offbeat.transport.link import PeerLimits
+
+
+def notice_deaths_soon() -> None:
+    """Else a test would wait for seconds."""
+    limits = PeerLimits(grace_s=0.2, heartbeat_interval_s=0.2, connect_timeout_s=1.5, linger_s=1.0)
+    session_module.Generations = partial(Generations, interval_s=0.02, silence_s=1.0, limits=limits)  # type: ignore[misc, assignment]
+    connect_module.CONNECT_LIMIT_S = 2.0
+    attendance.GRACE_S = 0.2  # type: ignore[misc]
+
+
+def die(*_: object, **__: object) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still alive")
+
+
+def in_attach(rank: int, world_size: int, *, victim: int, doing: str) -> dict[str, Any]:
+    """One rank dies before the run is founded. What do the others hear?"""
+    notice_deaths_soon()
+    if rank == victim:
+        match doing:
+            case "connecting":
+                connect_module.gloo_backend = die  # type: ignore[assignment]
+            case "comparing":
+                session_module.agree = die  # type: ignore[assignment]
+    net = make_net()
+    try:
+        offbeat.attach(net, sgd(net), offbeat.AdaptiveSGD(mega_batch=40, batch_size=4))
+    except OffbeatError as error:
+        return {"kind": type(error).__name__, "message": str(error), "rank": getattr(error, "rank", None)}
+    return {}
+
+
+def founded(rank: int, world_size: int, *, strategy: str, deaths: dict[str, str]) -> dict[str, Any]:
+    """All but rank 0 die, at points between the founding of the run and the first claim. An epoch: what was merged?"""
+    notice_deaths_soon()
+    doing = deaths.get(str(rank))
+    if doing == "founding":
+        Generations.found = die  # type: ignore[method-assign]
+    at_message = {"making its loader, in the middle": 2, "agreeing where to begin, in the middle": 6}.get(doing or "")
+    net = make_net()
+    optimizer = sgd(net)
+    recipe: Strategy = getattr(offbeat, strategy)(mega_batch=40, batch_size=4)
+    with attach_through(lambda driver: Dying(driver, at_message or 10**9), net, optimizer, recipe) as session:
+        if doing == "about to make its loader":
+            die()
+        loader = session.loader(Numbers(), seed=3)
+        assert isinstance(loader, DispatchLoader)
+        if doing == "about to begin":
+            die()
+        merges = []
+        while loader.epoch < 1:
+            for batch in loader.one_mega_batch():
+                step(net, optimizer, batch)
+            merges.append(merges_of(loader, net))
+        return {"merges": merges, "notices": session.notices}
+
+
+def second_session(rank: int, world_size: int, *, strategy: str) -> dict[str, Any]:
+    """The last rank dies in the first session. What do the others hear when they attach anew, and without it?"""
+    notice_deaths_soon()
+    recipe: Strategy = offbeat.WAGMA(period=2) if strategy == "WAGMA" else offbeat.AdaptiveSGD(mega_batch=16, batch_size=4)
+    net = make_net()
+    optimizer = sgd(net)
+    dataset = Numbers()
+    batch = [column[:4] for column in (dataset.x, dataset.y)]
+    with offbeat.attach(net, optimizer, recipe) as session:
+        while not any("without worker" in notice for notice in session.notices):
+            if rank == world_size - 1:
+                die()
+            step(net, optimizer, [*batch, batch[0]])
+    heard = ""
+    try:
+        offbeat.attach(net, optimizer, recipe)
+    except OffbeatError as error:
+        heard = f"{type(error).__name__}: {error}"
+    living = dist.new_group(list(range(world_size - 1)), use_local_synchronization=True)
+    with offbeat.attach(net, optimizer, recipe, group=living) as session:
+        for _ in range(4):
+            step(net, optimizer, [*batch, batch[0]])
+        session.finish()
+        mean = fingerprint(session.averaged_model())
+        return {"heard": heard, "mean": mean, "world_size": session.world_size}
