@@ -166,15 +166,14 @@ def test_messages_hold_an_owners_inverses_once_and_in_order(dims: list[int], wor
     assert costs.fused or len(messages) == len(dims)
 
 
-def test_what_is_large_travels_alone_and_what_is_small_together() -> None:
-    """The first takes 64 s to invert, the others 1 s each; a message costs 4 s on each of two ranks."""
-    costs = made_costs(0.0, 1.0, 4.0, 0.0, 1.0, True, fused=True)
-    assert fused_messages([4, 1, 1], 2, costs) == [[0, 1, 2]], "they are done before the first one would have been sent"
-    assert fused_messages([4] + [1] * 9, 2, costs) == [[0], list(range(1, 10))]
-    apart = made_costs(0.0, 1.0, 4.0, 0.0, 1.0, True)
-    dims, owners = [4] + [1] * 9, (0,) * 10
-    assert inverse_phase(owners, dims, 2, costs).total_s == 73 + 4
-    assert inverse_phase(owners, dims, 2, apart).total_s == 64 + 10 * 4
+def test_what_is_large_travels_while_what_is_small_is_inverted() -> None:
+    """The first takes 64 s to invert, the others 1 s each; on each of two ranks a message costs 4 s and 0.1 s a byte."""
+    costs, apart = (made_costs(0.0, 1.0, 4.0, 0.1, 1.0, True, fused=fused) for fused in (True, False))
+    assert fused_messages([4, 1, 1], 2, costs) == [[0, 1, 2]], "alone, the first would take until the others are long done"
+    dims, owners = [4] + [1] * 20, (0,) * 21
+    assert fused_messages(dims, 2, costs) == [[0, 1, 2], list(range(3, 21))]
+    assert inverse_phase(owners, dims, 2, costs).total_s == pytest.approx(84 + 4 + 0.1 * 18 * 4)
+    assert inverse_phase(owners, dims, 2, apart).total_s == pytest.approx(64 + 4 + 4 + 20 * (4 + 0.4))
 
 
 def test_among_phases_as_short_the_one_with_less_inverting_is_taken() -> None:
