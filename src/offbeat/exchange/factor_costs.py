@@ -4,6 +4,7 @@ Inversions are timed at the model's own sizes and stand in a table: a matrix of 
 since its rows fall into the same lines of the cache, and no polynomial in the number of rows says so. On a CPU it is the
 processor's time that counts: all ranks measure at once, and where they share cores, what each waits for its turn would be
 several times what an owner needs while the others stand still. So a share of a core that is held down by a quota is not seen.
+Between two inversions other memory is written to, since a step's inversions do not find theirs in the cache either.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ LARGEST_DIM = 1000
 
 MAX_SIZES = 8
 """How many sizes of matrices are timed. What lies between is interpolated."""
+
+CACHE_ELEMENTS = 1 << 20
+"""As much float32 as a core's own caches hold, and more."""
 
 REPEATS = 5
 """How often everything is timed."""
@@ -71,11 +75,17 @@ def measure(
         invert: inverts a matrix of shape (d, d), as training does.
     """
     generator = torch.Generator().manual_seed(0)
+    other = torch.zeros(CACHE_ELEMENTS, device=like.device)
     inversions = {}
     for dim in sizes_to_time(dims):
         rows = torch.randn(2 * dim, dim, generator=generator).to(like)
         matrix = rows.mT @ rows / dim
-        inversions[dim] = _fastest_s(like, lambda matrix=matrix: invert(matrix), clock=inversion_clock(like.device))  # type: ignore[misc]
+        inversions[dim] = _fastest_s(
+            like,
+            lambda matrix=matrix: invert(matrix),  # type: ignore[misc]
+            before=other.zero_,
+            clock=inversion_clock(like.device),
+        )
     one, many = MESSAGE_ELEMENTS
     tensors = {size: like.new_zeros(size) for size in MESSAGE_ELEMENTS}
     reduces = {
@@ -134,10 +144,19 @@ def _run(driver: Driver, stream: Stream, collectives: Sequence[Collective[torch.
         pending.wait()
 
 
-def _fastest_s(like: torch.Tensor, call: Callable[[], object], *, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The least seconds that `call` takes: everything else is disturbance."""
+def _fastest_s(
+    like: torch.Tensor,
+    call: Callable[[], object],
+    *,
+    before: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """The least seconds by `clock` that `call` takes, each time after `before`: everything else is disturbance."""
     durations_s = []
     for _ in range(REPEATS):
+        before()
+        if like.is_cuda:
+            torch.cuda.synchronize(like.device)
         begin_s = clock()
         call()
         if like.is_cuda:

@@ -10,8 +10,8 @@ The load of a factor of d rows is d, d^2, d^3 or its fitted time (`Load`). SPD-K
 **Differences from the paper:** it compares each factor's inversion with its broadcast alone (`cheaper_by_all`). That is right
 only if broadcasts are sent in sequence: where their latencies overlap, or broadcasts travel while the next factor is being
 inverted, one factor more costs next to nothing to send. `balanced` therefore predicts the whole phase, for every size up to
-which factors may be inverted by all, and takes the best: not worse, as predicted, than D-KFAC, MPD-KFAC or the paper's
-rule. The released code does neither: it compares d with a constant.
+which factors may be inverted by all, and takes the best, to within `AS_SHORT` of it: so it is about as good, as predicted, as
+D-KFAC, MPD-KFAC and the paper's rule, or better. The released code does neither: it compares d with a constant.
 """
 
 from __future__ import annotations
