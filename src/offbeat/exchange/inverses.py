@@ -127,8 +127,7 @@ class InversePhase:
     def fill(self, is_over: Callable[[], bool]) -> None:
         """Until `is_over`, invert of what every rank inverts whatever has arrived.
 
-        Ranks may come to different batches here: that changes neither what is inverted together, which on a GPU decides the
-        bits, nor the order of messages.
+        Ranks may get differently far here: that changes neither what is inverted together nor the order of messages.
         """
         while self._to_fill and self._to_fill[0].num_messages <= self._num_messages and not is_over():
             self._invert(self._to_fill.popleft().slots)

@@ -6,7 +6,8 @@
    costs are known, those with which the last one arrives as early as possible (`placement.fused_messages`).
 3. Messages of inverses are begun in one order on every rank: what can be inverted earlier first, then what is expected to be
    done earlier.
-4. What every rank inverts is sent to nobody, so it fills the time in which a rank waits, and comes last where none does.
+4. What every rank inverts is sent to nobody, so it fills the time in which a rank waits, and comes last where none does. It is
+   one batch for each message it waits for: on a GPU the bits of an inverse depend on what it is batched with.
 
 Nothing is inverted before the exchange of gradients is over. Messages that were begun during the backward pass are taken to be
 there by then, all at once: one more step of the order would mean more and smaller messages.
@@ -58,7 +59,7 @@ def inversion_order(plan: FactorPlan, setting: Setting, *, pairs: bool) -> tuple
     batches: list[tuple[tuple[bool, int, float], InverseBatch]] = []
     for num_messages, owner in sorted({*zip(needed, plan.owners, strict=True)}, key=lambda some: some[0]):
         slots = [slot for slot in ordered if (needed[slot], plan.owners[slot]) == (num_messages, owner)]
-        for together in _divided(slots, setting, is_sent=owner is not None):
+        for together in _divided(slots, setting, is_owned=owner is not None):
             done[owner] = done.get(owner, 0.0) + sum(loads[slot] for slot in together)
             batch = InverseBatch(slots=tuple(together), owner=owner, num_messages=num_messages)
             batches.append(((owner is None, num_messages, done[owner]), batch))
@@ -82,12 +83,14 @@ def messages_needed(plan: FactorPlan, num_slots: int, *, pairs: bool) -> list[in
     return [max(pair) for pair in zip(needed[::2], needed[1::2], strict=True) for _ in pair]
 
 
-def _divided(slots: Sequence[int], setting: Setting, *, is_sent: bool) -> list[list[int]]:
-    """`slots`, all of one owner and in the order in which it inverts them, by message."""
+def _divided(slots: Sequence[int], setting: Setting, *, is_owned: bool) -> list[list[int]]:
+    """`slots`, all of one owner or of none and in the order in which they are inverted, by batch."""
     divided: list[list[int]] = []
     for kind in dict.fromkeys(setting.kinds[slot] for slot in slots):
         some = [slot for slot in slots if setting.kinds[slot] == kind]
-        if is_sent and setting.costs is not None:
+        if not is_owned:
+            divided.append(some)
+        elif setting.costs is not None:
             dims = [setting.dims[slot] for slot in some]
             divided += [
                 [some[place] for place in message]
