@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -107,6 +108,47 @@ def sync_of_four(quorum: float, patience: Patience | None = None) -> World:
 def test_a_meeting_of_everyone_waits_for_its_quorum_and_no_longer(quorum: float, at_s: float) -> None:
     for model in sync_of_four(quorum).models:
         assert at_s <= model.closed[0].closed_s <= at_s + 4 * LATENCY_S
+
+
+def meeting_over_slow_links(quorum: float, **changes: object) -> World:
+    """A model takes 0.2 s to send, the word of an arrival 0.5 ms."""
+    options: dict[str, object] = {
+        "seed": 11,
+        "world_size": 4,
+        "num_elements": 4000,
+        "num_steps": 1,
+        "period": 1,
+        "quorum": quorum,
+        "overlap": True,
+        "patience": Patience(cap_s=1000.0, first_s=1000.0),
+        "link": VirtualLink(latency_s=LATENCY_S, bytes_per_s=4000 * 8 / 0.2),
+        "compute_s": lambda rank, step: [1.0, 2.0, 3.0, 50.0][rank],
+    }
+    return run(Schedule(**(options | changes)))  # type: ignore[arg-type]  # tests name fields that exist
+
+
+@pytest.mark.parametrize(("quorum", "at_s"), [(0.5, 2.0), (0.75, 3.0), (1.0, 50.0)])
+def test_a_trainer_that_overlaps_waits_for_arrivals_and_not_for_the_average(quorum: float, at_s: float) -> None:
+    world = meeting_over_slow_links(quorum)
+    words_s = LATENCY_S + 2 * 3 * 0.0005
+    for model, arrived_s in zip(world.models, [1.0, 2.0, 3.0, 50.0], strict=True):
+        outcome = next(outcome for outcome in model.closed if outcome.version == 0)
+        assert outcome.closed_s > at_s + 0.75 * 0.2
+        if arrived_s <= at_s:
+            assert [wait_s for _, wait_s in model.waits_s] == [pytest.approx(at_s - arrived_s, abs=words_s + 1e-9)]
+
+
+def test_nobody_goes_on_to_a_later_version_before_the_slowest_has_come_to_a_strict_meeting() -> None:
+    def compute_s(rank: int, step: int) -> float:
+        return 5.0 if rank == 3 else 1.0
+
+    world = meeting_over_slow_links(1.0, period=3, num_steps=12, num_elements=400, compute_s=compute_s)
+    slowest = world.models[3]
+    meetings = [version for version in slowest.gathered_at_s if world.meeting(3, version).min_fresh == 4]
+    assert len(meetings) >= 3
+    for version in meetings:
+        later = [o.opened_s for model in world.models for o in model.closed if o.version > version]
+        assert min(later, default=math.inf) >= slowest.gathered_at_s[version]
 
 
 def test_a_quorum_that_does_not_come_together_in_time_is_done_without() -> None:
@@ -242,6 +284,7 @@ class Recorder:
         self.outcomes: list[Outcome] = []
         self.fresh = True
         self.invited: list[int] = []
+        self.gathered_at: list[int] = []
         self.state: Contribution | None = None
         self.received: dict[int, Contribution | None] = {}
         self.buried: list[int] = []
@@ -253,6 +296,9 @@ class Recorder:
 
     def invite(self, version: int) -> None:
         self.invited.append(version)
+
+    def gathered(self, version: int) -> None:
+        self.gathered_at.append(version)
 
     def close(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)

@@ -44,6 +44,9 @@ class Trainer:
     def invite(self, version: int) -> None:
         pass
 
+    def gathered(self, version: int) -> None:
+        pass
+
     def close(self, outcome: Outcome) -> None:
         for piece in outcome.pieces:
             self.amend(outcome.version, piece)

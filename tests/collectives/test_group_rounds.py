@@ -182,7 +182,7 @@ def test_whoever_has_an_average_is_called_and_sends_nothing_to_its_owner() -> No
     owner, late = a_round(1), a_round(0)
     owner.contribute(mine, {0}, arrived=True)
     average = dict(owner.go_on({0, 2}))[0]
-    assert not late.is_called(3, set())
+    assert not late.is_called(3, set(), set())
     late.take(1, ModelMessage.from_bytes(average))
-    assert late.is_called(3, set())
+    assert late.is_called(3, set(), set())
     assert [rank for rank, _ in late.contribute(mine, set(), arrived=False)] == [2]

@@ -78,6 +78,9 @@ class Replica:
     def invite(self, version: int) -> None:
         raise AssertionError("nobody is waited for")
 
+    def gathered(self, version: int) -> None:
+        raise AssertionError("nobody is waited for")
+
     def close(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         for piece in outcome.pieces:

@@ -121,6 +121,43 @@ def test_one_that_must_wait_does_until_it_is_over(replica: Replica, in_thread: C
     assert_array_equal(replica.take()[0], model(3))
 
 
+def test_one_that_can_do_without_the_average_waits_for_arrivals_alone(
+    replica: Replica, in_thread: Callable[..., threading.Thread]
+) -> None:
+    assert replica.arrive(always) == 0
+    mine = replica.contribute(0)
+    for_average = in_thread(replica.wait)
+    replica.gathered(0)
+    replica.wait(for_average=False)
+    assert for_average.is_alive()
+    replica.advance(model(1), NONE)
+    assert_array_equal(replica.take()[0], model(1))
+    replica.close(outcome(0, mine, 6.0))
+    replica.advance(model(3), NONE)
+    assert_array_equal(replica.take()[0], model(3 + 3))  # the average, and what the trainer did since it contributed
+    for_average.join(10)
+    assert not for_average.is_alive()
+
+
+def test_a_meeting_is_not_arrived_at_while_the_one_before_travels(
+    replica: Replica, in_thread: Callable[..., threading.Thread]
+) -> None:
+    assert replica.arrive(always) == 0
+    mine = replica.contribute(0)
+    replica.gathered(0)
+    replica.wait(for_average=False)
+    arriving = in_thread(replica.arrive, always)
+    assert replica.is_arrived_at(0)
+    replica.close(outcome(0, mine, 6.0))
+    arriving.join(10)
+    assert replica.is_arrived_at(1)
+    waiting = in_thread(lambda: replica.wait(for_average=False))
+    assert waiting.is_alive()  # the word of one meeting does not count for the next
+    replica.restart()
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
 def test_a_change_of_membership_frees_who_waits(replica: Replica, in_thread: Callable[..., threading.Thread]) -> None:
     assert replica.arrive(always) == 0
     waiting = in_thread(replica.wait)

@@ -60,6 +60,7 @@ class Schedule:
     leaves: bool = False
     pairs: bool = False
     asks: bool = False
+    overlap: bool = False
     rests: dict[int, int] = field(default_factory=dict)
     kills: list[tuple[int, float]] = field(default_factory=list)
     freezes: list[tuple[int, float, float]] = field(default_factory=list)
@@ -105,6 +106,7 @@ class Model:
         self.answered: set[int] = set()
         self.open: dict[int, NDArray[np.float64]] = {}
         self.settled: set[int] = set()
+        self.gathered_at_s: dict[int, float] = {}
         self.closed: list[Outcome] = []
         self.received: list[tuple[int, Contribution | None]] = []
         self.buried: list[int] = []
@@ -115,6 +117,8 @@ class Model:
         assert version not in self.open
         assert all(outcome.version != version for outcome in self.closed)
         self.newest = max(self.newest, version)
+        if self.invited_to is not None and self.invited_to <= version:
+            self.invited_to = None  # it goes on without this rank's arrival
         self.open[version] = self.values.copy()
         is_fresh = self.arrived_at is not None
         if not is_fresh:
@@ -138,6 +142,12 @@ class Model:
     def invite(self, version: int) -> None:
         assert self.rank not in self.at_rest
         self.invited_to = version
+
+    def gathered(self, version: int) -> None:
+        assert version in self.open
+        assert version not in self.gathered_at_s
+        self.gathered_at_s[version] = self.world.cluster.now_s
+        self._wake()
 
     def close(self, outcome: Outcome) -> None:
         buffer = self.open.pop(outcome.version)
@@ -181,6 +191,11 @@ class Model:
     def _wake(self) -> None:
         self.world.cluster.drivers[self.rank].start(Post(b""), TRAIN)
 
+    def _gone_past(self) -> set[int]:
+        """The versions that a trainer which has arrived there need not wait for any longer."""
+        closed = {outcome.version for outcome in self.closed}
+        return closed | self.gathered_at_s.keys() if self.world.schedule.overlap else closed
+
     def _merge(self, outcome: Outcome, piece: Piece) -> None:
         self.world.saw(self.rank, outcome, piece)
         mine = self.values[piece.begin : piece.end]
@@ -213,7 +228,7 @@ class Model:
                 self.arrived_at = version
                 channel_to_serve.start(Post(arrive(version, generation=GENERATION)), SERVE)
                 waits_for = {version}
-            while not waits_for <= {outcome.version for outcome in self.closed}:
+            while not waits_for <= self._gone_past():
                 yield RecvAny(everyone)
             self.arrived_at = None
             if waits_for:
@@ -368,6 +383,8 @@ class World:
             else:
                 allowed += 2 * num_bytes * (size - 1) / size + (size - 2) * 8
                 allowed += (size - 1) * (2 * HEAD_BYTES + 2 * counter_bytes + size * NOTE_BYTES)
+            if not schedule.pairs and self.meeting(rank, outcome.version).min_fresh > 1:
+                allowed += (size - 1) * HEAD_BYTES  # the word that it has arrived
         if schedule.pairs:
             partners = [self.meeting(giver, version).group[1] for giver, version in self.given if version >= 0]
             allowed += partners.count(rank) * (HEAD_BYTES + 2 * NOTE_BYTES)
@@ -436,9 +453,10 @@ def draw_schedule(seed: int) -> Schedule:
         else [],
         asks=draw.random() < 0.5,
         rests={rank: draw.randrange(num_steps) for rank in ranks if draw.random() < 0.2} if draw.random() < 0.4 else {},
+        overlap=draw.random() < 0.5,
     )
 
 
 def draw_pairs(seed: int) -> Schedule:
     """A random schedule of ranks that average in pairs."""
-    return replace(draw_schedule(seed), pairs=True, merge="delta")
+    return replace(draw_schedule(seed), pairs=True, merge="delta", overlap=False)

@@ -30,6 +30,7 @@ NUM_STEPS = 24
 def strategies() -> dict[str, AveragingStrategy]:
     return {
         "wagma": offbeat.WAGMA(period=4),
+        "wagma, strict": offbeat.WAGMA(period=3, quorum=1.0),
         "wagma, waiting": offbeat.WAGMA(period=4, overlap=False, quorum=1.0),
         "wagma, pairs": offbeat.WAGMA(group_size=2, period=5),
         "wagma, fixed groups": offbeat.WAGMA(group_size=2, period=5, groups="fixed"),
@@ -141,7 +142,7 @@ def equal_after_meeting(rank: int, world_size: int) -> list[int]:
     net = make_net()
     optimizer = sgd(net)
     prints = []
-    with offbeat.attach(net, optimizer, offbeat.WAGMA(period=1, quorum=1.0)):
+    with offbeat.attach(net, optimizer, offbeat.WAGMA(period=1, quorum=1.0, overlap=False)):
         for step in range(8):
             train(net, optimizer, rank, range(step, step + 1))
             prints.append(fingerprint(net))
@@ -161,7 +162,7 @@ def returns(rank: int, world_size: int, *, until: str) -> dict[str, Any]:
     prints = []
     optimizer.register_step_post_hook(lambda *_: prints.append(fingerprint(net)))  # who waits for the others shows this
     try:
-        with offbeat.attach(net, optimizer, offbeat.WAGMA(period=1, quorum=1.0)) as session:
+        with offbeat.attach(net, optimizer, offbeat.WAGMA(period=1, quorum=1.0, overlap=False)) as session:
             for step in range(2000):
                 if rank == world_size - 1 and step == 5:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -191,7 +192,7 @@ def _come_back(until: str) -> None:
     torch.set_num_threads(1)
     net = make_net(seed=2)
     optimizer = sgd(net)
-    with offbeat.attach(net, optimizer, offbeat.WAGMA(period=1, quorum=1.0)) as session:
+    with offbeat.attach(net, optimizer, offbeat.WAGMA(period=1, quorum=1.0, overlap=False)) as session:
         taken, prints = fingerprint(net), []
         for step in range(session.start_step, session.start_step + 12):
             time.sleep(5e-3)

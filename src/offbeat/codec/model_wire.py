@@ -67,6 +67,8 @@ class Kind(IntEnum):
     """From a rank to itself: it will not arrive any more."""
     FINISH = 10
     """From a rank to itself: that was all."""
+    ARRIVED = 11
+    """The sender has arrived at the version, or at a later one; its parts follow, and may take long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

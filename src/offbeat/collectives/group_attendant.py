@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Set
 from typing import Literal, TypeAlias
 
 from offbeat.codec.model_wire import Kind, ModelMessage
@@ -25,7 +26,12 @@ _REMEMBERED_VERSIONS = 4096
 
 
 class _Attended:
-    """A round and when it began to wait for what."""
+    """A round and when it began to wait for what.
+
+    Attributes:
+        announced: who has arrived by its own word.
+        gathered: whether enough have arrived, and the replica knows.
+    """
 
     def __init__(self, round_: Round, meeting: Meeting, now_s: float) -> None:
         self.round = round_
@@ -35,6 +41,12 @@ class _Attended:
         self.called_s = math.inf
         self.averaged_s = math.inf
         self.deadline_s = math.inf
+        self.announced: set[int] = set()
+        self.gathered = False
+
+    @property
+    def waits_for_all(self) -> bool:
+        return self.meeting.min_fresh == len(self.meeting.group)
 
 
 class Attendant(Member):
@@ -74,13 +86,15 @@ class Attendant(Member):
         return bool(self._rounds)
 
     def _is_settling(self) -> bool:
-        return any(attended.phase != "arrivals" and not attended.round.over for attended in self._rounds.values())
+        return any(attended.gathered and not attended.round.over for attended in self._rounds.values())
 
     def _take(self, sender: int, message: ModelMessage, now_s: float) -> None:
         if message.kind == Kind.ARRIVE:
             self._arrive(message.version, now_s)
+        elif message.version not in self._rounds and self._is_past(message.version):
+            self._take_late(message, now_s)
         else:
-            self._take_model(sender, message, now_s)
+            self._take_in(sender, message, now_s)
 
     def _do_without(self, rank: int) -> None:
         for attended in self._rounds.values():
@@ -107,34 +121,38 @@ class Attendant(Member):
             self._contribute(attended)
 
     def _contribute(self, attended: _Attended) -> None:
-        version = attended.round.version
+        version, group = attended.round.version, attended.round.group
         mine = self._contribution(version)
         arrived = version <= self._arrived or (mine is not None and mine.fresh)
-        all_wait_for_all = attended.meeting.min_fresh == len(attended.meeting.group)
-        absent = self.happenings.dead if all_wait_for_all else self._absent()
+        if arrived and attended.meeting.min_fresh > 1 and not _is_small(version, group, self._terms):
+            # ahead of the parts, which may take long: whoever waits for arrivals alone can go on
+            word = ModelMessage(kind=Kind.ARRIVED, generation=self._terms.generation, version=version).to_bytes()
+            self._outgoing += [(peer, word) for peer in group if peer != self._rank]
+        absent = self.happenings.dead if attended.waits_for_all else self._absent()
         self._outgoing += attended.round.contribute(mine, absent, arrived=arrived)
 
-    def _take_model(self, sender: int, message: ModelMessage, now_s: float) -> None:
-        version, is_average = message.version, message.kind == Kind.AVERAGE
-        attended = self._rounds.get(version)
-        if attended is None and self._is_past(version):
-            self._count(message, is_late=True)
-            if not is_average:
-                self._observe("answers", self._over.get(version, math.inf), now_s)
-            return
-        is_new = attended is None
-        if attended is None:
-            attended = self._open(version, now_s)
+    def _take_late(self, message: ModelMessage, now_s: float) -> None:
+        self._count(message, is_late=True)
+        if message.kind == Kind.PART:
+            self._observe("answers", self._over.get(message.version, math.inf), now_s)
+
+    def _take_in(self, sender: int, message: ModelMessage, now_s: float) -> None:
+        version, is_new = message.version, message.version not in self._rounds
+        attended = self._open(version, now_s) if is_new else self._rounds[version]
         if sender not in attended.round.group:
             raise WireError(
                 f"rank {sender} sent a message of version {version}, in which rank {self._rank} meets {attended.round.group}; "
                 "do all ranks have the same options?"
             )
-        if is_average:
-            self._observe("averages", attended.averaged_s, now_s)
-        else:
-            self._observe("answers", attended.called_s, now_s)
-        self._count(message, is_late=attended.round.take(sender, message))
+        match message.kind:
+            case Kind.ARRIVED:
+                attended.announced.add(sender)
+            case Kind.AVERAGE:
+                self._observe("averages", attended.averaged_s, now_s)
+                self._count(message, is_late=attended.round.take(sender, message))
+            case _:
+                self._observe("answers", attended.called_s, now_s)
+                self._count(message, is_late=attended.round.take(sender, message))
         is_resting = self._rank in self.happenings.resting
         if is_new and not is_resting and not self._is_called(attended):
             self._replica.invite(version)
@@ -149,12 +167,15 @@ class Attendant(Member):
         self.happenings.late_averages += is_late and message.kind == Kind.AVERAGE
 
     def _is_called(self, attended: _Attended) -> bool:
+        """Whether all must contribute now. Where all wait for all, their parts are waited for without a deadline."""
+        return self._are_enough(attended, frozenset() if attended.waits_for_all else attended.announced)
+
+    def _are_enough(self, attended: _Attended, announced: Set[int]) -> bool:
         """Whether enough have arrived; those that will not come are not waited for."""
-        meeting = attended.meeting
         gone = self.happenings.dead | self.happenings.resting
-        if meeting.min_fresh < len(meeting.group):
+        if not attended.waits_for_all:
             gone = gone | self.happenings.suspected
-        return attended.round.is_called(meeting.min_fresh, gone)
+        return attended.round.is_called(attended.meeting.min_fresh, gone, announced)
 
     def _call(self, attended: _Attended, now_s: float) -> None:
         """Enough have arrived: from now on the network is all that is waited for."""
@@ -182,6 +203,13 @@ class Attendant(Member):
                 attended.deadline_s = now_s + self._deadline_s("averages")
             if round_.over:
                 self._close(attended, now_s)
+            elif not attended.gathered and self._has_gathered(attended):
+                attended.gathered = True
+                self._replica.gathered(round_.version)
+
+    def _has_gathered(self, attended: _Attended) -> bool:
+        is_in = attended.round.contributed
+        return attended.phase != "arrivals" or (is_in and self._are_enough(attended, attended.announced))
 
     def _close(self, attended: _Attended, now_s: float) -> None:
         round_ = attended.round
@@ -213,7 +241,10 @@ class Attendant(Member):
 
 
 def _new_round(version: int, group: tuple[int, ...], rank: int, terms: Terms) -> Round:
-    sent_directly = (len(group) - 1) * terms.length(version) * terms.dtype.itemsize
-    is_small = sent_directly <= terms.direct_bytes and len(group) <= _MAX_DIRECT_GROUP
-    kind = Direct if is_small or len(group) <= 2 else Scattered
-    return kind(version, group, rank=rank, terms=terms)
+    is_direct = len(group) <= 2 or (_is_small(version, group, terms) and len(group) <= _MAX_DIRECT_GROUP)
+    return (Direct if is_direct else Scattered)(version, group, rank=rank, terms=terms)
+
+
+def _is_small(version: int, group: tuple[int, ...], terms: Terms) -> bool:
+    """Whether everyone can send everything to everyone in next to no time."""
+    return (len(group) - 1) * terms.length(version) * terms.dtype.itemsize <= terms.direct_bytes

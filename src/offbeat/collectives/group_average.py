@@ -15,14 +15,15 @@ Differences from the paper:
   be at different versions;
 - the whole model is averaged in one version, as one contribution;
 - `Meeting.min_fresh` says for how many arrivals the others' snapshots are held back. Group averages hold back for none;
-  the periodic average of everyone waits for a quorum, or for all as in the paper.
+  the periodic average of everyone waits for a quorum, or for all as in the paper. The word of an arrival goes ahead of the
+  model, so that trainers need not wait for the network (`Replica.gathered`).
 
 Who does not answer within a deadline learned from earlier answers is *suspected*: nobody waits for it and it is sent no
 values, until it is heard of again. Who is *dead*, says the driver, is left out for good. A late contribution is ignored and
 counted; a late average is merged when it comes (`Replica.amend`), so that suspicion costs time and mixing but no weight.
 
 Bytes a rank and version, for models of N bytes and groups of S: at most 2 N (S-1) / S, or (S-1) N where the model is small;
-80 bytes a message, 24 a member and average, and 8 a counter on top.
+80 bytes a message, 24 a member and average, and 8 a counter on top, and 80 a peer for the word of an arrival.
 """
 
 from __future__ import annotations

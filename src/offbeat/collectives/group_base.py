@@ -105,6 +105,10 @@ class Replica(Protocol):
         """`version` has begun and waits for arrivals: arrive there or later at the end of the next step, even if late."""
         ...
 
+    def gathered(self, version: int) -> None:
+        """Enough have arrived at `version`: its average waits for the network alone. Once, unless `close` comes first."""
+        ...
+
     def close(self, outcome: Outcome) -> None:
         """The version is over; the contribution's buffer is free again."""
         ...

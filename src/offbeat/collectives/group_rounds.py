@@ -49,10 +49,13 @@ class Round(ABC):
         self._fresh = False
         self._arrived = False
 
-    def is_called(self, min_fresh: int, gone: Set[int]) -> bool:
-        """Whether all must contribute now: `min_fresh` or all but `gone` have arrived, or somebody knows that they have."""
-        arrived = {rank for rank, part in self._parts.items() if part.arrived}
-        return len(arrived) >= min_fresh or arrived | gone >= set(self.group) or len(arrived) < len(self._parts)
+    def is_called(self, min_fresh: int, gone: Set[int], announced: Set[int]) -> bool:
+        """Whether all must contribute now: `min_fresh` or all but `gone` have arrived, or somebody knows that they have.
+
+        `announced`: those whose word that they have arrived counts, though their parts may still be on the way.
+        """
+        arrived = announced | {rank for rank, part in self._parts.items() if part.arrived}
+        return len(arrived) >= min_fresh or arrived | gone >= set(self.group) or not self._parts.keys() <= arrived
 
     def take_pieces(self) -> list[Piece]:
         """The averages that have come since the last call."""
@@ -191,8 +194,8 @@ class Scattered(Round):
         self._given: dict[int, Values] = {}
         self._averages: set[int] = set()
 
-    def is_called(self, min_fresh: int, gone: Set[int]) -> bool:
-        return bool(self._averages) or super().is_called(min_fresh, gone)
+    def is_called(self, min_fresh: int, gone: Set[int], announced: Set[int]) -> bool:
+        return bool(self._averages) or super().is_called(min_fresh, gone, announced)
 
     def contribute(self, mine: Contribution | None, absent: Set[int], *, arrived: bool) -> Outgoing:
         self.contributed = True

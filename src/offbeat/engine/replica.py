@@ -1,7 +1,7 @@
 """Between the thread that trains and the thread that answers: one rank's model, and where the rank stands.
 
     the trainer, at the end of a step: advance(model); arrive() -> a version to go to, or none; wait(); take()
-    the protocol, at any time:         contribute, invite, close, amend; snapshot, receive; bury, rested
+    the protocol, at any time:         contribute, invite, gathered, close, amend; snapshot, receive; bury, rested
 
 Usually a rank takes part in one average at a time and one a step (`by_turns`): for each time that it was answered for it does
 without an arrival, so that traffic is bounded by steps, and while a contribution of it is under way it stays out of other
@@ -83,6 +83,7 @@ class Replica:
         self._newest = -1
         self._invited: int | None = None
         self._arrived: int | None = None
+        self._gathered = False
         self._credit = 0
         self._waits = False
         self._dead: set[int] = set()
@@ -151,14 +152,19 @@ class Replica:
                 if not must_wait(version):
                     return None
                 self._changed.wait()
-            self._arrived, self._invited = version, None
+            self._arrived, self._invited, self._gathered = version, None, False
             self._waits = must_wait(version)
             return version
 
-    def wait(self) -> None:
-        """Return when the version that the trainer arrived at is over, or the membership has changed."""
+    def wait(self, *, for_average: bool = True) -> None:
+        """Return when the version that the trainer arrived at is over, or the membership has changed.
+
+        Without `for_average` it is enough that no arrivals are waited for any more; the average comes beside the next step.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._arrived is None or self._error is not None)
+            self._changed.wait_for(
+                lambda: self._arrived is None or self._error is not None or (self._gathered and not for_average)
+            )
             self._waits = False
             self._check()
 
@@ -283,6 +289,12 @@ class Replica:
     def invite(self, version: int) -> None:
         with self._changed:
             self._invited = max(version, self._invited or 0)
+
+    def gathered(self, version: int) -> None:
+        with self._changed:
+            if version == self._arrived:
+                self._gathered = True
+                self._changed.notify_all()
 
     def close(self, outcome: Outcome) -> None:
         with self._changed:

@@ -137,14 +137,17 @@ class AnsweredPart(Generic[R]):
         self._replica.advance(self._read(), self._beside.weights.read_counters())
         self._encode_s += time.perf_counter() - begin_s
 
-    def _arrive(self, must_wait: Callable[[int], bool]) -> int | None:
-        """Arrive at a version, unless this rank need not, and wait for it if it must. Returns which."""
+    def _arrive(self, must_wait: Callable[[int], bool], *, for_average: bool = True) -> int | None:
+        """Arrive at a version, unless this rank need not, and wait for it if it must. Returns which.
+
+        `for_average`: whether to wait for the average, too, or for arrivals alone.
+        """
         begin_s = time.monotonic()
         version = self._replica.arrive(must_wait)
         if version is not None:
             self._beside.progress.arrive(version)
             if must_wait(version):
-                self._replica.wait()
+                self._replica.wait(for_average=for_average)
         self._beside.stood_still(begin_s, time.monotonic())
         return version
 
@@ -171,8 +174,8 @@ class GroupAverage(AnsweredPart[Replica]):
     Args:
         beside: what answers for this rank.
         interval: local steps between arrivals, >= 1.
-        overlap: whether the trainer goes on at once where nobody has to wait for arrivals, and finds the average at the end
-            of a later step; else it waits for the network.
+        overlap: whether the trainer goes on as soon as enough have arrived, at once where that is one, and finds the average
+            at the end of a later step; else it waits for the network.
     """
 
     def __init__(self, beside: Beside[Replica], *, interval: int, overlap: bool) -> None:
@@ -186,7 +189,7 @@ class GroupAverage(AnsweredPart[Replica]):
     def on_after_step(self) -> None:
         self._advance()
         if self._num_steps % self._interval == 0:
-            self._arrive(self._must_wait)
+            self._arrive(self._must_wait, for_average=not self._overlap)
         self._load()
 
     def _must_wait(self, version: int) -> bool:

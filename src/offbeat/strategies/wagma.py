@@ -17,7 +17,8 @@ small. The trainer waits in every `period`-th step for a quorum to arrive, and f
 Differences from the paper, further to those of the two modules:
 - `merge="delta"`, the default, is W_sum/S + (W' - what W' contributed): what a late rank did meanwhile is kept, and so is
   the mean over ranks. The paper's rule, which pulls the mean towards the late, is `merge="paper"`.
-- `overlap`, the default with it: the average travels while the next step is computed and is merged at its end.
+- `overlap`, the default with it: an average travels while the next step is computed and is merged at its end. For that of
+  everyone a rank waits until enough have arrived, and not for the network.
 - the periodic average goes on when `quorum` of the ranks have arrived; the others contribute what they have. The paper
   waits for all, as `quorum=1.0` does.
 - a version is the group's time rather than a rank's step: a rank that is slower for good takes part in all of them.
@@ -54,7 +55,7 @@ class WAGMA(AveragingStrategy):
         period: everyone averages together in every so many versions, >= 1.
         merge: "delta" keeps the mean over ranks and what late ranks did; "paper" is the paper's rule.
         quorum: the fraction of workers that has to arrive at the periodic average, in (0, 1]; 1 waits for all.
-        overlap: go on computing while a group's average travels; None: with "delta". "paper" cannot.
+        overlap: go on computing while an average travels, be it a group's or everyone's; None: with "delta". "paper" cannot.
         momenta: "averaged": when everyone meets, the optimizers' momenta are averaged with the weights; "local": they stay
             each worker's own.
         groups: "rotating", or for ablations "fixed" (the same groups for good) and "off" (the periodic average only).
