@@ -284,7 +284,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="text for charlm")
     parser.add_argument("--tasks", help="only these, such as digits,mnist")
     parser.add_argument("--curves", type=Path, help="JSON file that keeps the curves of runs")
-    parser.add_argument("--others", default="", help="more rows: what to add to SPD-KFAC's setting, as in pi=true,max_dim=99")
+    parser.add_argument("--others", default="", help="more rows: what to add to SPD-KFAC's setting, such as sample_stride=4")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     cases = [case for case in cases_of(asked.mnist, asked.text) if asked.tasks is None or case.task in asked.tasks.split(",")]

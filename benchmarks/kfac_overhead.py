@@ -12,7 +12,12 @@ beside it:
   position, and with stride 1 its 3x3 taps repeat 13 products of channels in place of 81, whose borders are not counted;
 - inverses: d^3 / 3 for the Cholesky decomposition of each factor, three times that for its inverse.
 
-    python benchmarks/kfac_overhead.py [--json] [--rounds 10] [--stride 1]
+With `--stride n` factors look at every n-th example, and their floor is an n-th. With `--inverse-dtype bfloat16` the floor of
+preconditioning is at the rate of a product in bfloat16, and what is made in every step are inverses, not triangles. What
+bounds eigendecompositions over Cholesky is the ratio of operations: 6 d^3 (4/3 d^3 to a tridiagonal matrix, 8/3 d^3 to put the
+eigenvectors of its parts together, 2 d^3 to turn them back), if they ran at one rate.
+
+    python benchmarks/kfac_overhead.py [--json] [--rounds 10] [--stride 1] [--inverse-dtype float32]
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -38,7 +45,12 @@ from offbeat.session import Session
 STEPS_A_ROUND = 10
 GOAL_EVERY_STEP, GOAL_SAMPLED, GOAL_AT_INTERVALS, GOAL_EIGEN = 2.0, 1.0, 0.2, 5.0
 FACTOR_INTERVAL, INVERSE_INTERVAL = 10, 100
-FORMS: tuple[Form, ...] = ("triangle", "inverse")
+InverseDtype: TypeAlias = Literal["float32", "bfloat16"]
+
+CUBES_OF_EIGEN = 6
+CUBES: dict[Form, float] = {"triangle": 1 / 3, "inverse": 1}
+"""Operations for a factor of d rows, by d^3."""
+
 SIZES = (1024, 1024)
 """Of the matrices whose product says how fast the machine multiplies."""
 
@@ -77,16 +89,18 @@ def floating_operations() -> dict[str, float]:
     return counted
 
 
-def multiplications_per_s() -> float:
+def multiplications_per_s(dtype: torch.dtype) -> float:
     """Operations a second of a product of matrices on one thread, the fastest of a few."""
-    left, right = torch.randn(SIZES), torch.randn(SIZES)
+    left, right = torch.randn(SIZES).to(dtype), torch.randn(SIZES).to(dtype)
     return 2 * SIZES[0] * SIZES[1] * SIZES[1] / min(timed(lambda: left @ right) for _ in range(10))
 
 
-def measure(rank: int, world_size: int, rounds: int, stride: int) -> dict[str, list[dict[str, float]]]:
+def measure(
+    rank: int, world_size: int, rounds: int, stride: int, inverse_dtype: InverseDtype
+) -> dict[str, list[dict[str, float]]]:
     """Of rounds of steps of each, by turns: seconds a step, and what K-FAC counts."""
-    every = offbeat.SPDKFAC(factor_interval=1, inverse_interval=1, position_stride=stride)
-    seldom = offbeat.SPDKFAC(factor_interval=FACTOR_INTERVAL, inverse_interval=INVERSE_INTERVAL, position_stride=stride)
+    every = offbeat.SPDKFAC(factor_interval=1, inverse_interval=1, sample_stride=stride, inverse_dtype=inverse_dtype)
+    seldom = replace(every, factor_interval=FACTOR_INTERVAL, inverse_interval=INVERSE_INTERVAL)
     strategies = {"ssgd": offbeat.AllReduce(), "every step": every, "at intervals": seldom}
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(32, 3, 32, 32, generator=generator), torch.randint(10, (32,), generator=generator)
@@ -115,8 +129,8 @@ def measure(rank: int, world_size: int, rounds: int, stride: int) -> dict[str, l
                 spent = {} if label == "ssgd" else part_of(session).counters()
                 row = {what: (spent[what] - counted[what]) / STEPS_A_ROUND for what in spent}
                 found[label].append(row | {"step_s": taken_s / STEPS_A_ROUND})
-        for _ in range(3):
-            found["ssgd"][0]["rate"] = max(multiplications_per_s(), found["ssgd"][0].get("rate", 0.0))
+        for what, dtype in (("rate", torch.float32), ("rate_of_products", getattr(torch, inverse_dtype))):
+            found["ssgd"][0][what] = max(multiplications_per_s(dtype) for _ in range(3))
     return found
 
 
@@ -133,20 +147,22 @@ def jobs() -> list[Job]:
     return made
 
 
-def cases(rounds: int, stride: int) -> Iterator[Ratio]:
-    found = run_ranks(measure, 1, rounds, stride)
+def cases(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[Ratio]:
+    found = run_ranks(measure, 1, rounds, stride, inverse_dtype)
     plain_s = [row["step_s"] for row in found["ssgd"]]
     usual_s, rate = sorted(plain_s)[len(plain_s) // 2], found["ssgd"][0]["rate"]
     floor = {what: operations / rate / usual_s for what, operations in floating_operations().items()}
-    sampled = f", factors of one position in {stride} each way" if stride > 1 else ""
-    sparsely = stride**2
+    floor["precondition"] *= rate / found["ssgd"][0]["rate_of_products"]
+    kind = f", factors of one example in {stride}" if stride > 1 else ""
+    kind += f", inverses in {inverse_dtype}" if inverse_dtype != "float32" else ""
+    of_one = CUBES["triangle" if inverse_dtype == "float32" else "inverse"] / CUBES["triangle"]
     inverting_s = sum(row["invert_s"] for row in found["at intervals"])
     pairs = [(row["step_s"] - plain, plain) for row, plain in zip(found["every step"], plain_s, strict=True)]
     yield ratio(
-        f"what K-FAC in every step adds to a step of S-SGD{sampled}{parts(found['every step'], usual_s)}",
+        f"what K-FAC in every step adds to a step of S-SGD{kind}{parts(found['every step'], usual_s)}",
         pairs,
         at_most=GOAL_EVERY_STEP if stride == 1 else GOAL_SAMPLED,
-        bound=floor["precondition"] + floor["factors"] / sparsely + floor["inverses"],
+        bound=floor["precondition"] + floor["factors"] / stride + of_one * floor["inverses"],
     )
     # inverses are made in one of ten rounds, and spread over all
     pairs = [
@@ -154,20 +170,20 @@ def cases(rounds: int, stride: int) -> Iterator[Ratio]:
         for row, plain in zip(found["at intervals"], plain_s, strict=True)
     ]
     yield ratio(
-        f"the same at intervals of {FACTOR_INTERVAL} and {INVERSE_INTERVAL}{sampled}{parts(found['at intervals'], usual_s)}",
+        f"the same at intervals of {FACTOR_INTERVAL} and {INVERSE_INTERVAL}{kind}{parts(found['at intervals'], usual_s)}",
         pairs,
         at_most=GOAL_AT_INTERVALS,
-        bound=floor["precondition"] + floor["factors"] / sparsely / FACTOR_INTERVAL + 3 * floor["inverses"] / INVERSE_INTERVAL,
+        bound=floor["precondition"] + floor["factors"] / stride / FACTOR_INTERVAL + 3 * floor["inverses"] / INVERSE_INTERVAL,
     )
     some = jobs()
-    for form in FORMS:
+    for form, cubes in CUBES.items():
         inverter = Inverter(print, form)
         taken = interleave(
             {"eigen": lambda: timed(lambda: decompose(some, print)), form: lambda i=inverter: timed(lambda: i.invert(some))},  # type: ignore[misc]
             num_rounds=5,
         )
         pairs = list(zip(taken["eigen"], taken[form], strict=True))
-        yield ratio(f"eigendecompositions over Cholesky, {form}", pairs, at_least=GOAL_EIGEN, bound=float("inf"))
+        yield ratio(f"eigendecompositions over Cholesky, {form}", pairs, at_least=GOAL_EIGEN, bound=CUBES_OF_EIGEN / cubes)
 
 
 def parts(rows: list[dict[str, float]], usual_s: float) -> str:
@@ -180,7 +196,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
     parser.add_argument("--rounds", type=int, default=10, help="of ten steps of each")
-    parser.add_argument("--stride", type=int, default=1, help="factors look at every n-th output position in each direction")
+    parser.add_argument("--stride", type=int, default=1, help="factors are of every n-th example of a batch")
+    parser.add_argument("--inverse-dtype", default="float32", choices=("float32", "bfloat16"), help="what inverses are kept in")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print_rows(cases(arguments.rounds, arguments.stride), as_json=arguments.json)
+    print_rows(cases(arguments.rounds, arguments.stride, arguments.inverse_dtype), as_json=arguments.json)

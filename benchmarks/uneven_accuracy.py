@@ -1,12 +1,13 @@
 """What unequal speeds cost in time and quality: Adaptive SGD at 2:1 against synchronous training and against one device.
 
-Task `xmc` on four workers, two of them half as fast; padded steps, loopback links. Contestants see the same samples in the same
-order, each with the learning rate of its own that gets it furthest with the first seed:
+Task `xmc` on four workers, two of them half as fast; padded steps, a link of 1 Gbit/s imitated in user space, or none with
+`--mbit-per-s inf`. Contestants see the same samples in the same order, each with the learning rate of its own that gets it
+furthest with the first seed:
 
     adaptive    AdaptiveSGD, merged once a mega-batch
     ddp         gradients averaged in each step, equal batches: the slowest worker decides
     tuned       the same, with batches in proportion to speeds, as somebody who knows them would choose; weighted by samples
-    one         one worker of full speed
+    one         one worker, with batches as large as those of the four together; nobody looks at its time
 
 The target is the best precision of the first label that one device reaches, mean over seeds, less half a point. Time is that
 of training, without measuring.
@@ -15,7 +16,7 @@ of training, without measuring.
     precision after equally many samples: at most 0.5 points below that of one device
 
     python benchmarks/uneven_accuracy.py [--json] [--quick] [--seeds N] [--epochs N] [--optimizer NAME] [--lrs NUMBER,...]
-        [--mega-batch N] [--train FILE --test FILE]
+        [--mega-batch N] [--mbit-per-s NUMBER] [--train FILE --test FILE]
 """
 
 from __future__ import annotations
@@ -41,10 +42,14 @@ from offbeat.lab.cluster import Cluster
 from offbeat.lab.pace import Pace
 from offbeat.lab.tasks import Batch, build_task, num_samples_of
 from offbeat.planning.dispatch import gain
+from offbeat.session import attach_through
+from offbeat.transport.driver import Driver
+from offbeat.transport.wrappers.delaying import Delaying
 
 SPEEDS = (1.0, 1.0, 0.5, 0.5)
-BATCH = 64
+BATCH = 16
 STEP_S = 0.02
+LATENCY_S = 1e-4
 CONTESTANTS = ("adaptive", "ddp", "tuned", "one")
 Curve = Sequence[tuple[float, float]]
 """Seconds of training and the metric, as often as it was measured; the first before training."""
@@ -60,6 +65,7 @@ class Asked:
         epochs: passes over the data.
         mega_batch: samples between merges.
         step_s: what a batch takes a worker of speed 1.
+        rate_bit_per_s: of each worker's link; infinite: nothing is imitated.
     """
 
     paths: Mapping[str, str]
@@ -67,6 +73,7 @@ class Asked:
     epochs: int
     mega_batch: int
     step_s: float
+    rate_bit_per_s: float
 
 
 def train(rank: int, world_size: int, contestant: str, asked: Asked, lr: float, seed: int) -> Curve:
@@ -75,15 +82,20 @@ def train(rank: int, world_size: int, contestant: str, asked: Asked, lr: float, 
     task = build_task("xmc", {**asked.paths, "optimizer": asked.optimizer, "lr": lr, "batch_size": BATCH})
     model = task.build_model(seed)
     optimizer = task.optimizer(model)
-    pace = Pace(Cluster(workers=world_size, speeds=speeds, step_s=asked.step_s), rank, by_sleeping=False)
+    step_s = asked.step_s if world_size > 1 else None
+    pace = Pace(Cluster(workers=world_size, speeds=speeds, step_s=step_s), rank, by_sleeping=False)
     adaptive = contestant == "adaptive"
     strategy = offbeat.AdaptiveSGD(mega_batch=asked.mega_batch, batch_size=BATCH) if adaptive else offbeat.AllReduce()
-    sizes = _tuned(speeds) if contestant == "tuned" else [BATCH] * world_size
+    sizes = _tuned(speeds) if contestant == "tuned" else [BATCH * len(SPEEDS) // world_size] * world_size
 
     def collate(samples: list[int]) -> Batch:
         return task.batch(np.array(samples, dtype=np.int64))
 
-    with offbeat.attach(model, optimizer, strategy) as session:
+    def slow(driver: Driver) -> Driver:
+        rate = asked.rate_bit_per_s
+        return Delaying(driver, lambda d: d.num_messages * LATENCY_S + d.num_bytes * 8 / rate) if np.isfinite(rate) else driver
+
+    with attach_through(slow, model, optimizer, strategy) as session:
         feeding: Mapping[str, Any] = {} if adaptive else {"batch_size": sizes[rank]}
         loader = session.loader(range(task.num_samples), seed=seed, collate=collate, **feeding)
         seconds, curve = 0.0, [(0.0, task.evaluate(model))]
@@ -177,8 +189,9 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, default=3, help="how many; default: %(default)s")
     parser.add_argument("--epochs", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--optimizer", default="adagrad", help="adagrad, sgd or adam; default: %(default)s")
-    parser.add_argument("--lrs", default="0.05,0.1,0.2", help="to choose from; default: %(default)s")
-    parser.add_argument("--mega-batch", type=int, default=25 * BATCH, help="default: %(default)s")
+    parser.add_argument("--lrs", default="0.05,0.1", help="to choose from; default: %(default)s")
+    parser.add_argument("--mega-batch", type=int, default=100 * BATCH, help="default: %(default)s")
+    parser.add_argument("--mbit-per-s", type=float, default=1000, help="of each worker's link; default: %(default)s")
     parser.add_argument("--train", help="data in the Extreme Classification Repository's format; default: the bundled task")
     parser.add_argument("--test", help="data held out; needed with --train")
     given = parser.parse_args()
@@ -189,6 +202,7 @@ if __name__ == "__main__":
             epochs=2 if given.quick else given.epochs,
             mega_batch=given.mega_batch,
             step_s=0.005 if given.quick else STEP_S,
+            rate_bit_per_s=given.mbit_per_s * 1e6,
         ),
         [float(lr) for lr in given.lrs.split(",")][: 1 if given.quick else None],
         range(1 if given.quick else given.seeds),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from curvature_support.reference import capture_all, look, square, take_square
+from curvature_support.reference import capture_all, look, square, take_all, take_square
+from offbeat.curvature.capture import Increment
 from offbeat.curvature.options import FactorOptions
 
 # PyTorch says so of kernels of even size.
@@ -184,27 +186,84 @@ def test_padding_takes_no_part_in_an_embedding() -> None:
     torch.testing.assert_close((a, g), seen.factors())
 
 
-@pytest.mark.parametrize("kind", ["conv padded", "conv strided", "conv groups", "conv depthwise many", "conv circular"])
-@pytest.mark.parametrize("every", [2, 3])
-def test_sampled_positions_together_are_all_positions(kind: str, every: int) -> None:
-    layer, x = layer_of(kind)
-    rows, columns = layer(x).shape[2:]
-    options = FactorOptions(position_stride=every)
-    a_sum, num_rows, g_sum = 0.0, 0.0, 0.0
-    starts = [(y, x_) for y in range(min(every, rows)) for x_ in range(min(every, columns))]
-    for y, x_ in starts:
-        blocks, capture = capture_all(layer, options, step=y + every * x_)
-        losses(layer(x)).mean().backward()
-        (a, weight), (g, _) = capture.take(0, "input"), capture.take(0, "output")
+def mean_over_samples(
+    model: nn.Module, x: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor], every: int, **options: Any
+) -> list[Increment]:
+    """The factors of all blocks, as a mean by weight over steps that look at every n-th example, from each of n on once."""
+    found = []
+    for phase in range(every):
+        blocks, capture = capture_all(model, FactorOptions(sample_stride=every, **options), step=phase)
+        run(x).backward()
+        found.append(take_all(capture, blocks))
         capture.remove()
-        a_sum = a_sum + square(blocks[0], "input", a) * weight
-        num_rows += weight
-        share = len(range(y, rows, every)) * len(range(x_, columns, every)) / (rows * columns)
-        g_sum = g_sum + square(blocks[0], "output", g) * share
-    expected_a, expected_g = look(layer, x, losses).factors()
-    assert num_rows == len(x) * rows * columns
-    torch.testing.assert_close(a_sum / num_rows, expected_a)
-    torch.testing.assert_close(g_sum, expected_g)
+    weights = [sum(increment.weight for increment in each) for each in zip(*found, strict=True)]
+    sums = [sum((packed * weight for packed, weight in each), torch.zeros(())) for each in zip(*found, strict=True)]
+    return [Increment(total / weight, weight) for total, weight in zip(sums, weights, strict=True)]
+
+
+def assert_samples_make_up_the_whole(
+    model: nn.Module, x: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor], every: int, **options: Any
+) -> None:
+    whole, found = (mean_over_samples(model, x, run, n, **options) for n in (1, every))
+    assert [increment.weight for increment in found] == [increment.weight for increment in whole]
+    for some, all_ in zip(found, whole, strict=True):
+        torch.testing.assert_close(some.packed, all_.packed)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "embedding padding"])
+@pytest.mark.parametrize("num_examples", [6, 5])
+def test_samples_together_are_the_whole_batch(kind: str, num_examples: int) -> None:
+    layer, x = layer_of(kind)
+    x = torch.cat([x, x.flip(-1), x])[:num_examples]
+    assert_samples_make_up_the_whole(layer, x, lambda x: losses(layer(x)).mean(), 3)
+
+
+def test_samples_of_an_even_batch_count_alike() -> None:
+    """So the plain mean over steps is the factor of the whole batch as well."""
+    layer, x = layer_of("linear")
+    for phase in range(3):
+        blocks, capture = capture_all(layer, FactorOptions(sample_stride=3), step=phase)
+        losses(layer(x)).mean().backward()
+        (a, rows), (g, terms) = take_all(capture, blocks)
+        capture.remove()
+        mine = x[phase::3]
+        with_ones = torch.cat([mine, torch.ones(2, 1)], dim=1)
+        torch.testing.assert_close(square(blocks[0], "input", a)[0], with_ones.mT @ with_ones / 2)
+        torch.testing.assert_close(square(blocks[0], "output", g), look(layer, mine, losses).factors()[1])
+        assert (rows, terms) == (2, 2)
+
+
+@pytest.mark.parametrize("options", [{"sharing": "reduce"}, {"loss_terms": "position"}, {"batch_dim": 1}, {"loss": "sum"}])
+def test_samples_are_examples_however_they_are_counted(options: dict[str, Any]) -> None:
+    layer, x = layer_of("linear positions")
+    assert_samples_make_up_the_whole(layer, x, lambda x: layer(x).square().sum(-1).mean(), 2, **options)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_samples_of_attention_are_examples(batch_first: bool) -> None:
+    attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+    x, keys = torch.randn(5, 3, 4), torch.randn(5, 2, 4)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        pair = (x, keys) if batch_first else (x.movedim(0, 1), keys.movedim(0, 1))
+        output, _ = attention(pair[0], pair[1], pair[1])
+        return output.square().sum() / 5  # type: ignore[no-any-return]
+
+    assert_samples_make_up_the_whole(attention, x, run, 2, cross_attention=("",))
+
+
+def test_samples_of_accumulated_batches_together_are_all_of_them() -> None:
+    """Of three and of two examples, by their share of the loss. Those of a batch smaller than the stride take turns as well."""
+    layer, x = layer_of("linear")
+    blocks, capture = capture_all(layer, FactorOptions(sample_stride=4), step=3)
+    for some in (x[:3], x[3:5]):
+        (losses(layer(some)).sum() / 5).backward()
+    (a, rows), (g, terms) = take_all(capture, blocks)
+    capture.remove()
+    seen = torch.stack([x[0], x[4]])
+    assert (rows, terms) == (2, 2)
+    torch.testing.assert_close(square(blocks[0], "input", a)[0, :4, :4], seen.mT @ seen / 2)
+    torch.testing.assert_close(square(blocks[0], "output", g), look(layer, seen, losses).factors()[1])
 
 
 @pytest.mark.parametrize("x", [torch.randn(4), torch.randn(2, 4)])

@@ -34,6 +34,8 @@ def moment(groups: int, dim: int, seed: int, dtype: torch.dtype = torch.float64)
 def inverse_of(packed: torch.Tensor, of: Job, form: Form) -> torch.Tensor:
     if form == "inverse" or of.shape.is_diagonal:
         return square(packed, of)
+    if form == "bfloat16":
+        return packed.unflatten(1, (of.shape.dim, of.shape.dim)).float()
     upper = square(packed, of).triu()
     return torch.linalg.inv(upper.mT @ upper)
 
@@ -80,6 +82,16 @@ def indefinite(lowest: float, dtype: torch.dtype = torch.float32) -> torch.Tenso
     turn, _ = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
     values = torch.tensor([lowest, 1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     return (turn * values @ turn.mT).to(dtype)[None]
+
+
+@given(kinds=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=1, max_size=6))
+def test_in_bfloat16_inverses_are_the_same_rounded_and_square(kinds: list[tuple[int, int]]) -> None:
+    jobs = [job(moment(groups, dim, seed)) for seed, (groups, dim) in enumerate(kinds)]
+    exact, rounded = (Inverter(pytest.fail, form).invert(jobs) for form in ("inverse", "bfloat16"))
+    for each, one, other in zip(jobs, exact, rounded, strict=True):
+        assert other.shape == Inverter(pytest.fail, "bfloat16").kept(each.shape)
+        assert is_there(other)
+        assert torch.equal(other, square(one, each).bfloat16().flatten(1))
 
 
 @forms
@@ -136,13 +148,14 @@ def test_a_hopeless_factor_has_no_inverse_harms_no_other_and_is_named_once(form:
     assert "nan:output" in warnings[1]
 
 
-def test_one_bad_group_leaves_the_whole_factor_without_an_inverse() -> None:
+@pytest.mark.parametrize("form", ["triangle", "bfloat16"])
+def test_one_bad_group_leaves_the_whole_factor_without_an_inverse(form: Form) -> None:
     matrices = torch.cat([moment(1, 5, 2, torch.float32), indefinite(-50.0)])
-    (inverse,) = Inverter(lambda warning: None, "triangle").invert([job(matrices)])
+    (inverse,) = Inverter(lambda warning: None, form).invert([job(matrices)])
     assert not is_there(inverse)
 
 
-@forms
+@pytest.mark.parametrize("form", ["triangle", "inverse", "bfloat16"])
 def test_what_was_never_averaged_has_no_inverse_and_needs_no_warning(form: Form) -> None:
     found = Inverter(pytest.fail, form).invert([job(torch.zeros(1, 3, 3), valid=False), job(torch.zeros(1, 3), valid=False)])
     assert not any(inverse.any() for inverse in found)

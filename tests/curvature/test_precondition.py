@@ -21,7 +21,7 @@ from offbeat.curvature.precondition import Curvature, Eigens, Inverses, Matrices
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 DAMPING = 0.3
-How: TypeAlias = Literal["triangle", "inverse", "eigen", "eigen of each"]
+How: TypeAlias = Literal["triangle", "inverse", "bfloat16", "eigen", "eigen of each"]
 
 
 class Net(nn.Module):
@@ -69,7 +69,7 @@ def jobs_of(capture: Capture, blocks: list[Block], *, pi: bool = False) -> list[
 
 def curvatures(pairs: list[tuple[Job, Job]], how: How) -> list[Curvature]:
     jobs = [job for pair in pairs for job in pair]
-    if how == "triangle" or how == "inverse":
+    if how == "triangle" or how == "inverse" or how == "bfloat16":
         found = Inverter(pytest.fail, how).invert(jobs)
         return [Inverses(a, g, how) for a, g in zip(found[::2], found[1::2], strict=True)]
     decomposer = Decomposer(pytest.fail)
@@ -113,6 +113,18 @@ def test_directions_solve_the_whole_kronecker_product(how: How, pi: bool) -> Non
     assert all(torch.equal(parameter.grad, old) for parameter, old in zip(model.norm.parameters(), plain, strict=True))
 
 
+@pytest.mark.parametrize("pi", [False, True])
+def test_in_bfloat16_directions_are_as_long_and_lie_the_same_way(pi: bool) -> None:
+    """To a few times 2^-9 of their length, in the gradients' own dtype."""
+    _, blocks, capture = trained()
+    pairs = jobs_of(capture, blocks, pi=pi)
+    expected = expected_directions(blocks, pairs, "bfloat16")
+    precondition_(blocks, curvatures(pairs, "bfloat16"), lrs=[0.1] * len(blocks), kl_clip=None)
+    for matrix, wanted in zip(read_gradients(blocks).each, expected, strict=True):
+        assert matrix.dtype == wanted.dtype == torch.float64
+        assert 0 < (matrix - wanted).norm() < 2**-6 * wanted.norm()
+
+
 @pytest.mark.parametrize("lrs", ["equal", "different"])
 @pytest.mark.parametrize("grad_scale", [1.0, 1024.0])
 def test_steps_are_clipped_together_at_the_limit(lrs: str, grad_scale: float) -> None:
@@ -140,7 +152,7 @@ def test_short_steps_are_not_lengthened() -> None:
     assert float(full) == pytest.approx(math.sqrt(1e-6 / float(gradients.flat.square().sum())))
 
 
-@pytest.mark.parametrize("how", ["triangle", "inverse", "eigen"])
+@pytest.mark.parametrize("how", ["triangle", "inverse", "bfloat16", "eigen"])
 def test_a_layer_without_an_inverse_keeps_its_gradient_and_counts_for_nothing(how: How) -> None:
     _, blocks, capture = trained()
     pairs = jobs_of(capture, blocks)
@@ -159,7 +171,8 @@ def test_a_layer_without_an_inverse_keeps_its_gradient_and_counts_for_nothing(ho
     after = read_gradients(blocks).each
     assert torch.equal(after[1], before[1])
     for number in counted:
-        torch.testing.assert_close(after[number], directions[number] / 2)
+        tolerance = {"atol": 2**-6 * float(directions[number].norm()), "rtol": 0.0} if how == "bfloat16" else {}
+        torch.testing.assert_close(after[number], directions[number] / 2, **tolerance)  # type: ignore[arg-type]
 
 
 def test_layers_without_a_gradient_or_of_another_shape_are_passed_over() -> None:

@@ -117,7 +117,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
         {"sharing": "shrink"},
         {"loss_terms": "token"},
         {"batch_dim": -1},
-        {"position_stride": 0},
+        {"sample_stride": 0},
         {"max_dim": 0},
         {"sharing": "reduce", "loss_terms": "position"},
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 import offbeat
 from kfac_support import reference
 from offbeat.curvature.blocks import SIDES
+from offbeat.curvature.inverses import is_there
 from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
 from offbeat.exchange.factors import FactorExchange
 from offbeat.planning.costs import Channel, Link
@@ -79,6 +81,74 @@ def test_steps_are_those_of_the_slow_reference(attached: Attach, kind: type[KFAC
     slow = reference.make_net()
     reference.train(slow, batches(range(6)), lr=0.05, momentum=0.9, **hyper)
     assert_close(net, slow)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_of_the_samples_are_enough_if_each_is_there_twice(attached: Attach, kind: type[KFACStrategy]) -> None:
+    hyper = {"factor_interval": 2, "inverse_interval": 2, "decay": 0.5}
+    nets = []
+    for stride in (1, 2):
+        net, optimizer, _ = attached(kind(sample_stride=stride, **hyper))
+        for x, y in batches(range(6)):
+            reference.loss_of(net, (x.repeat_interleave(2, 0), y.repeat_interleave(2, 0))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        nets.append(net)
+    assert_close(*nets)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hyper", HYPER[2:5])
+def test_in_bfloat16_steps_are_nearly_those_of_the_slow_reference(
+    attached: Attach, kind: type[KFACStrategy], hyper: dict[str, Any]
+) -> None:
+    net, optimizer, _ = attached(kind(inverse_dtype="bfloat16", **hyper))
+    before = torch.cat([p.detach().flatten() for p in net.parameters()])
+    train(net, optimizer, range(3))
+    slow = reference.make_net()
+    reference.train(slow, batches(range(3)), lr=0.05, momentum=0.9, **hyper)
+    mine, theirs = (torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (net, slow))
+    assert 0 < (mine - theirs).norm() < 0.02 * (theirs - before).norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bfloat16_what_is_kept_is_no_larger_and_comes_back(attached: Attach, kind: type[KFACStrategy]) -> None:
+    """Where inverses were kept in another form, all are made anew."""
+    strategy = kind(inverse_dtype="bfloat16", factor_interval=1, inverse_interval=3, ramp=False)
+    net, optimizer, session = attached(strategy)
+    train(net, optimizer, range(2))
+    kept = [inverse for inverse in part_of(session)._inverses.packed if inverse is not None]
+    assert {inverse.dtype for inverse in kept} == {torch.bfloat16}
+    dims = [block.shape(side).dim for block in part_of(session)._blocks for side in SIDES]
+    assert sum(inverse.nbytes for inverse in kept) == sum(2 * dim**2 for dim in dims)
+    again, other, resumed = attached(strategy)
+    again.load_state_dict(net.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.load_state_dict(session.state_dict())
+    for model, stepping in ((net, optimizer), (again, other)):
+        train(model, stepping, range(2, 5))
+    for left, right in zip(net.parameters(), again.parameters(), strict=True):
+        assert torch.equal(left, right)
+    exact, exact_optimizer, plain = attached(replace(strategy, inverse_dtype="float32"))
+    plain.load_state_dict(session.state_dict())
+    train(exact, exact_optimizer, range(1))
+    assert all(bool(is_there(kept)) for kept in part_of(plain)._inverses.packed if kept is not None)
+
+
+def test_eigenvectors_are_not_kept_in_bfloat16() -> None:
+    with pytest.raises(ConfigError, match='use inverse="cholesky"'):
+        offbeat.SPDKFAC(inverse="eigen", inverse_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("ramp", [True, False])
+@pytest.mark.parametrize("interval", [1, 2, 5])
+def test_samples_take_turns_in_steps_with_factors(attached: Attach, ramp: bool, interval: int) -> None:
+    net, optimizer, session = attached(offbeat.SPDKFAC(factor_interval=interval, inverse_interval=20, ramp=ramp))
+    capture, phases = part_of(session)._capture, []
+    for step in range(12):
+        phases.append(capture._phase)
+        train(net, optimizer, range(step, step + 1))
+    assert [phase for phase in phases if phase is not None] == list(range(len(phases) - phases.count(None)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -235,6 +305,8 @@ def test_layers_that_are_not_covered_are_named_once(attached: Attach) -> None:
         ({"exchange": "gtopp"}, "did you mean 'gtopk'"),
         ({"exchange": offbeat.LocalSGD()}, "that exchanges gradients"),
         ({"sharing": "contract"}, "'expand' and 'reduce'"),
+        ({"sample_stride": 0}, "sample_stride must be an integer of at least 1"),
+        ({"inverse_dtype": "float16"}, "inverse_dtype must be one of"),
         ({"inverse": "newton"}, "inverse must be one of"),
     ],
 )

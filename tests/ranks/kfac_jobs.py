@@ -105,7 +105,7 @@ def trouble(rank: int, world_size: int, *, strategies: Strategies, kind: str) ->
                         factor._sum.fill_(-1e3)
                 if step == 2 and kind == "nan factor" and rank == 1 and 0 in part._watched:
                     part._capture._sums[0].inputs = part._blocks[0].input_moment(
-                        torch.full((1, 2, 3, 3), float("nan"), dtype=torch.float64), phase=0
+                        torch.full((1, 2, 3, 3), float("nan"), dtype=torch.float64)
                     )
                 step_(model, optimizer, rank, step)
             finite = all(bool(p.isfinite().all()) for p in model.parameters())

@@ -157,15 +157,20 @@ class Block(ABC):
         """Whether the layer has the shape that the block was made for."""
 
     @abstractmethod
+    def example_dim(self, inputs: torch.Tensor) -> int | None:
+        """Which dimension of `inputs`, and of what comes of them, counts examples; None: they are one example."""
+
     def num_terms(self, inputs: torch.Tensor) -> int:
         """Terms of the loss that these inputs belong to."""
+        dim = self.example_dim(inputs)
+        return 1 if dim is None else inputs.shape[dim]
 
     @abstractmethod
-    def input_moment(self, inputs: torch.Tensor, *, phase: int) -> Moment:
-        """The sum of a a^T. `phase` counts steps, for sub-sampling."""
+    def input_moment(self, inputs: torch.Tensor) -> Moment:
+        """The sum of a a^T."""
 
     @abstractmethod
-    def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None, *, phase: int) -> Moment:
+    def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
         """The sum of g g^T, for g as the backward pass delivers it. `inputs` are there if the block masks outputs."""
 
 

@@ -11,6 +11,8 @@ What is counted, and what is not:
   comes.
 - Gradients are taken at the output itself, before any operation changes it in place, and are unscaled under AMP.
 - Layers that were not used get an increment of weight 0.
+- Where examples are sub-sampled, both factors look at the same ones, every n-th of each batch; the next step with factors
+  begins at the next one. Means and weights are of what was looked at, so factors keep their scale.
 - A layer whose shape has changed is retired: a warning names it, and its increments have weight 0 from then on.
 - Passes without gradients are not seen. `torch.autograd.grad` and second passes through a retained graph cannot be told from
   training and are counted.
@@ -23,7 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +41,28 @@ class Increment(NamedTuple):
 
     Attributes:
         packed: the mean, of the factor's packed shape; zeros if the weight is 0.
-        weight: how much it counts in a mean over ranks: input rows for A, terms of the loss for G.
+        weight: how much it counts in a mean over ranks: input rows for A, terms of the loss for G, as far as looked at.
     """
 
     packed: torch.Tensor
     weight: float
+
+
+@dataclass(slots=True)
+class _Terms:
+    """Terms of the loss since the last `take`, and how many of them were looked at."""
+
+    num: int = 0
+    num_seen: int = 0
+    of_pass: tuple[int, int] = (0, 0)
+    number_of_pass: int = -1
+
+    def count(self, num: int, num_seen: int, number_of_pass: int) -> None:
+        """A pass has as many terms as the widest of its calls; passes add up."""
+        before = self.of_pass if number_of_pass == self.number_of_pass else (0, 0)
+        self.of_pass, self.number_of_pass = max(before, (num, num_seen)), number_of_pass
+        self.num += self.of_pass[0] - before[0]
+        self.num_seen += self.of_pass[1] - before[1]
 
 
 @dataclass(slots=True)
@@ -52,16 +71,7 @@ class _Sums:
 
     inputs: Moment | None = None
     outputs: Moment | None = None
-    num_terms: int = 0
-    terms_of_pass: int = 0
-    number_of_pass: int = -1
-
-    def count_terms(self, num_terms: int, number_of_pass: int) -> None:
-        """A pass has as many terms as the widest of its calls; passes add up."""
-        before = self.terms_of_pass if number_of_pass == self.number_of_pass else 0
-        self.terms_of_pass = max(before, num_terms)
-        self.number_of_pass = number_of_pass
-        self.num_terms += self.terms_of_pass - before
+    terms: _Terms = field(default_factory=_Terms)
 
 
 class Capture:
@@ -117,9 +127,9 @@ class Capture:
             unwatch(module)
         self._watched.clear()
 
-    def start(self, step: int) -> None:
-        """Sum from now on. `step` says which positions are looked at where they are sub-sampled."""
-        self._phase = step
+    def start(self, phase: int) -> None:
+        """Sum from now on. `phase` counts such steps; where examples are sub-sampled it says which are looked at."""
+        self._phase = phase
 
     def stop(self) -> None:
         """See nothing more, and forget what was not taken."""
@@ -129,20 +139,20 @@ class Capture:
     def take(self, index: int, side: Side) -> Increment:
         """What was added to a factor of block `index` since the last time. Take "input" first: "output" ends the step."""
         block, sums = self._blocks[index], self._sums[index]
-        num_terms = sums.num_terms
+        terms = sums.terms
         if side == "input":
             moment, sums.inputs = sums.inputs, None
         else:
             moment, sums.outputs = sums.outputs, None
-            sums.num_terms = sums.terms_of_pass = 0
-        if moment is None or block.name in self.retired or not (moment.num_rows and num_terms):
+            sums.terms = _Terms()
+        if moment is None or block.name in self.retired or not (moment.num_rows and terms.num_seen):
             weight = block.weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
             return Increment(torch.zeros(block.shape(side).packed, dtype=dtype, device=weight.device), 0.0)
         if side == "input":
             return Increment(moment.packed.div_(moment.num_rows), float(moment.num_rows))
-        per_term = num_terms if self._options.loss == "mean" else 1 / num_terms
-        return Increment(moment.packed.mul_(per_term), float(num_terms))
+        scale = terms.num if self._options.loss == "mean" else 1
+        return Increment(moment.packed.mul_(scale**2 / terms.num_seen), float(terms.num_seen))
 
     # Called while the model runs
 
@@ -166,12 +176,13 @@ class Capture:
         recomputing = _inside_backward()
         # Inputs are kept only where they are needed: keeping them would undo what checkpoints save.
         kept = inputs.detach() if recomputing or self._blocks[index].masks_outputs else None
+        dim = self._blocks[index].example_dim(inputs)
 
         def saw_gradient(gradient: torch.Tensor) -> None:
             if self._phase is not None:
                 if recomputing and kept is not None:
                     self._add_inputs(index, kept, num_terms)
-                self._add_gradient(index, select(gradient), kept)
+                self._add_gradient(index, select(gradient), kept, dim)
 
         output.register_hook(saw_gradient)
 
@@ -197,22 +208,33 @@ class Capture:
         return True
 
     def _add_inputs(self, index: int, inputs: torch.Tensor, num_terms: int | None) -> None:
-        assert self._phase is not None
         began_s, block, sums = time.monotonic(), self._blocks[index], self._sums[index]
+        num_terms, dim = block.num_terms(inputs) if num_terms is None else num_terms, block.example_dim(inputs)
+        seen = self._sampled(inputs.detach(), dim)
         with _plain_arithmetic(inputs.device.type):
-            sums.inputs = _plus(sums.inputs, block.input_moment(inputs.detach(), phase=self._phase))
-        sums.count_terms(block.num_terms(inputs) if num_terms is None else num_terms, self._pass)
+            sums.inputs = _plus(sums.inputs, block.input_moment(seen))
+        # as many of each example
+        num_seen = num_terms if dim is None else num_terms // max(inputs.shape[dim], 1) * seen.shape[dim]
+        sums.terms.count(num_terms, num_seen, self._pass)
         self._added(index, "input", began_s)
 
-    def _add_gradient(self, index: int, gradient: torch.Tensor, inputs: torch.Tensor | None) -> None:
-        assert self._phase is not None
+    def _add_gradient(self, index: int, gradient: torch.Tensor, inputs: torch.Tensor | None, dim: int | None) -> None:
         began_s, sums = time.monotonic(), self._sums[index]
+        inputs = None if inputs is None else self._sampled(inputs, dim)
         with _plain_arithmetic(gradient.device.type):
-            moment = self._blocks[index].output_moment(gradient, inputs, phase=self._phase)
+            moment = self._blocks[index].output_moment(self._sampled(gradient, dim), inputs)
             if (scale := self._grad_scale()) != 1:
                 moment.packed.div_(scale**2)
             sums.outputs = _plus(sums.outputs, moment)
         self._added(index, "output", began_s)
+
+    def _sampled(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """The examples that are looked at: a view."""
+        assert self._phase is not None
+        if dim is None or self._options.sample_stride == 1:
+            return tensor
+        stride = max(min(self._options.sample_stride, tensor.shape[dim]), 1)
+        return tensor[(*[slice(None)] * dim, slice(self._phase % stride, None, stride))]
 
     # Hooks are plain functions, which `copy.deepcopy` of a model shares and does not follow; copies of modules are passed over.
 

@@ -40,7 +40,6 @@ class Window:
         taps: size of the kernel.
         stride, dilation: as in Conv2d, >= 1.
         before, after: zeros added on the top and left, and on the bottom and right.
-        first: pixels of the padded image that lie before the first position; (0, 0) unless positions are sub-sampled.
     """
 
     taps: Pair
@@ -48,7 +47,6 @@ class Window:
     dilation: Pair = (1, 1)
     before: Pair = (0, 0)
     after: Pair = (0, 0)
-    first: Pair = (0, 0)
 
     @property
     def reach(self) -> Pair:
@@ -58,8 +56,7 @@ class Window:
     def positions(self, size: Pair) -> Pair:
         """Output positions over an image of `size`."""
         vertical, horizontal = (
-            max(-(-(size[a] + self.before[a] + self.after[a] - self.reach[a] - self.first[a]) // self.stride[a]), 0)
-            for a in (0, 1)
+            max(-(-(size[a] + self.before[a] + self.after[a] - self.reach[a]) // self.stride[a]), 0) for a in (0, 1)
         )
         return vertical, horizontal
 
@@ -91,7 +88,7 @@ def _shifts_are_cheaper(images: torch.Tensor, window: Window) -> bool:
     height, width = images.shape[2], images.shape[3]
     taps, reach = window.taps, window.reach
     padded_by_more = any(side[a] > reach[a] for side in (window.before, window.after) for a in (0, 1))
-    if window.stride != (1, 1) or window.first != (0, 0) or taps == (1, 1) or padded_by_more:
+    if window.stride != (1, 1) or taps == (1, 1) or padded_by_more:
         return False
     rows, columns = window.positions((height, width))
     shifts = taps[0] * (2 * taps[1] - 1) * height * width
@@ -158,7 +155,7 @@ def _padded(images: torch.Tensor, window: Window) -> torch.Tensor:
     (top, left), (bottom, right) = window.before, window.after
     if top or left or bottom or right:
         images = F.pad(images, (left, right, top, bottom))
-    return images[:, :, window.first[0] :, window.first[1] :]
+    return images
 
 
 def _windows(images: torch.Tensor, window: Window) -> torch.Tensor:

@@ -82,9 +82,9 @@ class Decomposer:
             self._warn(message)
 
 
-def form_of(eigen: bool, device: torch.device, inverse_interval: int) -> Kept:
-    """What to keep: eigendecompositions, or inverses in their usual form."""
-    return "eigen" if eigen else usual_form(device, inverse_interval)
+def form_of(device: torch.device, inverse_interval: int, *, eigen: bool, bfloat16: bool) -> Kept:
+    """What to keep: eigendecompositions, inverses in bfloat16, or in their usual form."""
+    return "eigen" if eigen else "bfloat16" if bfloat16 else usual_form(device, inverse_interval)
 
 
 def make_inverter(form: Kept, warn: Callable[[str], None]) -> Inverter | Decomposer:

@@ -9,6 +9,16 @@ What is kept is either the inverse itself or the triangle U of A = U^T U, of the
 the operations and a quarter of the time; solving with U takes as many as multiplying by the inverse, but more time. So
 triangles are for those who make new ones often.
 
+In bfloat16 an inverse is kept as a square, which has as many bytes as a float32 triangle, can be multiplied by as it is, and
+is several times as fast to multiply by where the hardware knows bfloat16. Against directions in float64 of the same factors
+and gradients, with damping 0.003 and 0.01, those of a convolutional network on images of 32 x 32 were off by 0.4 to 0.5% of
+their length after 12 and 60 steps, those on `digits` by 1.1 to 1.7% after 20 to 200, and <direction, gradient> by at most
+0.15%; the worst layer, a factor with condition number 300, by 2.4%. Rounding gradients alone makes half to five sixths of
+that. Keeping the diagonal apart in float32, or 1 - damping * inverse in place of the inverse, takes off an eighth to two
+thirds: not worth a form of its own. The error is relative to the largest eigenvalue of the inverse; so where a damped factor's
+condition number is above 2^8 or so, little but rounding is left of a direction along the eigenvectors with its largest
+eigenvalues.
+
 Whether a decomposition succeeded is known on the device at once and on the host later. On a CPU that makes no difference. On a
 GPU nothing waits: the verdict is copied while work goes on and read before the next inversions, and a matrix that failed has no
 inverse until then, when it climbs the ladder.
@@ -27,7 +37,8 @@ import torch
 from offbeat.curvature.blocks import FactorShape
 from offbeat.curvature.packing import pack, unpack
 
-Form: TypeAlias = Literal["triangle", "inverse"]
+Form: TypeAlias = Literal["triangle", "inverse", "bfloat16"]
+"""What is kept of an inverse; "bfloat16": itself, rounded, and square."""
 
 LADDER: tuple[tuple[float, torch.dtype | None], ...] = ((1.0, None), (10.0, None), (10.0, torch.float64))
 """By how much damping is multiplied, and in which dtype (None: the factor's)."""
@@ -61,13 +72,18 @@ def usual_form(device: torch.device, inverse_interval: int) -> Form:
     return "inverse" if answers_later(device) or inverse_interval > STEPS_OF_A_TRIANGLE else "triangle"
 
 
+def dtype_of(form: Form | Literal["eigen"], dtype: torch.dtype) -> torch.dtype:
+    """In what dtype inverses, or eigenvectors, of factors in `dtype` are kept."""
+    return torch.bfloat16 if form == "bfloat16" else dtype
+
+
 def answers_later(device: torch.device) -> bool:
     """Whether asking for a value makes the host wait."""
     return device.type == "cuda"
 
 
 def is_there(inverse: torch.Tensor) -> torch.Tensor:
-    """Whether a packed inverse or triangle, shape (groups, n), is one and not zeros: a scalar tensor of bools."""
+    """Whether what is kept of an inverse, shape (groups, n), is one and not zeros: a scalar tensor of bools."""
     return (inverse[:, 0] > 0).all()
 
 
@@ -88,17 +104,17 @@ class Inverter:
 
     def kept(self, shape: FactorShape) -> tuple[int, int]:
         """Shape of what is kept of a factor's inverse."""
-        return shape.packed
+        return (shape.groups, shape.dim**2) if self._form == "bfloat16" and not shape.is_diagonal else shape.packed
 
     def invert(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
-        """What stands for the inverses of (factor + damping * identity), packed, as `jobs`; zeros where there is none."""
+        """What stands for the inverses of (factor + damping * identity), as `jobs`; zeros where there is none."""
         self._read_verdicts()
         inverses: list[torch.Tensor] = [job.packed for job in jobs]
         for numbers in alike(jobs):
             some = [jobs[number] for number in numbers]
             results = _reciprocals(some) if some[0].shape.is_diagonal else self._decompose(some)
-            for number, result in zip(numbers, results, strict=True):
-                valid = jobs[number].valid
+            for number, exact in zip(numbers, results, strict=True):
+                valid, result = jobs[number].valid, exact.to(dtype_of(self._form, exact.dtype))
                 looks = not answers_later(result.device)
                 inverses[number] = result if looks and valid else torch.where(valid, result, 0.0)
         return inverses
@@ -118,7 +134,8 @@ class Inverter:
                 results[place] = self._climb(verdict.name_at(place), packed[place], dim, damping[place])
         else:
             self._verdicts.append(verdict)
-        return list(pack(results).split(groups))
+        kept = results.flatten(1) if self._form == "bfloat16" else pack(results)
+        return list(kept.split(groups))
 
     def _climb(self, name: str, packed: torch.Tensor, dim: int, damping: torch.Tensor) -> torch.Tensor:
         """What stands for the inverse of one matrix that failed, shape (d, d), from a higher rung of the ladder."""
@@ -181,7 +198,7 @@ def _attempt(matrices: torch.Tensor, damping: torch.Tensor, form: Form) -> tuple
     """Invert `matrices`, shape (n, d, d), which are overwritten, after adding `damping`, shape (n,), to their diagonals.
 
     Returns:
-        Inverses, or triangles, in upper triangles; zeros where there is none. And whether there is one, shape (n,).
+        Inverses, or triangles in upper triangles; zeros where there is none. And whether there is one, shape (n,).
     """
     matrices.diagonal(dim1=1, dim2=2).add_(damping[:, None])
     lower, info = torch.linalg.cholesky_ex(matrices)
@@ -189,7 +206,7 @@ def _attempt(matrices: torch.Tensor, damping: torch.Tensor, form: Form) -> tuple
     # On a CPU, looking costs nothing. On a GPU every matrix is masked instead, and nothing is called that asks for values.
     looks = not answers_later(matrices.device)
     result = lower
-    if form == "inverse":
+    if form != "triangle":
         identity = torch.eye(matrices.shape[1], dtype=matrices.dtype, device=matrices.device)
         if not (looks and good.all()):
             lower = torch.where(good[:, None, None], lower, identity)  # a broken one could make the next line raise for all

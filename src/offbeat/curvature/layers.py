@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -48,19 +47,17 @@ class LinearBlock(Block):
     def fits(self, inputs: torch.Tensor) -> bool:
         return self.keeps_shape() and inputs.shape[-1] == self._weight_shape[1]
 
+    def example_dim(self, inputs: torch.Tensor) -> int | None:
+        return None if inputs.ndim == 1 else min(self._batch_dim, inputs.ndim - 2)
+
     def num_terms(self, inputs: torch.Tensor) -> int:
-        if inputs.ndim == 1:
-            return 1
-        return inputs.shape[:-1].numel() if self._options.loss_terms == "position" else inputs.shape[self._example_dim(inputs)]
+        return inputs.shape[:-1].numel() if self._options.loss_terms == "position" else super().num_terms(inputs)
 
-    def _example_dim(self, inputs: torch.Tensor) -> int:
-        return min(self._batch_dim, inputs.ndim - 2)
-
-    def input_moment(self, inputs: torch.Tensor, *, phase: int) -> Moment:
+    def input_moment(self, inputs: torch.Tensor) -> Moment:
         rows = as_real(self._rows(inputs, "mean"))
         return Moment(pack(gram(rows[None], ones=self.has_bias)), rows.shape[0])
 
-    def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None, *, phase: int) -> Moment:
+    def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
         rows = as_real(self._rows(gradient, "sum"))
         grouped = rows.unflatten(1, (self.outputs.groups, self.outputs.dim)).movedim(1, 0)
         return Moment(pack(gram(grouped)), rows.shape[0])
@@ -69,17 +66,16 @@ class LinearBlock(Block):
         """Shape (rows, d): positions expanded, or reduced to one for each example."""
         if self._options.sharing == "expand" or tensor.ndim < 3:
             return tensor.reshape(-1, tensor.shape[-1])
-        positions = as_real(tensor).movedim(self._example_dim(tensor), 0).flatten(1, -2)
+        positions = as_real(tensor).movedim(min(self._batch_dim, tensor.ndim - 2), 0).flatten(1, -2)
         return positions.mean(dim=1) if how == "mean" else positions.sum(dim=1)
 
 
 class ConvBlock(Block):
     """A Conv2d. Its matrix has the inputs in the order (tap, channel), in which factors are cheapest."""
 
-    def __init__(self, name: str, module: nn.Conv2d, options: FactorOptions, *, bias_name: str | None) -> None:
+    def __init__(self, name: str, module: nn.Conv2d, *, bias_name: str | None) -> None:
         super().__init__(name, module, bias_name=bias_name)
         self._conv = module
-        self._options = options
         num_outputs, per_group, *_ = self._weight_shape
         groups = module.groups
         self._taps: Pair = (self._weight_shape[2], self._weight_shape[3])
@@ -89,10 +85,10 @@ class ConvBlock(Block):
     def fits(self, inputs: torch.Tensor) -> bool:
         return self.keeps_shape() and inputs.shape[-3] == self._weight_shape[1] * self.inputs.groups
 
-    def num_terms(self, inputs: torch.Tensor) -> int:
-        return 1 if inputs.ndim == 3 else inputs.shape[0]
+    def example_dim(self, inputs: torch.Tensor) -> int | None:
+        return None if inputs.ndim == 3 else 0
 
-    def input_moment(self, inputs: torch.Tensor, *, phase: int) -> Moment:
+    def input_moment(self, inputs: torch.Tensor) -> Moment:
         images = as_real(inputs if inputs.ndim == 4 else inputs[None])
         conv = self._conv
         before, after = self._padding()
@@ -106,28 +102,13 @@ class ConvBlock(Block):
             before=before,
             after=after,
         )
-        every, first = self._sampling(window.positions((images.shape[2], images.shape[3])), phase)
-        sampled = replace(
-            window,
-            stride=(window.stride[0] * every, window.stride[1] * every),
-            first=(first[0] * window.stride[0], first[1] * window.stride[1]),
-        )
-        moment, num_patches = patch_moment(images, sampled, groups=self.inputs.groups, ones=self.has_bias)
+        moment, num_patches = patch_moment(images, window, groups=self.inputs.groups, ones=self.has_bias)
         return Moment(pack(moment), num_patches)
 
-    def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None, *, phase: int) -> Moment:
-        maps = gradient if gradient.ndim == 4 else gradient[None]
-        size = maps.shape[2], maps.shape[3]
-        every, first = self._sampling(size, phase)
-        pixels = Window(taps=(1, 1), stride=(every, every), first=first)
-        moment, num_pixels = patch_moment(as_real(maps), pixels, groups=self.outputs.groups)
-        seen = pixels.positions(size)
-        return Moment(pack(moment) * (size[0] * size[1] / (seen[0] * seen[1])), num_pixels)
-
-    def _sampling(self, size: Pair, phase: int) -> tuple[int, Pair]:
-        """Look at every n-th of `size` output positions, from which on."""
-        every = self._options.position_stride
-        return every, (phase % min(every, size[0]), phase // every % min(every, size[1]))
+    def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
+        maps = as_real(gradient if gradient.ndim == 4 else gradient[None])
+        rows = maps.movedim(1, 0).flatten(1).unflatten(0, (self.outputs.groups, self.outputs.dim)).mT
+        return Moment(pack(gram(rows)), rows.shape[1])
 
     def _padding(self) -> tuple[Pair, Pair]:
         """Above and left, below and right. "same" puts the odd one below and right, as Conv2d does."""
@@ -166,21 +147,20 @@ class EmbeddingBlock(Block):
     def fits(self, inputs: torch.Tensor) -> bool:
         return self.keeps_shape()
 
-    def num_terms(self, inputs: torch.Tensor) -> int:
-        if inputs.ndim == 0:
-            return 1
-        if self._options.loss_terms == "position":
-            return inputs.numel()
-        return inputs.shape[min(self._options.batch_dim, inputs.ndim - 1)]
+    def example_dim(self, inputs: torch.Tensor) -> int | None:
+        return None if inputs.ndim == 0 else min(self._options.batch_dim, inputs.ndim - 1)
 
-    def input_moment(self, inputs: torch.Tensor, *, phase: int) -> Moment:
+    def num_terms(self, inputs: torch.Tensor) -> int:
+        return inputs.numel() if self._options.loss_terms == "position" else super().num_terms(inputs)
+
+    def input_moment(self, inputs: torch.Tensor) -> Moment:
         dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         counts = torch.bincount(inputs.flatten(), minlength=self.inputs.dim).to(dtype)
         if self._padding is not None:
             counts[self._padding] = 0
         return Moment(counts[None], inputs.numel())
 
-    def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None, *, phase: int) -> Moment:
+    def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
         rows = as_real(gradient.reshape(-1, gradient.shape[-1]))
         if inputs is not None and self._padding is not None:
             rows = rows * (inputs != self._padding).reshape(-1, 1)

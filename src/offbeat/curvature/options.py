@@ -28,8 +28,8 @@ class FactorOptions:
             sequence has a loss of its own, as in language models; needs "expand". It scales the gradients' factors only.
         batch_dim: which dimension of the input of a Linear or Embedding counts examples; 0, or 1 where time comes first.
             MultiheadAttention knows by its own `batch_first`.
-        position_stride: convolutions look at every n-th output position in each direction, >= 1; 1 looks at all. Which ones
-            changes from step to step.
+        sample_stride: of the examples of each batch every n-th is looked at, >= 1; 1 looks at all. Which ones changes from step
+            to step; of a batch of fewer than n it is one.
         cross_attention: names of MultiheadAttention modules whose query, key and value are not one and the same tensor, or
             that are called without a batch dimension. Those inside torch's decoder layers are known.
         max_dim: layers with a larger factor than this get plain gradients: inverting takes max_dim ** 3 operations.
@@ -39,7 +39,7 @@ class FactorOptions:
     sharing: Sharing = "expand"
     loss_terms: Literal["example", "position"] = "example"
     batch_dim: int = 0
-    position_stride: int = 1
+    sample_stride: int = 1
     cross_attention: tuple[str, ...] = ()
     max_dim: int = 8192
 
@@ -55,6 +55,6 @@ class FactorOptions:
             raise ConfigError(
                 'sharing="reduce" supposes one loss for each example, which loss_terms="position" denies; use sharing="expand"'
             )
-        for name, lowest in (("batch_dim", 0), ("position_stride", 1), ("max_dim", 1)):
+        for name, lowest in (("batch_dim", 0), ("sample_stride", 1), ("max_dim", 1)):
             if getattr(self, name) < lowest:
                 raise ConfigError(f"{name} is {getattr(self, name)}, allowed is {lowest} or more")

@@ -30,27 +30,36 @@ from offbeat.curvature.packing import unpack
 
 @dataclass(frozen=True, slots=True)
 class Inverses:
-    """Damped inverses of one block's factors, A's and G's, or the triangles that stand for them, packed."""
+    """Damped inverses of one block's factors, A's and G's, or the triangles that stand for them, as `form` keeps them."""
 
     inputs: torch.Tensor
     outputs: torch.Tensor
     form: Form
 
-    def are_there(self) -> torch.Tensor:
-        return is_there(self.inputs) & is_there(self.outputs)
+    def apply(self, gradient: torch.Tensor, block: Block, *, out: torch.Tensor) -> torch.Tensor:
+        """Write the direction for `gradient` into `out`, both of the block's `matrix_shape`; zeros if there is none.
 
-    def apply(self, gradient: torch.Tensor, block: Block, *, out: torch.Tensor) -> None:
-        """Write the direction for `gradient` into `out`, both of the block's `matrix_shape`; zeros if there is none."""
+        Returns:
+            Whether there is one, a scalar tensor.
+        """
+        gradient = gradient.to(self.inputs.dtype)
         if block.inputs.is_diagonal:
             half = gradient * self.inputs[:, None, :]
         else:
-            half = _from_right(gradient, unpack(self.inputs, block.inputs.dim), self.form)
-        outputs = unpack(self.outputs, block.outputs.dim)
+            half = _from_right(gradient, self._square(self.inputs, block.inputs.dim), self.form)
+        outputs = self._square(self.outputs, block.outputs.dim)
         if self.form == "inverse":
             torch.bmm(outputs, half, out=out)
+        elif self.form == "bfloat16":
+            out.copy_(outputs @ half)
         else:
             out.copy_(_from_right(half.mT, outputs, self.form).mT)
-        _keep_if_(self.are_there(), out)
+        there = is_there(self.inputs) & is_there(self.outputs)
+        _keep_if_(there, out)
+        return there
+
+    def _square(self, kept: torch.Tensor, dim: int) -> torch.Tensor:
+        return kept.unflatten(1, (dim, dim)) if self.form == "bfloat16" else unpack(kept, dim)
 
 
 def _keep_if_(there: torch.Tensor, direction: torch.Tensor) -> None:
@@ -64,7 +73,7 @@ def _keep_if_(there: torch.Tensor, direction: torch.Tensor) -> None:
 def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: Form) -> torch.Tensor:
     """`matrices` times the inverse: `symmetric` itself, or that of U^T U for the triangle U in `symmetric`."""
     groups = max(len(matrices), len(symmetric))
-    if form == "inverse":
+    if form != "triangle":
         # one group that serves many is one product, not as many copies
         return matrices @ symmetric if groups == len(symmetric) else (matrices.flatten(0, 1) @ symmetric[0]).view_as(matrices)
     square = symmetric.expand(groups, -1, -1)
@@ -87,11 +96,12 @@ class Eigens:
     damping: float
     damps_each: bool = False
 
-    def are_there(self) -> torch.Tensor:
-        return (self.inputs.values >= 0).all() & (self.outputs.values >= 0).all()
+    def apply(self, gradient: torch.Tensor, block: Block, *, out: torch.Tensor) -> torch.Tensor:
+        """Write the direction for `gradient` into `out`, both of the block's `matrix_shape`; zeros if there is none.
 
-    def apply(self, gradient: torch.Tensor, block: Block, *, out: torch.Tensor) -> None:
-        """Write the direction for `gradient` into `out`, both of the block's `matrix_shape`; zeros if there is none."""
+        Returns:
+            Whether there is one, a scalar tensor.
+        """
         right, left = self.inputs.vectors, self.outputs.vectors
         assert left is not None
         turned = left.mT @ gradient
@@ -104,7 +114,9 @@ class Eigens:
             turned /= of_g * of_a + self.damping
         if right is not None:
             turned = turned @ right.mT
-        torch.matmul(left, turned, out=out).mul_(self.are_there())
+        there = (self.inputs.values >= 0).all() & (self.outputs.values >= 0).all()
+        torch.matmul(left, turned, out=out).mul_(there)
+        return there
 
 
 Curvature: TypeAlias = Inverses | Eigens
@@ -185,16 +197,15 @@ def precondition_(
         return
     blocks = [blocks[number] for number in live]
     gradients, directions = read_gradients(blocks), Matrices.empty(blocks)
-    work = [
-        (blocks[place], curvatures[number], gradients.each[place], directions.each[place]) for place, number in enumerate(live)
+    work = list(zip(blocks, gradients.each, directions.each, strict=True))
+    are_there = [
+        curvatures[number].apply(gradient, block, out=direction)
+        for number, (block, gradient, direction) in zip(live, work, strict=True)
     ]
-    for block, curvature, gradient, direction in work:
-        curvature.apply(gradient, block, out=direction)
     if kl_clip is not None:
         nu = kl_scale(directions, gradients, lrs=[lrs[number] for number in live], kl_clip=kl_clip, grad_scale=grad_scale)
         directions.flat.mul_(nu)
-    for block, curvature, gradient, direction in work:
-        there = curvature.are_there()
+    for there, (block, gradient, direction) in zip(are_there, work, strict=True):
         if answers_later(there.device):
             block.write_gradient_(torch.where(there, direction, gradient))
         elif there:

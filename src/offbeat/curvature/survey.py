@@ -128,7 +128,7 @@ def _blocks_of(name: str, module: nn.Module, options: FactorOptions, *, is_cross
     if isinstance(module, nn.Linear):
         yield LinearBlock(name, module, options, bias_name=_trained(module, "bias"), batch_dim=options.batch_dim)
     elif isinstance(module, nn.Conv2d):
-        yield ConvBlock(name, module, options, bias_name=_trained(module, "bias"))
+        yield ConvBlock(name, module, bias_name=_trained(module, "bias"))
     elif isinstance(module, nn.Embedding):
         yield EmbeddingBlock(name, module, options)
     elif isinstance(module, nn.MultiheadAttention):

@@ -87,8 +87,7 @@ class _Message:
         for number, (block, inverse, lr) in enumerate(zip(self.blocks, inverses, lrs, strict=True)):
             gradient, direction = gradient_of[number], self._directions[number]
             block.read_gradient(gradient)
-            inverse.apply(gradient, block, out=direction)
-            self._there[number] = inverse.are_there()
+            self._there[number] = inverse.apply(gradient, block, out=direction)
             self.change.add_(torch.dot(direction.flatten(), gradient.flatten()) * lr**2)
 
     def show(self, scale: float) -> None:

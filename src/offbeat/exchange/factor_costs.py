@@ -47,8 +47,8 @@ def device_kind(device: torch.device) -> str:
     """What decides how results are rounded: ranks of which this is the same compute the same bits."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} {torch.version.cuda} {torch.__version__}"
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()} {platform.processor()} {capability} {torch.get_num_threads()} {torch.__version__}"
+    capability, bfloat16 = torch.backends.cpu.get_cpu_capability(), torch.cpu._is_avx512_bf16_supported()
+    return f"{platform.machine()} {platform.processor()} {capability} {bfloat16} {torch.get_num_threads()} {torch.__version__}"
 
 
 def are_alike(driver: Driver, stream: Stream, device: torch.device) -> bool:

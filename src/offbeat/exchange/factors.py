@@ -29,7 +29,7 @@ from offbeat.curvature.averages import RunningFactor, damping_of
 from offbeat.curvature.blocks import SIDES, Block, Side
 from offbeat.curvature.capture import Capture, Increment
 from offbeat.curvature.eigen import Eigen, form_of, make_inverter
-from offbeat.curvature.inverses import Job
+from offbeat.curvature.inverses import Job, dtype_of
 from offbeat.curvature.options import FactorOptions
 from offbeat.curvature.precondition import Curvature, Eigens, Inverses, precondition_
 from offbeat.errors import CheckpointError
@@ -55,6 +55,7 @@ class FactorSettings:
         damping: as of `curvature.averages.damping_of`, > 0.
         pi: the same.
         eigen: whether factors are decomposed instead of inverted. With `pi` their product is damped then, without it each.
+        bfloat16: whether inverses are kept in bfloat16.
         decay: how much of the running averages to keep in each step with factors, in [0, 1).
         kl_clip: limit of a step's predicted change, > 0; None: no limit.
         factor_interval: steps from one with factors to the next, >= 1.
@@ -66,6 +67,7 @@ class FactorSettings:
     damping: float
     pi: bool
     eigen: bool
+    bfloat16: bool
     decay: float
     kl_clip: float | None
     factor_interval: int
@@ -76,6 +78,12 @@ class FactorSettings:
     def has_factors(self, step: int) -> bool:
         """Whether factors are averaged in `step`."""
         return step % self.factor_interval == 0 or (self.ramp and step < self.factor_interval)
+
+    def num_with_factors(self, step: int) -> int:
+        """How many steps before `step`, which has factors, had them too."""
+        if self.ramp:
+            return min(step, self.factor_interval - 1 + step // self.factor_interval)
+        return step // self.factor_interval
 
     def has_inversions(self, step: int) -> bool:
         """Whether factors are inverted in `step`. On the ramp that is in steps 0, 1, 2, 4, 8, ..."""
@@ -144,7 +152,7 @@ class FactorExchange:
         self._names = [block.name.replace("_orig_mod.", "") for block in blocks]
         self._shapes = [block.shape(side) for block in blocks for side in SIDES]
         self._likes = [_like(block) for block in blocks for _ in SIDES]
-        self._form = form_of(settings.eigen, self._likes[0].device, settings.inverse_interval)
+        self._form = form_of(self._likes[0].device, settings.inverse_interval, eigen=settings.eigen, bfloat16=settings.bfloat16)
         self._inverter = make_inverter(self._form, notify)
         self._factors: dict[int, RunningFactor] = {}
         self._retired: set[int] = set()
@@ -201,7 +209,7 @@ class FactorExchange:
         return InversePhase(
             self._inversion_order(plan),
             self._shapes,
-            self._likes,
+            [like.to(dtype_of(self._form, like.dtype)) for like in self._likes],
             travels=not plan.by_owner,
             driver=self._driver,
             stream=self._stream,
@@ -229,7 +237,7 @@ class FactorExchange:
         self._offered = [False] * len(self._plan.groups)
         self._begin_s: float | None = None
         self._ready_s = [0.0] * len(self._shapes)
-        self._capture.start(self._step)
+        self._capture.start(self._settings.num_with_factors(self._step))
 
     def _is_looked_at(self) -> bool:
         """Whether what happens in this step is noted: steps with inversions, and some with factors, ever more rarely."""
@@ -394,7 +402,8 @@ class FactorExchange:
         packed = self._factors[slot].average()
         damping = packed.new_full((), self._settings.damping)
         if self._settings.pi:
-            pair = [(self._factors[either].average(), self._shapes[either]) for either in (2 * index, 2 * index + 1)]
+            average = {slot: packed, slot ^ 1: self._factors[slot ^ 1].average()}
+            pair = [(average[either], self._shapes[either]) for either in (2 * index, 2 * index + 1)]
             damping = damping_of(pair[0], pair[1], damping=self._settings.damping, pi=True)[slot % 2]
         return Job(
             name=self._name_of(slot),
@@ -530,11 +539,11 @@ class FactorExchange:
     def _check(self, saved: Mapping[str, Any]) -> None:
         """Before anything is changed."""
         known = {f"{self._key(slot)}/sum": shape.packed for slot, shape in enumerate(self._shapes)}
-        if saved["form"] == self._form:
+        if is_same_form := saved["form"] == self._form:
             known |= {f"{self._key(slot)}/inverse": self._inverter.kept(shape) for slot, shape in enumerate(self._shapes)}
         for name, value in saved.items():
             key, _, what = name.rpartition("/")
-            if what in ("sum", "inverse") and tuple(value.shape) != known.get(name):
+            if (what == "sum" or (what == "inverse" and is_same_form)) and tuple(value.shape) != known.get(name):
                 here = known.get(name, "no such factor")
                 raise CheckpointError(f"{what} of {key!r} was saved with shape {tuple(value.shape)}, here there is {here}")
 

@@ -57,7 +57,7 @@ class InversePhase:
     Args:
         order: who inverts what, and when.
         shapes: of each slot.
-        likes: for each slot a tensor of its dtype and device.
+        likes: for each slot a tensor of its device, and of the dtype in which its inverse is kept.
         travels: whether owners send inverses. False: a rank has what it owns, and what every rank inverts.
         driver: carries broadcasts out.
         stream: of the broadcasts.
@@ -65,7 +65,7 @@ class InversePhase:
         spans: notes what is done when.
 
     Attributes:
-        packed: what stands for the inverse of each slot, packed; zeros stand for none. None where this rank needs none.
+        packed: what stands for the inverse of each slot; zeros stand for none. None where this rank needs none.
     """
 
     def __init__(

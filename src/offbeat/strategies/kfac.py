@@ -66,13 +66,15 @@ class KFACStrategy(Strategy):
         pi: whether the damping is that of the product, divided between A and G by the ratio of their traces, or that of each.
         inverse: how factors are inverted: "cholesky" damps and inverts each, "eigen" decomposes them, and damps their product
             as it is where `pi` would divide the damping.
+        inverse_dtype: what inverses are kept, sent and multiplied by in: "float32" (float64 where the model is), or "bfloat16",
+            which is fast on hardware for it and not precise; not for "eigen".
         exchange: how gradients are exchanged: "allreduce", "topk", "gtopk", or one of these strategies with options of its own.
         loss: whether the loss is the "mean" or the "sum" over examples.
         sharing: for layers that see several positions of an example: "expand" treats them as independent, "reduce" averages
             inputs and sums gradients first.
         loss_terms: whether each "example" has a loss, or each "position", as in language models.
         batch_dim: which dimension of inputs counts examples, 0 or 1.
-        position_stride: convolutions look at every n-th output position in each direction, >= 1.
+        sample_stride: factors are of every n-th example of each batch, other ones each time, >= 1.
         cross_attention: names of MultiheadAttention modules whose query, key and value differ, separated by commas.
         max_dim: layers with a larger factor than this get plain gradients, >= 1.
     """
@@ -88,12 +90,13 @@ class KFACStrategy(Strategy):
     kl_clip: float | None = 0.001
     pi: bool = True
     inverse: Literal["cholesky", "eigen"] = "cholesky"
+    inverse_dtype: Literal["float32", "bfloat16"] = "float32"
     exchange: GradientStrategy | Literal["allreduce", "topk", "gtopk"] = "allreduce"
     loss: Literal["mean", "sum"] = "mean"
     sharing: Literal["expand", "reduce"] = "expand"
     loss_terms: Literal["example", "position"] = "example"
     batch_dim: int = 0
-    position_stride: int = 1
+    sample_stride: int = 1
     cross_attention: str = ""
     max_dim: int = 8192
 
@@ -101,10 +104,17 @@ class KFACStrategy(Strategy):
         require_positive("damping", self.damping)
         require_at_least("factor_interval", self.factor_interval, 1)
         require_at_least("inverse_interval", self.inverse_interval, 1)
+        require_at_least("sample_stride", self.sample_stride, 1)
         require_fraction_below_one("decay", self.decay)
         if self.kl_clip is not None:
             require_positive("kl_clip", self.kl_clip)
         require_one_of("inverse", self.inverse, ("cholesky", "eigen"))
+        require_one_of("inverse_dtype", self.inverse_dtype, ("float32", "bfloat16"))
+        if self.inverse == "eigen" and self.inverse_dtype == "bfloat16":
+            raise ConfigError(
+                'inverse_dtype="bfloat16" is for inverses, and inverse="eigen" keeps eigenvectors, which need more precision; '
+                'use inverse="cholesky", or inverse_dtype="float32"'
+            )
         if not isinstance(self.exchange, GradientStrategy) and self.exchange not in EXCHANGES:
             raise ConfigError(
                 f"exchange must be {', '.join(map(repr, EXCHANGES))} or a strategy that exchanges gradients, such as "
@@ -123,7 +133,7 @@ class KFACStrategy(Strategy):
             sharing=self.sharing,
             loss_terms=self.loss_terms,
             batch_dim=self.batch_dim,
-            position_stride=self.position_stride,
+            sample_stride=self.sample_stride,
             cross_attention=tuple(filter(None, self.cross_attention.split(","))),
             max_dim=self.max_dim,
         )
@@ -164,6 +174,7 @@ class KFACStrategy(Strategy):
                     damping=self.damping,
                     pi=self.pi,
                     eigen=self.inverse == "eigen",
+                    bfloat16=self.inverse_dtype == "bfloat16",
                     decay=self.decay,
                     kl_clip=self.kl_clip,
                     factor_interval=self.factor_interval,
@@ -218,7 +229,12 @@ class KFACStrategy(Strategy):
             )
         costs = None
         if self.measures and driver.world_size > 1:
-            form = form_of(self.inverse == "eigen", likes[0].device, self.inverse_interval)
+            form = form_of(
+                likes[0].device,
+                self.inverse_interval,
+                eigen=self.inverse == "eigen",
+                bfloat16=self.inverse_dtype == "bfloat16",
+            )
             costs = measure(driver, stream, dims=dims, like=likes[0], invert=partial(_invert, likes[0], form))
             costs = _twice_as_long(costs) if form == "eigen" else costs
         return Setting(
