@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -216,6 +216,32 @@ def test_factors_leave_during_the_passes_once_it_is_known_what_is_to_come(attach
     assert launched == ["A0", "A1", "A2"]
     loss.backward()
     assert launched == ["A0", "A1", "A2", "G2", "G1", "G0"]
+
+
+@pytest.mark.parametrize("pi", [False, True])
+def test_inversions_begin_as_their_messages_arrive(attached: Attach, pi: bool) -> None:
+    net, optimizer, session = attached(offbeat.MPDKFAC(pi=pi))
+    part, events = part_of(session), list[str]()
+    invert = part._inverses._invert
+    for number, message in enumerate(part._messages):
+
+        def wait(number: int = number, wait: Callable[[], None] = message.wait) -> None:
+            events.append(f"message {number}")
+            wait()
+
+        message.wait = wait  # type: ignore[method-assign]
+
+    def noted(slots: Sequence[int]) -> None:
+        events.extend("AG"[slot % 2] for slot in slots)
+        invert(slots)
+
+    part._inverses._invert = noted  # type: ignore[method-assign]
+    train(net, optimizer, range(1))
+    if pi:
+        assert events[:2] == ["message 0", "message 1"], "a factor's damping depends on both factors of its block"
+        assert sorted(events[2:]) == [*"AAAGGG"]
+    else:
+        assert events == ["message 0", *"AAA", "message 1", *"GGG"]
 
 
 def test_groups_are_planned_of_measured_times(attached: Attach, monkeypatch: pytest.MonkeyPatch) -> None:

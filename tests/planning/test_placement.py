@@ -1,4 +1,4 @@
-"""Placement covers every factor once, is balanced, and is never expected to be slower than all by all."""
+"""Placement covers every factor once, is balanced, and is not expected to be slower than all by all."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from offbeat.planning.inversion import PolynomialInversion
 from offbeat.planning.kfac_iteration import factor_dims
 from offbeat.planning.kfac_published import as_printed, fitted_to_baselines, resnet50
 from offbeat.planning.placement import (
+    AS_SHORT,
     InverseCosts,
     Load,
-    Owner,
     balanced,
     cheaper_by_all,
     everywhere,
+    fused_messages,
     in_turn,
     inverse_phase,
     least_loaded,
@@ -34,16 +35,26 @@ dims_of_factors = st.lists(st.integers(1, 3000), min_size=1, max_size=40)
 world_sizes = st.integers(1, 20)
 
 
-def made_costs(a: float, c: float, alpha_s: float, beta_s: float, gap: float, pipelined: bool) -> InverseCosts:
+def made_costs(
+    a: float, c: float, alpha_s: float, beta_s: float, gap: float, pipelined: bool, fused: bool = False
+) -> InverseCosts:
     return InverseCosts(
         inversion=PolynomialInversion(constant_s=a, square_s=0.0, cube_s=c),
         broadcast=Channel(link=Link(alpha_s=alpha_s, beta_s_per_byte=beta_s), gap_s=gap * alpha_s),
         pipelined=pipelined,
+        fused=fused,
     )
 
 
 costs_of_clusters = st.builds(
-    made_costs, st.floats(0, 1e-2), st.floats(0, 1e-10), st.floats(0, 1e-1), st.floats(0, 1e-7), st.floats(0, 1), st.booleans()
+    made_costs,
+    st.floats(0, 1e-2),
+    st.floats(0, 1e-10),
+    st.floats(0, 1e-1),
+    st.floats(0, 1e-7),
+    st.floats(0, 1),
+    st.booleans(),
+    st.booleans(),
 )
 
 
@@ -84,16 +95,14 @@ def test_more_ranks_than_factors_means_one_each(world_size: int, load: Load) -> 
 
 
 @given(dims_of_factors, world_sizes, costs_of_clusters, st.sampled_from(LOADS))
-def test_balanced_is_never_expected_to_be_slower_than_the_alternatives(
+def test_balanced_is_as_short_as_the_alternatives_and_inverts_no_more_than_those_that_are(
     dims: list[int], world_size: int, costs: InverseCosts, load: Load
 ) -> None:
-    def total_s(owners: tuple[Owner, ...]) -> float:
-        return inverse_phase(owners, dims, world_size, costs).total_s
-
-    found = total_s(balanced(dims, world_size, costs, load=load)) * (1 - 1e-12)
-    assert found <= total_s(everywhere(len(dims)))
-    assert found <= total_s(in_turn(len(dims), world_size))
-    assert found <= total_s(cheaper_by_all(dims, world_size, costs, load=load))
+    found = inverse_phase(balanced(dims, world_size, costs, load=load), dims, world_size, costs)
+    others = [everywhere(len(dims)), in_turn(len(dims), world_size), cheaper_by_all(dims, world_size, costs, load=load)]
+    for other in (inverse_phase(owners, dims, world_size, costs) for owners in others if world_size > 1):
+        assert found.total_s <= AS_SHORT * other.total_s * (1 + 1e-12)
+        assert found.total_s <= other.total_s or found.computing_s <= other.computing_s
 
 
 @given(dims_of_factors, st.integers(2, 20), costs_of_clusters)
@@ -150,6 +159,31 @@ def test_a_phase_by_hand() -> None:
     assert (phase.computing_s, phase.total_s) == (8.0, 8 + 1 + 12)
 
 
+@given(dims_of_factors, world_sizes, costs_of_clusters)
+def test_messages_hold_an_owners_inverses_once_and_in_order(dims: list[int], world_size: int, costs: InverseCosts) -> None:
+    messages = fused_messages(dims, world_size, costs)
+    assert [place for message in messages for place in message] == list(range(len(dims)))
+    assert costs.fused or len(messages) == len(dims)
+
+
+def test_what_is_large_travels_while_what_is_small_is_inverted() -> None:
+    """The first takes 64 s to invert, the others 1 s each; on each of two ranks a message costs 4 s and 0.1 s a byte."""
+    costs, apart = (made_costs(0.0, 1.0, 4.0, 0.1, 1.0, True, fused=fused) for fused in (True, False))
+    assert fused_messages([4, 1, 1], 2, costs) == [[0, 1, 2]], "alone, the first would take until the others are long done"
+    dims, owners = [4] + [1] * 20, (0,) * 21
+    assert fused_messages(dims, 2, costs) == [[0, 1, 2], list(range(3, 21))]
+    assert inverse_phase(owners, dims, 2, costs).total_s == pytest.approx(84 + 4 + 0.1 * 18 * 4)
+    assert inverse_phase(owners, dims, 2, apart).total_s == pytest.approx(64 + 4 + 4 + 20 * (4 + 0.4))
+
+
+def test_among_phases_as_short_the_one_with_less_inverting_is_taken() -> None:
+    """Eight equal factors on eight ranks: to invert all takes 8 s, to invert one and send it 1 s and eight times 0.88 s."""
+    costs = made_costs(1.0, 0.0, 0.88, 0.0, 1.0, True)
+    assert inverse_phase(everywhere(8), [1] * 8, 8, costs).total_s == 8.0
+    assert None not in balanced([1] * 8, 8, costs)
+    assert balanced([1] * 8, 8, made_costs(1.0, 0.0, 1.0, 0.0, 1.0, True)) == everywhere(8)
+
+
 def test_free_broadcasts_are_used_and_dear_ones_avoided() -> None:
     dims = [500] * 8
     assert None not in balanced(dims, 4, made_costs(0.0, 1e-9, 0.0, 0.0, 0.0, True))
@@ -164,7 +198,7 @@ def test_resnet50_is_dealt_alike_on_every_rank_and_no_worse_than_all_by_all(worl
         owners = balanced(dims, world_size, costs, load=load)
         assert owners == balanced(list(dims), world_size, costs, load=load)
         everyone_s = inverse_phase(everywhere(len(dims)), dims, world_size, costs).total_s
-        assert inverse_phase(owners, dims, world_size, costs).total_s <= everyone_s
+        assert inverse_phase(owners, dims, world_size, costs).total_s <= AS_SHORT * everyone_s
 
 
 def test_the_largest_factor_bounds_what_more_ranks_can_gain() -> None:

@@ -1,4 +1,11 @@
-"""What all-reducing factors, inverting them and broadcasting inverses costs here, agreed on by all ranks."""
+"""What all-reducing factors, inverting them and broadcasting inverses costs here, agreed on by all ranks.
+
+Inversions are timed at the model's own sizes and stand in a table: a matrix of 512 rows takes about twice as long as one of
+513, since its rows fall into the same lines of the cache, and no polynomial in the number of rows says so. On a CPU it is the
+processor's time that counts: all ranks measure at once, and where they share cores, what each waits for its turn would be
+several times what an owner needs while the others stand still. So a share of a core that is held down by a quota is not seen.
+Between two inversions other memory is written to, since a step's inversions do not find theirs in the cache either.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,7 @@ import torch
 from offbeat.collectives.dense import dense_all_reduce, dense_broadcast
 from offbeat.planning.costs import Channel, Link, fit_link
 from offbeat.planning.factor_plan import FactorCosts
-from offbeat.planning.inversion import fit_inversion, slowest
+from offbeat.planning.inversion import TabledInversion, slowest
 from offbeat.planning.placement import InverseCosts
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
@@ -20,8 +27,17 @@ from offbeat.transport.operations import AllGather, Collective
 MESSAGE_ELEMENTS = (16, 1 << 18)
 """Sizes of messages that are timed."""
 
-DIMS = (32, 64, 128, 256, 512, 1024)
-"""Sizes of matrices that are timed, as far as the model has any near them. Three are needed for the fit."""
+LARGEST_DIM = 1000
+"""Rows of the largest matrix that is timed. Larger ones count as its time times the cube of how much larger they are."""
+
+MAX_SIZES = 8
+"""How many sizes of matrices are timed. What lies between is interpolated."""
+
+CACHE_ELEMENTS = 1 << 20
+"""As much float32 as a core's own caches hold, and more."""
+
+REPEATS = 5
+"""How often everything is timed."""
 
 NUM_AT_ONCE = 8
 """Broadcasts that are begun without waiting, to see how far their latencies overlap."""
@@ -48,24 +64,28 @@ def slowest_ready_s(driver: Driver, stream: Stream, ready_s: Sequence[float]) ->
 
 
 def measure(
-    driver: Driver, stream: Stream, *, largest_dim: int, like: torch.Tensor, invert: Callable[[torch.Tensor], object]
+    driver: Driver, stream: Stream, *, dims: Sequence[int], like: torch.Tensor, invert: Callable[[torch.Tensor], object]
 ) -> FactorCosts:
-    """Time everything on every rank, and fit what the slowest needed. Collective; takes a fraction of a second.
+    """Time everything on every rank, and keep what the slowest needed. Collective; takes a fraction of a second.
 
     Args:
         driver, stream: carry the messages out.
-        largest_dim: rows of the model's largest factor.
+        dims: rows of the model's factors, >= 1.
         like: any tensor of the factors' dtype and device.
         invert: inverts a matrix of shape (d, d), as training does.
     """
-    dims = [dim for dim in DIMS if dim <= 2 * largest_dim]
-    dims = dims if len(dims) > 2 else list(DIMS[:3])
     generator = torch.Generator().manual_seed(0)
+    other = torch.zeros(CACHE_ELEMENTS, device=like.device)
     inversions = {}
-    for dim in dims:
+    for dim in sizes_to_time(dims):
         rows = torch.randn(2 * dim, dim, generator=generator).to(like)
         matrix = rows.mT @ rows / dim
-        inversions[dim] = _fastest_s(like, lambda matrix=matrix: invert(matrix), repeats=3)  # type: ignore[misc]
+        inversions[dim] = _fastest_s(
+            like,
+            lambda matrix=matrix: invert(matrix),  # type: ignore[misc]
+            before=other.zero_,
+            clock=inversion_clock(like.device),
+        )
     one, many = MESSAGE_ELEMENTS
     tensors = {size: like.new_zeros(size) for size in MESSAGE_ELEMENTS}
     reduces = {
@@ -86,10 +106,29 @@ def measure(
     return FactorCosts(
         all_reduce=_link(agreed["reduces"], like),
         inverse=InverseCosts(
-            inversion=fit_inversion(agreed["inversions"].items()),
+            inversion=TabledInversion(dims=tuple(agreed["inversions"]), seconds=tuple(agreed["inversions"].values())),
             broadcast=Channel(link=broadcast, gap_s=min(max(gap_s, 0.0), broadcast.alpha_s)),
+            fused=True,
         ),
     )
+
+
+def sizes_to_time(dims: Sequence[int]) -> list[int]:
+    """Sizes of matrices that stand for `dims`, ascending: at most `MAX_SIZES`, evenly chosen, none above `LARGEST_DIM`.
+
+    >>> sizes_to_time([4608, 64, 577, 64])
+    [64, 577, 1000]
+    >>> sizes_to_time(range(10, 20))
+    [10, 11, 13, 14, 15, 16, 18, 19]
+    """
+    sizes = sorted({min(dim, LARGEST_DIM) for dim in dims})
+    last, num = len(sizes) - 1, min(len(sizes), MAX_SIZES)
+    return [sizes[round(place * last / max(num - 1, 1))] for place in range(num)]
+
+
+def inversion_clock(device: torch.device) -> Callable[[], float]:
+    """Seconds that inversions on `device` are timed with."""
+    return time.thread_time if device.type == "cpu" else time.perf_counter
 
 
 def _by_size(samples: Mapping[str, float]) -> dict[int, float]:
@@ -105,15 +144,24 @@ def _run(driver: Driver, stream: Stream, collectives: Sequence[Collective[torch.
         pending.wait()
 
 
-def _fastest_s(like: torch.Tensor, call: Callable[[], object], *, repeats: int = 5) -> float:
-    """The least seconds that `call` takes: everything else is disturbance."""
+def _fastest_s(
+    like: torch.Tensor,
+    call: Callable[[], object],
+    *,
+    before: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """The least seconds by `clock` that `call` takes, each time after `before`: everything else is disturbance."""
     durations_s = []
-    for _ in range(repeats):
-        begin_s = time.perf_counter()
+    for _ in range(REPEATS):
+        before()
+        if like.is_cuda:
+            torch.cuda.synchronize(like.device)
+        begin_s = clock()
         call()
         if like.is_cuda:
             torch.cuda.synchronize(like.device)
-        durations_s.append(time.perf_counter() - begin_s)
+        durations_s.append(clock() - begin_s)
     return max(min(durations_s), 1e-9)
 
 

@@ -60,6 +60,10 @@ class FactorMessage:
         self._sums = launch_sums(driver, stream, self._flat)
         return self._sums
 
+    def is_there(self) -> bool:
+        """Whether `wait` would return at once. Never blocks."""
+        return all(pending.poll() for pending in self._sums)
+
     def wait(self) -> None:
         """Until the sums are there."""
         for pending in self._sums:

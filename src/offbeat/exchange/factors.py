@@ -4,8 +4,9 @@
 2. A group of factors leaves when all of it has been seen as often as in earlier steps, in an order that all ranks share with
    the buckets of gradients; what is not complete by the end of the backward pass leaves then. Nothing is counted that is
    added to a factor after it left.
-3. When the exchange of gradients turns out well, before the step: running averages take the sums in; every `inverse_interval`
-   steps all factors are inverted, by owners or by everyone; gradients become directions.
+3. When the exchange of gradients turns out well, before the step: running averages take the sums in, one message after the
+   other; every `inverse_interval` steps all factors are inverted, by owners or by everyone, each as soon as what it needs has
+   been taken in (`exchange.inverses`); gradients become directions.
 4. When it does not, all ranks drop the step's factors together.
 
 The plan says who does what and when (`planning.factor_plan`); everything else is the same for all strategies.
@@ -39,6 +40,7 @@ from offbeat.exchange.inverses import InversePhase
 from offbeat.exchange.spans import Duty, Profile, Spans, is_round
 from offbeat.exchange.turns import Turns
 from offbeat.planning.factor_plan import FactorPlan, turns
+from offbeat.planning.inverse_order import InverseBatch
 from offbeat.transport.driver import Driver, Stream
 
 PROFILED_STEPS = range(1, 4)
@@ -110,6 +112,7 @@ class FactorExchange:
         settings: as above.
         plan: made anew of measured times after `PROFILED_STEPS` if `replan` is given.
         replan: a plan of when each slot is ready, or None.
+        order: in which order a plan's factors are inverted (`planning.inverse_order`).
         first_parameters: for each block, the position of its first parameter in the model.
         parameter_bucket_firsts: for each bucket of gradients, in order, the position of its first parameter.
         turns: the order shared with the gradients.
@@ -129,6 +132,7 @@ class FactorExchange:
         settings: FactorSettings,
         plan: FactorPlan,
         replan: Callable[[Sequence[float]], FactorPlan] | None,
+        order: Callable[[FactorPlan], Sequence[InverseBatch]],
         first_parameters: Sequence[int],
         bucket_firsts: Sequence[int],
         turns: Turns,
@@ -141,7 +145,7 @@ class FactorExchange:
     ) -> None:
         self.times = FactorTimes()
         self._spans, self._predicted_s, self._is_new_plan = Spans(), predicted_s, True
-        self._blocks, self._settings, self._replan = list(blocks), settings, replan
+        self._blocks, self._settings, self._replan, self._inversion_order = list(blocks), settings, replan, order
         self._first_parameters = [first for first in first_parameters for _ in SIDES]
         self._bucket_firsts, self._turns = bucket_firsts, turns
         self._optimizer, self._driver, self._stream, self._notify = optimizer, driver, stream, notify
@@ -203,9 +207,10 @@ class FactorExchange:
 
     def _make_inverses(self, plan: FactorPlan) -> InversePhase:
         return InversePhase(
-            plan,
+            self._inversion_order(plan),
             self._shapes,
             [like.to(dtype_of(self._form, like.dtype)) for like in self._likes],
+            travels=not plan.by_owner,
             driver=self._driver,
             stream=self._stream,
             inverter=self._inverter,
@@ -325,11 +330,17 @@ class FactorExchange:
         """Gradients become directions, once what this step brought has been taken in."""
         if not self._good:
             return
-        if self._sent:
-            self._take_in()
-        if self._settings.has_inversions(self._step) or self._is_stale:
-            self._inverses.run(self._job)
+        inverts = self._settings.has_inversions(self._step) or self._is_stale
+        if inverts:
+            self._inverses.start(self._job)
+        has_news, self._sent = self._sent, False
+        if has_news:
+            self._take_in(inverts=inverts)
+        if inverts:
+            self._inverses.finish()
             self._is_stale = False
+        if has_news:
+            self._learn_times()
         begin_s = time.perf_counter()
         with self._spans.timed("precondition"):
             self._precondition()
@@ -341,11 +352,12 @@ class FactorExchange:
         self._step += 1
         self._begin_step()
 
-    def _take_in(self) -> None:
-        """Wait for the sums and average them over time."""
-        self._sent = False
+    def _take_in(self, *, inverts: bool) -> None:
+        """Wait for the sums and average them over time. What can be inverted by then is, before the next wait."""
         retired: list[tuple[int, torch.Tensor]] = []
-        for message in self._messages:
+        for number, message in enumerate(self._messages, start=1):
+            if inverts:
+                self._inverses.fill(message.is_there)
             begin_s = time.monotonic()
             message.wait()
             self.times.wait_s += time.monotonic() - begin_s
@@ -355,6 +367,8 @@ class FactorExchange:
                 if slot in self._factors:
                     self._factors[slot].update_(mean, weight=total, decay=self._settings.decay)
                 retired.append((slot // 2, num_retired))
+            if inverts:
+                self._inverses.advance(number)
         for slot, (packed, weight) in self._increments.items():
             self._factors[slot].update_(packed, weight=weight, decay=self._settings.decay)
             if self._is_retired(slot):
@@ -365,7 +379,6 @@ class FactorExchange:
             self._retire({index for (index, _), count in zip(retired, counts, strict=True) if count})
         self._expected = [max(pair) for pair in zip(self._expected, self._seen, strict=True)]
         self._learned = True
-        self._learn_times()
 
     def _learn_times(self) -> None:
         """When factors are ready is measured a few times; the median of the slowest rank's times makes the plan."""

@@ -1,14 +1,21 @@
-"""Inverses: each made by its owner and broadcast while the next is being made, or made by every rank.
+"""Inverses: each made by its owner as soon as its factors are there and broadcast while the next is being made, or made by all.
 
-An owner's factors of one size are decomposed in one call and travel in one message, largest first. Messages are begun in one
-order on every rank, the first of each owner before the second of any; a rank makes its own when their turn comes and what every
-rank makes when all messages are under way.
+1. `start`, when gradients are final.
+2. `advance` whenever another message of factors has been taken in: what that completes is inverted by its owners, and sent, in
+   the order that was planned (`planning.inverse_order`). Messages are begun in this order on every rank.
+3. `fill`, while the next message is still under way: some of what every rank inverts.
+4. `finish`: the rest of it, and the other ranks' inverses.
+
+No thread inverts beside the backward pass: on a CPU it would take its cores from that pass. What could be gained by it is what
+remains exposed of broadcasts.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +25,8 @@ from offbeat.curvature.blocks import FactorShape
 from offbeat.curvature.eigen import Decomposer
 from offbeat.curvature.inverses import Inverter, Job
 from offbeat.exchange.spans import Spans
-from offbeat.planning.factor_plan import FactorPlan
-from offbeat.transport.driver import Driver, Stream
+from offbeat.planning.inverse_order import InverseBatch
+from offbeat.transport.driver import Driver, Pending, Stream
 
 
 @dataclass(slots=True)
@@ -36,10 +43,10 @@ class InverseTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
-    """Factors of one size and one owner, and where their inverses lie."""
+class _Message:
+    """What an owner inverts in one go, and where these inverses lie side by side."""
 
-    slots: tuple[int, ...]
+    batch: InverseBatch
     owner: int
     flat: torch.Tensor
 
@@ -48,9 +55,10 @@ class InversePhase:
     """Where all inverses that this rank has are kept, and how they get there.
 
     Args:
-        plan: who inverts what.
+        order: who inverts what, and when.
         shapes: of each slot.
         likes: for each slot a tensor of its device, and of the dtype in which its inverse is kept.
+        travels: whether owners send inverses. False: a rank has what it owns, and what every rank inverts.
         driver: carries broadcasts out.
         stream: of the broadcasts.
         inverter: inverts, or decomposes.
@@ -62,10 +70,11 @@ class InversePhase:
 
     def __init__(
         self,
-        plan: FactorPlan,
+        order: Sequence[InverseBatch],
         shapes: Sequence[FactorShape],
         likes: Sequence[torch.Tensor],
         *,
+        travels: bool,
         driver: Driver,
         stream: Stream,
         inverter: Inverter | Decomposer,
@@ -73,68 +82,75 @@ class InversePhase:
     ) -> None:
         self.times, self._spans = InverseTimes(), spans
         self._driver, self._stream, self._inverter = driver, stream, inverter
-        self._travels = not plan.by_owner
+        self._travels = travels
         self.packed: list[torch.Tensor | None] = [None] * len(shapes)
-        owned = [slot for slot, owner in enumerate(plan.owners) if owner is not None]
-        if plan.by_owner:
-            owned = [slot for slot in owned if plan.owners[slot] == driver.rank]
-        self._batches = self._make_batches(owned, plan, shapes, likes)
-        self._by_all = [slot for slot, owner in enumerate(plan.owners) if owner is None]
-        for slot in self._by_all:
-            self.packed[slot] = likes[slot].new_zeros(inverter.kept(shapes[slot]))
+        self._messages: list[_Message] = []
+        self._by_all = [batch for batch in order if batch.owner is None]
+        for batch in order:
+            if batch.owner is None or travels or batch.owner == driver.rank:
+                flat = self._make_room(batch.slots, shapes, likes)
+                if batch.owner is not None:
+                    self._messages.append(_Message(batch, batch.owner, flat))
+        self._job: Callable[[int], Job] | None = None
+        self._num_messages: float = 0
+        self._to_send: deque[_Message] = deque()
+        self._to_fill: deque[InverseBatch] = deque()
+        self._pending: list[Pending[torch.Tensor]] = []
 
-    def _make_batches(
-        self, slots: Sequence[int], plan: FactorPlan, shapes: Sequence[FactorShape], likes: Sequence[torch.Tensor]
-    ) -> list[_Batch]:
-        """In the order in which they are sent, which every rank finds alike."""
-        alike: dict[tuple[int, Hashable], list[int]] = {}
-        for slot in sorted(slots, key=lambda slot: (-_work(shapes[slot]), slot)):
-            owner, shape = plan.owners[slot], shapes[slot]
-            assert owner is not None
-            kind = shape.dim, shape.is_diagonal, likes[slot].dtype, likes[slot].device
-            alike.setdefault((owner, kind), []).append(slot)
-        batches: list[tuple[int, int, _Batch]] = []
-        of_owner: dict[int, int] = {}
-        for (owner, _), some in alike.items():
-            kept = [self._inverter.kept(shapes[slot]) for slot in some]
-            sizes = [rows * columns for rows, columns in kept]
-            flat = likes[some[0]].new_zeros(sum(sizes))
-            for slot, part, shape_kept in zip(some, flat.split(sizes), kept, strict=True):
-                self.packed[slot] = part.view(shape_kept)
-            place = of_owner[owner] = of_owner.get(owner, 0) + 1
-            batches.append((place, owner, _Batch(tuple(some), owner, flat)))
-        return [batch for *_, batch in sorted(batches, key=lambda entry: entry[:2])]
+    def _make_room(self, slots: Sequence[int], shapes: Sequence[FactorShape], likes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """For the inverses of `slots`, one after the other in one tensor."""
+        kept = [self._inverter.kept(shapes[slot]) for slot in slots]
+        sizes = [rows * columns for rows, columns in kept]
+        flat = likes[slots[0]].new_zeros(sum(sizes))
+        for slot, part, shape_kept in zip(slots, flat.split(sizes), kept, strict=True):
+            self.packed[slot] = part.view(shape_kept)
+        return flat
 
-    def run(self, job: Callable[[int], Job]) -> None:
-        """Bring every inverse up to date. `job` says what to invert for a slot that this rank inverts."""
-        pending = []
-        for batch in self._batches:
-            if batch.owner == self._driver.rank:
-                self._invert(batch.slots, job)
+    def start(self, job: Callable[[int], Job]) -> None:
+        """From now on every inverse is brought up to date. `job` says what to invert for a slot that this rank inverts."""
+        self._job, self._num_messages = job, 0
+        self._to_send, self._to_fill, self._pending = deque(self._messages), deque(self._by_all), []
+
+    def advance(self, num_messages: float) -> None:
+        """The first `num_messages` messages of factors have been taken in: owners invert and send what needs no more."""
+        self._num_messages = num_messages
+        while self._to_send and self._to_send[0].batch.num_messages <= num_messages:
+            message = self._to_send.popleft()
+            if message.owner == self._driver.rank:
+                self._invert(message.batch.slots)
             if self._travels:
                 launched_s = time.monotonic()
-                pending.append(self._driver.launch(dense_broadcast(batch.flat, batch.owner), self._stream.next()))
-                self._spans.launched("broadcast", f"from worker {batch.owner}", launched_s, pending[-1:])
-        # Apart from what this rank owns: on a GPU the bits of an inverse depend on what it is batched with.
-        self._invert(self._by_all, job)
+                pending = self._driver.launch(dense_broadcast(message.flat, message.owner), self._stream.next())
+                self._pending.append(pending)
+                self._spans.launched("broadcast", f"from worker {message.owner}", launched_s, [pending])
+
+    def fill(self, is_over: Callable[[], bool]) -> None:
+        """Until `is_over`, invert of what every rank inverts whatever has arrived.
+
+        Ranks may get differently far here: that changes neither what is inverted together nor the order of messages.
+        """
+        while self._to_fill and self._to_fill[0].num_messages <= self._num_messages and not is_over():
+            self._invert(self._to_fill.popleft().slots)
+
+    def finish(self) -> None:
+        """Until all inverses are there."""
+        self.advance(math.inf)
+        self.fill(lambda: False)
         begin_s = time.perf_counter()
-        for broadcast in pending:
+        for broadcast in self._pending:
             with self._spans.timed("wait for inverses"):
                 broadcast.wait()
             self._spans.arrived()
         self.times.wait_s += time.perf_counter() - begin_s
+        self._pending = []
 
-    def _invert(self, slots: Sequence[int], job: Callable[[int], Job]) -> None:
+    def _invert(self, slots: Sequence[int]) -> None:
+        assert self._job is not None
         begin_s = time.monotonic()
-        inverses = self._inverter.invert([job(slot) for slot in slots])
+        inverses = self._inverter.invert([self._job(slot) for slot in slots])
         for slot, inverse in zip(slots, inverses, strict=True):
             kept = self.packed[slot]
             assert kept is not None
             kept.copy_(inverse)
         self.times.invert_s += time.monotonic() - begin_s
-        if slots:
-            self._spans.add("invert", f"{len(slots)} factors", begin_s)
-
-
-def _work(shape: FactorShape) -> int:
-    return shape.dim if shape.is_diagonal else shape.groups * shape.dim**3
+        self._spans.add("invert", f"{len(slots)} factors", begin_s)

@@ -124,7 +124,9 @@ def turns(plan: FactorPlan, first_parameters: Sequence[int], bucket_firsts: Sequ
 
     Dense collectives meet in the order in which they are begun, whatever hooks fire first on a rank. Behind the backward
     pass: all buckets, then factors. Streamed: groups of A alone first; each other group before the first bucket that the
-    backward pass can only complete after it; all before the last bucket, which waits for the end of the pass anyway.
+    backward pass can only complete after it. Of those that remain for the last bucket, which waits for the end of the pass, all
+    but the last group before it: what arrived earlier is inverted while that one is under way, but not before it is known of
+    the gradients that the step is good.
 
     Args:
         plan: what is sent.
@@ -133,20 +135,19 @@ def turns(plan: FactorPlan, first_parameters: Sequence[int], bucket_firsts: Sequ
 
     >>> plan = FactorPlan(groups=((0, 2), (3,), (1,)), streamed=True, owners=(None,) * 4)
     >>> turns(plan, [0, 0, 2, 2], [2, 0])
-    [('factors', 0), ('factors', 1), ('gradients', 0), ('factors', 2), ('gradients', 1)]
+    [('factors', 0), ('factors', 1), ('gradients', 0), ('gradients', 1), ('factors', 2)]
     """
     factors: list[Turn] = [("factors", number) for number in range(len(plan.groups))]
     buckets: list[Turn] = [("gradients", number) for number in range(len(bucket_firsts))]
     if not plan.streamed:
         return buckets + factors
     order: list[Turn] = []
-    waiting = list(zip(factors, plan.groups, strict=True))
-    for number, bucket in enumerate(buckets):
-        is_last = number + 1 == len(buckets)
-        while waiting and (is_last or _first_of(waiting[0][1], first_parameters) >= bucket_firsts[number]):
+    waiting = list(zip(factors[:-1], plan.groups[:-1], strict=True))
+    for number, bucket in enumerate(buckets[:-1]):
+        while waiting and _first_of(waiting[0][1], first_parameters) >= bucket_firsts[number]:
             order.append(waiting.pop(0)[0])
         order.append(bucket)
-    return order
+    return order + [factor for factor, _ in waiting] + buckets[-1:] + factors[-1:]
 
 
 def _first_of(group: Sequence[int], first_parameters: Sequence[int]) -> float:

@@ -10,8 +10,8 @@ The load of a factor of d rows is d, d^2, d^3 or its fitted time (`Load`). SPD-K
 **Differences from the paper:** it compares each factor's inversion with its broadcast alone (`cheaper_by_all`). That is right
 only if broadcasts are sent in sequence: where their latencies overlap, or broadcasts travel while the next factor is being
 inverted, one factor more costs next to nothing to send. `balanced` therefore predicts the whole phase, for every size up to
-which factors may be inverted by all, and takes the best: never worse, as predicted, than D-KFAC, MPD-KFAC or the paper's
-rule. The released code does neither: it compares d with a constant.
+which factors may be inverted by all, and takes the best, to within `AS_SHORT` of it: so it is about as good, as predicted, as
+D-KFAC, MPD-KFAC and the paper's rule, or better. The released code does neither: it compares d with a constant.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, TypeAlias
 
 from offbeat.errors import ConfigError
-from offbeat.planning.costs import Channel
+from offbeat.planning.costs import Channel, Link
 from offbeat.planning.inversion import InversionCost
+from offbeat.planning.overlap import fuse_in_order
 
 Load: TypeAlias = Literal["rows", "squares", "cubes", "time"]
 Owner: TypeAlias = int | None
+
+AS_SHORT = 1.03
+"""No prediction is so good that phases which differ by less than this factor can be told apart."""
 
 BYTES_PER_ELEMENT = 4
 """Inverses travel as float32."""
@@ -54,11 +59,13 @@ class InverseCosts:
         broadcast: from any rank to all.
         pipelined: whether an inverse is sent while its owner goes on with the next factor. False: broadcasts begin when every
             rank has inverted all it has to.
+        fused: whether inverses of one owner may share a message (`fused_messages`). False: one message each.
     """
 
     inversion: InversionCost
     broadcast: Channel
     pipelined: bool = True
+    fused: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +155,8 @@ def balanced(
     themselves would drift apart.
 
     Tried are: all factors of up to d rows inverted by every rank, for each d there is, none so, `cheaper_by_all` and
-    `in_turn`. With one rank there is nobody to send to. Among equals the fewest broadcasts are taken.
+    `in_turn`. With one rank there is nobody to send to. Of those that are about as short as the shortest (`AS_SHORT`) the one
+    with the least inverting is taken, and among equals the one with the fewest broadcasts.
     """
     if world_size == 1:
         return everywhere(len(dims))
@@ -159,10 +167,14 @@ def balanced(
     limits = sorted({0, *dims}, reverse=True) if alike else [0]
     candidates += [_dealt(dims, world_size, [dim <= limit for dim in dims], loads) for limit in limits]
 
-    def cost(owners: tuple[Owner, ...]) -> tuple[float, int]:
-        return inverse_phase(owners, dims, world_size, costs).total_s, sum(owner is not None for owner in owners)
+    phases = {owners: inverse_phase(owners, dims, world_size, costs) for owners in candidates}
+    limit_s = AS_SHORT * min(phase.total_s for phase in phases.values())
 
-    return min(candidates, key=cost)
+    def cost(owners: tuple[Owner, ...]) -> tuple[float, float, int]:
+        phase = phases[owners]
+        return phase.computing_s, phase.total_s, sum(owner is not None for owner in owners)
+
+    return min((owners for owners, phase in phases.items() if phase.total_s <= limit_s), key=cost)
 
 
 def inverse_phase(owners: Sequence[Owner], dims: Sequence[int], world_size: int, costs: InverseCosts) -> InversePhase:
@@ -171,21 +183,42 @@ def inverse_phase(owners: Sequence[Owner], dims: Sequence[int], world_size: int,
     Each rank inverts what it owns first, largest first, and then what every rank inverts.
     """
     times_s = [costs.inversion.time_s(dim) for dim in dims]
-    own_s = [0.0] * world_size
-    by_all_s = 0.0
-    inverted: list[tuple[float, int]] = []
+    of_owner: dict[Owner, list[int]] = {}
     for index in largest_first(times_s):
-        owner = owners[index]
-        if owner is None:
-            by_all_s += times_s[index]
-        else:
-            own_s[owner] += times_s[index]
-            inverted.append((own_s[owner], packed_bytes(dims[index])))
-    computing_s = max(own_s) + by_all_s
+        of_owner.setdefault(owners[index], []).append(index)
+    by_all_s = sum(times_s[index] for index in of_owner.pop(None, []))
+    inverted: list[tuple[float, int]] = []
+    for own in of_owner.values():
+        messages = fused_messages([dims[index] for index in own], world_size, costs)
+        done_s = accumulate(sum(times_s[own[place]] for place in message) for message in messages)
+        sizes = (sum(packed_bytes(dims[own[place]]) for place in message) for message in messages)
+        inverted += zip(done_s, sizes, strict=True)
+    computing_s = max((done_s for done_s, _ in inverted), default=0.0) + by_all_s
     if not costs.pipelined:
         inverted = [(computing_s, num_bytes) for _, num_bytes in inverted]
     arrived_s = costs.broadcast.last_arrival_s(inverted) if world_size > 1 else 0.0
     return InversePhase(computing_s=computing_s, exposed_s=max(0.0, arrived_s - computing_s))
+
+
+def fused_messages(dims: Sequence[int], world_size: int, costs: InverseCosts) -> list[list[int]]:
+    """Which inverses of one owner share a message: those with which the last arrives as early as possible.
+
+    All owners send at once, so each message waits for one of every other owner. If not `costs.fused`, no two share one.
+
+    Args:
+        dims: rows of the owner's factors, in the order in which it inverts them.
+        world_size: number of ranks, >= 1.
+        costs: of inverting and of broadcasting.
+
+    Returns:
+        Places in `dims` by message, in the order in which they are sent.
+    """
+    if not costs.fused:
+        return [[place] for place in range(len(dims))]
+    ready_s = list(accumulate(costs.inversion.time_s(dim) for dim in dims))
+    link, gap_s = costs.broadcast.link, costs.broadcast.gap_s
+    shared = Link(alpha_s=world_size * gap_s, beta_s_per_byte=world_size * link.beta_s_per_byte)
+    return fuse_in_order(ready_s, list(map(packed_bytes, dims)), shared)
 
 
 def _dealt(dims: Sequence[int], world_size: int, shared: Sequence[bool], loads: Sequence[float]) -> tuple[Owner, ...]:

@@ -39,6 +39,7 @@ from offbeat.exchange.factor_costs import are_alike, measure
 from offbeat.exchange.factors import FactorExchange, FactorSettings
 from offbeat.exchange.turns import InTurn, Turns
 from offbeat.planning.factor_plan import FactorCosts, FactorPlan, Setting, block_owners
+from offbeat.planning.inverse_order import inversion_order
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Part, Strategy, Workspace
 from offbeat.strategies.gradient import GradientStrategy, Pair
@@ -183,6 +184,7 @@ class KFACStrategy(Strategy):
                 ),
                 plan=self._agreeing_plan(setting),
                 replan=(lambda ready_s: self._agreeing_plan(replace(setting, ready_s=ready_s))) if setting.costs else None,
+                order=partial(inversion_order, setting=setting, pairs=self.pi and self.inverse != "eigen"),
                 first_parameters=[positions[id(block.weight)] for block in found.blocks],
                 bucket_firsts=bucket_firsts,
                 turns=turns,
@@ -233,7 +235,7 @@ class KFACStrategy(Strategy):
                 eigen=self.inverse == "eigen",
                 bfloat16=self.inverse_dtype == "bfloat16",
             )
-            costs = measure(driver, stream, largest_dim=max(dims), like=likes[0], invert=partial(_invert, likes[0], form))
+            costs = measure(driver, stream, dims=dims, like=likes[0], invert=partial(_invert, likes[0], form))
             costs = _twice_as_long(costs) if form == "eigen" else costs
         return Setting(
             world_size=driver.world_size,
