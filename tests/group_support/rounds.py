@@ -92,7 +92,7 @@ class Worker:
         self.model: Values = np.zeros(NUM_ELEMENTS, np.float64)
         self.history: list[tuple[Place, Spans, bytes]] = []
         self.was_left_out = self.came_to_the_end = False
-        self._log = ClaimLog(world.store, rank=rank)
+        self._log = ClaimLog(world.store)
         self._stashed: dict[int, deque[bytes]] = defaultdict(deque)
         self._left_at = -1
 
