@@ -3,9 +3,9 @@
 1. Each contestant has six trials of its own, a grid, with seed 0. The target is the best that any trial of SGD or AdamW has
    reached after 90% of the steps; the trial that gets there in the fewest steps is the contestant's setting, or the one that
    ends best where none gets there.
-2. With other seeds, three unless `--seeds` says otherwise, all contestants train by turns, a few steps at a time, from the same parameters and with the same
-   samples in the same order. The target is what the better of SGD and AdamW has reached after 90% of the steps, as a mean over
-   the seeds.
+2. With other seeds, three unless `--seeds` says otherwise, all contestants train by turns, a few steps at a time, from the same
+   parameters and with the same samples in the same order. The target is what the better of SGD and AdamW has reached after 90%
+   of the steps, as a mean over the seeds.
 
 A metric is the mean of three measurements in a row. A step is as many samples for all. `mnist` and `charlm` need `--mnist` and
 `--text`; without them they are left out. `--curves FILE` keeps the curves of runs, and nothing that it has is run anew: so a
