@@ -35,6 +35,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from offbeat.curvature.blocks import FactorShape
+from offbeat.curvature.lapack import cholesky_
 from offbeat.curvature.packing import pack, unpack
 
 Form: TypeAlias = Literal["triangle", "inverse", "bfloat16"]
@@ -201,20 +202,29 @@ def _attempt(matrices: torch.Tensor, damping: torch.Tensor, form: Form) -> tuple
         Inverses, or triangles in upper triangles; zeros where there is none. And whether there is one, shape (n,).
     """
     matrices.diagonal(dim1=1, dim2=2).add_(damping[:, None])
-    lower, info = torch.linalg.cholesky_ex(matrices)
-    good = (info == 0) & _all_finite(lower)
-    # On a CPU, looking costs nothing. On a GPU every matrix is masked instead, and nothing is called that asks for values.
-    looks = not answers_later(matrices.device)
-    result = lower
+    return _on_device(matrices, form) if answers_later(matrices.device) else _on_host(matrices, form)
+
+
+def _on_host(matrices: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+    """Looking costs nothing here."""
+    good = cholesky_(matrices, inverts=form != "triangle") & _all_finite(matrices)
+    if form == "bfloat16":
+        matrices = matrices.triu() + matrices.triu(1).mT
+    if not good.all():
+        matrices = torch.where(good[:, None, None], matrices, 0.0)
+    return matrices, good
+
+
+def _on_device(matrices: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every matrix is masked, and nothing is called that asks for values."""
+    result, info = torch.linalg.cholesky_ex(matrices)
+    good = (info == 0) & _all_finite(result)
     if form != "triangle":
         identity = torch.eye(matrices.shape[1], dtype=matrices.dtype, device=matrices.device)
-        if not (looks and good.all()):
-            lower = torch.where(good[:, None, None], lower, identity)  # a broken one could make the next line raise for all
-        result = torch.cholesky_inverse(lower) if looks else torch.cholesky_solve(identity.expand_as(lower), lower)
+        lower = torch.where(good[:, None, None], result, identity)  # a broken one could make the next line raise for all
+        result = torch.cholesky_solve(identity.expand_as(lower), lower)
         good &= _all_finite(result)
-    if not (looks and good.all()):
-        result = torch.where(good[:, None, None], result, 0.0)
-    return result.mT, good  # LAPACK's columns become rows, so that packing need not copy
+    return torch.where(good[:, None, None], result, 0.0).mT, good
 
 
 def _all_finite(matrices: torch.Tensor) -> torch.Tensor:

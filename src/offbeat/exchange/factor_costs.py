@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from offbeat.collectives.dense import dense_all_reduce, dense_broadcast
+from offbeat.curvature.lapack import library
 from offbeat.planning.costs import Channel, Link, fit_link
 from offbeat.planning.factor_plan import FactorCosts
 from offbeat.planning.inversion import TabledInversion, slowest
@@ -47,8 +48,10 @@ def device_kind(device: torch.device) -> str:
     """What decides how results are rounded: ranks of which this is the same compute the same bits."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} {torch.version.cuda} {torch.__version__}"
-    capability, bfloat16 = torch.backends.cpu.get_cpu_capability(), torch.cpu._is_avx512_bf16_supported()
-    return f"{platform.machine()} {platform.processor()} {capability} {bfloat16} {torch.get_num_threads()} {torch.__version__}"
+    kind = platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability()
+    return " ".join(
+        map(str, (*kind, torch.cpu._is_avx512_bf16_supported(), torch.get_num_threads(), torch.__version__, library()))
+    )
 
 
 def are_alike(driver: Driver, stream: Stream, device: torch.device) -> bool:
