@@ -1,9 +1,9 @@
 """What all-reducing factors, inverting them and broadcasting inverses costs here, agreed on by all ranks.
 
-Inversions are timed at the model's own sizes and stand in a table: a matrix of 512 rows takes about twice as long as one of
-513, since its rows fall into the same lines of the cache, and no polynomial in the number of rows says so. On a CPU it is the
-processor's time that counts: all ranks measure at once, and where they share cores, what each waits for its turn would be
-several times what an owner needs while the others stand still. So a share of a core that is held down by a quota is not seen.
+Inversions are timed at the model's own sizes and stand in a table, since no polynomial knows the steps in which the time rises
+with the number of rows. On a CPU it is the processor's time that counts: all ranks measure at once, and where they share
+cores, what each waits for its turn would be several times what an owner needs while the others stand still. So a share of a
+core that is held down by a quota is not seen.
 Between two inversions other memory is written to, since a step's inversions do not find theirs in the cache either.
 """
 

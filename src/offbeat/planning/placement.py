@@ -149,7 +149,7 @@ def cheaper_by_all(dims: Sequence[int], world_size: int, costs: InverseCosts, *,
 def balanced(
     dims: Sequence[int], world_size: int, costs: InverseCosts, *, load: Load = "time", alike: bool = True
 ) -> tuple[Owner, ...]:
-    """SPD-KFAC's placement with the shortest predicted phase. Arguments as of `cheaper_by_all`.
+    """SPD-KFAC's placement with about the shortest predicted phase. Arguments as of `cheaper_by_all`.
 
     With `alike=False` every factor has one owner: devices of different kinds round differently, and replicas that inverted for
     themselves would drift apart.
