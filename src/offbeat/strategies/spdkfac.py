@@ -12,10 +12,10 @@ Shi, Zhang and Li, "Accelerating Distributed K-FAC with Smart Parallelism of Com
 Cost per step: as of MPD-KFAC, less what is hidden behind the forward and backward passes, less broadcasts of small inverses.
 
 Differences from the paper: the groups are the fewest with the earliest end and the placement that with about the shortest
-predicted phase, of measured costs (`fusion="rule"` and `placement="rule"`: the paper's rules; planning/overlap.py and placement.py say
-where they fall short). An inversion takes what was measured and not alpha exp(beta d). Inverses of one owner share messages
-where that is shorter. Groups are planned in the fourth step
-with factors; until then, all A are one and all G another. And those of strategies/kfac.py.
+predicted phase, of measured costs (`fusion="rule"` and `placement="rule"`: the paper's rules; planning/overlap.py and
+placement.py say where they fall short). An inversion takes what was measured and not alpha exp(beta d). Inverses of one owner
+share messages where that is shorter. Groups are planned in the fourth step with factors; until then, all A are one
+and all G another. And those of strategies/kfac.py.
 """
 
 from __future__ import annotations
