@@ -1,4 +1,6 @@
-"""What the benchmarks share: pairs measured by turns, their ratio with a bootstrap interval, and how cases are printed."""
+"""What the benchmarks share: pairs measured by turns, their ratio with a bootstrap interval, and
+how cases are printed.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +56,24 @@ def ratio(
     Pairs are resampled whole, since what disturbs one member is likely to disturb the other.
     """
     first, second = np.array(pairs).T
-    resampled = bootstrap((first, second), _ratio_of_medians, paired=True, method="percentile", n_resamples=2000, rng=0)
+    resampled = bootstrap(
+        (first, second),
+        _ratio_of_medians,
+        paired=True,
+        method="percentile",
+        n_resamples=2000,
+        rng=0,
+    )
     low, high = (float(end) for end in resampled.confidence_interval)
     if at_most is not None and at_least is None:
         limit, goal, met = at_most, f"at most {at_most:g}", high <= at_most
     elif at_least is not None and at_most is None:
         limit, goal, met = at_least, f"at least {at_least:g}", low >= at_least
     else:
-        raise ValueError(f"a case has one goal, got at_most={at_most} and at_least={at_least}; pass either of them")
+        raise ValueError(
+            f"a case has one goal, got at_most={at_most} and at_least={at_least}; pass either of"
+            " them"
+        )
     return Ratio(
         case=case,
         value=float(_ratio_of_medians(first, second)),
@@ -79,8 +91,11 @@ def _ratio_of_medians(
     return np.median(first, axis=axis) / np.median(second, axis=axis)
 
 
-def interleave(measured: Mapping[str, Callable[[], float]], *, num_rounds: int) -> dict[str, list[float]]:
-    """Run all in turn, each round in the opposite order of the last, after a first round that does not count.
+def interleave(
+    measured: Mapping[str, Callable[[], float]], *, num_rounds: int
+) -> dict[str, list[float]]:
+    """Run all in turn, each round in the opposite order of the last, after a first round that does
+    not count.
 
     Args:
         measured: by name, functions that return the seconds they took.
@@ -119,5 +134,7 @@ def print_rows(rows: Iterable[Ratio], *, as_json: bool) -> None:
 def main(cases: Callable[[], Iterable[Ratio]]) -> None:
     """Measure and print, as the command line says."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per case and line"
+    )
     print_rows(cases(), as_json=parser.parse_args().json)

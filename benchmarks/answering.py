@@ -1,11 +1,13 @@
-"""How soon a rank that trains answers a peer: by a thread beside training, or by a process with the model in shared memory.
+"""How soon a rank that trains answers a peer: by a thread beside training, or by a process with the
+model in shared memory.
 
-Each rank trains the CNN of the digits task (5 million parameters, batch 64, nothing padded) without pause and lays a copy of
-its model down after every step, in one of two buffers. One that trains nothing asks the ranks at random times for a part of the
-latest copy, as a group average does, and takes the time until it has the answer. Both ways run by turns, in blocks.
+Each rank trains the CNN of the digits task (5 million parameters, batch 64, nothing padded) without
+pause and lays a copy of its model down after every step, in one of two buffers. One that trains
+nothing asks the ranks at random times for a part of the latest copy, as a group average does, and
+takes the time until it has the answer. Both ways run by turns, in blocks.
 
-The thread serves where its 99th percentile is no longer than the process's and the process does not make steps shorter.
-Percentiles in seconds go to standard error.
+The thread serves where its 99th percentile is no longer than the process's and the process does not
+make steps shorter. Percentiles in seconds go to standard error.
 
     python benchmarks/answering.py [--json] [--quick]
 """
@@ -57,7 +59,9 @@ class Flag(Protocol):
 
 @dataclass(kw_only=True)
 class Samples:
-    """What one way of answering has measured: seconds from request to answer, and of each training step."""
+    """What one way of answering has measured: seconds from request to answer, and of each training
+    step.
+    """
 
     answer_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
@@ -95,7 +99,15 @@ def answer(peers: Peers, asker: int, snapshot: Snapshot, done: Flag) -> None:
     done.set()
 
 
-def answer_beside(rank: int, asker: int, secret: bytes, memory: str, num_elements: int, pipe: Connection, done: Flag) -> None:
+def answer_beside(
+    rank: int,
+    asker: int,
+    secret: bytes,
+    memory: str,
+    num_elements: int,
+    pipe: Connection,
+    done: Flag,
+) -> None:
     """The process that answers for `rank`."""
     snapshot, peers = Snapshot(memory, num_elements), _introduce(rank, asker, secret, pipe)
     answer(peers, asker, snapshot, done)
@@ -104,9 +116,18 @@ def answer_beside(rank: int, asker: int, secret: bytes, memory: str, num_element
 
 
 def train(
-    rank: int, asker: int, secret: bytes, memory: str, num_elements: int, pipe: Connection, done: Flag, answers: bool
+    rank: int,
+    asker: int,
+    secret: bytes,
+    memory: str,
+    num_elements: int,
+    pipe: Connection,
+    done: Flag,
+    answers: bool,
 ) -> None:
-    """Train until `done`, and answer too where that is the thread's business; then tell how long each step took."""
+    """Train until `done`, and answer too where that is the thread's business; then tell how long
+    each step took.
+    """
     torch.set_num_threads(1)
     task = build_task("digits", TASK)
     model = task.build_model(0)
@@ -135,7 +156,9 @@ def train(
 
 
 def _introduce(rank: int, asker: int, secret: bytes, pipe: Connection) -> Peers:
-    """A driver that is connected to everybody: its address goes through `pipe`, and all addresses come back."""
+    """A driver that is connected to everybody: its address goes through `pipe`, and all addresses
+    come back.
+    """
     peers = Peers(rank, asker + 1, address="127.0.0.1", secret=secret)
     pipe.send(peers.endpoint)
     peers.connect(pipe.recv())
@@ -143,7 +166,9 @@ def _introduce(rank: int, asker: int, secret: bytes, pipe: Connection) -> Peers:
 
 
 def block(kind: Kind, num_ranks: int, samples: dict[int, Samples], num_requests: int) -> None:
-    """Start the ranks, ask them `num_requests` times for each size of answer, and note into `samples`, by size."""
+    """Start the ranks, ask them `num_requests` times for each size of answer, and note into
+    `samples`, by size.
+    """
     num_elements = build_task("digits", TASK).num_parameters()
     secret = secrets.token_bytes(32)
     with ExitStack() as stack:
@@ -155,7 +180,9 @@ def block(kind: Kind, num_ranks: int, samples: dict[int, Samples], num_requests:
             done = _SPAWN.Event()
             here, there = _SPAWN.Pipe()
             common = (rank, num_ranks, secret, memory.name, num_elements)
-            processes.append(_SPAWN.Process(target=train, args=(*common, there, done, kind == "thread")))
+            processes.append(
+                _SPAWN.Process(target=train, args=(*common, there, done, kind == "thread"))
+            )
             trainers.append(here)
             if kind == "process":
                 here, there = _SPAWN.Pipe()
@@ -210,38 +237,64 @@ def cases(*, num_blocks: int, num_requests: int) -> Iterator[Ratio]:
         thread, process = measured["thread"], measured["process"]
         for size in ANSWER_BYTES:
             _tell(num_ranks, size, measured)
-            what = f"99th percentile answer of {size:,} bytes, thread over process, {num_ranks} ranks"
+            what = (
+                f"99th percentile answer of {size:,} bytes, thread over process, {num_ranks} ranks"
+            )
             yield _no_worse(what, thread[size].answer_s, process[size].answer_s, late)
         steps = thread[ANSWER_BYTES[0]].step_s, process[ANSWER_BYTES[0]].step_s
-        yield _no_worse(f"mean training step, thread over process, {num_ranks} ranks", *steps, np.mean)
+        yield _no_worse(
+            f"mean training step, thread over process, {num_ranks} ranks", *steps, np.mean
+        )
 
 
 def late(answer_s: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
     return np.quantile(answer_s, 0.99, axis=axis)
 
 
-def _no_worse(case: str, first: list[float], second: list[float], statistic: Callable[..., NDArray[np.float64]]) -> Ratio:
-    def ratio(a: NDArray[np.float64], b: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
+def _no_worse(
+    case: str,
+    first: list[float],
+    second: list[float],
+    statistic: Callable[..., NDArray[np.float64]],
+) -> Ratio:
+    def ratio(
+        a: NDArray[np.float64], b: NDArray[np.float64], axis: int = -1
+    ) -> NDArray[np.float64]:
         return statistic(a, axis=axis) / statistic(b, axis=axis)
 
-    interval = bootstrap((first, second), ratio, method="percentile", n_resamples=1000, rng=0, batch=100).confidence_interval
+    interval = bootstrap(
+        (first, second), ratio, method="percentile", n_resamples=1000, rng=0, batch=100
+    ).confidence_interval
     low, high = float(interval.low), float(interval.high)
     value = float(ratio(np.array(first), np.array(second)))
     holds: bool | Literal["undecided"] = "undecided" if low < 1 < high else high <= 1
-    return Ratio(case=case, value=value, unit="x", goal="at most 1", holds=holds, bound=0.0, interval=(low, high))
+    return Ratio(
+        case=case,
+        value=value,
+        unit="x",
+        goal="at most 1",
+        holds=holds,
+        bound=0.0,
+        interval=(low, high),
+    )
 
 
 def _tell(num_ranks: int, size: int, measured: dict[Kind, dict[int, Samples]]) -> None:
     for kind, by_size in measured.items():
         middle, last = 1e3 * np.quantile(by_size[size].answer_s, [0.5, 0.99])
         step_ms, count = 1e3 * float(np.mean(by_size[size].step_s)), len(by_size[size].answer_s)
-        what = f"{num_ranks} ranks, {size:,} bytes, {kind}: median {middle:.2f} ms, 99th percentile {last:.2f} ms of {count}"
+        what = (
+            f"{num_ranks} ranks, {size:,} bytes, {kind}: median {middle:.2f} ms, 99th percentile"
+            f" {last:.2f} ms of {count}"
+        )
         print(f"{what}; a training step {step_ms:.1f} ms", file=sys.stderr)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per case and line"
+    )
     parser.add_argument("--quick", action="store_true", help="only to see that it runs")
     arguments = parser.parse_args()
     num_blocks, num_requests = (1, 40) if arguments.quick else (NUM_BLOCKS, REQUESTS_A_BLOCK)

@@ -1,16 +1,20 @@
-"""What averaging weights costs in quality: each strategy against AllReduce after equally many steps, eight workers.
+"""What averaging weights costs in quality: each strategy against AllReduce after equally many
+steps, eight workers.
 
-Links are those of loopback, but steps are padded and two random workers are half a step late in each of them, so that
-averages are as stale as they are among stragglers. All strategies start from the same parameters and see the same samples in
-the same order, seed by seed. A strategy's metric is the mean of its last three measurements: a single one of `digits` counts
-images in steps of 0.28 points. The target is what AllReduce has reached on average after 60% of the steps.
+Links are those of loopback, but steps are padded and two random workers are half a step late in
+each of them, so that averages are as stale as they are among stragglers. All strategies start from
+the same parameters and see the same samples in the same order, seed by seed. A strategy's metric is
+the mean of its last three measurements: a single one of `digits` counts images in steps of 0.28
+points. The target is what AllReduce has reached on average after 60% of the steps.
 
-    gap to AllReduce: at most 0.3 points of accuracy, 1% of bits per character; steps to the target at most 1.05 times as many
+    gap to AllReduce: at most 0.3 points of accuracy, 1% of bits per character; steps to the target
+    at most 1.05 times as many
 
-`mnist` and `charlm` need `--mnist` and `--text`; without them they are left out. A table of all strategies and of WAGMA's
-ablations goes to standard error.
+`mnist` and `charlm` need `--mnist` and `--text`; without them they are left out. A table of all
+strategies and of WAGMA's ablations goes to standard error.
 
-    python benchmarks/averaging_accuracy.py [--json] [--quick] [--mnist NPZ] [--text FILE] [--tasks NAME,...]
+    python benchmarks/averaging_accuracy.py [--json] [--quick] [--mnist NPZ] [--text FILE] [--tasks
+    NAME,...]
         [--strategies SPEC,...] [--seeds N] [--keep DIRECTORY]
 """
 
@@ -41,9 +45,22 @@ JUDGED = ("wagma", "wagma:merge=paper")
 STRATEGIES = (
     BASELINE,
     *JUDGED,
-    *("localsgd:period=10", "dpsgd", "sgp", "adpsgd", "eagersgd:mode=solo", "eagersgd:mode=majority"),
+    *(
+        "localsgd:period=10",
+        "dpsgd",
+        "sgp",
+        "adpsgd",
+        "eagersgd:mode=solo",
+        "eagersgd:mode=majority",
+    ),
     *(f"wagma:group_size={size}" for size in (2, 4, 8)),
-    *("wagma:quorum=1", "wagma:overlap=true", "wagma:overlap=false", "wagma:groups=fixed", "wagma:groups=off"),
+    *(
+        "wagma:quorum=1",
+        "wagma:overlap=true",
+        "wagma:overlap=false",
+        "wagma:groups=fixed",
+        "wagma:groups=off",
+    ),
 )
 """The first of all is what the others are held against. `groups=off` is local SGD with a quorum."""
 CHARLM_LR = 0.02
@@ -57,7 +74,9 @@ _ONE_TURN_S = 1e6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One task. `goal`: the largest gap, in `unit`; a gap is relative where the unit is "%", else in hundredths."""
+    """One task. `goal`: the largest gap, in `unit`; a gap is relative where the unit is "%", else
+    in hundredths.
+    """
 
     task: str
     steps: int
@@ -82,7 +101,11 @@ class Found:
 
     def metric(self, seed: int) -> float | None:
         seen = self.evaluations.get(seed, ())
-        return float(np.mean([evaluation.metric for evaluation in seen[-LAST:]])) if len(seen) >= LAST else None
+        return (
+            float(np.mean([evaluation.metric for evaluation in seen[-LAST:]]))
+            if len(seen) >= LAST
+            else None
+        )
 
 
 def cases_of(mnist: Path | None, text: Path | None) -> Iterator[Case]:
@@ -91,7 +114,15 @@ def cases_of(mnist: Path | None, text: Path | None) -> Iterator[Case]:
         yield Case(task="mnist", settings=(f"path={mnist}",), steps=500)
     if text is not None:
         settings = (f"path={text}", f"lr={CHARLM_LR}")
-        yield Case(task="charlm", settings=settings, steps=400, step_s=0.06, higher_is_better=False, goal=1.0, unit="%")
+        yield Case(
+            task="charlm",
+            settings=settings,
+            steps=400,
+            step_s=0.06,
+            higher_is_better=False,
+            goal=1.0,
+            unit="%",
+        )
 
 
 def measure(case: Case, specs: Sequence[str], seeds: Sequence[int], keep: Path) -> dict[str, Found]:
@@ -111,7 +142,9 @@ def measure(case: Case, specs: Sequence[str], seeds: Sequence[int], keep: Path) 
             turn_s=_ONE_TURN_S,
         )
         plan = plan_comparison(request, out=keep / f"{case.task}-{first}")
-        directory, comparison = carry_out(plan, Quiet(), command="python benchmarks/averaging_accuracy.py")
+        directory, comparison = carry_out(
+            plan, Quiet(), command="python benchmarks/averaging_accuracy.py"
+        )
         for spec, contestant in zip(chunk, comparison.contestants, strict=True):
             found[spec].failure = contestant.failure or ""
             for seed, run in zip(seeds, contestant.runs, strict=True):
@@ -128,24 +161,37 @@ def gaps(case: Case, one: Found, baseline: Found, seeds: Sequence[int]) -> Estim
 
 
 def steps_to_target(case: Case, one: Found, target: float, seeds: Sequence[int]) -> Estimate:
-    """By seed, when the metric first reached `target`, on straight lines between measurements; None where it never did."""
+    """By seed, when the metric first reached `target`, on straight lines between measurements; None
+    where it never did.
+    """
     return estimate([_reached(case, one.evaluations.get(seed, ()), target) for seed in seeds])
 
 
 def _reached(case: Case, seen: Sequence[Evaluation], target: float) -> float | None:
     sign = 1 if case.higher_is_better else -1
-    best = np.maximum.accumulate([sign * evaluation.metric for evaluation in seen]) if seen else np.empty(0)
+    best = (
+        np.maximum.accumulate([sign * evaluation.metric for evaluation in seen])
+        if seen
+        else np.empty(0)
+    )
     if not best.size or best[-1] < sign * target:
         return None
     after = int(np.argmax(best >= sign * target))
     span = slice(max(0, after - 1), after + 1)
-    return float(np.interp(sign * target, best[span], [float(evaluation.step) for evaluation in seen[span]]))
+    return float(
+        np.interp(sign * target, best[span], [float(evaluation.step) for evaluation in seen[span]])
+    )
 
 
 def target_of(case: Case, baseline: Found) -> float:
     step = TARGET_AT * case.steps
     return float(
-        np.mean([np.interp(step, [e.step for e in seen], [e.metric for e in seen]) for seen in baseline.evaluations.values()])
+        np.mean(
+            [
+                np.interp(step, [e.step for e in seen], [e.metric for e in seen])
+                for seen in baseline.evaluations.values()
+            ]
+        )
     )
 
 
@@ -153,7 +199,14 @@ def show(case: Case, found: dict[str, Found], seeds: Sequence[int]) -> None:
     baseline = found[BASELINE]
     target = target_of(case, baseline)
     title = f"{case.task}, {case.steps} steps, {len(seeds)} seeds; target {target:.4f}"
-    columns = ("", "metric", f"worse than {BASELINE}, {case.unit}", "interval", "steps to target", "missed it")
+    columns = (
+        "",
+        "metric",
+        f"worse than {BASELINE}, {case.unit}",
+        "interval",
+        "steps to target",
+        "missed it",
+    )
     table = Table(*columns, title=title, title_justify="left")
     for spec, one in found.items():
         metrics = [metric for seed in seeds if (metric := one.metric(seed)) is not None]
@@ -183,7 +236,9 @@ def goals(case: Case, found: dict[str, Found], seeds: Sequence[int]) -> Iterator
         if one.failure:
             raise SystemExit(f"{spec} failed: {one.failure}")
         gap = gaps(case, one, baseline, seeds)
-        yield _ratio(f"{case.task}, {spec} worse than {BASELINE}", gap, case.goal, case.unit, bound=0.0)
+        yield _ratio(
+            f"{case.task}, {spec} worse than {BASELINE}", gap, case.goal, case.unit, bound=0.0
+        )
         by_seed = zip(
             steps_to_target(case, one, target, seeds).values,
             steps_to_target(case, baseline, target, seeds).values,
@@ -191,7 +246,13 @@ def goals(case: Case, found: dict[str, Found], seeds: Sequence[int]) -> Iterator
         )
         # whoever never gets there is counted as if it took twice the steps there were
         more = estimate([(mine or 2 * case.steps) / theirs for mine, theirs in by_seed if theirs])
-        yield _ratio(f"{case.task}, {spec}, steps to the target over {BASELINE}'s", more, 1.05, "x", bound=1.0)
+        yield _ratio(
+            f"{case.task}, {spec}, steps to the target over {BASELINE}'s",
+            more,
+            1.05,
+            "x",
+            bound=1.0,
+        )
 
 
 def _ratio(case: str, value: Estimate, at_most: float, unit: str, *, bound: float) -> Ratio:
@@ -209,7 +270,9 @@ def _ratio(case: str, value: Estimate, at_most: float, unit: str, *, bound: floa
     )
 
 
-def run(cases: Sequence[Case], specs: Sequence[str], seeds: Sequence[int], directory: Path) -> Iterator[Ratio]:
+def run(
+    cases: Sequence[Case], specs: Sequence[str], seeds: Sequence[int], directory: Path
+) -> Iterator[Ratio]:
     for case in cases:
         found = measure(case, specs, seeds, directory)
         if found[BASELINE].failure:
@@ -220,23 +283,37 @@ def run(cases: Sequence[Case], specs: Sequence[str], seeds: Sequence[int], direc
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
-    parser.add_argument("--quick", action="store_true", help="one seed of digits, 40 steps: only to see that it runs")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per case and line"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one seed of digits, 40 steps: only to see that it runs",
+    )
     parser.add_argument("--mnist", type=Path, help="npz file of mnist")
     parser.add_argument("--text", type=Path, help="text for charlm")
     parser.add_argument("--tasks", help="only these, such as digits,mnist")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=5, help="how many; default: %(default)s")
-    parser.add_argument("--keep", type=Path, help="directory for the comparisons; by default they are thrown away")
+    parser.add_argument(
+        "--keep", type=Path, help="directory for the comparisons; by default they are thrown away"
+    )
     asked = parser.parse_args()
-    cases = [case for case in cases_of(asked.mnist, asked.text) if asked.tasks is None or case.task in asked.tasks.split(",")]
+    cases = [
+        case
+        for case in cases_of(asked.mnist, asked.text)
+        if asked.tasks is None or case.task in asked.tasks.split(",")
+    ]
     specs = list(dict.fromkeys([BASELINE, *asked.strategies.split(",")]))
     for spec in specs:
         build_strategy(*parse_spec(spec))  # before an hour is spent on the others
     if asked.quick:
         cases = [Case(task="digits", steps=40)]
     with tempfile.TemporaryDirectory() as temporary:
-        rows = run(cases, specs, range(1 if asked.quick else asked.seeds), asked.keep or Path(temporary))
+        rows = run(
+            cases, specs, range(1 if asked.quick else asked.seeds), asked.keep or Path(temporary)
+        )
         print_rows(rows, as_json=asked.json)
 
 

@@ -1,11 +1,14 @@
-"""Tree and reduce-scatter against their own alpha-beta cost, with alpha and beta measured in the same run.
+"""Tree and reduce-scatter against their own alpha-beta cost, with alpha and beta measured in the
+same run.
 
-Two and four workers, k = 25,000 of 25 M elements. On loopback, and behind links of 1 Gbit/s and 100 Mbit/s, 100 us, that a
-wrapper emulates in user space (the receiver waits until the message is due). Goal: at most 1.5 times the cost. Alpha and beta
-are the mean of many messages in a row beside each collective, as ping-pong benchmarks take it, of the slowest rank. The cost
-counts messages and bytes only; merging, coding and encryption come on top of it, which shows where they are not small against
-the transfer, and where more workers than cores have to do them one after the other. So the processor time that the busiest
-rank spends in the collective itself, without sending and receiving, is set against the same cost: the goal leaves 0.5 for it.
+Two and four workers, k = 25,000 of 25 M elements. On loopback, and behind links of 1 Gbit/s and 100
+Mbit/s, 100 us, that a wrapper emulates in user space (the receiver waits until the message is due).
+Goal: at most 1.5 times the cost. Alpha and beta are the mean of many messages in a row beside each
+collective, as ping-pong benchmarks take it, of the slowest rank. The cost counts messages and bytes
+only; merging, coding and encryption come on top of it, which shows where they are not small against
+the transfer, and where more workers than cores have to do them one after the other. So the
+processor time that the busiest rank spends in the collective itself, without sending and receiving,
+is set against the same cost: the goal leaves 0.5 for it.
 
     python benchmarks/collectives.py [--json]
 """
@@ -45,7 +48,11 @@ NUM_ROUNDS = 30
 GOAL = 1.5
 MESSAGES = {64: 30, 1 << 18: 8}
 """Bytes of a message: how many in a row. The larger is about what the collectives send."""
-LINKS = {"loopback": None, "1 Gbit/s, 100 us": (100e-6, 1e9 / 8), "100 Mbit/s, 100 us": (100e-6, 1e8 / 8)}
+LINKS = {
+    "loopback": None,
+    "1 Gbit/s, 100 us": (100e-6, 1e9 / 8),
+    "100 Mbit/s, 100 us": (100e-6, 1e8 / 8),
+}
 COLLECTIVES = {
     "tree": (gtopk_tree.gtopk_tree, gtopk_tree.cost_s),
     "reduce_scatter": (sparse_reduce_scatter.sparse_reduce_scatter, sparse_reduce_scatter.cost_s),
@@ -83,7 +90,9 @@ def timing(collective: Collective[T], spent_s: list[float]) -> Collective[T]:
 
 
 def typical_network(driver: Driver, stream: Stream) -> Network:
-    """What a message typically costs: everyone sends to the next rank and receives from the one before, many times in a row."""
+    """What a message typically costs: everyone sends to the next rank and receives from the one
+    before, many times in a row.
+    """
 
     def passing(num_bytes: int, times: int) -> Collective[None]:
         for _ in range(times):
@@ -93,7 +102,9 @@ def typical_network(driver: Driver, stream: Stream) -> Network:
     def typical_s(num_bytes: int, times: int) -> float:
         dist.barrier()
         driver.run(passing(num_bytes, 2), stream.next())
-        slowest = torch.tensor(timed(partial(driver.run, passing(num_bytes, times), stream.next())) / times)
+        slowest = torch.tensor(
+            timed(partial(driver.run, passing(num_bytes, times), stream.next())) / times
+        )
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest)
 
@@ -104,11 +115,20 @@ def typical_network(driver: Driver, stream: Stream) -> Network:
     return Network(messages=link, dense=link, select_s_per_element=0.0)
 
 
-def measure(rank: int, world_size: int, link: tuple[float, float] | None) -> dict[str, list[tuple[float, float, float]]]:
-    """(measured, computing, cost) seconds of each round by collective; the cost from a probe beside each measurement."""
+def measure(
+    rank: int, world_size: int, link: tuple[float, float] | None
+) -> dict[str, list[tuple[float, float, float]]]:
+    """(measured, computing, cost) seconds of each round by collective; the cost from a probe beside
+    each measurement.
+    """
     driver = behind_link(connect().driver, link)
     stream = stream_counter()()
-    wire = Wire(num_elements=NUM_ELEMENTS, num_parameters=1, dtype=np.dtype(np.float32), value_format="float32")
+    wire = Wire(
+        num_elements=NUM_ELEMENTS,
+        num_parameters=1,
+        dtype=np.dtype(np.float32),
+        value_format="float32",
+    )
     tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, dtype=np.bool_))
     mine = contribution(rank)
     rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in COLLECTIVES}
@@ -121,7 +141,9 @@ def measure(rank: int, world_size: int, link: tuple[float, float] | None) -> dic
             whole_s = timed(partial(driver.run, exchange, stream.next()))
             slowest = torch.tensor([whole_s, sum(spent_s)])
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            cost = cost_of(world_size=world_size, k=K, pair_bytes=pair_bytes("float32"), network=network)
+            cost = cost_of(
+                world_size=world_size, k=K, pair_bytes=pair_bytes("float32"), network=network
+            )
             if turn >= 2:
                 rounds[name].append((float(slowest[0]), float(slowest[1]), cost))
     driver.close()
@@ -133,9 +155,16 @@ def cases() -> Iterator[Ratio]:
         for world_size in WORLD_SIZES:
             for name, rounds in run_ranks(measure, world_size, link).items():
                 against = f"its alpha-beta cost, {where}, {world_size} workers"
-                yield ratio(f"{name} / {against}", [(whole, cost) for whole, _, cost in rounds], at_most=GOAL, bound=1.0)
+                yield ratio(
+                    f"{name} / {against}",
+                    [(whole, cost) for whole, _, cost in rounds],
+                    at_most=GOAL,
+                    bound=1.0,
+                )
                 pairs = [(computing, cost) for _, computing, cost in rounds]
-                yield ratio(f"{name}, computing alone / {against}", pairs, at_most=GOAL - 1, bound=0.0)
+                yield ratio(
+                    f"{name}, computing alone / {against}", pairs, at_most=GOAL - 1, bound=0.0
+                )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""S-SGD through offbeat against DistributedDataParallel: seconds a training step, same model, same data, on loopback.
+"""S-SGD through offbeat against DistributedDataParallel: seconds a training step, same model, same
+data, on loopback.
 
-Both train in the same processes, in turns, so that whatever disturbs the machine disturbs both. Goal: at most 3% slower.
+Both train in the same processes, in turns, so that whatever disturbs the machine disturbs both.
+Goal: at most 3% slower.
 
     python benchmarks/ddp_overhead.py [--json]
 """
@@ -44,7 +46,11 @@ def make_mlp() -> torch.nn.Module:
     """About 9.5 M parameters in large layers, communication-bound."""
     torch.manual_seed(0)
     widths = [1024, 2048, 2048, 1536, 10]
-    layers: list[torch.nn.Module] = [torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 256), torch.nn.Linear(256, widths[0])]
+    layers: list[torch.nn.Module] = [
+        torch.nn.Flatten(),
+        torch.nn.Linear(3 * 32 * 32, 256),
+        torch.nn.Linear(256, widths[0]),
+    ]
     for width, following in pairwise(widths):
         layers += [torch.nn.ReLU(), torch.nn.Linear(width, following)]
     return torch.nn.Sequential(*layers)

@@ -1,16 +1,20 @@
-"""What the others feel when workers die, hang, are cut off or return: eight workers, links of 1 Gbit/s, steps of 100 ms.
+"""What the others feel when workers die, hang, are cut off or return: eight workers, links of 1
+Gbit/s, steps of 100 ms.
 
-Who is hit, and when, is drawn from the seed. A survivor is a worker that nothing was done to. Its stall is what one of its
-steps took beyond its median step. In the end it should be as good as a run of as many workers as were left, from the start;
-where everybody comes back, as one of all eight.
+Who is hit, and when, is drawn from the seed. A survivor is a worker that nothing was done to. Its
+stall is what one of its steps took beyond its median step. In the end it should be as good as a run
+of as many workers as were left, from the start; where everybody comes back, as one of all eight.
 
-    every run finishes; no stall of a survivor after the first fault above 1 s; none of them loses more than one step
-    the mean of the last five of twenty measurements at most 0.3 points worse than that of the world that was left
+    every run finishes; no stall of a survivor after the first fault above 1 s; none of them loses
+    more than one step the mean of the last five of twenty measurements at most 0.3 points worse
+    than that of the world that was left
 
-The store that workers meet in lives in the launcher, which nothing happens to. Cutting links takes root and network namespaces;
-where they are missing, the record's notices say so, and nothing is felt.
+The store that workers meet in lives in the launcher, which nothing happens to. Cutting links takes
+root and network namespaces; where they are missing, the record's notices say so, and nothing is
+felt.
 
-    python benchmarks/deaths.py [--json] [--quick] [--strategy SPEC] [--scenarios NAME,...] [--seeds N] [--keep DIRECTORY]
+    python benchmarks/deaths.py [--json] [--quick] [--strategy SPEC] [--scenarios NAME,...] [--seeds
+    N] [--keep DIRECTORY]
 """
 
 from __future__ import annotations
@@ -48,7 +52,9 @@ POINTS = 0.3
 MEASUREMENTS = 20
 """Of the metric, in a run."""
 LAST = 5
-"""The last of them, whose mean is what a run has reached: with batches of 8 a single one says little."""
+"""The last of them, whose mean is what a run has reached: with batches of 8 a single one says
+little.
+"""
 _WARM_UP_STEPS = 10
 
 Undo = Literal["continue", "mend", "return"]
@@ -80,7 +86,9 @@ SCENARIOS: Final = {
 
 @dataclass(kw_only=True, slots=True)
 class Found:
-    """What a scenario has shown. Stalls in seconds, of every step of a survivor after the first fault; the rest by seed."""
+    """What a scenario has shown. Stalls in seconds, of every step of a survivor after the first
+    fault; the rest by seed.
+    """
 
     stalls_s: list[float] = field(default_factory=list)
     steps_lost: list[int] = field(default_factory=list)
@@ -102,9 +110,11 @@ def faults(scenario: Scenario, seed: int, steps: int) -> tuple[Fault, ...]:
 
 
 def train_once(spec: str, cluster: Cluster, seed: int, steps: int, out: Path) -> float | None:
-    """What one run has reached, whose record is left in `out`. Raises `OffbeatError` when it does not finish.
+    """What one run has reached, whose record is left in `out`. Raises `OffbeatError` when it does
+    not finish.
 
-    What the run's record remarks, such as who died and who could not come back, goes to standard error.
+    What the run's record remarks, such as who died and who could not come back, goes to standard
+    error.
     """
     name, options = parse_spec(spec)
     request = Request(
@@ -121,7 +131,11 @@ def train_once(spec: str, cluster: Cluster, seed: int, steps: int, out: Path) ->
     summary = train(plan(request, out=out), lambda progress: None)
     if summary is None:
         return None
-    print(*(f"{out.parent.name}, seed {seed}: {notice}" for notice in summary.notices), sep="\n", file=sys.stderr)
+    print(
+        *(f"{out.parent.name}, seed {seed}: {notice}" for notice in summary.notices),
+        sep="\n",
+        file=sys.stderr,
+    )
     seen = Record(out).evaluations()[-LAST:]
     return float(np.mean([evaluation.metric for evaluation in seen])) if len(seen) == LAST else None
 
@@ -130,7 +144,13 @@ def measure(spec: str, scenario: Scenario, seeds: Sequence[int], steps: int, kee
     found = Found()
     for seed in seeds:
         script = faults(scenario, seed, steps)
-        cluster = Cluster(workers=WORKERS, link=LinkSpec(rate_bit_per_s=1e9), step_s=STEP_S, faults=script, seed=seed)
+        cluster = Cluster(
+            workers=WORKERS,
+            link=LinkSpec(rate_bit_per_s=1e9),
+            step_s=STEP_S,
+            faults=script,
+            seed=seed,
+        )
         out = keep / f"seed-{seed}"
         try:
             found.metrics.append(train_once(spec, cluster, seed, steps, out))
@@ -148,21 +168,36 @@ def measure(spec: str, scenario: Scenario, seeds: Sequence[int], steps: int, kee
 
 
 def stalls(events: Sequence[StepEvent], since_s: float) -> list[float]:
-    """What each step took beyond the median one, in seconds, once `since_s` seconds of training are over."""
+    """What each step took beyond the median one, in seconds, once `since_s` seconds of training are
+    over.
+    """
     durations_s = np.array([event.duration_s for event in events])
     later = durations_s.cumsum() >= since_s
     return list(map(float, (durations_s - np.median(durations_s[_WARM_UP_STEPS:]))[later]))
 
 
-def reference(spec: str, workers: int, seeds: Sequence[int], steps: int, keep: Path) -> list[float | None]:
+def reference(
+    spec: str, workers: int, seeds: Sequence[int], steps: int, keep: Path
+) -> list[float | None]:
     """What runs in which nothing happens have reached, by seed."""
     cluster = partial(Cluster, workers=workers, link=LinkSpec(rate_bit_per_s=1e9), step_s=STEP_S)
-    return [train_once(spec, cluster(seed=seed), seed, steps, keep / f"left-{workers}-seed-{seed}") for seed in seeds]
+    return [
+        train_once(spec, cluster(seed=seed), seed, steps, keep / f"left-{workers}-seed-{seed}")
+        for seed in seeds
+    ]
 
 
 def goals(name: str, found: Found, worse: Estimate, num_runs: int) -> Iterator[Ratio]:
     finished = 1 - len(found.failures) / num_runs
-    yield _case(f"{name}: runs that finished", finished, "x", "at least 1", not found.failures, (finished, finished), bound=1.0)
+    yield _case(
+        f"{name}: runs that finished",
+        finished,
+        "x",
+        "at least 1",
+        not found.failures,
+        (finished, finished),
+        bound=1.0,
+    )
     if not found.stalls_s:
         return
     late_s, longest_s = (float(value) for value in np.quantile(found.stalls_s, [0.99, 1.0]))
@@ -170,12 +205,25 @@ def goals(name: str, found: Found, worse: Estimate, num_runs: int) -> Iterator[R
     limit = f"at most {LONGEST_STALL_S:g}"
     yield _case(what, longest_s, "s", limit, longest_s <= LONGEST_STALL_S, (late_s, longest_s))
     lost = float(max(found.steps_lost))
-    yield _case(f"{name}: most steps lost by a survivor", lost, "steps", "at most 1", lost <= 1, (0.0, lost))
+    yield _case(
+        f"{name}: most steps lost by a survivor", lost, "steps", "at most 1", lost <= 1, (0.0, lost)
+    )
     if worse.median is not None:
-        low, high = (worse.median, worse.median) if worse.low is None or worse.high is None else (worse.low, worse.high)
+        low, high = (
+            (worse.median, worse.median)
+            if worse.low is None or worse.high is None
+            else (worse.low, worse.high)
+        )
         holds: bool | Literal["undecided"] = "undecided" if low <= POINTS < high else high <= POINTS
         goal = f"at most {POINTS:g}"
-        yield _case(f"{name}: worse than the world that was left", worse.median, "points", goal, holds, (low, high))
+        yield _case(
+            f"{name}: worse than the world that was left",
+            worse.median,
+            "points",
+            goal,
+            holds,
+            (low, high),
+        )
 
 
 def _case(
@@ -188,14 +236,27 @@ def _case(
     *,
     bound: float = 0.0,
 ) -> Ratio:
-    return Ratio(case=case, value=value, unit=unit, goal=goal, holds=holds, bound=bound, interval=interval)
+    return Ratio(
+        case=case, value=value, unit=unit, goal=goal, holds=holds, bound=bound, interval=interval
+    )
 
 
 def show(all_found: dict[str, Found], references: dict[int, list[float | None]]) -> None:
-    columns = ("", "finished", "stall: median", "99th percentile", "longest", "steps lost", "metric", "of the world left")
+    columns = (
+        "",
+        "finished",
+        "stall: median",
+        "99th percentile",
+        "longest",
+        "steps lost",
+        "metric",
+        "of the world left",
+    )
     table = Table(*columns)
     for name, found in all_found.items():
-        middle, late, longest = np.quantile(found.stalls_s, [0.5, 0.99, 1.0]) if found.stalls_s else (np.nan,) * 3
+        middle, late, longest = (
+            np.quantile(found.stalls_s, [0.5, 0.99, 1.0]) if found.stalls_s else (np.nan,) * 3
+        )
         table.add_row(
             name,
             f"{len(found.metrics) - len(found.failures)} of {len(found.metrics)}",
@@ -214,14 +275,18 @@ def _listed(metrics: Sequence[float | None]) -> str:
     return " ".join("none" if metric is None else f"{metric:.4f}" for metric in metrics)
 
 
-def cases(spec: str, names: Sequence[str], seeds: Sequence[int], steps: int, directory: Path) -> Iterator[Ratio]:
+def cases(
+    spec: str, names: Sequence[str], seeds: Sequence[int], steps: int, directory: Path
+) -> Iterator[Ratio]:
     references: dict[int, list[float | None]] = {}
     all_found: dict[str, Found] = {}
     for name in names:
         scenario = SCENARIOS[name]
         found = all_found[name] = measure(spec, scenario, seeds, steps, directory / name)
         if scenario.num_left not in references:
-            references[scenario.num_left] = reference(spec, scenario.num_left, seeds, steps, directory)
+            references[scenario.num_left] = reference(
+                spec, scenario.num_left, seeds, steps, directory
+            )
         pairs = zip(references[scenario.num_left], found.metrics, strict=True)
         worse = [None if a is None or b is None else 100 * (a - b) for a, b in pairs]
         yield from goals(name, found, estimate(worse), len(seeds))
@@ -230,16 +295,24 @@ def cases(spec: str, names: Sequence[str], seeds: Sequence[int], steps: int, dir
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
-    parser.add_argument("--quick", action="store_true", help="one seed, 60 steps: only to see that it runs")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per case and line"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, 60 steps: only to see that it runs"
+    )
     parser.add_argument("--strategy", default=STRATEGY, help="default: %(default)s")
     parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="how many; default: %(default)s")
-    parser.add_argument("--keep", type=Path, help="directory for the records; by default they are thrown away")
+    parser.add_argument(
+        "--keep", type=Path, help="directory for the records; by default they are thrown away"
+    )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         seeds, steps = range(1 if asked.quick else asked.seeds), 60 if asked.quick else STEPS
-        rows = cases(asked.strategy, asked.scenarios.split(","), seeds, steps, asked.keep or Path(temporary))
+        rows = cases(
+            asked.strategy, asked.scenarios.split(","), seeds, steps, asked.keep or Path(temporary)
+        )
         print_rows(rows, as_json=asked.json)
 
 

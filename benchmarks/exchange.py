@@ -1,8 +1,10 @@
-"""The whole gTop-k exchange of 25 M elements (residual, selection, collective, scatter) against gloo's dense all-reduce.
+"""The whole gTop-k exchange of 25 M elements (residual, selection, collective, scatter) against
+gloo's dense all-reduce.
 
-Four workers on loopback, interleaved in the same processes. Goal: at least 3x faster. The bound is the time in which four
-workers could stream their residual and gradient through this machine's memory once (read both, write the sum: 12 bytes an
-element) and zero the result (4 bytes), were communication free: the ratio that would be left then.
+Four workers on loopback, interleaved in the same processes. Goal: at least 3x faster. The bound is
+the time in which four workers could stream their residual and gradient through this machine's
+memory once (read both, write the sum: 12 bytes an element) and zero the result (4 bytes), were
+communication free: the ratio that would be left then.
 
     python benchmarks/exchange.py [--json]
 """
@@ -18,7 +20,7 @@ import offbeat
 from _measure import Ratio, interleave, main, ratio, timed
 from _ranks import run_ranks
 from offbeat.codec.tally import Tally
-from offbeat.exchange.gradients import ExchangeCounts
+from offbeat.gradients.exchange import ExchangeCounts
 from offbeat.strategies.base import Workspace, stream_counter
 from offbeat.transport.connect import connect
 from offbeat.transport.operations import AllReduce
@@ -48,7 +50,9 @@ def measure(rank: int, world_size: int) -> dict[str, list[float]]:
     def sparse(collective: str):  # type: ignore[no-untyped-def]
         strategy = offbeat.GTopK(density=0.001, collective=collective)
         ((bucket, reduction),), _ = strategy.parts(workspace, ExchangeCounts())
-        tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=torch.ones(1, dtype=torch.bool).numpy())
+        tally = Tally(
+            weight=1.0, num_nonfinite=0, num_failed=0, used=torch.ones(1, dtype=torch.bool).numpy()
+        )
 
         def exchange() -> None:
             reduction.launch(bucket, tally, grad_scale=1.0)

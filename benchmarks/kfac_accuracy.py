@@ -1,19 +1,23 @@
-"""How long SPD-KFAC takes to a target, against SGD with momentum and AdamW: one process, one thread, seconds without measuring.
+"""How long SPD-KFAC takes to a target, against SGD with momentum and AdamW: one process, one
+thread, seconds without measuring.
 
-1. Each contestant has six trials of its own, a grid, with seed 0. The target is the best that any trial of SGD or AdamW has
-   reached after 90% of the steps; the trial that gets there in the fewest steps is the contestant's setting, or the one that
-   ends best where none gets there.
-2. With other seeds, three unless `--seeds` says otherwise, all contestants train by turns, a few steps at a time, from the same
-   parameters and with the same samples in the same order. The target is what the better of SGD and AdamW has reached after 90%
-   of the steps, as a mean over the seeds.
+1. Each contestant has six trials of its own, a grid, with seed 0. The target is the best that any
+   trial of SGD or AdamW has reached after 90% of the steps; the trial that gets there in the fewest
+   steps is the contestant's setting, or the one that ends best where none gets there.
+2. With other seeds, three unless `--seeds` says otherwise, all contestants train by turns, a few
+   steps at a time, from the same parameters and with the same samples in the same order. The target
+   is what the better of SGD and AdamW has reached after 90% of the steps, as a mean over the seeds.
 
-A metric is the mean of three measurements in a row. A step is as many samples for all. `mnist` and `charlm` need `--mnist` and
-`--text`; without them they are left out. `--curves FILE` keeps the curves of runs, and nothing that it has is run anew: so a
-benchmark that was stopped goes on, and the first part, which counts steps, may run on a machine that is not quiet.
+A metric is the mean of three measurements in a row. A step is as many samples for all. `mnist` and
+`charlm` need `--mnist` and `--text`; without them they are left out. `--curves FILE` keeps the
+curves of runs, and nothing that it has is run anew: so a benchmark that was stopped goes on, and
+the first part, which counts steps, may run on a machine that is not quiet.
 
-    seconds to the target: at most 0.85 times those of the faster of SGD and AdamW; bound: if a step took as long as theirs
+    seconds to the target: at most 0.85 times those of the faster of SGD and AdamW; bound: if a step
+    took as long as theirs
 
-    python benchmarks/kfac_accuracy.py [--json] [--quick] [--mnist NPZ] [--text FILE] [--tasks NAME,...] [--curves FILE]
+    python benchmarks/kfac_accuracy.py [--json] [--quick] [--mnist NPZ] [--text FILE] [--tasks
+    NAME,...] [--curves FILE]
         [--others SPEC,...] [--seeds N]
 """
 
@@ -52,7 +56,9 @@ AT_MOST = 0.85
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One setting. `momentum` is SGD's; `strategy`: as on the command line, none for a plain optimizer."""
+    """One setting. `momentum` is SGD's; `strategy`: as on the command line, none for a plain
+    optimizer.
+    """
 
     optimizer: Literal["sgd", "adamw"]
     lr: float
@@ -66,7 +72,9 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One task, with the trials of each contestant. In the `steps` of a run the metric is measured `measurements` times."""
+    """One task, with the trials of each contestant. In the `steps` of a run the metric is measured
+    `measurements` times.
+    """
 
     task: str
     steps: int
@@ -80,7 +88,9 @@ class Case:
 
 @dataclass(kw_only=True, slots=True)
 class Curve:
-    """What one run has reached: steps, seconds and metrics, the latter so that more is better. Ends where it diverged."""
+    """What one run has reached: steps, seconds and metrics, the latter so that more is better. Ends
+    where it diverged.
+    """
 
     steps: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -89,7 +99,10 @@ class Curve:
     def best(self) -> np.ndarray:
         """The best mean of three measurements in a row so far; -inf before there are three."""
         metrics = np.nan_to_num(np.array(self.metrics), nan=-np.inf)
-        means = [metrics[end - SMOOTHED : end].mean() if end >= SMOOTHED else -np.inf for end in range(1, len(metrics) + 1)]
+        means = [
+            metrics[end - SMOOTHED : end].mean() if end >= SMOOTHED else -np.inf
+            for end in range(1, len(metrics) + 1)
+        ]
         return np.maximum.accumulate(means) if means else np.array([-np.inf])
 
     def at(self, step: float) -> float:
@@ -105,7 +118,9 @@ class Curve:
         span = slice(max(0, after - 1), after + 1)
         if not np.isfinite(best[span]).all():
             return self.steps[after], self.seconds[after]
-        steps, seconds = (float(np.interp(target, best[span], axis[span])) for axis in (self.steps, self.seconds))
+        steps, seconds = (
+            float(np.interp(target, best[span], axis[span])) for axis in (self.steps, self.seconds)
+        )
         return steps, seconds
 
 
@@ -178,12 +193,19 @@ def train_by_turns(case: Case, trials: Mapping[str, Trial], *, seed: int) -> dic
     return {name: run.curve for name, run in runs.items()}
 
 
-def curves_of(case: Case, trials: Mapping[str, Trial], *, seed: int, kept: Path | None) -> dict[str, Curve]:
+def curves_of(
+    case: Case, trials: Mapping[str, Trial], *, seed: int, kept: Path | None
+) -> dict[str, Curve]:
     """What `train_by_turns` finds: as `kept` has it, or found now and added to it."""
     known = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
-    key = f"{case.task} {dict(case.options)}, {case.steps} steps, seed {seed}: {'; '.join(map(str, trials.values()))}"
+    key = (
+        f"{case.task} {dict(case.options)}, {case.steps} steps, seed {seed}:"
+        f" {'; '.join(map(str, trials.values()))}"
+    )
     if key not in known:
-        known[key] = {name: asdict(curve) for name, curve in train_by_turns(case, trials, seed=seed).items()}
+        known[key] = {
+            name: asdict(curve) for name, curve in train_by_turns(case, trials, seed=seed).items()
+        }
         if kept is not None:
             kept.write_text(json.dumps(known))
     return {name: Curve(**curve) for name, curve in known[key].items()}
@@ -197,42 +219,84 @@ def tune(case: Case, kept: Path | None) -> dict[str, Trial]:
     }
     target = max(curve.at(TARGET_AT * case.steps) for name in BASELINES for curve in curves[name])
     chosen = {}
-    table = Table("trial", "ends with", "steps to the target", title=f"{case.task}, seed {TUNED_WITH}, target {target:.4f}")
+    table = Table(
+        "trial",
+        "ends with",
+        "steps to the target",
+        title=f"{case.task}, seed {TUNED_WITH}, target {target:.4f}",
+    )
     for name, trials in case.trials.items():
         for trial, curve in zip(trials, curves[name], strict=True):
             found = curve.reached(target)
-            table.add_row(str(trial), f"{curve.best()[-1]:.4f}", "" if found is None else f"{found[0]:.0f}")
-        ranks = [(-(curve.reached(target) or (np.inf,))[0], curve.best()[-1]) for curve in curves[name]]
+            table.add_row(
+                str(trial), f"{curve.best()[-1]:.4f}", "" if found is None else f"{found[0]:.0f}"
+            )
+        ranks = [
+            (-(curve.reached(target) or (np.inf,))[0], curve.best()[-1]) for curve in curves[name]
+        ]
         chosen[name] = trials[ranks.index(max(ranks))]
     Console(stderr=True, width=140).print(table)
     return chosen
 
 
-def judge(case: Case, chosen: Mapping[str, Trial], seeds: Sequence[int], kept: Path | None) -> Iterator[Ratio]:
+def judge(
+    case: Case, chosen: Mapping[str, Trial], seeds: Sequence[int], kept: Path | None
+) -> Iterator[Ratio]:
     curves = [curves_of(case, chosen, seed=seed, kept=kept) for seed in seeds]
-    target = max(float(np.mean([found[name].at(TARGET_AT * case.steps) for found in curves])) for name in BASELINES)
+    target = max(
+        float(np.mean([found[name].at(TARGET_AT * case.steps) for found in curves]))
+        for name in BASELINES
+    )
     # who never gets there is counted as if it took twice the steps there were
     reached = {
-        name: [found[name].reached(target) or (2.0 * case.steps, 2.0 * found[name].seconds[-1]) for found in curves]
+        name: [
+            found[name].reached(target) or (2.0 * case.steps, 2.0 * found[name].seconds[-1])
+            for found in curves
+        ]
         for name in chosen
     }
-    title = f"{case.task}, {case.steps} steps of {case.options['batch_size']} samples, {len(seeds)} seeds; target {target:.4f}"
-    table = Table("", "setting", "ms a step", "ends with", "steps", "seconds", "missed it", title=title, title_justify="left")
+    title = (
+        f"{case.task}, {case.steps} steps of {case.options['batch_size']} samples, {len(seeds)}"
+        f" seeds; target {target:.4f}"
+    )
+    table = Table(
+        "",
+        "setting",
+        "ms a step",
+        "ends with",
+        "steps",
+        "seconds",
+        "missed it",
+        title=title,
+        title_justify="left",
+    )
     for name, trial in chosen.items():
         ms = 1e3 * np.median([found[name].seconds[-1] / found[name].steps[-1] for found in curves])
         steps, seconds = np.median(reached[name], axis=0)
         ends = np.mean([found[name].best()[-1] for found in curves])
         missed = sum(found[name].reached(target) is None for found in curves)
-        table.add_row(name, str(trial), f"{ms:.2f}", f"{ends:.4f}", f"{steps:.0f}", f"{seconds:.2f}", str(missed))
+        table.add_row(
+            name,
+            str(trial),
+            f"{ms:.2f}",
+            f"{ends:.4f}",
+            f"{steps:.0f}",
+            f"{seconds:.2f}",
+            str(missed),
+        )
     Console(stderr=True, width=140).print(table)
     faster = min(BASELINES, key=lambda name: np.median(reached[name], axis=0)[1])
-    pairs = [(mine[1], theirs[1]) for mine, theirs in zip(reached[JUDGED], reached[faster], strict=True)]
+    pairs = [
+        (mine[1], theirs[1]) for mine, theirs in zip(reached[JUDGED], reached[faster], strict=True)
+    ]
     steps_ratio = np.median(reached[JUDGED], axis=0)[0] / np.median(reached[faster], axis=0)[0]
     case_name = f"{case.task}, {JUDGED}, seconds to the target over {faster}'s"
     yield ratio(case_name, pairs, bound=float(steps_ratio), at_most=AT_MOST)
 
 
-def trials_of(sgd: Sequence[float], adamw: Sequence[float], kfac: Sequence[Trial]) -> dict[str, Sequence[Trial]]:
+def trials_of(
+    sgd: Sequence[float], adamw: Sequence[float], kfac: Sequence[Trial]
+) -> dict[str, Sequence[Trial]]:
     """Six of each: learning rates of SGD and AdamW, and K-FAC's."""
     return {
         "sgd": [Trial(optimizer="sgd", lr=lr) for lr in sgd],
@@ -246,11 +310,15 @@ def cases_of(mnist: Path | None, text: Path | None) -> Iterator[Case]:
         sgd=(0.01, 0.02, 0.05, 0.1, 0.2, 0.4),
         adamw=(5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2),
         kfac=[
-            Trial(optimizer="sgd", lr=0.05, momentum=momentum, strategy=f"{JUDGED}:damping={damping}")
+            Trial(
+                optimizer="sgd", lr=0.05, momentum=momentum, strategy=f"{JUDGED}:damping={damping}"
+            )
             for momentum, damping in product((0.5, 0.9), (0.003, 0.01, 0.03))
         ],
     )
-    yield Case(task="digits", steps=240, measurements=48, options={"batch_size": "128"}, trials=images)
+    yield Case(
+        task="digits", steps=240, measurements=48, options={"batch_size": "128"}, trials=images
+    )
     if mnist is not None:
         options = {"batch_size": "128", "path": str(mnist)}
         yield Case(task="mnist", steps=240, measurements=24, options=options, trials=images)
@@ -278,21 +346,42 @@ def run(cases: Sequence[Case], asked: argparse.Namespace, seeds: Sequence[int]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
-    parser.add_argument("--quick", action="store_true", help="digits, one trial each, two seeds: only to see that it runs")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per case and line"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="digits, one trial each, two seeds: only to see that it runs",
+    )
     parser.add_argument("--mnist", type=Path, help="npz file of mnist")
     parser.add_argument("--text", type=Path, help="text for charlm")
     parser.add_argument("--tasks", help="only these, such as digits,mnist")
     parser.add_argument("--curves", type=Path, help="JSON file that keeps the curves of runs")
-    parser.add_argument("--others", default="", help="more rows: what to add to SPD-KFAC's setting, such as sample_stride=4")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many, besides the one for trials; default: %(default)s")
+    parser.add_argument(
+        "--others",
+        default="",
+        help="more rows: what to add to SPD-KFAC's setting, such as sample_stride=4",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=SEEDS,
+        help="how many, besides the one for trials; default: %(default)s",
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    cases = [case for case in cases_of(asked.mnist, asked.text) if asked.tasks is None or case.task in asked.tasks.split(",")]
+    cases = [
+        case
+        for case in cases_of(asked.mnist, asked.text)
+        if asked.tasks is None or case.task in asked.tasks.split(",")
+    ]
     if asked.quick:
         few = {name: trials[1:2] for name, trials in cases[0].trials.items()}
         cases = [replace(cases[0], steps=cases[0].measurements, trials=few)]
-    print_rows(run(cases, asked, range(1, 1 + (2 if asked.quick else asked.seeds))), as_json=asked.json)
+    print_rows(
+        run(cases, asked, range(1, 1 + (2 if asked.quick else asked.seeds))), as_json=asked.json
+    )
 
 
 if __name__ == "__main__":

@@ -1,20 +1,24 @@
-"""What K-FAC adds to a step of S-SGD, on one thread, beside the floor from counted operations; and its inverses against eigen.
+"""What K-FAC adds to a step of S-SGD, on one thread, beside the floor from counted operations; and
+its inverses against eigen.
 
-The model: five 3x3 convolutions (3-32, 32-64 stride 2, 64-64, 64-128 stride 2, 128-128, each with BatchNorm and ReLU), global
-pooling, Linear 128-256-10; 32 images of 3x32x32. On one thread the released kfac-pytorch 0.4.2 adds 5.45 steps when it updates
-in every step, and 0.55 where factors are updated in every tenth and inverses in every hundredth.
+The model: five 3x3 convolutions (3-32, 32-64 stride 2, 64-64, 64-128 stride 2, 128-128, each with
+BatchNorm and ReLU), global pooling, Linear 128-256-10; 32 images of 3x32x32. On one thread the
+released kfac-pytorch 0.4.2 adds 5.45 steps when it updates in every step, and 0.55 where factors
+are updated in every tenth and inverses in every hundredth.
 
-The floor counts multiplications and additions, and asks for as many a second as a product of 1,024 x 1,024 matrices reaches
-beside it:
+The floor counts multiplications and additions, and asks for as many a second as a product of 1,024
+x 1,024 matrices reaches beside it:
 
 - preconditioning: 2 d_out d_in (d_out + d_in) for each layer;
-- factors: 2 operations for each row and each element of the triangle of A and G; for a convolution A has a row for each output
-  position, and with stride 1 its 3x3 taps repeat 13 products of channels in place of 81, whose borders are not counted;
+- factors: 2 operations for each row and each element of the triangle of A and G; for a convolution
+  A has a row for each output position, and with stride 1 its 3x3 taps repeat 13 products of
+  channels in place of 81, whose borders are not counted;
 - inverses: d^3 / 3 for the Cholesky decomposition of each factor, three times that for its inverse.
 
-With `--stride n` factors look at every n-th example, and their floor is an n-th. With `--inverse-dtype bfloat16` the floor of
-preconditioning is at the rate of a product in bfloat16, and what is made in every step are inverses, not triangles. What
-bounds eigendecompositions over Cholesky is the ratio of operations: 6 d^3 (4/3 d^3 to a tridiagonal matrix, 8/3 d^3 to put the
+With `--stride n` factors look at every n-th example, and their floor is an n-th. With
+`--inverse-dtype bfloat16` the floor of preconditioning is at the rate of a product in bfloat16, and
+what is made in every step are inverses, not triangles. What bounds eigendecompositions over
+Cholesky is the ratio of operations: 6 d^3 (4/3 d^3 to a tridiagonal matrix, 8/3 d^3 to put the
 eigenvectors of its parts together, 2 d^3 to turn them back), if they ran at one rate.
 
     python benchmarks/kfac_overhead.py [--json] [--rounds 10] [--stride 1] [--inverse-dtype float32]
@@ -34,13 +38,13 @@ from torch import nn
 import offbeat
 from _measure import Ratio, interleave, print_rows, ratio, timed
 from _ranks import run_ranks
-from offbeat.curvature.eigen import decompose
-from offbeat.curvature.inverses import Form, Inverter, Job
-from offbeat.curvature.options import FactorOptions
-from offbeat.curvature.packing import pack
-from offbeat.curvature.survey import survey
-from offbeat.exchange.factors import FactorExchange
-from offbeat.session import Session
+from offbeat.kfac.eigen import decompose
+from offbeat.kfac.exchange.factors import FactorExchange
+from offbeat.kfac.inverses import Form, Inverter, Job
+from offbeat.kfac.options import FactorOptions
+from offbeat.kfac.packing import pack
+from offbeat.kfac.survey import survey
+from offbeat.session.session import Session
 
 STEPS_A_ROUND = 10
 GOAL_EVERY_STEP, GOAL_SAMPLED, GOAL_AT_INTERVALS, GOAL_EIGEN = 2.0, 1.0, 0.2, 5.0
@@ -57,9 +61,26 @@ SIZES = (1024, 1024)
 
 def make_cnn() -> nn.Module:
     layers: list[nn.Module] = []
-    for channels, maps, stride in ((3, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)):
-        layers += [nn.Conv2d(channels, maps, 3, stride=stride, padding=1), nn.BatchNorm2d(maps), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 10))
+    for channels, maps, stride in (
+        (3, 32, 1),
+        (32, 64, 2),
+        (64, 64, 1),
+        (64, 128, 2),
+        (128, 128, 1),
+    ):
+        layers += [
+            nn.Conv2d(channels, maps, 3, stride=stride, padding=1),
+            nn.BatchNorm2d(maps),
+            nn.ReLU(),
+        ]
+    return nn.Sequential(
+        *layers,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(128, 256),
+        nn.ReLU(),
+        nn.Linear(256, 10),
+    )
 
 
 def part_of(session: Session) -> FactorExchange:
@@ -99,11 +120,16 @@ def measure(
     rank: int, world_size: int, rounds: int, stride: int, inverse_dtype: InverseDtype
 ) -> dict[str, list[dict[str, float]]]:
     """Of rounds of steps of each, by turns: seconds a step, and what K-FAC counts."""
-    every = offbeat.SPDKFAC(factor_interval=1, inverse_interval=1, sample_stride=stride, inverse_dtype=inverse_dtype)
+    every = offbeat.SPDKFAC(
+        factor_interval=1, inverse_interval=1, sample_stride=stride, inverse_dtype=inverse_dtype
+    )
     seldom = replace(every, factor_interval=FACTOR_INTERVAL, inverse_interval=INVERSE_INTERVAL)
     strategies = {"ssgd": offbeat.AllReduce(), "every step": every, "at intervals": seldom}
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(32, 3, 32, 32, generator=generator), torch.randint(10, (32,), generator=generator)
+    x, y = (
+        torch.randn(32, 3, 32, 32, generator=generator),
+        torch.randint(10, (32,), generator=generator),
+    )
     found: dict[str, list[dict[str, float]]] = {label: [] for label in strategies}
     with ExitStack() as stack:
         trainers: dict[str, tuple[Callable[[], None], Session]] = {}
@@ -113,7 +139,9 @@ def measure(
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
             session = stack.enter_context(offbeat.attach(model, optimizer, strategy))
 
-            def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            def step(
+                model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer
+            ) -> None:
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -125,11 +153,16 @@ def measure(
         for _ in range(rounds):
             for label, (run_step, session) in trainers.items():
                 counted = {} if label == "ssgd" else part_of(session).counters()
-                taken_s = timed(lambda run_step=run_step: [run_step() for _ in range(STEPS_A_ROUND)])  # type: ignore[misc]
+                taken_s = timed(
+                    lambda run_step=run_step: [run_step() for _ in range(STEPS_A_ROUND)]
+                )  # type: ignore[misc]
                 spent = {} if label == "ssgd" else part_of(session).counters()
                 row = {what: (spent[what] - counted[what]) / STEPS_A_ROUND for what in spent}
                 found[label].append(row | {"step_s": taken_s / STEPS_A_ROUND})
-        for what, dtype in (("rate", torch.float32), ("rate_of_products", getattr(torch, inverse_dtype))):
+        for what, dtype in (
+            ("rate", torch.float32),
+            ("rate_of_products", getattr(torch, inverse_dtype)),
+        ):
             found["ssgd"][0][what] = max(multiplications_per_s(dtype) for _ in range(3))
     return found
 
@@ -143,7 +176,9 @@ def jobs() -> list[Job]:
             rows = torch.randn(2 * shape.dim, shape.dim, generator=generator)
             packed = pack((rows.mT @ rows / len(rows))[None])
             damping, valid = torch.tensor(0.01), torch.tensor(True)
-            made.append(Job(name=block.name, packed=packed, shape=shape, damping=damping, valid=valid))
+            made.append(
+                Job(name=block.name, packed=packed, shape=shape, damping=damping, valid=valid)
+            )
     return made
 
 
@@ -151,15 +186,21 @@ def cases(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[Rat
     found = run_ranks(measure, 1, rounds, stride, inverse_dtype)
     plain_s = [row["step_s"] for row in found["ssgd"]]
     usual_s, rate = sorted(plain_s)[len(plain_s) // 2], found["ssgd"][0]["rate"]
-    floor = {what: operations / rate / usual_s for what, operations in floating_operations().items()}
+    floor = {
+        what: operations / rate / usual_s for what, operations in floating_operations().items()
+    }
     floor["precondition"] *= rate / found["ssgd"][0]["rate_of_products"]
     kind = f", factors of one example in {stride}" if stride > 1 else ""
     kind += f", inverses in {inverse_dtype}" if inverse_dtype != "float32" else ""
     of_one = CUBES["triangle" if inverse_dtype == "float32" else "inverse"] / CUBES["triangle"]
     inverting_s = sum(row["invert_s"] for row in found["at intervals"])
-    pairs = [(row["step_s"] - plain, plain) for row, plain in zip(found["every step"], plain_s, strict=True)]
+    pairs = [
+        (row["step_s"] - plain, plain)
+        for row, plain in zip(found["every step"], plain_s, strict=True)
+    ]
     yield ratio(
-        f"what K-FAC in every step adds to a step of S-SGD{kind}{parts(found['every step'], usual_s)}",
+        "what K-FAC in every step adds to a step of"
+        f" S-SGD{kind}{parts(found['every step'], usual_s)}",
         pairs,
         at_most=GOAL_EVERY_STEP if stride == 1 else GOAL_SAMPLED,
         bound=floor["precondition"] + floor["factors"] / stride + of_one * floor["inverses"],
@@ -170,34 +211,59 @@ def cases(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[Rat
         for row, plain in zip(found["at intervals"], plain_s, strict=True)
     ]
     yield ratio(
-        f"the same at intervals of {FACTOR_INTERVAL} and {INVERSE_INTERVAL}{kind}{parts(found['at intervals'], usual_s)}",
+        f"the same at intervals of {FACTOR_INTERVAL} and"
+        f" {INVERSE_INTERVAL}{kind}{parts(found['at intervals'], usual_s)}",
         pairs,
         at_most=GOAL_AT_INTERVALS,
-        bound=floor["precondition"] + floor["factors"] / stride / FACTOR_INTERVAL + 3 * floor["inverses"] / INVERSE_INTERVAL,
+        bound=floor["precondition"]
+        + floor["factors"] / stride / FACTOR_INTERVAL
+        + 3 * floor["inverses"] / INVERSE_INTERVAL,
     )
     some = jobs()
     for form, cubes in CUBES.items():
         inverter = Inverter(print, form)
         taken = interleave(
-            {"eigen": lambda: timed(lambda: decompose(some, print)), form: lambda i=inverter: timed(lambda: i.invert(some))},  # type: ignore[misc]
+            {
+                "eigen": lambda: timed(lambda: decompose(some, print)),
+                form: lambda i=inverter: timed(lambda: i.invert(some)),
+            },  # type: ignore[misc]
             num_rounds=5,
         )
         pairs = list(zip(taken["eigen"], taken[form], strict=True))
-        yield ratio(f"eigendecompositions over Cholesky, {form}", pairs, at_least=GOAL_EIGEN, bound=CUBES_OF_EIGEN / cubes)
+        yield ratio(
+            f"eigendecompositions over Cholesky, {form}",
+            pairs,
+            at_least=GOAL_EIGEN,
+            bound=CUBES_OF_EIGEN / cubes,
+        )
 
 
 def parts(rows: list[dict[str, float]], usual_s: float) -> str:
     """What of a step goes where, as text."""
-    mean = {what: sum(row[what] for row in rows) / len(rows) / usual_s for what in ("precondition_s", "invert_s")}
+    mean = {
+        what: sum(row[what] for row in rows) / len(rows) / usual_s
+        for what in ("precondition_s", "invert_s")
+    }
     return f"; preconditioning {mean['precondition_s']:.2f}, inverses {mean['invert_s']:.3f}"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per case and line"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="of ten steps of each")
-    parser.add_argument("--stride", type=int, default=1, help="factors are of every n-th example of a batch")
-    parser.add_argument("--inverse-dtype", default="float32", choices=("float32", "bfloat16"), help="what inverses are kept in")
+    parser.add_argument(
+        "--stride", type=int, default=1, help="factors are of every n-th example of a batch"
+    )
+    parser.add_argument(
+        "--inverse-dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="what inverses are kept in",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print_rows(cases(arguments.rounds, arguments.stride, arguments.inverse_dtype), as_json=arguments.json)
+    print_rows(
+        cases(arguments.rounds, arguments.stride, arguments.inverse_dtype), as_json=arguments.json
+    )

@@ -1,14 +1,16 @@
-"""The K-FAC strategies' step times against each other: factors and inverses in every step, four workers, an imitated link.
+"""The K-FAC strategies' step times against each other: factors and inverses in every step, four
+workers, an imitated link.
 
-All train in the same processes, by turns, so that whatever disturbs the machine disturbs all. The link is imitated in user
-space (`transport.wrappers.Delaying`). Computing is padded: a layer's passes and an inversion sleep for as long as a device
-would compute, so that four workers do not compete for the machine's cores. What they really compute comes on top, and is
-printed.
+All train in the same processes, by turns, so that whatever disturbs the machine disturbs all. The
+link is imitated in user space (`transport.wrappers.Delaying`). Computing is padded: a layer's
+passes and an inversion sleep for as long as a device would compute, so that four workers do not
+compete for the machine's cores. What they really compute comes on top, and is printed.
 
-The bound is arithmetic: D-KFAC's own step without what it waits for factors, and with its inversions divided among the ranks as
-evenly as the largest one allows.
+The bound is arithmetic: D-KFAC's own step without what it waits for factors, and with its
+inversions divided among the ranks as evenly as the largest one allows.
 
-    python benchmarks/kfac_schedules.py [--json] [--turns 12] [--models cnn,transformer] [--fusion | --schedules]
+    python benchmarks/kfac_schedules.py [--json] [--turns 12] [--models cnn,transformer] [--fusion |
+    --schedules]
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from torch import nn
 import offbeat
 from _measure import Ratio, print_rows, ratio
 from _ranks import run_ranks
-from offbeat.curvature.inverses import Inverter, Job
-from offbeat.exchange import factor_costs
-from offbeat.exchange.factors import FactorExchange
-from offbeat.session import Session, attach_through
+from offbeat.kfac.exchange import costs as factor_costs
+from offbeat.kfac.exchange.factors import FactorExchange
+from offbeat.kfac.inverses import Inverter, Job
+from offbeat.session.session import Session, attach_through
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Driver
 from offbeat.transport.wrappers.delaying import Delaying
@@ -77,7 +79,9 @@ def pause(x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
 
 
 class Slow(nn.Module):
-    """A layer whose forward pass takes longer, behind its inputs, and whose backward pass twice as long, behind its outputs."""
+    """A layer whose forward pass takes longer, behind its inputs, and whose backward pass twice as
+    long, behind its outputs.
+    """
 
     def __init__(self, layer: nn.Module, forward_s: float) -> None:
         super().__init__()
@@ -91,14 +95,19 @@ class Slow(nn.Module):
 
 def make_cnn(forward_s: float) -> nn.Module:
     convolutions = [
-        nn.Sequential(Slow(nn.Conv2d(channels, 48, 3, stride=stride, padding=1), forward_s / 5), nn.ReLU())
+        nn.Sequential(
+            Slow(nn.Conv2d(channels, 48, 3, stride=stride, padding=1), forward_s / 5), nn.ReLU()
+        )
         for channels, stride in ((3, 1), (48, 2), (48, 1), (48, 2), (48, 1))
     ]
     return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(48, 10))
 
 
 def make_transformer(forward_s: float) -> nn.Module:
-    layers = [Slow(nn.TransformerEncoderLayer(128, 4, 384, dropout=0.0, batch_first=True), forward_s / 2) for _ in range(2)]
+    layers = [
+        Slow(nn.TransformerEncoderLayer(128, 4, 384, dropout=0.0, batch_first=True), forward_s / 2)
+        for _ in range(2)
+    ]
     return nn.Sequential(nn.Linear(64, 128), *layers, nn.Linear(128, 32))
 
 
@@ -123,8 +132,12 @@ class Bench:
 
 MAKE = {"cnn": make_cnn, "transformer": make_transformer}
 BENCHES = {
-    "cnn": Bench(shape=(4, 3, 16, 16), forward_s=0.04, invert_s=0.16, cubes=3.26e8, rate_bit_per_s=1e9),
-    "transformer": Bench(shape=(4, 16, 64), forward_s=0.06, invert_s=0.2, cubes=2.63e8, rate_bit_per_s=1e9),
+    "cnn": Bench(
+        shape=(4, 3, 16, 16), forward_s=0.04, invert_s=0.16, cubes=3.26e8, rate_bit_per_s=1e9
+    ),
+    "transformer": Bench(
+        shape=(4, 16, 64), forward_s=0.06, invert_s=0.2, cubes=2.63e8, rate_bit_per_s=1e9
+    ),
 }
 FUSION_RATES_BIT_PER_S = (5e7, 2e8, 1e9, 1e10)
 
@@ -138,7 +151,9 @@ def pad_inversions(s_per_cube: float) -> None:
         return invert(self, jobs)
 
     Inverter.invert = padded  # type: ignore[method-assign]
-    factor_costs.inversion_clock = lambda device: time.perf_counter  # a processor's time does not see who sleeps
+    factor_costs.inversion_clock = lambda device: (
+        time.perf_counter
+    )  # a processor's time does not see who sleeps
 
 
 def part_of(session: Session) -> FactorExchange:
@@ -146,14 +161,23 @@ def part_of(session: Session) -> FactorExchange:
 
 
 def measure(
-    rank: int, world_size: int, name: str, strategies: Mapping[str, KFACStrategy], rate_bit_per_s: float, turns: int
+    rank: int,
+    world_size: int,
+    name: str,
+    strategies: Mapping[str, KFACStrategy],
+    rate_bit_per_s: float,
+    turns: int,
 ) -> dict[str, object]:
-    """Of each strategy's steps, by turns: seconds, processor seconds and counters; and the largest inversion's share."""
+    """Of each strategy's steps, by turns: seconds, processor seconds and counters; and the largest
+    inversion's share.
+    """
     bench = BENCHES[name]
     pad_inversions(bench.invert_s / bench.cubes)
 
     def slow(driver: Driver) -> Driver:
-        return Delaying(driver, lambda d: d.num_messages * LATENCY_S + d.num_bytes * 8 / rate_bit_per_s)
+        return Delaying(
+            driver, lambda d: d.num_messages * LATENCY_S + d.num_bytes * 8 / rate_bit_per_s
+        )
 
     batch = torch.randn(bench.shape, generator=torch.Generator().manual_seed(rank))
     steps: dict[str, list[dict[str, float]]] = {label: [] for label in strategies}
@@ -174,12 +198,18 @@ def measure(
                 models[label](batch).square().mean().backward()
                 optimizers[label].step()
                 optimizers[label].zero_grad()
-                taken = {"step_s": time.perf_counter() - begin_s, "cpu_s": time.process_time() - begin_cpu_s}
+                taken = {
+                    "step_s": time.perf_counter() - begin_s,
+                    "cpu_s": time.process_time() - begin_cpu_s,
+                }
                 after = part_of(sessions[label]).counters()
                 steps[label].append(taken | {what: after[what] - before[what] for what in after})
         shapes = part_of(next(iter(sessions.values())))._shapes
         cubes = [shape.groups * shape.dim**3 for shape in shapes]
-    return {"steps": {label: some[WARM_UP:] for label, some in steps.items()}, "largest": max(cubes) / sum(cubes)}
+    return {
+        "steps": {label: some[WARM_UP:] for label, some in steps.items()},
+        "largest": max(cubes) / sum(cubes),
+    }
 
 
 def schedules(name: str, turns: int) -> Iterator[Ratio]:
@@ -193,34 +223,62 @@ def schedules(name: str, turns: int) -> Iterator[Ratio]:
     usual_s, saved_s = sorted(step["step_s"] for step in d)[middle], sorted(saved)[middle]
     where = f"{name}, {rate / 1e6:g} Mbit/s"
     really = sum(step["cpu_s"] for step in d) / sum(step["step_s"] for step in d)
-    share = f"{saved_s / usual_s:.0%} of D-KFAC's step could be saved, {really:.0%} of it is not padding"
-    steps_s = {label: [step["step_s"] for step in some] for label, some in measured["steps"].items()}
+    share = (
+        f"{saved_s / usual_s:.0%} of D-KFAC's step could be saved, {really:.0%} of it is not"
+        " padding"
+    )
+    steps_s = {
+        label: [step["step_s"] for step in some] for label, some in measured["steps"].items()
+    }
     bound = usual_s / (usual_s - saved_s)
     pairs = list(zip(steps_s["dkfac"], steps_s["spdkfac"], strict=True))
-    yield ratio(f"dkfac over spdkfac, step time, {where}, {share}", pairs, at_least=1.25, bound=bound)
+    yield ratio(
+        f"dkfac over spdkfac, step time, {where}, {share}", pairs, at_least=1.25, bound=bound
+    )
     pairs = list(zip(steps_s["mpdkfac"], steps_s["spdkfac"], strict=True))
-    yield ratio(f"mpdkfac over spdkfac, step time, {where}", pairs, at_least=1.15, bound=float("inf"))
+    yield ratio(
+        f"mpdkfac over spdkfac, step time, {where}", pairs, at_least=1.15, bound=float("inf")
+    )
     pairs = [(a["step_s"] - b["step_s"], could) for a, b, could in zip(d, spd, saved, strict=True)]
-    yield ratio(f"what spdkfac saves of what could be saved, {where}", pairs, at_least=0.9, bound=1.0)
+    yield ratio(
+        f"what spdkfac saves of what could be saved, {where}", pairs, at_least=0.9, bound=1.0
+    )
     pairs = [(b["factor_wait_s"], a["factor_wait_s"]) for a, b in zip(d, spd, strict=True)]
-    yield ratio(f"spdkfac over dkfac, exposed communication of factors, {where}", pairs, at_most=0.2, bound=0.0)
+    yield ratio(
+        f"spdkfac over dkfac, exposed communication of factors, {where}",
+        pairs,
+        at_most=0.2,
+        bound=0.0,
+    )
     pairs = [(b["invert_s"], a["invert_s"] * evenly) for a, b in zip(d, spd, strict=True)]
-    yield ratio(f"spdkfac's inversions over the best division, {where}", pairs, at_most=1.1, bound=1.0)
-    pairs = [(b["invert_s"] + b["inverse_wait_s"], a["invert_s"] * evenly) for a, b in zip(d, spd, strict=True)]
+    yield ratio(
+        f"spdkfac's inversions over the best division, {where}", pairs, at_most=1.1, bound=1.0
+    )
+    pairs = [
+        (b["invert_s"] + b["inverse_wait_s"], a["invert_s"] * evenly)
+        for a, b in zip(d, spd, strict=True)
+    ]
     yield ratio(f"the same with the broadcasts, {where}", pairs, at_most=1.1, bound=1.0)
 
 
 def fusions(name: str, turns: int) -> Iterator[Ratio]:
-    """SPD-KFAC's groups against one message for each factor, and one for all A and one for all G."""
+    """SPD-KFAC's groups against one message for each factor, and one for all A and one
+    for all G.
+    """
     for rate in FUSION_RATES_BIT_PER_S:
         steps = run_ranks(measure, WORLD_SIZE, name, FUSIONS, rate, turns)["steps"]
         for other in ("unfused", "fully fused"):
-            pairs = [(a["step_s"], b["step_s"]) for a, b in zip(steps[other], steps["spdkfac"], strict=True)]
+            pairs = [
+                (a["step_s"], b["step_s"])
+                for a, b in zip(steps[other], steps["spdkfac"], strict=True)
+            ]
             case = f"{other} over spdkfac, step time, {name}, {rate / 1e6:g} Mbit/s"
             yield ratio(case, pairs, at_least=NO_SLOWER, bound=float("inf"))
 
 
-def cases(models: Sequence[str], turns: int, *, with_schedules: bool, with_fusions: bool) -> Iterator[Ratio]:
+def cases(
+    models: Sequence[str], turns: int, *, with_schedules: bool, with_fusions: bool
+) -> Iterator[Ratio]:
     for name in models:
         if with_schedules:
             yield from schedules(name, turns)
@@ -230,12 +288,20 @@ def cases(models: Sequence[str], turns: int, *, with_schedules: bool, with_fusio
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per case and line"
+    )
     parser.add_argument("--turns", type=int, default=12, help="timed steps of each strategy")
     parser.add_argument("--models", default=",".join(MAKE), help="which, separated by commas")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--schedules", action="store_true", help="only D-KFAC, MPD-KFAC and SPD-KFAC against each other")
-    which.add_argument("--fusion", action="store_true", help="only SPD-KFAC's groups against none and one")
+    which.add_argument(
+        "--schedules",
+        action="store_true",
+        help="only D-KFAC, MPD-KFAC and SPD-KFAC against each other",
+    )
+    which.add_argument(
+        "--fusion", action="store_true", help="only SPD-KFAC's groups against none and one"
+    )
     arguments = parser.parse_args()
     rows = cases(
         arguments.models.split(","),

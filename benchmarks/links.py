@@ -1,9 +1,10 @@
 """Strategies behind emulated links: a network of 25 million parameters, batches of 8, four workers.
 
-Each strategy trains for a few steps by turns with the others (`offbeat compare`); the goals are about seconds a step. The
-bound is what the link alone would allow: bytes over bandwidth of both, nothing computed. Needs root for network namespaces;
-without, links are imitated in user space, and the case says so. First, gloo's dense all-reduce alone must fill the line:
-a baseline that does not would be a dishonest one. So must eight workers that send to one, three and seven others at once.
+Each strategy trains for a few steps by turns with the others (`offbeat compare`); the goals are
+about seconds a step. The bound is what the link alone would allow: bytes over bandwidth of both,
+nothing computed. Needs root for network namespaces; without, links are imitated in user space, and
+the case says so. First, gloo's dense all-reduce alone must fill the line: a baseline that does not
+would be a dishonest one. So must eight workers that send to one, three and seven others at once.
 
     python benchmarks/links.py [--json] [--keep DIRECTORY] [--line-only]
 """
@@ -30,7 +31,13 @@ from offbeat.lab.rendezvous import StoreServer
 from offbeat.lab.verdict import between
 
 WORKERS = 4
-STRATEGIES = ("ddp", "gtopk:density=0.001", "ddp-powersgd:rank=1:start_step=2", "ddp-powersgd:rank=4:start_step=2", "ddp-fp16")
+STRATEGIES = (
+    "ddp",
+    "gtopk:density=0.001",
+    "ddp-powersgd:rank=1:start_step=2",
+    "ddp-powersgd:rank=4:start_step=2",
+    "ddp-fp16",
+)
 GOALS = {1e9: 5.0, 100e6: 40.0}
 """By rate in bit/s: how many times the steps per second of DDP gTop-k has to make."""
 STEPS = {1e9: 32, 100e6: 10}
@@ -39,7 +46,8 @@ LEAST_LINE_RATE = 0.9
 MANY, FAN_OUTS, FAN_OUT_S = 8, (1, 3, 7), 0.1
 """Workers, how many of the others each sends to, and how long that takes on the line."""
 LEAST_WITH_FAN_OUT = 0.7
-"""Eight processes share the machine's cores, and the kernel carries their packets on the same ones."""
+"""Eight processes share the machine's cores, and the kernel carries their packets on the same ones.
+"""
 
 _PROGRAM = """
 import os, sys, time, torch, torch.distributed as dist
@@ -77,15 +85,23 @@ class Quiet:
         print(f"{label} failed: {reason}", file=sys.stderr)
 
 
-def exchange_s(emulation: Emulation, num_workers: int, num_bytes: int, fan_out: int, turns: int) -> list[float]:
-    """Seconds in which each worker sends `num_bytes` to `fan_out` others; to all, itself among them, is a dense all-reduce."""
+def exchange_s(
+    emulation: Emulation, num_workers: int, num_bytes: int, fan_out: int, turns: int
+) -> list[float]:
+    """Seconds in which each worker sends `num_bytes` to `fan_out` others; to all, itself among
+    them, is a dense all-reduce.
+    """
     store = emulation.call_inside(lambda: StoreServer(emulation.store_address))
     with ExitStack() as stack:
         stack.callback(store.close)
         workers = []
         for rank in range(num_workers):
             placement = emulation.placement(rank)
-            environment = {"OMP_NUM_THREADS": "1", **store.environment(rank, num_workers), **placement.environment}
+            environment = {
+                "OMP_NUM_THREADS": "1",
+                **store.environment(rank, num_workers),
+                **placement.environment,
+            }
             arguments = [str(num_bytes), str(fan_out), str(turns)]
             process = subprocess.Popen(
                 [*placement.prefix, sys.executable, "-c", _PROGRAM, *arguments],
@@ -102,11 +118,15 @@ def exchange_s(emulation: Emulation, num_workers: int, num_bytes: int, fan_out: 
 
 def line_rate(rate_bit_per_s: float) -> Ratio:
     """How much of the line gloo's all-reduce fills."""
-    with emulate(Cluster(workers=WORKERS, link=LinkSpec(rate_bit_per_s=rate_bit_per_s))) as emulation:
+    with emulate(
+        Cluster(workers=WORKERS, link=LinkSpec(rate_bit_per_s=rate_bit_per_s))
+    ) as emulation:
         seconds = exchange_s(emulation, WORKERS, ALL_REDUCE_BYTES, WORKERS, turns=3)
         kind = emulation.report.kind
     name = f"gloo all-reduce of 100 MB, share of a line of {rate_bit_per_s / 1e6:g} Mbit/s ({kind})"
-    return _share_of_line(name, 2 * (WORKERS - 1) / WORKERS * ALL_REDUCE_BYTES * 8 / rate_bit_per_s, seconds)
+    return _share_of_line(
+        name, 2 * (WORKERS - 1) / WORKERS * ALL_REDUCE_BYTES * 8 / rate_bit_per_s, seconds
+    )
 
 
 def fan_outs(rate_bit_per_s: float) -> Iterator[Ratio]:
@@ -115,11 +135,18 @@ def fan_outs(rate_bit_per_s: float) -> Iterator[Ratio]:
     with emulate(Cluster(workers=MANY, link=LinkSpec(rate_bit_per_s=rate_bit_per_s))) as emulation:
         for fan_out in FAN_OUTS:
             seconds = exchange_s(emulation, MANY, int(num_bytes), fan_out, turns=12)
-            name = f"{MANY} workers send to {fan_out} others each, share of a line of {rate_bit_per_s / 1e6:g} Mbit/s"
-            yield _share_of_line(f"{name} ({emulation.report.kind})", FAN_OUT_S, seconds, at_least=LEAST_WITH_FAN_OUT)
+            name = (
+                f"{MANY} workers send to {fan_out} others each, share of a line of"
+                f" {rate_bit_per_s / 1e6:g} Mbit/s"
+            )
+            yield _share_of_line(
+                f"{name} ({emulation.report.kind})", FAN_OUT_S, seconds, at_least=LEAST_WITH_FAN_OUT
+            )
 
 
-def _share_of_line(case: str, ideal_s: float, seconds: Sequence[float], *, at_least: float = LEAST_LINE_RATE) -> Ratio:
+def _share_of_line(
+    case: str, ideal_s: float, seconds: Sequence[float], *, at_least: float = LEAST_LINE_RATE
+) -> Ratio:
     parts = [ideal_s / s for s in seconds]
     return Ratio(
         case=case,
@@ -144,7 +171,9 @@ def compared(rate_bit_per_s: float | None, steps: int, out: Path) -> Comparison:
         eval_every=steps,
         turn_s=4.0,
     )
-    return carry_out(plan_comparison(request, out=out), Quiet(), command="python benchmarks/links.py")[1]
+    return carry_out(
+        plan_comparison(request, out=out), Quiet(), command="python benchmarks/links.py"
+    )[1]
 
 
 def faster(comparison: Comparison, slow: str, at_least: float, case: str) -> Ratio:
@@ -152,7 +181,10 @@ def faster(comparison: Comparison, slow: str, at_least: float, case: str) -> Rat
     difference = between(comparison, "step_s", slow, "gtopk")
     if difference is None or difference.low is None or difference.high is None:
         raise SystemExit(f"no result for {slow}")
-    by_label = {contestant.label: contestant.measures["bytes_per_step"].median or 1.0 for contestant in comparison.contestants}
+    by_label = {
+        contestant.label: contestant.measures["bytes_per_step"].median or 1.0
+        for contestant in comparison.contestants
+    }
     straddles = difference.low < at_least < difference.high
     return Ratio(
         case=f"{case}: {slow} over gtopk, seconds a step ({comparison.emulation.kind})",
@@ -172,7 +204,9 @@ def cases(directory: Path, *, line_only: bool) -> Iterator[Ratio]:
         yield line_rate(rate_bit_per_s)
         if line_only:
             continue
-        comparison = compared(rate_bit_per_s, STEPS[rate_bit_per_s], directory / f"{rate_bit_per_s / 1e6:g}mbit")
+        comparison = compared(
+            rate_bit_per_s, STEPS[rate_bit_per_s], directory / f"{rate_bit_per_s / 1e6:g}mbit"
+        )
         print(f"{name}: {comparison.verdict}", file=sys.stderr)
         yield faster(comparison, "ddp", goal, name)
         for contestant in comparison.contestants:
@@ -182,9 +216,18 @@ def cases(directory: Path, *, line_only: bool) -> Iterator[Ratio]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
-    parser.add_argument("--keep", type=Path, help="directory for the comparisons; by default they are thrown away")
-    parser.add_argument("--line-only", action="store_true", help="only see whether links keep to their rates")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per case and line"
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="directory for the comparisons; by default they are thrown away"
+    )
+    parser.add_argument(
+        "--line-only", action="store_true", help="only see whether links keep to their rates"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        print_rows(cases(arguments.keep or Path(temporary), line_only=arguments.line_only), as_json=arguments.json)
+        print_rows(
+            cases(arguments.keep or Path(temporary), line_only=arguments.line_only),
+            as_json=arguments.json,
+        )

@@ -1,5 +1,6 @@
-"""What writing a record costs: training steps of gTop-k with an event written for each, against the same steps less the
-time that went into the event. It is spent in the training thread, so it adds to the step.
+"""What writing a record costs: training steps of gTop-k with an event written for each, against the
+same steps less the time that went into the event. It is spent in the training thread, so it adds to
+the step.
 
 python benchmarks/recording.py [--json]
 """
@@ -33,9 +34,18 @@ SIZES = {"tiny": 32, "small": 32}
 
 
 def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
-    """(with its record, without) seconds of the same steps, in blocks, since several events are written at once."""
+    """(with its record, without) seconds of the same steps, in blocks, since several events are
+    written at once.
+    """
     settings = (f"size={size}", f"batch_size={SIZES[size]}")
-    config = resolve(Request(task="digits", strategy="gtopk", settings=(*settings, "collective=reduce_scatter"), workers=1))
+    config = resolve(
+        Request(
+            task="digits",
+            strategy="gtopk",
+            settings=(*settings, "collective=reduce_scatter"),
+            workers=1,
+        )
+    )
     task = config.build_task()
     model = task.build_model(0)
     optimizer = task.optimizer(model)

@@ -2,9 +2,9 @@
 
     python benchmarks/run_all.py [NAME ...] [--json] [--long] [--quick] [--mnist NPZ] [--text FILE]
 
-Those of many runs take up to an hour each and run only when they are named, or with `--long`. With `--quick` they say no more
-than that they run. A goal that is missed is printed as missed; only a benchmark that does not run to its end makes the exit
-status non-zero.
+Those of many runs take up to an hour each and run only when they are named, or with `--long`. With
+`--quick` they say no more than that they run. A goal that is missed is printed as missed; only a
+benchmark that does not run to its end makes the exit status non-zero.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
-LONG = {"stragglers", "averaging_accuracy", "deaths", "kfac_accuracy", "kfac_schedules", "uneven", "uneven_accuracy"}
+LONG = {
+    "stragglers",
+    "averaging_accuracy",
+    "deaths",
+    "kfac_accuracy",
+    "kfac_schedules",
+    "uneven",
+    "uneven_accuracy",
+}
 READ_DATA = {"averaging_accuracy", "kfac_accuracy"}
 KNOW_QUICK = (LONG - {"kfac_schedules"}) | {"answering"}
 VERDICTS = {True: "[green]holds", False: "[red]missed", "undecided": "[yellow]undecided"}
@@ -30,7 +38,9 @@ VERDICTS = {True: "[green]holds", False: "[red]missed", "undecided": "[yellow]un
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One measured ratio, as a benchmark printed it. `holds` is "undecided" when the interval straddles the goal."""
+    """One measured ratio, as a benchmark printed it. `holds` is "undecided" when the interval
+    straddles the goal.
+    """
 
     benchmark: str
     case: str
@@ -47,7 +57,9 @@ class BenchmarkError(Exception):
 
 def run(script: Path, options: Sequence[str]) -> Iterator[Case]:
     """The cases of one benchmark, as soon as it prints them."""
-    with subprocess.Popen([sys.executable, script, "--json", *options], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, script, "--json", *options], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             yield parse(script.stem, line)
@@ -56,7 +68,9 @@ def run(script: Path, options: Sequence[str]) -> Iterator[Case]:
 
 
 def parse(benchmark: str, line: str) -> Case:
-    """The case in one line of JSON. Fields beside those of `Case` (an interval, a device) are the benchmark's own."""
+    """The case in one line of JSON. Fields beside those of `Case` (an interval, a device) are the
+    benchmark's own.
+    """
     try:
         row = json.loads(line)
         holds = row["holds"]
@@ -72,11 +86,21 @@ def parse(benchmark: str, line: str) -> Case:
             bound=str(row["bound"]),
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise BenchmarkError(f"{benchmark} printed {line.strip()!r}, which is no case ({error!r})") from error
+        raise BenchmarkError(
+            f"{benchmark} printed {line.strip()!r}, which is no case ({error!r})"
+        ) from error
 
 
 def table_of(cases: list[Case]) -> Table:
-    table = Table("benchmark", "case", "value", "goal", "", "bound", caption=f"{sum(c.holds is False for c in cases)} missed")
+    table = Table(
+        "benchmark",
+        "case",
+        "value",
+        "goal",
+        "",
+        "bound",
+        caption=f"{sum(c.holds is False for c in cases)} missed",
+    )
     for case in cases:
         value = f"{case.value:.4g} {case.unit}"
         table.add_row(case.benchmark, case.case, value, case.goal, VERDICTS[case.holds], case.bound)
@@ -85,21 +109,38 @@ def table_of(cases: list[Case]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run every benchmark and print one table.")
-    scripts = {path.stem: path for path in sorted(HERE.glob("*.py")) if path.stem != "run_all" and path.name[0] != "_"}
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"only these: {', '.join(scripts)}")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line instead")
+    scripts = {
+        path.stem: path
+        for path in sorted(HERE.glob("*.py"))
+        if path.stem != "run_all" and path.name[0] != "_"
+    }
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"only these: {', '.join(scripts)}"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per case and line instead"
+    )
     parser.add_argument("--long", action="store_true", help=f"also {', '.join(sorted(LONG))}")
     parser.add_argument(
-        "--quick", action="store_true", help="short runs where a benchmark has them; their figures mean nothing"
+        "--quick",
+        action="store_true",
+        help="short runs where a benchmark has them; their figures mean nothing",
     )
     parser.add_argument("--mnist", help="npz file for averaging_accuracy and kfac_accuracy")
     parser.add_argument("--text", help="text for averaging_accuracy and kfac_accuracy")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(scripts):
-        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(scripts)}")
+        parser.error(
+            f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(scripts)}"
+        )
     cases: list[Case] = []
     failed: list[str] = []
-    data = [part for key in ("mnist", "text") if (path := getattr(arguments, key)) for part in (f"--{key}", path)]
+    data = [
+        part
+        for key in ("mnist", "text")
+        if (path := getattr(arguments, key))
+        for part in (f"--{key}", path)
+    ]
     for name in arguments.names or [name for name in scripts if arguments.long or name not in LONG]:
         print(f"{name} ...", file=sys.stderr)
         quick = ["--quick"] if arguments.quick and name in KNOW_QUICK else []
@@ -108,7 +149,10 @@ def main() -> None:
         except BenchmarkError as error:
             failed.append(str(error))
     if arguments.json:
-        print(*(json.dumps({name: getattr(case, name) for name in Case.__slots__}) for case in cases), sep="\n")
+        print(
+            *(json.dumps({name: getattr(case, name) for name in Case.__slots__}) for case in cases),
+            sep="\n",
+        )
     else:
         Console().print(table_of(cases))
     for message in failed:

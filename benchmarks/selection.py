@@ -1,4 +1,5 @@
-"""Residual and selection: 25 M float32 at density 0.001, on one thread; on a GPU too where there is one.
+"""Residual and selection: 25 M float32 at density 0.001, on one thread; on a GPU too where there is
+one.
 
 python benchmarks/selection.py [--json]
 """
@@ -22,11 +23,20 @@ NUM_GRADIENTS = 3
 
 
 class Staging:
-    """Stages one gradient after the other against the same residual; the threshold for reuse comes from the gradient before."""
+    """Stages one gradient after the other against the same residual; the threshold for reuse comes
+    from the gradient before.
+    """
 
-    def __init__(self, selection: Literal["exact", "reuse"], gradients: list[torch.Tensor], residual: torch.Tensor) -> None:
+    def __init__(
+        self,
+        selection: Literal["exact", "reuse"],
+        gradients: list[torch.Tensor],
+        residual: torch.Tensor,
+    ) -> None:
         self._gradients = gradients
-        self._feedback = ErrorFeedback(residual.numel(), dtype=residual.dtype, device=residual.device, selection=selection)
+        self._feedback = ErrorFeedback(
+            residual.numel(), dtype=residual.dtype, device=residual.device, selection=selection
+        )
         self._feedback.residual.copy_(residual)
         self._buffer = torch.empty_like(residual)
         self._turn = 0
@@ -73,11 +83,19 @@ def on_cpu() -> Iterator[Ratio]:
     def pairs(first: str, second: str) -> list[tuple[float, float]]:
         return list(zip(seconds[first], seconds[second], strict=True))
 
-    one_pass = median(seconds["topk"]) / median(seconds["add_"])  # were selection as cheap as the addition
-    yield ratio("torch.topk over exact selection", pairs("topk", "exact"), at_least=8, bound=one_pass)
+    one_pass = median(seconds["topk"]) / median(
+        seconds["add_"]
+    )  # were selection as cheap as the addition
+    yield ratio(
+        "torch.topk over exact selection", pairs("topk", "exact"), at_least=8, bound=one_pass
+    )
     yield ratio("exact selection over residual.add_", pairs("exact", "add_"), at_most=5, bound=1.0)
-    yield ratio("torch.topk over threshold reuse", pairs("topk", "reuse"), at_least=20, bound=one_pass)
-    yield ratio("threshold reuse over residual.add_", pairs("reuse", "add_"), at_most=2.5, bound=1.0)
+    yield ratio(
+        "torch.topk over threshold reuse", pairs("topk", "reuse"), at_least=20, bound=one_pass
+    )
+    yield ratio(
+        "threshold reuse over residual.add_", pairs("reuse", "add_"), at_most=2.5, bound=1.0
+    )
 
 
 def on_gpu() -> Iterator[Ratio]:
@@ -99,7 +117,9 @@ def on_gpu() -> Iterator[Ratio]:
     device = torch.cuda.get_device_name()
     for name in ("exact", "reuse"):
         pairs = list(zip(seconds[name], seconds["copy"], strict=True))
-        yield ratio(f"{name} selection over 12 bytes an element, {device}", pairs, at_most=1.5, bound=1.0)
+        yield ratio(
+            f"{name} selection over 12 bytes an element, {device}", pairs, at_most=1.5, bound=1.0
+        )
 
 
 def cases() -> Iterator[Ratio]:

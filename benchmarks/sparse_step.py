@@ -1,8 +1,10 @@
-"""A training step of the sparse input layer against one of `torch.nn.EmbeddingBag` whose gradient is dense.
+"""A training step of the sparse input layer against one of `torch.nn.EmbeddingBag` whose gradient
+is dense.
 
-135,909 features, 128 outputs, batches of 1,024 rows as in Amazon-670k (generated), one thread, CPU time: forward, backward,
-the optimizer's step. EmbeddingBag computes the same output. Its gradient has a row for each feature, and torch's optimizers go
-through all of them; SparseLinear's has the rows of the batch, and the optimizers of rows look at no others.
+135,909 features, 128 outputs, batches of 1,024 rows as in Amazon-670k (generated), one thread, CPU
+time: forward, backward, the optimizer's step. EmbeddingBag computes the same output. Its gradient
+has a row for each feature, and torch's optimizers go through all of them; SparseLinear's has the
+rows of the batch, and the optimizers of rows look at no others.
 
 No step is shorter than its forward pass, which both share: that is the bound.
 
@@ -20,10 +22,10 @@ from statistics import median
 import torch
 
 from _measure import Ratio, interleave, main, ratio
-from offbeat.data.row_optimizers import RowAdagrad, RowAdam, RowSGD
-from offbeat.data.rows import SparseBatch
-from offbeat.data.sparse_linear import SparseLinear
-from offbeat.data.synthetic import AMAZON_670K
+from offbeat.xmc.row_optimizers import RowAdagrad, RowAdam, RowSGD
+from offbeat.xmc.rows import SparseBatch
+from offbeat.xmc.sparse_linear import SparseLinear
+from offbeat.xmc.synthetic import AMAZON_670K
 
 NUM_OUTPUTS = 128
 BATCH_SIZE = 1024
@@ -34,7 +36,10 @@ LR = 0.1
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeOptimizer]] = {
     "SGD": (partial(RowSGD, lr=LR), partial(torch.optim.SGD, lr=LR)),
-    "SGD with momentum": (partial(RowSGD, lr=LR, momentum=0.9), partial(torch.optim.SGD, lr=LR, momentum=0.9)),
+    "SGD with momentum": (
+        partial(RowSGD, lr=LR, momentum=0.9),
+        partial(torch.optim.SGD, lr=LR, momentum=0.9),
+    ),
     "Adagrad": (partial(RowAdagrad, lr=LR), partial(torch.optim.Adagrad, lr=LR)),
     "Adam": (partial(RowAdam, lr=LR), partial(torch.optim.Adam, lr=LR)),
 }
@@ -46,10 +51,14 @@ class Bag(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bag = torch.nn.EmbeddingBag(AMAZON_670K.num_features, NUM_OUTPUTS, mode="sum", include_last_offset=True)
+        self.bag = torch.nn.EmbeddingBag(
+            AMAZON_670K.num_features, NUM_OUTPUTS, mode="sum", include_last_offset=True
+        )
 
     def forward(self, batch: SparseBatch) -> torch.Tensor:
-        sums: torch.Tensor = self.bag(batch.columns, batch.offsets.int(), per_sample_weights=batch.values)
+        sums: torch.Tensor = self.bag(
+            batch.columns, batch.offsets.int(), per_sample_weights=batch.values
+        )
         return sums
 
 
@@ -59,9 +68,15 @@ def cpu_seconds(function: Callable[[], object]) -> float:
     return time.process_time() - begin_s
 
 
-def stepping(layer: torch.nn.Module, make: MakeOptimizer, batches: Sequence[SparseBatch]) -> Callable[[], float]:
+def stepping(
+    layer: torch.nn.Module, make: MakeOptimizer, batches: Sequence[SparseBatch]
+) -> Callable[[], float]:
     """A function that does one step, with the next batch, and returns how long it took."""
-    optimizer, turns, upstream = make(layer.parameters()), count(), torch.randn(BATCH_SIZE, NUM_OUTPUTS)
+    optimizer, turns, upstream = (
+        make(layer.parameters()),
+        count(),
+        torch.randn(BATCH_SIZE, NUM_OUTPUTS),
+    )
 
     def step() -> None:
         layer(batches[next(turns) % NUM_BATCHES]).backward(upstream)
@@ -88,7 +103,9 @@ def cases() -> Iterator[Ratio]:
         )
         pairs = list(zip(seconds["dense"], seconds["sparse"], strict=True))
         bound = median(seconds["dense"]) / median(seconds["forward"])
-        yield ratio(f"a step with {name}: EmbeddingBag over SparseLinear", pairs, at_least=3, bound=bound)
+        yield ratio(
+            f"a step with {name}: EmbeddingBag over SparseLinear", pairs, at_least=3, bound=bound
+        )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
-"""What stragglers cost each strategy: eight workers behind emulated links of 1 Gbit/s, steps padded to 100 ms.
+"""What stragglers cost each strategy: eight workers behind emulated links of 1 Gbit/s, steps padded
+to 100 ms.
 
-First two random workers are 50 ms late in each step, with two sizes of model; then one worker is half as fast for good, and
-the others are looked at. A strategy's figure is its fraction of the ideal: the mean step without any exchange, measured in the
-same round, over its own mean step. Beside it stands the ceiling, the same fraction if communication took no time, for just
-the delays that were drawn (`offbeat.planning.ceilings`). A run is a single turn: in a pause late workers would catch up for
-nothing. Everything is printed to standard error; the cases are WAGMA's goals.
+First two random workers are 50 ms late in each step, with two sizes of model; then one worker is
+half as fast for good, and the others are looked at. A strategy's figure is its fraction of the
+ideal: the mean step without any exchange, measured in the same round, over its own mean step.
+Beside it stands the ceiling, the same fraction if communication took no time, for just the delays
+that were drawn (`_models.ceilings`). A run is a single turn: in a pause late workers would catch up
+for nothing. Everything is printed to standard error; the cases are WAGMA's goals.
 
-    at least 98% of the ceiling where all workers meet after every ten of their own steps; the bound is the ceiling where they
-    meet as soon as one of them has done ten
-    at most 2 N (S-1) / S bytes a rank and step, for a model of N bytes in groups of S, and S = 8 in every tenth step
+    at least 98% of the ceiling where all workers meet after every ten of their own steps; the bound
+    is the ceiling where they meet as soon as one of them has done ten at most 2 N (S-1) / S bytes a
+    rank and step, for a model of N bytes in groups of S, and S = 8 in every tenth step
 
-    python benchmarks/stragglers.py [--json] [--quick] [--strategies SPEC,...] [--seeds N] [--keep DIRECTORY]
+    python benchmarks/stragglers.py [--json] [--quick] [--strategies SPEC,...] [--seeds N] [--keep
+    DIRECTORY]
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from _measure import Ratio, print_rows
+from _models.ceilings import Durations, Utilisation, called, met, paired
 from links import Quiet
 from offbeat.lab.breakdown import Steps, read_steps
 from offbeat.lab.cluster import Cluster, LinkSpec, Straggling
@@ -35,7 +39,6 @@ from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
 from offbeat.lab.options import build_strategy, parse_spec
 from offbeat.lab.records import Record
 from offbeat.lab.statistics import Estimate, estimate, num_warm_up
-from offbeat.planning.ceilings import Durations, Utilisation, called, met, paired
 from offbeat.planning.topologies import exponential_peers, ring_weights
 
 WORKERS = 8
@@ -46,15 +49,26 @@ SLOW_RANK = 7
 STEPS = 80
 STRICT, QUORUM = "wagma:group_size=4:quorum=1", "wagma:group_size=4:quorum=0.75"
 STRATEGIES = (
-    *("allreduce", f"localsgd:period={PERIOD}", "dpsgd", "sgp", "adpsgd", "eagersgd:mode=solo", "eagersgd:mode=majority"),
+    *(
+        "allreduce",
+        f"localsgd:period={PERIOD}",
+        "dpsgd",
+        "sgp",
+        "adpsgd",
+        "eagersgd:mode=solo",
+        "eagersgd:mode=majority",
+    ),
     *(STRICT, QUORUM),
 )
 AGAINST_A_SLOW_ONE = (f"localsgd:period={PERIOD}", "adpsgd", QUORUM)
 SIZES = ("size=tiny", "size=tiny:hidden=760", "size=small")
-"""0.105, 0.40 and 1.01 million parameters: 0.42, 1.6 and 4.05 MB, so 0.63, 2.4 and 6.1 MB a step in groups of four, of which a
-link carries 12. The last is more than eight workers on two cores can encrypt, add up and train with."""
+"""0.105, 0.40 and 1.01 million parameters: 0.42, 1.6 and 4.05 MB, so 0.63, 2.4 and 6.1 MB a step in
+groups of four, of which a link carries 12. The last is more than eight workers on two cores can
+encrypt, add up and train with.
+"""
 TOGETHER = 3
-"""So many strategies are alive at once, and each such round has its own measurement of the ideal."""
+"""So many strategies are alive at once, and each such round has its own measurement of the ideal.
+"""
 AT_LEAST = 0.98
 _ONE_TURN_S = 1e6
 
@@ -70,7 +84,9 @@ class Part:
 
 @dataclass(kw_only=True, slots=True)
 class Found:
-    """What one strategy has shown, by seed. Waits are those of every step of every rank, in seconds."""
+    """What one strategy has shown, by seed. Waits are those of every step of every rank, in
+    seconds.
+    """
 
     fractions: list[float | None] = field(default_factory=list)
     ceilings: list[float] = field(default_factory=list)
@@ -92,7 +108,9 @@ def random_stragglers() -> Part:
 
 def slow_worker() -> Part:
     speeds = tuple(0.5 if rank == SLOW_RANK else 1.0 for rank in range(WORKERS))
-    cluster = Cluster(workers=WORKERS, link=LinkSpec(rate_bit_per_s=1e9), speeds=speeds, step_s=STEP_S)
+    cluster = Cluster(
+        workers=WORKERS, link=LinkSpec(rate_bit_per_s=1e9), speeds=speeds, step_s=STEP_S
+    )
     others = tuple(rank for rank in range(WORKERS) if rank != SLOW_RANK)
     return Part(name="one worker half as fast, the others", cluster=cluster, ranks=others)
 
@@ -116,7 +134,12 @@ def rule(spec: str) -> Callable[[Durations], Utilisation]:
     ring = np.array([list(ring_weights(rank, WORKERS)) for rank in ranks])
 
     def pushed(step: int) -> NDArray[np.intp]:
-        return np.array([exponential_peers(rank, WORKERS, round_number=step, out_degree=1).sources for rank in ranks])
+        return np.array(
+            [
+                exponential_peers(rank, WORKERS, round_number=step, out_degree=1).sources
+                for rank in ranks
+            ]
+        )
 
     rules: dict[str, Callable[[Durations], Utilisation]] = {
         "allreduce": lambda table: met(table, period=1),
@@ -136,7 +159,9 @@ def over(used: Utilisation, ranks: Sequence[int]) -> float:
     return float(used.worked_s[chosen].sum() / used.elapsed_s[chosen].sum())
 
 
-def measure(part: Part, size: str, specs: Sequence[str], seeds: Sequence[int], steps: int, keep: Path) -> dict[str, Found]:
+def measure(
+    part: Part, size: str, specs: Sequence[str], seeds: Sequence[int], steps: int, keep: Path
+) -> dict[str, Found]:
     """Run all strategies with each seed, a few of them at a time, and read their records."""
     found = {spec: Found() for spec in specs}
     for seed in seeds:
@@ -154,14 +179,23 @@ def measure(part: Part, size: str, specs: Sequence[str], seeds: Sequence[int], s
                 turn_s=_ONE_TURN_S,
             )
             plan = plan_comparison(request, out=keep / f"seed-{seed}-{first}")
-            directory, comparison = carry_out(plan, Quiet(), command="python benchmarks/stragglers.py")
+            directory, comparison = carry_out(
+                plan, Quiet(), command="python benchmarks/stragglers.py"
+            )
             alone = read_steps(Record(directory / f"runs/alone-seed-{seed}")).settled()
             _tell_ideal(alone, cluster)
             for spec, contestant in zip(chunk, comparison.contestants, strict=True):
                 found[spec].failure = found[spec].failure or contestant.failure or ""
                 if contestant.failure is None:
                     run = read_steps(Record(directory / contestant.runs[0]))
-                    _note(found[spec], spec, part, run.window(num_warm_up(run.num_steps)), alone, cluster)
+                    _note(
+                        found[spec],
+                        spec,
+                        part,
+                        run.window(num_warm_up(run.num_steps)),
+                        alone,
+                        cluster,
+                    )
     return found
 
 
@@ -170,7 +204,10 @@ def _tell_ideal(alone: Steps, cluster: Cluster) -> None:
     meant_s = durations(cluster, int(alone.step[-1]))[alone.step - 1].T
     excess_s = alone.duration_s - meant_s
     words = f"{meant_s.mean() * 1e3:.1f} ms meant, {alone.duration_s.mean() * 1e3:.1f} ms measured"
-    print(f"alone: {words}, 99th percentile {np.quantile(excess_s, 0.99) * 1e3:.1f} ms too long", file=sys.stderr)
+    print(
+        f"alone: {words}, 99th percentile {np.quantile(excess_s, 0.99) * 1e3:.1f} ms too long",
+        file=sys.stderr,
+    )
 
 
 def _note(found: Found, spec: str, part: Part, run: Steps, alone: Steps, cluster: Cluster) -> None:
@@ -201,7 +238,17 @@ def allowed_bytes(spec: str, model_bytes: int) -> float | None:
 
 
 def show(title: str, found: dict[str, Found], model_bytes: int) -> None:
-    columns = ("", "of ideal", "interval", "ceiling", "of ceiling", "bytes/N", "allowed", "wait: median", "99th percentile")
+    columns = (
+        "",
+        "of ideal",
+        "interval",
+        "ceiling",
+        "of ceiling",
+        "bytes/N",
+        "allowed",
+        "wait: median",
+        "99th percentile",
+    )
     table = Table(*columns, title=f"{title}, N = {model_bytes / 1e6:.2f} MB", title_justify="left")
     for spec, one in found.items():
         if one.failure or not one.fractions:
@@ -224,7 +271,9 @@ def show(title: str, found: dict[str, Found], model_bytes: int) -> None:
     Console(stderr=True, width=140).print(table)
 
 
-def goals(title: str, found: dict[str, Found], model_bytes: int, *, at_least: float | None) -> Iterator[Ratio]:
+def goals(
+    title: str, found: dict[str, Found], model_bytes: int, *, at_least: float | None
+) -> Iterator[Ratio]:
     """WAGMA's cases; `at_least` in place of 98% of the ceiling."""
     for spec, one in found.items():
         allowed = allowed_bytes(spec, model_bytes)
@@ -236,7 +285,10 @@ def goals(title: str, found: dict[str, Found], model_bytes: int, *, at_least: fl
         if at_least is not None:
             what, goal, ratio = "fraction of ideal", at_least, estimate(fractions)
         else:
-            shares = [fraction / ceiling for fraction, ceiling in zip(fractions, one.ceilings, strict=True)]
+            shares = [
+                fraction / ceiling
+                for fraction, ceiling in zip(fractions, one.ceilings, strict=True)
+            ]
             what, goal, ratio = "share of the ceiling", AT_LEAST, estimate(shares)
         low, high = ratio.low or 0.0, ratio.high or 1.0
         yield Ratio(
@@ -260,8 +312,12 @@ def goals(title: str, found: dict[str, Found], model_bytes: int, *, at_least: fl
         )
 
 
-def cases(specs: Sequence[str], seeds: Sequence[int], steps: int, sizes: Sequence[str], directory: Path) -> Iterator[Ratio]:
-    situations: list[tuple[Part, str, float | None, Sequence[str]]] = [(random_stragglers(), s, None, specs) for s in sizes]
+def cases(
+    specs: Sequence[str], seeds: Sequence[int], steps: int, sizes: Sequence[str], directory: Path
+) -> Iterator[Ratio]:
+    situations: list[tuple[Part, str, float | None, Sequence[str]]] = [
+        (random_stragglers(), s, None, specs) for s in sizes
+    ]
     slow_ones = [spec for spec in AGAINST_A_SLOW_ONE if spec in specs]
     situations += [(slow_worker(), sizes[0], 0.9, slow_ones)] if slow_ones else []
     for part, size, at_least, those in situations:
@@ -276,17 +332,29 @@ def cases(specs: Sequence[str], seeds: Sequence[int], steps: int, sizes: Sequenc
 def _num_parameters(size: str) -> int:
     from offbeat.lab.tasks import build_task
 
-    return build_task("digits", dict(setting.split("=") for setting in size.split(":"))).num_parameters()
+    return build_task(
+        "digits", dict(setting.split("=") for setting in size.split(":"))
+    ).num_parameters()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
-    parser.add_argument("--quick", action="store_true", help="one seed, 30 steps, one size: only to see that it runs")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per case and line"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one seed, 30 steps, one size: only to see that it runs",
+    )
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="default: %(default)s")
-    parser.add_argument("--sizes", default=",".join(SIZES), help="options of digits; default: %(default)s")
+    parser.add_argument(
+        "--sizes", default=",".join(SIZES), help="options of digits; default: %(default)s"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="how many; default: %(default)s")
-    parser.add_argument("--keep", type=Path, help="directory for the comparisons; by default they are thrown away")
+    parser.add_argument(
+        "--keep", type=Path, help="directory for the comparisons; by default they are thrown away"
+    )
     asked = parser.parse_args()
     for asked_spec in asked.strategies.split(","):
         build_strategy(*parse_spec(asked_spec))  # before an hour is spent on the others

@@ -1,20 +1,24 @@
-"""Adaptive SGD on workers of unequal speeds: four of them behind emulated links of 1 Gbit/s, each rule for batch sizes.
+"""Adaptive SGD on workers of unequal speeds: four of them behind emulated links of 1 Gbit/s, each
+rule for batch sizes.
 
-Task `xmc` on the bundled data, batches of 32 on average, merged after each pass over 6,815 samples: 53 batches a worker. Steps
-are padded to 100 ms, so that four workers fit on two cores; with `--quotas` they are not, and workers have shares of the CPU.
-A figure is the samples a second of all workers together from the third mega-batch on, over those of the same workers
-exchanging nothing, measured in the same round. Beside it stands the ceiling: the same if claims and merges took no time, so
-that only the wait for the last batch is left (`offbeat.planning.dispatch`).
+Task `xmc` on the bundled data, batches of 32 on average, merged after each pass over 6,815 samples:
+53 batches a worker. Steps are padded to 100 ms, so that four workers fit on two cores; with
+`--quotas` they are not, and workers have shares of the CPU. A figure is the samples a second of all
+workers together from the third mega-batch on, over those of the same workers exchanging nothing,
+measured in the same round. Beside it stands the ceiling: the same if claims and merges took no
+time, so that only the wait for the last batch is left (`_models.dispatch`).
 
     at least 0.95 of the summed speed of the workers
-    updates within 5% of each other from the third mega-batch on, and again from the third after speeds have changed places
+    updates within 5% of each other from the third mega-batch on, and again from the third after
+    speeds have changed places
     equal workers: at most 1.02 times the time of LocalSGD, which merges as often
     a merge takes at most 5% of a mega-batch
 
-A goal is AdaptiveSGD's with `rule=proportional`; the other rules are shown beside it. Everything is printed to standard error,
-mega-batch by mega-batch.
+A goal is AdaptiveSGD's with `rule=proportional`; the other rules are shown beside it. Everything is
+printed to standard error, mega-batch by mega-batch.
 
-    python benchmarks/uneven.py [--json] [--quick] [--quotas] [--situations NAME,...] [--rules NAME,...] [--seeds N]
+    python benchmarks/uneven.py [--json] [--quick] [--quotas] [--situations NAME,...] [--rules
+    NAME,...] [--seeds N]
         [--mega-batches N] [--keep DIRECTORY]
 """
 
@@ -33,14 +37,14 @@ from rich.console import Console
 from rich.table import Table
 
 from _measure import Ratio, print_rows
+from _models.dispatch import dispatch
 from links import Quiet
 from offbeat.lab.breakdown import read_steps
 from offbeat.lab.cluster import Cluster, LinkSpec, SpeedChange
 from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
 from offbeat.lab.records import MegaBatch, Record
 from offbeat.lab.tasks import build_task
-from offbeat.planning.batch_sizes import spread
-from offbeat.planning.dispatch import dispatch
+from offbeat.megabatch.batch_sizes import spread
 from offbeat.strategies.adaptive import AdaptiveSGD
 
 WORKERS = 4
@@ -49,7 +53,9 @@ STEP_S = 0.1
 MEGA_BATCHES = 6
 AFTER_A_FLIP = 4
 SETTLED = 3
-"""The number of the mega-batch from which on batch sizes should have found themselves, counted from 1."""
+"""The number of the mega-batch from which on batch sizes should have found themselves, counted from
+1.
+"""
 RULES = ("proportional", "paper", "reference", "hogbatch")
 SPEEDS: Final[Mapping[str, tuple[float, ...]]] = {
     "equal": (1.0, 1.0, 1.0, 1.0),
@@ -59,7 +65,9 @@ SPEEDS: Final[Mapping[str, tuple[float, ...]]] = {
     "flip": (1.0, 1.0, 0.5, 0.5),
 }
 BUNDLED = "bundled"
-"""A situation of its own: the task as it is, with its own batch size, as fast as this machine computes it."""
+"""A situation of its own: the task as it is, with its own batch size, as fast as this machine
+computes it.
+"""
 QUOTA = 0.4
 """Of a core, that a worker of speed 1 gets with `--quotas`: four of them fit on two."""
 _ONE_TURN_S = 1e6
@@ -84,20 +92,33 @@ class Found:
     merge_share: float
 
 
-def cluster(situation: str, num_samples: int, mega_batches: int, *, step_s: float | None, seed: int) -> Cluster:
-    """Four workers of these speeds. In "flip" slow and fast ones change places in the last mega-batch but one."""
+def cluster(
+    situation: str, num_samples: int, mega_batches: int, *, step_s: float | None, seed: int
+) -> Cluster:
+    """Four workers of these speeds. In "flip" slow and fast ones change places in the last
+    mega-batch but one.
+    """
     speeds = SPEEDS.get(situation, SPEEDS["equal"])
     changes: list[SpeedChange] = []
     if situation == "flip":
         assert step_s is not None
         at_s = (mega_batches - 1.5) * num_samples / BATCH * step_s / sum(speeds)
-        changes = [SpeedChange(at_s=at_s, worker=worker, speed=speed) for worker, speed in enumerate(reversed(speeds))]
+        changes = [
+            SpeedChange(at_s=at_s, worker=worker, speed=speed)
+            for worker, speed in enumerate(reversed(speeds))
+        ]
     link = LinkSpec(rate_bit_per_s=1e9)
-    return Cluster(workers=WORKERS, link=link, speeds=speeds, changes=tuple(changes), step_s=step_s, seed=seed)
+    return Cluster(
+        workers=WORKERS, link=link, speeds=speeds, changes=tuple(changes), step_s=step_s, seed=seed
+    )
 
 
-def foretell(rule: str, where: Cluster, num_samples: int, mega_batches: int) -> tuple[list[float], list[float]]:
-    """Fraction of the summed speed, and spread of updates, of each mega-batch, if nothing but computing takes time."""
+def foretell(
+    rule: str, where: Cluster, num_samples: int, mega_batches: int
+) -> tuple[list[float], list[float]]:
+    """Fraction of the summed speed, and spread of updates, of each mega-batch, if nothing but
+    computing takes time.
+    """
     plan = AdaptiveSGD(rule=rule, batch_size=BATCH, mega_batch=num_samples).plan()  # type: ignore[arg-type]
     assert plan.rule is not None
     sizes, clock_s, step_s = (BATCH,) * WORKERS, 0.0, where.step_s or STEP_S
@@ -111,8 +132,13 @@ def foretell(rule: str, where: Cluster, num_samples: int, mega_batches: int) -> 
         done = dispatch(sizes, num_samples, duration_s)
         fractions.append(num_samples / BATCH * step_s / sum(speeds) / done.duration_s)
         spreads.append(spread(done.updates))
-        finely = [samples / size / s for samples, size, s in zip(done.samples, sizes, done.finished_s, strict=True)]
-        sizes = plan.rule.resize(sizes, finely if rule == "proportional" else done.updates, [plan.bounds] * WORKERS)
+        finely = [
+            samples / size / s
+            for samples, size, s in zip(done.samples, sizes, done.finished_s, strict=True)
+        ]
+        sizes = plan.rule.resize(
+            sizes, finely if rule == "proportional" else done.updates, [plan.bounds] * WORKERS
+        )
         clock_s += done.duration_s
     return fractions, spreads
 
@@ -126,9 +152,17 @@ def should_have_settled(situation: str, number: int, mega_batches: int) -> bool:
 
 
 def measure(
-    situation: str, specs: Mapping[str, str], where: Cluster, *, epochs: int, settings: Sequence[str], keep: Path
+    situation: str,
+    specs: Mapping[str, str],
+    where: Cluster,
+    *,
+    epochs: int,
+    settings: Sequence[str],
+    keep: Path,
 ) -> tuple[Mapping[str, Record], Record]:
-    """Run all `specs`, by label, one after the other; returns their records and that of the workers alone."""
+    """Run all `specs`, by label, one after the other; returns their records and that of the workers
+    alone.
+    """
     request = CompareRequest(
         task="xmc",
         strategies=list(specs.values()),
@@ -144,16 +178,29 @@ def measure(
         if contestant.failure is not None:
             raise SystemExit(f"{contestant.label} failed: {contestant.failure}")
     runs = zip(specs, comparison.contestants, strict=True)
-    return {label: Record(directory / c.runs[0]) for label, c in runs}, Record(directory / f"runs/alone-seed-{where.seed}")
+    return {label: Record(directory / c.runs[0]) for label, c in runs}, Record(
+        directory / f"runs/alone-seed-{where.seed}"
+    )
 
 
 def judge(
-    situation: str, rule: str, record: Record, alone: Record, where: Cluster, *, num_samples: int, mega_batches: int
+    situation: str,
+    rule: str,
+    record: Record,
+    alone: Record,
+    where: Cluster,
+    *,
+    num_samples: int,
+    mega_batches: int,
 ) -> Found:
     done = record.mega_batches()
     fractions, spreads = foretell(rule, where, num_samples, len(done))
     counting = [mega_batch for mega_batch in done if mega_batch.number >= SETTLED]
-    settled = [mega_batch for mega_batch in done if should_have_settled(situation, mega_batch.number, mega_batches)]
+    settled = [
+        mega_batch
+        for mega_batch in done
+        if should_have_settled(situation, mega_batch.number, mega_batches)
+    ]
     seconds = sum(mega_batch.duration_s for mega_batch in counting)
     samples = sum(share.samples for mega_batch in counting for share in mega_batch.by_rank)
     speed = read_steps(alone).settled().samples_per_s()
@@ -193,7 +240,12 @@ def show(situation: str, rule: str, done: Sequence[MegaBatch], speed: float) -> 
 
 
 def goal(
-    case: str, values: Sequence[float], bound: float, *, at_least: float | None = None, at_most: float | None = None
+    case: str,
+    values: Sequence[float],
+    bound: float,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
 ) -> Ratio:
     """The median over seeds; the interval is from the least to the largest."""
     low, high = min(values), max(values)
@@ -212,7 +264,12 @@ def goal(
 
 
 def cases(
-    situation: str, rules: Sequence[str], seeds: Sequence[int], mega_batches: int, step_s: float | None, keep: Path
+    situation: str,
+    rules: Sequence[str],
+    seeds: Sequence[int],
+    mega_batches: int,
+    step_s: float | None,
+    keep: Path,
 ) -> Iterator[Ratio]:
     if situation == BUNDLED:
         yield from bundled(seeds, mega_batches, keep)
@@ -227,22 +284,34 @@ def cases(
     overheads = []
     for seed in seeds:
         where = cluster(situation, num_samples, mega_batches, step_s=step_s, seed=seed)
-        records, alone = measure(situation, specs, where, epochs=epochs, settings=settings, keep=keep)
+        records, alone = measure(
+            situation, specs, where, epochs=epochs, settings=settings, keep=keep
+        )
         for rule in rules:
             sizes = {"num_samples": num_samples, "mega_batches": mega_batches}
             found[rule].append(judge(situation, rule, records[rule], alone, where, **sizes))
         if situation == "equal":
             local = read_steps(records["localsgd"]).window((SETTLED - 1) * period).samples_per_s()
-            overheads.append(local / (found[rules[0]][-1].fraction * read_steps(alone).settled().samples_per_s()))
+            overheads.append(
+                local / (found[rules[0]][-1].fraction * read_steps(alone).settled().samples_per_s())
+            )
     for rule, those in found.items():
         title = f"{situation}, {rule}"
         bound = float(np.mean([one.foretold for one in those]))
-        yield goal(f"{title}: of the summed speed", [one.fraction for one in those], bound, at_least=0.95)
+        yield goal(
+            f"{title}: of the summed speed", [one.fraction for one in those], bound, at_least=0.95
+        )
         bound = float(np.mean([one.foretold_spread for one in those]))
-        yield goal(f"{title}: spread of updates", [one.spread for one in those], bound, at_most=0.05)
-        yield goal(f"{title}: share of merges", [one.merge_share for one in those], 0.0, at_most=0.05)
+        yield goal(
+            f"{title}: spread of updates", [one.spread for one in those], bound, at_most=0.05
+        )
+        yield goal(
+            f"{title}: share of merges", [one.merge_share for one in those], 0.0, at_most=0.05
+        )
     if overheads:
-        bound = 1 / float(np.mean([one.foretold for one in found[rules[0]]]))  # LocalSGD leaves out the tail of an epoch
+        bound = 1 / float(
+            np.mean([one.foretold for one in found[rules[0]]])
+        )  # LocalSGD leaves out the tail of an epoch
         yield goal(f"{situation}, {rules[0]}: time of localsgd's", overheads, bound, at_most=1.02)
 
 
@@ -251,23 +320,49 @@ def bundled(seeds: Sequence[int], mega_batches: int, keep: Path) -> Iterator[Rat
     shares = []
     for seed in seeds:
         where = cluster(BUNDLED, 0, mega_batches, step_s=None, seed=seed)
-        records, _ = measure(BUNDLED, {"adaptive": "adaptive"}, where, epochs=mega_batches, settings=(), keep=keep)
+        records, _ = measure(
+            BUNDLED, {"adaptive": "adaptive"}, where, epochs=mega_batches, settings=(), keep=keep
+        )
         done = records["adaptive"].mega_batches()[SETTLED - 1 :]
         shares.append(sum(one.merge_s for one in done) / sum(one.duration_s for one in done))
-        print(f"{BUNDLED}: mega-batches of {np.mean([one.duration_s for one in done]) * 1e3:.0f} ms", file=sys.stderr)
+        print(
+            f"{BUNDLED}: mega-batches of {np.mean([one.duration_s for one in done]) * 1e3:.0f} ms",
+            file=sys.stderr,
+        )
     yield goal(f"{BUNDLED}, adaptive: share of merges", shares, 0.0, at_most=0.05)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
-    parser.add_argument("--quick", action="store_true", help="steps of 10 ms, one rule and situation: only to see that it runs")
-    parser.add_argument("--quotas", action="store_true", help="shares of the CPU in place of padded steps")
-    parser.add_argument("--situations", default=",".join((*SPEEDS, BUNDLED)), help="default: %(default)s")
-    parser.add_argument("--rules", default=",".join(RULES), help="the goals are the first one's; default: %(default)s")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per case and line"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="steps of 10 ms, one rule and situation: only to see that it runs",
+    )
+    parser.add_argument(
+        "--quotas", action="store_true", help="shares of the CPU in place of padded steps"
+    )
+    parser.add_argument(
+        "--situations", default=",".join((*SPEEDS, BUNDLED)), help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--rules",
+        default=",".join(RULES),
+        help="the goals are the first one's; default: %(default)s",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="how many; default: %(default)s")
-    parser.add_argument("--mega-batches", type=int, default=MEGA_BATCHES, help="of each run, at least 4; default: %(default)s")
-    parser.add_argument("--keep", type=Path, help="directory for the comparisons; by default they are thrown away")
+    parser.add_argument(
+        "--mega-batches",
+        type=int,
+        default=MEGA_BATCHES,
+        help="of each run, at least 4; default: %(default)s",
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="directory for the comparisons; by default they are thrown away"
+    )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         found_cases = (

@@ -1,21 +1,25 @@
-"""What unequal speeds cost in time and quality: Adaptive SGD at 2:1 against synchronous training and against one device.
+"""What unequal speeds cost in time and quality: Adaptive SGD at 2:1 against synchronous training
+and against one device.
 
-Task `xmc` on four workers, two of them half as fast; padded steps, a link of 1 Gbit/s imitated in user space, or none with
-`--mbit-per-s inf`. Contestants see the same samples in the same order, each with the learning rate of its own that gets it to
-the target first with the first seed (`one`: furthest):
+Task `xmc` on four workers, two of them half as fast; padded steps, a link of 1 Gbit/s imitated in
+user space, or none with `--mbit-per-s inf`. Contestants see the same samples in the same order,
+each with the learning rate of its own that gets it to the target first with the first seed (`one`:
+furthest):
 
     adaptive    AdaptiveSGD, merged once a mega-batch
     ddp         gradients averaged in each step, equal batches: the slowest worker decides
-    tuned       the same, with batches in proportion to speeds, as somebody who knows them would choose; weighted by samples
-    one         one worker, with batches as large as those of the four together; nobody looks at its time
+    tuned       the same, with batches in proportion to speeds, as somebody who knows them would
+    choose; weighted by samples one         one worker, with batches as large as those of the four
+    together; nobody looks at its time
 
-The target is 95% of the best precision of the first label that one device reaches, mean over seeds: what is lost in the end is
-judged apart. Time is that of training, without measuring.
+The target is 95% of the best precision of the first label that one device reaches, mean over seeds:
+what is lost in the end is judged apart. Time is that of training, without measuring.
 
     time to the target: at most 1/1.4 of ddp's, and no more than that of tuned
     precision after equally many samples: at most 0.5 points below that of one device
 
-    python benchmarks/uneven_accuracy.py [--json] [--quick] [--seeds N] [--epochs N] [--optimizer NAME] [--lrs NUMBER,...]
+    python benchmarks/uneven_accuracy.py [--json] [--quick] [--seeds N] [--epochs N] [--optimizer
+    NAME] [--lrs NUMBER,...]
         [--mega-batch N] [--mbit-per-s NUMBER] [--train FILE --test FILE]
 """
 
@@ -36,13 +40,13 @@ from rich.table import Table
 
 import offbeat
 from _measure import Ratio, print_rows
+from _models.dispatch import gain
 from _ranks import run_ranks
-from offbeat.data.dispatch import DispatchLoader
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.pace import Pace
 from offbeat.lab.tasks import Batch, build_task, num_samples_of
-from offbeat.planning.dispatch import gain
-from offbeat.session import attach_through
+from offbeat.megabatch.loader import DispatchLoader
+from offbeat.session.session import attach_through
 from offbeat.transport.driver import Driver
 from offbeat.transport.wrappers.delaying import Delaying
 
@@ -80,21 +84,35 @@ class Asked:
 def train(rank: int, world_size: int, contestant: str, asked: Asked, lr: float, seed: int) -> Curve:
     """One run of one contestant, as a rank of it."""
     speeds = SPEEDS[:world_size]
-    task = build_task("xmc", {**asked.paths, "optimizer": asked.optimizer, "lr": lr, "batch_size": BATCH})
+    task = build_task(
+        "xmc", {**asked.paths, "optimizer": asked.optimizer, "lr": lr, "batch_size": BATCH}
+    )
     model = task.build_model(seed)
     optimizer = task.optimizer(model)
     step_s = asked.step_s if world_size > 1 else None
     pace = Pace(Cluster(workers=world_size, speeds=speeds, step_s=step_s), rank, by_sleeping=False)
     adaptive = contestant == "adaptive"
-    strategy = offbeat.AdaptiveSGD(mega_batch=asked.mega_batch, batch_size=BATCH) if adaptive else offbeat.AllReduce()
-    sizes = _tuned(speeds) if contestant == "tuned" else [BATCH * len(SPEEDS) // world_size] * world_size
+    strategy = (
+        offbeat.AdaptiveSGD(mega_batch=asked.mega_batch, batch_size=BATCH)
+        if adaptive
+        else offbeat.AllReduce()
+    )
+    sizes = (
+        _tuned(speeds)
+        if contestant == "tuned"
+        else [BATCH * len(SPEEDS) // world_size] * world_size
+    )
 
     def collate(samples: list[int]) -> Batch:
         return task.batch(np.array(samples, dtype=np.int64))
 
     def slow(driver: Driver) -> Driver:
         rate = asked.rate_bit_per_s
-        return Delaying(driver, lambda d: d.num_messages * LATENCY_S + d.num_bytes * 8 / rate) if np.isfinite(rate) else driver
+        return (
+            Delaying(driver, lambda d: d.num_messages * LATENCY_S + d.num_bytes * 8 / rate)
+            if np.isfinite(rate)
+            else driver
+        )
 
     with attach_through(slow, model, optimizer, strategy) as session:
         feeding: Mapping[str, Any] = {} if adaptive else {"batch_size": sizes[rank]}
@@ -126,7 +144,9 @@ def _tuned(speeds: Sequence[float]) -> list[int]:
 def run(contestant: str, asked: Asked, lr: float, seed: int) -> Curve:
     curve = run_ranks(train, 1 if contestant == "one" else len(SPEEDS), contestant, asked, lr, seed)
     print(
-        f"{contestant}, lr {lr:g}, seed {seed}: {curve[-1][0]:.1f} s, at best {best_of(curve):.4f}", file=sys.stderr, flush=True
+        f"{contestant}, lr {lr:g}, seed {seed}: {curve[-1][0]:.1f} s, at best {best_of(curve):.4f}",
+        file=sys.stderr,
+        flush=True,
     )
     return [(float(seconds), float(metric)) for seconds, metric in curve]
 
@@ -144,7 +164,9 @@ def best_of(curve: Curve) -> float:
 
 
 def first_to(curves: Mapping[float, Curve], target: float) -> float:
-    """The learning rate with which the target is reached first; the one that gets furthest, where none gets there."""
+    """The learning rate with which the target is reached first; the one that gets furthest, where
+    none gets there.
+    """
     return min(curves, key=lambda lr: (time_to(curves[lr], target), -best_of(curves[lr])))
 
 
@@ -153,7 +175,10 @@ def cases(asked: Asked, lrs: Sequence[float], seeds: Sequence[int]) -> Iterator[
     rates = {"one": max(lrs, key=lambda lr: best_of(trials["one"][lr]))}
 
     def curves_of(name: str) -> list[Curve]:
-        return [trials[name][rates[name]], *(run(name, asked, rates[name], seed) for seed in seeds[1:])]
+        return [
+            trials[name][rates[name]],
+            *(run(name, asked, rates[name], seed) for seed in seeds[1:]),
+        ]
 
     curves = {"one": curves_of("one")}
     target = TARGET * float(np.mean([best_of(curve) for curve in curves["one"]]))
@@ -171,7 +196,9 @@ def cases(asked: Asked, lrs: Sequence[float], seeds: Sequence[int]) -> Iterator[
     yield row("precision below one device's", "points", gaps, float(np.mean(gaps)), 0.5, 0.0)
 
 
-def row(case: str, unit: str, values: Sequence[float], value: float, limit: float, bound: float) -> Ratio:
+def row(
+    case: str, unit: str, values: Sequence[float], value: float, limit: float, bound: float
+) -> Ratio:
     low, high = min(values), max(values)
     return Ratio(
         case=case,
@@ -185,28 +212,44 @@ def row(case: str, unit: str, values: Sequence[float], value: float, limit: floa
 
 
 def show(
-    target: float, rates: Mapping[str, float], best: Mapping[str, Sequence[float]], times: Mapping[str, Sequence[float]]
+    target: float,
+    rates: Mapping[str, float],
+    best: Mapping[str, Sequence[float]],
+    times: Mapping[str, Sequence[float]],
 ) -> None:
     table = Table("", "learning rate", "best precision", f"seconds to {target:.4f}")
     for name in CONTESTANTS:
         reached = " ".join(f"{seconds:.1f}" for seconds in times[name])
-        table.add_row(name, f"{rates[name]:g}", " ".join(f"{metric:.4f}" for metric in best[name]), reached)
+        table.add_row(
+            name, f"{rates[name]:g}", " ".join(f"{metric:.4f}" for metric in best[name]), reached
+        )
     Console(stderr=True).print(table)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true", help="print one JSON object per case and line")
     parser.add_argument(
-        "--quick", action="store_true", help="one seed, one rate, 2 epochs, steps of 5 ms: only to see that it runs"
+        "--json", action="store_true", help="print one JSON object per case and line"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one seed, one rate, 2 epochs, steps of 5 ms: only to see that it runs",
     )
     parser.add_argument("--seeds", type=int, default=3, help="how many; default: %(default)s")
     parser.add_argument("--epochs", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--optimizer", default="adagrad", help="adagrad, sgd or adam; default: %(default)s")
+    parser.add_argument(
+        "--optimizer", default="adagrad", help="adagrad, sgd or adam; default: %(default)s"
+    )
     parser.add_argument("--lrs", default="0.05,0.1", help="to choose from; default: %(default)s")
     parser.add_argument("--mega-batch", type=int, default=100 * BATCH, help="default: %(default)s")
-    parser.add_argument("--mbit-per-s", type=float, default=1000, help="of each worker's link; default: %(default)s")
-    parser.add_argument("--train", help="data in the Extreme Classification Repository's format; default: the bundled task")
+    parser.add_argument(
+        "--mbit-per-s", type=float, default=1000, help="of each worker's link; default: %(default)s"
+    )
+    parser.add_argument(
+        "--train",
+        help="data in the Extreme Classification Repository's format; default: the bundled task",
+    )
     parser.add_argument("--test", help="data held out; needed with --train")
     given = parser.parse_args()
     found_cases = cases(

@@ -3,8 +3,9 @@
     python examples/amp_accumulation.py
     torchrun --nproc-per-node 2 examples/amp_accumulation.py
 
-Three things differ from a loop without offbeat: `attach`, the scaler handed to it, and `no_sync` around all micro-batches
-but the last. On CUDA replace "cpu" by "cuda" and move model and data there.
+Three things differ from a loop without offbeat: `attach`, the scaler handed to it, and `no_sync`
+around all micro-batches but the last. On CUDA replace "cpu" by "cuda" and move model and data
+there.
 """
 
 from __future__ import annotations
@@ -39,15 +40,22 @@ def main(steps: int) -> None:
                         loss = nn.functional.mse_loss(model(x).float(), x @ teacher) / MICRO_BATCHES
                     scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)  # clips the mean that all ranks apply
+            nn.utils.clip_grad_norm_(
+                model.parameters(), max_norm=10.0
+            )  # clips the mean that all ranks apply
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
             if session.rank == 0 and step % 20 == 0:
-                print(f"step {step}: loss {MICRO_BATCHES * loss.item():.4f}, exchanges {session.stats.exchanges}")
+                print(
+                    f"step {step}: loss {MICRO_BATCHES * loss.item():.4f}, exchanges"
+                    f" {session.stats.exchanges}"
+                )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100)
     main(parser.parse_args().steps)

@@ -33,8 +33,12 @@ def main(epochs: int) -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
-    with offbeat.attach(model, optimizer, offbeat.GTopK(density=0.01, collective="reduce_scatter")) as session:
-        sampler: DistributedSampler[int] = DistributedSampler(train_set, session.world_size, session.rank)
+    with offbeat.attach(
+        model, optimizer, offbeat.GTopK(density=0.01, collective="reduce_scatter")
+    ) as session:
+        sampler: DistributedSampler[int] = DistributedSampler(
+            train_set, session.world_size, session.rank
+        )
         for epoch in range(epochs):
             sampler.set_epoch(epoch)
             for x, y in DataLoader(train_set, batch_size=32, sampler=sampler):
@@ -47,12 +51,17 @@ def main(epochs: int) -> None:
         accuracy = (model(x).argmax(dim=1) == y).float().mean()
         stats = session.stats
         bytes_per_step = stats.bytes_sent / stats.steps
-        print(f"{session.world_size} ranks, {stats.steps} steps, accuracy {accuracy:.3f}, {bytes_per_step:,.0f} bytes a step")
+        print(
+            f"{session.world_size} ranks, {stats.steps} steps, accuracy {accuracy:.3f},"
+            f" {bytes_per_step:,.0f} bytes a step"
+        )
         for notice in session.notices:
             print(notice)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=20)
     main(parser.parse_args().epochs)

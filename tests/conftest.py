@@ -11,10 +11,13 @@ from hypothesis import settings
 
 from ranks_support.launch import run_ranks, templates
 from ranks_support.leaks import no_leaks
+from ranks_support.threads import in_thread
 
-__all__ = ["run_ranks", "templates"]
+__all__ = ["in_thread", "run_ranks", "templates"]
 
-torch.set_num_threads(1)  # tests run side by side, and the order of sums must not depend on the number of cores
+torch.set_num_threads(
+    1
+)  # tests run side by side, and the order of sums must not depend on the number of cores
 
 settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("thorough", max_examples=2000, deadline=None, print_blob=True)

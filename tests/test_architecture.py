@@ -1,4 +1,6 @@
-"""The laws of the house that reading the source can prove: who may import whom, and what nobody may use."""
+"""The laws of the house that reading the source can prove: who may import whom, and what nobody may
+use.
+"""
 
 from __future__ import annotations
 
@@ -21,36 +23,54 @@ ROOMS = (
     "lab",
     "session",
     "strategies",
-    "exchange",
-    "data",
-    "engine",
+    "averaging",
+    "megabatch",
+    "kfac",
+    "gradients",
+    "weights",
+    "parts",
+    "xmc",
+    "membership",
     "collectives",
     "transport",
     "codec",
-    "curvature",
     "planning",
     "errors",
 )
 """From top to bottom: a room imports only rooms below it."""
 
-SESSION_MODULES = frozenset({"session", "checkpoint", "agreement", "feeding", "hooks"})
-"""Modules at the top of the package that together are the room `session`."""
-
 FACADE_OPENS = frozenset({"session", "strategies", "errors", "lab"})
 
 BLOCKING = frozenset(
-    {"asyncio", "select", "selectors", "socket", "socketserver", "ssl", "subprocess", "torch.distributed", "zmq", "time.sleep"}
+    {
+        "asyncio",
+        "select",
+        "selectors",
+        "socket",
+        "socketserver",
+        "ssl",
+        "subprocess",
+        "torch.distributed",
+        "zmq",
+        "time.sleep",
+    }
 )
 """What can wait for another process or for the network: the business of `transport`."""
 
 MAY_BLOCK = {
-    "session.py": {"torch.distributed"},  # names the type of the user's group and asks whether there is one
-    "lab/rendezvous.py": {"torch.distributed"},  # is to the lab's workers what torchrun is to a user's
+    "session/session.py": {
+        "torch.distributed"
+    },  # names the type of the user's group and asks whether there is one
+    "lab/rendezvous.py": {
+        "torch.distributed"
+    },  # is to the lab's workers what torchrun is to a user's
     "lab/records/writing.py": {"socket"},  # the host's name
     "lab/doctor/facts.py": {"torch.distributed"},  # asks which backends there are
     "lab/doctor/kernel.py": {"subprocess"},  # asks ip and tc
     "lab/doctor/local.py": {"subprocess"},  # starts workers to measure between
-    "lab/attached.py": {"time.sleep"},  # holds torch's own collectives back where links are imitated in user space
+    "lab/attached.py": {
+        "time.sleep"
+    },  # holds torch's own collectives back where links are imitated in user space
     "lab/native/ddp.py": {"torch.distributed"},  # what torch ships, as torch ships it
     "lab/native/local.py": {"torch.distributed"},
     "lab/native/torchft_local.py": {"torch.distributed"},
@@ -63,7 +83,18 @@ MAY_BLOCK = {
 }
 
 UNPICKLING = frozenset(
-    {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch.load", "torch.save"}
+    {
+        "pickle",
+        "cPickle",
+        "_pickle",
+        "cloudpickle",
+        "dill",
+        "joblib",
+        "marshal",
+        "shelve",
+        "torch.load",
+        "torch.save",
+    }
 )
 
 MACHINE_PATH = re.compile(rb"(?<![\w./~-])/(?:home|Users|root|work|tmp|mnt|scratch)/[\w.-]+")
@@ -87,7 +118,9 @@ def uses_of(path: Path) -> tuple[Use, ...]:
 
 
 def find_uses(tree: ast.Module) -> Iterator[Use]:
-    """Every imported name in full, and every attribute of one: `import torch as t; t.load` uses `torch` and `torch.load`."""
+    """Every imported name in full, and every attribute of one: `import torch as t; t.load` uses
+    `torch` and `torch.load`.
+    """
     known: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -119,8 +152,6 @@ def dotted(node: ast.expr) -> str | None:
 def room_of(module: str) -> str:
     """The room of a dotted name below `offbeat`; an empty string for the facade itself."""
     name = module.split(".")[1] if "." in module else ""
-    if name in SESSION_MODULES:
-        return "session"
     return name if name in ROOMS else ""
 
 
@@ -136,7 +167,9 @@ def objections(path: Path, room: str) -> Iterator[str]:
         target = room_of(use.name)
         if not room:
             allowed = target in FACADE_OPENS
-        elif not target:  # the facade opens the session, so only rooms above that may enter through it
+        elif (
+            not target
+        ):  # the facade opens the session, so only rooms above that may enter through it
             allowed = ROOMS.index(room) < ROOMS.index("session")
         else:
             allowed = target == room or ROOMS.index(target) > ROOMS.index(room)
@@ -145,11 +178,15 @@ def objections(path: Path, room: str) -> Iterator[str]:
 
 
 FILES = sorted(SOURCE.rglob("*.py"))
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(SOURCE).as_posix())
+each_file = pytest.mark.parametrize(
+    "path", FILES, ids=lambda path: path.relative_to(SOURCE).as_posix()
+)
 
 
 def test_every_file_lies_in_a_room() -> None:
-    assert [path for path in FILES if not room_of_file(path) and path != SOURCE / "__init__.py"] == []
+    assert [
+        path for path in FILES if not room_of_file(path) and path != SOURCE / "__init__.py"
+    ] == []
 
 
 @each_file
@@ -168,7 +205,9 @@ def test_only_transport_waits(path: Path) -> None:
 
 def test_no_exception_outlives_its_use() -> None:
     for name, allowed in MAY_BLOCK.items():
-        assert {found for use in uses_of(SOURCE / name) if (found := use.within(BLOCKING))} == allowed, name
+        assert {
+            found for use in uses_of(SOURCE / name) if (found := use.within(BLOCKING))
+        } == allowed, name
 
 
 @each_file
@@ -187,18 +226,26 @@ def test_nothing_is_pickled(path: Path) -> None:
 def test_numpy_never_unpickles(path: Path) -> None:
     """`numpy.load` unpickles only when it is told to."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    for keyword in (keyword for call in calls for keyword in call.keywords if keyword.arg == "allow_pickle"):
+    for keyword in (
+        keyword for call in calls for keyword in call.keywords if keyword.arg == "allow_pickle"
+    ):
         assert isinstance(keyword.value, ast.Constant)
         assert keyword.value.value is False
 
 
 def tracked_files() -> list[Path]:
     listed = subprocess.run(
-        ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"], capture_output=True, check=False
+        ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        check=False,
     )
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
-    return [path for name in listed.stdout.decode().split("\0") if name and (path := ROOT / name).is_file()]
+    return [
+        path
+        for name in listed.stdout.decode().split("\0")
+        if name and (path := ROOT / name).is_file()
+    ]
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:
@@ -219,15 +266,17 @@ def test_no_file_names_a_path_of_one_machine() -> None:
         ("codec", "from offbeat.transport.driver import Driver", False),
         ("codec", "import offbeat.transport", False),
         ("codec", "def later():\n    from offbeat.lab import train", False),
-        ("session", "from offbeat.hooks import Hooks", True),
+        ("session", "from offbeat.session.hooks import Hooks", True),
         ("lab", "import offbeat", True),
         ("lab", "from offbeat import attach", True),
         ("transport", "import offbeat", False),
-        ("", "from offbeat.session import attach", True),
+        ("", "from offbeat.session.session import attach", True),
         ("", "from offbeat.transport.peers import Peers", False),
     ],
 )
-def test_the_order_is_read_from_every_form_of_import(tmp_path: Path, room: str, source: str, is_fine: bool) -> None:
+def test_the_order_is_read_from_every_form_of_import(
+    tmp_path: Path, room: str, source: str, is_fine: bool
+) -> None:
     path = tmp_path / "example.py"
     path.write_text(source)
     assert (list(objections(path, room)) == []) == is_fine
@@ -240,7 +289,10 @@ def test_the_order_is_read_from_every_form_of_import(tmp_path: Path, room: str, 
         ("from time import sleep as nap", "time.sleep"),
         ("import torch\ntorch.load('x')", "torch.load"),
         ("import torch as t\nt.distributed.barrier()", "torch.distributed.barrier"),
-        ("import torch.distributed as dist\ndist.send_object_list([])", "torch.distributed.send_object_list"),
+        (
+            "import torch.distributed as dist\ndist.send_object_list([])",
+            "torch.distributed.send_object_list",
+        ),
         ("from torch import distributed", "torch.distributed"),
     ],
 )

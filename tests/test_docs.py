@@ -1,4 +1,6 @@
-"""What the documentation shows runs, what it links to exists, and every option has a place in it."""
+"""What the documentation shows runs, what it links to exists, and every option has a
+place in it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from offbeat.errors import OffbeatError
 from offbeat.strategies import REGISTRY
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "ARCHITECTURE.md",
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("examples/*.md"),
+    ]
+)
 EXAMPLES = {"plain_loop.py": ["--epochs", "1"], "amp_accumulation.py": ["--steps", "3"]}
 
 
@@ -26,7 +35,9 @@ def name_of(page: Path) -> str:
 def blocks(language: str) -> Iterator[tuple[str, str]]:
     """Fenced blocks of all pages, as (page and number, content)."""
     for page in PAGES:
-        for number, content in enumerate(re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)):
+        for number, content in enumerate(
+            re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        ):
             yield f"{name_of(page)} {number}", content
 
 
@@ -72,7 +83,9 @@ def test_every_example_is_run_here() -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_examples_run_alone(example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_run_alone(
+    example: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", [example, *EXAMPLES[example]])
     runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
     assert "step" in capsys.readouterr().out
@@ -98,7 +111,9 @@ def test_links_resolve(page: Path) -> None:
 
 def test_every_page_is_reached_from_the_index() -> None:
     index = ROOT / "docs" / "index.md"
-    linked = {(index.parent / path).resolve() for path in re.findall(r"\]\(([^)#]+)", index.read_text())}
+    linked = {
+        (index.parent / path).resolve() for path in re.findall(r"\]\(([^)#]+)", index.read_text())
+    }
     assert {page.resolve() for page in PAGES} - {index.resolve()} <= linked
 
 
@@ -113,8 +128,16 @@ def test_every_option_of_a_strategy_stands_on_its_page_with_its_default(name: st
 
 def test_every_error_has_a_section_in_troubleshooting() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, OffbeatError)]
-    assert [kind.__name__ for kind in kinds if f"`{kind.__name__}`" not in page and kind is not OffbeatError] == []
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, OffbeatError)
+    ]
+    assert [
+        kind.__name__
+        for kind in kinds
+        if f"`{kind.__name__}`" not in page and kind is not OffbeatError
+    ] == []
 
 
 def test_every_dependency_is_accounted_for() -> None:

@@ -52,8 +52,13 @@ def test_the_root_of_all_errors_is_public() -> None:
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    report = f"import json, sys; sys.path.insert(0, {str(SOURCE)!r}); import offbeat; print(json.dumps(list(sys.modules)))"
-    output = subprocess.run([sys.executable, "-I", "-c", report], check=True, capture_output=True, text=True).stdout
+    report = (
+        f"import json, sys; sys.path.insert(0, {str(SOURCE)!r}); import offbeat;"
+        " print(json.dumps(list(sys.modules)))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-I", "-c", report], check=True, capture_output=True, text=True
+    ).stdout
     assert not set(json.loads(output)) & set(HEAVY)
 
 

@@ -1,4 +1,5 @@
-"""Trains PyTorch models on the cluster people really have: slow links, uneven devices, stragglers, workers that die.
+"""Trains PyTorch models on the cluster people really have: slow links, uneven devices, stragglers,
+workers that die.
 
     import offbeat
 
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from offbeat.errors import OffbeatError
     from offbeat.lab.cluster import Cluster
-    from offbeat.session import Session, attach, reshard
+    from offbeat.session.session import Session, attach, reshard
     from offbeat.strategies.adaptive import AdaptiveSGD
     from offbeat.strategies.adpsgd import ADPSGD
     from offbeat.strategies.allreduce import AllReduce
@@ -82,17 +83,19 @@ _HOMES = {
     "Outer": "offbeat.strategies.localsgd",
     "SGP": "offbeat.strategies.sgp",
     "SPDKFAC": "offbeat.strategies.spdkfac",
-    "Session": "offbeat.session",
+    "Session": "offbeat.session.session",
     "TopK": "offbeat.strategies.topk",
     "WAGMA": "offbeat.strategies.wagma",
-    "attach": "offbeat.session",
-    "reshard": "offbeat.session",
+    "attach": "offbeat.session.session",
+    "reshard": "offbeat.session.session",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
-        raise AttributeError(f"module 'offbeat' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'offbeat' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

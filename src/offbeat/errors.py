@@ -1,7 +1,7 @@
 """Every error that offbeat raises on purpose, as one tree.
 
-A message says what was got, what is allowed and the likely fix. `OffbeatError` catches them all; the command line prints
-their text and exits non-zero, without a traceback.
+A message says what was got, what is allowed and the likely fix. `OffbeatError` catches them all;
+the command line prints their text and exits non-zero, without a traceback.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class UnsupportedError(ConfigError):
 
 
 class MismatchError(OffbeatError):
-    """The ranks do not agree on the model, the optimizer, the strategy or the number of backward passes."""
+    """The ranks do not agree on the model, the optimizer, the strategy or the number of backward
+    passes.
+    """
 
 
 class PeerError(OffbeatError):
@@ -35,7 +37,9 @@ class PeerError(OffbeatError):
 
 
 class PeerTimeoutError(PeerError):
-    """A receive that was given a time limit reached it. Nothing was lost: the message may still come and be received."""
+    """A receive that was given a time limit reached it. Nothing was lost: the message may still
+    come and be received.
+    """
 
 
 class WireError(OffbeatError):
@@ -59,6 +63,8 @@ class RecordError(OffbeatError):
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """A hint such as ``; did you mean 'gtopk'?`` for a misspelt `name`, or an empty string when nothing is near."""
+    """A hint such as ``; did you mean 'gtopk'?`` for a misspelt `name`, or an empty string when
+    nothing is near.
+    """
     close = get_close_matches(name, list(allowed), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,6 @@
-"""The command line: quick to answer, one sentence for every mistake, one line of JSON when asked."""
+"""The command line: quick to answer, one sentence for every mistake, one line of JSON
+when asked.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from offbeat.cli.main import main
 class Outcome:
     """Exit status, standard output and standard error of one call."""
 
-    def __init__(self, capture: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    def __init__(
+        self, capture: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+    ) -> None:
         monkeypatch.setattr(sys, "argv", ["offbeat", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -42,7 +46,10 @@ try:
 finally:
     assert not {{"torch", "numpy", "zmq", "sklearn"}} & sys.modules.keys(), "heavy import"
 """
-    assert subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).returncode
+        == 0
+    )
 
 
 def test_version(call) -> None:
@@ -74,7 +81,11 @@ TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
         ((*TRAIN, "--set", "density=1.5"), 2, "density"),
         ((*TRAIN, "--workers", "0"), 2, "--workers is 0"),
         ((*TRAIN, "--workers", "100"), 2, "100 workers"),
-        (("train", "--task", "mnist", "--strategy", "topk", "--set", "path=none.npz"), 2, "none.npz; give the path"),
+        (
+            ("train", "--task", "mnist", "--strategy", "topk", "--set", "path=none.npz"),
+            2,
+            "none.npz; give the path",
+        ),
         (("train", "--resume", "nowhere"), 1, "nowhere holds no run record"),
         ((*TRAIN, "--out", "taken"), 1, "taken is not empty and holds no run"),
         (("demo", "--out", "taken"), 1, "taken exists"),
@@ -90,10 +101,15 @@ def test_a_mistake_is_one_sentence_and_starts_nothing(
     assert outcome.out == ""
     assert outcome.err.count("\n") == 1
     assert words in outcome.err
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["taken", "taken/thesis.tex"]
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [
+        "taken",
+        "taken/thesis.tex",
+    ]
 
 
-def test_a_launched_rank_refuses_another_number_of_workers(call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launched_rank_refuses_another_number_of_workers(
+    call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     outcome = call(*TRAIN, "--workers", "3")
@@ -105,11 +121,31 @@ def test_a_launched_rank_refuses_another_number_of_workers(call, monkeypatch: py
 def test_json_is_one_line_and_a_table_is_for_people(call, tmp_path: Path) -> None:
     images, labels = np.zeros((8, 28, 28), dtype=np.uint8), np.arange(8)
     np.savez(tmp_path / "data.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
-    arguments = ("train", "--task", "mnist", "--strategy", "allreduce", "--workers", "1", "--set", "path=data.npz")
+    arguments = (
+        "train",
+        "--task",
+        "mnist",
+        "--strategy",
+        "allreduce",
+        "--workers",
+        "1",
+        "--set",
+        "path=data.npz",
+    )
     outcome = call(*arguments, "--set", "batch_size=4", "--steps", "2", "--json", "--out", "run")
     assert (outcome.status, outcome.out.count("\n")) == (0, 1)
     line = json.loads(outcome.out)
-    expected = {"task", "strategy", "workers", "steps", "metric", "metric_name", "seconds", "bytes_sent_per_step", "world_size"}
+    expected = {
+        "task",
+        "strategy",
+        "workers",
+        "steps",
+        "metric",
+        "metric_name",
+        "seconds",
+        "bytes_sent_per_step",
+        "world_size",
+    }
     assert expected <= line.keys()
     assert (line["task"], line["steps"], line["metric_name"]) == ("mnist", 2, "accuracy")
     table = call("train", "--resume", "run", "--steps", "3").out

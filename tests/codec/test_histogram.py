@@ -29,7 +29,9 @@ def magnitudes_of(values: NDArray[np.floating]) -> NDArray[np.uint32]:
 @st.composite
 def owners_values(draw: st.DrawFn) -> list[NDArray[np.floating]]:
     dtype = draw(st.sampled_from([np.float32, np.float64]))
-    return draw(st.lists(hnp.arrays(dtype, st.integers(0, 12), elements=VALUES), min_size=1, max_size=5))
+    return draw(
+        st.lists(hnp.arrays(dtype, st.integers(0, 12), elements=VALUES), min_size=1, max_size=5)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,9 @@ def narrow_margin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(owners_values(), st.integers(1, 40), st.integers(1, 5))
-def test_magnitudes_near_the_share_are_counted(parts: list[NDArray[np.floating]], k: int, world_size: int) -> None:
+def test_magnitudes_near_the_share_are_counted(
+    parts: list[NDArray[np.floating]], k: int, world_size: int
+) -> None:
     values = parts[0]
     counted = histogram(sparse_of(values), k, world_size)
     assert (np.diff(counted.magnitudes.astype(np.int64)) < 0).all()
@@ -59,7 +63,8 @@ def test_quotas_leave_the_k_largest(parts: list[NDArray[np.floating]], k: int) -
     kept = [magnitudes_of(values)[:keep] for values, keep in zip(parts, keeps, strict=True)]
     largest = magnitudes_of(np.concatenate(parts))[:k]
     np.testing.assert_array_equal(np.sort(np.concatenate(kept))[::-1], largest)
-    # at the boundary lower ranks come first: nobody who was refused such an entry stands before one who was granted it
+    # at the boundary lower ranks come first: nobody who was refused such an entry stands before one
+    # who was granted it
     refused = False
     for values, keep in zip(parts, keeps, strict=True):
         at_boundary = magnitudes_of(values) == largest.min(initial=0xFFFF)

@@ -23,7 +23,9 @@ messages = st.builds(
     party=st.integers(0, 2**64 - 1),
     num_elements=st.integers(100, 2**40),
     begin=st.integers(0, 50),
-    counters=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5).map(lambda counters: np.array(counters, np.int64)),
+    counters=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5).map(
+        lambda counters: np.array(counters, np.int64)
+    ),
     values=st.lists(st.floats(width=32), max_size=50).flatmap(
         lambda values: st.sampled_from([np.array(values, np.float32), np.array(values, np.float64)])
     ),
@@ -34,7 +36,13 @@ messages = st.builds(
 @given(messages)
 def test_what_is_written_is_read(message: ModelMessage) -> None:
     content = message.to_bytes()
-    assert len(content) == HEAD_BYTES + NOTE_BYTES * len(message.notes) + message.counters.nbytes + message.values.nbytes
+    assert (
+        len(content)
+        == HEAD_BYTES
+        + NOTE_BYTES * len(message.notes)
+        + message.counters.nbytes
+        + message.values.nbytes
+    )
     read = ModelMessage.from_bytes(memoryview(content))
     for name in (
         "kind",
@@ -58,7 +66,9 @@ def test_what_is_written_is_read(message: ModelMessage) -> None:
 
 
 @given(messages, st.data())
-def test_whatever_is_altered_in_the_head_raises_or_reads_as_something_else(message: ModelMessage, data: st.DataObject) -> None:
+def test_whatever_is_altered_in_the_head_raises_or_reads_as_something_else(
+    message: ModelMessage, data: st.DataObject
+) -> None:
     content = bytearray(message.to_bytes())
     position = data.draw(st.integers(0, HEAD_BYTES - 1))
     content[position] ^= 1 << data.draw(st.integers(0, 7))
@@ -81,14 +91,20 @@ def test_a_truncated_or_extended_message_is_refused(message: ModelMessage, count
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_that_cannot_be_are_refused(weight: float) -> None:
     with pytest.raises(WireError, match="holds the weight"):
-        ModelMessage.from_bytes(ModelMessage(kind=Kind.PART, generation=0, weight=weight).to_bytes())
-    noted = ModelMessage(kind=Kind.AVERAGE, generation=0, notes=(Note(weight=weight, step=0, fresh=False),))
+        ModelMessage.from_bytes(
+            ModelMessage(kind=Kind.PART, generation=0, weight=weight).to_bytes()
+        )
+    noted = ModelMessage(
+        kind=Kind.AVERAGE, generation=0, notes=(Note(weight=weight, step=0, fresh=False),)
+    )
     with pytest.raises(WireError, match="holds the weight"):
         ModelMessage.from_bytes(noted.to_bytes())
 
 
 def test_values_beyond_the_model_are_refused() -> None:
-    message = ModelMessage(kind=Kind.PART, generation=0, num_elements=4, begin=3, values=np.zeros(2, np.float32))
+    message = ModelMessage(
+        kind=Kind.PART, generation=0, num_elements=4, begin=3, values=np.zeros(2, np.float32)
+    )
     with pytest.raises(WireError, match="elements 3 to 5 of a model of 4"):
         ModelMessage.from_bytes(message.to_bytes())
 
@@ -108,7 +124,9 @@ def test_values_begin_at_a_multiple_of_eight(dtype: type[np.floating]) -> None:
 
 
 def test_values_are_not_copied() -> None:
-    content = ModelMessage(kind=Kind.PART, generation=0, num_elements=3, values=np.arange(3, dtype=np.float32)).to_bytes()
+    content = ModelMessage(
+        kind=Kind.PART, generation=0, num_elements=3, values=np.arange(3, dtype=np.float32)
+    ).to_bytes()
     buffer = bytearray(content)
     read = ModelMessage.from_bytes(buffer)
     buffer[-4:] = np.float32(7).tobytes()

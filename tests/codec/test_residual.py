@@ -25,12 +25,21 @@ def feedback(
     momentum: float | None = None,
     masking: bool = True,
 ) -> ErrorFeedback:
-    return ErrorFeedback(num_elements, dtype=dtype, device=CPU, selection=selection, momentum=momentum, masking=masking)
+    return ErrorFeedback(
+        num_elements,
+        dtype=dtype,
+        device=CPU,
+        selection=selection,
+        momentum=momentum,
+        masking=masking,
+    )
 
 
 def integers(num_elements: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Whole numbers, whose sums are exact in every dtype used here."""
-    return torch.randint(-9, 10, (num_elements,), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randint(-9, 10, (num_elements,), generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    )
 
 
 def nothing(num_elements: int, dtype: torch.dtype) -> Sparse:
@@ -62,7 +71,10 @@ def test_over_steps_nothing_is_lost(dtype: torch.dtype, selection: Selecting) ->
     assert torch.equal(sent + state.residual, gradients)
 
 
-@given(st.lists(st.sampled_from(["commit", "discard", "all"]), max_size=8), st.sampled_from([None, 0.5]))
+@given(
+    st.lists(st.sampled_from(["commit", "discard", "all"]), max_size=8),
+    st.sampled_from([None, 0.5]),
+)
 def test_discarded_steps_leave_no_trace(steps: list[str], momentum: float | None) -> None:
     n = 50
     tried, sure = feedback(n, momentum=momentum), feedback(n, momentum=momentum)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offbeat.codec.row_sets import decode_rows, encode_rows
 from offbeat.errors import WireError
-from offbeat.planning.row_packing import index_bytes
+from offbeat.megabatch.row_packing import index_bytes
 
 
 @given(st.integers(1, 300), st.data())
@@ -21,7 +21,9 @@ def test_a_set_comes_back_in_as_few_bytes_as_planned(num_rows: int, data: st.Dat
     assert len(encoded) == 1 + index_bytes(int(rows.sum()), num_rows)
 
 
-@pytest.mark.parametrize("payload", [b"", b"x", b"b\x00", b"l\x00", b"l\x09\x00\x00\x00", b"b\x00\x00\x00"])
+@pytest.mark.parametrize(
+    "payload", [b"", b"x", b"b\x00", b"l\x00", b"l\x09\x00\x00\x00", b"b\x00\x00\x00"]
+)
 def test_what_is_no_set_is_refused(payload: bytes) -> None:
     with pytest.raises(WireError, match="a set of 9 rows"):
         decode_rows(payload, 9)

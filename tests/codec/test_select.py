@@ -1,4 +1,6 @@
-"""Selection against a slow oracle, on the CPU kernels and on the torch passes that serve accelerators."""
+"""Selection against a slow oracle, on the CPU kernels and on the torch passes that serve
+accelerators.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ Distribution = Callable[[np.random.Generator, int], NDArray[np.floating]]
 
 
 class Exact(Protocol):
-    def __call__(self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) -> Selection: ...
+    def __call__(
+        self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float
+    ) -> Selection: ...
 
 
 class Reuse(Protocol):
-    def __call__(self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, threshold: float) -> Selection: ...
+    def __call__(
+        self, flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, threshold: float
+    ) -> Selection: ...
 
 
 def spikes(count: int) -> Distribution:
@@ -54,7 +60,9 @@ DISTRIBUTIONS: dict[str, Distribution] = {
     "one spike": spikes(1),
     "fewer nonzeros than k": spikes(13),
     "about k nonzeros": spikes(60),
-    "subnormal": lambda rng, n: rng.integers(-50, 50, n) * float(np.finfo(np.float32).smallest_subnormal),
+    "subnormal": lambda rng, n: (
+        rng.integers(-50, 50, n) * float(np.finfo(np.float32).smallest_subnormal)
+    ),
     "periodic": lambda rng, n: np.where(np.arange(n) % 64 == 5, 1.0, 1e-3) * rng.standard_normal(n),
     "sorted": lambda rng, n: np.sort(rng.standard_normal(n)),
     "huge": lambda rng, n: rng.standard_normal(n) * 1e37,
@@ -86,7 +94,9 @@ def drawn(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, t
     return flat, residual
 
 
-def assert_selected(selection: Selection, left: torch.Tensor, accumulated: torch.Tensor, indices: NDArray[np.int64]) -> None:
+def assert_selected(
+    selection: Selection, left: torch.Tensor, accumulated: torch.Tensor, indices: NDArray[np.int64]
+) -> None:
     assert selection.finite
     np.testing.assert_array_equal(selection.sparse.indices, indices)
     np.testing.assert_array_equal(selection.sparse.values, accumulated.numpy()[indices])
@@ -99,7 +109,9 @@ def assert_selected(selection: Selection, left: torch.Tensor, accumulated: torch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("k", [1, 61, 6000, NUM_ELEMENTS])
-def test_exact_selection_equals_the_oracle(exact: Exact, name: str, k: int, dtype: torch.dtype) -> None:
+def test_exact_selection_equals_the_oracle(
+    exact: Exact, name: str, k: int, dtype: torch.dtype
+) -> None:
     flat, residual = drawn(name, dtype)
     accumulated, residual_before = flat + residual, residual.clone()
     selection = exact(flat, residual, k=k, weight=1.0)
@@ -107,7 +119,9 @@ def test_exact_selection_equals_the_oracle(exact: Exact, name: str, k: int, dtyp
     assert torch.equal(residual, residual_before)
 
 
-@given(st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, 1e-40]), max_size=300), st.integers(1, 300))
+@given(
+    st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, 1e-40]), max_size=300), st.integers(1, 300)
+)
 def test_exact_selection_of_few_elements(values: list[float], k: int) -> None:
     flat = torch.tensor(values, dtype=torch.float32)
     accumulated = flat.clone()
@@ -130,7 +144,9 @@ def test_a_sample_that_misleads_does_no_harm() -> None:
     assert plan.rank < k
     places = np.empty(plan.num_samples)
     kernels.sample(np.arange(float(NUM_ELEMENTS)), np.zeros(NUM_ELEMENTS), np.float64(1), places)
-    flat[torch.from_numpy(places[: plan.rank].astype(np.int64))] = 3.0  # fewer than k, and all of them in the sample
+    flat[torch.from_numpy(places[: plan.rank].astype(np.int64))] = (
+        3.0  # fewer than k, and all of them in the sample
+    )
     accumulated = flat.clone()
     selection = select.exact(flat, torch.zeros(NUM_ELEMENTS), k=k, weight=1.0)
     assert_selected(selection, flat, accumulated, oracle(accumulated.numpy(), k))
@@ -147,7 +163,9 @@ def test_the_weight_is_applied_once_and_rounded_as_separate_operations() -> None
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("threshold", [0.0, 1e-30, 1.0, 2.7, 1e30, float("inf")])
-def test_reuse_stays_near_k_whatever_the_last_threshold(reuse: Reuse, name: str, threshold: float) -> None:
+def test_reuse_stays_near_k_whatever_the_last_threshold(
+    reuse: Reuse, name: str, threshold: float
+) -> None:
     flat, residual = drawn(name, torch.float32)
     accumulated, k = flat + residual, 61
     selection = reuse(flat, residual, k=k, weight=1.0, threshold=threshold)

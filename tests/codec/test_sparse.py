@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from offbeat.codec.sparse import Sparse, add, add_all, keep_largest, merge, partition, split_by_index, union_disjoint
+from offbeat.codec.sparse import (
+    Sparse,
+    add,
+    add_all,
+    keep_largest,
+    merge,
+    partition,
+    split_by_index,
+    union_disjoint,
+)
 from offbeat.errors import WireError
 from offbeat.planning.fusion import owner_of
 
@@ -71,7 +80,9 @@ def test_add_is_dense_addition(a: Sparse, b: Sparse) -> None:
 
 @given(st.lists(sparses(), min_size=1, max_size=7))
 def test_add_all_is_dense_addition(parts: list[Sparse]) -> None:
-    np.testing.assert_array_equal(add_all(parts).to_dense(), np.sum([part.to_dense() for part in parts], axis=0))
+    np.testing.assert_array_equal(
+        add_all(parts).to_dense(), np.sum([part.to_dense() for part in parts], axis=0)
+    )
 
 
 @given(sparses(), st.integers(0, NUM_ELEMENTS))

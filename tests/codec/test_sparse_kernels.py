@@ -18,7 +18,9 @@ SETS = st.sets(st.integers(0, 200), max_size=100)
 
 @given(SETS, SETS, st.sampled_from([1.0, -1.0]))
 def test_long_lists_are_added(a: set[int], b: set[int], sign: float) -> None:
-    """Long enough for both halves of the merge to end at different times; with the sign -1 common entries cancel."""
+    """Long enough for both halves of the merge to end at different times; with the sign -1 common
+    entries cancel.
+    """
     indices_a, indices_b = np.array(sorted(a), dtype=np.int64), np.array(sorted(b), dtype=np.int64)
     total = add(
         Sparse(indices=indices_a, values=1.0 + indices_a, num_elements=201),
@@ -39,7 +41,11 @@ def test_warming_up_compiles_all_that_is_used() -> None:
         np.float64: ["float32", "float64"],
     }
     for dtype, value_formats in formats.items():
-        sparse = Sparse(indices=np.arange(0, 900, 3), values=np.linspace(-1, 2, 300).astype(dtype), num_elements=1000)
+        sparse = Sparse(
+            indices=np.arange(0, 900, 3),
+            values=np.linspace(-1, 2, 300).astype(dtype),
+            num_elements=1000,
+        )
         mine, others = partition(sparse, 2)
         for value_format in value_formats:
             payload, rounding = encode(mine, tally, value_format=value_format)

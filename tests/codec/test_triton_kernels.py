@@ -1,6 +1,7 @@
 """The GPU kernel under Triton's interpreter, on CPU tensors. Needs Triton; needs no GPU.
 
-Triton reads TRITON_INTERPRET when it is imported, so the checks run in a process of their own: this file as a script.
+Triton reads TRITON_INTERPRET when it is imported, so the checks run in a process of their own: this
+file as a script.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernel_under_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    outcome = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    outcome = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
+    )
     assert outcome.returncode == 0, outcome.stderr
 
 
@@ -26,19 +29,27 @@ def check_that_it_adds_up_and_finds_all_candidates(num_elements: int, weight: fl
     from offbeat.codec import triton_kernels
 
     rng = np.random.default_rng(num_elements)
-    flat, residual = (torch.from_numpy(rng.standard_normal(num_elements).astype(np.float32)) for _ in range(2))
+    flat, residual = (
+        torch.from_numpy(rng.standard_normal(num_elements).astype(np.float32)) for _ in range(2)
+    )
     flat[0] = float("nan")
     expected = residual + weight * flat
-    count, indices = triton_kernels.accumulate(flat, residual, weight, torch.tensor(1.5), num_elements)
+    count, indices = triton_kernels.accumulate(
+        flat, residual, weight, torch.tensor(1.5), num_elements
+    )
     np.testing.assert_array_equal(flat.numpy(), expected.numpy())
-    np.testing.assert_array_equal(indices.numpy(), np.flatnonzero(~(np.abs(expected.numpy()) < 1.5)))
+    np.testing.assert_array_equal(
+        indices.numpy(), np.flatnonzero(~(np.abs(expected.numpy()) < 1.5))
+    )
     assert count == indices.numel()
 
 
 def check_that_it_counts_beyond_its_room() -> None:
     from offbeat.codec import triton_kernels
 
-    count, indices = triton_kernels.accumulate(torch.ones(3000), torch.zeros(3000), 1.0, torch.tensor(0.5), 100)
+    count, indices = triton_kernels.accumulate(
+        torch.ones(3000), torch.zeros(3000), 1.0, torch.tensor(0.5), 100
+    )
     assert count == 3000
     assert indices.numel() == 100
 

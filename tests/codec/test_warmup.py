@@ -13,7 +13,14 @@ from offbeat.codec.warmup import Warmup
 
 def test_the_papers_list_lasts_four_epochs() -> None:
     warmup = Warmup.paper(10)
-    assert [warmup.density_at(step, 0.001) for step in (0, 9, 10, 20, 39, 40)] == [0.25, 0.25, 0.0725, 0.015, 0.004, 0.001]
+    assert [warmup.density_at(step, 0.001) for step in (0, 9, 10, 20, 39, 40)] == [
+        0.25,
+        0.25,
+        0.0725,
+        0.015,
+        0.004,
+        0.001,
+    ]
 
 
 @pytest.mark.parametrize("target", [0.001, 0.02])
@@ -25,6 +32,8 @@ def test_exponential_warmup_falls_by_the_same_factor_down_to_the_target(target: 
 
 
 @given(st.integers(0, 100), st.floats(1e-4, 1), st.integers(1, 9))
-def test_never_below_the_target_and_never_rising(step: int, target: float, steps_per_epoch: int) -> None:
+def test_never_below_the_target_and_never_rising(
+    step: int, target: float, steps_per_epoch: int
+) -> None:
     for warmup in (Warmup.paper(steps_per_epoch), Warmup.exponential(steps_per_epoch, target)):
         assert target <= warmup.density_at(step + 1, target) <= warmup.density_at(step, target) <= 1

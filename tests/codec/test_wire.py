@@ -23,7 +23,9 @@ HEAD_BYTES = 28
 @st.composite
 def messages(draw: st.DrawFn, dtype: type[np.floating] = np.float32) -> Sparse:
     num_elements = draw(st.sampled_from([1, 50, 1 << 17, 1 << 31, 1 << 40]))
-    indices = np.array(sorted(draw(st.sets(st.integers(0, num_elements - 1), max_size=20))), dtype=np.int64)
+    indices = np.array(
+        sorted(draw(st.sets(st.integers(0, num_elements - 1), max_size=20))), dtype=np.int64
+    )
     values = draw(hnp.arrays(dtype, indices.size, elements=FINITE_FLOATS))
     return Sparse(indices=indices, values=values, num_elements=num_elements)
 
@@ -35,7 +37,11 @@ def tally_of(num_parameters: int = 3) -> Tally:
 
 def without_zeros(sparse: Sparse) -> Sparse:
     nonzero = sparse.values != 0
-    return Sparse(indices=sparse.indices[nonzero], values=sparse.values[nonzero], num_elements=sparse.num_elements)
+    return Sparse(
+        indices=sparse.indices[nonzero],
+        values=sparse.values[nonzero],
+        num_elements=sparse.num_elements,
+    )
 
 
 def assert_same(a: Sparse, b: Sparse) -> None:
@@ -48,16 +54,22 @@ def assert_same(a: Sparse, b: Sparse) -> None:
 @given(messages())
 def test_float32_is_lossless(message: Sparse) -> None:
     payload, rounding = encode(message, tally_of(), value_format="float32")
-    decoded, tally = decode(payload, num_elements=message.num_elements, num_parameters=3, dtype=np.dtype(np.float32))
+    decoded, tally = decode(
+        payload, num_elements=message.num_elements, num_parameters=3, dtype=np.dtype(np.float32)
+    )
     assert len(rounding) == 0
     assert_same(decoded, without_zeros(message))
     assert tally.to_bytes() == tally_of().to_bytes()
 
 
 @given(messages(), st.sampled_from(["float32", "bfloat16"]))
-def test_what_is_decoded_and_what_was_rounded_off_make_up_the_message(message: Sparse, value_format: ValueFormat) -> None:
+def test_what_is_decoded_and_what_was_rounded_off_make_up_the_message(
+    message: Sparse, value_format: ValueFormat
+) -> None:
     payload, rounding = encode(message, tally_of(), value_format=value_format)
-    decoded, _ = decode(payload, num_elements=message.num_elements, num_parameters=3, dtype=np.dtype(np.float32))
+    decoded, _ = decode(
+        payload, num_elements=message.num_elements, num_parameters=3, dtype=np.dtype(np.float32)
+    )
     assert_same(without_zeros(add(decoded, rounding)), without_zeros(message))
 
 
@@ -65,22 +77,33 @@ def test_what_is_decoded_and_what_was_rounded_off_make_up_the_message(message: S
 def test_double_precision_is_owed_what_single_precision_loses(message: Sparse) -> None:
     precise = message.scaled(1 + 2**-40)
     payload, rounding = encode(precise, tally_of(), value_format="float32")
-    decoded, _ = decode(payload, num_elements=message.num_elements, num_parameters=3, dtype=np.dtype(np.float64))
+    decoded, _ = decode(
+        payload, num_elements=message.num_elements, num_parameters=3, dtype=np.dtype(np.float64)
+    )
     assert_same(without_zeros(add(decoded, rounding)), without_zeros(precise))
     payload, rounding = encode(precise, tally_of(), value_format="float64")
-    decoded, _ = decode(payload, num_elements=message.num_elements, num_parameters=3, dtype=np.dtype(np.float64))
+    decoded, _ = decode(
+        payload, num_elements=message.num_elements, num_parameters=3, dtype=np.dtype(np.float64)
+    )
     assert len(rounding) == 0
     assert_same(decoded, without_zeros(precise))
 
 
-@given(hnp.arrays(np.float32, st.integers(1, 30), elements=st.floats(-(2.0**127), 2.0**127, width=32)), st.booleans())
+@given(
+    hnp.arrays(np.float32, st.integers(1, 30), elements=st.floats(-(2.0**127), 2.0**127, width=32)),
+    st.booleans(),
+)
 def test_bfloat16_rounds_as_torch_does(values: NDArray[np.float32], halfway: bool) -> None:
     if halfway:
         values = (values.view(np.uint32) & 0xFFFF_0000 | 0x8000).view(np.float32)
     message = Sparse(indices=np.arange(values.size), values=values, num_elements=values.size)
     payload, _ = encode(message, tally_of(), value_format="bfloat16")
-    decoded, _ = decode(payload, num_elements=values.size, num_parameters=3, dtype=np.dtype(np.float32))
-    np.testing.assert_array_equal(decoded.to_dense(), torch.from_numpy(values).bfloat16().float().numpy())
+    decoded, _ = decode(
+        payload, num_elements=values.size, num_parameters=3, dtype=np.dtype(np.float32)
+    )
+    np.testing.assert_array_equal(
+        decoded.to_dense(), torch.from_numpy(values).bfloat16().float().numpy()
+    )
 
 
 def test_values_beyond_bfloat16_become_its_largest() -> None:
@@ -101,10 +124,14 @@ def test_nan_stays_nan_in_bfloat16(bits: int) -> None:
 
 
 @given(messages(), st.sampled_from(list(VALUE_BYTES)))
-def test_a_pair_takes_at_most_four_bytes_and_its_value(message: Sparse, value_format: ValueFormat) -> None:
+def test_a_pair_takes_at_most_four_bytes_and_its_value(
+    message: Sparse, value_format: ValueFormat
+) -> None:
     payload, _ = encode(message, tally_of(), value_format=value_format)
     index_bytes = 4 if message.num_elements <= 1 << 32 else 8
-    most = HEAD_BYTES + Tally.num_bytes(3) + len(message) * (index_bytes + VALUE_BYTES[value_format])
+    most = (
+        HEAD_BYTES + Tally.num_bytes(3) + len(message) * (index_bytes + VALUE_BYTES[value_format])
+    )
     assert len(payload) <= most
 
 
@@ -120,7 +147,9 @@ def test_the_usual_pair_takes_a_two_byte_gap(value_format: ValueFormat) -> None:
 @pytest.mark.parametrize("gap", [65535, 65536, 65537, 131072, 131073, 200_000])
 def test_large_gaps_are_bridged(gap: int) -> None:
     indices = np.concatenate([[gap - 1], gap - 1 + gap + np.arange(30)]).astype(np.int64)
-    message = Sparse(indices=indices, values=np.arange(1.0, 32.0, dtype=np.float32), num_elements=1 << 20)
+    message = Sparse(
+        indices=indices, values=np.arange(1.0, 32.0, dtype=np.float32), num_elements=1 << 20
+    )
     payload, _ = encode(message, tally_of(), value_format="float32")
     assert len(payload) < HEAD_BYTES + Tally.num_bytes(3) + len(message) * 8
     decoded, _ = decode(payload, num_elements=1 << 20, num_parameters=3, dtype=np.dtype(np.float32))
@@ -129,14 +158,18 @@ def test_large_gaps_are_bridged(gap: int) -> None:
 
 def good_payload(value_format: ValueFormat = "float32", *, far: bool = False) -> tuple[bytes, int]:
     indices = np.array([0, 3, 1 << 20, 1 << 21] if far else [0, 3, 7, 9], dtype=np.int64)
-    message = Sparse(indices=indices, values=np.array([1, -2, 3, 4], dtype=np.float32), num_elements=1 << 22)
+    message = Sparse(
+        indices=indices, values=np.array([1, -2, 3, 4], dtype=np.float32), num_elements=1 << 22
+    )
     return encode(message, tally_of(), value_format=value_format)[0], 1 << 22
 
 
 def reads_or_refuses(payload: bytes, num_elements: int) -> None:
     """Anything but a `WireError` fails the test; what is accepted must be well formed."""
     try:
-        sparse, tally = decode(payload, num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32))
+        sparse, tally = decode(
+            payload, num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32)
+        )
     except WireError:
         return
     assert (np.diff(sparse.indices) > 0).all()
@@ -152,7 +185,9 @@ def test_random_bytes_are_refused(payload: bytes) -> None:
 
 
 @given(st.data(), st.sampled_from(["float32", "bfloat16"]), st.booleans())
-def test_flipped_bits_raise_nothing_else(data: st.DataObject, value_format: ValueFormat, far: bool) -> None:
+def test_flipped_bits_raise_nothing_else(
+    data: st.DataObject, value_format: ValueFormat, far: bool
+) -> None:
     payload, num_elements = good_payload(value_format, far=far)
     damaged = bytearray(payload)
     for bit in data.draw(st.lists(st.integers(0, 8 * len(payload) - 1), min_size=1, max_size=4)):
@@ -170,7 +205,13 @@ def test_truncated_and_overlong_messages_are_refused(far: bool) -> None:
 
 @pytest.mark.parametrize(
     ("position", "value", "says"),
-    [(0, 0, "begins with"), (4, 9, "version 9"), (5, 7, "formats"), (6, 7, "formats"), (8, 1, "elements reached a bucket")],
+    [
+        (0, 0, "begins with"),
+        (4, 9, "version 9"),
+        (5, 7, "formats"),
+        (6, 7, "formats"),
+        (8, 1, "elements reached a bucket"),
+    ],
 )
 def test_errors_say_what_is_wrong(position: int, value: int, says: str) -> None:
     payload, num_elements = good_payload()
@@ -183,7 +224,10 @@ def test_errors_say_what_is_wrong(position: int, value: int, says: str) -> None:
 def test_indices_must_ascend_and_stay_within_bounds() -> None:
     plain, num_elements = good_payload(far=True)
     at = HEAD_BYTES + Tally.num_bytes(3)
-    for indices, says in (([5, 5, 6, 7], "ascend"), ([0, 1, 2, num_elements], "allowed are those below")):
+    for indices, says in (
+        ([5, 5, 6, 7], "ascend"),
+        ([0, 1, 2, num_elements], "allowed are those below"),
+    ):
         damaged = plain[:at] + np.array(indices, dtype="<u4").tobytes() + plain[at + 16 :]
         with pytest.raises(WireError, match=says):
             decode(damaged, num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32))
@@ -213,7 +257,9 @@ def test_a_weight_that_is_none_is_refused(weight: float) -> None:
 def test_views_are_read_like_bytes() -> None:
     payload, num_elements = good_payload()
     padded = memoryview(b"x" + payload)[1:]
-    decoded, _ = decode(padded, num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32))
+    decoded, _ = decode(
+        padded, num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32)
+    )
     assert decoded.indices.tolist() == [0, 3, 7, 9]
     assert decoded.indices.flags.writeable
     assert decoded.values.flags.writeable

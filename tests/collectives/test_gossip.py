@@ -1,4 +1,6 @@
-"""What averaging with a few ranks promises, for 1 to 17 virtual ranks, under random schedules and random graphs."""
+"""What averaging with a few ranks promises, for 1 to 17 virtual ranks, under random schedules and
+random graphs.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def vectors(world_size: int, seed: int) -> list[list[Block]]:
     """Each rank's vector: a float32, a float64 and an empty block."""
     draw = np.random.default_rng(seed)
     return [
-        [draw.standard_normal(7).astype(np.float32), draw.standard_normal(5), np.empty(0, dtype=np.float32)]
+        [
+            draw.standard_normal(7).astype(np.float32),
+            draw.standard_normal(5),
+            np.empty(0, dtype=np.float32),
+        ]
         for _ in range(world_size)
     ]
 
@@ -42,35 +48,52 @@ def random_graph(world_size: int, seed: int) -> list[Peers]:
     edges = draw.random((world_size, world_size)) < 0.4
     np.fill_diagonal(edges, False)
     return [
-        Peers(tuple(np.flatnonzero(edges[rank]).tolist()), tuple(np.flatnonzero(edges[:, rank]).tolist()))
+        Peers(
+            tuple(np.flatnonzero(edges[rank]).tolist()),
+            tuple(np.flatnonzero(edges[:, rank]).tolist()),
+        )
         for rank in range(world_size)
     ]
 
 
 @pytest.mark.parametrize("message_bytes", [24, 1 << 20])
 @given(case=cases)
-def test_neighbours_form_the_mean_that_the_ring_prescribes(message_bytes: int, case: tuple[int, int]) -> None:
+def test_neighbours_form_the_mean_that_the_ring_prescribes(
+    message_bytes: int, case: tuple[int, int]
+) -> None:
     world_size, seed = case
     mine = vectors(world_size, seed)
     kept = [flat(vector) for vector in mine]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gossip, "MESSAGE_BYTES", message_bytes)
-        work = [neighbour_mean(rank, mine[rank], ring_weights(rank, world_size)) for rank in range(world_size)]
+        work = [
+            neighbour_mean(rank, mine[rank], ring_weights(rank, world_size))
+            for rank in range(world_size)
+        ]
         means = cluster_of(world_size, seed).run(work)
     for rank, mean in enumerate(means):
-        expected = sum(weight * kept[peer] for peer, weight in ring_weights(rank, world_size).items())
+        expected = sum(
+            weight * kept[peer] for peer, weight in ring_weights(rank, world_size).items()
+        )
         np.testing.assert_allclose(flat(mean), expected, rtol=1e-5, atol=1e-6)
         assert [block.dtype for block in mean] == [block.dtype for block in mine[rank]]
         np.testing.assert_array_equal(flat(mine[rank]), kept[rank])
-    np.testing.assert_allclose(np.mean([flat(mean) for mean in means], axis=0), np.mean(kept, axis=0), atol=1e-6)
+    np.testing.assert_allclose(
+        np.mean([flat(mean) for mean in means], axis=0), np.mean(kept, axis=0), atol=1e-6
+    )
 
 
 @given(case=cases)
 def test_weights_need_not_sum_to_one(case: tuple[int, int]) -> None:
     world_size, seed = case
     mine = vectors(world_size, seed)
-    work = [neighbour_mean(r, mine[r], {peer: 3.0 + peer for peer in range(world_size)}) for r in range(world_size)]
-    expected = np.average([flat(vector) for vector in mine], axis=0, weights=3.0 + np.arange(world_size))
+    work = [
+        neighbour_mean(r, mine[r], {peer: 3.0 + peer for peer in range(world_size)})
+        for r in range(world_size)
+    ]
+    expected = np.average(
+        [flat(vector) for vector in mine], axis=0, weights=3.0 + np.arange(world_size)
+    )
     for mean in cluster_of(world_size, seed).run(work):
         np.testing.assert_allclose(flat(mean), expected, rtol=1e-5, atol=1e-6)
 
@@ -87,11 +110,16 @@ def test_push_sum_keeps_the_sums_of_x_and_of_w(graph: str, case: tuple[int, int]
             peers = random_graph(world_size, seed + round_number)
         else:
             degree = min(1 + seed % 4, max(world_size - 1, 1))
-            peers = [exponential_peers(r, world_size, round_number=round_number, out_degree=degree) for r in range(world_size)]
+            peers = [
+                exponential_peers(r, world_size, round_number=round_number, out_degree=degree)
+                for r in range(world_size)
+            ]
         work = [push_sum(peers[rank], x[rank], w[rank]) for rank in range(world_size)]
         outcomes = cluster_of(world_size, seed).run(work, channel=round_number)
         x, w = [list(vector) for vector, _ in outcomes], [weight for _, weight in outcomes]
-    np.testing.assert_allclose(np.sum([flat(vector) for vector in x], axis=0), before_x, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        np.sum([flat(vector) for vector in x], axis=0), before_x, rtol=1e-5, atol=1e-5
+    )
     assert sum(w) == pytest.approx(before_w, rel=1e-12)
     assert min(w) > 0
 
@@ -101,14 +129,18 @@ def test_push_sum_over_an_irregular_graph_still_finds_the_mean(world_size: int) 
     """Without the weights, ranks that hear from many would count for more."""
     everyone = {rank: {(rank + 1) % world_size, 0} - {rank} for rank in range(world_size)}
     peers = [
-        Peers(tuple(sorted(everyone[rank])), tuple(source for source in range(world_size) if rank in everyone[source]))
+        Peers(
+            tuple(sorted(everyone[rank])),
+            tuple(source for source in range(world_size) if rank in everyone[source]),
+        )
         for rank in range(world_size)
     ]
     x, w = vectors(world_size, seed=3), [1.0] * world_size
     expected = np.mean([flat(vector) for vector in x], axis=0)
     for round_number in range(400):
         outcomes = VirtualCluster(world_size).run(
-            [push_sum(peers[rank], x[rank], w[rank]) for rank in range(world_size)], channel=round_number
+            [push_sum(peers[rank], x[rank], w[rank]) for rank in range(world_size)],
+            channel=round_number,
         )
         x, w = [list(vector) for vector, _ in outcomes], [weight for _, weight in outcomes]
     for vector, weight in zip(x, w, strict=True):
@@ -117,7 +149,9 @@ def test_push_sum_over_an_irregular_graph_still_finds_the_mean(world_size: int) 
 
 
 @pytest.mark.parametrize("message_bytes", [16, 40, 1 << 20])
-def test_the_size_of_messages_changes_nothing(monkeypatch: pytest.MonkeyPatch, message_bytes: int) -> None:
+def test_the_size_of_messages_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, message_bytes: int
+) -> None:
     def outcomes() -> list[bytes]:
         x = vectors(5, seed=1)
         peers = [exponential_peers(rank, 5, round_number=1, out_degree=2) for rank in range(5)]
@@ -139,8 +173,12 @@ def test_alone_the_vector_and_its_weight_stay_what_they_are() -> None:
 
 def test_a_model_of_another_size_is_refused() -> None:
     mine = [[np.ones(3)], [np.ones(4)]]
-    outcomes = VirtualCluster(2).outcomes([neighbour_mean(rank, mine[rank], ring_weights(rank, 2)) for rank in range(2)])
-    assert any(isinstance(outcome, WireError) and "same model" in str(outcome) for outcome in outcomes)
+    outcomes = VirtualCluster(2).outcomes(
+        [neighbour_mean(rank, mine[rank], ring_weights(rank, 2)) for rank in range(2)]
+    )
+    assert any(
+        isinstance(outcome, WireError) and "same model" in str(outcome) for outcome in outcomes
+    )
 
 
 @pytest.mark.parametrize("operation", [Send, Recv])

@@ -1,4 +1,6 @@
-"""The probe finds the link it is run on, agrees on it everywhere, and is not fooled by a disturbed small message."""
+"""The probe finds the link it is run on, agrees on it everywhere, and is not fooled by a disturbed
+small message.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from offbeat.transport.virtual import VirtualCluster, VirtualLink
 def test_the_probe_finds_the_link_and_all_ranks_agree(world_size: int) -> None:
     link = VirtualLink(latency_s=1e-4, bytes_per_s=125e6)
     ranks = [
-        probe(rank, world_size, select_s_per_element=1e-9 * rank, device=torch.device("cpu")) for rank in range(world_size)
+        probe(rank, world_size, select_s_per_element=1e-9 * rank, device=torch.device("cpu"))
+        for rank in range(world_size)
     ]
     networks = VirtualCluster(world_size, link=link).run(ranks)
     assert all(network == networks[0] for network in networks)

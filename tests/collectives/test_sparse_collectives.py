@@ -1,6 +1,7 @@
 """What every sparse collective promises, for 1 to 17 ranks, under random schedules.
 
-Contributions are drawn so that they overlap on some indices and not on others, and their magnitudes differ by rank.
+Contributions are drawn so that they overlap on some indices and not on others, and their magnitudes
+differ by rank.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ PAPER: SparseCollective = partial(gtopk_tree, variant="paper")
 
 
 def wire_for(num_elements: int, value_format: ValueFormat = "float32") -> Wire:
-    return Wire(num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32), value_format=value_format)
+    return Wire(
+        num_elements=num_elements,
+        num_parameters=3,
+        dtype=np.dtype(np.float32),
+        value_format=value_format,
+    )
 
 
 def contributions(world_size: int, num_elements: int, k: int, seed: int) -> list[Sparse]:
@@ -43,7 +49,9 @@ def contributions(world_size: int, num_elements: int, k: int, seed: int) -> list
     signal = draw.standard_normal(num_elements)
     mine = []
     for _ in range(world_size):
-        dense = (draw.exponential() * (signal + draw.standard_normal(num_elements))).astype(np.float32)
+        dense = (draw.exponential() * (signal + draw.standard_normal(num_elements))).astype(
+            np.float32
+        )
         smallest = np.argsort(-np.abs(dense), kind="stable")[k:]
         dense[smallest] = 0
         mine.append(Sparse.from_dense(dense))
@@ -51,15 +59,30 @@ def contributions(world_size: int, num_elements: int, k: int, seed: int) -> list
 
 
 def tally_of(rank: int) -> Tally:
-    return Tally(weight=1.0 + rank, num_nonfinite=0, num_failed=0, used=np.array([rank == 0, rank == 1, False]))
+    return Tally(
+        weight=1.0 + rank,
+        num_nonfinite=0,
+        num_failed=0,
+        used=np.array([rank == 0, rank == 1, False]),
+    )
 
 
 def exchange(
-    collective: SparseCollective, mine: list[Sparse], k: int, *, seed: int = 0, value_format: ValueFormat = "float32"
+    collective: SparseCollective,
+    mine: list[Sparse],
+    k: int,
+    *,
+    seed: int = 0,
+    value_format: ValueFormat = "float32",
 ) -> list[Exchanged]:
     world_size, wire = len(mine), wire_for(mine[0].num_elements, value_format)
     cluster = VirtualCluster(world_size, seed=seed, link=VirtualLink(latency_s=1e-3, jitter_s=1e-2))
-    return cluster.run([collective(rank, world_size, mine[rank], tally_of(rank), k, wire) for rank in range(world_size)])
+    return cluster.run(
+        [
+            collective(rank, world_size, mine[rank], tally_of(rank), k, wire)
+            for rank in range(world_size)
+        ]
+    )
 
 
 def dense_sum(parts: list[Sparse]) -> NDArray[np.float64]:
@@ -68,18 +91,24 @@ def dense_sum(parts: list[Sparse]) -> NDArray[np.float64]:
 
 def imbalance(mine: list[Sparse], results: list[Exchanged]) -> float:
     """How much of the contributions is neither applied nor owed, relative to all of them."""
-    accounted = results[0].kept.to_dense().astype(np.float64) + dense_sum([result.owed for result in results])
+    accounted = results[0].kept.to_dense().astype(np.float64) + dense_sum(
+        [result.owed for result in results]
+    )
     scale = np.sum([np.abs(part.values).sum() for part in mine])
     return float(np.abs(dense_sum(mine) - accounted).sum() / scale)
 
 
-cases = st.tuples(st.integers(1, 17), st.integers(1, 300), st.floats(0.01, 1.0), st.integers(0, 2**32 - 1))
+cases = st.tuples(
+    st.integers(1, 17), st.integers(1, 300), st.floats(0.01, 1.0), st.integers(0, 2**32 - 1)
+)
 
 
 @pytest.mark.parametrize("value_format", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CONSERVING)
 @given(case=cases)
-def test_nothing_is_lost(name: str, value_format: ValueFormat, case: tuple[int, int, float, int]) -> None:
+def test_nothing_is_lost(
+    name: str, value_format: ValueFormat, case: tuple[int, int, float, int]
+) -> None:
     world_size, num_elements, density, seed = case
     k = max(1, round(density * num_elements))
     mine = contributions(world_size, num_elements, k, seed)
@@ -94,7 +123,11 @@ def test_every_rank_ends_with_the_same_bytes(name: str, case: tuple[int, int, fl
     k = max(1, round(density * num_elements))
     mine = contributions(world_size, num_elements, k, seed)
     results = exchange(
-        CONSERVING.get(name, PAPER), mine, k, seed=seed, value_format="float32" if name == "paper" else "bfloat16"
+        CONSERVING.get(name, PAPER),
+        mine,
+        k,
+        seed=seed,
+        value_format="float32" if name == "paper" else "bfloat16",
     )
     for result in results[1:]:
         assert result.kept.indices.tobytes() == results[0].kept.indices.tobytes()
@@ -136,18 +169,28 @@ def test_the_all_gather_keeps_the_exact_topk_of_the_sum(case: tuple[int, int, fl
     kept = exchange(global_topk, mine, k, seed=seed)[0].kept
     total = np.abs(dense_sum(mine))
     left_out = np.delete(total, kept.indices)
-    assert left_out.size == 0 or len(kept) == 0 or total[kept.indices].min() >= left_out.max() * (1 - 1e-6)
+    assert (
+        left_out.size == 0
+        or len(kept) == 0
+        or total[kept.indices].min() >= left_out.max() * (1 - 1e-6)
+    )
 
 
 @given(case=cases)
-def test_the_reduce_scatter_keeps_the_topk_up_to_its_resolution(case: tuple[int, int, float, int]) -> None:
+def test_the_reduce_scatter_keeps_the_topk_up_to_its_resolution(
+    case: tuple[int, int, float, int],
+) -> None:
     world_size, num_elements, density, seed = case
     k = max(1, round(density * num_elements))
     mine = contributions(world_size, num_elements, k, seed)
     kept = exchange(sparse_reduce_scatter, mine, k, seed=seed)[0].kept
     total = np.abs(dense_sum(mine))
     left_out = np.delete(total, kept.indices)
-    assert left_out.size == 0 or len(kept) == 0 or total[kept.indices].min() >= left_out.max() * (1 - 2**-8) * (1 - 1e-6)
+    assert (
+        left_out.size == 0
+        or len(kept) == 0
+        or total[kept.indices].min() >= left_out.max() * (1 - 2**-8) * (1 - 1e-6)
+    )
 
 
 def test_the_published_merge_loses_mass_from_four_ranks_on() -> None:
@@ -166,7 +209,10 @@ def test_the_published_merge_loses_mass_from_four_ranks_on() -> None:
 def test_the_order_of_events_does_not_matter(name: str) -> None:
     mine = contributions(7, 400, 40, seed=1)
     results = [exchange(CONSERVING[name], mine, 40, seed=seed) for seed in range(20)]
-    outcomes = {tuple((r.kept.values.tobytes(), r.owed.values.tobytes()) for r in result) for result in results}
+    outcomes = {
+        tuple((r.kept.values.tobytes(), r.owed.values.tobytes()) for r in result)
+        for result in results
+    }
     assert len(outcomes) == 1
 
 
@@ -177,7 +223,10 @@ def test_a_failing_rank_leaves_nobody_waiting(name: str, victim: int) -> None:
     mine = contributions(world_size, 400, 40, seed=2)
     faults = [Fault(rank=victim, step=0, operation=Recv, action="raise")]
     outcomes = VirtualCluster(world_size).outcomes(
-        [CONSERVING[name](rank, world_size, mine[rank], tally_of(rank), 40, wire) for rank in range(world_size)],
+        [
+            CONSERVING[name](rank, world_size, mine[rank], tally_of(rank), 40, wire)
+            for rank in range(world_size)
+        ],
         wrap=lambda driver: Failing(driver, faults),
     )
     assert isinstance(outcomes[victim], PeerError)

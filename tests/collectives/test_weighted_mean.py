@@ -13,26 +13,45 @@ from offbeat.transport.operations import Collective, Payload, Send
 from offbeat.transport.virtual import VirtualCluster
 from offbeat.transport.wrappers.counting import Counting
 
-weights_of_ranks = st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=7).filter(any)
+weights_of_ranks = st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=7).filter(
+    any
+)
 
 
-@given(weights_of_ranks, st.integers(0, 40), st.sampled_from(["float32", "float64"]), st.integers(0, 99))
-def test_everyone_has_the_weighted_mean(weights: list[float], num_elements: int, kind: str, seed: int) -> None:
+@given(
+    weights_of_ranks,
+    st.integers(0, 40),
+    st.sampled_from(["float32", "float64"]),
+    st.integers(0, 99),
+)
+def test_everyone_has_the_weighted_mean(
+    weights: list[float], num_elements: int, kind: str, seed: int
+) -> None:
     dtype = np.dtype(kind)
     models = np.random.default_rng(seed).normal(size=(len(weights), num_elements)).astype(dtype)
     means = VirtualCluster(len(weights), seed=seed).run(
         [
-            weighted_mean(rank, weights, models[rank] if weight else None, num_elements=num_elements, dtype=dtype)
+            weighted_mean(
+                rank,
+                weights,
+                models[rank] if weight else None,
+                num_elements=num_elements,
+                dtype=dtype,
+            )
             for rank, weight in enumerate(weights)
         ]
     )
     assert len({mean.tobytes() for mean in means}) == 1
-    np.testing.assert_allclose(means[0], np.average(models, axis=0, weights=weights), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        means[0], np.average(models, axis=0, weights=weights), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_alone_nothing_is_rounded_and_nothing_is_sent() -> None:
     model = np.array([0.1, -1e-30, 3.3], np.float32)
-    (mean,) = VirtualCluster(1).run([weighted_mean(0, [0.3], model, num_elements=3, dtype=model.dtype)])
+    (mean,) = VirtualCluster(1).run(
+        [weighted_mean(0, [0.3], model, num_elements=3, dtype=model.dtype)]
+    )
     assert mean.tobytes() == model.tobytes()
     assert not np.shares_memory(mean, model)
 
@@ -47,10 +66,15 @@ def test_no_rank_sends_more_than_its_share() -> None:
 
     model = np.ones(num_elements, np.float32)
     VirtualCluster(size).run(
-        [weighted_mean(rank, [1.0] * size, model, num_elements=num_elements, dtype=model.dtype) for rank in range(size)],
+        [
+            weighted_mean(rank, [1.0] * size, model, num_elements=num_elements, dtype=model.dtype)
+            for rank in range(size)
+        ],
         wrap=count,
     )
-    assert [counter.traffic.bytes_sent for counter in counters] == [2 * (size - 1) * 4 * num_elements // size] * size
+    assert [counter.traffic.bytes_sent for counter in counters] == [
+        2 * (size - 1) * 4 * num_elements // size
+    ] * size
 
 
 def test_a_part_of_another_length_is_named() -> None:
@@ -60,4 +84,6 @@ def test_a_part_of_another_length_is_named() -> None:
 
     model = np.ones(4, np.float32)
     with pytest.raises(WireError, match="rank 1 sent 3 bytes of a mean"):
-        VirtualCluster(2).run([weighted_mean(0, [1.0, 1.0], model, num_elements=4, dtype=model.dtype), wrong()])  # type: ignore[list-item]
+        VirtualCluster(2).run(
+            [weighted_mean(0, [1.0, 1.0], model, num_elements=4, dtype=model.dtype), wrong()]
+        )  # type: ignore[list-item]

@@ -1,4 +1,5 @@
-"""What every strategy that exchanges gradients must do, checked in a world of one, where it can be compared with a plain loop.
+"""What every strategy that exchanges gradients must do, checked in a world of one, where it can be
+compared with a plain loop.
 
 A new strategy joins by a row in `STRATEGIES`.
 """
@@ -18,7 +19,7 @@ import torch
 import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
 from offbeat.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedError
-from offbeat.session import Session
+from offbeat.session.session import Session
 from offbeat.strategies.gradient import GradientStrategy, SparseGradientStrategy
 from offbeat.strategies.kfac import KFACStrategy
 
@@ -35,9 +36,15 @@ _STRATEGIES: dict[str, GradientStrategy] = {
     "gtopk as published": offbeat.GTopK(density=0.2, collective="tree", variant="paper"),
     "gtopk dense": offbeat.GTopK(density=0.2, collective="dense"),
     "gtopk auto": offbeat.GTopK(density=0.2),
-    "gtopk with threshold reuse": offbeat.GTopK(density=0.2, collective="reduce_scatter", selection="reuse"),
-    "gtopk with momentum correction": offbeat.GTopK(density=0.2, collective="reduce_scatter", momentum_correction=0.9),
-    "gtopk with warm-up": offbeat.GTopK(density=0.1, collective="reduce_scatter", warmup="paper", steps_per_epoch=1),
+    "gtopk with threshold reuse": offbeat.GTopK(
+        density=0.2, collective="reduce_scatter", selection="reuse"
+    ),
+    "gtopk with momentum correction": offbeat.GTopK(
+        density=0.2, collective="reduce_scatter", momentum_correction=0.9
+    ),
+    "gtopk with warm-up": offbeat.GTopK(
+        density=0.1, collective="reduce_scatter", warmup="paper", steps_per_epoch=1
+    ),
 }
 _CHECKED = offbeat.AllReduce(replica_check_interval=1)
 _KFAC: dict[str, KFACStrategy] = {
@@ -45,15 +52,22 @@ _KFAC: dict[str, KFACStrategy] = {
     "mpdkfac": offbeat.MPDKFAC(exchange=_CHECKED, inverse_interval=2, pi=True),
     "spdkfac": offbeat.SPDKFAC(exchange=_CHECKED, factor_interval=2, inverse_interval=4),
     "spdkfac without fusion, in small buckets": offbeat.SPDKFAC(
-        exchange=replace(_CHECKED, bucket_mib=1e-4, first_bucket_mib=1e-4), fusion="none", inverse_interval=1
+        exchange=replace(_CHECKED, bucket_mib=1e-4, first_bucket_mib=1e-4),
+        fusion="none",
+        inverse_interval=1,
     ),
     "spdkfac with gtopk": offbeat.SPDKFAC(
-        exchange=offbeat.GTopK(density=0.2, collective="reduce_scatter", replica_check_interval=1), kl_clip=None
+        exchange=offbeat.GTopK(density=0.2, collective="reduce_scatter", replica_check_interval=1),
+        kl_clip=None,
     ),
     "dpkfac": offbeat.DPKFAC(exchange=_CHECKED),
-    "dpkfac with everyone's factors": offbeat.DPKFAC(exchange=_CHECKED, factors="everyone", inverse_interval=2),
+    "dpkfac with everyone's factors": offbeat.DPKFAC(
+        exchange=_CHECKED, factors="everyone", inverse_interval=2
+    ),
 }
-GRADIENTS_ONLY = {name: replace(strategy, replica_check_interval=1) for name, strategy in _STRATEGIES.items()}
+GRADIENTS_ONLY = {
+    name: replace(strategy, replica_check_interval=1) for name, strategy in _STRATEGIES.items()
+}
 STRATEGIES: dict[str, AnyStrategy] = {**GRADIENTS_ONLY, **_KFAC}
 LOSSLESS = {
     name: replace(strategy, density=1.0, values="float32", warmup=None)
@@ -92,7 +106,9 @@ def attached() -> Iterator[Callable[..., tuple[Net, torch.optim.Optimizer, Sessi
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_density_1_alone_is_the_plain_loop(lossless: GradientStrategy, attached: Callable, set_to_none: bool) -> None:
+def test_density_1_alone_is_the_plain_loop(
+    lossless: GradientStrategy, attached: Callable, set_to_none: bool
+) -> None:
     net, optimizer, _ = attached(lossless)
     plain = Net()
     train(net, optimizer, range(4), set_to_none=set_to_none)
@@ -100,7 +116,9 @@ def test_density_1_alone_is_the_plain_loop(lossless: GradientStrategy, attached:
     assert_same(net, plain)
 
 
-def test_alone_it_does_not_matter_how_many_samples_a_batch_has(strategy: GradientStrategy, attached: Callable) -> None:
+def test_alone_it_does_not_matter_how_many_samples_a_batch_has(
+    strategy: GradientStrategy, attached: Callable
+) -> None:
     """A power of two, which scales without rounding."""
     nets = []
     for weight in (None, 8):
@@ -113,7 +131,9 @@ def test_alone_it_does_not_matter_how_many_samples_a_batch_has(strategy: Gradien
     assert_same(*nets)
 
 
-def test_a_step_without_a_batch_is_finite_where_batches_are_weighed(strategy: GradientStrategy, attached: Callable) -> None:
+def test_a_step_without_a_batch_is_finite_where_batches_are_weighed(
+    strategy: GradientStrategy, attached: Callable
+) -> None:
     net, optimizer, session = attached(strategy)
     for step in range(3):
         session.weigh(3)
@@ -123,7 +143,9 @@ def test_a_step_without_a_batch_is_finite_where_batches_are_weighed(strategy: Gr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_gradients_keep_dtype_shape_and_device(strategy: AnyStrategy, attached: Callable, dtype: torch.dtype) -> None:
+def test_gradients_keep_dtype_shape_and_device(
+    strategy: AnyStrategy, attached: Callable, dtype: torch.dtype
+) -> None:
     net, _, _ = attached(strategy, dtype)
     loss_of(net, 0, dtype).backward()
     for name, parameter in net.named_parameters():
@@ -133,7 +155,9 @@ def test_gradients_keep_dtype_shape_and_device(strategy: AnyStrategy, attached: 
     assert net.branch.weight.grad is None
 
 
-def test_applied_plus_owed_is_the_sum_of_gradients(strategy: AnyStrategy, attached: Callable) -> None:
+def test_applied_plus_owed_is_the_sum_of_gradients(
+    strategy: AnyStrategy, attached: Callable
+) -> None:
     if getattr(strategy, "momentum_correction", None) is not None:
         pytest.skip("momentum correction accumulates velocity, not gradients")
     net, _, session = attached(strategy)
@@ -155,7 +179,9 @@ def test_applied_plus_owed_is_the_sum_of_gradients(strategy: AnyStrategy, attach
         torch.testing.assert_close(applied[name] + owed[name], total, rtol=1e-4, atol=1e-5)
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(strategy: AnyStrategy, attached: Callable) -> None:
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
+    strategy: AnyStrategy, attached: Callable
+) -> None:
     straight, straight_optimizer, _ = attached(strategy)
     train(straight, straight_optimizer, range(6))
     first, first_optimizer, first_session = attached(strategy)
@@ -174,7 +200,9 @@ def test_a_state_dict_is_a_copy(strategy: AnyStrategy, attached: Callable) -> No
     kept = copy.deepcopy(state)
     train(net, optimizer, range(2, 4))
     for part, before in kept["parts"].items():
-        torch.testing.assert_close(state["parts"][part].get("additive", {}), before.get("additive", {}), rtol=0, atol=0)
+        torch.testing.assert_close(
+            state["parts"][part].get("additive", {}), before.get("additive", {}), rtol=0, atol=0
+        )
 
 
 def test_resharding_preserves_sums(strategy: AnyStrategy, attached: Callable) -> None:
@@ -206,7 +234,9 @@ def test_closing_takes_everything_out(strategy: AnyStrategy, attached: Callable)
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_no_sync_accumulates_and_the_next_pass_exchanges_everything(lossless: GradientStrategy, attached: Callable) -> None:
+def test_no_sync_accumulates_and_the_next_pass_exchanges_everything(
+    lossless: GradientStrategy, attached: Callable
+) -> None:
     net, _, session = attached(lossless)
     plain = Net()
     with session.no_sync():
@@ -221,7 +251,9 @@ def test_no_sync_accumulates_and_the_next_pass_exchanges_everything(lossless: Gr
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_a_second_synchronised_pass_exchanges_only_what_is_new(lossless: GradientStrategy, attached: Callable) -> None:
+def test_a_second_synchronised_pass_exchanges_only_what_is_new(
+    lossless: GradientStrategy, attached: Callable
+) -> None:
     net, _, session = attached(lossless)
     plain = Net()
     for step in range(2):
@@ -238,7 +270,10 @@ def test_an_unsynchronised_pass_after_a_synchronised_one_is_refused_and_harms_no
     net, _, session = attached(lossless)
     loss_of(net, 0).backward()
     before = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
-    with session.no_sync(), pytest.raises(UnsupportedError, match="unsynchronised passes of a step first"):
+    with (
+        session.no_sync(),
+        pytest.raises(UnsupportedError, match="unsynchronised passes of a step first"),
+    ):
         loss_of(net, 1).backward()
     for parameter, gradient in zip(net.parameters(), before, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
@@ -255,7 +290,9 @@ def test_a_branch_taken_now_and_then(lossless: GradientStrategy, attached: Calla
     assert_same(net, plain)
 
 
-def test_a_non_finite_gradient_skips_the_step_and_changes_nothing(strategy: AnyStrategy, attached: Callable) -> None:
+def test_a_non_finite_gradient_skips_the_step_and_changes_nothing(
+    strategy: AnyStrategy, attached: Callable
+) -> None:
     net, optimizer, session = attached(strategy)
     reference, reference_optimizer, _ = attached(strategy)
     train(net, optimizer, range(2))
@@ -268,7 +305,9 @@ def test_a_non_finite_gradient_skips_the_step_and_changes_nothing(strategy: AnyS
     assert_same(net, reference)
     assert session.stats.skipped_steps == 1
     assert any("non-finite" in notice for notice in session.notices)
-    if not isinstance(strategy, SparseGradientStrategy) or strategy.warmup is None:  # a skipped exchange counts for warm-up
+    if (
+        not isinstance(strategy, SparseGradientStrategy) or strategy.warmup is None
+    ):  # a skipped exchange counts for warm-up
         train(net, optimizer, range(2, 4))
         train(reference, reference_optimizer, range(2, 4))
         assert_same(net, reference)
@@ -313,15 +352,22 @@ def test_residuals_are_kept_unscaled(attached: Callable) -> None:
     scaler.scale(loss_of(net, 0)).backward()
     loss_of(other, 0).backward()
     scaled, unscaled = session.state_dict()["parts"], other_session.state_dict()["parts"]
-    torch.testing.assert_close(scaled["GradientExchange"]["additive"], unscaled["GradientExchange"]["additive"])
+    torch.testing.assert_close(
+        scaled["GradientExchange"]["additive"], unscaled["GradientExchange"]["additive"]
+    )
 
 
-def test_chained_schedulers_see_nothing_of_it(lossless: GradientStrategy, attached: Callable) -> None:
+def test_chained_schedulers_see_nothing_of_it(
+    lossless: GradientStrategy, attached: Callable
+) -> None:
     net, optimizer, _ = attached(lossless)
     plain = Net()
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     for model, opt in ((net, optimizer), (plain, plain_optimizer)):
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.9), torch.optim.lr_scheduler.StepLR(opt, 2)]
+        schedulers = [
+            torch.optim.lr_scheduler.ExponentialLR(opt, 0.9),
+            torch.optim.lr_scheduler.StepLR(opt, 2),
+        ]
         for step in range(5):
             train(model, opt, range(step, step + 1))
             for scheduler in schedulers:
@@ -348,7 +394,9 @@ def test_two_models_in_one_process(strategy: AnyStrategy, attached: Callable) ->
         (torch.optim.SparseAdam, "are dense; use torch.optim.Adam"),
     ],
 )
-def test_optimizers_that_cannot_work_are_refused(optimizer: type[torch.optim.Optimizer], reason: str) -> None:
+def test_optimizers_that_cannot_work_are_refused(
+    optimizer: type[torch.optim.Optimizer], reason: str
+) -> None:
     net = torch.nn.Linear(2, 2)
     with pytest.raises(UnsupportedError, match=reason):
         offbeat.attach(net, optimizer(net.parameters()), offbeat.AllReduce())
@@ -407,14 +455,18 @@ def test_a_parameter_frozen_while_attached_stays_where_it_is(
 
 
 @pytest.mark.parametrize("keyword", [True, False])
-def test_a_step_with_a_closure_exchanges_once(lossless: GradientStrategy, attached: Callable, keyword: bool) -> None:
+def test_a_step_with_a_closure_exchanges_once(
+    lossless: GradientStrategy, attached: Callable, keyword: bool
+) -> None:
     net, optimizer, session = attached(lossless)
     plain = Net()
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     for model, opt in ((net, optimizer), (plain, plain_optimizer)):
         for step in range(3):
 
-            def closure(model: Net = model, opt: torch.optim.Optimizer = opt, step: int = step) -> torch.Tensor:
+            def closure(
+                model: Net = model, opt: torch.optim.Optimizer = opt, step: int = step
+            ) -> torch.Tensor:
                 opt.zero_grad()
                 loss = loss_of(model, step)
                 loss.backward()
@@ -430,14 +482,18 @@ def test_backward_that_builds_a_graph(lossless: GradientStrategy, attached: Call
     plain = Net()
     for model in (net, plain):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of the reference cycle that the caller asked for
+            warnings.simplefilter(
+                "ignore"
+            )  # torch warns of the reference cycle that the caller asked for
             loss_of(model, 0).backward(create_graph=True)
     for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         if theirs.grad is not None:
             torch.testing.assert_close(mine.grad, theirs.grad.detach())
 
 
-def test_averaged_and_copied_models_stay_out_of_it(lossless: GradientStrategy, attached: Callable) -> None:
+def test_averaged_and_copied_models_stay_out_of_it(
+    lossless: GradientStrategy, attached: Callable
+) -> None:
     net, optimizer, session = attached(lossless)
     averaged = torch.optim.swa_utils.AveragedModel(net)
     train(net, optimizer, range(2))
@@ -447,7 +503,9 @@ def test_averaged_and_copied_models_stay_out_of_it(lossless: GradientStrategy, a
     assert session.stats.exchanges == 2
 
 
-def test_two_models_may_share_a_module_without_parameters_but_no_parameter(attached: Callable) -> None:
+def test_two_models_may_share_a_module_without_parameters_but_no_parameter(
+    attached: Callable,
+) -> None:
     shared = torch.nn.ReLU()
     models = [torch.nn.Sequential(torch.nn.Linear(2, 2), shared) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters()) for model in models]
@@ -493,7 +551,10 @@ def test_a_pass_that_fails_concerns_the_peers_only_if_they_wait_for_it(
         raise MemoryError
 
     failing = net.conv.weight.register_hook(fail)
-    with contextlib.nullcontext() if synchronised else session.no_sync(), pytest.raises(MemoryError):
+    with (
+        contextlib.nullcontext() if synchronised else session.no_sync(),
+        pytest.raises(MemoryError),
+    ):
         loss_of(net, 0).backward()
     failing.remove()
     net.zero_grad()

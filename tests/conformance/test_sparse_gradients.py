@@ -1,4 +1,6 @@
-"""Models whose gradients are sparse, under every kind of strategy: exchanged ones become dense, others stay as they are."""
+"""Models whose gradients are sparse, under every kind of strategy: exchanged ones become dense,
+others stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ import torch
 import offbeat
 from conformance_support.nets import assert_same
 from conformance_support.sparse_nets import MakeOptimizer, SparseNet, batch, train
-from offbeat.checkpoint import load, save
-from offbeat.data.row_optimizers import RowAdagrad, RowAdam, RowSGD
 from offbeat.errors import UnsupportedError
-from offbeat.session import Session
+from offbeat.session.checkpoint import load, save
+from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
+from offbeat.xmc.row_optimizers import RowAdagrad, RowAdam, RowSGD
 
 EXCHANGE_GRADIENTS: dict[str, Strategy] = {
     "allreduce": offbeat.AllReduce(replica_check_interval=1),
@@ -54,7 +56,9 @@ every_strategy = pytest.mark.parametrize("name", ALL)
 def attached() -> Iterator[Callable[..., tuple[SparseNet, torch.optim.Optimizer, Session]]]:
     sessions: list[Session] = []
 
-    def make(name: str, make_optimizer: MakeOptimizer) -> tuple[SparseNet, torch.optim.Optimizer, Session]:
+    def make(
+        name: str, make_optimizer: MakeOptimizer
+    ) -> tuple[SparseNet, torch.optim.Optimizer, Session]:
         net = SparseNet()
         optimizer = make_optimizer(net.parameters())
         sessions.append(offbeat.attach(net, optimizer, (ALL | MOVE_WEIGHTS_ALONE)[name]))
@@ -68,7 +72,9 @@ def attached() -> Iterator[Callable[..., tuple[SparseNet, torch.optim.Optimizer,
 @every_strategy
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_alone_it_is_the_plain_loop(name: str, kind: str, set_to_none: bool, attached: Callable) -> None:
+def test_alone_it_is_the_plain_loop(
+    name: str, kind: str, set_to_none: bool, attached: Callable
+) -> None:
     net, optimizer, session = attached(name, OPTIMIZERS[kind])
     plain = SparseNet()
     train(net, optimizer, range(6), set_to_none=set_to_none)
@@ -77,7 +83,9 @@ def test_alone_it_is_the_plain_loop(name: str, kind: str, set_to_none: bool, att
     assert (session.stats.steps, session.stats.skipped_steps) == (6, 0)
 
 
-@pytest.mark.parametrize("make", [OPTIMIZERS["torch's sgd"], lambda parameters: RowSGD(parameters, 0.1, momentum=0.9)])
+@pytest.mark.parametrize(
+    "make", [OPTIMIZERS["torch's sgd"], lambda parameters: RowSGD(parameters, 0.1, momentum=0.9)]
+)
 def test_momenta_are_averaged_though_gradients_are_sparse(make: MakeOptimizer) -> None:
     nets = [SparseNet(), SparseNet()]
     optimizers = [make(net.parameters()) for net in nets]
@@ -88,7 +96,9 @@ def test_momenta_are_averaged_though_gradients_are_sparse(make: MakeOptimizer) -
 
 
 @pytest.mark.parametrize("name", ALL | MOVE_WEIGHTS_ALONE)
-def test_exchanged_gradients_are_dense_and_others_stay_sparse(name: str, attached: Callable) -> None:
+def test_exchanged_gradients_are_dense_and_others_stay_sparse(
+    name: str, attached: Callable
+) -> None:
     net, optimizer, _ = attached(name, OPTIMIZERS["sgd"])
     net(*batch(0)).backward()
     optimizer.step()
@@ -99,7 +109,9 @@ def test_exchanged_gradients_are_dense_and_others_stay_sparse(name: str, attache
 
 @pytest.mark.parametrize("name", AVERAGE_WEIGHTS)
 @pytest.mark.parametrize("kind", [RowAdam, torch.optim.SparseAdam])
-def test_rows_without_a_gradient_stay_where_they_are(name: str, kind: type[torch.optim.Optimizer], attached: Callable) -> None:
+def test_rows_without_a_gradient_stay_where_they_are(
+    name: str, kind: type[torch.optim.Optimizer], attached: Callable
+) -> None:
     dense = {"between.weight", "between.bias", "rows.bias"}
 
     def make(net: SparseNet) -> torch.optim.Optimizer:
@@ -136,7 +148,9 @@ def test_several_passes_and_none_in_a_step(name: str, attached: Callable) -> Non
 
 @every_strategy
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_moves_nothing(name: str, wrong: float, attached: Callable) -> None:
+def test_a_row_that_is_not_finite_moves_nothing(
+    name: str, wrong: float, attached: Callable
+) -> None:
     net, optimizer, session = attached(name, OPTIMIZERS["adagrad"])
     train(net, optimizer, range(1))
     before = copy.deepcopy(list(net.parameters()))
@@ -166,13 +180,19 @@ def test_a_sparse_gradient_alone_is_looked_at(name: str, attached: Callable) -> 
 
 
 @pytest.mark.parametrize("name", ALL | MOVE_WEIGHTS_ALONE)
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(name: str, attached: Callable, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
+    name: str, attached: Callable, tmp_path: Path
+) -> None:
     make: MakeOptimizer = lambda parameters: RowSGD(parameters, 0.1, momentum=0.9)  # noqa: E731
     straight, straight_optimizer, _ = attached(name, make)
     train(straight, straight_optimizer, range(7))
     first, first_optimizer, first_session = attached(name, make)
     train(first, first_optimizer, range(3))
-    states = {"model": first.state_dict(), "optimizer": first_optimizer.state_dict(), "session": first_session.state_dict()}
+    states = {
+        "model": first.state_dict(),
+        "optimizer": first_optimizer.state_dict(),
+        "session": first_session.state_dict(),
+    }
     save(tmp_path, "state", states)
     stored = load(tmp_path, "state").tree
     second, second_optimizer, second_session = attached(name, make)
@@ -197,5 +217,7 @@ def test_the_averaged_model_is_one_without_gradients(name: str, attached: Callab
 @pytest.mark.parametrize("name", EXCHANGE_GRADIENTS)
 def test_an_optimizer_of_sparse_gradients_alone_is_refused(name: str) -> None:
     net = torch.nn.Embedding(3, 2, sparse=True)
-    with pytest.raises(UnsupportedError, match="exchanged ones are dense; use torch.optim.Adam, or .*LocalSGD"):
+    with pytest.raises(
+        UnsupportedError, match="exchanged ones are dense; use torch.optim.Adam, or .*LocalSGD"
+    ):
         offbeat.attach(net, torch.optim.SparseAdam(net.parameters()), ALL[name])

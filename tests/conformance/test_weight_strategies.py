@@ -1,4 +1,5 @@
-"""What every strategy that averages weights must do, checked in a world of one, where it can be compared with a plain loop.
+"""What every strategy that averages weights must do, checked in a world of one, where it can be
+compared with a plain loop.
 
 A new strategy joins by a row in `STRATEGIES`.
 """
@@ -15,9 +16,9 @@ import torch
 
 import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
-from offbeat.checkpoint import load, save
 from offbeat.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedError
-from offbeat.session import Session
+from offbeat.session.checkpoint import load, save
+from offbeat.session.session import Session
 from offbeat.strategies.averaging import AveragingStrategy
 
 PLAIN: dict[str, AveragingStrategy] = {
@@ -36,7 +37,9 @@ PLAIN: dict[str, AveragingStrategy] = {
     "eagersgd": offbeat.EagerSGD(),
     "eagersgd that averages models often": offbeat.EagerSGD(mode="solo", period=2),
     "adaptive": offbeat.AdaptiveSGD(mega_batch=4, batch_size=2),
-    "adaptive with a perturbation": offbeat.AdaptiveSGD(mega_batch=2, batch_size=2, perturbation=0.1),
+    "adaptive with a perturbation": offbeat.AdaptiveSGD(
+        mega_batch=2, batch_size=2, perturbation=0.1
+    ),
     "elasticsgd": offbeat.ElasticSGD(mega_batch=4, batch_size=2),
 }
 """Those that leave a world of one as it is."""
@@ -82,7 +85,9 @@ def attached() -> Iterator[Callable[..., tuple[Net, torch.optim.Optimizer, Sessi
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_alone_it_is_the_plain_loop(plain_strategy: AveragingStrategy, attached: Callable, set_to_none: bool) -> None:
+def test_alone_it_is_the_plain_loop(
+    plain_strategy: AveragingStrategy, attached: Callable, set_to_none: bool
+) -> None:
     net, optimizer, session = attached(plain_strategy)
     plain = Net()
     train(net, optimizer, range(5), set_to_none=set_to_none)
@@ -103,7 +108,9 @@ def test_tensors_stay_where_they_are(strategy: AveragingStrategy, attached: Call
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_weights_keep_dtype_and_shape(strategy: AveragingStrategy, attached: Callable, dtype: torch.dtype) -> None:
+def test_weights_keep_dtype_and_shape(
+    strategy: AveragingStrategy, attached: Callable, dtype: torch.dtype
+) -> None:
     net, optimizer, _ = attached(strategy, dtype)
     before = {name: (p.dtype, p.shape, p.stride()) for name, p in net.named_parameters()}
     for step in range(3):
@@ -112,7 +119,9 @@ def test_weights_keep_dtype_and_shape(strategy: AveragingStrategy, attached: Cal
         optimizer.zero_grad()
     assert {name: (p.dtype, p.shape, p.stride()) for name, p in net.named_parameters()} == before
     assert all(bool(p.isfinite().all()) for p in net.parameters())
-    torch.testing.assert_close(net.frozen.detach(), torch.ones_like(net.frozen) * Net(dtype).frozen, rtol=0, atol=0)
+    torch.testing.assert_close(
+        net.frozen.detach(), torch.ones_like(net.frozen) * Net(dtype).frozen, rtol=0, atol=0
+    )
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
@@ -123,7 +132,11 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(
     for stop in range(1, 6):
         first, first_optimizer, first_session = attached(strategy)
         train(first, first_optimizer, range(stop))
-        states = {"model": first.state_dict(), "optimizer": first_optimizer.state_dict(), "session": first_session.state_dict()}
+        states = {
+            "model": first.state_dict(),
+            "optimizer": first_optimizer.state_dict(),
+            "session": first_session.state_dict(),
+        }
         save(tmp_path, f"{stop}", states)
         stored = load(tmp_path, f"{stop}").tree
         second, second_optimizer, second_session = attached(strategy)
@@ -143,7 +156,9 @@ def test_a_state_dict_is_a_copy(strategy: AveragingStrategy, attached: Callable)
     torch.testing.assert_close(state["parts"], kept["parts"], rtol=0, atol=0)
 
 
-def test_a_state_is_handed_to_any_number_of_workers(strategy: AveragingStrategy, attached: Callable) -> None:
+def test_a_state_is_handed_to_any_number_of_workers(
+    strategy: AveragingStrategy, attached: Callable
+) -> None:
     net, optimizer, session = attached(strategy)
     train(net, optimizer, range(4))
     states = [session.state_dict() for _ in range(3)]
@@ -172,7 +187,9 @@ def test_closing_takes_everything_out(strategy: AveragingStrategy, attached: Cal
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_closing_with_an_exchange_under_way(strategy: AveragingStrategy, attached: Callable) -> None:
+def test_closing_with_an_exchange_under_way(
+    strategy: AveragingStrategy, attached: Callable
+) -> None:
     net, _, session = attached(strategy)
     before = copy.deepcopy(net.state_dict())
     loss_of(net, 0).backward()
@@ -181,7 +198,9 @@ def test_closing_with_an_exchange_under_way(strategy: AveragingStrategy, attache
         torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0)
 
 
-def test_several_passes_and_none_in_a_step(plain_strategy: AveragingStrategy, attached: Callable) -> None:
+def test_several_passes_and_none_in_a_step(
+    plain_strategy: AveragingStrategy, attached: Callable
+) -> None:
     net, optimizer, session = attached(plain_strategy)
     plain = Net()
     plain_optimizer = sgd(plain)
@@ -200,7 +219,9 @@ def test_several_passes_and_none_in_a_step(plain_strategy: AveragingStrategy, at
 
 
 @pytest.mark.parametrize("keyword", [True, False])
-def test_a_step_with_a_closure(plain_strategy: AveragingStrategy, attached: Callable, keyword: bool) -> None:
+def test_a_step_with_a_closure(
+    plain_strategy: AveragingStrategy, attached: Callable, keyword: bool
+) -> None:
     net, optimizer, _ = attached(plain_strategy)
     if isinstance(plain_strategy, offbeat.EagerSGD):
         with pytest.raises(UnsupportedError, match="without a closure"):
@@ -211,7 +232,9 @@ def test_a_step_with_a_closure(plain_strategy: AveragingStrategy, attached: Call
     for model, opt in ((net, optimizer), (plain, plain_optimizer)):
         for step in range(4):
 
-            def closure(model: Net = model, opt: torch.optim.Optimizer = opt, step: int = step) -> torch.Tensor:
+            def closure(
+                model: Net = model, opt: torch.optim.Optimizer = opt, step: int = step
+            ) -> torch.Tensor:
                 opt.zero_grad()
                 loss = loss_of(model, step)
                 loss.backward()
@@ -232,7 +255,9 @@ def test_a_branch_taken_now_and_then(plain_strategy: AveragingStrategy, attached
     assert_same(net, plain)
 
 
-def test_a_gradient_that_is_not_finite_moves_nothing(strategy: AveragingStrategy, attached: Callable) -> None:
+def test_a_gradient_that_is_not_finite_moves_nothing(
+    strategy: AveragingStrategy, attached: Callable
+) -> None:
     has_period = isinstance(strategy, offbeat.LocalSGD | offbeat.Crossbow)
     net, optimizer, session = attached(replace(strategy, period=100) if has_period else strategy)
     train(net, optimizer, range(2))
@@ -247,7 +272,9 @@ def test_a_gradient_that_is_not_finite_moves_nothing(strategy: AveragingStrategy
     assert all(bool(p.isfinite().all()) for p in net.parameters())
 
 
-def test_too_many_skipped_steps_in_a_row_raise(strategy: AveragingStrategy, attached: Callable) -> None:
+def test_too_many_skipped_steps_in_a_row_raise(
+    strategy: AveragingStrategy, attached: Callable
+) -> None:
     net, optimizer, _ = attached(replace(strategy, max_skipped_steps=2))
 
     def spoil(num_steps: int) -> None:
@@ -260,7 +287,9 @@ def test_too_many_skipped_steps_in_a_row_raise(strategy: AveragingStrategy, atta
         spoil(3)  # skips while gradients are exchanged count apart from those afterwards
 
 
-def test_weights_that_are_not_finite_reach_nobody(strategy: AveragingStrategy, attached: Callable) -> None:
+def test_weights_that_are_not_finite_reach_nobody(
+    strategy: AveragingStrategy, attached: Callable
+) -> None:
     net, optimizer, _ = attached(strategy)
     with torch.no_grad():
         net.head.bias[0] = float("inf")
@@ -278,10 +307,14 @@ def test_a_gradient_scaler_is_refused(strategy: AveragingStrategy) -> None:
     optimizer = sgd(net)
     with pytest.raises(UnsupportedError, match="bfloat16 autocast"):
         offbeat.attach(net, optimizer, strategy, scaler=torch.amp.GradScaler("cpu"))
-    offbeat.attach(net, optimizer, strategy, scaler=torch.amp.GradScaler("cpu", enabled=False)).close()
+    offbeat.attach(
+        net, optimizer, strategy, scaler=torch.amp.GradScaler("cpu", enabled=False)
+    ).close()
 
 
-def test_a_parameter_frozen_while_attached_stays_where_it_is(strategy: AveragingStrategy, attached: Callable) -> None:
+def test_a_parameter_frozen_while_attached_stays_where_it_is(
+    strategy: AveragingStrategy, attached: Callable
+) -> None:
     net, optimizer, _ = attached(strategy)
     train(net, optimizer, range(4))
     net.shared.weight.requires_grad_(False)
@@ -302,7 +335,9 @@ def test_two_models_in_one_process(strategy: AveragingStrategy, attached: Callab
         assert_same(net, alone)
 
 
-def test_the_averaged_model_is_a_copy_that_stays_out_of_it(strategy: AveragingStrategy, attached: Callable) -> None:
+def test_the_averaged_model_is_a_copy_that_stays_out_of_it(
+    strategy: AveragingStrategy, attached: Callable
+) -> None:
     net, optimizer, session = attached(strategy)
     train(net, optimizer, range(3))
     before, stats = copy.deepcopy(net.state_dict()), session.stats
@@ -319,7 +354,9 @@ def test_the_averaged_model_is_a_copy_that_stays_out_of_it(strategy: AveragingSt
     assert replace(session.stats, exchanges=stats.exchanges) == stats
 
 
-def test_buffers_that_hold_an_infinity_or_are_derived_are_left_alone(strategy: AveragingStrategy) -> None:
+def test_buffers_that_hold_an_infinity_or_are_derived_are_left_alone(
+    strategy: AveragingStrategy,
+) -> None:
     net = torch.nn.Linear(3, 3)
     net.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
     net.register_buffer("derived", torch.tensor([float("nan")]), persistent=False)
@@ -351,7 +388,9 @@ def test_complex_parameters(strategy: AveragingStrategy) -> None:
 
 
 @pytest.mark.parametrize("change", ["model", "strategy", "nothing"])
-def test_a_state_of_something_else_is_refused(strategy: AveragingStrategy, attached: Callable, change: str) -> None:
+def test_a_state_of_something_else_is_refused(
+    strategy: AveragingStrategy, attached: Callable, change: str
+) -> None:
     net, optimizer, session = attached(strategy)
     train(net, optimizer, range(4))
     state = session.state_dict()
@@ -361,7 +400,12 @@ def test_a_state_of_something_else_is_refused(strategy: AveragingStrategy, attac
         state["parts"] = {}
     else:
         tensors = [entries for part in state["parts"].values() for entries in part.values()]
-        found = [(entries, key) for entries in tensors for key in entries if isinstance(entries[key], torch.Tensor)]
+        found = [
+            (entries, key)
+            for entries in tensors
+            for key in entries
+            if isinstance(entries[key], torch.Tensor)
+        ]
         if not found:
             pytest.skip("keeps no tensor of the model's")
         for entries, key in found:
@@ -434,7 +478,9 @@ def test_half_precision_does_not_swallow_an_outer_step() -> None:
     with torch.no_grad():
         net.weight.fill_(1.0)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    strategy = offbeat.LocalSGD(period=1, outer=offbeat.Outer(lr=0.25, momentum=0.0, nesterov=False))
+    strategy = offbeat.LocalSGD(
+        period=1, outer=offbeat.Outer(lr=0.25, momentum=0.0, nesterov=False)
+    )
     with offbeat.attach(net, optimizer, strategy):
         for _ in range(4):
             net.weight.grad = torch.full_like(net.weight, 2**-8)

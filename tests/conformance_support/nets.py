@@ -1,4 +1,6 @@
-"""What every strategy's conformance tests train: a small model with everything odd in it, and a plain loop."""
+"""What every strategy's conformance tests train: a small model with everything odd in it, and a
+plain loop.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import torch
 
 
 class Net(torch.nn.Module):
-    """A frozen, an empty, a scalar, an unaligned and a shared parameter, a buffer, an unusual layout, and a branch."""
+    """A frozen, an empty, a scalar, an unaligned and a shared parameter, a buffer, an unusual
+    layout, and a branch.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -41,7 +45,13 @@ def loss_of(net: torch.nn.Module, step: int, dtype: torch.dtype = torch.float32)
     return net(batch(step, dtype)).square().mean()
 
 
-def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range, *, set_to_none: bool = True) -> None:
+def train(
+    net: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    *,
+    set_to_none: bool = True,
+) -> None:
     for step in steps:
         loss_of(net, step).backward()
         optimizer.step()
@@ -50,4 +60,9 @@ def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range, 
 
 def assert_same(left: torch.nn.Module, right: torch.nn.Module, **tolerance: float) -> None:
     for (name, a), (_, b) in zip(left.named_parameters(), right.named_parameters(), strict=True):
-        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}", **(tolerance or {"rtol": 0, "atol": 0}))
+        torch.testing.assert_close(
+            a,
+            b,
+            msg=lambda text, name=name: f"{name}: {text}",
+            **(tolerance or {"rtol": 0, "atol": 0}),
+        )

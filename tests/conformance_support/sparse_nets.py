@@ -1,4 +1,6 @@
-"""A model whose gradients have some rows only, beside dense ones: what an embedding yields, and what offbeat's layers yield."""
+"""A model whose gradients have some rows only, beside dense ones: what an embedding yields, and
+what offbeat's layers yield.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from offbeat.data.label_loss import LabelLayer, draw_candidates
-from offbeat.data.rows import SparseBatch
-from offbeat.data.sparse_linear import SparseLinear
+from offbeat.xmc.label_loss import LabelLayer, draw_candidates
+from offbeat.xmc.rows import SparseBatch
+from offbeat.xmc.sparse_linear import SparseLinear
 
 NUM_FEATURES, NUM_LABELS, NUM_HIDDEN = 30, 40, 4
 
@@ -16,7 +18,9 @@ MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class SparseNet(torch.nn.Module):
-    """Sparse rows and a word each, to hidden units, to labels of which some are drawn; calling it gives the loss."""
+    """Sparse rows and a word each, to hidden units, to labels of which some are drawn; calling it
+    gives the loss.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +30,9 @@ class SparseNet(torch.nn.Module):
         self.between = torch.nn.Linear(NUM_HIDDEN, NUM_HIDDEN)
         self.labels = LabelLayer(NUM_HIDDEN, NUM_LABELS)
 
-    def forward(self, features: SparseBatch, words: torch.Tensor, labels: SparseBatch) -> torch.Tensor:
+    def forward(
+        self, features: SparseBatch, words: torch.Tensor, labels: SparseBatch
+    ) -> torch.Tensor:
         draw = torch.Generator().manual_seed(int(words.sum()))
         candidates = draw_candidates(labels, num_labels=NUM_LABELS, num_drawn=5, generator=draw)
         hidden = torch.tanh(self.between(self.rows(features) + self.words(words)))
@@ -43,12 +49,20 @@ def batch(step: int, *, num_rows: int = 3) -> tuple[SparseBatch, torch.Tensor, S
     parts = []
     for num_columns in (NUM_FEATURES, NUM_LABELS):
         offsets = torch.arange(num_rows + 1) * 2
-        columns = torch.stack([torch.randperm(num_columns, generator=draw)[:2].sort().values for _ in range(num_rows)])
+        columns = torch.stack(
+            [torch.randperm(num_columns, generator=draw)[:2].sort().values for _ in range(num_rows)]
+        )
         parts.append(SparseBatch(offsets, columns.flatten().int(), torch.ones(2 * num_rows)))
     return parts[0], torch.randint(20, (num_rows,), generator=draw), parts[1]
 
 
-def train(net: SparseNet, optimizer: torch.optim.Optimizer, steps: Iterable[int], *, set_to_none: bool = True) -> None:
+def train(
+    net: SparseNet,
+    optimizer: torch.optim.Optimizer,
+    steps: Iterable[int],
+    *,
+    set_to_none: bool = True,
+) -> None:
     for step in steps:
         net(*batch(step)).backward()
         optimizer.step()

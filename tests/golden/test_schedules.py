@@ -53,17 +53,25 @@ REDUCE_SCATTER_OF_5 = {
         (sparse_reduce_scatter, REDUCE_SCATTER_OF_5),
     ],
 )
-def test_who_sends_to_whom_in_which_order(collective: SparseCollective, golden: dict[int, str]) -> None:
-    wire = Wire(num_elements=1000, num_parameters=1, dtype=np.dtype(np.float32), value_format="float32")
+def test_who_sends_to_whom_in_which_order(
+    collective: SparseCollective, golden: dict[int, str]
+) -> None:
+    wire = Wire(
+        num_elements=1000, num_parameters=1, dtype=np.dtype(np.float32), value_format="float32"
+    )
     tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, dtype=np.bool_))
-    mine = Sparse(indices=np.arange(0, 1000, 50), values=np.ones(20, dtype=np.float32), num_elements=1000)
+    mine = Sparse(
+        indices=np.arange(0, 1000, 50), values=np.ones(20, dtype=np.float32), num_elements=1000
+    )
     recordings: list[Recording] = []
 
     def record(driver: Driver) -> Driver:
         recordings.append(Recording(driver))
         return recordings[-1]
 
-    VirtualCluster(5).run([collective(rank, 5, mine, tally, 20, wire) for rank in range(5)], wrap=record)
+    VirtualCluster(5).run(
+        [collective(rank, 5, mine, tally, 20, wire) for rank in range(5)], wrap=record
+    )
     for rank, recording in enumerate(recordings):
         messages = [f"{'>' if op.kind == 'Send' else '<'}{op.peer}" for op in recording.operations]
         assert " ".join(messages) == golden[rank], f"rank {rank}"

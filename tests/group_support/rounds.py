@@ -1,8 +1,9 @@
-"""Workers that claim samples and merge in rounds, in one thread under a virtual clock, while some die, stop and come in.
+"""Workers that claim samples and merge in rounds, in one thread under a virtual clock, while some
+die, stop and come in.
 
-The claims, the rounds and the exchange are the real ones. Membership is scripted: some time after a death or a stop there is a
-generation without that worker, of which each of the others hears at a time of its own; one that wakes hears that it was left
-out, and is let in again as one that is new.
+The claims, the rounds and the exchange are the real ones. Membership is scripted: some time after a
+death or a stop there is a generation without that worker, of which each of the others hears at a
+time of its own; one that wakes hears that it was left out, and is let in again as one that is new.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import numpy as np
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.codec.model_wire import Values
-from offbeat.collectives.all_or_none import all_or_none
 from offbeat.collectives.gather import all_gather
 from offbeat.collectives.weighted_mean import weighted_mean
-from offbeat.engine.claims import Claim, ClaimLog, Place, Span, Spans
 from offbeat.errors import PeerError, PeerTimeoutError
+from offbeat.megabatch.claims import Claim, ClaimLog, Place, Span, Spans
+from offbeat.membership.commit import all_or_none
 from offbeat.transport.operations import Collective, Operation, Recv, Send, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
@@ -78,7 +79,11 @@ def draw_script(seed: int) -> Script:
         mega_batches=draw.randint(1, 3),
         epochs=draw.randint(1, 2),
         kills=[(rank, draw.random() * 4) for rank in doomed if draw.random() < 0.7],
-        stops=[(rank, draw.random() * 4, draw.choice([0.3, 2.0, 5.0])) for rank in doomed if draw.random() < 0.5],
+        stops=[
+            (rank, draw.random() * 4, draw.choice([0.3, 2.0, 5.0]))
+            for rank in doomed
+            if draw.random() < 0.5
+        ],
         joins={founders + number: draw.random() * 4 for number in range(joiners)},
     )
 
@@ -104,7 +109,10 @@ class Worker:
                 held: list[Claim] = []
                 if place is not None:
                     self._log.open(place.round, place.spans)
-                    while not self._looks_left_out() and (claim := self._log.claim(draw.randint(1, 12))) is not None:
+                    while (
+                        not self._looks_left_out()
+                        and (claim := self._log.claim(draw.randint(1, 12))) is not None
+                    ):
                         yield Sleep(draw.random() * draw.choice([0.02, 0.4]))
                         held.append(claim)
                         self.model = self.model + (self.rank + 1) * claim.num_samples
@@ -125,13 +133,22 @@ class Worker:
                 continue
             theirs = next(statement for statement in stated if not statement["is_new"])["place"]
             place = Place(**theirs | {"spans": tuple(Span(*span) for span in theirs["spans"])})
-            merged = [Claim(tuple(Span(*span) for span in spans)) for s in stated if not s["is_new"] for spans in s["held"]]
+            merged = [
+                Claim(tuple(Span(*span) for span in spans))
+                for s in stated
+                if not s["is_new"]
+                for spans in s["held"]
+            ]
             following = place.after(merged, self.world.whole, self.world.script.mega_batches)
             self.model, self.is_new = model, self._looks_left_out()
-            self.history.append((place, tuple(span for claim in merged for span in claim.spans), model.tobytes()))
+            self.history.append(
+                (place, tuple(span for claim in merged for span in claim.spans), model.tobytes())
+            )
             return following
 
-    def _work(self, listed: Listed, place: Place | None, held: list[Claim]) -> Collective[tuple[list[dict[str, Any]], Values]]:
+    def _work(
+        self, listed: Listed, place: Place | None, held: list[Claim]
+    ) -> Collective[tuple[list[dict[str, Any]], Values]]:
         position, size = listed.ranks.index(self.rank), len(listed.ranks)
         mine = {
             "is_new": self.is_new,
@@ -141,15 +158,21 @@ class Worker:
         number = self.world.next_attempt(self.rank, listed.number)
 
         def work() -> Collective[tuple[list[dict[str, Any]], Values]]:
-            stated = yield from all_gather(position, size, json.dumps(mine).encode(), lambda raw: json.loads(bytes(raw)))
+            stated = yield from all_gather(
+                position, size, json.dumps(mine).encode(), lambda raw: json.loads(bytes(raw))
+            )
             weights = [0.0 if statement["is_new"] else 1.0 for statement in stated]
             values = None if self.is_new else self.model
             kind = np.dtype(np.float64)
-            mean = yield from weighted_mean(position, weights, values, num_elements=NUM_ELEMENTS, dtype=kind)
+            mean = yield from weighted_mean(
+                position, weights, values, num_elements=NUM_ELEMENTS, dtype=kind
+            )
             return stated, mean
 
         def verdict(*, done: bool) -> bool:
-            stands = self.world.store.compare_set(f"{listed.number}/{number}", "", "done" if done else "void")
+            stands = self.world.store.compare_set(
+                f"{listed.number}/{number}", "", "done" if done else "void"
+            )
             return bool(stands == b"done")
 
         return all_or_none(position, size, work(), verdict)
@@ -170,14 +193,20 @@ class Worker:
     def _looks_left_out(self) -> bool:
         listed = self.world.newest_for(self.rank)
         is_out = listed is not None and self.rank not in listed.ranks
-        is_back = listed is not None and self.rank in listed.newcomers and listed.number > self._left_at
+        is_back = (
+            listed is not None and self.rank in listed.newcomers and listed.number > self._left_at
+        )
         if is_out or is_back:
             self.is_new = True
-            self.was_left_out = self.was_left_out or is_out or self.rank < self.world.script.founders
+            self.was_left_out = (
+                self.was_left_out or is_out or self.rank < self.world.script.founders
+            )
         return is_out or is_back
 
     def _within(self, listed: Listed, collective: Collective[T]) -> Collective[T]:
-        """Carry `collective` out between the positions of a generation, until it is over or a member has gone on."""
+        """Carry `collective` out between the positions of a generation, until it is over or a
+        member has gone on.
+        """
         try:
             operation = next(collective)
             while True:
@@ -193,7 +222,9 @@ class Worker:
 
     def _carry_out(self, listed: Listed, operation: Operation) -> Generator[Operation, Any, Any]:
         if isinstance(operation, Send):
-            yield Send(listed.ranks[operation.peer], _HEAD.pack(listed.number) + bytes(operation.payload))
+            yield Send(
+                listed.ranks[operation.peer], _HEAD.pack(listed.number) + bytes(operation.payload)
+            )
             return None
         assert isinstance(operation, Recv)
         peer = listed.ranks[operation.peer]
@@ -234,7 +265,14 @@ class World:
         )
         self.workers = [Worker(self, rank) for rank in range(size)]
         founders = tuple(range(script.founders))
-        self._listed = [Listed(number=0, ranks=founders, newcomers=frozenset(), heard_at_s=dict.fromkeys(range(size), 0.0))]
+        self._listed = [
+            Listed(
+                number=0,
+                ranks=founders,
+                newcomers=frozenset(),
+                heard_at_s=dict.fromkeys(range(size), 0.0),
+            )
+        ]
         self._dead: set[int] = set()
         self._attempts: dict[tuple[int, int], int] = defaultdict(int)
 
@@ -256,9 +294,17 @@ class World:
         return (Span(count[0] * number // count[1], count[0] * (number + 1) // count[1]),)
 
     def newest_for(self, rank: int) -> Listed | None:
-        heard = (listed for listed in reversed(self._listed) if listed.heard_at_s[rank] <= self.cluster.now_s)
+        heard = (
+            listed
+            for listed in reversed(self._listed)
+            if listed.heard_at_s[rank] <= self.cluster.now_s
+        )
         first = next(heard, None)
-        return None if first is None or (rank >= self.script.founders and not self._has_come(rank)) else first
+        return (
+            None
+            if first is None or (rank >= self.script.founders and not self._has_come(rank))
+            else first
+        )
 
     def next_attempt(self, rank: int, generation: int) -> int:
         self._attempts[rank, generation] += 1
@@ -286,7 +332,11 @@ class World:
         now_s = self.cluster.now_s
         heard_at_s = {worker.rank: now_s + self.draw.random() * 0.3 for worker in self.workers}
         newcomers = frozenset(() if come is None else (come,))
-        self._listed.append(Listed(number=len(self._listed), ranks=ranks, newcomers=newcomers, heard_at_s=heard_at_s))
+        self._listed.append(
+            Listed(
+                number=len(self._listed), ranks=ranks, newcomers=newcomers, heard_at_s=heard_at_s
+            )
+        )
 
     def _check(self) -> None:
         first = self.workers[0].history
@@ -301,5 +351,9 @@ class World:
             rounds = [place.round for place, _, _ in worker.history]
             assert rounds == sorted(set(rounds))
             assert all(by_round[entry[0].round] == entry for entry in worker.history)
-            if worker.rank < self.script.founders and worker.came_to_the_end and not worker.was_left_out:
+            if (
+                worker.rank < self.script.founders
+                and worker.came_to_the_end
+                and not worker.was_left_out
+            ):
                 assert worker.history == first

@@ -1,8 +1,10 @@
-"""Random schedules of a group average: arrivals, delays, stops, cuts and deaths, each replayable from its seed.
+"""Random schedules of a group average: arrivals, delays, stops, cuts and deaths, each replayable
+from its seed.
 
-Every rank trains (sleeps, then changes its model at random) beside its `serve`, as a process would with two threads. Models
-are float64, so that means can be compared; every second element is 1 throughout, so that it stays 1 just as long as the
-weights in every average and every merge sum to 1. With `pairs`, the ranks average in pairs drawn at random.
+Every rank trains (sleeps, then changes its model at random) beside its `serve`, as a process would
+with two threads. Models are float64, so that means can be compared; every second element is 1
+throughout, so that it stays 1 just as long as the weights in every average and every merge sum to
+1. With `pairs`, the ranks average in pairs drawn at random.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from offbeat.averaging.background import group_average, pair_average
+from offbeat.averaging.background.deadlines import Patience
+from offbeat.averaging.background.group_average import arrive, ask, finish, rest
+from offbeat.averaging.background.group_base import Contribution, Happenings, Outcome, Piece, Terms
+from offbeat.averaging.background.group_merge import merge_delta, merge_paper
 from offbeat.codec.model_wire import COUNTER_BYTES, HEAD_BYTES, NOTE_BYTES, Note
-from offbeat.collectives import group_average, pair_average
-from offbeat.collectives.group_average import arrive, ask, finish, rest
-from offbeat.collectives.group_base import Contribution, Happenings, Outcome, Piece, Terms
-from offbeat.collectives.group_merge import merge_delta, merge_paper
 from offbeat.errors import OffbeatError, PeerError
-from offbeat.planning.deadlines import Patience
 from offbeat.planning.groups import Meeting, meeting
 from offbeat.transport.driver import Driver, Finished, Ticket
 from offbeat.transport.operations import Collective, Now, Operation, Post, RecvAny, Send, Sleep
@@ -50,7 +52,9 @@ class Schedule:
     direct_bytes: int = 0
     merge: str = "delta"
     link: VirtualLink = field(default_factory=lambda: VirtualLink(latency_s=0.001))
-    patience: Patience = field(default_factory=lambda: Patience(floor_s=0.25, cap_s=1.0, min_samples=4))
+    patience: Patience = field(
+        default_factory=lambda: Patience(floor_s=0.25, cap_s=1.0, min_samples=4)
+    )
     arrival_patience: Patience | None = None
     death_notice_s: float = 0.0
     compute_s: Callable[[int, int], float] = lambda rank, step: 1.0
@@ -72,7 +76,9 @@ class Schedule:
 
 
 class Cut(Wrapper):
-    """Drops what is sent over a link that was cut, and says that the rank at its other end is dead."""
+    """Drops what is sent over a link that was cut, and says that the rank at its other
+    end is dead.
+    """
 
     def __init__(self, inner: Driver, cut: set[frozenset[int]]) -> None:
         super().__init__(inner)
@@ -223,7 +229,11 @@ class Model:
                 waits_for = set(self.open) if schedule.waits_when_late else set()
                 self.answered.clear()
             else:
-                version = self.newest + 1 if self.invited_to is None else max(self.newest + 1, self.invited_to)
+                version = (
+                    self.newest + 1
+                    if self.invited_to is None
+                    else max(self.newest + 1, self.invited_to)
+                )
                 self.answered.clear()
                 self.arrived_at = version
                 channel_to_serve.start(Post(arrive(version, generation=GENERATION)), SERVE)
@@ -237,7 +247,9 @@ class Model:
                 self.invited_to = None
         if schedule.asks:
             channel_to_serve.start(Post(ask(None, generation=GENERATION)), SERVE)
-            while {rank for rank, _ in self.received} | set(self.buried) | {self.rank} != set(range(schedule.world_size)):
+            while {rank for rank, _ in self.received} | set(self.buried) | {self.rank} != set(
+                range(schedule.world_size)
+            ):
                 yield RecvAny(everyone)
         channel_to_serve.start(Post(finish(generation=GENERATION)), SERVE)
 
@@ -263,13 +275,17 @@ class World:
         for model, weight in zip(self.models, self.weights, strict=True):
             self.total += weight * model.values[::2]
         self.given: dict[tuple[int, int], Contribution] = {}
-        self._seen: dict[tuple[int, tuple[int, ...], int], tuple[bytes, bytes, tuple[Note, ...]]] = {}
+        self._seen: dict[
+            tuple[int, tuple[int, ...], int], tuple[bytes, bytes, tuple[Note, ...]]
+        ] = {}
 
     def meeting(self, rank: int, version: int) -> Meeting:
         schedule = self.schedule
         if schedule.pairs:
             others = [other for other in range(schedule.world_size) if other != rank]
-            return Meeting(group=(rank, random.Random(f"{schedule.seed} {rank} {version}").choice(others)))
+            return Meeting(
+                group=(rank, random.Random(f"{schedule.seed} {rank} {version}").choice(others))
+            )
         return meeting(
             version,
             rank,
@@ -280,7 +296,9 @@ class World:
         )
 
     def saw(self, rank: int, outcome: Outcome, piece: Piece) -> None:
-        """`rank` got `piece`: who else does must get the same bits, the mean of what its members gave, with weights."""
+        """`rank` got `piece`: who else does must get the same bits, the mean of what its members
+        gave, with weights.
+        """
         ones = piece.average[(piece.begin + 1) % 2 :: 2]
         np.testing.assert_allclose(ones, 1.0, rtol=1e-12)
         assert piece.sum_of_weights > 0
@@ -290,7 +308,11 @@ class World:
         key = (outcome.version, outcome.group, piece.begin)
         what = (piece.average.tobytes(), piece.counters.tobytes(), piece.notes)
         if key not in self._seen:
-            in_it = [member for member, note in zip(outcome.group, piece.notes, strict=True) if note.weight]
+            in_it = [
+                member
+                for member, note in zip(outcome.group, piece.notes, strict=True)
+                if note.weight
+            ]
             assert [note for note in piece.notes if note.weight] == [
                 self.given[member, outcome.version].note for member in in_it
             ]
@@ -298,16 +320,24 @@ class World:
         assert self._seen.setdefault(key, what) == what
 
     def _check_pair(self, rank: int, outcome: Outcome, piece: Piece) -> None:
-        """Both are in, this rank with what it gave for the outcome's version, the other with anything it ever gave."""
+        """Both are in, this rank with what it gave for the outcome's version, the other with
+        anything it ever gave.
+        """
         (other,) = set(outcome.group) - {rank}
         mine = self.given[rank, outcome.version]
         theirs = [given for (giver, _), given in self.given.items() if giver == other]
-        own_note, other_note = (piece.notes[outcome.group.index(member)] for member in (rank, other))
+        own_note, other_note = (
+            piece.notes[outcome.group.index(member)] for member in (rank, other)
+        )
         assert own_note == mine.note
-        assert any(given.note == other_note and _is_made_of(piece, [mine, given]) for given in theirs)
+        assert any(
+            given.note == other_note and _is_made_of(piece, [mine, given]) for given in theirs
+        )
 
     def run(self) -> list[Happenings | OffbeatError]:
-        """Each rank's outcome. Raises what any invariant that holds in every schedule objects to."""
+        """Each rank's outcome. Raises what any invariant that holds in every schedule
+        objects to.
+        """
         schedule, cluster = self.schedule, self.cluster
         for rank, model in enumerate(self.models):
             cluster.beside(rank, model.train(), channel=TRAIN)
@@ -318,7 +348,9 @@ class World:
         for first, second, when_s in schedule.cuts:
             cluster.at(when_s, partial(self._cut.add, frozenset((first, second))))
         work = [self._main(rank) for rank in range(schedule.world_size)]
-        outcomes = cluster.outcomes(work, channel=SERVE, wrap=lambda driver: self.drivers[driver.rank])
+        outcomes = cluster.outcomes(
+            work, channel=SERVE, wrap=lambda driver: self.drivers[driver.rank]
+        )
         self._check(outcomes)
         return outcomes
 
@@ -358,20 +390,30 @@ class World:
             self._check_bytes(rank)
             self._check_waits(rank)
         if schedule.nobody_is_lost and schedule.merge == "delta":
-            mean = sum(weight * model.values[::2] for weight, model in zip(self.weights, self.models, strict=True))
+            mean = sum(
+                weight * model.values[::2]
+                for weight, model in zip(self.weights, self.models, strict=True)
+            )
             np.testing.assert_allclose(mean, self.total, rtol=1e-9, atol=1e-7)
 
     def _check_waits(self, rank: int) -> None:
-        """Nobody waits for who computes: three messages in sequence, from the first to arrive to the averages; two in pairs."""
+        """Nobody waits for who computes: three messages in sequence, from the first to arrive to
+        the averages; two in pairs.
+        """
         link, model = self.schedule.link, self.models[rank]
         if self.schedule.freezes or not self.schedule.nobody_is_lost or link.bytes_per_s < math.inf:
             return
         for version, wait_s in model.waits_s:
             if self.meeting(rank, version).min_fresh == 1:
-                assert wait_s <= (2 if self.schedule.pairs else 3) * (link.latency_s + link.jitter_s) + 1e-9
+                assert (
+                    wait_s
+                    <= (2 if self.schedule.pairs else 3) * (link.latency_s + link.jitter_s) + 1e-9
+                )
 
     def _check_bytes(self, rank: int) -> None:
-        """At most 2 N (S-1) / S a version, or (S-1) N directly, and a rounding of regions to whole elements."""
+        """At most 2 N (S-1) / S a version, or (S-1) N directly, and a rounding of regions to whole
+        elements.
+        """
         schedule, allowed = self.schedule, 0.0
         num_bytes, counter_bytes = 8 * schedule.num_elements, NUM_COUNTERS * COUNTER_BYTES
         for outcome in self.models[rank].closed:
@@ -386,7 +428,11 @@ class World:
             if not schedule.pairs and self.meeting(rank, outcome.version).min_fresh > 1:
                 allowed += (size - 1) * HEAD_BYTES  # the word that it has arrived
         if schedule.pairs:
-            partners = [self.meeting(giver, version).group[1] for giver, version in self.given if version >= 0]
+            partners = [
+                self.meeting(giver, version).group[1]
+                for giver, version in self.given
+                if version >= 0
+            ]
             allowed += partners.count(rank) * (HEAD_BYTES + 2 * NOTE_BYTES)
         per_peer = HEAD_BYTES * (1 + (rank in schedule.rests))
         if schedule.asks:
@@ -397,9 +443,14 @@ class World:
 
 def _is_made_of(piece: Piece, given: list[Contribution]) -> bool:
     weights = [mine.weight for mine in given]
-    mean = np.average([mine.values[piece.begin : piece.end] for mine in given], axis=0, weights=weights)
+    mean = np.average(
+        [mine.values[piece.begin : piece.end] for mine in given], axis=0, weights=weights
+    )
     counters = np.max([mine.counters for mine in given], axis=0)
-    return np.allclose(piece.average, mean, rtol=1e-9, atol=1e-9) and piece.counters.tolist() == counters.tolist()
+    return (
+        np.allclose(piece.average, mean, rtol=1e-9, atol=1e-9)
+        and piece.counters.tolist() == counters.tolist()
+    )
 
 
 def draw_schedule(seed: int) -> Schedule:
@@ -428,10 +479,15 @@ def draw_schedule(seed: int) -> Schedule:
         direct_bytes=draw.choice([0, 10_000]),
         merge=draw.choice(["delta", "delta", "paper"]),
         link=VirtualLink(
-            latency_s=latency_s, jitter_s=draw.choice([0.0, latency_s, 0.3]), bytes_per_s=draw.choice([math.inf, 1e5])
+            latency_s=latency_s,
+            jitter_s=draw.choice([0.0, latency_s, 0.3]),
+            bytes_per_s=draw.choice([math.inf, 1e5]),
         ),
         patience=Patience(
-            floor_s=draw.choice([0.05, 0.25]), cap_s=draw.choice([0.3, 1.0]), min_samples=draw.choice([1, 8]), num_mads=4.0
+            floor_s=draw.choice([0.05, 0.25]),
+            cap_s=draw.choice([0.3, 1.0]),
+            min_samples=draw.choice([1, 8]),
+            num_mads=4.0,
         ),
         death_notice_s=draw.choice([0.0, 0.5]),
         compute_s=lambda rank, step: compute_s[rank, step],
@@ -439,20 +495,29 @@ def draw_schedule(seed: int) -> Schedule:
         abstain=draw.choice([0.0, 0.0, 0.2]),
         waits_when_late=draw.random() < 0.5,
         leaves=trouble not in ("none", "freezes") or draw.random() < 0.5,
-        kills=[(rank, draw.random() * end_s) for rank in draw.sample(ranks, draw.randint(1, world_size - 1))]
+        kills=[
+            (rank, draw.random() * end_s)
+            for rank in draw.sample(ranks, draw.randint(1, world_size - 1))
+        ]
         if trouble in ("kills", "all")
         else [],
-        freezes=[(draw.choice(ranks), draw.random() * end_s, draw.choice([0.1, 1.0, 4.0])) for _ in range(draw.randint(1, 4))]
+        freezes=[
+            (draw.choice(ranks), draw.random() * end_s, draw.choice([0.1, 1.0, 4.0]))
+            for _ in range(draw.randint(1, 4))
+        ]
         if trouble in ("freezes", "all")
         else [],
         cuts=[
-            (*sorted(draw.sample(ranks, 2)), draw.random() * end_s)  # type: ignore[misc]  # a pair of ranks
+            # a pair of ranks
+            (*sorted(draw.sample(ranks, 2)), draw.random() * end_s)  # type: ignore[misc]
             for _ in range(draw.randint(1, 4))
         ]
         if trouble in ("cuts", "all")
         else [],
         asks=draw.random() < 0.5,
-        rests={rank: draw.randrange(num_steps) for rank in ranks if draw.random() < 0.2} if draw.random() < 0.4 else {},
+        rests={rank: draw.randrange(num_steps) for rank in ranks if draw.random() < 0.2}
+        if draw.random() < 0.4
+        else {},
         overlap=draw.random() < 0.5,
     )
 

@@ -1,4 +1,6 @@
-"""K-FAC in one process on the whole batch, from definitions: nothing is packed, fused, cached or decomposed."""
+"""K-FAC in one process on the whole batch, from definitions: nothing is packed, fused, cached or
+decomposed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from curvature_support.reference import look
+from kfac_maths_support.reference import look
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -67,18 +69,26 @@ def train(
         if step % factor_interval == 0 or (ramp and step < factor_interval):
             for place in places:
                 history[place].append(_factors(net, place, batch))
-        if step % inverse_interval == 0 or (ramp and step < inverse_interval and step in (1, 2, 4, 8, 16)):
+        if step % inverse_interval == 0 or (
+            ramp and step < inverse_interval and step in (1, 2, 4, 8, 16)
+        ):
             averages = {place: _averages(history[place], decay) for place in places}
             if inverse == "eigen" and pi:
                 directed = {place: _damped_product(averages[place], damping) for place in places}
             else:
-                directed = {place: _damped_factors(averages[place], damping, pi=pi) for place in places}
+                directed = {
+                    place: _damped_factors(averages[place], damping, pi=pi) for place in places
+                }
         optimizer.zero_grad()
         loss_of(net, batch).backward()
         gradients = {place: _gradient(net[place]) for place in places}
         directions = {place: directed[place](gradients[place]) for place in places}
         change = sum(lr**2 * (directions[place] * gradients[place]).sum() for place in places)
-        nu = 1.0 if kl_clip is None else min(1.0, float((kl_clip / torch.as_tensor(change).abs()).sqrt()))
+        nu = (
+            1.0
+            if kl_clip is None
+            else min(1.0, float((kl_clip / torch.as_tensor(change).abs()).sqrt()))
+        )
         for place in places:
             _set_gradient(net[place], nu * directions[place])
         optimizer.step()
@@ -93,11 +103,16 @@ def _factors(net: nn.Sequential, place: int, batch: Batch) -> tuple[torch.Tensor
 
 def _averages(history: Sequence[Pair], decay: float) -> Pair:
     weights = [decay**age for age in reversed(range(len(history)))]
-    a, g = (sum(w * pair[side] for w, pair in zip(weights, history, strict=True)) / sum(weights) for side in (0, 1))
+    a, g = (
+        sum(w * pair[side] for w, pair in zip(weights, history, strict=True)) / sum(weights)
+        for side in (0, 1)
+    )
     return torch.as_tensor(a), torch.as_tensor(g)
 
 
-def _damped_factors(averages: Pair, damping: float, *, pi: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def _damped_factors(
+    averages: Pair, damping: float, *, pi: bool
+) -> Callable[[torch.Tensor], torch.Tensor]:
     a, g = averages
     of_a = of_g = torch.as_tensor(damping, dtype=a.dtype)
     if pi:

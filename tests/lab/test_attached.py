@@ -1,4 +1,6 @@
-"""The meter in torch's hooks: it counts as offbeat's own transport does, and knows waiting from computing."""
+"""The meter in torch's hooks: it counts as offbeat's own transport does, and knows waiting from
+computing.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_dense_bytes_count_as_they_do_for_offbeat(num_elements: int, world_size:
     assert meter.messages_sent == 4 * expected.messages_sent
 
 
-def hook(meter: Meter, clock: Clock, channel: int, *, duration_s: float, num_bytes: int | None) -> None:
+def hook(
+    meter: Meter, clock: Clock, channel: int, *, duration_s: float, num_bytes: int | None
+) -> None:
     """One call of a communication hook; None exchanges nothing."""
     begun_s = clock.now_s
     clock.sleep(duration_s)
@@ -99,7 +103,9 @@ def test_an_average_after_a_local_step_is_what_was_waited_for(clock: Clock) -> N
 
 
 def test_an_imitated_link_carries_one_message_after_the_other(clock: Clock) -> None:
-    """4 ranks send 1.5 n bytes each in 6 messages; this link takes 1 ms a message and 1 kB a second."""
+    """4 ranks send 1.5 n bytes each in 6 messages; this link takes 1 ms a message and 1 kB a
+    second.
+    """
     deliveries: list[Delivery] = []
 
     def delay(delivery: Delivery) -> float:
@@ -150,7 +156,12 @@ def test_steps_are_counted_until_it_is_closed(wrap: Any) -> None:
             attached.optimizer.step()
         attached.meter.reduced(1_000)
         stats = attached.stats
-        assert (stats.steps, stats.exchanges, stats.bytes_sent, stats.messages_sent) == (3, 3, 1_000, 2)
+        assert (stats.steps, stats.exchanges, stats.bytes_sent, stats.messages_sent) == (
+            3,
+            3,
+            1_000,
+            2,
+        )
         assert (stats.wait_s, stats.encode_s, stats.skipped_steps) == (0.0, 0.0, 0)
         assert (attached.notices, attached.state_dict()) == (["a remark"], {})
     optimizer.step()

@@ -1,4 +1,6 @@
-"""Who waited for whom: properties of arbitrary events, and the events of real hosts put on one clock."""
+"""Who waited for whom: properties of arbitrary events, and the events of real hosts put on one
+clock.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,28 @@ EVENT = StepEvent(
 def matrices(ready_s: ArrayLike, **others: ArrayLike) -> Steps:
     """Steps with these times; whatever is not given is zero."""
     ready = np.array(ready_s, dtype=np.float64)
-    names = ("loss", "batch_size", "began_s", "duration_s", "compute_s", "encode_s", "wait_s", "padded_s")
-    columns = {name: np.zeros_like(ready) for name in (*names, "bytes_sent", "messages_sent", "skipped")}
+    names = (
+        "loss",
+        "batch_size",
+        "began_s",
+        "duration_s",
+        "compute_s",
+        "encode_s",
+        "wait_s",
+        "padded_s",
+    )
+    columns = {
+        name: np.zeros_like(ready) for name in (*names, "bytes_sent", "messages_sent", "skipped")
+    }
     columns |= {name: np.array(values, dtype=np.float64) for name, values in others.items()}
     return Steps(step=np.arange(1, ready.shape[1] + 1), ready_s=ready, **columns)
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> Steps:
-    """Any ranks, any steps; some ranks exchange nothing in some of them, some wait although they do not."""
+    """Any ranks, any steps; some ranks exchange nothing in some of them, some wait although they do
+    not.
+    """
     num_ranks, num_steps = draw(st.integers(1, 4)), draw(st.integers(1, 5))
 
     def table(values: st.SearchStrategy[float]) -> list[list[float]]:
@@ -82,7 +97,9 @@ def test_nobody_is_early_and_in_every_exchange_somebody_is_first(of: Steps) -> N
 
 
 @given(steps())
-def test_waiting_for_others_is_a_part_of_waiting_and_the_last_one_waits_for_nobody(of: Steps) -> None:
+def test_waiting_for_others_is_a_part_of_waiting_and_the_last_one_waits_for_nobody(
+    of: Steps,
+) -> None:
     waiting_s = of.waiting_for_others_s()
     assert (waiting_s >= 0).all()
     assert (waiting_s <= of.wait_s).all()
@@ -128,16 +145,23 @@ def write(path: Path, by_rank: Sequence[Sequence[StepEvent]]) -> Path:
     return path
 
 
-def test_steps_that_some_rank_has_finished_count_and_the_others_have_no_number_there(tmp_path: Path) -> None:
+def test_steps_that_some_rank_has_finished_count_and_the_others_have_no_number_there(
+    tmp_path: Path,
+) -> None:
     run = write(
         tmp_path / "run",
-        [[replace(EVENT, step=step, bytes_sent=10 * rank + step) for step in range(1, 6 - rank)] for rank in range(3)],
+        [
+            [replace(EVENT, step=step, bytes_sent=10 * rank + step) for step in range(1, 6 - rank)]
+            for rank in range(3)
+        ],
     )
     of = read_steps(Record(run))
     none = np.nan
     assert of.step.tolist() == [1, 2, 3, 4, 5]
     assert (of.num_ranks, of.num_steps) == (3, 5)
-    np.testing.assert_array_equal(of.bytes_sent, [[1, 2, 3, 4, 5], [11, 12, 13, 14, none], [21, 22, 23, none, none]])
+    np.testing.assert_array_equal(
+        of.bytes_sent, [[1, 2, 3, 4, 5], [11, 12, 13, 14, none], [21, 22, 23, none, none]]
+    )
     assert of.done.sum(axis=1).tolist() == [5, 4, 3]
     assert of.step_s().tolist() == [1.0] * 5
 
@@ -149,8 +173,12 @@ def test_a_run_without_steps_has_none(tmp_path: Path) -> None:
     assert (of.samples_per_s(), of.block_samples_per_s()) == (0.0, [])
 
 
-def test_samples_a_second_are_each_ranks_own_and_none_for_steps_that_it_did_not_do(tmp_path: Path) -> None:
-    """One rank is twice as fast; another one as fast as that, but it dies after half of the steps."""
+def test_samples_a_second_are_each_ranks_own_and_none_for_steps_that_it_did_not_do(
+    tmp_path: Path,
+) -> None:
+    """One rank is twice as fast; another one as fast as that, but it dies after half of
+    the steps.
+    """
     by_rank = [
         [replace(EVENT, step=step, duration_s=duration_s) for step in range(1, last + 1)]
         for duration_s, last in ((1.0, 40), (0.5, 40), (0.5, 20))
@@ -161,8 +189,12 @@ def test_samples_a_second_are_each_ranks_own_and_none_for_steps_that_it_did_not_
     assert min(of.block_samples_per_s()) == pytest.approx(24.0)
 
 
-def write_claimed(path: Path, *, updates: Sequence[Sequence[int]], steps_each: int, merge_s: float) -> Path:
-    """Ranks that share samples out: by mega-batch and rank, so many equally long updates within `steps_each` seconds."""
+def write_claimed(
+    path: Path, *, updates: Sequence[Sequence[int]], steps_each: int, merge_s: float
+) -> Path:
+    """Ranks that share samples out: by mega-batch and rank, so many equally long updates within
+    `steps_each` seconds.
+    """
     events: list[list[StepEvent]] = [[] for _ in updates[0]]
     for number, by_rank in enumerate(updates):
         for rank, made in enumerate(by_rank):
@@ -170,7 +202,9 @@ def write_claimed(path: Path, *, updates: Sequence[Sequence[int]], steps_each: i
                 duration_s = steps_each / made + (merge_s if place == made else 0.0)
                 step = number * steps_each - (-place * steps_each // made)
                 began_s = 100 + number * (steps_each + merge_s) + (place - 1) * steps_each / made
-                event = replace(EVENT, step=step, began_s=began_s, duration_s=duration_s, compute_s=duration_s)
+                event = replace(
+                    EVENT, step=step, began_s=began_s, duration_s=duration_s, compute_s=duration_s
+                )
                 events[rank].append(event)
     run = write(path, events)
     writer = EventWriter(run, rank=0, attempt=0)
@@ -178,31 +212,55 @@ def write_claimed(path: Path, *, updates: Sequence[Sequence[int]], steps_each: i
         step = number * steps_each
         writer.add_mega_batch(
             MegaBatch(
-                number=number, epoch=0, step=step, seconds=1.0 * step, at_s=0.0, duration_s=1.0, merge_s=merge_s, by_rank=[]
+                number=number,
+                epoch=0,
+                step=step,
+                seconds=1.0 * step,
+                at_s=0.0,
+                duration_s=1.0,
+                merge_s=merge_s,
+                by_rank=[],
             )
         )
     writer.close()
     return run
 
 
-def test_where_samples_are_claimed_a_rank_may_have_several_events_of_a_step_or_none(tmp_path: Path) -> None:
-    of = read_steps(Record(write_claimed(tmp_path / "run", updates=[(8, 2)] * 3, steps_each=4, merge_s=0.5)))
+def test_where_samples_are_claimed_a_rank_may_have_several_events_of_a_step_or_none(
+    tmp_path: Path,
+) -> None:
+    of = read_steps(
+        Record(write_claimed(tmp_path / "run", updates=[(8, 2)] * 3, steps_each=4, merge_s=0.5))
+    )
     assert of.step.tolist() == list(range(1, 13))
     assert of.batch_size[0].tolist() == [16.0] * 12
     assert np.isnan(of.batch_size[1]).tolist() == [True, False] * 6
     assert float(np.nansum(of.duration_s)) == pytest.approx(2 * 3 * 4.5)
 
 
-def test_where_samples_are_claimed_a_mega_batch_is_measured_whole_and_the_first_is_left_out(tmp_path: Path) -> None:
-    """The second rank takes batches as large, at a quarter of the pace; it is no dead one that did fewer steps."""
-    of = read_steps(Record(write_claimed(tmp_path / "run", updates=[(1, 1), (8, 2), (8, 2)], steps_each=4, merge_s=0.5)))
+def test_where_samples_are_claimed_a_mega_batch_is_measured_whole_and_the_first_is_left_out(
+    tmp_path: Path,
+) -> None:
+    """The second rank takes batches as large, at a quarter of the pace; it is no dead one that did
+    fewer steps.
+    """
+    of = read_steps(
+        Record(
+            write_claimed(
+                tmp_path / "run", updates=[(1, 1), (8, 2), (8, 2)], steps_each=4, merge_s=0.5
+            )
+        )
+    )
     assert of.block_samples_per_s() == pytest.approx([80 / 4.5] * 2)
     assert of.block_step_s() == pytest.approx([4.5 / 4] * 2)
 
 
 def test_ranks_that_do_not_keep_step_are_not_late_for_each_other(tmp_path: Path) -> None:
     by_rank = [
-        [replace(EVENT, step=step, began_s=100 + every_s * step, ready_s=100.25 + every_s * step) for step in range(1, 5)]
+        [
+            replace(EVENT, step=step, began_s=100 + every_s * step, ready_s=100.25 + every_s * step)
+            for step in range(1, 5)
+        ]
         for every_s in (1.0, 1.6)
     ]
     of = read_steps(Record(write(tmp_path / "run", by_rank)))
@@ -212,29 +270,46 @@ def test_ranks_that_do_not_keep_step_are_not_late_for_each_other(tmp_path: Path)
 
 
 def test_a_worker_that_came_back_has_done_some_steps_again(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", [[EVENT], [replace(EVENT, step=step, bytes_sent=1) for step in (1, 2, 3, 4)]])
+    run = write(
+        tmp_path / "run",
+        [[EVENT], [replace(EVENT, step=step, bytes_sent=1) for step in (1, 2, 3, 4)]],
+    )
     writer = EventWriter(run, rank=1, attempt=0, start_step=2)
     for step in (3, 4, 5):
         writer.add(replace(EVENT, step=step, bytes_sent=2))
     writer.close()
-    assert [(event.step, event.bytes_sent) for event in Record(run).events(1)] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+    assert [(event.step, event.bytes_sent) for event in Record(run).events(1)] == [
+        (1, 1),
+        (2, 1),
+        (3, 2),
+        (4, 2),
+        (5, 2),
+    ]
     assert [head.start_step for head in Record(run).heads(1)] == [None, 2]
 
 
 def test_what_has_no_number_is_not_a_number(tmp_path: Path) -> None:
-    of = read_steps(Record(write(tmp_path / "run", [[replace(EVENT, loss=None, ready_s=None)], [EVENT]])))
+    of = read_steps(
+        Record(write(tmp_path / "run", [[replace(EVENT, loss=None, ready_s=None)], [EVENT]]))
+    )
     assert np.isnan([of.loss[0, 0], of.ready_s[0, 0]]).all()
     assert (of.loss[1, 0], of.ready_s[1, 0]) == (1.0, 100.25)
 
 
 @pytest.mark.parametrize(("host", "ahead_s"), [("elsewhere", 0.5), (socket.gethostname(), 0.0)])
-def test_times_of_another_host_are_put_on_the_clock_of_the_first(tmp_path: Path, host: str, ahead_s: float) -> None:
-    """Each host counts from when it was started; on one host a difference is only the clock's being set."""
+def test_times_of_another_host_are_put_on_the_clock_of_the_first(
+    tmp_path: Path, host: str, ahead_s: float
+) -> None:
+    """Each host counts from when it was started; on one host a difference is only the clock's being
+    set.
+    """
     run = write(tmp_path / "run", [[EVENT], [EVENT]])
     path = run / "events-rank-1.jsonl"
     first, *rest = path.read_text().splitlines()
     head = json.loads(first)
-    offset_s = json.loads((run / "events-rank-0.jsonl").read_text().splitlines()[0])["monotonic_to_unix_s"]
+    offset_s = json.loads((run / "events-rank-0.jsonl").read_text().splitlines()[0])[
+        "monotonic_to_unix_s"
+    ]
     head |= {"host": host, "monotonic_to_unix_s": offset_s + 0.5}
     path.write_text("\n".join([json.dumps(head), *rest]) + "\n")
     of = read_steps(Record(run))
@@ -257,4 +332,6 @@ def test_a_window_has_those_columns_and_settled_steps_are_the_later_ones(of: Ste
     assert np.array_equal(inner.ready_s, of.ready_s[:, 1:3], equal_nan=True)
     assert inner.num_ranks == of.num_ranks
     settled = of.settled()
-    assert settled.step.tolist() == of.step[of.num_steps // 4 :].tolist()  # of so few steps a quarter is left out
+    assert (
+        settled.step.tolist() == of.step[of.num_steps // 4 :].tolist()
+    )  # of so few steps a quarter is left out

@@ -1,4 +1,6 @@
-"""Whole runs whose workers claim samples: each counts once, runs go on in the middle of an epoch, and stop at merges."""
+"""Whole runs whose workers claim samples: each counts once, runs go on in the middle of an epoch,
+and stop at merges.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ from offbeat.lab.train import plan, train
 pytestmark = pytest.mark.ranks
 
 NUM_SAMPLES = 64
-"""Of the data set of fixture `npz`: with two workers and batches of four, eight steps an epoch; two mega-batches of 32."""
+"""Of the data set of fixture `npz`: with two workers and batches of four, eight steps an epoch; two
+mega-batches of 32.
+"""
 
 
 def run(npz: Path, out: Path, strategy: str = "adaptive", **changes: object) -> Summary:
     settings = [f"path={npz}", "batch_size=4", "mega_batch=32"]
-    request = Request(**({"task": "mnist", "strategy": strategy, "workers": 2, "settings": settings} | changes))
+    request = Request(
+        **({"task": "mnist", "strategy": strategy, "workers": 2, "settings": settings} | changes)
+    )
     summary = train(plan(request, out=out), lambda progress: None)
     assert summary is not None
     return summary
@@ -36,7 +42,9 @@ def resume(out: Path, **changes: int) -> Summary:
     return summary
 
 
-def assert_each_sample_counts_once(record: Record, *, num_epochs: int, num_workers: int = 2) -> None:
+def assert_each_sample_counts_once(
+    record: Record, *, num_epochs: int, num_workers: int = 2
+) -> None:
     given: dict[int, list[int]] = {}
     for mega_batch in record.mega_batches():
         assert sum(share.weight for share in mega_batch.by_rank) == pytest.approx(1.0)
@@ -51,12 +59,17 @@ def assert_each_sample_counts_once(record: Record, *, num_epochs: int, num_worke
     assert sum(sizes) == num_epochs * NUM_SAMPLES
 
 
-def test_uneven_workers_share_each_epoch_and_go_on_in_the_middle_of_one(npz: Path, tmp_path: Path) -> None:
+def test_uneven_workers_share_each_epoch_and_go_on_in_the_middle_of_one(
+    npz: Path, tmp_path: Path
+) -> None:
     cluster = Cluster(workers=2, speeds=(1.0, 0.25), step_s=0.02)
     out = tmp_path / "run"
     first = run(npz, out, cluster=cluster, steps=12, eval_every=8)
     record = Record(out)
-    assert (first.steps, [mega_batch.number for mega_batch in record.mega_batches()]) == (12, [1, 2, 3])
+    assert (first.steps, [mega_batch.number for mega_batch in record.mega_batches()]) == (
+        12,
+        [1, 2, 3],
+    )
     assert [evaluation.step for evaluation in record.evaluations()] == [0, 8, 12]
     resumed = resume(out, steps=24)
     assert (resumed.steps, resumed.resumed_from_step) == (24, 12)
@@ -72,7 +85,9 @@ def test_a_replay_repeats_what_uneven_workers_did_to_the_bit(npz: Path, tmp_path
     first = run(npz, tmp_path / "first", cluster=cluster, steps=12)
     again = run(npz, tmp_path / "again", replay=tmp_path / "first", steps=12)
     assert again.parameters_sha256 == first.parameters_sha256
-    shares = [[m.by_rank for m in Record(tmp_path / name).mega_batches()] for name in ("first", "again")]
+    shares = [
+        [m.by_rank for m in Record(tmp_path / name).mega_batches()] for name in ("first", "again")
+    ]
     assert [[share.claims for share in by_rank] for by_rank in shares[0]] == [
         [share.claims for share in by_rank] for by_rank in shares[1]
     ]
@@ -82,7 +97,9 @@ def test_a_replay_repeats_what_uneven_workers_did_to_the_bit(npz: Path, tmp_path
         run(npz, tmp_path / "other", replay=tmp_path / "first", steps=12, seed=1)
 
 
-def test_equal_shares_resume_to_the_bit_in_the_middle_of_an_epoch(npz: Path, tmp_path: Path) -> None:
+def test_equal_shares_resume_to_the_bit_in_the_middle_of_an_epoch(
+    npz: Path, tmp_path: Path
+) -> None:
     straight = run(npz, tmp_path / "straight", "elasticsgd", epochs=2)
     run(npz, tmp_path / "halves", "elasticsgd", steps=4)
     resumed = resume(tmp_path / "halves", epochs=2)
@@ -92,7 +109,9 @@ def test_equal_shares_resume_to_the_bit_in_the_middle_of_an_epoch(npz: Path, tmp
     assert_each_sample_counts_once(Record(tmp_path / "halves"), num_epochs=2)
 
 
-def test_another_number_of_workers_takes_what_is_left_of_the_epoch(npz: Path, tmp_path: Path) -> None:
+def test_another_number_of_workers_takes_what_is_left_of_the_epoch(
+    npz: Path, tmp_path: Path
+) -> None:
     run(npz, tmp_path / "run", steps=4)
     alone = resume(tmp_path / "run", workers=1, epochs=2)
     assert (alone.world_size, alone.steps) == (1, 4 + 24)
@@ -101,7 +120,9 @@ def test_another_number_of_workers_takes_what_is_left_of_the_epoch(npz: Path, tm
 
 def test_a_request_to_stop_is_kept_at_the_next_merge(npz: Path, tmp_path: Path) -> None:
     settings = [f"path={npz}", "batch_size=4", "mega_batch=32"]
-    request = Request(task="mnist", strategy="adaptive", workers=2, settings=settings, steps=100_000)
+    request = Request(
+        task="mnist", strategy="adaptive", workers=2, settings=settings, steps=100_000
+    )
 
     def stop(progress: Progress) -> None:
         if progress.rank == 1 and progress.step > 4:

@@ -1,4 +1,6 @@
-"""A cluster reads back as it was written, says in one sentence why it cannot be, and tells every rank the same."""
+"""A cluster reads back as it was written, says in one sentence why it cannot be, and tells every
+rank the same.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ from offbeat.transport.virtual import VirtualCluster
 durations = st.floats(0, 86_400)
 lengths = st.floats(0, 86_400, exclude_min=True)
 speeds = st.floats(1e-3, 1)
-links = st.builds(LinkSpec, rate_bit_per_s=st.none() | st.floats(1, 1e13), latency_s=st.floats(0, 10))
+links = st.builds(
+    LinkSpec, rate_bit_per_s=st.none() | st.floats(1, 1e13), latency_s=st.floats(0, 10)
+)
 
 
 @st.composite
@@ -46,22 +50,44 @@ def clusters(draw: st.DrawFn) -> Cluster:
     who = st.integers(1, workers) | st.lists(ranks, min_size=1).map(tuple)
     probabilities = st.floats(0, 1, exclude_min=True)
     late = st.builds(
-        Straggling, workers=who, delay_s=lengths, kind=st.sampled_from(["random", "permanent"]), probability=probabilities
+        Straggling,
+        workers=who,
+        delay_s=lengths,
+        kind=st.sampled_from(["random", "permanent"]),
+        probability=probabilities,
     )
-    broken = draw(st.lists(st.tuples(durations, durations, ranks, st.sampled_from(["stop", "cut"])), max_size=2))
+    broken = draw(
+        st.lists(
+            st.tuples(durations, durations, ranks, st.sampled_from(["stop", "cut"])), max_size=2
+        )
+    )
     faults = [
         Fault(at_s=at_s, worker=worker, action=action)
         for one_s, other_s, worker, undone in broken[:1]
-        for at_s, action in zip(sorted((one_s, other_s)), (undone, {"stop": "continue", "cut": "mend"}[undone]), strict=True)
+        for at_s, action in zip(
+            sorted((one_s, other_s)),
+            (undone, {"stop": "continue", "cut": "mend"}[undone]),
+            strict=True,
+        )
     ]
     return Cluster(
-        name=draw(st.text(st.characters(exclude_categories=["C", "Z"]) | st.just(" "), min_size=1, max_size=20)),
+        name=draw(
+            st.text(
+                st.characters(exclude_categories=["C", "Z"]) | st.just(" "), min_size=1, max_size=20
+            )
+        ),
         workers=workers,
         speeds=tuple(draw(st.lists(speeds, min_size=1, max_size=workers))),
         link=draw(links),
         links=draw(st.dictionaries(ranks, links, max_size=2)),
         straggling=tuple(draw(st.lists(late, max_size=2))),
-        changes=tuple(draw(st.lists(st.builds(SpeedChange, at_s=durations, worker=ranks, speed=speeds), max_size=2))),
+        changes=tuple(
+            draw(
+                st.lists(
+                    st.builds(SpeedChange, at_s=durations, worker=ranks, speed=speeds), max_size=2
+                )
+            )
+        ),
         faults=tuple(faults),
         step_s=draw(st.none() | lengths),
         seed=draw(st.integers(0, 2**32 - 1)),
@@ -76,7 +102,9 @@ def test_a_cluster_survives_toml_and_json(cluster: Cluster) -> None:
 
 
 @given(cluster=clusters(), steps=st.lists(st.integers(0, 2**40), min_size=1, max_size=5))
-def test_all_ranks_agree_on_who_is_late_in_whatever_order_they_ask(cluster: Cluster, steps: list[int]) -> None:
+def test_all_ranks_agree_on_who_is_late_in_whatever_order_they_ask(
+    cluster: Cluster, steps: list[int]
+) -> None:
     backwards = {step: cluster.delayed_ranks(step) for step in reversed(steps)}
     for step in steps:
         asked = {rank: cluster.delay_s(rank, step) for rank in range(cluster.workers)}
@@ -113,7 +141,8 @@ def test_rates(text: str, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("320ms", 0.32), ("1.5s", 1.5), ("200us", 2e-4), ("200 µs", 2e-4), (" 0.2 ms ", 2e-4)]
+    ("text", "value"),
+    [("320ms", 0.32), ("1.5s", 1.5), ("200us", 2e-4), ("200 µs", 2e-4), (" 0.2 ms ", 2e-4)],
 )
 def test_durations(text: str, value: float) -> None:
     assert parse_duration(text, "it") == value
@@ -124,7 +153,10 @@ def test_random_stragglers_change_and_permanent_ones_stay() -> None:
         kind: Cluster(workers=8, straggling=(Straggling(workers=2, delay_s=0.32, kind=kind),))
         for kind in ("random", "permanent")
     }
-    late = {kind: [tuple(cluster.delayed_ranks(step)) for step in range(400)] for kind, cluster in kinds.items()}
+    late = {
+        kind: [tuple(cluster.delayed_ranks(step)) for step in range(400)]
+        for kind, cluster in kinds.items()
+    }
     assert {len(ranks) for steps in late.values() for ranks in steps} == {2}
     assert len(set(late["permanent"])) == 1
     hits = Counter(rank for ranks in late["random"] for rank in ranks)
@@ -135,7 +167,11 @@ def test_random_stragglers_change_and_permanent_ones_stay() -> None:
 def test_another_seed_draws_others() -> None:
     draws = {
         tuple(
-            tuple(Cluster(workers=8, seed=seed, straggling=(Straggling(workers=2, delay_s=1.0),)).delayed_ranks(s))
+            tuple(
+                Cluster(
+                    workers=8, seed=seed, straggling=(Straggling(workers=2, delay_s=1.0),)
+                ).delayed_ranks(s)
+            )
             for s in range(9)
         )
         for seed in range(5)
@@ -156,10 +192,20 @@ def test_a_step_is_hit_as_often_as_asked() -> None:
 
 
 def test_speeds_are_repeated_and_change_with_time() -> None:
-    changes = (SpeedChange(at_s=20.0, worker=1, speed=1.0), SpeedChange(at_s=10.0, worker=1, speed=0.25))
+    changes = (
+        SpeedChange(at_s=20.0, worker=1, speed=1.0),
+        SpeedChange(at_s=10.0, worker=1, speed=0.25),
+    )
     cluster = Cluster(workers=5, speeds=(1, 0.5), changes=changes)
     assert cluster.speeds == (1.0, 0.5, 1.0, 0.5, 1.0)
-    assert [cluster.speed_at(1, at_s) for at_s in (0, 9.9, 10, 19.9, 20, 99)] == [0.5, 0.5, 0.25, 0.25, 1, 1]
+    assert [cluster.speed_at(1, at_s) for at_s in (0, 9.9, 10, 19.9, 20, 99)] == [
+        0.5,
+        0.5,
+        0.25,
+        0.25,
+        1,
+        1,
+    ]
     assert cluster.speed_at(3, 99) == 0.5
 
 
@@ -187,7 +233,9 @@ def test_a_worker_may_have_a_link_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("link", "expected_s"), [("8mbit/3ms", 0.003 + 5000 / 1e6), ("none", 0.0)])
-def test_a_message_between_virtual_ranks_takes_latency_and_rate(link: str, expected_s: float) -> None:
+def test_a_message_between_virtual_ranks_takes_latency_and_rate(
+    link: str, expected_s: float
+) -> None:
     def swap(rank: int) -> Collective[None]:
         yield Send(1 - rank, bytes(5000))
         yield Recv(1 - rank)
@@ -211,7 +259,9 @@ def test_a_message_between_virtual_ranks_takes_latency_and_rate(link: str, expec
         ({"step_s": 0.2}, False),
     ],
 )
-def test_plain_means_that_there_is_nothing_to_emulate(changes: dict[str, Any], is_plain: bool) -> None:
+def test_plain_means_that_there_is_nothing_to_emulate(
+    changes: dict[str, Any], is_plain: bool
+) -> None:
     assert Cluster(**changes).is_plain == is_plain
 
 
@@ -225,15 +275,22 @@ def test_presets_are_the_packaged_files_and_each_emulates_something() -> None:
 
 def test_the_papers_stragglers_are_one_line() -> None:
     assert preset("stragglers").straggling == (Straggling(workers=2, delay_s=0.32),)
-    assert parse_cluster('workers = 8\nstraggling = "2x320ms"', "it").straggling == preset("stragglers").straggling
+    assert (
+        parse_cluster('workers = 8\nstraggling = "2x320ms"', "it").straggling
+        == preset("stragglers").straggling
+    )
     table = '[[straggling]]\nworkers = 2\ndelay = "320ms"'
     assert parse_cluster(table, "it").straggling == preset("stragglers").straggling
 
 
 def test_a_cluster_describes_itself_in_a_line() -> None:
-    cluster = from_flags(workers=8, link="1gbit", speeds="1,1,1,0.5", delay="2x320ms", step_time="200ms")
-    assert cluster.describe() == (
-        "8 workers, 1 Gbit/s, speeds 1 1 1 0.5, steps padded to 200 ms, 2 random workers 320 ms late each step"
+    cluster = from_flags(
+        workers=8, link="1gbit", speeds="1,1,1,0.5", delay="2x320ms", step_time="200ms"
+    )
+    assert (
+        cluster.describe()
+        == "8 workers, 1 Gbit/s, speeds 1 1 1 0.5, steps padded to 200 ms, 2 random workers 320 ms"
+        " late each step"
     )
     assert Cluster(workers=1).describe() == "1 worker"
     assert preset("flaky").describe().endswith("kill worker 2 at 30 s, return worker 2 at 35 s")
@@ -246,17 +303,27 @@ def test_no_flags_are_a_plain_cluster_of_four() -> None:
 
 def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
     file = tmp_path / "office.toml"
-    file.write_text('speeds = [1, 0.5]\nlink = "1gbit/2ms"\nstraggling = "1x1s"\nstep = "1s"\nseed = 5\n')
+    file.write_text(
+        'speeds = [1, 0.5]\nlink = "1gbit/2ms"\nstraggling = "1x1s"\nstep = "1s"\nseed = 5\n'
+    )
     assert from_flags(cluster=str(file)) == load(file)
     assert load(file).name == "office"
-    cluster = from_flags(cluster=str(file), workers=6, link="10mbit", delay="none", step_time="20ms")
+    cluster = from_flags(
+        cluster=str(file), workers=6, link="10mbit", delay="none", step_time="20ms"
+    )
     assert cluster.speeds == (1, 0.5, 1, 0.5, 1, 0.5)
     assert cluster.link == LinkSpec(rate_bit_per_s=1e7, latency_s=2e-3)
     assert (cluster.straggling, cluster.step_s, cluster.seed) == ((), 0.02, 5)
-    assert from_flags(cluster=str(file), latency="5us").link == LinkSpec(rate_bit_per_s=1e9, latency_s=5e-6)
+    assert from_flags(cluster=str(file), latency="5us").link == LinkSpec(
+        rate_bit_per_s=1e9, latency_s=5e-6
+    )
     assert from_flags(cluster=str(file), link="none").link == LinkSpec()
-    assert from_flags(cluster=str(file), link="none", latency="1ms").link == LinkSpec(latency_s=1e-3)
-    assert from_flags(cluster=str(file), link="2gbit/1ms").link == LinkSpec(rate_bit_per_s=2e9, latency_s=1e-3)
+    assert from_flags(cluster=str(file), link="none", latency="1ms").link == LinkSpec(
+        latency_s=1e-3
+    )
+    assert from_flags(cluster=str(file), link="2gbit/1ms").link == LinkSpec(
+        rate_bit_per_s=2e9, latency_s=1e-3
+    )
     assert from_flags(cluster=str(file), speeds="0.5").speeds == (0.5,) * 4
     assert from_flags(cluster=str(file), step_time="none").step_s is None
 
@@ -293,24 +360,51 @@ def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
         ('straggling = "2x1s:sometimes"', "after a colon allowed are"),
         ('straggling = "2x1s:200%"', "probability is 2.0; allowed is more than 0, up to 1"),
         ("[[straggling]]\nworkers = 1", r"straggling\[0\].delay is missing"),
-        ('[[straggling]]\nworkers = [0, 9]\ndelay = "1s"', r"straggling\[0\].workers names worker 9"),
-        ('[[straggling]]\nworkers = []\ndelay = "1s"', r"straggling\[0\].workers is \[\]; allowed is a count"),
+        (
+            '[[straggling]]\nworkers = [0, 9]\ndelay = "1s"',
+            r"straggling\[0\].workers names worker 9",
+        ),
+        (
+            '[[straggling]]\nworkers = []\ndelay = "1s"',
+            r"straggling\[0\].workers is \[\]; allowed is a count",
+        ),
         ('changes = [{at = "1s", worker = 9, speed = 1}]', "changes names worker 9"),
-        ('faults = [{at = "-1s", worker = 1, action = "kill"}]', r"faults\[0\].at is -1.0; allowed is 0 to 1 day"),
-        ('faults = [{at = "1s", worker = 4, action = "kill"}]', "faults names worker 4; allowed is 0 to 3"),
-        ('faults = [{at = "1s", worker = 1, action = "burn"}]', r"faults\[0\].action is 'burn'; allowed is kill, return, stop"),
-        ('faults = [{at = "1s", worker = 1, action = "mend"}]', "'mend' of worker 1 at 1 s, but no 'cut' comes before it"),
+        (
+            'faults = [{at = "-1s", worker = 1, action = "kill"}]',
+            r"faults\[0\].at is -1.0; allowed is 0 to 1 day",
+        ),
+        (
+            'faults = [{at = "1s", worker = 4, action = "kill"}]',
+            "faults names worker 4; allowed is 0 to 3",
+        ),
+        (
+            'faults = [{at = "1s", worker = 1, action = "burn"}]',
+            r"faults\[0\].action is 'burn'; allowed is kill, return, stop",
+        ),
+        (
+            'faults = [{at = "1s", worker = 1, action = "mend"}]',
+            "'mend' of worker 1 at 1 s, but no 'cut' comes before it",
+        ),
         ('faults = [{at = "1s", worker = 1, action = "continue"}]', "no 'stop' comes before it"),
         (
-            'faults = [{at = "2s", worker = 1, action = "cut"}, {at = "1s", worker = 1, action = "mend"}]',
+            (
+                'faults = [{at = "2s", worker = 1, action = "cut"}, {at = "1s", worker = 1, action'
+                ' = "mend"}]'
+            ),
             "'mend' of worker 1 at 1 s, but no 'cut'",
         ),
         (
-            'faults = [{at = "1s", worker = 1, action = "kill"}, {at = "2s", worker = 1, action = "cut"}]',
+            (
+                'faults = [{at = "1s", worker = 1, action = "kill"}, {at = "2s", worker = 1, action'
+                ' = "cut"}]'
+            ),
             "'cut' of worker 1 at 2 s, which was killed before",
         ),
         (
-            'faults = [{at = "1s", worker = 1, action = "cut"}, {at = "2s", worker = 1, action = "cut"}]',
+            (
+                'faults = [{at = "1s", worker = 1, action = "cut"}, {at = "2s", worker = 1, action'
+                ' = "cut"}]'
+            ),
             "'cut' of worker 1 at 2 s, to which that has been done",
         ),
         (
@@ -318,7 +412,10 @@ def test_flags_override_the_file_and_leave_the_rest(tmp_path: Path) -> None:
             "'return' of worker 1 at 1 s, but no 'kill' comes before it; add one",
         ),
         (
-            'faults = [{at = "1s", worker = 1, action = "kill"}, {at = "2s", worker = 1, action = "kill"}]',
+            (
+                'faults = [{at = "1s", worker = 1, action = "kill"}, {at = "2s", worker = 1, action'
+                ' = "kill"}]'
+            ),
             "'kill' of worker 1 at 2 s, which was killed before; add a 'return' between them",
         ),
         (
@@ -344,11 +441,17 @@ def test_a_file_that_cannot_be_says_where_and_why(text: str, message: str) -> No
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"cluster": "flakey"}, "--cluster flakey: no such preset and no such file; .*did you mean 'flaky'"),
+        (
+            {"cluster": "flakey"},
+            "--cluster flakey: no such preset and no such file; .*did you mean 'flaky'",
+        ),
         ({"cluster": "absent.toml"}, "cannot read cluster absent.toml: No such file"),
         ({"cluster": "ethernet-1g", "workers": 0}, "--workers 0: workers is 0"),
         ({"cluster": "flaky", "workers": 2}, "cluster 'flaky': faults names worker 3"),
-        ({"cluster": "mixed-gpus", "workers": 3}, "cluster 'mixed-gpus': speeds has 4 numbers for 3 workers"),
+        (
+            {"cluster": "mixed-gpus", "workers": 3},
+            "cluster 'mixed-gpus': speeds has 4 numbers for 3 workers",
+        ),
         ({"link": "fast"}, "--link is 'fast'; allowed is a number with bit"),
         ({"link": "1gbit/1ms", "latency": "2ms"}, "both give a latency"),
         ({"latency": "20"}, '--latency is .20., which has no unit; .*is "20s" meant'),
@@ -387,13 +490,17 @@ def test_a_damaged_record_is_a_validation_error_with_the_sentence_in_it() -> Non
         cluster: Cluster
 
     with pytest.raises(ValueError, match="faults names worker 9"):
-        Holder.model_validate({"cluster": {"faults": [{"at_s": 1.0, "worker": 9, "action": "kill"}]}})
+        Holder.model_validate(
+            {"cluster": {"faults": [{"at_s": 1.0, "worker": 9, "action": "kill"}]}}
+        )
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
 
 
-@pytest.mark.parametrize("block", re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+@pytest.mark.parametrize(
+    "block", re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+)
 def test_what_the_page_shows_can_be_read(block: str) -> None:
     assert not parse_cluster(block, "docs/cluster.md").is_plain
 
@@ -404,7 +511,11 @@ def test_the_delays_that_the_page_shows_can_be_read(text: str) -> None:
 
 
 def test_every_key_and_preset_stands_on_the_page() -> None:
-    keys = [toml_key(name) for kind in (Cluster, Straggling, Fault, LinkSpec) for name in kind.model_fields]
+    keys = [
+        toml_key(name)
+        for kind in (Cluster, Straggling, Fault, LinkSpec)
+        for name in kind.model_fields
+    ]
     assert [key for key in (*keys, *PRESETS) if f"`{key}`" not in PAGE] == []
     for name, summary in PRESETS.items():
         assert f"| `{name}` | {summary} |" in PAGE
@@ -412,7 +523,9 @@ def test_every_key_and_preset_stands_on_the_page() -> None:
 
 def test_a_worker_may_be_killed_as_often_as_it_returns() -> None:
     actions = ("cut", "kill", "return", "mend", "kill", "return")
-    faults = tuple(Fault(at_s=float(at), worker=1, action=action) for at, action in enumerate(actions))
+    faults = tuple(
+        Fault(at_s=float(at), worker=1, action=action) for at, action in enumerate(actions)
+    )
     cluster = Cluster(faults=faults)
     assert cluster.faults == faults
     assert parse_cluster(cluster.to_toml(), "it") == cluster

@@ -1,4 +1,6 @@
-"""What a comparison refuses before anything starts, and how its runs are named, shared out and put in order."""
+"""What a comparison refuses before anything starts, and how its runs are named, shared out and put
+in order.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from offbeat.lab.progress import Progress
 
 GIGABYTE = 10**9
 REQUEST = CompareRequest(
-    task="digits", strategies=["ddp", "gtopk"], cluster=Cluster(workers=2), emulation="none", seeds=(0,), steps=24
+    task="digits",
+    strategies=["ddp", "gtopk"],
+    cluster=Cluster(workers=2),
+    emulation="none",
+    seeds=(0,),
+    steps=24,
 )
 
 
@@ -39,15 +46,27 @@ class Deaf:
     [
         ({"strategies": []}, "no strategies to compare; give some, such as --strategies ddp,gtopk"),
         ({"strategies": ["ddp", "gtopkk"]}, "no strategy 'gtopkk'.*did you mean 'gtopk'"),
-        ({"strategies": ["gtopk:densty=0.1"]}, "'densty=0.1' in 'gtopk:densty=0.1' is no option.*did you mean 'density'"),
+        (
+            {"strategies": ["gtopk:densty=0.1"]},
+            "'densty=0.1' in 'gtopk:densty=0.1' is no option.*did you mean 'density'",
+        ),
         ({"strategies": ["gtopk:density"]}, "write gtopk:key=value"),
         ({"strategies": ["gtopk:density=2"]}, "density"),
         ({"strategies": ["gtopk:density=0.1:density=0.2"]}, "option density is given twice in"),
-        ({"strategies": ["ddp", "gtopk", "ddp"]}, "strategy 'ddp' is given twice; give it once, or with different options"),
-        ({"strategies": ["gtopk:density=0.1", "gtopk:density=0.1"]}, "strategy 'gtopk density=0.1' is given twice"),
+        (
+            {"strategies": ["ddp", "gtopk", "ddp"]},
+            "strategy 'ddp' is given twice; give it once, or with different options",
+        ),
+        (
+            {"strategies": ["gtopk:density=0.1", "gtopk:density=0.1"]},
+            "strategy 'gtopk density=0.1' is given twice",
+        ),
         ({"strategies": ["ddp", "alone"]}, "alone takes part in every comparison.*leave it out"),
         ({"strategies": ["ddp:rank=1"]}, "nothing, since it has none"),
-        ({"strategies": ["gtopk:density=0.1"], "settings": ["density=0.2"]}, "density is given twice"),
+        (
+            {"strategies": ["gtopk:density=0.1"], "settings": ["density=0.2"]},
+            "density is given twice",
+        ),
         ({"task": "digit"}, "no task 'digit'.*did you mean 'digits'"),
         ({"settings": ["batchsize=4"]}, "option 'batchsize'.*did you mean 'batch_size'"),
         ({"seeds": ()}, "no seeds; give at least one"),
@@ -66,14 +85,22 @@ class Deaf:
         ({"steps": 3, "epochs": 1}, "got --epochs 1 and --steps 3; give one of them"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_comparison(replace(REQUEST, **changes), out=tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
 def test_variants_of_one_strategy_have_labels_and_directories_of_their_own() -> None:
-    strategies = ["gtopk", "ddp", "gtopk:density=0.01", "gtopk:density=0.01:collective=tree", " ddp-powersgd:rank=1"]
+    strategies = [
+        "gtopk",
+        "ddp",
+        "gtopk:density=0.01",
+        "gtopk:density=0.01:collective=tree",
+        " ddp-powersgd:rank=1",
+    ]
     plan = plan_comparison(replace(REQUEST, strategies=strategies, seeds=(3, 1)))
     assert [c.label for c in plan.contestants] == [
         "gtopk",
@@ -82,7 +109,10 @@ def test_variants_of_one_strategy_have_labels_and_directories_of_their_own() -> 
         "gtopk density=0.01 collective=tree",
         "ddp-powersgd",
     ]
-    assert plan.contestants[2].runs == ["runs/gtopk-density=0.01-seed-3", "runs/gtopk-density=0.01-seed-1"]
+    assert plan.contestants[2].runs == [
+        "runs/gtopk-density=0.01-seed-3",
+        "runs/gtopk-density=0.01-seed-1",
+    ]
     runs = [run for c in plan.contestants for run in c.runs]
     assert len(set(runs)) == len(runs) == 10
     assert [c.options.get("density") for c in plan.contestants] == [0.001, None, 0.01, 0.01, None]
@@ -95,8 +125,17 @@ def test_variants_of_one_strategy_have_labels_and_directories_of_their_own() -> 
 def test_all_runs_are_as_long_and_measured_as_often() -> None:
     plan = plan_comparison(replace(REQUEST, settings=["batch_size=16"]))
     for config in plan.configs:
-        assert (config.steps, config.epochs, config.eval_every, config.checkpoint_every) == (24, None, 2, None)
-        assert (config.workers, config.cluster, config.task_options["batch_size"]) == (2, REQUEST.cluster, 16)
+        assert (config.steps, config.epochs, config.eval_every, config.checkpoint_every) == (
+            24,
+            None,
+            2,
+            None,
+        )
+        assert (config.workers, config.cluster, config.task_options["batch_size"]) == (
+            2,
+            REQUEST.cluster,
+            16,
+        )
     assert plan.steps == 24
     assert plan_comparison(replace(REQUEST, eval_every=7)).configs[0].eval_every == 7
     assert plan_comparison(replace(REQUEST, steps=5)).configs[0].eval_every == 1
@@ -105,7 +144,8 @@ def test_all_runs_are_as_long_and_measured_as_often() -> None:
 
 
 @pytest.mark.parametrize(
-    ("available_bytes", "at_once"), [(100 * GIGABYTE, 3), (2 * GIGABYTE, 3), (GIGABYTE + GIGABYTE // 5, 2), (None, 1)]
+    ("available_bytes", "at_once"),
+    [(100 * GIGABYTE, 3), (2 * GIGABYTE, 3), (GIGABYTE + GIGABYTE // 5, 2), (None, 1)],
 )
 def test_as_many_runs_take_turns_as_fit_into_memory(
     monkeypatch: pytest.MonkeyPatch, available_bytes: int | None, at_once: int
@@ -114,10 +154,15 @@ def test_as_many_runs_take_turns_as_fit_into_memory(
     assert plan_comparison(REQUEST).at_once == at_once
 
 
-def test_more_workers_than_memory_allows_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_more_workers_than_memory_allows_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: GIGABYTE)
     with pytest.raises(
-        ConfigError, match=r"8 workers with [\d,]+ parameters need about 1\.\d GB, and 1\.0 GB are free; use fewer"
+        ConfigError,
+        match=(
+            r"8 workers with [\d,]+ parameters need about 1\.\d GB, and 1\.0 GB are free; use fewer"
+        ),
     ):
         plan_comparison(replace(REQUEST, cluster=Cluster(workers=8)), out=tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -129,24 +174,32 @@ def test_a_directory_in_use_is_refused_untouched(tmp_path: Path) -> None:
     for out in (tmp_path / "out", tmp_path / "out" / "thesis.txt"):
         with pytest.raises(RecordError, match="exists and is not empty; choose another --out"):
             plan_comparison(REQUEST, out=out)
-    late = replace(plan_comparison(REQUEST), out=tmp_path / "out")  # it was filled after the plan was made
+    late = replace(
+        plan_comparison(REQUEST), out=tmp_path / "out"
+    )  # it was filled after the plan was made
     with pytest.raises(RecordError, match="exists and is not empty"):
         carry_out(late, Deaf(), command="")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "thesis.txt"]
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
 
 
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def read_only(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
 
     plan = plan_comparison(REQUEST, out=tmp_path / "out")
     monkeypatch.setattr(Path, "mkdir", read_only)
-    with pytest.raises(RecordError, match=r"cannot write .*out: Read-only file system; choose another --out"):
+    with pytest.raises(
+        RecordError, match=r"cannot write .*out: Read-only file system; choose another --out"
+    ):
         carry_out(plan, Deaf(), command="")
 
 
-def test_a_cluster_that_cannot_be_emulated_leaves_the_name_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_cannot_be_emulated_leaves_the_name_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(cluster: Cluster, *, mode: str) -> None:
         raise ConfigError("no root")
 
@@ -160,7 +213,9 @@ class FakeRounds:
     """In place of the runs: notes what was to run together, and in what order."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, failing: Callable[[str, int], bool] = lambda label, place: False
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        failing: Callable[[str, int], bool] = lambda label, place: False,
     ) -> None:
         self.together: list[list[str]] = []
 
@@ -180,7 +235,9 @@ def planned(out: Path, at_once: int, **changes: Any) -> ComparePlan:
     return replace(plan_comparison(request, out=out), at_once=at_once)
 
 
-def test_every_seed_has_another_first_and_the_ideal_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_seed_has_another_first_and_the_ideal_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rounds = FakeRounds(monkeypatch)
     directory, comparison = carry_out(planned(tmp_path / "out", 4), Deaf(), command="the command")
     assert rounds.together == [
@@ -188,7 +245,11 @@ def test_every_seed_has_another_first_and_the_ideal_comes_last(tmp_path: Path, m
         ["gtopk", "topk", "ddp", "alone"],
         ["topk", "ddp", "gtopk", "alone"],
     ]
-    assert (comparison.status, comparison.command, comparison.num_parameters > 0) == ("finished", "the command", True)
+    assert (comparison.status, comparison.command, comparison.num_parameters > 0) == (
+        "finished",
+        "the command",
+        True,
+    )
     assert read_comparison(directory) == comparison
     assert not any("fit into memory" in notice for notice in comparison.emulation.notices)
 
@@ -198,11 +259,21 @@ def test_runs_that_do_not_fit_together_follow_each_other_and_the_record_says_so(
 ) -> None:
     rounds = FakeRounds(monkeypatch)
     _, comparison = carry_out(planned(tmp_path / "out", 3), Deaf(), command="")
-    assert rounds.together[:4] == [["ddp", "gtopk", "topk"], ["alone"], ["gtopk", "topk", "ddp"], ["alone"]]
-    assert any(notice.startswith("3 of 4 runs fit into memory at a time") for notice in comparison.emulation.notices)
+    assert rounds.together[:4] == [
+        ["ddp", "gtopk", "topk"],
+        ["alone"],
+        ["gtopk", "topk", "ddp"],
+        ["alone"],
+    ]
+    assert any(
+        notice.startswith("3 of 4 runs fit into memory at a time")
+        for notice in comparison.emulation.notices
+    )
 
 
-def test_who_has_failed_does_not_run_with_the_next_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_failed_does_not_run_with_the_next_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rounds = FakeRounds(monkeypatch, lambda label, seed: (label, seed) == ("gtopk", 1))
     _, comparison = carry_out(planned(tmp_path / "out", 4), Deaf(), command="")
     assert [sorted(labels) for labels in rounds.together] == [
@@ -213,14 +284,20 @@ def test_who_has_failed_does_not_run_with_the_next_seed(tmp_path: Path, monkeypa
     assert [c.failure for c in comparison.contestants] == [None, "it broke", None]
 
 
-def test_one_worker_has_nobody_to_exchange_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_worker_has_nobody_to_exchange_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rounds = FakeRounds(monkeypatch)
     carry_out(planned(tmp_path / "out", 4, cluster=Cluster(workers=1)), Deaf(), command="")
     assert rounds.together[0] == ["ddp", "gtopk", "topk"]
 
 
-def test_without_a_name_the_first_free_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_name_the_first_free_one_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     FakeRounds(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    names = [carry_out(replace(planned(Path("x"), 4), out=None), Deaf(), command="")[0] for _ in range(2)]
+    names = [
+        carry_out(replace(planned(Path("x"), 4), out=None), Deaf(), command="")[0] for _ in range(2)
+    ]
     assert names == [Path("runs/compare-digits-001"), Path("runs/compare-digits-002")]

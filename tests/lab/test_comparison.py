@@ -1,4 +1,6 @@
-"""A comparison's file: what is written is read back, and what cannot be read or written harms nothing."""
+"""A comparison's file: what is written is read back, and what cannot be read or written harms
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,25 @@ import pytest
 
 from lab_support.made import comparison, contestant
 from offbeat.errors import RecordError
-from offbeat.lab.comparison import FILE, SCHEMA, Difference, is_comparison, read_comparison, write_comparison
+from offbeat.lab.comparison import (
+    FILE,
+    SCHEMA,
+    Difference,
+    is_comparison,
+    read_comparison,
+    write_comparison,
+)
 
 WHOLE = comparison(
     [
         contestant("ddp", {"step_s": [1.0, None, 3.0]}, lateness_s=[0.0, 0.25]),
         contestant("gtopk density=0.01", failure="worker 1 was killed"),
     ],
-    differences=[Difference(measure="step_s", a="ddp", b="gtopk", ratio=2.0, low=None, high=None, decided=False)],
+    differences=[
+        Difference(
+            measure="step_s", a="ddp", b="gtopk", ratio=2.0, low=None, high=None, decided=False
+        )
+    ],
     target=None,
 )
 
@@ -50,14 +63,19 @@ def test_it_is_replaced_whole(tmp_path: Path) -> None:
 
 def test_where_there_is_none(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(RecordError, match="holds no comparison; give the directory that offbeat compare printed"):
+        with pytest.raises(
+            RecordError,
+            match="holds no comparison; give the directory that offbeat compare printed",
+        ):
             read_comparison(directory)
 
 
 @pytest.mark.parametrize("content", ["", "{", "\xff\xfe", '{"kind": "offbeat comp'])
 def test_what_is_cut_off_is_said_to_be_damaged(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content, encoding="latin-1")
-    with pytest.raises(RecordError, match="is damaged: .*; the comparison cannot be read without it"):
+    with pytest.raises(
+        RecordError, match="is damaged: .*; the comparison cannot be read without it"
+    ):
         read_comparison(tmp_path)
 
 
@@ -72,7 +90,10 @@ def test_what_somebody_else_wrote_is_refused(tmp_path: Path, content: str) -> No
 def test_another_version_is_refused_with_both_named(tmp_path: Path, version: object) -> None:
     write_comparison(tmp_path, WHOLE)
     altered(tmp_path, schema_version=version, status="of another kind")
-    with pytest.raises(RecordError, match=f"has comparison schema {version!r}, this version reads {SCHEMA}; use the version"):
+    with pytest.raises(
+        RecordError,
+        match=f"has comparison schema {version!r}, this version reads {SCHEMA}; use the version",
+    ):
         read_comparison(tmp_path)
 
 
@@ -94,7 +115,9 @@ def test_a_damaged_one_says_where(tmp_path: Path, field: str, value: object, pla
 
 
 @pytest.mark.parametrize("fails", ["write", "replace"])
-def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+def test_a_full_disk_leaves_the_earlier_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     write_comparison(tmp_path, WHOLE)
     before = (tmp_path / FILE).read_bytes()
 
@@ -110,7 +133,9 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(Path, "write_text", torn)
     else:
         monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(RecordError, match=r"cannot write .*comparison\.json: No space left on device; make room"):
+    with pytest.raises(
+        RecordError, match=r"cannot write .*comparison\.json: No space left on device; make room"
+    ):
         write_comparison(tmp_path, WHOLE.model_copy(update={"status": "finished"}))
     monkeypatch.undo()
     assert names(tmp_path) == [FILE]

@@ -15,7 +15,11 @@ def asked(**changes: object) -> Request:
 
 def test_a_resolved_run_has_a_value_for_everything_and_survives_json() -> None:
     config = resolve(asked(settings=["density=0.01", "size=small"], steps=7))
-    assert (config.task_options["size"], config.strategy_options["density"], config.workers) == ("small", 0.01, 4)
+    assert (config.task_options["size"], config.strategy_options["density"], config.workers) == (
+        "small",
+        0.01,
+        4,
+    )
     assert (config.steps, config.epochs) == (7, None)
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
     assert config.build_strategy().density == 0.01
@@ -26,8 +30,15 @@ def test_without_a_length_the_task_decides() -> None:
 
 
 def test_warmup_learns_how_long_an_epoch_is() -> None:
-    assert resolve(asked(settings=["warmup=paper"])).strategy_options["steps_per_epoch"] == 1437 // (4 * 32)
-    assert resolve(asked(settings=["warmup=paper", "steps_per_epoch=5"])).strategy_options["steps_per_epoch"] == 5
+    assert resolve(asked(settings=["warmup=paper"])).strategy_options[
+        "steps_per_epoch"
+    ] == 1437 // (4 * 32)
+    assert (
+        resolve(asked(settings=["warmup=paper", "steps_per_epoch=5"])).strategy_options[
+            "steps_per_epoch"
+        ]
+        == 5
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,9 +72,13 @@ STORED = {"steps": 20, "settings": ["density=0.01"], "seed": 5}
         (asked(seed=5, settings=["density=1e-2", "size=tiny"]), {}),
     ],
 )
-def test_a_resume_may_change_workers_and_length(request_: Request, expected: dict[str, object]) -> None:
+def test_a_resume_may_change_workers_and_length(
+    request_: Request, expected: dict[str, object]
+) -> None:
     stored = resolve(asked(**STORED))
-    assert resolve_resume(stored, request_, steps_done=10, epochs_done=0) == stored.model_copy(update=expected)
+    assert resolve_resume(stored, request_, steps_done=10, epochs_done=0) == stored.model_copy(
+        update=expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +87,10 @@ def test_a_resume_may_change_workers_and_length(request_: Request, expected: dic
         (Request(task="charlm"), "--task charlm contradicts the record, which has digits"),
         (Request(strategy="topk"), "--strategy topk contradicts"),
         (Request(seed=0), "--seed 0 contradicts the record, which has 5"),
-        (Request(settings=["density=0.1"]), "--set density=0.1 contradicts the record, which has 0.01"),
+        (
+            Request(settings=["density=0.1"]),
+            "--set density=0.1 contradicts the record, which has 0.01",
+        ),
         (Request(settings=["size=large"]), "--set size=large contradicts"),
         (Request(steps=10), "has done 10 steps and is to do 10; raise --steps"),
         (Request(epochs=1), "has done 1 epochs and is to do 1; raise --epochs"),
@@ -91,7 +109,10 @@ EVENTFUL = Cluster(
         Straggling(workers=(2,), delay_s=0.2),
         Straggling(workers=3, delay_s=0.3),
     ),
-    changes=(SpeedChange(at_s=1.0, worker=1, speed=0.5), SpeedChange(at_s=2.0, worker=2, speed=0.5)),
+    changes=(
+        SpeedChange(at_s=1.0, worker=1, speed=0.5),
+        SpeedChange(at_s=2.0, worker=2, speed=0.5),
+    ),
     faults=(
         Fault(at_s=1.0, worker=0, action="stop"),
         Fault(at_s=2.0, worker=0, action="continue"),
@@ -106,13 +127,19 @@ def test_resumed_with_other_workers_the_cluster_has_as_many() -> None:
     assert more.cluster is not None
     assert (more.workers, more.cluster.workers, more.cluster.link) == (6, 6, stored.cluster.link)
     fewer = resolve_resume(
-        resolve(asked(steps=10, cluster=EVENTFUL)), Request(workers=2, steps=20), steps_done=10, epochs_done=0
+        resolve(asked(steps=10, cluster=EVENTFUL)),
+        Request(workers=2, steps=20),
+        steps_done=10,
+        epochs_done=0,
     )
     assert fewer.cluster == Cluster(
         workers=2,
         straggling=(Straggling(workers=(1,), delay_s=0.1), Straggling(workers=2, delay_s=0.3)),
         changes=(SpeedChange(at_s=1.0, worker=1, speed=0.5),),
-        faults=(Fault(at_s=1.0, worker=0, action="stop"), Fault(at_s=2.0, worker=0, action="continue")),
+        faults=(
+            Fault(at_s=1.0, worker=0, action="stop"),
+            Fault(at_s=2.0, worker=0, action="continue"),
+        ),
     )
     uneven = resolve(asked(steps=10, cluster=Cluster(workers=4, speeds=(1.0, 1.0, 1.0, 0.5))))
     with pytest.raises(ConfigError, match="speeds"):

@@ -1,4 +1,6 @@
-"""The doctor sees what is there, finds the link it measures, draws the right conclusion, and leaves nothing behind."""
+"""The doctor sees what is there, finds the link it measures, draws the right conclusion, and leaves
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def measurement(**changes: object) -> Measurement:
 
 
 def pair(first: int, second: int, *, rate_bit_per_s: float = 1e9) -> PairLink:
-    return PairLink(first=first, second=second, cost=Link(alpha_s=1e-4, beta_s_per_byte=8 / rate_bit_per_s))
+    return PairLink(
+        first=first, second=second, cost=Link(alpha_s=1e-4, beta_s_per_byte=8 / rate_bit_per_s)
+    )
 
 
 def judged(found: Measurement | None) -> Diagnosis:
@@ -84,17 +88,24 @@ def test_pairs_find_the_link_and_all_ranks_agree(world_size: int) -> None:
 
 
 def test_the_worker_with_the_bad_cable_is_found() -> None:
-    pairs = [pair(a, b, rate_bit_per_s=1e8 if 2 in (a, b) else 1e9) for b in range(4) for a in range(b)]
+    pairs = [
+        pair(a, b, rate_bit_per_s=1e8 if 2 in (a, b) else 1e9) for b in range(4) for a in range(b)
+    ]
     assert slow_workers(pairs, 4) == [2]
     assert slow_workers(measurement().pairs, 4) == []
     assert slow_workers([pair(0, 1, rate_bit_per_s=1e6)], 2) == []
-    assert any("Worker 2 (node2) has slow links" in sentence for sentence in judged(measurement(pairs=pairs)).advice)
+    assert any(
+        "Worker 2 (node2) has slow links" in sentence
+        for sentence in judged(measurement(pairs=pairs)).advice
+    )
 
 
 def test_predictions_are_the_collectives_own_costs() -> None:
     slow = network(1e8)
     prediction = predict(slow, world_size=4, num_parameters=25_000_000)
-    assert prediction.costs_s["dense"] == dense.cost_s(world_size=4, num_bytes=100_000_000, network=slow)
+    assert prediction.costs_s["dense"] == dense.cost_s(
+        world_size=4, num_bytes=100_000_000, network=slow
+    )
     tree_s = gtopk_tree.cost_s(world_size=4, k=25_000, pair_bytes=6, network=slow)
     assert prediction.costs_s["tree"] == pytest.approx(tree_s + 0.025)
     assert prediction.best in prediction.costs_s
@@ -103,18 +114,29 @@ def test_predictions_are_the_collectives_own_costs() -> None:
 def test_on_a_slow_link_gtopk_is_advised() -> None:
     diagnosis = judged(measurement(network=network(1e8)))
     assert diagnosis.verdict.startswith("Try gTop-k for 1 M, 25 M and 100 M parameters")
-    assert re.match(r"25 M parameters: gTop-k \(\w+\) takes .* where DDP's all-reduce takes 12 s, ", diagnosis.advice[1])
-    assert any("DDP hides as much of them as its backward pass lasts" in sentence for sentence in diagnosis.advice)
+    assert re.match(
+        r"25 M parameters: gTop-k \(\w+\) takes .* where DDP's all-reduce takes 12 s, ",
+        diagnosis.advice[1],
+    )
+    assert any(
+        "DDP hides as much of them as its backward pass lasts" in sentence
+        for sentence in diagnosis.advice
+    )
 
 
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
-        (network(400e9, latency_s=5e-6), "sending less would take longer|too little for sending less"),
+        (
+            network(400e9, latency_s=5e-6),
+            "sending less would take longer|too little for sending less",
+        ),
         (replace(network(1e9), select_s_per_element=1e-6), "sending less would take longer"),
     ],
 )
-def test_on_a_fast_link_or_a_slow_processor_the_advice_is_to_stay_on_ddp(found: Network, reason: str) -> None:
+def test_on_a_fast_link_or_a_slow_processor_the_advice_is_to_stay_on_ddp(
+    found: Network, reason: str
+) -> None:
     diagnosis = judged(measurement(network=found))
     assert diagnosis.verdict.startswith("Stay on DDP")
     for sentence in diagnosis.advice[:3]:
@@ -123,7 +145,9 @@ def test_on_a_fast_link_or_a_slow_processor_the_advice_is_to_stay_on_ddp(found: 
 
 def test_the_sizes_that_gain_are_told_apart_from_those_that_do_not() -> None:
     gigabit = network(1e9)
-    predictions = [predict(gigabit, world_size=4, num_parameters=size) for size in (10_000, 100_000_000)]
+    predictions = [
+        predict(gigabit, world_size=4, num_parameters=size) for size in (10_000, 100_000_000)
+    ]
     assert [prediction.stay_on_ddp for prediction in predictions] == [True, False]
     assert verdict(predictions) == "Stay on DDP for 10 k parameters; try gTop-k for 100 M."
 
@@ -131,13 +155,21 @@ def test_the_sizes_that_gain_are_told_apart_from_those_that_do_not() -> None:
 def test_latency_is_named_where_it_is_the_bottleneck() -> None:
     for latency_s, reason in ((0.05, "latency of messages"), (1e-5, "bytes on the wire")):
         found = network(1e8, latency_s=latency_s)
-        prediction = replace(predict(found, world_size=8, num_parameters=1_000_000), stay_on_ddp=False)
+        prediction = replace(
+            predict(found, world_size=8, num_parameters=1_000_000), stay_on_ddp=False
+        )
         assert reason in advise(prediction, network=found, world_size=8)
 
 
 def test_what_else_should_be_known_is_said() -> None:
-    local = [Host(name="here", torch=version, num_threads=1) for version in ("2.13.0", "2.13.0", "2.12.0", "2.13.0")]
-    listening = [Listening(address="::", port=29500, owner="rendezvous store"), Listening(address="10.0.0.7", port=4000)]
+    local = [
+        Host(name="here", torch=version, num_threads=1)
+        for version in ("2.13.0", "2.13.0", "2.12.0", "2.13.0")
+    ]
+    listening = [
+        Listening(address="::", port=29500, owner="rendezvous store"),
+        Listening(address="10.0.0.7", port=4000),
+    ]
     diagnosis = judged(measurement(hosts=local, listening=listening))
     text = "\n".join(diagnosis.advice)
     assert "All workers are on one host" in text
@@ -153,7 +185,10 @@ def test_alone_it_says_how_to_start_it() -> None:
 
 
 def test_a_link_reads_like_one() -> None:
-    assert display_link(Link(alpha_s=52.34e-6, beta_s_per_byte=8 / 941.23e6)) == "52.3 us a message, 941 Mbit/s"
+    assert (
+        display_link(Link(alpha_s=52.34e-6, beta_s_per_byte=8 / 941.23e6))
+        == "52.3 us a message, 941 Mbit/s"
+    )
 
 
 TABLE = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
@@ -168,7 +203,12 @@ TABLE_6 = """  sl  local_address remote_address st tx_queue rx_queue tr tm->when
 def test_the_kernels_tables_are_read() -> None:
     assert list(parse_table(TABLE)) == [("0.0.0.0", 2024, "103")]  # noqa: S104 - read, not bound
     assert list(parse_table(TABLE_6)) == [("::1", 8080, "77")]
-    for address, is_open in (("0.0.0.0", True), ("::", True), ("127.0.0.1", False), ("::1", False)):  # noqa: S104 - compared
+    for address, is_open in (
+        ("0.0.0.0", True),  # noqa: S104 - looked at, not bound
+        ("::", True),
+        ("127.0.0.1", False),
+        ("::1", False),
+    ):
         assert Listening(address=address, port=1).is_open_to_all == is_open
 
 
@@ -197,14 +237,24 @@ def test_a_cgroup_is_tried_and_taken_away(tmp_path: Path) -> None:
 def test_everything_is_found_or_said_to_be_missing_with_what_follows() -> None:
     findings = {finding.name: finding for finding in find_all()}
     assert {"torch", "gloo", "NCCL", "CUDA", "Triton", "cores", "memory"} <= findings.keys()
-    assert {"privileges", "ip, tc", "namespaces", "tbf", "fq", "netem", "CPU quotas"} <= findings.keys()
+    assert {
+        "privileges",
+        "ip, tc",
+        "namespaces",
+        "tbf",
+        "fq",
+        "netem",
+        "CPU quotas",
+    } <= findings.keys()
     assert all(finding.means for finding in findings.values())
     assert findings["cores"].value == str(len(os.sched_getaffinity(0)))
     assert not any(scratch_name() in path.name for path in Path("/run/netns").glob("*"))
     assert not list(Path("/sys/fs/cgroup").glob(f"**/{scratch_name()}"))
 
 
-def test_without_namespaces_nothing_else_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_namespaces_nothing_else_is_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     refusing = tmp_path / "ip"
     refusing.write_text("#!/bin/sh\necho 'Error: not here.' >&2\nexit 1\n")
     refusing.chmod(0o755)
@@ -228,13 +278,24 @@ def test_arguments_that_cannot_be_are_refused(arguments: dict[str, object], mess
 def test_local_workers_are_refused_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="--workers is 4, but torchrun or srun has started 2; leave it out"):
+    with pytest.raises(
+        ConfigError, match="--workers is 4, but torchrun or srun has started 2; leave it out"
+    ):
         diagnose(workers=4)
 
 
 def test_the_page_shows_all_and_ends_with_the_verdict() -> None:
     found = judge(
-        [Finding(name="tbf", purpose="emulation", state="missing", value="not [there]", means="so be it", remedy="try")],
+        [
+            Finding(
+                name="tbf",
+                purpose="emulation",
+                state="missing",
+                value="not [there]",
+                means="so be it",
+                remedy="try",
+            )
+        ],
         measurement(world_size=6, pairs=[pair(a, b) for b in range(6) for a in range(b)]),
         sizes=[1234567],
         density=0.01,
@@ -242,21 +303,33 @@ def test_the_page_shows_all_and_ends_with_the_verdict() -> None:
     out = io.StringIO()
     doctor_command.print_diagnosis(Console(file=out, width=120), found)
     text = out.getvalue()
-    for expected in ("not [there]: so be it; to get it: try", "10.0.0.7:4000", "1.23 M", "and 5 faster pairs", "1 Gbit/s"):
+    for expected in (
+        "not [there]: so be it; to get it: try",
+        "10.0.0.7:4000",
+        "1.23 M",
+        "and 5 faster pairs",
+        "1 Gbit/s",
+    ):
         assert expected in text
     assert text.rstrip().endswith(found.verdict)
 
 
-def test_json_holds_everything(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_holds_everything(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = judged(measurement())
     monkeypatch.setattr(doctor_command, "diagnose", lambda **_: found)
     assert doctor_command.run(as_json=True) == 0
     assert TypeAdapter(Diagnosis).validate_json(capsys.readouterr().out) == found
 
 
-def test_without_gloo_the_status_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_gloo_the_status_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     lacking = Finding(name="gloo", purpose="training", state="missing", value="", means="no")
-    monkeypatch.setattr(doctor_command, "diagnose", lambda **_: judge([lacking], None, sizes=[1], density=0.1))
+    monkeypatch.setattr(
+        doctor_command, "diagnose", lambda **_: judge([lacking], None, sizes=[1], density=0.1)
+    )
     assert doctor_command.run() == 1
     assert "gloo" in capsys.readouterr().out
 
@@ -270,7 +343,11 @@ def test_real_workers_measure_each_other_and_listen_on_loopback_only() -> None:
     assert [(link.first, link.second) for link in found.pairs] == [(0, 1)]
     for link in (found.network.messages, found.network.dense, found.pairs[0].cost):
         assert link.beta_s_per_byte > 0
-    assert {one.owner for one in found.listening} == {"offbeat", "process group", "rendezvous store"}
+    assert {one.owner for one in found.listening} == {
+        "offbeat",
+        "process group",
+        "rendezvous store",
+    }
     assert {one.address for one in found.listening} == {"127.0.0.1"}
     assert {one.rank for one in found.listening if one.owner == "offbeat"} == {0, 1}
 
@@ -286,7 +363,9 @@ def test_a_worker_that_fails_ends_all_and_is_named(monkeypatch: pytest.MonkeyPat
     original = local._start
     monkeypatch.setattr(local, "_start", start)
     monkeypatch.setenv("OFFBEAT_RUN_SECRET", "short")
-    with pytest.raises(OffbeatError, match=r"worker \d of the measurement failed: .*needed are 16 or more"):
+    with pytest.raises(
+        OffbeatError, match=r"worker \d of the measurement failed: .*needed are 16 or more"
+    ):
         local.measure_locally(2)
     assert [process.returncode is not None for process in started] == [True, True]
 

@@ -1,4 +1,6 @@
-"""Emulated clusters: plans hold what they promise, the kernel does what was planned, and nothing is left of it."""
+"""Emulated clusters: plans hold what they promise, the kernel does what was planned, and nothing is
+left of it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from offbeat.lab.emulation.base import MissingMeansError
 from offbeat.lab.emulation.check import neighbours
 from offbeat.lab.emulation.commands import NAMESPACES, call_in, run_batch
 from offbeat.lab.emulation.plan import Name, choose_mtu, shape
-from offbeat.lab.emulation.quotas import USED_SHARE, find_hierarchies, needs_quotas, quota, share_out
+from offbeat.lab.emulation.quotas import (
+    USED_SHARE,
+    find_hierarchies,
+    needs_quotas,
+    quota,
+    share_out,
+)
 
 LINK = LinkSpec(rate_bit_per_s=200e6)
 rates = st.floats(1e6, 1e11)
@@ -51,7 +59,12 @@ def test_packets_fit_into_bucket_and_queues(rate: float) -> None:
 
 
 def test_all_links_have_packets_for_the_slowest() -> None:
-    assert choose_mtu(Cluster(link=LinkSpec(rate_bit_per_s=1e10), links={1: LinkSpec(rate_bit_per_s=1e6)})) == 1500
+    assert (
+        choose_mtu(
+            Cluster(link=LinkSpec(rate_bit_per_s=1e10), links={1: LinkSpec(rate_bit_per_s=1e6)})
+        )
+        == 1500
+    )
 
 
 @given(cores=st.floats(1e-3, 1.0))
@@ -62,7 +75,11 @@ def test_a_quota_is_the_share_asked_for(cores: float) -> None:
     assert quota_us / period_us == pytest.approx(cores, rel=0.01)
 
 
-@given(speeds=st.lists(st.floats(0.001, 1.0), min_size=1, max_size=16), later=st.floats(0.001, 1.0), cores=st.integers(1, 64))
+@given(
+    speeds=st.lists(st.floats(0.001, 1.0), min_size=1, max_size=16),
+    later=st.floats(0.001, 1.0),
+    cores=st.integers(1, 64),
+)
 def test_quotas_leave_the_machine_some_room(speeds: list[float], later: float, cores: int) -> None:
     change = SpeedChange(at_s=1.0, worker=0, speed=later)
     cluster = Cluster(workers=len(speeds), speeds=tuple(speeds), changes=(change,))
@@ -91,7 +108,11 @@ def test_only_speeds_that_differ_need_quotas(cluster: Cluster, needs: bool) -> N
 def test_every_worker_sends_to_one_and_hears_from_one(slow: set[int], workers: int) -> None:
     links = {worker: LinkSpec(rate_bit_per_s=1e7) for worker in slow if worker < workers}
     flows = neighbours(Cluster(workers=workers, link=LINK, links=links))
-    assert sorted(flow.sender for flow in flows) == sorted(flow.receiver for flow in flows) == list(range(workers))
+    assert (
+        sorted(flow.sender for flow in flows)
+        == sorted(flow.receiver for flow in flows)
+        == list(range(workers))
+    )
     assert all(flow.sender != flow.receiver for flow in flows)
     held_up = [flow for flow in flows if flow.allowed_bit_per_s == 1e7 and flow.sender not in links]
     assert len(held_up) <= 1
@@ -104,7 +125,15 @@ def test_names_tell_whose_they_are(part: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["offbeat-doctor-12", "offbeat-1", "offbeat-1-2-", "offbeat-1-2-w", "other-1-2-hub", "xoffbeat-1-2"]
+    "text",
+    [
+        "offbeat-doctor-12",
+        "offbeat-1",
+        "offbeat-1-2-",
+        "offbeat-1-2-w",
+        "other-1-2-hub",
+        "xoffbeat-1-2",
+    ],
 )
 def test_names_of_others_are_not_taken_for_ours(text: str) -> None:
     assert Name.parse(text) is None
@@ -115,14 +144,20 @@ def test_a_plain_cluster_is_not_emulated() -> None:
         assert emulation.report.kind == "none"
         assert emulation.report.notices == []
         assert emulation.placement(0).prefix == ()
-        assert emulation.placement(0).environment["OFFBEAT_INTERFACE"] == emulation.store_address == "127.0.0.1"
+        assert (
+            emulation.placement(0).environment["OFFBEAT_INTERFACE"]
+            == emulation.store_address
+            == "127.0.0.1"
+        )
         assert emulation.call_inside(lambda: 3) == 3
         assert emulation.sent_bytes(0) is None
         assert not emulation.set_link(0, up=False)
 
 
 def test_what_was_not_to_be_emulated_is_named() -> None:
-    cluster = Cluster(link=LINK, speeds=(1.0, 0.5), faults=(Fault(at_s=1.0, worker=0, action="cut"),))
+    cluster = Cluster(
+        link=LINK, speeds=(1.0, 0.5), faults=(Fault(at_s=1.0, worker=0, action="cut"),)
+    )
     with emulate(cluster, mode="none") as emulation:
         said = " ".join(emulation.report.notices)
     assert emulation.report.kind == "none"
@@ -149,7 +184,12 @@ def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def traces() -> set[str]:
     """Everything on this machine that this process's emulations could have left."""
     places = [NAMESPACES, leftovers.REGISTER, *(hierarchy.root for hierarchy in find_hierarchies())]
-    return {str(path) for place in places if place.is_dir() for path in place.glob(f"offbeat-{os.getpid()}-*")}
+    return {
+        str(path)
+        for place in places
+        if place.is_dir()
+        for path in place.glob(f"offbeat-{os.getpid()}-*")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +207,18 @@ def three(able: None) -> Iterator[Emulation]:
         yield emulation
 
 
-def run_in(emulation: Emulation, worker: int, code: str, *words: object) -> subprocess.CompletedProcess[str]:
+def run_in(
+    emulation: Emulation, worker: int, code: str, *words: object
+) -> subprocess.CompletedProcess[str]:
     placement = emulation.placement(worker)
     command = [*placement.prefix, sys.executable, "-S", "-c", code, *map(str, words)]
-    return subprocess.run(command, env=os.environ | dict(placement.environment), text=True, capture_output=True, check=False)
+    return subprocess.run(
+        command,
+        env=os.environ | dict(placement.environment),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
 
 
 def address(emulation: Emulation, worker: int) -> str:
@@ -208,7 +256,9 @@ def test_links_are_checked_and_carry(three: Emulation) -> None:
 
 
 def test_a_worker_sees_its_own_link_only(three: Emulation) -> None:
-    seen = run_in(three, 2, "import socket; print(*sorted(name for _, name in socket.if_nameindex()))").stdout.split()
+    seen = run_in(
+        three, 2, "import socket; print(*sorted(name for _, name in socket.if_nameindex()))"
+    ).stdout.split()
     assert set(seen) >= {"ctl0", "eth0", "lo"}
     assert not any(re.fullmatch(r"w\d+", name) for name in seen)
 
@@ -216,7 +266,9 @@ def test_a_worker_sees_its_own_link_only(three: Emulation) -> None:
 def test_the_command_turns_into_the_worker(three: Emulation) -> None:
     placement = three.placement(0)
     process = subprocess.Popen(
-        [*placement.prefix, sys.executable, "-S", "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, text=True
+        [*placement.prefix, sys.executable, "-S", "-c", "import os; print(os.getpid())"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert int(process.communicate()[0]) == process.pid
 
@@ -227,7 +279,9 @@ def test_servers_for_all_workers_listen_in_the_hub(three: Emulation) -> None:
             before = three.sent_bytes(worker) or 0
             done = run_in(three, worker, CONNECT, *server.getsockname(), 30)
             assert done.returncode == 0, done.stderr
-            assert (three.sent_bytes(worker) or 0) - before < 50_000  # what the check left behind may still be on its way
+            assert (
+                three.sent_bytes(worker) or 0
+            ) - before < 50_000  # what the check left behind may still be on its way
     with pytest.raises(ZeroDivisionError):
         three.call_inside(lambda: 1 // 0)
 
@@ -241,7 +295,9 @@ def test_a_cut_link_carries_nothing_until_it_is_mended(three: Emulation) -> None
 
 
 def test_latency_is_there_and_survives_a_cut(able: None) -> None:
-    with emulate(Cluster(workers=2, link=LinkSpec(rate_bit_per_s=100e6, latency_s=5e-3))) as emulation:
+    with emulate(
+        Cluster(workers=2, link=LinkSpec(rate_bit_per_s=100e6, latency_s=5e-3))
+    ) as emulation:
         if any("not emulated" in notice for notice in emulation.report.notices):
             pytest.skip(emulation.report.notices[0])
         assert all(check.round_trip_s > 9e-3 for check in emulation.report.checks)
@@ -259,7 +315,9 @@ def shares_of(worker: int) -> float:
     if hierarchy.version == 2:
         quota_us, period_us = (group / "cpu.max").read_text().split()
         return int(quota_us) / int(period_us)
-    return int((group / "cpu.cfs_quota_us").read_text()) / int((group / "cpu.cfs_period_us").read_text())
+    return int((group / "cpu.cfs_quota_us").read_text()) / int(
+        (group / "cpu.cfs_period_us").read_text()
+    )
 
 
 def test_speeds_become_quotas(able: None) -> None:
@@ -309,9 +367,14 @@ def test_a_link_that_falls_short_is_refused(able: None, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         namespaces,
         "hub_queues",
-        lambda worker, bucket, latency: [f"qdisc add dev w{worker} root tbf rate 20mbit burst 30kb limit 100kb"],
+        lambda worker, bucket, latency: [
+            f"qdisc add dev w{worker} root tbf rate 20mbit burst 30kb limit 100kb"
+        ],
     )
-    with pytest.raises(ConfigError, match=r"worker \d is to carry 200 Mbit/s to worker \d and carries .*Ask for a lower rate"):
+    with pytest.raises(
+        ConfigError,
+        match=r"worker \d is to carry 200 Mbit/s to worker \d and carries .*Ask for a lower rate",
+    ):
         emulate(Cluster(workers=2, link=LINK), mode="auto")
     assert traces() == before
 
@@ -349,7 +412,9 @@ sys.stdin.read()
 def test_what_a_killed_run_left_is_removed_and_only_that(able: None) -> None:
     with emulate(Cluster(workers=1, link=LINK), mode="namespaces"):
         mine = traces()
-        holder = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        holder = subprocess.Popen(
+            [sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert holder.stdout
         inside = int(holder.stdout.readline())
         theirs = {name for name in leftovers._names() if name.pid == holder.pid}

@@ -1,4 +1,6 @@
-"""The gate lets a worker train as far as it was told, wakes it at once when that changes, and lets it give up."""
+"""The gate lets a worker train as far as it was told, wakes it at once when that changes, and lets
+it give up.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ AT_MOST_S = 10.0
 
 
 class Watched(threading.Condition):
-    """A condition that says when somebody begins to wait on it, and counts how often somebody looked."""
+    """A condition that says when somebody begins to wait on it, and counts how often somebody
+    looked.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +39,9 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def waiting_at(gate: Gate, pool: ThreadPoolExecutor, give_up: threading.Event) -> tuple[Future[None], Watched]:
+def waiting_at(
+    gate: Gate, pool: ThreadPoolExecutor, give_up: threading.Event
+) -> tuple[Future[None], Watched]:
     """Somebody who has done three steps and stands before `gate`."""
     condition = Watched()
     gate._moved = condition

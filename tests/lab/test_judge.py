@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lab_support.made import comparison, contestant, write_run
 from offbeat.errors import RecordError
-from offbeat.exchange.spans import Profile, Span
+from offbeat.kfac.exchange.spans import Profile, Span
 from offbeat.lab.comparison import MEASURES, Comparison, read_comparison, write_comparison
 from offbeat.lab.judge import _common_level, _reach, _Run, judge
 from offbeat.lab.profiles import ProfileWriter
@@ -24,16 +24,25 @@ SECOND_ORDER = {"factors_exposed_s", "inversion_s"}
 
 
 def compare_runs(
-    directory: Path, runs: Mapping[str, Sequence[dict[str, Any]]], *, alone: Sequence[dict[str, Any]] = (), **settings: Any
+    directory: Path,
+    runs: Mapping[str, Sequence[dict[str, Any]]],
+    *,
+    alone: Sequence[dict[str, Any]] = (),
+    **settings: Any,
 ) -> Comparison:
-    """The judged comparison of these runs, by label and seed; a contestant without runs has failed."""
+    """The judged comparison of these runs, by label and seed; a contestant without runs
+    has failed.
+    """
     entries = []
     num_seeds = max(len(of) for of in runs.values())
     for label, of in runs.items():
         for seed, made in enumerate(of):
             write_run(directory / f"runs/{label}-seed-{seed}", **made)
         entries.append(contestant(label, failure=None if of else "it broke", num_seeds=num_seeds))
-    ceiling = {seed: write_run(directory / f"runs/alone-seed-{seed}", **made) for seed, made in enumerate(alone)}
+    ceiling = {
+        seed: write_run(directory / f"runs/alone-seed-{seed}", **made)
+        for seed, made in enumerate(alone)
+    }
     return judge(directory, comparison(entries, num_seeds=num_seeds, **settings), ceiling)
 
 
@@ -43,18 +52,29 @@ def measured(judged: Comparison, label: str, measure: str) -> list[float | None]
 
 
 def run_with(evaluations: Sequence[Evaluation]) -> _Run:
-    return _Run(summary=None, steps=None, evaluations=evaluations)  # type: ignore[arg-type]  # only its evaluations are read
+    # only its evaluations are read
+    return _Run(summary=None, steps=None, evaluations=evaluations)  # type: ignore[arg-type]
 
 
 def evaluations(*rows: tuple[int, float, float]) -> list[Evaluation]:
     """From (step, seconds, metric)."""
-    return [Evaluation(step=step, seconds=seconds, bytes_sent=0, metric=metric, at_s=0.0) for step, seconds, metric in rows]
+    return [
+        Evaluation(step=step, seconds=seconds, bytes_sent=0, metric=metric, at_s=0.0)
+        for step, seconds, metric in rows
+    ]
 
 
 @pytest.mark.parametrize("higher_is_better", [True, False])
 def test_the_target_is_reached_between_two_measurements(higher_is_better: bool) -> None:
     sign = 1 if higher_is_better else -1
-    run = run_with(evaluations((0, 0.0, sign * 0.1), (10, 2.0, sign * 0.5), (20, 6.0, sign * 0.9), (30, 8.0, sign * 0.3)))
+    run = run_with(
+        evaluations(
+            (0, 0.0, sign * 0.1),
+            (10, 2.0, sign * 0.5),
+            (20, 6.0, sign * 0.9),
+            (30, 8.0, sign * 0.3),
+        )
+    )
     assert _reach(run, sign * 0.8, higher_is_better) == pytest.approx((5.0, 17.5))
     assert _reach(run, sign * 0.5, higher_is_better) == pytest.approx((2.0, 10.0))
     assert _reach(run, sign * 0.9, higher_is_better) == pytest.approx((6.0, 20.0))
@@ -72,8 +92,13 @@ metrics = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6)
 
 
 @given(st.lists(metrics, min_size=1, max_size=4), st.booleans())
-def test_the_derived_target_is_reached_by_every_run_and_is_the_best_such(runs: list[list[float]], higher: bool) -> None:
-    made = [run_with(evaluations(*((10 * i, float(i), metric) for i, metric in enumerate(of)))) for of in runs]
+def test_the_derived_target_is_reached_by_every_run_and_is_the_best_such(
+    runs: list[list[float]], higher: bool
+) -> None:
+    made = [
+        run_with(evaluations(*((10 * i, float(i), metric) for i, metric in enumerate(of))))
+        for of in runs
+    ]
     level = _common_level({"some": made[:1], "others": [*made[1:], None]}, higher)
     assert level is not None
     for run in made:
@@ -147,14 +172,18 @@ def test_a_target_that_some_run_never_reaches(tmp_path: Path) -> None:
 
 def test_the_derived_target_is_noted_as_such(tmp_path: Path) -> None:
     made = [{"step_s": [0.1] * STEPS, "metrics": [(0, 0.0), (40, last)]} for last in (0.8, 0.5)]
-    judged = compare_runs(tmp_path, {"ddp": made[:1], "gtopk": made[1:]}, target=None, target_was_given=False)
+    judged = compare_runs(
+        tmp_path, {"ddp": made[:1], "gtopk": made[1:]}, target=None, target_was_given=False
+    )
     assert judged.target == 0.5
     assert measured(judged, "ddp", "time_to_target_s") == pytest.approx([2.5])
     assert measured(judged, "gtopk", "time_to_target_s") == pytest.approx([4.0])
 
 
 def test_a_target_that_holds_before_the_first_step_is_no_race(tmp_path: Path) -> None:
-    """A strategy that diverges at once makes the untrained model the best that every run reached."""
+    """A strategy that diverges at once makes the untrained model the best that every
+    run reached.
+    """
     judged = compare_runs(
         tmp_path,
         {
@@ -175,7 +204,9 @@ def test_a_metric_that_is_not_a_number_is_none_that_was_reached(tmp_path: Path) 
         tmp_path,
         {
             "ddp": [{"step_s": [0.1] * STEPS, "metrics": [(0, 3.0), (20, math.nan), (40, 1.0)]}],
-            "gtopk": [{"step_s": [0.1] * STEPS, "metrics": [(0, 3.0), (20, math.inf), (40, math.nan)]}],
+            "gtopk": [
+                {"step_s": [0.1] * STEPS, "metrics": [(0, 3.0), (20, math.inf), (40, math.nan)]}
+            ],
         },
         target=2.0,
         higher_is_better=False,
@@ -196,13 +227,17 @@ def test_a_failed_contestant_has_no_measures_and_the_others_have(tmp_path: Path)
 
 
 def test_all_failed(tmp_path: Path) -> None:
-    judged = judge(tmp_path, comparison([contestant("ddp", failure="a"), contestant("gtopk", failure="b")]), {})
+    judged = judge(
+        tmp_path, comparison([contestant("ddp", failure="a"), contestant("gtopk", failure="b")]), {}
+    )
     assert judged.verdict == "No strategy finished."
     assert judged.findings == ["ddp failed: a", "gtopk failed: b"]
 
 
 @pytest.mark.parametrize("unfinished", [{"status": "stopped"}, {"step_s": []}])
-def test_a_run_that_did_not_finish_has_no_values(tmp_path: Path, unfinished: dict[str, Any]) -> None:
+def test_a_run_that_did_not_finish_has_no_values(
+    tmp_path: Path, unfinished: dict[str, Any]
+) -> None:
     made: dict[str, Any] = {"step_s": [0.1] * STEPS, "metrics": [(0, 0.1), (40, 0.9)]}
     judged = compare_runs(tmp_path, {"ddp": [made, {"step_s": [0.1], **unfinished}]}, target=0.5)
     for measure in MEASURES.keys() - SECOND_ORDER - {"efficiency"}:
@@ -213,7 +248,10 @@ def test_a_run_that_did_not_finish_has_no_values(tmp_path: Path, unfinished: dic
 
 def test_efficiency_is_against_the_runs_without_exchange_that_finished(tmp_path: Path) -> None:
     made = {"step_s": [0.2] * STEPS}
-    alone: list[dict[str, Any]] = [{"step_s": [0.1] * STEPS}, {"step_s": [0.1] * STEPS, "status": "stopped"}]
+    alone: list[dict[str, Any]] = [
+        {"step_s": [0.1] * STEPS},
+        {"step_s": [0.1] * STEPS, "status": "stopped"},
+    ]
     judged = compare_runs(tmp_path / "a", {"ddp": [made] * 2}, alone=alone)
     assert measured(judged, "ddp", "efficiency") == pytest.approx([0.5, 0.5])
     judged = compare_runs(tmp_path / "b", {"ddp": [made] * 2})
@@ -222,9 +260,13 @@ def test_efficiency_is_against_the_runs_without_exchange_that_finished(tmp_path:
 
 def test_lateness_is_the_mean_of_each_rank_over_all_runs(tmp_path: Path) -> None:
     step_s = [1.0] * STEPS
-    judged = compare_runs(tmp_path, {"ddp": [{"step_s": step_s, "late_s": (0.0, late)} for late in (0.1, 0.3)]})
+    judged = compare_runs(
+        tmp_path, {"ddp": [{"step_s": step_s, "late_s": (0.0, late)} for late in (0.1, 0.3)]}
+    )
     assert judged.contestants[0].lateness_s == pytest.approx([0.0, 0.2])
-    assert measured(judged, "ddp", "share_wait") == pytest.approx([0.05, 0.15])  # rank 0 alone waits, and that is a half
+    assert measured(judged, "ddp", "share_wait") == pytest.approx(
+        [0.05, 0.15]
+    )  # rank 0 alone waits, and that is a half
 
 
 @pytest.mark.parametrize("late_s", [(None, None), (0.0, None)])
@@ -238,7 +280,10 @@ def test_who_never_waits_has_no_lateness(tmp_path: Path, late_s: tuple[float | N
 def test_notices_are_said_once_and_skipped_steps_are_among_them(tmp_path: Path) -> None:
     made = {"step_s": [0.1] * STEPS, "notices": ["slow disk"], "skipped_steps": 2}
     judged = compare_runs(tmp_path, {"ddp": [made, made]})
-    assert judged.contestants[0].notices == ["slow disk", "4 steps were skipped, since some gradient was not finite"]
+    assert judged.contestants[0].notices == [
+        "slow disk",
+        "4 steps were skipped, since some gradient was not finite",
+    ]
 
 
 def test_a_damaged_run_is_refused(tmp_path: Path) -> None:
@@ -267,8 +312,14 @@ def test_second_order_work_is_measured_where_it_was_looked_at(tmp_path: Path) ->
             Span("wait for factors", "", 0.0, wait_s),
             Span("invert", "", 0.5, 0.5 + wait_s / 2),
         ]
-        ProfileWriter(tmp_path / f"runs/spdkfac-seed-{seed}", rank=0, attempt=0).add(7, Profile(spans=spans))
-    judged = judge(tmp_path, comparison([contestant(label, num_seeds=2) for label in directories], num_seeds=2), {})
+        ProfileWriter(tmp_path / f"runs/spdkfac-seed-{seed}", rank=0, attempt=0).add(
+            7, Profile(spans=spans)
+        )
+    judged = judge(
+        tmp_path,
+        comparison([contestant(label, num_seeds=2) for label in directories], num_seeds=2),
+        {},
+    )
     assert measured(judged, "spdkfac", "factors_exposed_s") == pytest.approx([0.01, 0.03])
     assert measured(judged, "spdkfac", "inversion_s") == pytest.approx([0.005, 0.015])
     assert not {"factors_exposed_s", "inversion_s"} & judged.contestants[1].measures.keys()

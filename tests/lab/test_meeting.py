@@ -1,4 +1,6 @@
-"""Meeting points among ranks of which some are dead: everybody who lives gets the same answer, and nobody hangs."""
+"""Meeting points among ranks of which some are dead: everybody who lives gets the same answer, and
+nobody hangs.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def all_of(ranks: list[Meeting], call: Callable[[Meeting], object]) -> list[obje
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.integers(1, 5).flatmap(lambda size: st.tuples(st.just(size), st.sets(st.integers(0, size - 1), max_size=size - 1))))
+@given(
+    st.integers(1, 5).flatmap(
+        lambda size: st.tuples(st.just(size), st.sets(st.integers(0, size - 1), max_size=size - 1))
+    )
+)
 def test_the_living_gather_without_the_dead(case: tuple[int, set[int]]) -> None:
     world_size, dead = case
     store, ranks = meetings(world_size)
@@ -77,7 +83,10 @@ def test_one_that_came_back_counts_from_its_first_step() -> None:
     assert first.gather("before it is back", "") == {0: ""}
     again.came_back(8)
     assert first.gather("step 7", "", step=7) == {0: ""}
-    assert all_of([first, again], lambda meeting: meeting.gather("step 8", "", step=8)) == [{0: "", 1: ""}] * 2
+    assert (
+        all_of([first, again], lambda meeting: meeting.gather("step 8", "", step=8))
+        == [{0: "", 1: ""}] * 2
+    )
     assert all_of([first, again], lambda meeting: meeting.gather("end", "")) == [{0: "", 1: ""}] * 2
     note_death(store, 1, deaths=2)
     assert first.gather("step 9", "", step=9) == {0: ""}
@@ -123,6 +132,11 @@ def test_a_barrier_names_who_is_gone() -> None:
 def test_where_nobody_notes_deaths_all_wait_for_all_and_rank_0_leads() -> None:
     store = dist.HashStore()
     ranks = [Meeting(store, rank, 2) for rank in range(2)]
-    assert all_of(ranks, lambda meeting: meeting.gather("point", str(meeting.rank), patience_s=0.0)) == [{0: "0", 1: "1"}] * 2
-    assert all_of(ranks, lambda meeting: meeting.share("all", str(meeting.rank))) == [["0", "1"]] * 2
+    assert (
+        all_of(ranks, lambda meeting: meeting.gather("point", str(meeting.rank), patience_s=0.0))
+        == [{0: "0", 1: "1"}] * 2
+    )
+    assert (
+        all_of(ranks, lambda meeting: meeting.share("all", str(meeting.rank))) == [["0", "1"]] * 2
+    )
     assert [meeting.is_to_do("summary", range(2)) for meeting in ranks] == [True, False]

@@ -1,4 +1,6 @@
-"""torch's own strategies as the command line sees them: named, listed, checked, and resumed only where torch allows it."""
+"""torch's own strategies as the command line sees them: named, listed, checked, and resumed only
+where torch allows it.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,20 @@ from offbeat.lab.config import Request, resolve, resolve_resume
 from offbeat.lab.native import NATIVE, Native
 from offbeat.lab.native.ddp import PowerSGD
 from offbeat.lab.native.local import Alone, PostLocalSGD
-from offbeat.lab.options import FROM_TASK, RECIPES, build_strategy, strategy_options, strategy_values, summary_line
+from offbeat.lab.options import (
+    FROM_TASK,
+    RECIPES,
+    build_strategy,
+    strategy_options,
+    strategy_values,
+    summary_line,
+)
 from offbeat.lab.tasks import TASKS
 from offbeat.strategies import REGISTRY
 
-HERE = [name for name in NATIVE if not name.startswith("torchft")]  # the others need what may not be installed
+HERE = [
+    name for name in NATIVE if not name.startswith("torchft")
+]  # the others need what may not be installed
 
 
 def test_they_stand_beside_offbeats_own_and_not_in_their_place() -> None:
@@ -36,7 +47,9 @@ def test_each_can_be_listed_and_built_from_its_own_values(name: str) -> None:
 
 
 def test_no_option_of_a_strategy_hides_behind_one_of_a_task() -> None:
-    """`--set` gives options to the task first. The size of batches is the task's, and the strategy is told."""
+    """`--set` gives options to the task first. The size of batches is the task's, and the strategy
+    is told.
+    """
     of_tasks = {option for task in TASKS.values() for option in task.options_type.model_fields}
     for name in RECIPES:
         assert of_tasks & set(strategy_values(build_strategy(name, {}))) <= {FROM_TASK}
@@ -65,7 +78,10 @@ def test_what_torch_does_not_let_anybody_save_is_not_resumed(name: str) -> None:
     if NATIVE[name].resumable:
         assert resolve_resume(stored, Request(steps=8), steps_done=4, epochs_done=0).steps == 8
     else:
-        with pytest.raises(ConfigError, match=f"{name} keeps state that torch does not let anybody save; start a new run"):
+        with pytest.raises(
+            ConfigError,
+            match=f"{name} keeps state that torch does not let anybody save; start a new run",
+        ):
             resolve_resume(stored, Request(steps=8), steps_done=4, epochs_done=0)
 
 
@@ -73,7 +89,12 @@ def test_state_that_would_be_lost_is_known() -> None:
     """Error feedback and the averager's count are the hooks' own; plain reductions keep nothing."""
     assert not PowerSGD.resumable
     assert not PostLocalSGD.resumable
-    assert [name for name in HERE if NATIVE[name].resumable] == ["ddp", "ddp-fp16", "ddp-bf16", "alone"]
+    assert [name for name in HERE if NATIVE[name].resumable] == [
+        "ddp",
+        "ddp-fp16",
+        "ddp-bf16",
+        "alone",
+    ]
 
 
 def test_alone_leaves_the_model_and_the_network_alone() -> None:
@@ -84,6 +105,10 @@ def test_alone_leaves_the_model_and_the_network_alone() -> None:
         assert attached.module is model
         attached.backward(attached.module(torch.ones(1, 2)).sum())
         attached.optimizer.step()
-        assert (attached.stats.bytes_sent, attached.stats.messages_sent, attached.stats.wait_s) == (0, 0, 0.0)
+        assert (attached.stats.bytes_sent, attached.stats.messages_sent, attached.stats.wait_s) == (
+            0,
+            0,
+            0.0,
+        )
         assert attached.take_ready_at_s() is None
         assert attached.take_arrivals() == []

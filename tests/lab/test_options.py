@@ -6,19 +6,31 @@ import pytest
 
 from offbeat.errors import ConfigError
 from offbeat.lab.config import Request, resolve
-from offbeat.lab.options import build_strategy, parse_spec, route, strategy_options, strategy_values, task_options
+from offbeat.lab.options import (
+    build_strategy,
+    parse_spec,
+    route,
+    strategy_options,
+    strategy_values,
+    task_options,
+)
 from offbeat.lab.tasks import TASKS
 from offbeat.strategies import REGISTRY
 
 
 def test_settings_are_divided_between_task_and_strategy() -> None:
-    assert route("digits", "gtopk", ["size=small", "density=0.5", "lr=1"]) == ({"size": "small", "lr": "1"}, {"density": "0.5"})
+    assert route("digits", "gtopk", ["size=small", "density=0.5", "lr=1"]) == (
+        {"size": "small", "lr": "1"},
+        {"density": "0.5"},
+    )
 
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("strategy", REGISTRY)
 def test_no_option_belongs_to_both(task: str, strategy: str) -> None:
-    assert not {option.name for option in task_options(task)} & {option.name for option in strategy_options(strategy)}
+    assert not {option.name for option in task_options(task)} & {
+        option.name for option in strategy_options(strategy)
+    }
 
 
 def test_the_task_says_how_large_batches_are() -> None:
@@ -31,14 +43,18 @@ def test_the_task_says_how_large_batches_are() -> None:
 
 
 def test_a_mega_batch_has_room_for_steps() -> None:
-    with pytest.raises(ConfigError, match="mega_batch is 200, but 4 workers with batches of 32 need 256"):
+    with pytest.raises(
+        ConfigError, match="mega_batch is 200, but 4 workers with batches of 32 need 256"
+    ):
         resolve(Request(task="digits", strategy="elasticsgd", settings=["mega_batch=200"]))
 
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_option_is_explained_and_its_default_can_be_given_as_text(name: str) -> None:
     options = strategy_options(name)
-    assert all(option.help for option in options), [option.name for option in options if not option.help]
+    assert all(option.help for option in options), [
+        option.name for option in options if not option.help
+    ]
     given = {option.name: option.default for option in options if option.default != "required"}
     assert build_strategy(name, given) == build_strategy(name, {})
 
@@ -57,7 +73,13 @@ def test_a_strategy_is_rebuilt_from_its_values(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["desity=0.1"], "neither task 'digits' nor strategy 'gtopk' has an option 'desity'.*did you mean 'density'"),
+        (
+            ["desity=0.1"],
+            (
+                "neither task 'digits' nor strategy 'gtopk' has an option 'desity'.*did you mean"
+                " 'density'"
+            ),
+        ),
         (["density"], "takes key=value, got 'density'"),
         (["=3"], "takes key=value"),
         (["density=1", "density=1"], "density is given twice"),
@@ -72,13 +94,19 @@ def test_settings_that_cannot_be_meant_are_refused(settings: list[str], message:
     ("name", "options", "message"),
     [
         ("gtopc", {}, "no strategy 'gtopc'.*did you mean 'gtopk'"),
-        ("gtopk", {"density": "lots"}, "option density of strategy 'gtopk': got 'lots'; allowed is number"),
+        (
+            "gtopk",
+            {"density": "lots"},
+            "option density of strategy 'gtopk': got 'lots'; allowed is number",
+        ),
         ("gtopk", {"collective": "ring"}, "option collective .*got 'ring'; allowed is auto"),
         ("gtopk", {"densty": "1"}, "no option 'densty'.*'density'"),
         ("gtopk", {"density": "0"}, "density"),
         ("gtopk", {"density": "nan"}, "density"),
     ],
 )
-def test_strategies_that_cannot_be_built_are_refused(name: str, options: dict[str, str], message: str) -> None:
+def test_strategies_that_cannot_be_built_are_refused(
+    name: str, options: dict[str, str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         build_strategy(name, options)

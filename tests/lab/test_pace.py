@@ -1,4 +1,6 @@
-"""Emulated compute under a clock of its own: whatever is slept, forward and backward take what the cluster says."""
+"""Emulated compute under a clock of its own: whatever is slept, forward and backward take what the
+cluster says.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,11 @@ seconds = st.floats(0.001, 0.05)
 
 
 @given(
-    speed=st.sampled_from([1.0, 0.5, 0.1]), forward_s=seconds, backward_s=seconds, encode_s=st.floats(0, 0.1), wait_s=seconds
+    speed=st.sampled_from([1.0, 0.5, 0.1]),
+    forward_s=seconds,
+    backward_s=seconds,
+    encode_s=st.floats(0, 0.1),
+    wait_s=seconds,
 )
 def test_a_step_is_padded_to_what_an_accelerator_of_this_speed_takes(
     speed: float, forward_s: float, backward_s: float, encode_s: float, wait_s: float
@@ -76,7 +82,12 @@ def test_a_step_is_padded_to_what_an_accelerator_of_this_speed_takes(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pacing, "time", clock)
         pace = Pace(Cluster(workers=1, speeds=(speed,), step_s=0.2), 0, by_sleeping=False)
-        own_s = {"forward_s": forward_s, "backward_s": backward_s, "encode_s": encode_s, "wait_s": wait_s}
+        own_s = {
+            "forward_s": forward_s,
+            "backward_s": backward_s,
+            "encode_s": encode_s,
+            "wait_s": wait_s,
+        }
         step(pace, clock, 1, **own_s)  # from here on it knows how long a backward pass takes
         for number in (2, 3):
             duration_s = step(pace, clock, number, **own_s)
@@ -85,7 +96,9 @@ def test_a_step_is_padded_to_what_an_accelerator_of_this_speed_takes(
     assert pace.num_late == 0
 
 
-@given(speed=st.sampled_from([1.0, 0.25]), sizes=st.lists(st.floats(0.25, 2), min_size=2, max_size=5))
+@given(
+    speed=st.sampled_from([1.0, 0.25]), sizes=st.lists(st.floats(0.25, 2), min_size=2, max_size=5)
+)
 def test_a_larger_batch_takes_as_much_longer(speed: float, sizes: list[float]) -> None:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
@@ -93,7 +106,9 @@ def test_a_larger_batch_takes_as_much_longer(speed: float, sizes: list[float]) -
         pace = Pace(Cluster(workers=1, speeds=(speed,), step_s=0.2), 0, by_sleeping=False)
         step(pace, clock, 1, forward_s=0.01, backward_s=0.02)
         for number, size in enumerate(sizes, start=2):
-            duration_s = step(pace, clock, number, forward_s=0.01 * size, backward_s=0.02 * size, size=size)
+            duration_s = step(
+                pace, clock, number, forward_s=0.01 * size, backward_s=0.02 * size, size=size
+            )
             assert duration_s == pytest.approx(0.2 * size / speed)
 
 
@@ -108,7 +123,9 @@ def test_steps_longer_than_they_were_to_be_are_counted_and_not_padded(clock: Clo
 
 
 @given(seed=st.integers(0, 2**32 - 1), rank=st.integers(0, 3), number=st.integers(1, 50))
-def test_a_straggler_sleeps_its_delay_and_nobody_else_does(seed: int, rank: int, number: int) -> None:
+def test_a_straggler_sleeps_its_delay_and_nobody_else_does(
+    seed: int, rank: int, number: int
+) -> None:
     late = (Straggling(workers=2, delay_s=0.32, probability=0.5),)
     clock, cluster = Clock(), Cluster(workers=4, straggling=late, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
@@ -134,7 +151,10 @@ def test_without_a_quota_a_slow_worker_sleeps_as_if_it_computed_for_longer(
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pacing, "time", clock)
-        by_sleeping, by_quota = (Pace(Cluster(workers=1, speeds=(speed,)), 0, by_sleeping=asleep) for asleep in (True, False))
+        by_sleeping, by_quota = (
+            Pace(Cluster(workers=1, speeds=(speed,)), 0, by_sleeping=asleep)
+            for asleep in (True, False)
+        )
         for number in (1, 2):
             slowed_s = step(by_sleeping, clock, number, forward_s=forward_s, backward_s=backward_s)
             plain_s = step(by_quota, clock, number, forward_s=forward_s, backward_s=backward_s)

@@ -1,4 +1,6 @@
-"""Profiles come back as they were written, without torn lines and without what a resume took back."""
+"""Profiles come back as they were written, without torn lines and without what a resume
+took back.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,21 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import RecordError
-from offbeat.exchange.spans import Duty, Profile, Span
+from offbeat.kfac.exchange.spans import Duty, Profile, Span
 from offbeat.lab.config import Request, resolve
 from offbeat.lab.profiles import ProfileWriter, read_profiles
 from offbeat.lab.records import Record, begin_attempt, create
 
 CONFIG = resolve(Request(task="digits", strategy="spdkfac", steps=20, workers=2))
-DUTY = Duty(factor="A of '0'", rows=10, matrices=1, message=None, owner=1, sends="directions", predicted_s=0.25)
+DUTY = Duty(
+    factor="A of '0'",
+    rows=10,
+    matrices=1,
+    message=None,
+    owner=1,
+    sends="directions",
+    predicted_s=0.25,
+)
 
 
 def profile(began_s: float, duties: tuple[Duty, ...] = ()) -> Profile:

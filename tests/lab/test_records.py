@@ -1,4 +1,6 @@
-"""A record is read back as written; what is torn is left out, what is foreign is refused, nothing is overwritten."""
+"""A record is read back as written; what is torn is left out, what is foreign is refused, nothing
+is overwritten.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,14 @@ def mega_batch(step: int, weight: float = 0.5) -> MegaBatch:
         claims=[[(0, 4)], [(9, 10), (20, 22)]],
     )
     return MegaBatch(
-        number=step // 2, epoch=0, step=step, seconds=2.0, at_s=50.0, duration_s=2.0, merge_s=0.1, by_rank=[share, share]
+        number=step // 2,
+        epoch=0,
+        step=step,
+        seconds=2.0,
+        at_s=50.0,
+        duration_s=2.0,
+        merge_s=0.1,
+        by_rank=[share, share],
     )
 
 
@@ -127,11 +136,16 @@ def test_mega_batches_are_read_back_without_those_that_a_resume_took_back(tmp_pa
     path = create(tmp_path / "run", CONFIG)
     assert Record(path).mega_batches() == []
     for attempt, steps in enumerate([(2, 4, 6), (4, 6, 8)]):
-        writer = EventWriter(path, rank=0, attempt=begin_attempt(path, CONFIG, start_step=2 * attempt))
+        writer = EventWriter(
+            path, rank=0, attempt=begin_attempt(path, CONFIG, start_step=2 * attempt)
+        )
         for step in steps:
             writer.add_mega_batch(mega_batch(step, weight=attempt))
         writer.close()
-    assert Record(path).mega_batches() == [mega_batch(2, weight=0), *(mega_batch(step, weight=1) for step in (4, 6, 8))]
+    assert Record(path).mega_batches() == [
+        mega_batch(2, weight=0),
+        *(mega_batch(step, weight=1) for step in (4, 6, 8)),
+    ]
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -182,9 +196,14 @@ def test_going_on_is_offered_where_there_is_something_to_go_on_from(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [({}, "holds the record of an earlier run; choose another --out$"), (None, "is not empty and holds no run")],
+    [
+        ({}, "holds the record of an earlier run; choose another --out$"),
+        (None, "is not empty and holds no run"),
+    ],
 )
-def test_nothing_is_overwritten(tmp_path: Path, content: dict[str, object] | None, message: str) -> None:
+def test_nothing_is_overwritten(
+    tmp_path: Path, content: dict[str, object] | None, message: str
+) -> None:
     name = "notes.txt" if content is None else "config.json"
     (tmp_path / name).write_text("{}")
     with pytest.raises(RecordError, match=message):
@@ -194,7 +213,10 @@ def test_nothing_is_overwritten(tmp_path: Path, content: dict[str, object] | Non
 
 def test_runs_without_a_name_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert [str(create(None, CONFIG)) for _ in range(2)] == ["runs/digits-allreduce-001", "runs/digits-allreduce-002"]
+    assert [str(create(None, CONFIG)) for _ in range(2)] == [
+        "runs/digits-allreduce-001",
+        "runs/digits-allreduce-002",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -204,11 +226,16 @@ def test_runs_without_a_name_are_numbered(tmp_path: Path, monkeypatch: pytest.Mo
         ("not json", "is damaged"),
         ('{"kind": "something else"}', "was not written by offbeat"),
         ("[1, 2]", "was not written by offbeat"),
-        ('{"kind": "offbeat run", "schema_version": 3}', "has run record schema 3, this version reads 2"),
+        (
+            '{"kind": "offbeat run", "schema_version": 3}',
+            "has run record schema 3, this version reads 2",
+        ),
         ('{"kind": "offbeat run", "schema_version": 2}', "damaged at config"),
     ],
 )
-def test_foreign_and_newer_records_are_refused(tmp_path: Path, text: str | None, message: str) -> None:
+def test_foreign_and_newer_records_are_refused(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(RecordError, match=message):
@@ -224,4 +251,6 @@ def test_a_directory_serves_one_run_at_a_time(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_stays_valid_json(tmp_path: Path) -> None:
     path = create(tmp_path / "run", CONFIG)
     write_summary(summary(path, loss=float("nan"), metric=float("inf")))
-    assert json.loads((path / "summary.json").read_text(), parse_constant=pytest.fail)["loss"] is None
+    assert (
+        json.loads((path / "summary.json").read_text(), parse_constant=pytest.fail)["loss"] is None
+    )

@@ -1,4 +1,6 @@
-"""Whole runs with real worker processes: they finish, resume to the bit, die loudly, and leave nobody behind."""
+"""Whole runs with real worker processes: they finish, resume to the bit, die loudly, and leave
+nobody behind.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat.checkpoint import latest, verify
 from offbeat.errors import CheckpointError, PeerError, RecordError
 from offbeat.lab.config import Request
 from offbeat.lab.progress import Progress
 from offbeat.lab.records import Record, Summary
 from offbeat.lab.rendezvous import StoreServer
 from offbeat.lab.train import plan, train
+from offbeat.session.checkpoint import latest, verify
 
 pytestmark = pytest.mark.ranks
 
@@ -30,10 +32,17 @@ DEADLINE_S = 20
 
 def request(npz: Path, **changes: object) -> Request:
     settings = [f"path={npz}", "batch_size=4", "density=0.01", "collective=reduce_scatter"]
-    return Request(**({"task": "mnist", "strategy": "gtopk", "workers": 2, "settings": settings} | changes))
+    return Request(
+        **({"task": "mnist", "strategy": "gtopk", "workers": 2, "settings": settings} | changes)
+    )
 
 
-def run(npz: Path, out: Path, watch: Callable[[Progress], None] = lambda progress: None, **changes: object) -> Summary:
+def run(
+    npz: Path,
+    out: Path,
+    watch: Callable[[Progress], None] = lambda progress: None,
+    **changes: object,
+) -> Summary:
     summary = train(plan(request(npz, **changes), out=out), watch)
     assert summary is not None
     return summary
@@ -67,7 +76,8 @@ def test_a_resumed_run_is_identical_to_one_that_never_stopped(npz: Path, tmp_pat
     assert straight.replicas_identical
     assert straight.bytes_sent_per_step > 0
     losses = [
-        [[event.loss for event in Record(tmp_path / name).events(rank)] for rank in range(2)] for name in ("straight", "halves")
+        [[event.loss for event in Record(tmp_path / name).events(rank)] for rank in range(2)]
+        for name in ("straight", "halves")
     ]
     assert losses[0] == losses[1]
     assert len(losses[0][0]) == 20
@@ -82,19 +92,25 @@ def test_another_number_of_workers_may_go_on(npz: Path, tmp_path: Path) -> None:
     assert resume(tmp_path / "run", workers=1, steps=11).steps == 11
 
 
-def test_an_altered_checkpoint_starts_nothing_and_changes_nothing(npz: Path, tmp_path: Path) -> None:
+def test_an_altered_checkpoint_starts_nothing_and_changes_nothing(
+    npz: Path, tmp_path: Path
+) -> None:
     run(npz, tmp_path / "run", steps=2, workers=1)
     shard = tmp_path / "run" / "checkpoint" / "step-00000002" / "rank-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError, match="altered"):
         resume(tmp_path / "run", steps=4)
-    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert before == {
+        path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
+    }
     with pytest.raises(RecordError, match="holds the record of an earlier run"):
         run(npz, tmp_path / "run", steps=2, workers=1)
 
 
-def test_a_killed_worker_ends_the_run_with_its_name_and_a_good_checkpoint(npz: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_ends_the_run_with_its_name_and_a_good_checkpoint(
+    npz: Path, tmp_path: Path
+) -> None:
     pids: dict[int, int] = {}
 
     def kill_rank_1(progress: Progress) -> None:
@@ -103,7 +119,10 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_a_good_checkpoint(npz: P
             os.kill(pids[1], signal.SIGKILL)
 
     with pytest.raises(
-        PeerError, match=r"worker 1 \(pid \d+\) was killed by SIGKILL after step \d+.*resume from step \d+ with"
+        PeerError,
+        match=(
+            r"worker 1 \(pid \d+\) was killed by SIGKILL after step \d+.*resume from step \d+ with"
+        ),
     ) as caught:
         run(npz, tmp_path / "run", kill_rank_1, steps=ENDLESS, checkpoint_every=2)
     assert caught.value.rank == 1
@@ -118,7 +137,9 @@ def test_a_worker_that_fails_says_why(npz: Path, tmp_path: Path) -> None:
         good = dict(arrays)
     planned = plan(request(npz, steps=3), out=tmp_path / "run")
     np.savez(npz, **(good | {"y_test": np.full(10, 99)}))
-    with pytest.raises(PeerError, match=r"worker \d \(pid \d+\) failed after step 0: labels in .*no checkpoint yet"):
+    with pytest.raises(
+        PeerError, match=r"worker \d \(pid \d+\) failed after step 0: labels in .*no checkpoint yet"
+    ):
         train(planned, lambda progress: None)
 
 
@@ -151,7 +172,9 @@ settings = ["path={npz}", "batch_size=4"]
 request = Request(task="mnist", strategy="allreduce", workers=2, steps={ENDLESS}, settings=settings)
 train(plan(request, out=Path("run")), lambda progress: print(progress.pid, flush=True))
 """
-    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as supervisor:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as supervisor:
         assert supervisor.stdout is not None
         pids: set[int] = set()
         while len(pids) < 2:
@@ -162,16 +185,43 @@ train(plan(request, out=Path("run")), lambda progress: print(progress.pid, flush
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_launched_ranks_join_each_other(npz: Path, tmp_path: Path, launcher: str) -> None:
-    store = StoreServer()  # stands in for the agent's: torchrun itself would listen on every interface
-    command = [sys.executable, "-m", "offbeat.cli", "train", "--task", "mnist", "--strategy", "gtopk", "--steps", "3", "--json"]
+    store = (
+        StoreServer()
+    )  # stands in for the agent's: torchrun itself would listen on every interface
+    command = [
+        sys.executable,
+        "-m",
+        "offbeat.cli",
+        "train",
+        "--task",
+        "mnist",
+        "--strategy",
+        "gtopk",
+        "--steps",
+        "3",
+        "--json",
+    ]
     command += ["--set", f"path={npz}", "--set", "batch_size=4", "--out", "run"]
-    variables = {"GLOO_SOCKET_IFNAME": "lo", "OFFBEAT_INTERFACE": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OFFBEAT_INTERFACE": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     names = ("RANK", "WORLD_SIZE") if launcher == "torchrun" else ("SLURM_PROCID", "SLURM_NTASKS")
     ranks = []
     for rank in range(2):
-        place = {names[0]: str(rank), names[1]: "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        place = {
+            names[0]: str(rank),
+            names[1]: "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+        }
         environment = os.environ | variables | place
-        ranks.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True))
+        ranks.append(
+            subprocess.Popen(
+                command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+            )
+        )
     outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
     store.close()
     assert [rank.returncode for rank in ranks] == [0, 0]

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import offbeat
-from offbeat.checkpoint import latest, read_shard
 from offbeat.errors import CheckpointError
 from offbeat.lab.attached import InSession
 from offbeat.lab.config import Request
@@ -18,6 +17,7 @@ from offbeat.lab.meeting import Meeting
 from offbeat.lab.records import Record, begin_attempt
 from offbeat.lab.saving import mean_of_models, restore
 from offbeat.lab.train import plan, train
+from offbeat.session.checkpoint import latest, read_shard
 
 
 def part(weight: float, **tensors: torch.Tensor) -> dict[str, object]:
@@ -27,15 +27,27 @@ def part(weight: float, **tensors: torch.Tensor) -> dict[str, object]:
 def test_the_mean_is_weighted_and_of_integers_the_largest() -> None:
     mean = mean_of_models(
         [
-            part(1.0, w=torch.tensor([1.0, -2.0]), steps=torch.tensor(4), mask=torch.tensor([True, False])),
-            part(3.0, w=torch.tensor([5.0, 2.0]), steps=torch.tensor(7), mask=torch.tensor([False, False])),
+            part(
+                1.0,
+                w=torch.tensor([1.0, -2.0]),
+                steps=torch.tensor(4),
+                mask=torch.tensor([True, False]),
+            ),
+            part(
+                3.0,
+                w=torch.tensor([5.0, 2.0]),
+                steps=torch.tensor(7),
+                mask=torch.tensor([False, False]),
+            ),
         ]
     )
     assert mean["w"].tolist() == [4.0, 1.0]
     assert (mean["steps"].item(), mean["mask"].tolist()) == (7, [True, False])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64]
+)
 def test_equal_models_are_their_own_mean(dtype: torch.dtype) -> None:
     tensor = torch.randn(50, generator=torch.Generator().manual_seed(3)).to(dtype)
     mean = mean_of_models([part(weight, w=tensor) for weight in (0.3, 0.5, 1.7)])["w"]
@@ -54,7 +66,9 @@ def test_parts_that_weigh_nothing_have_no_mean() -> None:
 
 
 @pytest.mark.ranks
-def test_another_number_of_workers_begins_from_the_mean_of_models_that_differ(npz: Path, tmp_path: Path) -> None:
+def test_another_number_of_workers_begins_from_the_mean_of_models_that_differ(
+    npz: Path, tmp_path: Path
+) -> None:
     settings = [f"path={npz}", "batch_size=4", "period=4"]
     request = Request(task="mnist", strategy="localsgd", workers=2, steps=6, settings=settings)
     train(plan(request, out=tmp_path / "run"), lambda report: None)
@@ -65,10 +79,16 @@ def test_another_number_of_workers_begins_from_the_mean_of_models_that_differ(np
     task = resumed.config.build_task()
     model = task.build_model(seed=99)
     optimizer = task.optimizer(model)
-    with InSession(model, optimizer, offbeat.attach(model, optimizer, offbeat.LocalSGD(period=4))) as attached:
+    with InSession(
+        model, optimizer, offbeat.attach(model, optimizer, offbeat.LocalSGD(period=4))
+    ) as attached:
         position = restore(record, Meeting(dist.HashStore(), 0, 1), model, optimizer, attached)
     assert position.step == 6
-    parts: list[Any] = [read_shard(latest(record.checkpoint_root), rank)["model"] for rank in range(2)]  # type: ignore[index,call-overload]
+    parts: list[Any] = [
+        read_shard(latest(record.checkpoint_root), rank)["model"] for rank in range(2)
+    ]  # type: ignore[index,call-overload]
     for name, parameter in model.state_dict().items():
         assert not torch.equal(parts[0][name], parts[1][name])
-        torch.testing.assert_close(parameter, (parts[0][name] + parts[1][name]) / 2, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            parameter, (parts[0][name] + parts[1][name]) / 2, rtol=1e-6, atol=1e-8
+        )

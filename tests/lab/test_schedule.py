@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.data.dispatch import mega_batch_span, num_mega_batches
 from offbeat.errors import CheckpointError
 from offbeat.lab.config import Request, RunConfig, resolve
 from offbeat.lab.schedule import ClaimedSchedule, Position, Schedule
 from offbeat.lab.tasks import TASKS
+from offbeat.megabatch.loader import mega_batch_span, num_mega_batches
 
 
 class Numbers(TASKS["digits"]):  # type: ignore[misc, valid-type]
@@ -30,12 +30,16 @@ TASK = Numbers(Numbers.options_type(batch_size=4))
 
 
 def config(**length: int) -> RunConfig:
-    return resolve(Request(task="digits", strategy="allreduce", workers=2, **length)).model_copy(update={"task_options": {}})
+    return resolve(Request(task="digits", strategy="allreduce", workers=2, **length)).model_copy(
+        update={"task_options": {}}
+    )
 
 
 def run(schedule: Schedule, stop_after: int | None = None) -> list[torch.Tensor]:
     taken = []
-    for batch in schedule.batches(lambda steps_done: stop_after is not None and steps_done >= stop_after):
+    for batch in schedule.batches(
+        lambda steps_done: stop_after is not None and steps_done >= stop_after
+    ):
         taken.append(batch[0])
         schedule.advance()
     return taken
@@ -44,7 +48,9 @@ def run(schedule: Schedule, stop_after: int | None = None) -> list[torch.Tensor]
 def take(schedule: Schedule, stop_after: int | None, seen: dict[int, list[int]]) -> int:
     """Like `run`, noting samples by epoch; returns the number of batches."""
     count = 0
-    for batch in schedule.batches(lambda steps_done: stop_after is not None and steps_done >= stop_after):
+    for batch in schedule.batches(
+        lambda steps_done: stop_after is not None and steps_done >= stop_after
+    ):
         seen[schedule.position.epoch].extend(batch[0].tolist())
         schedule.advance()
         count += 1
@@ -57,7 +63,9 @@ def test_a_stop_changes_nothing(stop_after: int, length: dict[str, int]) -> None
     straight = run(Schedule(settings, TASK, Position(), rank=1, world_size=2))
     first = Schedule(settings, TASK, Position(), rank=1, world_size=2)
     before = run(first, stop_after)
-    second = Schedule(settings, TASK, Position.from_json(first.position.to_json()), rank=1, world_size=2)
+    second = Schedule(
+        settings, TASK, Position.from_json(first.position.to_json()), rank=1, world_size=2
+    )
     assert len(before) + second.target - second.position.step == first.target == len(straight)
     together = before + run(second)
     assert len(straight) == len(together) == (17 if "steps" in length else 21)
@@ -65,21 +73,30 @@ def test_a_stop_changes_nothing(stop_after: int, length: dict[str, int]) -> None
 
 
 @given(stop_after=st.integers(0, 13), workers=st.integers(1, 9))
-def test_with_other_workers_no_sample_is_seen_twice_in_an_epoch(stop_after: int, workers: int) -> None:
+def test_with_other_workers_no_sample_is_seen_twice_in_an_epoch(
+    stop_after: int, workers: int
+) -> None:
     settings = config(epochs=2)
     seen: dict[int, list[int]] = {0: [], 1: []}
     first = [Schedule(settings, TASK, Position(), rank=rank, world_size=2) for rank in range(2)]
     for schedule in first:
         take(schedule, stop_after, seen)
     stopped = first[0].position.to_json()
-    second = [Schedule(settings, TASK, Position.from_json(stopped), rank=rank, world_size=workers) for rank in range(workers)]
+    second = [
+        Schedule(settings, TASK, Position.from_json(stopped), rank=rank, world_size=workers)
+        for rank in range(workers)
+    ]
     assert len({take(schedule, None, seen) for schedule in second}) == 1
     assert all(schedule.position.epoch == 2 for schedule in second)
     assert all(len(set(samples)) == len(samples) for samples in seen.values())
 
 
-def claimed(settings: RunConfig, position: Position, *, mega_batch: int, workers: int = 2) -> ClaimedSchedule:
-    return ClaimedSchedule(settings, position, num_samples=60, mega_batch=mega_batch, samples_per_step=4 * workers)
+def claimed(
+    settings: RunConfig, position: Position, *, mega_batch: int, workers: int = 2
+) -> ClaimedSchedule:
+    return ClaimedSchedule(
+        settings, position, num_samples=60, mega_batch=mega_batch, samples_per_step=4 * workers
+    )
 
 
 def merge(schedule: ClaimedSchedule, number: int, mega_batch: int) -> None:
@@ -106,7 +123,9 @@ def test_steps_of_merges_follow_each_other_and_a_stop_changes_nothing(
         number += 1
         steps.append(schedule.position.step)
         if number == stop_after:
-            schedule = claimed(settings, Position.from_json(schedule.position.to_json()), mega_batch=mega_batch)
+            schedule = claimed(
+                settings, Position.from_json(schedule.position.to_json()), mega_batch=mega_batch
+            )
             assert schedule.target == target
     assert all(before < after for before, after in pairwise(steps))
     assert steps[-1] == target
@@ -117,12 +136,19 @@ def test_steps_of_merges_follow_each_other_and_a_stop_changes_nothing(
 
 
 @given(mega_batch=st.integers(48, 70), stop_after=st.integers(1, 3), workers=st.integers(1, 6))
-def test_with_other_workers_claimed_steps_go_on_from_where_they_were(mega_batch: int, stop_after: int, workers: int) -> None:
+def test_with_other_workers_claimed_steps_go_on_from_where_they_were(
+    mega_batch: int, stop_after: int, workers: int
+) -> None:
     first = claimed(config(epochs=5), Position(), mega_batch=mega_batch)
     for number in range(stop_after):
         merge(first, number, mega_batch)
     done = first.position.step
-    second = claimed(config(epochs=5), Position.from_json(first.position.to_json()), mega_batch=mega_batch, workers=workers)
+    second = claimed(
+        config(epochs=5),
+        Position.from_json(first.position.to_json()),
+        mega_batch=mega_batch,
+        workers=workers,
+    )
     assert second.position.step == done
     merge(second, stop_after, mega_batch)
     assert second.position.step > done

@@ -1,4 +1,6 @@
-"""Medians and their intervals: an interval holds its median, scale does not matter, and what overlaps is not decided."""
+"""Medians and their intervals: an interval holds its median, scale does not matter, and what
+overlaps is not decided.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_equal_samples_that_differ_from_others_are_decided() -> None:
 
 
 def test_three_seeds_promise_less_than_their_range() -> None:
-    """Two other sets of three from the same place would often lie apart if they promised no more than their range."""
+    """Two other sets of three from the same place would often lie apart if they promised no more
+    than their range.
+    """
     found = estimate([3.0, 1.0, 2.0])
     assert found.median == 2.0
     assert found.low is not None
@@ -99,7 +103,9 @@ def test_turned_round_a_ratio_is_its_inverse_and_as_decided(a: list[float], b: l
 @few
 @given(samples, st.integers(0, 1_000))
 def test_a_difference_within_the_spread_is_never_decided(values: list[float], seed: int) -> None:
-    """Two runs of one thing: the second has the same samples in another order, scaled by less than their interval is wide."""
+    """Two runs of one thing: the second has the same samples in another order, scaled by less than
+    their interval is wide.
+    """
     found = estimate(values)
     assert found.low is not None
     assert found.high is not None
@@ -110,7 +116,10 @@ def test_a_difference_within_the_spread_is_never_decided(values: list[float], se
 
 
 @few
-@given(st.lists(st.floats(1.0, 2.0), min_size=3, max_size=12), st.lists(st.floats(10.0, 20.0), min_size=3, max_size=12))
+@given(
+    st.lists(st.floats(1.0, 2.0), min_size=3, max_size=12),
+    st.lists(st.floats(10.0, 20.0), min_size=3, max_size=12),
+)
 def test_a_tenfold_difference_is_decided(small: list[float], large: list[float]) -> None:
     ratio = compare(estimate(large), estimate(small))
     assert ratio.decided

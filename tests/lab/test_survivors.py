@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from offbeat.checkpoint import latest, verify
 from offbeat.errors import PeerError
 from offbeat.lab.breakdown import read_steps
 from offbeat.lab.cluster import Cluster, Fault
@@ -20,6 +19,7 @@ from offbeat.lab.progress import News, Progress
 from offbeat.lab.records import Record, Summary
 from offbeat.lab.train import plan, train
 from offbeat.report.page import write_report
+from offbeat.session.checkpoint import latest, verify
 
 pytestmark = pytest.mark.ranks
 
@@ -55,7 +55,9 @@ def run(
 
 
 class Killing:
-    """Kills the process of some ranks once they have done so many steps, and remembers what was said."""
+    """Kills the process of some ranks once they have done so many steps, and remembers what was
+    said.
+    """
 
     def __init__(self, at_step: dict[int, int]) -> None:
         self.at_step = at_step
@@ -78,9 +80,15 @@ def test_the_survivors_finish_and_the_loss_is_reported(npz: Path, tmp_path: Path
     summary = run(npz, tmp_path / "run", killing, steps=100)
     assert (summary.status, summary.steps) == ("finished", 100)
     assert sorted(loss.rank for loss in summary.losses) == [0, 2]
-    assert all(loss.cause == "killed by SIGKILL" and loss.returned_step is None for loss in summary.losses)
+    assert all(
+        loss.cause == "killed by SIGKILL" and loss.returned_step is None for loss in summary.losses
+    )
     assert [loss.num_left for loss in summary.losses] == [2, 1]
-    assert [news.text for news in killing.news] == [loss.sentence() for loss in summary.losses] == summary.notices[:2]
+    assert (
+        [news.text for news in killing.news]
+        == [loss.sentence() for loss in summary.losses]
+        == summary.notices[:2]
+    )
     measured = [evaluation.step for evaluation in Record(tmp_path / "run").evaluations()]
     assert measured == sorted({*measured, 0, 100})
     assert len(measured) >= 3  # of five, one for each leader that died may be missing
@@ -104,7 +112,11 @@ class Waiting(Killing):
 
     def __call__(self, report: Progress | News) -> None:
         super().__call__(report)
-        if isinstance(report, Progress) and len(self.pids.get(1, ())) == 2 and self.at_step.pop(-1, None):
+        if (
+            isinstance(report, Progress)
+            and len(self.pids.get(1, ())) == 2
+            and self.at_step.pop(-1, None)
+        ):
             signal.raise_signal(signal.SIGINT)
 
 
@@ -124,18 +136,28 @@ def test_a_worker_that_returns_joins_the_others_at_their_step(npz: Path, tmp_pat
     assert last < loss.returned_step < steps[-1]
     assert [head.start_step for head in record.heads(1)] == [None, loss.returned_step]
     assert latest(record.checkpoint_root).world_size == 2
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["losses"] == [loss.model_dump()]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["losses"] == [
+        loss.model_dump()
+    ]
 
 
 def test_where_samples_are_claimed_each_counts_once_whoever_dies(npz: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    summary = run(npz, out, Killing({1: 10}), steps=60, strategy="adaptive", settings=("mega_batch=32",))
+    summary = run(
+        npz, out, Killing({1: 10}), steps=60, strategy="adaptive", settings=("mega_batch=32",)
+    )
     assert (summary.status, summary.replicas_identical) == ("finished", True)
     assert [(loss.rank, loss.num_left) for loss in summary.losses] == [(1, 2)]
     assert any("without worker 1" in notice for notice in summary.notices)
     merged: dict[int, list[int]] = {}
     for mega_batch in Record(out).mega_batches():
-        places = [place for share in mega_batch.by_rank for claim in share.claims for span in claim for place in range(*span)]
+        places = [
+            place
+            for share in mega_batch.by_rank
+            for claim in share.claims
+            for span in claim
+            for place in range(*span)
+        ]
         merged.setdefault(mega_batch.epoch, []).extend(places)
     *whole, _ = merged.values()
     assert len(whole) > 5
@@ -145,15 +167,28 @@ def test_where_samples_are_claimed_each_counts_once_whoever_dies(npz: Path, tmp_
     assert (manifest.step, manifest.world_size) == (summary.steps, 2)
 
 
-def test_where_samples_are_claimed_a_worker_that_returns_claims_again(npz: Path, tmp_path: Path) -> None:
+def test_where_samples_are_claimed_a_worker_that_returns_claims_again(
+    npz: Path, tmp_path: Path
+) -> None:
     faults = (Fault(at_s=0.5, worker=1, action="kill"), Fault(at_s=0.6, worker=1, action="return"))
     out = tmp_path / "run"
     settings = ("mega_batch=32",)
-    summary = run(npz, out, Waiting({-1: 1}), steps=ENDLESS, workers=2, faults=faults, strategy="adaptive", settings=settings)
+    summary = run(
+        npz,
+        out,
+        Waiting({-1: 1}),
+        steps=ENDLESS,
+        workers=2,
+        faults=faults,
+        strategy="adaptive",
+        settings=settings,
+    )
     (loss,) = summary.losses
     assert loss.returned_step is not None
     assert summary.replicas_identical
-    present = [[share.rank for share in mega_batch.by_rank] for mega_batch in Record(out).mega_batches()]
+    present = [
+        [share.rank for share in mega_batch.by_rank] for mega_batch in Record(out).mega_batches()
+    ]
     assert present[0] == present[-1] == [0, 1]
     assert [0] in present
     assert latest(out / "checkpoint").world_size == 2
@@ -164,7 +199,9 @@ def test_when_all_have_died_the_run_has_failed(npz: Path, tmp_path: Path) -> Non
         run(npz, tmp_path / "run", Killing({0: 5, 1: 5}), steps=ENDLESS, workers=2)
 
 
-def test_an_interrupt_stops_the_survivors_with_a_checkpoint_of_theirs(npz: Path, tmp_path: Path) -> None:
+def test_an_interrupt_stops_the_survivors_with_a_checkpoint_of_theirs(
+    npz: Path, tmp_path: Path
+) -> None:
     class Interrupting(Killing):
         def __call__(self, report: Progress | News) -> None:
             super().__call__(report)

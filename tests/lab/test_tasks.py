@@ -1,4 +1,6 @@
-"""Tasks give every rank its share of the same data, refuse what they cannot use, and can be learnt."""
+"""Tasks give every rank its share of the same data, refuse what they cannot use, and
+can be learnt.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from hypothesis import strategies as st
 from offbeat.errors import ConfigError
 from offbeat.lab.tasks import TASKS, Task, build_task
 
-LIMITS = {"tiny": (0.08e6, 0.2e6), "small": (0.8e6, 1.2e6), "medium": (4.5e6, 5.5e6), "large": (24e6, 26e6)}
+LIMITS = {
+    "tiny": (0.08e6, 0.2e6),
+    "small": (0.8e6, 1.2e6),
+    "medium": (4.5e6, 5.5e6),
+    "large": (24e6, 26e6),
+}
 
 
 class Counted(TASKS["digits"]):  # type: ignore[misc, valid-type]
@@ -32,7 +39,12 @@ def counted(batch_size: int) -> Counted:
 def samples(task: Task, world_size: int, epoch: int = 0, start_step: int = 0) -> np.ndarray:
     """Sample numbers of shape (steps, world_size, batch_size)."""
     per_rank = [
-        [batch[0] for batch in task.batches(seed=3, epoch=epoch, rank=rank, world_size=world_size, start_step=start_step)]
+        [
+            batch[0]
+            for batch in task.batches(
+                seed=3, epoch=epoch, rank=rank, world_size=world_size, start_step=start_step
+            )
+        ]
         for rank in range(world_size)
     ]
     return torch.stack([torch.stack(batches) for batches in per_rank], dim=1).numpy()
@@ -48,9 +60,13 @@ def test_ranks_share_an_epoch_out_without_overlap(world_size: int, batch_size: i
 
 
 @given(world_size=st.integers(1, 5), start_step=st.integers(0, 10))
-def test_an_epoch_left_in_the_middle_goes_on_with_the_same_batches(world_size: int, start_step: int) -> None:
+def test_an_epoch_left_in_the_middle_goes_on_with_the_same_batches(
+    world_size: int, start_step: int
+) -> None:
     task = counted(17)
-    assert np.array_equal(samples(task, world_size)[start_step:], samples(task, world_size, start_step=start_step))
+    assert np.array_equal(
+        samples(task, world_size)[start_step:], samples(task, world_size, start_step=start_step)
+    )
 
 
 def test_the_samples_of_a_step_do_not_depend_on_how_many_share_them() -> None:
@@ -62,13 +78,17 @@ def test_each_epoch_has_another_order() -> None:
 
 
 def test_too_many_workers_for_the_data_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"40 workers with batches of 32 need 1280 samples a step.*has 1000; use fewer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"40 workers with batches of 32 need 1280 samples a step.*has 1000; use fewer",
+    ):
         counted(32).steps_per_epoch(40)
 
 
 @pytest.mark.parametrize("size", LIMITS)
 @pytest.mark.parametrize(
-    ("name", "options"), [("digits", {}), ("mnist", {}), ("charlm", {}), ("charlm", {"model": "transformer"})]
+    ("name", "options"),
+    [("digits", {}), ("mnist", {}), ("charlm", {}), ("charlm", {"model": "transformer"})],
 )
 def test_sizes_are_what_they_say(name: str, options: dict[str, str], size: str, npz: Path) -> None:
     extra = {"path": npz} if name == "mnist" else {}
@@ -96,10 +116,14 @@ def test_a_seed_determines_the_model_and_leaves_the_generator_alone(npz: Path) -
         ("charlm", {"optimizer": "sgd", "lr": "0.5", "window": "16"}),
     ],
 )
-def test_training_lowers_the_loss(name: str, options: dict[str, str], npz: Path, tmp_path: Path) -> None:
+def test_training_lowers_the_loss(
+    name: str, options: dict[str, str], npz: Path, tmp_path: Path
+) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
-    task = build_task(name, options | {"path": str(npz if name == "mnist" else text), "batch_size": "8"})
+    task = build_task(
+        name, options | {"path": str(npz if name == "mnist" else text), "batch_size": "8"}
+    )
     model = task.build_model(0)
     optimizer = task.optimizer(model)
     batch = next(task.batches(seed=0, epoch=0, rank=0, world_size=1))
@@ -147,17 +171,31 @@ def test_digits_holds_a_fifth_out() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("digit", {}, "no task 'digit'; allowed are digits, charlm, mnist, xmc; did you mean 'digits'"),
-        ("digits", {"bach_size": "3"}, "no option 'bach_size'; allowed are .*did you mean 'batch_size'"),
+        (
+            "digit",
+            {},
+            "no task 'digit'; allowed are digits, charlm, mnist, xmc; did you mean 'digits'",
+        ),
+        (
+            "digits",
+            {"bach_size": "3"},
+            "no option 'bach_size'; allowed are .*did you mean 'batch_size'",
+        ),
         ("digits", {"size": "huge"}, "option size of task 'digits': got 'huge'; .*'tiny'"),
-        ("digits", {"batch_size": "0"}, "option batch_size .* got '0'; .*greater than or equal to 1"),
+        (
+            "digits",
+            {"batch_size": "0"},
+            "option batch_size .* got '0'; .*greater than or equal to 1",
+        ),
         ("digits", {"lr": "fast"}, "option lr .* got 'fast'; .*number"),
         ("mnist", {}, "needs --set path="),
         ("mnist", {"path": "nowhere.npz"}, r"no data at .*nowhere.npz; give"),
         ("charlm", {"path": "nowhere.txt"}, r"no text at .*nowhere.txt; give"),
     ],
 )
-def test_what_cannot_be_used_is_refused_at_once(name: str, options: dict[str, str], message: str) -> None:
+def test_what_cannot_be_used_is_refused_at_once(
+    name: str, options: dict[str, str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         build_task(name, options)
 
@@ -179,7 +217,9 @@ def test_a_file_that_is_no_npz_is_refused(content: bytes, tmp_path: Path) -> Non
         ({"x_test": np.array(["a"] * 10, dtype=object)}, "cannot read the arrays"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(change: dict[str, np.ndarray], message: str, npz: Path) -> None:
+def test_arrays_that_do_not_fit_are_refused(
+    change: dict[str, np.ndarray], message: str, npz: Path
+) -> None:
     with np.load(npz) as arrays:
         np.savez(npz, **(dict(arrays) | change))
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,6 @@
-"""What is said in words follows from the figures: each kind of sentence, from comparisons made by hand."""
+"""What is said in words follows from the figures: each kind of sentence, from comparisons made by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ Values = Mapping[Measure, Sequence[float | None]]
 
 
 def measured(
-    label: str, time_s: Sequence[float | None], step_s: Sequence[float], *, final_metric: Sequence[float | None] = (None,)
+    label: str,
+    time_s: Sequence[float | None],
+    step_s: Sequence[float],
+    *,
+    final_metric: Sequence[float | None] = (None,),
 ) -> Contestant:
     values: Values = {"time_to_target_s": time_s, "step_s": step_s, "final_metric": final_metric}
     return contestant(label, values, num_seeds=len(time_s))
@@ -26,7 +32,12 @@ def measured(
 def judged(*contestants: Contestant, target: float | None = 0.9, **settings: bool) -> Comparison:
     """A comparison with the differences that follow from the measures."""
     differences = [
-        Difference(measure=measure, a=a.label, b=b.label, **compare(a.measures[measure], b.measures[measure]).model_dump())
+        Difference(
+            measure=measure,
+            a=a.label,
+            b=b.label,
+            **compare(a.measures[measure], b.measures[measure]).model_dump(),
+        )
         for place, a in enumerate(contestants)
         for b in contestants[place + 1 :]
         for measure in ("time_to_target_s", "step_s")
@@ -41,17 +52,23 @@ AS_FAST = measured("topk", [1.9, 2.15, 2.3], [0.19, 0.215, 0.23])
 
 
 def test_a_decided_race_names_the_winner_and_by_how_much() -> None:
-    assert verdict(judged(SLOW, FAST)) == (
-        "gtopk reached accuracy 0.9 in 2.1 s, 4.86 times (4.53 to 5.21) faster than ddp, the next best."
+    assert (
+        verdict(judged(SLOW, FAST))
+        == "gtopk reached accuracy 0.9 in 2.1 s, 4.86 times (4.53 to 5.21) faster than ddp, the"
+        " next best."
     )
 
 
 def test_a_race_within_the_spread_has_no_winner() -> None:
-    assert verdict(judged(FAST, AS_FAST)) == (
-        "No difference in the time to accuracy 0.9 between gtopk and topk that this comparison can see."
+    assert (
+        verdict(judged(FAST, AS_FAST))
+        == "No difference in the time to accuracy 0.9 between gtopk and topk that this comparison"
+        " can see."
     )
-    assert verdict(judged(SLOW, FAST, AS_FAST)) == (
-        "No difference in the time to accuracy 0.9 between gtopk and topk that this comparison can see; ddp took 10.2 s."
+    assert (
+        verdict(judged(SLOW, FAST, AS_FAST))
+        == "No difference in the time to accuracy 0.9 between gtopk and topk that this comparison"
+        " can see; ddp took 10.2 s."
     )
 
 
@@ -59,24 +76,33 @@ def test_with_one_seed_only_the_steps_can_be_told_apart() -> None:
     one, other = measured("ddp", [10.0], [1.0]), measured("gtopk", [2.0], [0.2])
     text = verdict(judged(one, other))
     assert "faster" not in text
-    assert text.endswith("in the only run of each, gtopk was the first to reach accuracy 0.9 in 2 s.")
+    assert text.endswith(
+        "in the only run of each, gtopk was the first to reach accuracy 0.9 in 2 s."
+    )
 
 
 def test_without_target_the_steps_decide() -> None:
-    assert verdict(judged(SLOW, FAST, target=None)) == (
-        "gtopk takes the shortest steps, 210 ms: 4.81 times (4.38 to 5.29) faster than ddp, the next best."
+    assert (
+        verdict(judged(SLOW, FAST, target=None))
+        == "gtopk takes the shortest steps, 210 ms: 4.81 times (4.38 to 5.29) faster than ddp, the"
+        " next best."
     )
-    assert verdict(judged(FAST, AS_FAST, target=None)) == (
-        "No difference in step time between gtopk and topk that this comparison can see."
+    assert (
+        verdict(judged(FAST, AS_FAST, target=None))
+        == "No difference in step time between gtopk and topk that this comparison can see."
     )
 
 
 def test_a_target_that_nobody_reached_is_said_to_be_so() -> None:
     never = [None, None, None]
-    slow, fast = measured("ddp", never, [1.0, 1.01, 1.02]), measured("gtopk", [2.0, None, None], [0.2, 0.21, 0.22])
-    assert verdict(judged(slow, fast)) == (
-        "gtopk takes the shortest steps, 210 ms: 4.81 times (4.38 to 5.29) faster than ddp, the next best; "
-        "none of them reached accuracy 0.9 in every run."
+    slow, fast = (
+        measured("ddp", never, [1.0, 1.01, 1.02]),
+        measured("gtopk", [2.0, None, None], [0.2, 0.21, 0.22]),
+    )
+    assert (
+        verdict(judged(slow, fast))
+        == "gtopk takes the shortest steps, 210 ms: 4.81 times (4.38 to 5.29) faster than ddp, the"
+        " next best; none of them reached accuracy 0.9 in every run."
     )
     assert findings(judged(slow, fast))[-2:] == [
         "ddp did not reach 0.9 in 3 of its 3 runs.",
@@ -101,12 +127,20 @@ def test_one_finisher_and_none() -> None:
     assert findings(judged(SLOW, failed))[0] == "gtopk failed: worker 1 was killed"
 
 
-@given(ratio=st.floats(0.01, 100), widths=st.tuples(st.floats(0, 1), st.floats(0, 1)) | st.none(), decided=st.booleans())
+@given(
+    ratio=st.floats(0.01, 100),
+    widths=st.tuples(st.floats(0, 1), st.floats(0, 1)) | st.none(),
+    decided=st.booleans(),
+)
 def test_a_difference_read_the_other_way_is_its_inverse(
     ratio: float, widths: tuple[float, float] | None, decided: bool
 ) -> None:
-    low, high = (None, None) if widths is None else (ratio / (1 + widths[0]), ratio * (1 + widths[1]))
-    stored = Difference(measure="step_s", a="x", b="y", ratio=ratio, low=low, high=high, decided=decided)
+    low, high = (
+        (None, None) if widths is None else (ratio / (1 + widths[0]), ratio * (1 + widths[1]))
+    )
+    stored = Difference(
+        measure="step_s", a="x", b="y", ratio=ratio, low=low, high=high, decided=decided
+    )
     made = comparison([], differences=[stored])
     there, back = between(made, "step_s", "x", "y"), between(made, "step_s", "y", "x")
     assert there == stored
@@ -141,8 +175,12 @@ def test_each_strategy_is_held_against_ddp() -> None:
     assert not any(" ddp takes" in line or line.startswith("ddp takes") for line in found)
 
 
-@pytest.mark.parametrize(("higher", "worse", "better"), [(True, 0.891, 0.909), (False, 0.909, 0.891)])
-def test_final_metrics_are_held_against_the_dense_ones(higher: bool, worse: float, better: float) -> None:
+@pytest.mark.parametrize(
+    ("higher", "worse", "better"), [(True, 0.891, 0.909), (False, 0.909, 0.891)]
+)
+def test_final_metrics_are_held_against_the_dense_ones(
+    higher: bool, worse: float, better: float
+) -> None:
     contestants = [
         measured(label, [1.0], [1.0], final_metric=[metric])
         for label, metric in (("ddp", 0.9), ("gtopk", worse), ("topk", better), ("allreduce", 0.9))
@@ -156,13 +194,24 @@ def test_final_metrics_are_held_against_the_dense_ones(higher: bool, worse: floa
 
 
 @pytest.mark.parametrize(
-    ("lateness_s", "slow"), [([0.0, 0.2, 0.01], 1), ([0.1, 0.1, 0.1], None), ([0.0, 0.02, 0.3], 2), ([], None), ([0.5], None)]
+    ("lateness_s", "slow"),
+    [
+        ([0.0, 0.2, 0.01], 1),
+        ([0.1, 0.1, 0.1], None),
+        ([0.0, 0.02, 0.3], 2),
+        ([], None),
+        ([0.5], None),
+    ],
 )
-def test_the_slow_worker_is_named_if_one_stands_out(lateness_s: list[float], slow: int | None) -> None:
+def test_the_slow_worker_is_named_if_one_stands_out(
+    lateness_s: list[float], slow: int | None
+) -> None:
     late = FAST.model_copy(update={"lateness_s": lateness_s})
     named = [line for line in findings(judged(SLOW, late)) if line.startswith("Worker")]
     if slow is None:
         assert named == []
     else:
         lag = f"{lateness_s[slow] * 1e3:.3g} ms after the first worker on average"
-        assert named == [f"Worker {slow} is the slow one: under gtopk it comes to the exchange {lag}."]
+        assert named == [
+            f"Worker {slow} is the slow one: under gtopk it comes to the exchange {lag}."
+        ]

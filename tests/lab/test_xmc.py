@@ -1,4 +1,6 @@
-"""Task `xmc`: files in either layout, the standard library where there are none, and batches of sparse rows."""
+"""Task `xmc`: files in either layout, the standard library where there are none, and batches of
+sparse rows.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from offbeat.data.classifier import SparseClassifier
-from offbeat.data.rows import SparseBatch
-from offbeat.data.synthetic import Synthetic
-from offbeat.data.xmlrepo import XmlFiles
-from offbeat.data.xmlrepo_writer import convert, write
 from offbeat.errors import ConfigError
 from offbeat.lab.config import Request, resolve
 from offbeat.lab.tasks import build_task, num_samples_of
 from offbeat.lab.tasks.xmc import Xmc
+from offbeat.xmc.classifier import SparseClassifier
+from offbeat.xmc.rows import SparseBatch
+from offbeat.xmc.synthetic import Synthetic
+from offbeat.xmc.xmlrepo import XmlFiles
+from offbeat.xmc.xmlrepo_writer import convert, write
 
 DATA = Synthetic(num_features=60, num_labels=12, mean_draws=15.0, mean_labels=1.5, seed=1)
 NUM_TRAIN, NUM_TEST = 300, 80
@@ -27,7 +29,11 @@ def paths(tmp_path: Path) -> dict[str, str]:
     """Options that name files to train on and to test with."""
     for split, num_rows in (("train", NUM_TRAIN), ("test", NUM_TEST)):
         files = XmlFiles(path=tmp_path / f"{split}.txt")
-        write(files, DATA.read(num_rows, split="train" if split == "train" else "test"), header=(num_rows, 60, 12))
+        write(
+            files,
+            DATA.read(num_rows, split="train" if split == "train" else "test"),
+            header=(num_rows, 60, 12),
+        )
     return {"path": str(tmp_path / "train.txt"), "test_path": str(tmp_path / "test.txt")}
 
 
@@ -59,7 +65,9 @@ def build(options: dict[str, str]) -> Xmc:
         {"lr": "0.1", "normalise": "false"},
     ],
 )
-def test_it_learns_more_than_which_label_is_frequent(options: dict[str, str], paths: dict[str, str]) -> None:
+def test_it_learns_more_than_which_label_is_frequent(
+    options: dict[str, str], paths: dict[str, str]
+) -> None:
     task = build(options | paths | {"batch_size": "16", "hidden": "16"})
     before = task.evaluate(task.build_model(0))
     after = task.evaluate(train(task, 4))
@@ -91,16 +99,25 @@ def test_rows_are_scaled_unless_told_otherwise(paths: dict[str, str]) -> None:
     doubled.write_text("2 60 12\n3 1:3 2:4\n 5:2\n")
     lengths = {}
     for normalise in ("true", "false"):
-        features, _ = build({"path": str(doubled), "test_path": paths["test_path"], "normalise": normalise}).batch(np.arange(2))
+        features, _ = build(
+            {"path": str(doubled), "test_path": paths["test_path"], "normalise": normalise}
+        ).batch(np.arange(2))
         assert isinstance(features, SparseBatch)
         lengths[normalise] = [features.values[:2].norm().item(), features.values[2:].norm().item()]
     assert lengths == {"true": pytest.approx([1.0, 1.0]), "false": pytest.approx([5.0, 2.0])}
 
 
-def test_two_files_counted_from_one_are_the_same_data(paths: dict[str, str], tmp_path: Path) -> None:
+def test_two_files_counted_from_one_are_the_same_data(
+    paths: dict[str, str], tmp_path: Path
+) -> None:
     options = {"first_feature": "1", "first_label": "1"}
     for option, labels_option in (("path", "labels_path"), ("test_path", "test_labels_path")):
-        target = XmlFiles(path=tmp_path / f"{option}_X", labels_path=tmp_path / f"{option}_Y", first_feature=1, first_label=1)
+        target = XmlFiles(
+            path=tmp_path / f"{option}_X",
+            labels_path=tmp_path / f"{option}_Y",
+            first_feature=1,
+            first_label=1,
+        )
         convert(XmlFiles(path=Path(paths[option])), target)
         options |= {option: str(target.path), labels_option: str(target.labels_path)}
     one, two = build(paths), build(options)
@@ -113,7 +130,9 @@ def test_two_files_counted_from_one_are_the_same_data(paths: dict[str, str], tmp
 def test_without_headers_there_are_as_many_columns_as_either_file_has(tmp_path: Path) -> None:
     (tmp_path / "train").write_text("1 5:1\n0 2:1\n")
     (tmp_path / "test").write_text("3 1:1\n")
-    task = build({"path": str(tmp_path / "train"), "test_path": str(tmp_path / "test"), "hidden": "2"})
+    task = build(
+        {"path": str(tmp_path / "train"), "test_path": str(tmp_path / "test"), "hidden": "2"}
+    )
     model = task.model()
     assert isinstance(model, SparseClassifier)
     assert (model.hidden.weight.shape[0], model.labels.num_labels) == (6, 4)
@@ -126,7 +145,10 @@ def test_without_headers_there_are_as_many_columns_as_either_file_has(tmp_path: 
         ({"path": "train.txt"}, "path was given without test_path; give both, or neither"),
         ({"test_path": "test.txt"}, "test_path was given without path"),
         ({"labels_path": "train.txt"}, "labels_path and test_labels_path belong together"),
-        ({"labels_path": "train.txt", "test_labels_path": "test.txt"}, "belong together, and to path and test_path"),
+        (
+            {"labels_path": "train.txt", "test_labels_path": "test.txt"},
+            "belong together, and to path and test_path",
+        ),
         ({"path": "nowhere.txt", "test_path": "test.txt"}, r"no data at .*nowhere.txt"),
         ({"first_label": "2"}, "option first_label .* less than or equal to 1"),
         ({"optimizer": "adamw"}, "'adagrad', 'sgd' or 'adam'"),
@@ -142,14 +164,20 @@ def test_what_cannot_be_used_is_refused_at_once(
         build(options)
 
 
-def test_a_wrong_line_is_named_before_anything_starts(paths: dict[str, str], tmp_path: Path) -> None:
+def test_a_wrong_line_is_named_before_anything_starts(
+    paths: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "broken.txt").write_text("2 60 12\n3 1:1\n3 1;1\n")
     settings = [f"path={tmp_path / 'broken.txt'}", f"test_path={paths['test_path']}"]
-    with pytest.raises(ConfigError, match=r"broken.txt, line 3, character 3: expected 'feature:value'"):
+    with pytest.raises(
+        ConfigError, match=r"broken.txt, line 3, character 3: expected 'feature:value'"
+    ):
         resolve(Request(task="xmc", strategy="localsgd", workers=2, settings=settings))
 
 
-def test_a_run_keeps_its_paths_wherever_it_is_resumed(paths: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_its_paths_wherever_it_is_resumed(
+    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(Path(paths["path"]).parent)
     settings = ["path=train.txt", "test_path=test.txt", "drawn_labels=3", "batch_size=8"]
     config = resolve(Request(task="xmc", strategy="localsgd", workers=2, settings=settings))

@@ -1,1 +1,3 @@
-"""What tests of the lab share: runs and comparisons made by hand, small enough to know what they should come to."""
+"""What tests of the lab share: runs and comparisons made by hand, small enough to know what they
+should come to.
+"""

@@ -9,7 +9,15 @@ from offbeat.lab.cluster import Cluster
 from offbeat.lab.comparison import Comparison, Contestant, Difference, Measure
 from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import EmulationReport
-from offbeat.lab.records import Evaluation, EventWriter, StepEvent, Summary, begin_attempt, create, write_summary
+from offbeat.lab.records import (
+    Evaluation,
+    EventWriter,
+    StepEvent,
+    Summary,
+    begin_attempt,
+    create,
+    write_summary,
+)
 from offbeat.lab.statistics import Estimate, estimate
 
 _ALWAYS: Sequence[Measure] = ("time_to_target_s", "step_s", "final_metric")
@@ -36,7 +44,8 @@ def write_run(
         path: where.
         step_s: how long each step takes, on all ranks.
         metrics: the metric after so many steps.
-        late_s: by rank, how long after the first it comes to the exchange; None: it exchanges nothing.
+        late_s: by rank, how long after the first it comes to the exchange; None: it exchanges
+            nothing.
         batch_size: of each rank.
         strategy, status, notices, skipped_steps, peak_memory_bytes, workers: as in the summary.
     """
@@ -79,7 +88,13 @@ def write_run(
             for step, metric in metrics:
                 seconds = sum(step_s[:step])
                 writer.add_evaluation(
-                    Evaluation(step=step, seconds=seconds, bytes_sent=1_000 * step, metric=metric, at_s=50.0 + seconds)
+                    Evaluation(
+                        step=step,
+                        seconds=seconds,
+                        bytes_sent=1_000 * step,
+                        metric=metric,
+                        at_s=50.0 + seconds,
+                    )
                 )
         writer.close()
     seconds = sum(step_s)
@@ -122,7 +137,9 @@ def contestant(
     num_seeds: int = 3,
 ) -> Contestant:
     """One whose measures have these values, one for each seed."""
-    estimates: dict[Measure, Estimate] = {name: estimate(values) for name, values in (measures or {}).items()}
+    estimates: dict[Measure, Estimate] = {
+        name: estimate(values) for name, values in (measures or {}).items()
+    }
     if estimates:  # a contestant that ran has every measure
         nothing = estimate([None] * num_seeds)
         estimates = dict.fromkeys(_ALWAYS, nothing) | estimates

@@ -1,4 +1,6 @@
-"""Fusion covers every parameter once, keeps kinds apart and respects the cap; ownership is balanced."""
+"""Fusion covers every parameter once, keeps kinds apart and respects the cap; ownership is
+balanced.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,15 @@ parameters = st.lists(st.tuples(st.integers(0, 50), st.sampled_from("ab")), min_
 
 
 @given(parameters, st.integers(1, 100), st.integers(1, 100))
-def test_every_parameter_is_in_exactly_one_bucket(drawn: list[tuple[int, str]], cap: int, first_cap: int) -> None:
-    buckets = fuse([size for size, _ in drawn], [kind for _, kind in drawn], cap_bytes=cap, first_cap_bytes=first_cap)
+def test_every_parameter_is_in_exactly_one_bucket(
+    drawn: list[tuple[int, str]], cap: int, first_cap: int
+) -> None:
+    buckets = fuse(
+        [size for size, _ in drawn],
+        [kind for _, kind in drawn],
+        cap_bytes=cap,
+        first_cap_bytes=first_cap,
+    )
     assert sorted(index for bucket in buckets for index in bucket) == list(range(len(drawn)))
 
 
@@ -46,5 +55,7 @@ def test_the_first_bucket_may_be_smaller() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 17])
 def test_owners_of_any_long_range_have_equal_shares(world_size: int) -> None:
     start, length = 12345, 100 * OWNER_BLOCK * world_size
-    owned = np.bincount(owner_of(np.arange(start, start + length), world_size), minlength=world_size)
+    owned = np.bincount(
+        owner_of(np.arange(start, start + length), world_size), minlength=world_size
+    )
     assert owned.max() - owned.min() <= OWNER_BLOCK

@@ -19,7 +19,9 @@ worlds = st.lists(st.integers(0, 5000), min_size=1, max_size=40, unique=True)
 
 
 @given(st.integers(0, 10**9), worlds, st.integers(2, 50))
-def test_groups_are_disjoint_cover_everyone_and_keep_the_members_order(version: int, members: list[int], size: int) -> None:
+def test_groups_are_disjoint_cover_everyone_and_keep_the_members_order(
+    version: int, members: list[int], size: int
+) -> None:
     found = groups(version, members, size)
     assert sorted(rank for group in found for rank in group) == sorted(members)
     assert all(list(group) == [rank for rank in members if rank in group] for group in found)
@@ -52,7 +54,9 @@ def test_everyone_is_connected_within_the_logarithm_and_one(world_size: int) -> 
         bound = math.ceil(math.log(world_size) / math.log(size) - 1e-9)
         is_butterfly = world_size & (world_size - 1) == 0 and size & (size - 1) == 0
         for first in (0, 1, 7):
-            assert versions_until_all_are_connected(first, world_size, size) <= bound + (not is_butterfly)
+            assert versions_until_all_are_connected(first, world_size, size) <= bound + (
+                not is_butterfly
+            )
 
 
 def test_the_papers_example() -> None:
@@ -88,8 +92,13 @@ def test_the_number_of_groups_is_the_one_announced(world_size: int, size: int) -
 
 
 @given(st.integers(0, 1000), worlds, st.integers(2, 9), st.integers(1, 12), st.floats(0.01, 1.0))
-def test_members_meet_each_other(version: int, members: list[int], size: int, period: int, quorum: float) -> None:
-    meetings = {rank: meeting(version, rank, members, group_size=size, period=period, quorum=quorum) for rank in members}
+def test_members_meet_each_other(
+    version: int, members: list[int], size: int, period: int, quorum: float
+) -> None:
+    meetings = {
+        rank: meeting(version, rank, members, group_size=size, period=period, quorum=quorum)
+        for rank in members
+    }
     for rank, found in meetings.items():
         assert rank in found.group
         assert all(meetings[other] == found for other in found.group)
@@ -97,7 +106,9 @@ def test_members_meet_each_other(version: int, members: list[int], size: int, pe
         everyone = Meeting(group=tuple(members), min_fresh=meetings[members[0]].min_fresh)
         assert set(meetings.values()) == {everyone}
         assert everyone.min_fresh >= 1
-        assert quorum * len(members) - 1 < everyone.min_fresh <= max(1, quorum * len(members) + 1e-6)
+        assert (
+            quorum * len(members) - 1 < everyone.min_fresh <= max(1, quorum * len(members) + 1e-6)
+        )
     else:
         assert all(found.min_fresh == 1 for found in meetings.values())
 
@@ -111,18 +122,25 @@ def test_members_meet_each_other(version: int, members: list[int], size: int, pe
         ((0, [0, 1], 1), "group_size is 1, allowed is 2 or more"),
     ],
 )
-def test_arguments_out_of_range_are_refused(arguments: tuple[int, list[int], int], complaint: str) -> None:
+def test_arguments_out_of_range_are_refused(
+    arguments: tuple[int, list[int], int], complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         groups(*arguments)
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
-    [({"period": 0}, "period is 0"), ({"quorum": 0.0}, "quorum is 0.0"), ({"quorum": 1.5}, "quorum is 1.5")],
+    [
+        ({"period": 0}, "period is 0"),
+        ({"quorum": 0.0}, "quorum is 0.0"),
+        ({"quorum": 1.5}, "quorum is 1.5"),
+    ],
 )
 def test_meetings_out_of_range_are_refused(options: dict[str, float], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        meeting(0, 0, [0, 1], group_size=2, **options)  # type: ignore[arg-type]  # just these are wrong
+        # just these are wrong
+        meeting(0, 0, [0, 1], group_size=2, **options)  # type: ignore[arg-type]
 
 
 def test_a_stranger_meets_nobody() -> None:

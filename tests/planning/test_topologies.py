@@ -1,4 +1,6 @@
-"""Mixing matrices are stochastic the way each method needs, partners agree, and everyone is reached."""
+"""Mixing matrices are stochastic the way each method needs, partners agree, and everyone is
+reached.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from offbeat.planning.trees import num_rounds
 WORLD_SIZES = [*range(1, 18), 64]
 
 graphs = st.integers(2, 40).flatmap(
-    lambda world_size: st.tuples(st.just(world_size), st.integers(1, world_size - 1), st.integers(0, 10_000))
+    lambda world_size: st.tuples(
+        st.just(world_size), st.integers(1, world_size - 1), st.integers(0, 10_000)
+    )
 )
 
 
@@ -30,7 +34,9 @@ def push_matrix(world_size: int, round_number: int, out_degree: int) -> NDArray[
     """What fraction of rank j's mass rank i holds after the round, at [i, j]."""
     matrix = np.zeros((world_size, world_size))
     for rank in range(world_size):
-        targets = exponential_peers(rank, world_size, round_number=round_number, out_degree=out_degree).targets
+        targets = exponential_peers(
+            rank, world_size, round_number=round_number, out_degree=out_degree
+        ).targets
         for receiver in (rank, *targets):
             matrix[receiver, rank] = 1 / (1 + len(targets))
     return matrix
@@ -53,7 +59,10 @@ def test_the_ring_reaches_agreement(world_size: int) -> None:
 @given(graphs)
 def test_whoever_is_sent_to_expects_it(graph: tuple[int, int, int]) -> None:
     world_size, out_degree, round_number = graph
-    peers = [exponential_peers(r, world_size, round_number=round_number, out_degree=out_degree) for r in range(world_size)]
+    peers = [
+        exponential_peers(r, world_size, round_number=round_number, out_degree=out_degree)
+        for r in range(world_size)
+    ]
     for rank, (targets, sources) in enumerate(peers):
         assert rank not in targets
         assert len(set(targets)) == len(set(sources)) == out_degree
@@ -67,8 +76,13 @@ def test_pushing_is_column_stochastic(graph: tuple[int, int, int]) -> None:
     np.testing.assert_allclose(push_matrix(world_size, round_number, out_degree).sum(axis=0), 1)
 
 
-@pytest.mark.parametrize(("world_size", "out_degree"), [(p, d) for p in (2, 3, 5, 6, 7, 8, 17) for d in (1, 2, 4) if d < p])
-def test_every_rank_hears_of_every_other_one_within_a_cycle(world_size: int, out_degree: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "out_degree"),
+    [(p, d) for p in (2, 3, 5, 6, 7, 8, 17) for d in (1, 2, 4) if d < p],
+)
+def test_every_rank_hears_of_every_other_one_within_a_cycle(
+    world_size: int, out_degree: int
+) -> None:
     reached = np.eye(world_size)
     for round_number in range(len(exponential_hops(world_size, out_degree))):
         reached = push_matrix(world_size, round_number, out_degree) @ reached

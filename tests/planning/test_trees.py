@@ -34,4 +34,6 @@ def test_the_root_has_one_round_for_each_doubling(world_size: int) -> None:
 def test_broadcast_is_the_reduction_backwards(world_size: int) -> None:
     for rank in range(world_size):
         down = broadcast_rounds(rank, world_size)
-        assert [(peer, not is_send) for peer, is_send in reversed(down)] == reduce_rounds(rank, world_size)
+        assert [(peer, not is_send) for peer, is_send in reversed(down)] == reduce_rounds(
+            rank, world_size
+        )

@@ -1,4 +1,6 @@
-"""What the ranks of `test_beginning_ranks.py` do. Each function runs in every process and returns JSON."""
+"""What the ranks of `test_beginning_ranks.py` do. Each function runs in every process and returns
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from gradient_jobs import fingerprint
 from survival_jobs import Dying, merges_of
 
 import offbeat
-from offbeat import session as session_module
-from offbeat.data.dispatch import DispatchLoader
-from offbeat.engine.generations import Generations
 from offbeat.errors import OffbeatError
-from offbeat.session import attach_through
+from offbeat.megabatch.loader import DispatchLoader
+from offbeat.membership.generations import Generations
+from offbeat.session import session as session_module
+from offbeat.session.session import attach_through
 from offbeat.strategies.base import Strategy
 from offbeat.transport import attendance
 from offbeat.transport import connect as connect_module
@@ -50,21 +52,32 @@ def in_attach(rank: int, world_size: int, *, victim: int, doing: str) -> dict[st
     try:
         offbeat.attach(net, sgd(net), offbeat.AdaptiveSGD(mega_batch=40, batch_size=4))
     except OffbeatError as error:
-        return {"kind": type(error).__name__, "message": str(error), "rank": getattr(error, "rank", None)}
+        return {
+            "kind": type(error).__name__,
+            "message": str(error),
+            "rank": getattr(error, "rank", None),
+        }
     return {}
 
 
 def founded(rank: int, world_size: int, *, strategy: str, deaths: dict[str, str]) -> dict[str, Any]:
-    """All but rank 0 die, at points between the founding of the run and the first claim. An epoch: what was merged?"""
+    """All but rank 0 die, at points between the founding of the run and the first claim. An epoch:
+    what was merged?
+    """
     notice_deaths_soon()
     doing = deaths.get(str(rank))
     if doing == "founding":
         Generations.found = die  # type: ignore[method-assign]
-    at_message = {"making its loader, in the middle": 2, "agreeing where to begin, in the middle": 6}.get(doing or "")
+    at_message = {
+        "making its loader, in the middle": 2,
+        "agreeing where to begin, in the middle": 6,
+    }.get(doing or "")
     net = make_net()
     optimizer = sgd(net)
     recipe: Strategy = getattr(offbeat, strategy)(mega_batch=40, batch_size=4)
-    with attach_through(lambda driver: Dying(driver, at_message or 10**9), net, optimizer, recipe) as session:
+    with attach_through(
+        lambda driver: Dying(driver, at_message or 10**9), net, optimizer, recipe
+    ) as session:
         if doing == "about to make its loader":
             die()
         loader = session.loader(Numbers(), seed=3)
@@ -80,9 +93,15 @@ def founded(rank: int, world_size: int, *, strategy: str, deaths: dict[str, str]
 
 
 def second_session(rank: int, world_size: int, *, strategy: str) -> dict[str, Any]:
-    """The last rank dies in the first session. What do the others hear when they attach anew, and without it?"""
+    """The last rank dies in the first session. What do the others hear when they attach anew, and
+    without it?
+    """
     notice_deaths_soon()
-    recipe: Strategy = offbeat.WAGMA(period=2) if strategy == "WAGMA" else offbeat.AdaptiveSGD(mega_batch=16, batch_size=4)
+    recipe: Strategy = (
+        offbeat.WAGMA(period=2)
+        if strategy == "WAGMA"
+        else offbeat.AdaptiveSGD(mega_batch=16, batch_size=4)
+    )
     net = make_net()
     optimizer = sgd(net)
     dataset = Numbers()

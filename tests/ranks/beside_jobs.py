@@ -1,4 +1,6 @@
-"""What the ranks of `test_beside_ranks.py` do. Each function runs in every process and returns JSON."""
+"""What the ranks of `test_beside_ranks.py` do. Each function runs in every process and returns
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def strategies() -> dict[str, AveragingStrategy]:
 
 
 class Pushed(torch.nn.Module):
-    """A model whose gradient is the same wherever it stands: where it ends says whose pushes it has had."""
+    """A model whose gradient is the same wherever it stands: where it ends says whose pushes it has
+    had.
+    """
 
     def __init__(self, num_elements: int = 12) -> None:
         super().__init__()
@@ -52,7 +56,9 @@ class Pushed(torch.nn.Module):
         return (self.weight * push).sum()
 
 
-def random_schedule(rank: int, world_size: int, *, seed: int, num_elements: int = 12) -> dict[str, Any]:
+def random_schedule(
+    rank: int, world_size: int, *, seed: int, num_elements: int = 12
+) -> dict[str, Any]:
     """Every rank takes its steps at a random pace. Where do all the models end?"""
     results = {}
     for label, strategy in strategies().items():
@@ -63,7 +69,9 @@ def random_schedule(rank: int, world_size: int, *, seed: int, num_elements: int 
         with offbeat.attach(net, optimizer, strategy) as session:
             total = 0.0
             for _ in range(NUM_STEPS):
-                time.sleep(slow * draw.random() * 4e-3)  # emulated computation: this is the schedule
+                time.sleep(
+                    slow * draw.random() * 4e-3
+                )  # emulated computation: this is the schedule
                 push = draw.randint(-8, 8)
                 total += push
                 net(torch.full((num_elements,), float(push))).backward()
@@ -71,9 +79,14 @@ def random_schedule(rank: int, world_size: int, *, seed: int, num_elements: int 
                 optimizer.zero_grad()
             session.finish()
             parts = session.state_dict()["parts"].values()
-            owed = sum(t.double().mean().item() for part in parts for t in part["additive"].values())
+            owed = sum(
+                t.double().mean().item() for part in parts for t in part["additive"].values()
+            )
             to_apply = sum(
-                t.double().mean().item() for part in parts for name, t in part["local"].items() if "to_apply" in name
+                t.double().mean().item()
+                for part in parts
+                for name, t in part["local"].items()
+                if "to_apply" in name
             )
             results[label] = {
                 "pushed": total,
@@ -103,7 +116,12 @@ def killed(rank: int, world_size: int, *, label: str, victims: list[int]) -> dic
             longest_s = max(longest_s, time.monotonic() - begin_s)
         session.finish()
         finite = all(bool(t.isfinite().all()) for t in session.averaged_model().parameters())
-        return {"steps": session.stats.steps, "finite": finite, "longest_s": longest_s, "notices": list(session.notices)}
+        return {
+            "steps": session.stats.steps,
+            "finite": finite,
+            "longest_s": longest_s,
+            "notices": list(session.notices),
+        }
 
 
 def refused(rank: int, world_size: int, *, fault: str) -> dict[str, str]:
@@ -118,7 +136,11 @@ def refused(rank: int, world_size: int, *, fault: str) -> dict[str, str]:
         }[fault]()
         offbeat.attach(net, sgd(net), strategy)
     except OffbeatError as error:
-        return {"kind": type(error).__name__, "message": str(error), "touched": str(fingerprint(net) != before)}
+        return {
+            "kind": type(error).__name__,
+            "message": str(error),
+            "touched": str(fingerprint(net) != before),
+        }
     return {"kind": "none", "message": "", "touched": ""}
 
 
@@ -138,7 +160,9 @@ def fails_in_its_loop(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def equal_after_meeting(rank: int, world_size: int) -> list[int]:
-    """In every version everyone meets and waits for all. What does each rank hold after each step?"""
+    """In every version everyone meets and waits for all. What does each rank hold after
+    each step?
+    """
     net = make_net()
     optimizer = sgd(net)
     prints = []
@@ -150,27 +174,38 @@ def equal_after_meeting(rank: int, world_size: int) -> list[int]:
 
 
 def returns(rank: int, world_size: int, *, until: str) -> dict[str, Any]:
-    """The last rank is killed, and rank 0 starts it anew as a process that joins the run. What does each hold after each
-    step, before the average and after it?
+    """The last rank is killed, and rank 0 starts it anew as a process that joins the run. What does
+    each hold after each step, before the average and after it?
 
-    Everyone meets everyone in each version and waits for all. `until`: a file that the newcomer writes its outcome to.
+    Everyone meets everyone in each version and waits for all. `until`: a file that the newcomer
+    writes its outcome to.
     """
     os.environ[SECRET_VARIABLE] = "a secret of this test run only"
     newcomer: subprocess.Popen[bytes] | None = None
     net = make_net()
     optimizer = sgd(net)
     prints = []
-    optimizer.register_step_post_hook(lambda *_: prints.append(fingerprint(net)))  # who waits for the others shows this
+    optimizer.register_step_post_hook(
+        lambda *_: prints.append(fingerprint(net))
+    )  # who waits for the others shows this
     try:
-        with offbeat.attach(net, optimizer, offbeat.WAGMA(period=1, quorum=1.0, overlap=False)) as session:
+        with offbeat.attach(
+            net, optimizer, offbeat.WAGMA(period=1, quorum=1.0, overlap=False)
+        ) as session:
             for step in range(2000):
                 if rank == world_size - 1 and step == 5:
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(5e-3)  # emulated computation
                 train(net, optimizer, rank, range(step, step + 1))
                 prints.append(fingerprint(net))
-                if newcomer is None and rank == 0 and any("without worker" in notice for notice in session.notices):
-                    newcomer = subprocess.Popen([sys.executable, __file__, until], env=os.environ | _as_at_first(world_size))
+                if (
+                    newcomer is None
+                    and rank == 0
+                    and any("without worker" in notice for notice in session.notices)
+                ):
+                    newcomer = subprocess.Popen(
+                        [sys.executable, __file__, until], env=os.environ | _as_at_first(world_size)
+                    )
                 if Path(until).exists():
                     break
             session.finish()
@@ -184,7 +219,11 @@ def _as_at_first(world_size: int) -> dict[str, str]:
     """The environment of the last rank when it is started anew."""
     store = bottom_of(dist.distributed_c10d._get_default_store())
     place = {"RANK": str(world_size - 1), "WORLD_SIZE": str(world_size), RETURN_VARIABLE: "1"}
-    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"}
+    return place | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def _come_back(until: str) -> None:
@@ -192,14 +231,18 @@ def _come_back(until: str) -> None:
     torch.set_num_threads(1)
     net = make_net(seed=2)
     optimizer = sgd(net)
-    with offbeat.attach(net, optimizer, offbeat.WAGMA(period=1, quorum=1.0, overlap=False)) as session:
+    with offbeat.attach(
+        net, optimizer, offbeat.WAGMA(period=1, quorum=1.0, overlap=False)
+    ) as session:
         taken, prints = fingerprint(net), []
         for step in range(session.start_step, session.start_step + 12):
             time.sleep(5e-3)
             train(net, optimizer, 2, range(step, step + 1))
             prints.append(fingerprint(net))
         part = Path(f"{until}.part")
-        part.write_text(json.dumps({"taken": taken, "prints": prints, "start_step": session.start_step}))
+        part.write_text(
+            json.dumps({"taken": taken, "prints": prints, "start_step": session.start_step})
+        )
         part.rename(until)
         session.finish()
 

@@ -1,4 +1,6 @@
-"""What the ranks of `test_dispatch_ranks.py` do. Each function runs in every process and returns JSON."""
+"""What the ranks of `test_dispatch_ranks.py` do. Each function runs in every process and returns
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ import torch
 from gradient_jobs import fingerprint
 
 import offbeat
-from offbeat.data.dispatch import DispatchLoader
 from offbeat.errors import OffbeatError
-from offbeat.session import Session
+from offbeat.megabatch.loader import DispatchLoader
+from offbeat.session.session import Session
 
 NUM_SAMPLES = 103
 
@@ -91,7 +93,9 @@ def epochs(rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
-def _begin(seed: int, *, record: bool = False, replay: Any = None) -> tuple[torch.nn.Module, Any, Session, DispatchLoader]:
+def _begin(
+    seed: int, *, record: bool = False, replay: Any = None
+) -> tuple[torch.nn.Module, Any, Session, DispatchLoader]:
     net = make_net(seed=seed)
     optimizer = sgd(net)
     session = offbeat.attach(net, optimizer, offbeat.AdaptiveSGD(mega_batch=40, batch_size=4))
@@ -101,7 +105,8 @@ def _begin(seed: int, *, record: bool = False, replay: Any = None) -> tuple[torc
 
 
 def resumed(rank: int, world_size: int) -> dict[str, Any]:
-    """Saved in the middle of a mega-batch, ranks a different number of steps into it; what is seen before and after?
+    """Saved in the middle of a mega-batch, ranks a different number of steps into it; what is seen
+    before and after?
 
     A recording of both parts is replayed straight through: does it end with the same bits?
     """
@@ -147,7 +152,11 @@ def apart(rank: int, world_size: int) -> str:
 def refused(rank: int, world_size: int, *, fault: str) -> list[str]:
     """Rank 1 alone is wrong. What does everyone hear?"""
     net = make_net()
-    strategy = offbeat.AllReduce() if fault == "too few" else offbeat.AdaptiveSGD(mega_batch=40, batch_size=8)
+    strategy = (
+        offbeat.AllReduce()
+        if fault == "too few"
+        else offbeat.AdaptiveSGD(mega_batch=40, batch_size=8)
+    )
     dataset: Any = Numbers()
     arguments: dict[str, Any] = {}
     if rank == 1:
@@ -210,11 +219,19 @@ def lockstep(rank: int, world_size: int) -> dict[str, Any]:
                 state = copy.deepcopy(session.state_dict())
         session.load_state_dict(state)
         again = [index for batch in loader for index in step(net, optimizer, batch)]
-        return {"seen": seen, "sizes": sizes, "again": again, "steps": len(loader), "print": fingerprint(net)}
+        return {
+            "seen": seen,
+            "sizes": sizes,
+            "again": again,
+            "steps": len(loader),
+            "print": fingerprint(net),
+        }
 
 
 def idle(rank: int, world_size: int) -> list[list[float]]:
-    """Rank 0 has ten samples; the others have none in this step, and no weight. The gradient, and that of ten alone."""
+    """Rank 0 has ten samples; the others have none in this step, and no weight. The gradient, and
+    that of ten alone.
+    """
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     dataset = Numbers(10)
@@ -235,7 +252,9 @@ def idle(rank: int, world_size: int) -> list[list[float]]:
 
 
 def drawn_together(rank: int, world_size: int) -> dict[str, float]:
-    """CROSSBOW's step against the same done in one process: the largest difference, and how far models are apart."""
+    """CROSSBOW's step against the same done in one process: the largest difference, and how far
+    models are apart.
+    """
     strategy = offbeat.Crossbow(period=2, alpha=0.4, centre_momentum=0.3)
     net = make_net()
     optimizer = sgd(net)
@@ -246,11 +265,17 @@ def drawn_together(rank: int, world_size: int) -> dict[str, float]:
     data = Numbers()
     with offbeat.attach(net, optimizer, strategy):
         for number in range(6):
-            chosen = [slice(10 * number + 3 * other, 10 * number + 3 * other + 3) for other in range(world_size)]
+            chosen = [
+                slice(10 * number + 3 * other, 10 * number + 3 * other + 3)
+                for other in range(world_size)
+            ]
             torch.nn.functional.mse_loss(net(data.x[chosen[rank]]), data.y[chosen[rank]]).backward()
             optimizer.step()
             optimizer.zero_grad()
-            pulls = [[0.4 * (p.detach() - z) for p, z in zip(other.parameters(), centre, strict=True)] for other in nets]
+            pulls = [
+                [0.4 * (p.detach() - z) for p, z in zip(other.parameters(), centre, strict=True)]
+                for other in nets
+            ]
             for other, opt, part in zip(nets, optimizers, chosen, strict=True):
                 torch.nn.functional.mse_loss(other(data.x[part]), data.y[part]).backward()
                 opt.step()

@@ -15,7 +15,12 @@ import torch.distributed as dist
 def add(rank: int, world_size: int, *, offset: int) -> dict[str, int | str]:
     total = torch.tensor([rank + offset])
     dist.all_reduce(total)
-    return {"total": int(total), "rank": rank, "threads": torch.get_num_threads(), "interface": os.environ["OFFBEAT_INTERFACE"]}
+    return {
+        "total": int(total),
+        "rank": rank,
+        "threads": torch.get_num_threads(),
+        "interface": os.environ["OFFBEAT_INTERFACE"],
+    }
 
 
 def raise_on_one(rank: int, world_size: int, *, victim: int) -> None:
@@ -63,7 +68,9 @@ def return_what_is_no_json(rank: int, world_size: int) -> object:
     return object()
 
 
-def note_pid_and_leave_the_others_waiting(rank: int, world_size: int, *, victim: int, directory: str) -> None:
+def note_pid_and_leave_the_others_waiting(
+    rank: int, world_size: int, *, victim: int, directory: str
+) -> None:
     Path(directory, f"pid-{os.getpid()}").touch()
     dist.barrier()
     leave_the_others_waiting(rank, world_size, victim=victim)

@@ -1,4 +1,6 @@
-"""What the ranks of `test_gradient_ranks.py` do. Each function runs in every process and returns JSON."""
+"""What the ranks of `test_gradient_ranks.py` do. Each function runs in every process and returns
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,27 @@ from offbeat.errors import OffbeatError, PeerError
 from offbeat.strategies import REGISTRY
 
 
-def for_each(rank: int, world_size: int, *, job: str, strategies: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Run one of the jobs below with several strategies, one after the other in the same processes."""
+def for_each(
+    rank: int, world_size: int, *, job: str, strategies: dict[str, tuple[str, dict[str, Any]]]
+) -> dict[str, Any]:
+    """Run one of the jobs below with several strategies, one after the other in the
+    same processes.
+    """
     run = globals()[job]
-    return {label: run(rank, world_size, name=name, options=options) for label, (name, options) in strategies.items()}
+    return {
+        label: run(rank, world_size, name=name, options=options)
+        for label, (name, options) in strategies.items()
+    }
 
 
 def make_net(seed: int = 1) -> torch.nn.Sequential:
     torch.manual_seed(seed)
     return torch.nn.Sequential(
-        torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
+        torch.nn.Linear(6, 32),
+        torch.nn.Tanh(),
+        torch.nn.Linear(32, 16),
+        torch.nn.Tanh(),
+        torch.nn.Linear(16, 3),
     )
 
 
@@ -46,14 +59,18 @@ def fingerprint(model: torch.nn.Module) -> str:
     return b"".join(p.detach().numpy().tobytes() for p in model.parameters()).hex()
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range
+) -> None:
     for step in steps:
         loss_of(model, rank, step).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def against_ddp(rank: int, world_size: int, *, name: str, options: dict[str, Any]) -> dict[str, Any]:
+def against_ddp(
+    rank: int, world_size: int, *, name: str, options: dict[str, Any]
+) -> dict[str, Any]:
     """Train with offbeat and with DDP on the same data; how far apart are the parameters?"""
     mine = make_net(seed=rank)  # attach must copy rank 0's
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.1, momentum=0.9)
@@ -63,16 +80,25 @@ def against_ddp(rank: int, world_size: int, *, name: str, options: dict[str, Any
     theirs = make_net(seed=0)
     ddp = DistributedDataParallel(theirs)
     train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), rank, range(5))
-    apart = max(float((a - b).detach().abs().max()) for a, b in zip(mine.parameters(), theirs.parameters(), strict=True))
+    apart = max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(mine.parameters(), theirs.parameters(), strict=True)
+    )
     return {"apart": apart, "fingerprint": fingerprint(mine), "bytes_sent": bytes_sent}
 
 
-def conservation(rank: int, world_size: int, *, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Over some steps: everything applied, owed and computed, as flat lists, for the test to add up over ranks."""
+def conservation(
+    rank: int, world_size: int, *, name: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Over some steps: everything applied, owed and computed, as flat lists, for the test to add up
+    over ranks.
+    """
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     plain = make_net()
-    applied = computed = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    applied = computed = torch.zeros(
+        sum(p.numel() for p in model.parameters()), dtype=torch.float64
+    )
     with offbeat.attach(model, optimizer, make_strategy(name, options)) as session:
         for step in range(4):
             loss_of(model, rank, step).backward()
@@ -141,7 +167,11 @@ def nonfinite(rank: int, world_size: int, *, name: str, options: dict[str, Any])
         optimizer.zero_grad()
         untouched = fingerprint(model) == before
         train(model, optimizer, rank, range(3, 5))
-        return {"fingerprint": fingerprint(model), "untouched": untouched, "skipped": session.stats.skipped_steps}
+        return {
+            "fingerprint": fingerprint(model),
+            "untouched": untouched,
+            "skipped": session.stats.skipped_steps,
+        }
 
 
 class Explode(torch.autograd.Function):
@@ -154,7 +184,9 @@ class Explode(torch.autograd.Function):
         raise MemoryError("no memory left")
 
 
-def exception_in_backward(rank: int, world_size: int, *, name: str, options: dict[str, Any]) -> dict[str, Any]:
+def exception_in_backward(
+    rank: int, world_size: int, *, name: str, options: dict[str, Any]
+) -> dict[str, Any]:
     """Rank 1 raises inside backward in step 1; everyone catches what comes and goes on."""
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -163,7 +195,9 @@ def exception_in_backward(rank: int, world_size: int, *, name: str, options: dic
         train(model, optimizer, rank, range(1))
         try:
             if rank == 1:
-                torch.nn.functional.mse_loss(model[2:](Explode.apply(model[:2](data(rank, 1)[0]))), data(rank, 1)[1]).backward()
+                torch.nn.functional.mse_loss(
+                    model[2:](Explode.apply(model[:2](data(rank, 1)[0]))), data(rank, 1)[1]
+                ).backward()
             else:
                 loss_of(model, rank, 1).backward()
             optimizer.step()
@@ -172,10 +206,16 @@ def exception_in_backward(rank: int, world_size: int, *, name: str, options: dic
         optimizer.step()
         optimizer.zero_grad()
         train(model, optimizer, rank, range(2, 4))
-        return {"fingerprint": fingerprint(model), "heard": heard, "exchanges": session.stats.exchanges}
+        return {
+            "fingerprint": fingerprint(model),
+            "heard": heard,
+            "exchanges": session.stats.exchanges,
+        }
 
 
-def exception_in_the_loop(rank: int, world_size: int, *, name: str, options: dict[str, Any]) -> dict[str, Any]:
+def exception_in_the_loop(
+    rank: int, world_size: int, *, name: str, options: dict[str, Any]
+) -> dict[str, Any]:
     """Rank 1 raises between steps, which ends its session. What do the others hear?"""
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -212,7 +252,10 @@ def gan(rank: int, world_size: int, *, name: str, options: dict[str, Any]) -> di
     generator_opt = torch.optim.SGD(generator.parameters(), lr=0.1)
     critic_opt = torch.optim.SGD(critic.parameters(), lr=0.1)
     strategy = make_strategy(name, options)
-    with offbeat.attach(generator, generator_opt, strategy), offbeat.attach(critic, critic_opt, strategy):
+    with (
+        offbeat.attach(generator, generator_opt, strategy),
+        offbeat.attach(critic, critic_opt, strategy),
+    ):
         for step in range(3):
             x, y = data(rank, step)
             (critic(generator(x).detach()).mean() - critic(y).mean()).backward()
@@ -232,12 +275,16 @@ def subgroup(rank: int, world_size: int, *, name: str, options: dict[str, Any]) 
     mine = int(rank >= world_size // 2)
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with offbeat.attach(model, optimizer, make_strategy(name, options), group=groups[mine]) as session:
+    with offbeat.attach(
+        model, optimizer, make_strategy(name, options), group=groups[mine]
+    ) as session:
         train(model, optimizer, rank, range(3))
         return {"fingerprint": fingerprint(model), "world_size": session.world_size, "half": mine}
 
 
-def more_passes_on_one_rank(rank: int, world_size: int, *, name: str, options: dict[str, Any]) -> dict[str, Any]:
+def more_passes_on_one_rank(
+    rank: int, world_size: int, *, name: str, options: dict[str, Any]
+) -> dict[str, Any]:
     """Rank 1 runs one synchronised backward pass too many."""
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

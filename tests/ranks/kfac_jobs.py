@@ -1,4 +1,6 @@
-"""What the ranks of `test_kfac_ranks.py` do. Each function runs in every process and returns JSON."""
+"""What the ranks of `test_kfac_ranks.py` do. Each function runs in every process and
+returns JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,24 @@ from gradient_jobs import fingerprint
 
 import offbeat
 from kfac_support.reference import batch_of, loss_of, make_net
-from offbeat.exchange.factors import FactorExchange
-from offbeat.session import Session
+from offbeat.kfac.exchange.factors import FactorExchange
+from offbeat.session.session import Session
 from offbeat.strategies import REGISTRY
 
 Strategies = dict[str, tuple[str, dict[str, Any]]]
 
 
-def several(rank: int, world_size: int, *, calls: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Several jobs, of this file or of `gradient_jobs`, one after the other in the same processes."""
+def several(
+    rank: int, world_size: int, *, calls: dict[str, tuple[str, dict[str, Any]]]
+) -> dict[str, Any]:
+    """Several jobs, of this file or of `gradient_jobs`, one after the other in the same
+    processes.
+    """
     results = {}
     for label, (job, arguments) in calls.items():
-        results[label] = (globals().get(job) or getattr(gradient_jobs, job))(rank, world_size, **arguments)
+        results[label] = (globals().get(job) or getattr(gradient_jobs, job))(
+            rank, world_size, **arguments
+        )
     return results
 
 
@@ -37,7 +45,13 @@ def step_(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, s
 
 
 def train(
-    rank: int, world_size: int, *, strategies: Strategies, steps: int, lr: float, same_data: bool = False
+    rank: int,
+    world_size: int,
+    *,
+    strategies: Strategies,
+    steps: int,
+    lr: float,
+    same_data: bool = False,
 ) -> dict[str, Any]:
     """Train with several strategies, one after the other."""
     results = {}
@@ -54,13 +68,24 @@ def train(
             state = session.state_dict()["parts"]["FactorExchange"]
             results[label] = {
                 "noted": noted,
-                "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
+                "parameters": torch.cat(
+                    [p.detach().flatten() for p in model.parameters()]
+                ).tolist(),
                 "fingerprint": fingerprint(model),
                 "owners": plan.owners,
                 "num_groups": len(plan.groups),
-                "num_kept": sum(t.numel() for kept in state.values() for t in kept.values() if isinstance(t, torch.Tensor)),
-                "num_in_memory": sum(factor._sum.numel() for factor in part_of(session)._factors.values())
-                + sum(kept.numel() for kept in part_of(session)._inverses.packed if kept is not None),
+                "num_kept": sum(
+                    t.numel()
+                    for kept in state.values()
+                    for t in kept.values()
+                    if isinstance(t, torch.Tensor)
+                ),
+                "num_in_memory": sum(
+                    factor._sum.numel() for factor in part_of(session)._factors.values()
+                )
+                + sum(
+                    kept.numel() for kept in part_of(session)._inverses.packed if kept is not None
+                ),
                 "notices": session.notices,
             }
     return results
@@ -75,7 +100,10 @@ def resumed(rank: int, world_size: int, *, strategies: Strategies) -> dict[str, 
         with offbeat.attach(straight, optimizer, REGISTRY[name](**options)) as session:
             for step in range(3):
                 step_(straight, optimizer, rank, step)
-            state, weights = session.state_dict(), {key: t.clone() for key, t in straight.state_dict().items()}
+            state, weights = (
+                session.state_dict(),
+                {key: t.clone() for key, t in straight.state_dict().items()},
+            )
             for step in range(3, 6):
                 step_(straight, optimizer, rank, step)
         second = make_net(seed=5)
@@ -109,7 +137,11 @@ def trouble(rank: int, world_size: int, *, strategies: Strategies, kind: str) ->
                     )
                 step_(model, optimizer, rank, step)
             finite = all(bool(p.isfinite().all()) for p in model.parameters())
-            results[label] = {"fingerprint": fingerprint(model), "notices": session.notices, "finite": finite}
+            results[label] = {
+                "fingerprint": fingerprint(model),
+                "notices": session.notices,
+                "finite": finite,
+            }
     return results
 
 
@@ -120,7 +152,9 @@ def unlike_devices(rank: int, world_size: int, *, strategies: Strategies) -> dic
 
 
 def accumulating(rank: int, world_size: int, *, strategies: Strategies) -> dict[str, Any]:
-    """Each step's examples come in two passes, of which only the second is synchronised; rank 1 also looks at others."""
+    """Each step's examples come in two passes, of which only the second is synchronised; rank 1
+    also looks at others.
+    """
     results = {}
     for label, (name, options) in strategies.items():
         model = make_net()

@@ -17,13 +17,22 @@ from offbeat.lab.options import build_strategy
 def for_each(
     rank: int, world_size: int, *, steps: int, strategies: dict[str, tuple[str, dict[str, Any]]]
 ) -> dict[str, dict[str, Any]]:
-    """Train with several strategies, one after the other in the same processes, and say what each did."""
-    return {label: train(rank, world_size, steps, name, options) for label, (name, options) in strategies.items()}
+    """Train with several strategies, one after the other in the same processes, and say what each
+    did.
+    """
+    return {
+        label: train(rank, world_size, steps, name, options)
+        for label, (name, options) in strategies.items()
+    }
 
 
-def train(rank: int, world_size: int, steps: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
+def train(
+    rank: int, world_size: int, steps: int, name: str, options: dict[str, Any]
+) -> dict[str, Any]:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 4))
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 4)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     try:
         attached = attach(name, options, model, optimizer, rank, world_size)
@@ -34,7 +43,10 @@ def train(rank: int, world_size: int, steps: int, name: str, options: dict[str, 
         for step in range(1, steps + 1):
             before = attached.stats
             generator = torch.Generator().manual_seed(100 * step + rank)
-            x, y = torch.randn((8, 16), generator=generator), torch.randn((8, 4), generator=generator)
+            x, y = (
+                torch.randn((8, 16), generator=generator),
+                torch.randn((8, 4), generator=generator),
+            )
             attached.backward(nn.functional.mse_loss(attached.module(x), y))
             attached.optimizer.step()
             attached.optimizer.zero_grad()
@@ -49,11 +61,20 @@ def train(rank: int, world_size: int, steps: int, name: str, options: dict[str, 
                     "parameters": parameters(model),
                 }
             )
-    return {"steps": trace, "counted": attached.stats.steps, "num_parameters": len(parameters(model))}
+    return {
+        "steps": trace,
+        "counted": attached.stats.steps,
+        "num_parameters": len(parameters(model)),
+    }
 
 
 def attach(
-    name: str, options: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int
+    name: str,
+    options: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    world_size: int,
 ) -> Attached:
     recipe = build_strategy(name, options)
     if isinstance(recipe, Native):
@@ -62,4 +83,6 @@ def attach(
 
 
 def parameters(model: nn.Module) -> list[float]:
-    return [value for parameter in model.parameters() for value in parameter.detach().view(-1).tolist()]
+    return [
+        value for parameter in model.parameters() for value in parameter.detach().view(-1).tolist()
+    ]

@@ -1,4 +1,6 @@
-"""What the ranks of `test_sparse_ranks.py` do. Each function runs in every process and returns JSON."""
+"""What the ranks of `test_sparse_ranks.py` do. Each function runs in every process and returns
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from gradient_jobs import fingerprint
 from lab_jobs import attach, parameters
 
 from conformance_support.sparse_nets import SparseNet, batch
-from offbeat.data.row_optimizers import RowAdagrad, RowSGD
+from offbeat.xmc.row_optimizers import RowAdagrad, RowSGD
 
 NUM_STEPS = 6
 
@@ -20,8 +22,12 @@ def losses_backward(net: SparseNet, world_size: int, step: int) -> None:
         (net(*batch(10 * step + rank)) / world_size).backward()
 
 
-def exchange(rank: int, world_size: int, *, strategies: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Train with strategies that exchange gradients; how far is that from one process with all batches?"""
+def exchange(
+    rank: int, world_size: int, *, strategies: dict[str, tuple[str, dict[str, Any]]]
+) -> dict[str, dict[str, Any]]:
+    """Train with strategies that exchange gradients; how far is that from one process with all
+    batches?
+    """
     results = {}
     for label, (name, options) in strategies.items():
         net, plain = SparseNet(), SparseNet()

@@ -1,4 +1,6 @@
-"""What the ranks of `test_survival_ranks.py` do. Each function runs in every process and returns JSON."""
+"""What the ranks of `test_survival_ranks.py` do. Each function runs in every process and returns
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from dispatch_jobs import Numbers, make_net, sgd, step
 from gradient_jobs import fingerprint
 
 import offbeat
-from offbeat import session as session_module
-from offbeat.data.dispatch import DispatchLoader
-from offbeat.engine.claims import Claim, ClaimLog
-from offbeat.engine.generations import Generations
-from offbeat.session import Session, attach_through
+from offbeat.megabatch.claims import Claim, ClaimLog
+from offbeat.megabatch.loader import DispatchLoader
+from offbeat.membership.generations import Generations
+from offbeat.session import session as session_module
+from offbeat.session.session import Session, attach_through
 from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 from offbeat.transport.driver import Driver, Ticket
@@ -89,9 +91,16 @@ def die_while_claiming(after: int) -> None:
 
 
 def attached(
-    net: torch.nn.Module, optimizer: torch.optim.Optimizer, label: str, at_message: int | None = None
+    net: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    label: str,
+    at_message: int | None = None,
 ) -> tuple[Session, DispatchLoader]:
-    wrap = (lambda driver: driver) if at_message is None else (lambda driver: Dying(driver, at_message))
+    wrap = (
+        (lambda driver: driver)
+        if at_message is None
+        else (lambda driver: Dying(driver, at_message))
+    )
     session = attach_through(wrap, net, optimizer, strategies()[label])
     loader = session.loader(Numbers(), seed=3)
     assert isinstance(loader, DispatchLoader)
@@ -100,12 +109,19 @@ def attached(
 
 def merges_of(loader: DispatchLoader, net: torch.nn.Module) -> dict[str, Any]:
     """What became of the mega-batch merged last."""
-    works = [[work.rank, [list(span) for claim in work.claims for span in claim.spans]] for work in loader.last]
+    works = [
+        [work.rank, [list(span) for claim in work.claims for span in claim.spans]]
+        for work in loader.last
+    ]
     return {"print": fingerprint(net), "works": works, "place": [loader.epoch, loader.mega_batch]}
 
 
-def killed(rank: int, world_size: int, *, label: str, deaths: dict[str, list[Any]]) -> dict[str, Any]:
-    """Ranks die in different ways, all but rank 0. Two epochs: what was merged, and how long was a survivor held up?"""
+def killed(
+    rank: int, world_size: int, *, label: str, deaths: dict[str, list[Any]]
+) -> dict[str, Any]:
+    """Ranks die in different ways, all but rank 0. Two epochs: what was merged, and how long was a
+    survivor held up?
+    """
     notice_deaths_soon()
     how, when = deaths.get(str(rank), ("lives", None))
     if how == "claiming":
@@ -131,7 +147,9 @@ def killed(rank: int, world_size: int, *, label: str, deaths: dict[str, list[Any
         return {"merges": merges, "longest_s": longest_s, "notices": session.notices, "mean": mean}
 
 
-def until_it_is_back(session: Session, loader: DispatchLoader, net: torch.nn.Module, optimizer: Any) -> list[dict[str, Any]]:
+def until_it_is_back(
+    session: Session, loader: DispatchLoader, net: torch.nn.Module, optimizer: Any
+) -> list[dict[str, Any]]:
     """Train until rank 2 has been away and is in a merge again; what became of each mega-batch."""
     merges: list[dict[str, Any]] = []
     was_away = session.start_step > 0
@@ -142,7 +160,11 @@ def until_it_is_back(session: Session, loader: DispatchLoader, net: torch.nn.Mod
             time.sleep(2e-3)  # emulated computation
         merges.append(merges_of(loader, net))
         is_here = 2 in [work.rank for work in loader.last]
-        was_away = was_away or not is_here or any("was away for so long" in notice for notice in session.notices)
+        was_away = (
+            was_away
+            or not is_here
+            or any("was away for so long" in notice for notice in session.notices)
+        )
         if was_away and is_here:
             session.finish()
             return merges
@@ -191,7 +213,10 @@ def returns(rank: int, world_size: int, *, label: str, until: str) -> dict[str, 
                     step(net, optimizer, batch)
                 merges.append(merges_of(loader, net))
             if rank == 0:
-                newcomer = subprocess.Popen([sys.executable, __file__, label, until], env=os.environ | _as_rank_2(world_size))
+                newcomer = subprocess.Popen(
+                    [sys.executable, __file__, label, until],
+                    env=os.environ | _as_rank_2(world_size),
+                )
             merges += until_it_is_back(session, loader, net, optimizer)
             return {"merges": merges, "notices": session.notices}
     finally:
@@ -201,7 +226,12 @@ def returns(rank: int, world_size: int, *, label: str, until: str) -> dict[str, 
 
 def _as_rank_2(world_size: int) -> dict[str, str]:
     store = bottom_of(dist.distributed_c10d._get_default_store())
-    place = {"RANK": "2", "WORLD_SIZE": str(world_size), RETURN_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
+    place = {
+        "RANK": "2",
+        "WORLD_SIZE": str(world_size),
+        RETURN_VARIABLE: "1",
+        "OMP_NUM_THREADS": "1",
+    }
     return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
 
 
@@ -236,7 +266,9 @@ NUM_ROWS, ROW = 4000, 16
 
 
 def rows(rank: int, world_size: int) -> dict[str, Any]:
-    """Merges of a model with many rows: bytes sent for each, and what all hold after it. The last touches all rows."""
+    """Merges of a model with many rows: bytes sent for each, and what all hold after it. The last
+    touches all rows.
+    """
     net = Rows()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     strategy = offbeat.AdaptiveSGD(mega_batch=2 * world_size, batch_size=2, merge_momentum=0.5)
@@ -252,7 +284,12 @@ def rows(rank: int, world_size: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             now = session.stats.bytes_sent
-            found.append({"bytes": now - sent, "print": hashlib.sha256(fingerprint(net).encode()).hexdigest()})
+            found.append(
+                {
+                    "bytes": now - sent,
+                    "print": hashlib.sha256(fingerprint(net).encode()).hexdigest(),
+                }
+            )
             sent = now
     return {"merges": found}
 

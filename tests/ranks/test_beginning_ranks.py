@@ -1,4 +1,6 @@
-"""Workers that die while a run begins, and what the next session of those who live is told, as real processes."""
+"""Workers that die while a run begins, and what the next session of those who live is told, as real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ def test_before_a_run_is_founded_a_death_is_named_to_all(run_ranks: RunRanks, do
 @pytest.mark.parametrize(
     ("strategy", "deaths"),
     [
-        ("AdaptiveSGD", {"1": "about to make its loader", "2": "agreeing where to begin, in the middle", "3": "founding"}),
+        (
+            "AdaptiveSGD",
+            {
+                "1": "about to make its loader",
+                "2": "agreeing where to begin, in the middle",
+                "3": "founding",
+            },
+        ),
         ("ElasticSGD", {"1": "about to begin", "2": "making its loader, in the middle"}),
     ],
 )
@@ -31,13 +40,22 @@ def test_once_it_is_founded_those_who_live_share_all_samples(
     run_ranks: RunRanks, strategy: str, deaths: dict[str, str]
 ) -> None:
     victims = list(map(int, deaths))
-    survivor = run_ranks(jobs.founded, 1 + len(victims), strategy=strategy, deaths=deaths, may_die=victims, timeout_s=25)[0]
+    survivor = run_ranks(
+        jobs.founded,
+        1 + len(victims),
+        strategy=strategy,
+        deaths=deaths,
+        may_die=victims,
+        timeout_s=25,
+    )[0]
     assert samples(survivor["merges"]) == list(range(NUM_SAMPLES))
     assert {rank for merge in survivor["merges"] for rank, _ in merge["works"]} == {0}
 
 
 @pytest.mark.parametrize("strategy", ["AdaptiveSGD", "WAGMA"])
-def test_who_attaches_anew_after_a_death_hears_of_it_at_once(run_ranks: RunRanks, strategy: str) -> None:
+def test_who_attaches_anew_after_a_death_hears_of_it_at_once(
+    run_ranks: RunRanks, strategy: str
+) -> None:
     results = run_ranks(jobs.second_session, 3, strategy=strategy, may_die=[2], timeout_s=25)[:2]
     for heard in results:
         assert heard["heard"].startswith("PeerError: rank 2 was lost in an earlier session")

@@ -18,7 +18,9 @@ def samples_of(work: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_sample_is_seen_once_an_epoch_and_models_meet(run_ranks: RunRanks, world_size: int) -> None:
+def test_every_sample_is_seen_once_an_epoch_and_models_meet(
+    run_ranks: RunRanks, world_size: int
+) -> None:
     ranks = run_ranks(jobs.epochs, world_size)
     for label in ranks[0]:
         results = [rank[label] for rank in ranks]
@@ -28,12 +30,18 @@ def test_every_sample_is_seen_once_an_epoch_and_models_meet(run_ranks: RunRanks,
             assert sorted(seen) == list(range(jobs.NUM_SAMPLES)), label
             orders.append(seen)
         assert orders[0] != orders[1], label
-        assert all(len({result["prints"][merge] for result in results}) == 1 for merge in range(6)), label
+        assert all(
+            len({result["prints"][merge] for result in results}) == 1 for merge in range(6)
+        ), label
         assert len(set(results[0]["prints"])) == 6, label
-        assert [(result["epoch"], result["lr"], result["exchanges"]) for result in results] == [(2, 0.05, 6)] * world_size
+        assert [(result["epoch"], result["lr"], result["exchanges"]) for result in results] == [
+            (2, 0.05, 6)
+        ] * world_size
         for result in results:
             assert result["works"] == results[0]["works"], label
-        assert [sum(map(samples_of, works)) for works in results[0]["works"]] == [34, 34, 35] * 2, label
+        assert [sum(map(samples_of, works)) for works in results[0]["works"]] == [34, 34, 35] * 2, (
+            label
+        )
 
 
 def test_a_slow_worker_gets_less(run_ranks: RunRanks) -> None:
@@ -45,13 +53,19 @@ def test_a_slow_worker_gets_less(run_ranks: RunRanks) -> None:
         sizes = [[work["batch_size"] for work in mega_batch] for mega_batch in works]
         assert sizes[0] == [4, 4, 4]
         assert sizes[-1][2] < max(sizes[-1][:2]), label
-    shares = [[samples_of(work) for work in mega_batch] for mega_batch in ranks[0]["elastic"]["works"]]
+    shares = [
+        [samples_of(work) for work in mega_batch] for mega_batch in ranks[0]["elastic"]["works"]
+    ]
     assert max(max(share) - min(share) for share in shares) <= 1
 
 
-def test_a_run_resumes_in_the_middle_of_a_mega_batch_and_can_be_replayed(run_ranks: RunRanks) -> None:
+def test_a_run_resumes_in_the_middle_of_a_mega_batch_and_can_be_replayed(
+    run_ranks: RunRanks,
+) -> None:
     ranks = run_ranks(jobs.resumed, 2)
-    assert sorted(index for rank in ranks for index in rank["seen"]) == list(range(jobs.NUM_SAMPLES))
+    assert sorted(index for rank in ranks for index in rank["seen"]) == list(
+        range(jobs.NUM_SAMPLES)
+    )
     assert len({rank["print"] for rank in ranks}) == 1
     for rank in ranks:
         assert rank["replayed"] == rank["print"]
@@ -87,8 +101,12 @@ def test_the_mean_of_means_is_wrong_and_the_mean_over_samples_is_not(run_ranks: 
 
 def test_ranks_keep_step_with_unequal_batches(run_ranks: RunRanks) -> None:
     ranks = run_ranks(jobs.lockstep, 2)
-    assert sorted(index for rank in ranks for index in rank["seen"]) == list(range(jobs.NUM_SAMPLES))
-    assert ranks[0]["steps"] == ranks[1]["steps"] == len(ranks[0]["sizes"]) == len(ranks[1]["sizes"])
+    assert sorted(index for rank in ranks for index in rank["seen"]) == list(
+        range(jobs.NUM_SAMPLES)
+    )
+    assert (
+        ranks[0]["steps"] == ranks[1]["steps"] == len(ranks[0]["sizes"]) == len(ranks[1]["sizes"])
+    )
     assert set(ranks[0]["sizes"]) <= {1, 2}
     assert set(ranks[1]["sizes"]) <= {6, 7}
     for rank in ranks:
@@ -102,5 +120,7 @@ def test_a_rank_without_samples_has_no_weight(run_ranks: RunRanks) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_models_are_drawn_to_the_centre_as_in_the_paper(run_ranks: RunRanks, world_size: int) -> None:
+def test_models_are_drawn_to_the_centre_as_in_the_paper(
+    run_ranks: RunRanks, world_size: int
+) -> None:
     assert max(result["error"] for result in run_ranks(jobs.drawn_together, world_size)) < 1e-5

@@ -1,4 +1,6 @@
-"""Gloo within an emulated cluster: it finds its way, and its traffic goes over the links and nowhere else."""
+"""Gloo within an emulated cluster: it finds its way, and its traffic goes over the links and
+nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,17 @@ dist.destroy_process_group()
 def test_dense_sums_cross_the_links_at_every_worker() -> None:
     with ExitStack() as stack:
         try:
-            cluster = Cluster(workers=NUM_WORKERS, link=LinkSpec(rate_bit_per_s=500e6, latency_s=1e-4))
+            cluster = Cluster(
+                workers=NUM_WORKERS, link=LinkSpec(rate_bit_per_s=500e6, latency_s=1e-4)
+            )
             emulation = stack.enter_context(emulate(cluster, mode="namespaces"))
         except MissingMeansError as error:
             pytest.skip(str(error))
         before = [emulation.sent_bytes(worker) or 0 for worker in range(NUM_WORKERS)]
         port, store = emulation.call_inside(lambda: serve(emulation.store_address))
-        processes = [stack.enter_context(start(emulation, worker, port)) for worker in range(NUM_WORKERS)]
+        processes = [
+            stack.enter_context(start(emulation, worker, port)) for worker in range(NUM_WORKERS)
+        ]
         stack.callback(end, processes)
         outputs = [process.communicate(timeout=100) for process in processes]
         after = [emulation.sent_bytes(worker) or 0 for worker in range(NUM_WORKERS)]
@@ -62,12 +68,19 @@ def test_dense_sums_cross_the_links_at_every_worker() -> None:
 def serve(address: str) -> tuple[int, dist.Store]:
     listener = bound_socket(address)
     port: int = listener.getsockname()[1]
-    return port, dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return port, dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def start(emulation: Emulation, worker: int, port: int) -> subprocess.Popen[str]:
     placement = emulation.placement(worker)
-    place = {"RANK": str(worker), "WORLD_SIZE": str(NUM_WORKERS), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    place = {
+        "RANK": str(worker),
+        "WORLD_SIZE": str(NUM_WORKERS),
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     process = subprocess.Popen(
         [*placement.prefix, sys.executable, "-c", WORKER, str(NUM_FLOATS)],
         env=os.environ | dict(placement.environment) | place,

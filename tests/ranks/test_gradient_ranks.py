@@ -31,7 +31,9 @@ STRATEGIES: Strategies = {
     "gtopk dense": ("gtopk", SPARSE | {"collective": "dense", "bucket_mib": 1e-3}),
     "gtopk auto": ("gtopk", SPARSE),
 }
-PAIR: Strategies = {label: STRATEGIES[label] for label in ("allreduce in small buckets", "gtopk by reduce-scatter")}
+PAIR: Strategies = {
+    label: STRATEGIES[label] for label in ("allreduce in small buckets", "gtopk by reduce-scatter")
+}
 LOSSLESS: Strategies = {
     label: (name, options if name == "allreduce" else options | {"density": 1.0})
     for label, (name, options) in STRATEGIES.items()
@@ -58,7 +60,9 @@ def test_density_1_is_ddp(run_ranks: RunRanks, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_applied_plus_owed_is_the_sum_of_gradients(run_ranks: RunRanks, world_size: int) -> None:
-    strategies = {label: spec for label, spec in STRATEGIES.items() if spec[0] == "gtopk" or label == "topk"}
+    strategies = {
+        label: spec for label, spec in STRATEGIES.items() if spec[0] == "gtopk" or label == "topk"
+    }
     results = run_ranks(jobs.for_each, world_size, job="conservation", strategies=strategies)
     for label, ranks in by_strategy(results).items():
         computed = np.sum([result["computed"] for result in ranks], axis=0)
@@ -81,15 +85,21 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(run_ranks: RunR
         assert all(result["untouched"] and result["skipped"] == 1 for result in ranks), label
 
 
-def test_an_exception_in_backward_reaches_the_peers_and_training_goes_on(run_ranks: RunRanks) -> None:
+def test_an_exception_in_backward_reaches_the_peers_and_training_goes_on(
+    run_ranks: RunRanks,
+) -> None:
     results = run_ranks(jobs.for_each, 3, job="exception_in_backward", strategies=PAIR)
     for label, ranks in by_strategy(results).items():
         assert_identical(ranks, label)
-        assert [result["heard"] for result in ranks] == ["PeerError", "MemoryError", "PeerError"], label
+        assert [result["heard"] for result in ranks] == ["PeerError", "MemoryError", "PeerError"], (
+            label
+        )
 
 
 def test_two_models_in_one_process(run_ranks: RunRanks) -> None:
-    for label, ranks in by_strategy(run_ranks(jobs.for_each, 2, job="gan", strategies=PAIR)).items():
+    for label, ranks in by_strategy(
+        run_ranks(jobs.for_each, 2, job="gan", strategies=PAIR)
+    ).items():
         assert_identical(ranks, label)
 
 
@@ -112,7 +122,9 @@ def test_a_replica_that_drifts_is_found_and_named_on_every_rank(run_ranks: RunRa
 def test_an_exception_in_the_loop_frees_the_peers_and_is_quoted(run_ranks: RunRanks) -> None:
     results = run_ranks(jobs.for_each, 3, job="exception_in_the_loop", strategies=PAIR)
     for label, ranks in by_strategy(results).items():
-        assert [result["heard"] for result in ranks] == ["PeerError", "ValueError", "PeerError"], label
+        assert [result["heard"] for result in ranks] == ["PeerError", "ValueError", "PeerError"], (
+            label
+        )
         assert all("the data set ran dry" in result["message"] for result in ranks), label
 
 
@@ -125,7 +137,9 @@ def test_a_killed_rank_is_named_by_every_survivor(run_ranks: RunRanks, label: st
 
 def test_a_rank_that_runs_more_passes_is_found_out(run_ranks: RunRanks) -> None:
     name, options = STRATEGIES["gtopk by reduce-scatter"]
-    results = run_ranks(jobs.more_passes_on_one_rank, 3, name=name, options=options | {"replica_check_interval": 0})
+    results = run_ranks(
+        jobs.more_passes_on_one_rank, 3, name=name, options=options | {"replica_check_interval": 0}
+    )
     assert {result["heard"] for result in results} & {"MismatchError", "PeerError"}
 
 

@@ -1,4 +1,6 @@
-"""The lab with real processes: torch's own strategies do what they are called, and comparisons take turns, fail and stop."""
+"""The lab with real processes: torch's own strategies do what they are called, and comparisons take
+turns, fail and stop.
+"""
 
 from __future__ import annotations
 
@@ -73,21 +75,34 @@ def test_torchs_strategies_do_what_they_are_called(run_ranks: RunRanks) -> None:
     assert len(set(compressed[3:])) == 1
     assert 0 < compressed[3] < 4 * num_parameters / 4
     assert counted(of["powersgd"][0], "messages") == [2] * 3 + [6] * (STEPS - 3)
-    assert counted(of["powersgd"][0], "channels") == [[0]] * STEPS  # one bucket, whatever DDP would make
+    assert (
+        counted(of["powersgd"][0], "channels") == [[0]] * STEPS
+    )  # one bucket, whatever DDP would make
     assert np.array_equal(parameters(of["powersgd"][0])[:3], dense[:3])
     assert np.array_equal(parameters(of["powersgd"][0]), parameters(of["powersgd"][1]))
     assert np.abs(parameters(of["powersgd"][0])[3:] - dense[3:]).max() > 0
 
     # Two steps of DDP; then steps 3, 6, ... end with an average.
     exchanges = [step in (1, 2, 3, 6) for step in range(1, STEPS + 1)]
-    assert counted(of["local"][0], "bytes") == [4 * num_parameters * exchange for exchange in exchanges]
+    assert counted(of["local"][0], "bytes") == [
+        4 * num_parameters * exchange for exchange in exchanges
+    ]
     assert counted(of["local"][0], "ready") == counted(of["local"][0], "waited") == exchanges
-    same = [bool(np.allclose(a, b)) for a, b in zip(parameters(of["local"][0]), parameters(of["local"][1]), strict=True)]
+    same = [
+        bool(np.allclose(a, b))
+        for a, b in zip(parameters(of["local"][0]), parameters(of["local"][1]), strict=True)
+    ]
     assert same == exchanges
     assert np.array_equal(parameters(of["local"][0])[:2], dense[:2])
 
     for result in of["alone"]:
-        for what, nothing in (("bytes", 0), ("messages", 0), ("ready", False), ("waited", False), ("channels", [])):
+        for what, nothing in (
+            ("bytes", 0),
+            ("messages", 0),
+            ("ready", False),
+            ("waited", False),
+            ("channels", []),
+        ):
             assert counted(result, what) == [nothing] * STEPS
     assert not np.allclose(parameters(of["alone"][0])[0], parameters(of["alone"][1])[0])
     for label in ("ddp", "fp16", "powersgd", "allreduce"):
@@ -109,7 +124,9 @@ def test_what_cannot_be_resumed_is_refused_and_left_as_it_was(npz: Path, tmp_pat
     summary = train(plan(request, out=tmp_path / "run"), lambda progress: None)
     assert summary is not None
     assert (summary.status, summary.steps) == ("finished", 2)
-    with pytest.raises(ConfigError, match="post-localsgd keeps state that torch does not let anybody save"):
+    with pytest.raises(
+        ConfigError, match="post-localsgd keeps state that torch does not let anybody save"
+    ):
         plan(Request(steps=4), resume=tmp_path / "run")
 
 
@@ -175,7 +192,9 @@ def spans(events: list[StepEvent]) -> list[tuple[float, float]]:
 
 def test_strategies_take_turns_and_all_of_it_is_recorded(npz: Path, tmp_path: Path) -> None:
     watcher = Watcher()
-    directory, comparison = carry_out(plan_comparison(comparing(npz), out=tmp_path / "out"), watcher, command="offbeat compare")
+    directory, comparison = carry_out(
+        plan_comparison(comparing(npz), out=tmp_path / "out"), watcher, command="offbeat compare"
+    )
     assert comparison.status == "finished"
     assert read_comparison(directory) == comparison
     assert watcher.failures == {}
@@ -194,11 +213,15 @@ def test_strategies_take_turns_and_all_of_it_is_recorded(npz: Path, tmp_path: Pa
             assert [event.step for event in events] == list(range(1, 61))
             labelled += [(began_s, ended_s, contestant.label) for began_s, ended_s in spans(events)]
         assert contestant.measures.keys() == MEASURES.keys() - {"factors_exposed_s", "inversion_s"}
-        assert sum(contestant.measures[name].median or 0 for name in MEASURES if name.startswith("share")) == pytest.approx(1)
+        assert sum(
+            contestant.measures[name].median or 0 for name in MEASURES if name.startswith("share")
+        ) == pytest.approx(1)
         assert len(contestant.lateness_s) == 2
     alone = Record(directory / "runs/alone-seed-5")
     for rank in range(2):
-        labelled += [(began_s, ended_s, "alone") for began_s, ended_s in spans(list(alone.events(rank)))]
+        labelled += [
+            (began_s, ended_s, "alone") for began_s, ended_s in spans(list(alone.events(rank)))
+        ]
     labelled.sort()
     changes = 0
     for (_, ended_s, label), (began_s, _, following) in pairwise(labelled):
@@ -211,11 +234,17 @@ def test_strategies_take_turns_and_all_of_it_is_recorded(npz: Path, tmp_path: Pa
     assert comparison.verdict
 
 
-def test_a_strategy_whose_worker_dies_is_out_and_the_other_goes_on(npz: Path, tmp_path: Path) -> None:
+def test_a_strategy_whose_worker_dies_is_out_and_the_other_goes_on(
+    npz: Path, tmp_path: Path
+) -> None:
     class Killing(Watcher):
         def progress(self, label: str, progress: Progress) -> None:
             super().progress(label, progress)
-            if (label, progress.rank) == ("gtopk", 1) and "gtopk" not in self.failures and progress.step >= 3:
+            if (
+                (label, progress.rank) == ("gtopk", 1)
+                and "gtopk" not in self.failures
+                and progress.step >= 3
+            ):
                 os.kill(progress.pid, signal.SIGKILL)
 
     watcher = Killing()
@@ -245,7 +274,9 @@ def test_an_interrupt_stops_all_and_leaves_nobody(
         worker = start(crew, rank, secret)
         started.append(worker.process.pid)
         if when == "starting" and len(started) == 2:
-            signal.raise_signal(signal.SIGINT)  # the first strategy's workers are on their way, the others' are not
+            signal.raise_signal(
+                signal.SIGINT
+            )  # the first strategy's workers are on their way, the others' are not
         return worker
 
     class Interrupting(Watcher):
@@ -258,9 +289,17 @@ def test_an_interrupt_stops_all_and_leaves_nobody(
         interrupted = False
 
     monkeypatch.setattr(supervisor.Crew, "_start", noting)
-    monkeypatch.setattr(offbeat.cli.comparing, "watching", lambda quiet: nullcontext(Interrupting()))
-    arguments = "compare --task mnist --strategies ddp,gtopk:density=0.01:collective=reduce_scatter --workers 2 --seeds 1"
-    arguments += f" --emulation none --steps {ENDLESS} --eval-every {ENDLESS} --turn 0.001 --set path={npz} --set batch_size=4"
+    monkeypatch.setattr(
+        offbeat.cli.comparing, "watching", lambda quiet: nullcontext(Interrupting())
+    )
+    arguments = (
+        "compare --task mnist --strategies ddp,gtopk:density=0.01:collective=reduce_scatter"
+        " --workers 2 --seeds 1"
+    )
+    arguments += (
+        f" --emulation none --steps {ENDLESS} --eval-every {ENDLESS} --turn 0.001 --set path={npz}"
+        " --set batch_size=4"
+    )
     monkeypatch.setattr("sys.argv", ["offbeat", *arguments.split(), "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as ended:
         offbeat.cli.main.main()
@@ -277,11 +316,16 @@ def test_an_interrupt_stops_all_and_leaves_nobody(
         assert summary.status == "stopped"
 
 
-def test_a_worker_that_stands_still_goes_on_when_the_script_says_so(npz: Path, tmp_path: Path) -> None:
+def test_a_worker_that_stands_still_goes_on_when_the_script_says_so(
+    npz: Path, tmp_path: Path
+) -> None:
     """While it stands still nobody finishes a step, so training time stands still too."""
     stopped = Cluster(
         workers=2,
-        faults=(Fault(at_s=0.05, worker=1, action="stop"), Fault(at_s=0.6, worker=1, action="continue")),
+        faults=(
+            Fault(at_s=0.05, worker=1, action="stop"),
+            Fault(at_s=0.6, worker=1, action="continue"),
+        ),
     )
     request = Request(
         task="mnist",

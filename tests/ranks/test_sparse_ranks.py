@@ -1,4 +1,6 @@
-"""Gradients that have other rows on each rank: exchanged as dense ones, or left alone where weights are averaged."""
+"""Gradients that have other rows on each rank: exchanged as dense ones, or left alone where weights
+are averaged.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ from pathlib import Path
 import pytest
 import sparse_jobs as jobs
 
-from offbeat.data.synthetic import Synthetic
-from offbeat.data.xmlrepo import XmlFiles
-from offbeat.data.xmlrepo_writer import write
 from offbeat.lab.config import Request
 from offbeat.lab.records import Record
 from offbeat.lab.train import plan, train
+from offbeat.xmc.synthetic import Synthetic
+from offbeat.xmc.xmlrepo import XmlFiles
+from offbeat.xmc.xmlrepo_writer import write
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks
@@ -43,7 +45,13 @@ def test_a_run_of_sparse_batches_is_recorded_and_resumed(strategy: str, tmp_path
     like = Synthetic(num_features=50, num_labels=9, mean_draws=8.0, mean_labels=1.5)
     for split in ("train", "test"):
         write(XmlFiles(path=tmp_path / split), like.read(60, split=split), header=(60, 50, 9))
-    settings = [f"path={tmp_path / 'train'}", f"test_path={tmp_path / 'test'}", "batch_size=10", "hidden=4", "drawn_labels=5"]
+    settings = [
+        f"path={tmp_path / 'train'}",
+        f"test_path={tmp_path / 'test'}",
+        "batch_size=10",
+        "hidden=4",
+        "drawn_labels=5",
+    ]
     out = tmp_path / "run"
     request = Request(task="xmc", strategy=strategy, workers=2, steps=4, settings=settings)
     first = train(plan(request, out=out), lambda news: None)

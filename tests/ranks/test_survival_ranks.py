@@ -1,4 +1,6 @@
-"""Workers that die, stop and come back while mega-batches are computed and merged, as real processes."""
+"""Workers that die, stop and come back while mega-batches are computed and merged, as real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,15 @@ def samples(merges: list[dict[str, Any]]) -> list[int]:
         ("elastic", {"1": ("merging", 3), "2": ("merging", 9), "3": ("computing", 4)}),
     ],
 )
-def test_every_sample_counts_once_whoever_dies_where(run_ranks: RunRanks, label: str, deaths: dict[str, list[Any]]) -> None:
-    """All but one die: while computing, in the middle of a merge, with a claim that nobody has heard of."""
-    survivor = run_ranks(jobs.killed, 4, label=label, deaths=deaths, may_die=[1, 2, 3], timeout_s=25)[0]
+def test_every_sample_counts_once_whoever_dies_where(
+    run_ranks: RunRanks, label: str, deaths: dict[str, list[Any]]
+) -> None:
+    """All but one die: while computing, in the middle of a merge, with a claim that nobody has
+    heard of.
+    """
+    survivor = run_ranks(
+        jobs.killed, 4, label=label, deaths=deaths, may_die=[1, 2, 3], timeout_s=25
+    )[0]
     merges = survivor["merges"]
     assert [merge["place"] for merge in merges] == [[0, 1], [0, 2], [1, 0], [1, 1], [1, 2], [2, 0]]
     assert samples(merges[:3]) == samples(merges[3:]) == list(range(NUM_SAMPLES))
@@ -42,7 +50,9 @@ def test_every_sample_counts_once_whoever_dies_where(run_ranks: RunRanks, label:
 def test_those_who_live_hold_the_same_after_each_merge(run_ranks: RunRanks) -> None:
     """Two of four die, one of them at the end of a merge that the others have made."""
     deaths = {"1": ("merging", 29), "3": ("computing", 9)}
-    results = run_ranks(jobs.killed, 4, label="momentum", deaths=deaths, may_die=[1, 3], timeout_s=25)
+    results = run_ranks(
+        jobs.killed, 4, label="momentum", deaths=deaths, may_die=[1, 3], timeout_s=25
+    )
     assert results[0]["merges"] == results[2]["merges"]
     assert samples(results[0]["merges"][:3]) == list(range(NUM_SAMPLES))
     assert len({merge["print"] for merge in results[0]["merges"]}) == 6
@@ -55,7 +65,9 @@ def test_a_worker_that_was_stopped_comes_back_with_the_others_model(run_ranks: R
     assert back["merges"][-1] == first["merges"][-1]
 
 
-def test_a_worker_that_returns_joins_at_the_next_mega_batch(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_a_worker_that_returns_joins_at_the_next_mega_batch(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
     until = tmp_path / "returned.json"
     first, second, _ = run_ranks(jobs.returns, 3, label="momentum", until=str(until), may_die=[2])
     assert first["merges"] == second["merges"]
@@ -66,9 +78,13 @@ def test_a_worker_that_returns_joins_at_the_next_mega_batch(run_ranks: RunRanks,
 
 
 def test_merges_send_the_rows_that_changed(run_ranks: RunRanks) -> None:
-    """The first sends all, since nobody knows yet who has changed what, and so does the last, which changes all."""
+    """The first sends all, since nobody knows yet who has changed what, and so does the last, which
+    changes all.
+    """
     ranks = run_ranks(jobs.rows, 2)
-    assert [merge["print"] for merge in ranks[0]["merges"]] == [merge["print"] for merge in ranks[1]["merges"]]
+    assert [merge["print"] for merge in ranks[0]["merges"]] == [
+        merge["print"] for merge in ranks[1]["merges"]
+    ]
     whole = 4 * (jobs.NUM_ROWS * jobs.ROW + jobs.ROW + 1)
     touched = 4 * (2 * 20 * jobs.ROW + jobs.ROW + 1)
     talk = 2500

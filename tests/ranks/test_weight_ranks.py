@@ -18,7 +18,9 @@ def by_label(results: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return {label: [result[label] for result in results] for label in results[0]}
 
 
-def assert_bytes_are_those_of_the_docstrings(results: dict[str, list[Any]], world_size: int) -> None:
+def assert_bytes_are_those_of_the_docstrings(
+    results: dict[str, list[Any]], world_size: int
+) -> None:
     net = jobs.make_net()
     vector_bytes = 4 * sum(t.numel() for t in net.state_dict().values() if t.is_floating_point())
     expected = {
@@ -54,13 +56,19 @@ def test_averaging_in_every_step_is_all_reducing_gradients(run_ranks: RunRanks) 
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_averaging_keeps_the_mean_and_brings_ranks_together(run_ranks: RunRanks, world_size: int) -> None:
+def test_averaging_keeps_the_mean_and_brings_ranks_together(
+    run_ranks: RunRanks, world_size: int
+) -> None:
     for label, ranks in by_label(run_ranks(jobs.mean_kept, world_size)).items():
-        before, after = (np.array([result[when] for result in ranks]) for when in ("before", "after"))
+        before, after = (
+            np.array([result[when] for result in ranks]) for when in ("before", "after")
+        )
         if label.startswith("post-local"):
             continue  # while gradients are exchanged, nobody looks at weights
         tolerance = 2e-2 if "bfloat16" in label else 1e-6
-        np.testing.assert_allclose(after.mean(axis=0), before.mean(axis=0), atol=tolerance, err_msg=label)
+        np.testing.assert_allclose(
+            after.mean(axis=0), before.mean(axis=0), atol=tolerance, err_msg=label
+        )
         assert np.ptp(after, axis=0).max() <= 0.05 * np.ptp(before, axis=0).max() + 0.02, label
 
 
@@ -70,8 +78,14 @@ def test_the_averaged_model_is_the_mean_on_every_rank(run_ranks: RunRanks) -> No
             own = np.array([result["own"][name] for result in ranks])
             expected = own.max(axis=0) if name.endswith("num_batches_tracked") else own.mean(axis=0)
             for result in ranks:
-                np.testing.assert_allclose(result["averaged"][name], expected, atol=1e-6, err_msg=f"{label}, {name}")
-            assert ranks[0]["averaged"][name] == ranks[1]["averaged"][name] == ranks[2]["averaged"][name], label
+                np.testing.assert_allclose(
+                    result["averaged"][name], expected, atol=1e-6, err_msg=f"{label}, {name}"
+                )
+            assert (
+                ranks[0]["averaged"][name]
+                == ranks[1]["averaged"][name]
+                == ranks[2]["averaged"][name]
+            ), label
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(run_ranks: RunRanks) -> None:
@@ -102,7 +116,9 @@ def test_optimizer_state_that_only_some_ranks_have(run_ranks: RunRanks) -> None:
         ("differs", "MismatchError", "period=2"),
     ],
 )
-def test_what_cannot_work_is_one_error_on_every_rank(run_ranks: RunRanks, fault: str, kind: str, said: str) -> None:
+def test_what_cannot_work_is_one_error_on_every_rank(
+    run_ranks: RunRanks, fault: str, kind: str, said: str
+) -> None:
     for result in run_ranks(jobs.refused, 2, fault=fault):
         assert result["kind"] == kind
         assert said in result["message"]

@@ -1,4 +1,6 @@
-"""What the ranks of `test_weight_ranks.py` do. Each function runs in every process and returns JSON."""
+"""What the ranks of `test_weight_ranks.py` do. Each function runs in every process and returns
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def strategies(world_size: int) -> dict[str, AveragingStrategy]:
 def make_net(seed: int = 1) -> torch.nn.Sequential:
     torch.manual_seed(seed)
     return torch.nn.Sequential(
-        torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 5), torch.nn.Linear(5, 3)
+        torch.nn.Linear(6, 16),
+        torch.nn.BatchNorm1d(16),
+        torch.nn.Tanh(),
+        torch.nn.Linear(16, 5),
+        torch.nn.Linear(5, 3),
     )
 
 
@@ -55,7 +61,9 @@ def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, ste
 
 
 class Reference:
-    """All ranks in one process, plainly: what the papers say, with no part of offbeat's but the graphs."""
+    """All ranks in one process, plainly: what the papers say, with no part of offbeat's but the
+    graphs.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.nets = [make_net(seed=0) for _ in range(world_size)]
@@ -66,12 +74,18 @@ class Reference:
 
     def vectors(self) -> list[list[torch.Tensor]]:
         """Each rank's parameters and running statistics: the tensors themselves."""
-        return [[t.detach() for t in net.state_dict(keep_vars=True).values() if t.is_floating_point()] for net in self.nets]
+        return [
+            [t.detach() for t in net.state_dict(keep_vars=True).values() if t.is_floating_point()]
+            for net in self.nets
+        ]
 
     def mix(self, matrix: torch.Tensor) -> list[list[torch.Tensor]]:
         """Row i: the sum over j of matrix[i, j] times rank j's vector."""
         stacked = [torch.stack(tensors).double() for tensors in zip(*self.vectors(), strict=True)]
-        return [[torch.tensordot(row, tensors, dims=1) for tensors in stacked] for row in matrix.double()]
+        return [
+            [torch.tensordot(row, tensors, dims=1) for tensors in stacked]
+            for row in matrix.double()
+        ]
 
     def write(self, vectors: list[list[torch.Tensor]]) -> None:
         for mine, new in zip(self.vectors(), vectors, strict=True):
@@ -107,18 +121,25 @@ class Reference:
                     self.after_average(strategy)
             case offbeat.DPSGD():
                 self.write(
-                    [[t + change for t, change in zip(*pair, strict=True)] for pair in zip(self.vectors(), mixed, strict=True)]
+                    [
+                        [t + change for t, change in zip(*pair, strict=True)]
+                        for pair in zip(self.vectors(), mixed, strict=True)
+                    ]
                 )
             case offbeat.SGP():
                 matrix = torch.zeros(world_size, world_size)
                 for rank in range(world_size):
-                    targets = exponential_peers(rank, world_size, round_number=step, out_degree=strategy.out_degree).targets
+                    targets = exponential_peers(
+                        rank, world_size, round_number=step, out_degree=strategy.out_degree
+                    ).targets
                     matrix[[rank, *targets], rank] = 1 / (1 + len(targets))
                 self.write(self.mix(matrix))
 
     def after_average(self, strategy: offbeat.LocalSGD) -> None:
         if strategy.outer == "diloco":
-            for i, parameters in enumerate(zip(*(net.parameters() for net in self.nets), strict=True)):
+            for i, parameters in enumerate(
+                zip(*(net.parameters() for net in self.nets), strict=True)
+            ):
                 change = self.anchor[i] - parameters[0].detach()
                 self.momentum[i] = 0.9 * self.momentum[i] + change
                 self.anchor[i] = self.anchor[i] - 0.7 * (change + 0.9 * self.momentum[i])
@@ -126,7 +147,10 @@ class Reference:
                     parameter.detach().copy_(self.anchor[i])
         if strategy.optimizer_state == "averaged":
             for parameters in zip(*(net.parameters() for net in self.nets), strict=True):
-                buffers = [o.state[p]["momentum_buffer"] for o, p in zip(self.optimizers, parameters, strict=True)]
+                buffers = [
+                    o.state[p]["momentum_buffer"]
+                    for o, p in zip(self.optimizers, parameters, strict=True)
+                ]
                 mean = torch.stack(buffers).mean(dim=0)
                 for buffer in buffers:
                     buffer.copy_(mean)
@@ -138,7 +162,9 @@ def apart(left: torch.nn.Module, right: torch.nn.Module) -> float:
 
 
 def against_the_paper(rank: int, world_size: int) -> dict[str, Any]:
-    """By strategy: how far this rank's model is from the reference's after each step, and the model as text."""
+    """By strategy: how far this rank's model is from the reference's after each step, and the model
+    as text.
+    """
     results = {}
     for label, strategy in strategies(world_size).items():
         reference = Reference(world_size)
@@ -152,12 +178,19 @@ def against_the_paper(rank: int, world_size: int) -> dict[str, Any]:
                 errors.append(apart(net, reference.nets[rank]))
                 prints.append(fingerprint(net))
             stats = session.stats
-        results[label] = {"errors": errors, "prints": prints, "bytes_sent": stats.bytes_sent, "exchanges": stats.exchanges}
+        results[label] = {
+            "errors": errors,
+            "prints": prints,
+            "bytes_sent": stats.bytes_sent,
+            "exchanges": stats.exchanges,
+        }
     return results
 
 
 def like_allreduce(rank: int, world_size: int) -> float:
-    """How far local SGD that averages in every step is from S-SGD, for an optimizer that is linear in the gradient."""
+    """How far local SGD that averages in every step is from S-SGD, for an optimizer that is linear
+    in the gradient.
+    """
     nets = []
     for strategy in (offbeat.LocalSGD(period=1, buffers="local"), offbeat.AllReduce()):
         net = make_net()
@@ -165,11 +198,16 @@ def like_allreduce(rank: int, world_size: int) -> float:
         with offbeat.attach(net, optimizer, strategy):
             train(net, optimizer, rank, range(5))
         nets.append(net)
-    return max(float((a - b).detach().abs().max()) for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+    return max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True)
+    )
 
 
 def mean_kept(rank: int, world_size: int) -> dict[str, Any]:
-    """Ranks whose weights are apart take steps of length 0. Flat weights before and after, by strategy and type."""
+    """Ranks whose weights are apart take steps of length 0. Flat weights before and after, by
+    strategy and type.
+    """
     results = {}
     for label, strategy in strategies(world_size).items():
         if label == "diloco":
@@ -204,19 +242,26 @@ def averaged_model(rank: int, world_size: int) -> dict[str, Any]:
             own = {name: tensor.double().flatten().tolist() for name, tensor in own.items()}
             averaged = session.averaged_model().state_dict()
             train(net, optimizer, rank, range(4, 6))
-        results[label] = {"own": own, "averaged": {n: t.double().flatten().tolist() for n, t in averaged.items()}}
+        results[label] = {
+            "own": own,
+            "averaged": {n: t.double().flatten().tolist() for n, t in averaged.items()},
+        }
     return results
 
 
 def resumed(rank: int, world_size: int) -> dict[str, bool]:
-    """By strategy: does a run that was saved in the middle of a period end as one that never stopped?"""
+    """By strategy: does a run that was saved in the middle of a period end as one that never
+    stopped?
+    """
     results = {}
     for label, strategy in strategies(world_size).items():
         straight = make_net()
         optimizer = sgd(straight)
         with offbeat.attach(straight, optimizer, strategy) as session:
             train(straight, optimizer, rank, range(4))
-            states = copy.deepcopy((straight.state_dict(), optimizer.state_dict(), session.state_dict()))
+            states = copy.deepcopy(
+                (straight.state_dict(), optimizer.state_dict(), session.state_dict())
+            )
             train(straight, optimizer, rank, range(4, NUM_STEPS))
         second = make_net(seed=5)
         optimizer = sgd(second)
@@ -249,12 +294,18 @@ def nonfinite(rank: int, world_size: int) -> dict[str, Any]:
             optimizer.zero_grad()
             train(net, optimizer, rank, range(4, 7))
             finite = all(bool(p.isfinite().all()) for p in net.parameters())
-            results[label] = {"finite": finite, "skipped": session.stats.skipped_steps, "steps": session.stats.steps}
+            results[label] = {
+                "finite": finite,
+                "skipped": session.stats.skipped_steps,
+                "steps": session.stats.steps,
+            }
     return results
 
 
 def uneven_optimizer_state(rank: int, world_size: int) -> dict[str, Any]:
-    """Only rank 0 uses the last layer, so only it has a momentum there; all average their optimizers' states with Adam."""
+    """Only rank 0 uses the last layer, so only it has a momentum there; all average their
+    optimizers' states with Adam.
+    """
     net = make_net()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     with offbeat.attach(net, optimizer, offbeat.LocalSGD(period=2, optimizer_state="averaged")):
@@ -282,12 +333,18 @@ def refused(rank: int, world_size: int, *, fault: str) -> dict[str, str]:
     try:
         offbeat.attach(net, sgd(net), build(), scaler=scaler)
     except OffbeatError as error:
-        return {"kind": type(error).__name__, "message": str(error), "touched": str(fingerprint(net) != before)}
+        return {
+            "kind": type(error).__name__,
+            "message": str(error),
+            "touched": str(fingerprint(net) != before),
+        }
     return {"kind": "none", "message": "", "touched": ""}
 
 
 def killed(rank: int, world_size: int) -> list[int | None]:
-    """The last rank is killed between steps, once for all strategies. Whom do the others blame, strategy by strategy?"""
+    """The last rank is killed between steps, once for all strategies. Whom do the others blame,
+    strategy by strategy?
+    """
     net = make_net()
     optimizer = sgd(net)
     try:

@@ -1,1 +1,3 @@
-"""What tests share: real ranks in processes of their own, and the search for what a test leaves behind."""
+"""What tests share: real ranks in processes of their own, and the search for what a test leaves
+behind.
+"""

@@ -24,19 +24,25 @@ from ranks_support.templates import Forked, Templates
 
 LOOPBACK = "127.0.0.1"
 START_S = 60.0
-"""How long the processes may take to begin: several import torch at once, perhaps beside other tests."""
+"""How long the processes may take to begin: several import torch at once, perhaps beside other
+tests.
+"""
 
 END_S = 30.0
 """How long a process may take to end once its function has returned."""
 
 GRACE_S = 5.0
-"""Once a rank has failed, how long the others may take to say what they think of it before they are ended."""
+"""Once a rank has failed, how long the others may take to say what they think of it before they are
+ended.
+"""
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RanksError(Exception):
-    """Some ranks did not return. The message has one paragraph for each, in the order in which they ended."""
+    """Some ranks did not return. The message has one paragraph for each, in the order in which they
+    ended.
+    """
 
 
 class RunRanks(Protocol):
@@ -67,7 +73,9 @@ class Process:
     was_told_to_end: bool = False
 
     def hear(self, chunk: bytes) -> None:
-        """The first byte says that the rank has joined the group; a line after it is the outcome."""
+        """The first byte says that the rank has joined the group; a line after it is
+        the outcome.
+        """
         self.received += chunk
         if self.outcome:
             self.overdue, self.deadline_s = "returned but did not end", time.monotonic() + END_S
@@ -76,18 +84,29 @@ class Process:
 
     def hurry(self) -> None:
         """Another rank has failed: this one may take only a moment more."""
-        if not self.was_told_to_end and not self.outcome and time.monotonic() + GRACE_S < self.deadline_s:
-            self.overdue, self.deadline_s = "was ended because another one had failed", time.monotonic() + GRACE_S
+        if (
+            not self.was_told_to_end
+            and not self.outcome
+            and time.monotonic() + GRACE_S < self.deadline_s
+        ):
+            self.overdue, self.deadline_s = (
+                "was ended because another one had failed",
+                time.monotonic() + GRACE_S,
+            )
 
     def end(self) -> None:
-        """End the process by a signal at which it prints its stacks; if it was told so before, by one it cannot ignore."""
+        """End the process by a signal at which it prints its stacks; if it was told so before, by
+        one it cannot ignore.
+        """
         self.process.send_signal(signal.SIGKILL if self.was_told_to_end else signal.SIGABRT)
         self.process.send_signal(signal.SIGCONT)
         self.was_told_to_end, self.deadline_s = True, time.monotonic() + GRACE_S
 
     @property
     def outcome(self) -> dict[str, Any]:
-        """What the rank wrote before it ended: its value, or what it raised; empty when it did not get that far."""
+        """What the rank wrote before it ended: its value, or what it raised; empty when it did not
+        get that far.
+        """
         return dict(json.loads(self.received)) if self.received.endswith(b"}\n") else {}
 
     def failure(self) -> str | None:
@@ -98,7 +117,10 @@ class Process:
         if self.was_told_to_end:
             return f"rank {self.rank} {self.overdue}, stack:\n{printed}"
         if self.process.returncode < 0:
-            return f"rank {self.rank} killed by {signal.Signals(-self.process.returncode).name}\n{printed}"
+            return (
+                f"rank {self.rank} killed by"
+                f" {signal.Signals(-self.process.returncode).name}\n{printed}"
+            )
         if self.process.returncode > 0 or not self.outcome:
             return f"rank {self.rank} ended with status {self.process.returncode}\n{printed}"
         return None
@@ -123,7 +145,11 @@ def launch(
         listener = stack.enter_context(socket.create_server((LOOPBACK, 0)))
         port = listener.getsockname()[1]
         store = dist.TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
         )
         selector = stack.enter_context(selectors.DefaultSelector())
         processes = []
@@ -140,7 +166,9 @@ def launch(
                 function=function.__name__,
                 arguments=arguments,
             )
-            process = stack.enter_context(started(templates, orders, directory / f"rank-{rank}.log", timeout_s))
+            process = stack.enter_context(
+                started(templates, orders, directory / f"rank-{rank}.log", timeout_s)
+            )
             processes.append(process)
             selector.register(reading, selectors.EVENT_READ, process)
         ended = watch(selector, processes, may_die)
@@ -154,7 +182,9 @@ def launch(
 @contextmanager
 def started(templates: Templates, orders: Orders, log: Path, timeout_s: float) -> Iterator[Process]:
     """A rank; it has ended when the block is left, whatever happened inside."""
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES} | {
+    environment = {
+        name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
+    } | {
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         "OFFBEAT_INTERFACE": LOOPBACK,
         "OMP_NUM_THREADS": "1",
@@ -171,11 +201,17 @@ def started(templates: Templates, orders: Orders, log: Path, timeout_s: float) -
         process.wait()
 
 
-def watch(selector: selectors.BaseSelector, processes: list[Process], may_die: Collection[int]) -> list[Process]:
-    """Read the pipes until every rank has ended, or been ended. Returns the ranks in the order in which they ended."""
+def watch(
+    selector: selectors.BaseSelector, processes: list[Process], may_die: Collection[int]
+) -> list[Process]:
+    """Read the pipes until every rank has ended, or been ended. Returns the ranks in the order in
+    which they ended.
+    """
     ended: list[Process] = []
     while going := [process for process in processes if process not in ended]:
-        events = selector.select(max(0.0, min(process.deadline_s for process in going) - time.monotonic()))
+        events = selector.select(
+            max(0.0, min(process.deadline_s for process in going) - time.monotonic())
+        )
         if not events:
             for process in going:
                 if process.deadline_s <= time.monotonic():
@@ -203,12 +239,14 @@ def templates() -> Iterator[Templates]:
 
 @pytest.fixture
 def run_ranks(tmp_path: Path, templates: Templates) -> RunRanks:
-    """Runs a function in several processes, joined in a gloo group on loopback, and returns what each of them returned.
+    """Runs a function in several processes, joined in a gloo group on loopback, and returns what
+    each of them returned.
 
-    `run_ranks(function, world_size, **arguments)` calls the module-level `function(rank, world_size, **arguments)` in each
-    process; arguments and results are JSON. Ranks in `may_die` may end in any way; one that did not return gives None.
-    A rank that raises, dies or takes longer than `timeout_s` (seconds, from when it has joined) fails the test with
-    `RanksError`, which says which one and how. No process is left, whatever happens.
+    `run_ranks(function, world_size, **arguments)` calls the module-level `function(rank,
+    world_size, **arguments)` in each process; arguments and results are JSON. Ranks in `may_die`
+    may end in any way; one that did not return gives None. A rank that raises, dies or takes longer
+    than `timeout_s` (seconds, from when it has joined) fails the test with `RanksError`, which says
+    which one and how. No process is left, whatever happens.
     """
     num_calls = 0
 

@@ -29,7 +29,9 @@ class LeakError(AssertionError):
 
 @contextmanager
 def no_leaks() -> Iterator[None]:
-    """Raises `LeakError` when the block is left with more than it was entered with; takes away what can be taken away."""
+    """Raises `LeakError` when the block is left with more than it was entered with; takes away what
+    can be taken away.
+    """
     threads, grouped, environment = set(threading.enumerate()), dist.is_initialized(), settings()
     yield
     leaks = [f"thread {thread.name!r}" for thread in left_running(threads)]
@@ -46,11 +48,15 @@ def no_leaks() -> Iterator[None]:
 
 
 LIBRARY_THREADS = ("GarbageCollectorThread",)
-"""Classes of threads that a library keeps for the life of the process: pyzmq's, from the first zero-copy send on."""
+"""Classes of threads that a library keeps for the life of the process: pyzmq's, from the first
+zero-copy send on.
+"""
 
 
 def left_running(before: set[threading.Thread]) -> list[threading.Thread]:
-    """Threads begun since that go on. Those that C++ began are the library's, and only Python's view of them is new."""
+    """Threads begun since that go on. Those that C++ began are the library's, and only Python's
+    view of them is new.
+    """
     begun = [
         thread
         for thread in threading.enumerate()

@@ -1,7 +1,8 @@
 """One rank, which has its `Orders` and a process of its own.
 
-Joins the gloo group, calls the function, and writes its outcome as JSON to the pipe. At SIGABRT it prints the stacks of all
-its threads and ends; so it does by itself after `Orders.limit_s`, in case the test is gone.
+Joins the gloo group, calls the function, and writes its outcome as JSON to the pipe. At SIGABRT it
+prints the stacks of all its threads and ends; so it does by itself after `Orders.limit_s`, in case
+the test is gone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Orders:
-    """Who this rank is and what it does: `function` of the file `source`, called with (rank, world_size, **arguments)."""
+    """Who this rank is and what it does: `function` of the file `source`, called with (rank,
+    world_size, **arguments).
+    """
 
     rank: int
     world_size: int
@@ -55,7 +58,9 @@ def carry_out(orders: Orders) -> Any:
     dist.init_process_group("gloo", store=store, rank=orders.rank, world_size=orders.world_size)
     if store.add("num_joined", 1) == orders.world_size:
         store.set("all_joined", "")
-    store.wait(["all_joined"])  # who has joined first may return and leave before the last one is connected
+    store.wait(
+        ["all_joined"]
+    )  # who has joined first may return and leave before the last one is connected
     try:
         os.write(orders.result_fd, b"\n")  # says that this rank has joined
         with warnings.catch_warnings():
@@ -77,6 +82,7 @@ def run(orders: Orders) -> None:
     except BaseException as error:  # noqa: BLE001 - the test is told of it
         kind = traceback.format_exception_only(error)[0].splitlines()[0]
         outcome = json.dumps({"raised": kind, "traceback": traceback.format_exc()})
-    # The descriptor stays open until the process has ended: that is how the test sees the end of it.
+    # The descriptor stays open until the process has ended: that is how the test sees the end of
+    # it.
     with open(orders.result_fd, "w", closefd=False) as pipe:
         pipe.write(f"{outcome}\n")

@@ -1,9 +1,11 @@
-"""A process from which ranks are forked, with everything they need imported: `python -m ranks_support.template SOCKET`.
+"""A process from which ranks are forked, with everything they need imported: `python -m
+ranks_support.template SOCKET`.
 
-Importing torch and offbeat takes seconds of a core, and tests start hundreds of ranks. What is forked has one thread, as
-after an import, no group and no socket; it ends as any interpreter does. A line on the socket starts one: its orders as
-JSON, with the descriptors of its outcome, its log and its status. The status is two lines: its pid, and once it has ended its
-return code as `subprocess` has it, here from a process in between whose child the rank is.
+Importing torch and offbeat takes seconds of a core, and tests start hundreds of ranks. What is
+forked has one thread, as after an import, no group and no socket; it ends as any interpreter does.
+A line on the socket starts one: its orders as JSON, with the descriptors of its outcome, its log
+and its status. The status is two lines: its pid, and once it has ended its return code as
+`subprocess` has it, here from a process in between whose child the rank is.
 """
 
 from __future__ import annotations
@@ -18,14 +20,23 @@ import sys
 import threading
 from typing import Any
 
-PRELOADED = ("torch._dynamo", "offbeat.session", "offbeat.strategies", "offbeat.lab.native", "offbeat.data.dispatch", "pytest")
+PRELOADED = (
+    "torch._dynamo",
+    "offbeat.session.session",
+    "offbeat.strategies",
+    "offbeat.lab.native",
+    "offbeat.megabatch.loader",
+    "pytest",
+)
 """What most ranks import sooner or later; optimizers import the first in their first step."""
 
 CHUNK_BYTES = 1 << 16
 
 
 def serve(orders_socket: socket.socket) -> dict[str, Any] | None:
-    """Fork a rank for every message. Returns its orders in the rank; in the template None, when the tests are over."""
+    """Fork a rank for every message. Returns its orders in the rank; in the template None, when the
+    tests are over.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test hears it, and ends what it has started
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes in between
     while True:

@@ -1,4 +1,6 @@
-"""The test's side of `ranks_support.template`: starts templates when they are first needed, and has ranks forked."""
+"""The test's side of `ranks_support.template`: starts templates when they are first needed, and has
+ranks forked.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ from typing import IO
 from ranks_support.rank import Orders
 
 NUM_TEMPLATES = 2
-"""Each has a seed of its own for the hashes of strings, so that ranks do not go through a set in the same order by chance."""
+"""Each has a seed of its own for the hashes of strings, so that ranks do not go through a set in
+the same order by chance.
+"""
 
 
 class Forked:
-    """A rank's process, with as much of `subprocess.Popen` as a test needs. It is not this process's child."""
+    """A rank's process, with as much of `subprocess.Popen` as a test needs. It is not this
+    process's child.
+    """
 
     def __init__(self, status: IO[str]) -> None:
         self._status = status
@@ -61,7 +67,9 @@ class Template:
         }
         command = [sys.executable, "-m", "ranks_support.template", str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
 
     def fork(self, orders: Orders, environment: Mapping[str, str], log: Path) -> Forked:
         """Start a rank; it has `orders.result_fd` too from then on."""
@@ -71,7 +79,9 @@ class Template:
         status = os.fdopen(reading)
         try:
             with log.open("wb") as output:
-                sent = socket.send_fds(self._orders, [line], [orders.result_fd, output.fileno(), writing])
+                sent = socket.send_fds(
+                    self._orders, [line], [orders.result_fd, output.fileno(), writing]
+                )
             self._orders.sendall(line[sent:])
         except BaseException:
             status.close()

@@ -29,10 +29,29 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_comparison_of(
         tmp_path_factory.mktemp("comparison"),
         [
-            Made(strategy="ddp", options={}, transfer_s=1.27, bytes_per_step=150_000_000, encode_s=0.0, late_s=late),
+            Made(
+                strategy="ddp",
+                options={},
+                transfer_s=1.27,
+                bytes_per_step=150_000_000,
+                encode_s=0.0,
+                late_s=late,
+            ),
             Made(strategy="gtopk", late_s=late, notices=["the tree was chosen by cost"]),
-            Made(strategy="ddp-powersgd", options={"rank": 4}, transfer_s=0.42, bytes_per_step=4_100_000, late_s=late),
-            Made(strategy="ddp-fp16", options={}, transfer_s=0.62, bytes_per_step=75_000_000, late_s=late),
+            Made(
+                strategy="ddp-powersgd",
+                options={"rank": 4},
+                transfer_s=0.42,
+                bytes_per_step=4_100_000,
+                late_s=late,
+            ),
+            Made(
+                strategy="ddp-fp16",
+                options={},
+                transfer_s=0.62,
+                bytes_per_step=75_000_000,
+                late_s=late,
+            ),
         ],
     )
     write_report(directory)

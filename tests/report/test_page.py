@@ -17,13 +17,22 @@ from offbeat.errors import RecordError
 from offbeat.lab.comparison import Contestant, write_comparison
 from offbeat.lab.records import begin_attempt
 from offbeat.report.page import write_report
-from report_support.synthetic import CLUSTER, Made, comparison_of, config_of, write_comparison_of, write_run
+from report_support.synthetic import (
+    CLUSTER,
+    Made,
+    comparison_of,
+    config_of,
+    write_comparison_of,
+    write_run,
+)
 
 EVIL = '</script><script>alert("1")</script><img src=x onerror=alert(2)> & "quoted" \u2028'
 
 
 class Page(HTMLParser):
-    """What a browser would make of a page: its elements, its visible text, the contents of scripts."""
+    """What a browser would make of a page: its elements, its visible text, the contents
+    of scripts.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -59,9 +68,20 @@ def words(text: str) -> str:
 def test_a_comparison_has_all_its_parts(comparison: Path) -> None:
     page = Page(comparison / "report.html")
     recorded = json.loads((comparison / "comparison.json").read_text())
-    for sentence in (recorded["verdict"], *recorded["findings"], recorded["command"], CLUSTER.describe()):
+    for sentence in (
+        recorded["verdict"],
+        *recorded["findings"],
+        recorded["command"],
+        CLUSTER.describe(),
+    ):
         assert words(sentence) in words(page.text)
-    for text in ("Worker 3 was last in 100% of steps", "the tree was chosen by cost", "no netem", "Example CPU", "940 Mbit/s"):
+    for text in (
+        "Worker 3 was last in 100% of steps",
+        "the tree was chosen by cost",
+        "no netem",
+        "Example CPU",
+        "940 Mbit/s",
+    ):
         assert text in words(page.text)
     assert {figure.get("data-chart") for figure in page.of("figure")} == {
         "metric-seconds",
@@ -73,10 +93,17 @@ def test_a_comparison_has_all_its_parts(comparison: Path) -> None:
 
 def test_a_run_has_all_its_parts(run: Path) -> None:
     page = Page(run / "report.html")
-    assert {figure.get("data-chart") for figure in page.of("figure")} >= {"step-loss", "step-duration", "metric-seconds", None}
+    assert {figure.get("data-chart") for figure in page.of("figure")} >= {
+        "step-loss",
+        "step-duration",
+        "metric-seconds",
+        None,
+    }
     assert "values travelled as float16" in page.text
     assert "No single worker is the slow one" in page.text
-    assert "offbeat train --task digits --strategy gtopk --workers 8 --steps 120 --seed 0" in page.text
+    assert (
+        "offbeat train --task digits --strategy gtopk --workers 8 --steps 120 --seed 0" in page.text
+    )
     assert "Nothing was emulated" in page.text
 
 
@@ -84,12 +111,19 @@ def test_the_page_needs_nothing_else(comparison: Path) -> None:
     page = Page(comparison / "report.html")
     fetching = {"src", "href", "srcset", "data", "action", "poster"}
     assert [attributes for _, attributes in page.elements if fetching & attributes.keys()] == []
-    assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org/2000/svg)", (comparison / "report.html").read_text())
+    assert not re.search(
+        r"url\((?!#)|@import|https?://(?!www\.w3\.org/2000/svg)",
+        (comparison / "report.html").read_text(),
+    )
 
 
 def test_only_the_pages_own_script_may_run(comparison: Path) -> None:
     page = Page(comparison / "report.html")
-    (policy,) = [meta["content"] for meta in page.of("meta") if meta.get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = [
+        meta["content"]
+        for meta in page.of("meta")
+        if meta.get("http-equiv") == "Content-Security-Policy"
+    ]
     data, script = page.scripts
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy is not None
@@ -139,15 +173,25 @@ def test_everything_has_a_name_for_those_who_cannot_see_it(comparison: Path, run
         assert all(after <= before + 1 for before, after in pairwise(levels))
         ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
         assert len(ids) == len(set(ids))
-        assert {str(element.get("aria-labelledby")) for element in page.of("section")} <= set(map(str, ids))
+        assert {str(element.get("aria-labelledby")) for element in page.of("section")} <= set(
+            map(str, ids)
+        )
         assert page.of("html") == [{"lang": "en"}]
 
 
 def test_a_comparison_that_goes_on_says_so(tmp_path: Path) -> None:
     made = Made(steps=8)
     write_run(tmp_path / "runs/gtopk-seed-0", made, finished=False)
-    entry = Contestant(label="gtopk", strategy="gtopk", options={}, summary="", runs=["runs/gtopk-seed-0", "runs/gtopk-seed-1"])
-    comparison = comparison_of(made, [entry, entry.model_copy(update={"label": "ddp", "runs": []})], [0, 1])
+    entry = Contestant(
+        label="gtopk",
+        strategy="gtopk",
+        options={},
+        summary="",
+        runs=["runs/gtopk-seed-0", "runs/gtopk-seed-1"],
+    )
+    comparison = comparison_of(
+        made, [entry, entry.model_copy(update={"label": "ddp", "runs": []})], [0, 1]
+    )
     write_comparison(tmp_path, comparison.model_copy(update={"status": "running"}))
     page = Page(write_report(tmp_path))
     assert "This comparison is running" in page.text
@@ -212,7 +256,9 @@ def test_a_newer_version_and_a_damaged_file_are_refused(tmp_path: Path, name: st
     assert not (directory / "report.html").exists()
 
 
-def test_a_full_disk_leaves_the_earlier_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_earlier_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = write_run(tmp_path / "run", Made(steps=3))
     write_report(directory).write_text("the earlier page")
     before = sorted(path.name for path in directory.iterdir())

@@ -1,4 +1,6 @@
-"""The page in a real browser: it draws, it answers, it fits a phone, it loads nothing, it complains of nothing."""
+"""The page in a real browser: it draws, it answers, it fits a phone, it loads nothing, it complains
+of nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def failed(browser: Browser) -> object:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_every_chart_is_drawn_and_nothing_is_wrong(browser: Browser, page: Path, size: tuple[int, int], dark: bool) -> None:
+def test_every_chart_is_drawn_and_nothing_is_wrong(
+    browser: Browser, page: Path, size: tuple[int, int], dark: bool
+) -> None:
     browser.open(page, size=size, dark=dark)
     marks = browser.evaluate(MARKS)
     assert len(marks) == int(browser.evaluate("document.documentElement.dataset.drawn"))
@@ -55,9 +59,19 @@ def test_nothing_sticks_out_of_a_narrow_screen(browser: Browser, page: Path, wid
 
 def test_a_window_that_changes_its_width_is_drawn_anew(browser: Browser, run: Path) -> None:
     browser.open(run / "report.html")
-    browser.call("Emulation.setDeviceMetricsOverride", width=360, height=740, deviceScaleFactor=1, mobile=True)
-    browser.evaluate("new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go))).then(() => 1)")
-    widths = browser.evaluate("""[...document.querySelectorAll("figure > svg")].map((svg) => svg.viewBox.baseVal.width)""")
+    browser.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=360,
+        height=740,
+        deviceScaleFactor=1,
+        mobile=True,
+    )
+    browser.evaluate(
+        "new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go))).then(() => 1)"
+    )
+    widths = browser.evaluate(
+        """[...document.querySelectorAll("figure > svg")].map((svg) => svg.viewBox.baseVal.width)"""
+    )
     assert max(widths) <= 360
 
 
@@ -68,7 +82,9 @@ def test_contestants_can_be_hidden(browser: Browser, comparison: Path) -> None:
     assert before == 4 * (3 + 1)
     browser.evaluate("""document.querySelector("#shown input[value='0']").click()""")
     assert browser.evaluate(lines) == before - 4
-    browser.evaluate("""document.querySelectorAll("#shown input:checked").forEach((box) => box.click())""")
+    browser.evaluate(
+        """document.querySelectorAll("#shown input:checked").forEach((box) => box.click())"""
+    )
     assert browser.evaluate(lines) == 0
     browser.evaluate("""document.querySelector("#shown input[value='0']").click()""")
     assert browser.evaluate(lines) == 4
@@ -77,13 +93,11 @@ def test_contestants_can_be_hidden(browser: Browser, comparison: Path) -> None:
 
 def choose(browser: Browser, name: str, value: object) -> str:
     """Set one of the timeline's filters; returns the sentence below it."""
-    browser.evaluate(
-        f"""(() => {{
+    browser.evaluate(f"""(() => {{
             const field = document.getElementById("timeline-{name}");
             field.value = "{value}";
             field.dispatchEvent(new Event("input"));
-        }})()"""
-    )
+        }})()""")
     return str(browser.evaluate("""document.getElementById("timeline-says").textContent"""))
 
 
@@ -118,14 +132,12 @@ def test_the_pointer_is_told_what_it_points_at(browser: Browser, comparison: Pat
         ("figure[data-chart=metric-steps] .marker", "accuracy"),
         ("#timeline .phase-waiting", "worker 3"),
     ):
-        box = browser.evaluate(
-            f"""(() => {{
+        box = browser.evaluate(f"""(() => {{
                 const mark = document.querySelector("{selector}");
                 mark.scrollIntoView({{ block: "center" }});
                 const box = mark.getBoundingClientRect();
                 return [box.x + box.width / 2, box.y + box.height / 2];
-            }})()"""
-        )
+            }})()""")
         browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
         assert expected in browser.evaluate(tip)
     assert browser.console == []
@@ -137,7 +149,10 @@ def test_a_hundred_thousand_events_open_quickly(browser: Browser, tmp_path: Path
     assert path.stat().st_size < 1_000_000
     browser.open(path)
     assert browser.evaluate("document.documentElement.dataset.drawn") is not None
-    assert browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < OPEN_WITHIN_MS
+    assert (
+        browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
+        < OPEN_WITHIN_MS
+    )
     points = browser.evaluate(
         """Math.max(...[...document.querySelectorAll("path.line")].map((line) => line.getAttribute("d").length))"""
     )
@@ -149,16 +164,14 @@ def test_second_order_work_shows_what_was_chosen(browser: Browser, second_order:
     browser.open(second_order / "report.html")
     seen = [browser.evaluate(drawn)]
     for name, value in (("contestant", 1), ("run", 1), ("step", 6)):
-        browser.evaluate(
-            f"""(() => {{
+        browser.evaluate(f"""(() => {{
                 const field = document.getElementById("factors-{name}");
                 field.value = "{value}";
                 field.dispatchEvent(new Event("input"));
-            }})()"""
-        )
+            }})()""")
         seen.append(browser.evaluate(drawn))
     assert len(set(seen)) == len(seen)
-    assert str(browser.evaluate("""document.getElementById("factors-says").textContent""")).startswith(
-        "mpdkfac, seed 1: step 6,"
-    )
+    assert str(
+        browser.evaluate("""document.getElementById("factors-says").textContent""")
+    ).startswith("mpdkfac, seed 1: step 6,")
     assert browser.console == []

@@ -13,13 +13,22 @@ from hypothesis.extra import numpy as arrays
 from offbeat.lab.breakdown import Steps
 from offbeat.lab.records import Loss
 from offbeat.report.charts import bin_mean, line_charts
-from offbeat.report.charts_timeline import MAX_BARS, middle, phase_lengths_s, side_by_side, timelines
+from offbeat.report.charts_timeline import (
+    MAX_BARS,
+    middle,
+    phase_lengths_s,
+    side_by_side,
+    timelines,
+)
 from offbeat.report.data import Better, Contestant, Curve, Report, Run
 
 VALUES = st.floats(-1e6, 1e6)
 
 
-@given(arrays.arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(1, 200)), elements=VALUES), st.integers(1, 50))
+@given(
+    arrays.arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(1, 200)), elements=VALUES),
+    st.integers(1, 50),
+)
 def test_bins_hold_every_point(y: np.ndarray, max_points: int) -> None:
     x = np.arange(y.shape[1], dtype=np.float64)
     at, mean, low, high = bin_mean(x, y, max_points)
@@ -39,9 +48,20 @@ def test_a_bin_leaves_out_what_is_not_finite() -> None:
     np.testing.assert_array_equal(high, [1, np.nan, 5, np.nan])
 
 
-def curve(steps: list[int], metric: list[float], *, seconds_per_step: float = 1.0, bytes_per_step: float = 10.0) -> Curve:
+def curve(
+    steps: list[int],
+    metric: list[float],
+    *,
+    seconds_per_step: float = 1.0,
+    bytes_per_step: float = 10.0,
+) -> Curve:
     at = np.array(steps, dtype=np.float64)
-    return Curve(steps=at, seconds=at * seconds_per_step, bytes_sent=at * bytes_per_step, metric=np.array(metric))
+    return Curve(
+        steps=at,
+        seconds=at * seconds_per_step,
+        bytes_sent=at * bytes_per_step,
+        metric=np.array(metric),
+    )
 
 
 def some_steps(num_workers: int, num_steps: int, seed: int = 0) -> Steps:
@@ -84,7 +104,14 @@ def report_of(*contestants: list[Run]) -> Report:
 
 def run_of(line: Curve, *, steps: Steps | None = None, seed: int = 0, last_start: int = 0) -> Run:
     steps = some_steps(2, 5) if steps is None else steps
-    return Run(seed=seed, directory="run", status="finished", curve=line, steps=steps, last_start=last_start)
+    return Run(
+        seed=seed,
+        directory="run",
+        status="finished",
+        curve=line,
+        steps=steps,
+        last_start=last_start,
+    )
 
 
 def test_the_thick_line_is_the_median_over_seeds_where_all_measured() -> None:
@@ -93,19 +120,41 @@ def test_the_thick_line_is_the_median_over_seeds_where_all_measured() -> None:
         run_of(curve([0, 1, 2], [0.1, 0.4, 0.5], seconds_per_step=2.0), seed=1),
         run_of(curve([0, 2], [0.1, 0.9], seconds_per_step=3.0), seed=2),
     ]
-    charts = {chart.key: chart for chart in line_charts(report_of(runs, [run_of(curve([0, 4], [0.1, 0.2]))]))}
-    median = next(series for series in charts["metric-seconds"].series if series.contestant == 0 and not series.thin)
+    charts = {
+        chart.key: chart
+        for chart in line_charts(report_of(runs, [run_of(curve([0, 4], [0.1, 0.2]))]))
+    }
+    median = next(
+        series
+        for series in charts["metric-seconds"].series
+        if series.contestant == 0 and not series.thin
+    )
     assert (median.x, median.y) == ([0.0, 4.0], [0.1, 0.5])
     assert sum(series.thin for series in charts["metric-steps"].series) == 3
     assert charts["metric-steps"].target == 0.5
 
 
 def test_a_logarithmic_axis_only_where_contestants_lie_far_apart() -> None:
-    near = line_charts(report_of([run_of(curve([0, 9], [0, 1]))], [run_of(curve([0, 9], [0, 1], bytes_per_step=50.0))]))
-    far = line_charts(report_of([run_of(curve([0, 9], [0, 1]))], [run_of(curve([0, 9], [0, 1], bytes_per_step=5000.0))]))
+    near = line_charts(
+        report_of(
+            [run_of(curve([0, 9], [0, 1]))], [run_of(curve([0, 9], [0, 1], bytes_per_step=50.0))]
+        )
+    )
+    far = line_charts(
+        report_of(
+            [run_of(curve([0, 9], [0, 1]))], [run_of(curve([0, 9], [0, 1], bytes_per_step=5000.0))]
+        )
+    )
     assert not any(chart.x.log for chart in near)
     assert [chart.key for chart in far if chart.x.log] == ["metric-bytes_sent"]
-    drawn = [x for chart in far if chart.x.log for series in chart.series for x in series.x if x is not None]
+    drawn = [
+        x
+        for chart in far
+        if chart.x.log
+        for series in chart.series
+        for x in series.x
+        if x is not None
+    ]
     assert min(drawn) > 0
 
 
@@ -114,7 +163,9 @@ def test_one_measurement_makes_no_curve() -> None:
 
 
 @given(st.integers(1, 9), st.integers(1, 60), st.integers(0, 2**20))
-def test_phases_are_not_negative_and_fit_into_the_step(num_workers: int, num_steps: int, seed: int) -> None:
+def test_phases_are_not_negative_and_fit_into_the_step(
+    num_workers: int, num_steps: int, seed: int
+) -> None:
     steps = some_steps(num_workers, num_steps, seed)
     lengths = phase_lengths_s(steps)
     assert lengths.min() >= -1e-12
@@ -169,7 +220,9 @@ def test_workers_that_do_not_keep_step_are_shown_for_the_time_that_one_of_them_t
     drawn, numbers, reference = side_by_side(steps, window)
     assert reference == 0
     assert numbers[0][numbers[0] > 0].tolist() == list(range(11, 21))
-    assert numbers[1][numbers[1] > 0].tolist() == list(range(6, 11))  # from 10 s to 20 s, at 2 s each
+    assert numbers[1][numbers[1] > 0].tolist() == list(
+        range(6, 11)
+    )  # from 10 s to 20 s, at 2 s each
     assert numbers[2][numbers[2] > 0].tolist() == list(range(11, 16))
     assert np.array_equal(drawn.done, numbers > 0)
     assert np.nanmin(drawn.began_s) >= 10.0

@@ -1,5 +1,6 @@
-"""Colours stand out against the page, and differ from each other for everybody: contrast by WCAG 2, colour blindness by
-Machado, Oliveira and Fernandes (2009), distance in CIE Lab."""
+"""Colours stand out against the page, and differ from each other for everybody: contrast by WCAG 2,
+colour blindness by Machado, Oliveira and Fernandes (2009), distance in CIE Lab.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +19,21 @@ JUST_NOTICEABLE = 2.3
 
 SEEN_BY = {
     "everybody": np.eye(3),
-    "protanopes": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deuteranopes": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
-    "tritanopes": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+    "protanopes": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopes": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.01182, 0.04294, 0.968881],
+    ],
+    "tritanopes": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.3039],
+    ],
 }
 TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 WHITE = TO_XYZ.sum(axis=1)
@@ -29,7 +42,8 @@ WHITE = TO_XYZ.sum(axis=1)
 def palettes() -> dict[str, dict[str, str]]:
     style = (resources.files("offbeat.report") / "assets" / "report.css").read_text()
     light, dark, *_ = (
-        dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", style, re.S)
+        dict(re.findall(r"--([\w-]+): (#\w{6})", block))
+        for block in re.findall(r":root \{(.*?)\}", style, re.S)
     )
     return {"light": light, "dark": light | dark}
 
@@ -64,13 +78,18 @@ def test_text_can_be_read(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", PALETTES)
 def test_lines_and_bars_stand_out(scheme: str) -> None:
     colours = PALETTES[scheme]
-    assert [name for name in CONTESTANTS + PHASES if contrast(colours[name], colours["page"]) < GRAPHICS] == []
+    assert [
+        name for name in CONTESTANTS + PHASES if contrast(colours[name], colours["page"]) < GRAPHICS
+    ] == []
 
 
 @pytest.mark.parametrize("scheme", PALETTES)
 @pytest.mark.parametrize("eyes", SEEN_BY)
 @pytest.mark.parametrize("group", [CONTESTANTS, PHASES], ids=["contestants", "phases"])
 def test_no_two_colours_look_alike(scheme: str, eyes: str, group: list[str]) -> None:
-    seen = {name: lab(np.clip(np.array(SEEN_BY[eyes]) @ linear(PALETTES[scheme][name]), 0, 1)) for name in group}
+    seen = {
+        name: lab(np.clip(np.array(SEEN_BY[eyes]) @ linear(PALETTES[scheme][name]), 0, 1))
+        for name in group
+    }
     for a, b in itertools.combinations(group, 2):
         assert np.linalg.norm(seen[a] - seen[b]) > 4 * JUST_NOTICEABLE, (a, b)

@@ -1,4 +1,6 @@
-"""How samples were shared out: every worker's line is its own, and rates are those of the record."""
+"""How samples were shared out: every worker's line is its own, and rates are those of
+the record.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_rates_are_samples_over_time() -> None:
 
 def test_the_sentence_says_where_the_rest_is(report: Report) -> None:
     sentence = dispatch_of(report).sentence
-    share = reached(mega_batch_of(1, step=1, workers=4)) / own_speeds(mega_batch_of(1, step=1, workers=4))
+    share = reached(mega_batch_of(1, step=1, workers=4)) / own_speeds(
+        mega_batch_of(1, step=1, workers=4)
+    )
     assert f"Together the workers did {share:.0%} of the sum of their own speeds" in sentence
     assert "idle at merges for 1.4% of the time, and merging took 4.8%" in sentence
     assert sentence.endswith("were 0% of the mean apart.")
@@ -57,14 +61,19 @@ def test_the_sentence_says_where_the_rest_is(report: Report) -> None:
 def test_the_first_mega_batches_are_not_counted(report: Report) -> None:
     slow = [mega_batch_of(number, step=number, workers=4, merge_s=9.0) for number in range(1, 4)]
     fast = [mega_batch_of(number, step=number, workers=4) for number in range(4, 6)]
-    assert dispatch_of(report, mega_batches=[*slow, *fast]).sentence == dispatch_of(report, mega_batches=fast).sentence
+    assert (
+        dispatch_of(report, mega_batches=[*slow, *fast]).sentence
+        == dispatch_of(report, mega_batches=fast).sentence
+    )
 
 
 def test_of_many_workers_the_mean_is_drawn(report: Report) -> None:
     (contestant,) = report.contestants
     steps = contestant.runs[0].steps
     wide = replace(steps, loss=steps.loss.repeat(3, axis=0))
-    dispatch = dispatch_of(report, steps=wide, mega_batches=[mega_batch_of(n, step=n, workers=12) for n in range(1, 4)])
+    dispatch = dispatch_of(
+        report, steps=wide, mega_batches=[mega_batch_of(n, step=n, workers=12) for n in range(1, 4)]
+    )
     (series,) = dispatch.charts[0].series
     assert (series.low, series.high) == ([10.0] * 3, [120.0] * 3)
     assert dispatch.num_lines == 0

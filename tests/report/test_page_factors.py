@@ -1,4 +1,6 @@
-"""Second-order work: what is drawn lies where it was recorded, and what is said of it are the record's figures."""
+"""Second-order work: what is drawn lies where it was recorded, and what is said of it are the
+record's figures.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_work_and_messages_lie_within_the_step(report: Report) -> None:
         assert min(row.whole[0] for row in rows) == 0
         for row in rows:
             bars = [*row.work, *(bar for some in row.messages for bar in some)]
-            assert all(row.whole[0] - 1 <= begin <= end <= row.whole[1] + 1 for _, begin, end, _ in bars)
+            assert all(
+                row.whole[0] - 1 <= begin <= end <= row.whole[1] + 1 for _, begin, end, _ in bars
+            )
         inverting = [any(kind == KINDS.index("invert") for kind, *_ in row.work) for row in rows]
         assert inverting == [True, False, False, False]
 
@@ -51,9 +55,13 @@ def test_parts_of_a_message_are_drawn_one_after_the_other(report: Report) -> Non
 
 
 def test_of_many_spans_the_last_steps_are_drawn(tmp_path: Path) -> None:
-    run = read_run(Record(write_run(tmp_path / "run", Made(second_order=True, steps=40, workers=2))), name="run")
+    run = read_run(
+        Record(write_run(tmp_path / "run", Made(second_order=True, steps=40, workers=2))),
+        name="run",
+    )
     crowded = {
-        rank: [replace(one, spans=list(one.spans) * (MAX_SPANS // 40)) for one in some] for rank, some in run.profiles.items()
+        rank: [replace(one, spans=list(one.spans) * (MAX_SPANS // 40)) for one in some]
+        for rank, some in run.profiles.items()
     }
     report = read_report(tmp_path / "run")
     (contestant,) = report.contestants
@@ -72,7 +80,11 @@ def test_the_sentence_says_what_was_hidden_and_who_inverted(report: Report) -> N
 
 def test_bars_add_up_to_the_time_under_way(report: Report) -> None:
     sums, broadcasts = message_bars(report)
-    assert [bar.label for bar in sums.bars] == [bar.label for bar in broadcasts.bars] == ["spdkfac", "mpdkfac"]
+    assert (
+        [bar.label for bar in sums.bars]
+        == [bar.label for bar in broadcasts.bars]
+        == ["spdkfac", "mpdkfac"]
+    )
     for bar in (*sums.bars, *broadcasts.bars):
         assert sum(percent for _, percent, _ in bar.parts) == pytest.approx(100)
     assert [part for part, percent, _ in broadcasts.bars[0].parts if percent > 1] == ["exposed"]
@@ -80,14 +92,25 @@ def test_bars_add_up_to_the_time_under_way(report: Report) -> None:
 
 def test_the_placement_shows_predicted_beside_measured(report: Report) -> None:
     placement = next(placements(report))
-    assert placement.columns == ["Worker", "Factors of its own", "Of all the work", "Predicted", "Measured"]
+    assert placement.columns == [
+        "Worker",
+        "Factors of its own",
+        "Of all the work",
+        "Predicted",
+        "Measured",
+    ]
     assert placement.rows[0][:4] == ("worker 0", "1", "100%", "1.77 ms")
     assert placement.rows[1][:4] == ("worker 1", "0", "1.1%", "320 µs")
     assert [row[4] for row in placement.rows[1:]] == ["–"] * 3
-    assert placement.duties == [("A of 'conv'", "145", "0", "worker 0"), ("G of 'conv'", "32", "0", "all")]
+    assert placement.duties == [
+        ("A of 'conv'", "145", "0", "worker 0"),
+        ("G of 'conv'", "32", "0", "all"),
+    ]
 
 
-def test_what_was_not_looked_at_is_not_on_the_page(comparison: Path, run: Path, tmp_path: Path) -> None:
+def test_what_was_not_looked_at_is_not_on_the_page(
+    comparison: Path, run: Path, tmp_path: Path
+) -> None:
     for directory in (comparison, run):
         text = (directory / "report.html").read_text()
         assert 'id="second-order"' not in text

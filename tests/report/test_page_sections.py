@@ -17,7 +17,10 @@ NO_CURVE = Curve(steps=NOTHING, seconds=NOTHING, bytes_sent=NOTHING, metric=NOTH
 
 
 def contestant(label: str, step_s: float | None, **more: object) -> Contestant:
-    measures = {"step_s": Estimate(median=step_s, low=step_s, high=step_s), "bytes_per_step": Estimate(median=8.0)}
+    measures = {
+        "step_s": Estimate(median=step_s, low=step_s, high=step_s),
+        "bytes_per_step": Estimate(median=8.0),
+    }
     return replace(Contestant(label=label, strategy=label, options={}, measures=measures), **more)  # type: ignore[arg-type]
 
 
@@ -37,7 +40,9 @@ def report(contestants: list[Contestant], differences: list[Difference]) -> Repo
 
 
 def step_row(contestants: list[Contestant], differences: list[Difference]) -> Row:
-    return next(row for row in rows(report(contestants, differences)) if row.title == "Time of a step")
+    return next(
+        row for row in rows(report(contestants, differences)) if row.title == "Time of a step"
+    )
 
 
 def test_the_best_is_marked_when_it_is_ahead_of_all() -> None:
@@ -57,7 +62,9 @@ def test_nothing_is_marked_when_one_difference_is_none(known: bool) -> None:
 
 
 def test_who_failed_is_said_to_have() -> None:
-    row = step_row([contestant("a", 3.0), contestant("b", None, failure="out of memory", measures={})], [])
+    row = step_row(
+        [contestant("a", 3.0), contestant("b", None, failure="out of memory", measures={})], []
+    )
     assert [cell.text for cell in row.cells] == ["3 s", "failed"]
 
 
@@ -76,7 +83,10 @@ def test_bars_are_as_long_as_the_values() -> None:
     found = step_bars(report(two, []))
     assert found
     assert [bar.percent for bar in found.bars] == [100, 25]
-    assert [(phase, percent) for phase, percent, _ in found.bars[0].parts] == [("compute", 75), ("transfer", 25)]
+    assert [(phase, percent) for phase, percent, _ in found.bars[0].parts] == [
+        ("compute", 75),
+        ("transfer", 25),
+    ]
     (traffic,) = traffic_bars(report(two, []))
     assert [bar.text for bar in traffic.bars] == ["8 B", "8 B"]
 
@@ -110,7 +120,9 @@ def test_the_slow_worker_is_named() -> None:
     late = lateness([run_with(ready)])
     assert late
     assert late.slow_worker == 3
-    assert late.sentence() == "Worker 3 was last in 98% of steps, 210 ms behind the first on average."
+    assert (
+        late.sentence() == "Worker 3 was last in 98% of steps, 210 ms behind the first on average."
+    )
     (bars,) = lateness_bars(report([contestant("a", 1.0, runs=[run_with(ready)])], []))
     assert [bar.mark for bar in bars.bars] == [False, False, False, True]
 
@@ -127,7 +139,9 @@ def test_lateness_that_goes_round_has_no_slow_worker() -> None:
     late = lateness([run_with(ready)])
     assert late
     assert late.slow_worker is None
-    assert late.sentence().startswith("No single worker is the slow one: none was last in more than 25% of steps.")
+    assert late.sentence().startswith(
+        "No single worker is the slow one: none was last in more than 25% of steps."
+    )
 
 
 def test_who_comes_together_is_not_called_late() -> None:

@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.report.data import Estimate
-from offbeat.report.style import BYTES, COUNT, NUMBER, SAMPLES_PER_S, SECONDS, SHARE, Unit, write, write_estimate, write_option
+from offbeat.report.style import (
+    BYTES,
+    COUNT,
+    NUMBER,
+    SAMPLES_PER_S,
+    SECONDS,
+    SHARE,
+    Unit,
+    write,
+    write_estimate,
+    write_option,
+)
 
 SUFFIXES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
@@ -65,14 +76,28 @@ def test_what_is_written_is_the_value(value: float) -> None:
 @given(st.floats(0.01, 1e6), st.floats(1e-4, 0.5))
 def test_no_more_digits_than_the_interval_supports(median: float, spread: float) -> None:
     half_width = median * spread
-    text, interval = write_estimate(Estimate(median=median, low=median - half_width, high=median + half_width), NUMBER)
+    text, interval = write_estimate(
+        Estimate(median=median, low=median - half_width, high=median + half_width), NUMBER
+    )
     decimals = len(text.partition(".")[2])
-    assert decimals == 0 or 10.0**-decimals > half_width / 31  # two digits of the half width at most
-    assert all(len(bound.partition(".")[2]) == decimals for bound in interval.split(" to ") if bound)
+    assert (
+        decimals == 0 or 10.0**-decimals > half_width / 31
+    )  # two digits of the half width at most
+    assert all(
+        len(bound.partition(".")[2]) == decimals for bound in interval.split(" to ") if bound
+    )
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(None, "none"), (True, "yes"), (0.001, "0.001"), ([1, 2], "1, 2"), ([], "none"), ("<b>", "<b>")]
+    ("value", "text"),
+    [
+        (None, "none"),
+        (True, "yes"),
+        (0.001, "0.001"),
+        ([1, 2], "1, 2"),
+        ([], "none"),
+        ("<b>", "<b>"),
+    ],
 )
 def test_options(value: object, text: str) -> None:
     assert write_option(value) == text

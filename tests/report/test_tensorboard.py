@@ -22,7 +22,12 @@ UNIX_S = 1_700_000_000.0
 
 
 def event(
-    step: int, *, loss: float | None = 1.0, wait_s: float = 0.0, bytes_sent: int = 0, duration_s: float = 1.0
+    step: int,
+    *,
+    loss: float | None = 1.0,
+    wait_s: float = 0.0,
+    bytes_sent: int = 0,
+    duration_s: float = 1.0,
 ) -> StepEvent:
     return StepEvent(
         step=step,
@@ -64,7 +69,11 @@ def write_record(path: Path, ranks: Sequence[Sequence[StepEvent]] = RANKS) -> Pa
             writer.add(one)
         if rank == 0:
             for step, metric in ((0, 0.125), (3, 0.5)):
-                writer.add_evaluation(Evaluation(step=step, seconds=0.0, bytes_sent=0, metric=metric, at_s=1001.0 + step))
+                writer.add_evaluation(
+                    Evaluation(
+                        step=step, seconds=0.0, bytes_sent=0, metric=metric, at_s=1001.0 + step
+                    )
+                )
         writer.close()
     return path
 
@@ -83,7 +92,12 @@ class Writer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         pass
 
     def add_scalar(self, tag: str, value: float, step: int, at_unix_s: float) -> None:
@@ -112,11 +126,15 @@ def test_scalars_are_those_of_the_record(tmp_path: Path, writer: type[Writer]) -
     assert names(tmp_path / "out") == ["events"]
 
 
-def test_each_scalar_has_the_time_when_its_step_was_done(tmp_path: Path, writer: type[Writer]) -> None:
+def test_each_scalar_has_the_time_when_its_step_was_done(
+    tmp_path: Path, writer: type[Writer]
+) -> None:
     run = write_record(tmp_path / "run", [[event(1), event(2)]])
     file = run / "events-rank-0.jsonl"
     head, _, rest = file.read_text().partition("\n")
-    file.write_text(head.partition('"monotonic_to_unix_s"')[0] + f'"monotonic_to_unix_s": {UNIX_S}}}\n{rest}')
+    file.write_text(
+        head.partition('"monotonic_to_unix_s"')[0] + f'"monotonic_to_unix_s": {UNIX_S}}}\n{rest}'
+    )
     write_scalars(run, tmp_path / "out")
     (times,) = writer.times.values()
     assert sorted(set(times)) == [UNIX_S + at_s for at_s in (1001.0, 1002.0, 1003.0, 1004.0)]
@@ -129,13 +147,17 @@ def test_each_run_of_a_comparison_gets_a_directory(
         write_record(tmp_path / "runs" / name)
     (tmp_path / "comparison.json").write_text("{}")
     contestants = [SimpleNamespace(runs=[f"runs/{name}-seed-0"]) for name in "ab"]
-    monkeypatch.setattr(trace, "read_comparison", lambda path: SimpleNamespace(contestants=contestants))
+    monkeypatch.setattr(
+        trace, "read_comparison", lambda path: SimpleNamespace(contestants=contestants)
+    )
     write_scalars(tmp_path, tmp_path / "out")
     assert writer.scalars == {"a-seed-0": EXPECTED, "b-seed-0": EXPECTED}
     assert names(tmp_path / "out") == ["a-seed-0", "b-seed-0"]
 
 
-def test_without_tensorboard_there_is_a_hint_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_there_is_a_hint_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     run = write_record(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"pip install offbeat\[tensorboard\]"):
@@ -159,13 +181,17 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, writer: type[Writer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(
+    tmp_path: Path, writer: type[Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writer, "add_scalar", refuse)
     run = write_record(tmp_path / "run")
-    with pytest.raises(RecordError, match="cannot write .*out: No space left on device; choose another --out"):
+    with pytest.raises(
+        RecordError, match="cannot write .*out: No space left on device; choose another --out"
+    ):
         write_scalars(run, tmp_path / "out")
     assert names(tmp_path) == ["run"]
 
@@ -180,4 +206,6 @@ def test_tensorboard_reads_them(tmp_path: Path) -> None:
     accumulator.Reload()
     assert set(accumulator.Tags()["scalars"]) == set(EXPECTED)
     for tag, values in EXPECTED.items():
-        assert {scalar.step: scalar.value for scalar in accumulator.Scalars(tag)} == pytest.approx(values)
+        assert {scalar.step: scalar.value for scalar in accumulator.Scalars(tag)} == pytest.approx(
+            values
+        )

@@ -128,7 +128,11 @@ def check_nesting(slices: Sequence[TraceEvent]) -> None:
 
 
 def slices(events: Sequence[TraceEvent], category: str, pid: int = 0) -> list[TraceEvent]:
-    return [event for event in events if event["ph"] == "X" and event["cat"] == category and event["pid"] == pid]
+    return [
+        event
+        for event in events
+        if event["ph"] == "X" and event["cat"] == category and event["pid"] == pid
+    ]
 
 
 def of_name(events: Sequence[TraceEvent], name: str) -> list[TraceEvent]:
@@ -136,7 +140,14 @@ def of_name(events: Sequence[TraceEvent], name: str) -> list[TraceEvent]:
 
 
 seconds = st.floats(0, 3) | st.sampled_from([0.0, 0.1, 0.2, 0.3])
-arrivals = st.builds(Arrival, st.just(0), st.integers(0, 2**63 - 1), st.sampled_from(["Recv", "AllReduce"]), seconds, seconds)
+arrivals = st.builds(
+    Arrival,
+    st.just(0),
+    st.integers(0, 2**63 - 1),
+    st.sampled_from(["Recv", "AllReduce"]),
+    seconds,
+    seconds,
+)
 
 
 @st.composite
@@ -154,7 +165,10 @@ def rank_events(draw: st.DrawFn) -> list[StepEvent]:
             duration_s=duration_s,
             wait_s=wait_s,
             skipped=draw(st.booleans()),
-            arrivals=[a._replace(arrived_at_s=now_s + a.arrived_at_s) for a in draw(st.lists(arrivals, max_size=6))],
+            arrivals=[
+                a._replace(arrived_at_s=now_s + a.arrived_at_s)
+                for a in draw(st.lists(arrivals, max_size=6))
+            ],
         )
         events.append(event)
         now_s += duration_s + draw(st.sampled_from([0.0, 0.5, -1e-9]))
@@ -171,11 +185,17 @@ def test_any_record_gives_a_trace_that_viewers_accept(ranks: list[list[StepEvent
         phases = slices(events, "phase", rank)
         assert sum(e - b for b, e in map(span, phases)) == sum(e - b for b, e in map(span, steps))
         drawn = Counter(event["args"]["channel"] for event in slices(events, "collective", rank))
-        assert drawn == Counter(str(arrival.channel) for event in recorded for arrival in event.arrivals)
-        skipped = [event["args"]["step"] for event in events if event["ph"] == "i" and event["pid"] == rank]
+        assert drawn == Counter(
+            str(arrival.channel) for event in recorded for arrival in event.arrivals
+        )
+        skipped = [
+            event["args"]["step"] for event in events if event["ph"] == "i" and event["pid"] == rank
+        ]
         assert skipped == [event.step for event in recorded if event.skipped]
     losses = [event["args"]["loss"] for event in of_name(events, "loss")]
-    assert losses == [event.loss for recorded in ranks for event in recorded if event.loss is not None]
+    assert losses == [
+        event.loss for recorded in ranks for event in recorded if event.loss is not None
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=12))
@@ -183,7 +203,9 @@ def test_there_are_no_more_tracks_than_collectives_at_once(spans: list[tuple[int
     some = [Arrival(0, 0, "Recv", begins_s, lasts_s) for begins_s, lasts_s in spans]
     with TemporaryDirectory() as directory:
         events = traced(write_record(Path(directory) / "run", [[replace(EVENT, arrivals=some)]]))
-    most_at_once = max(sum(begins <= at < begins + lasts for begins, lasts in spans) for at in range(40))
+    most_at_once = max(
+        sum(begins <= at < begins + lasts for begins, lasts in spans) for at in range(40)
+    )
     assert len({event["tid"] for event in slices(events, "collective")}) == most_at_once
 
 
@@ -208,19 +230,26 @@ def test_a_step_is_drawn_as_it_was(tmp_path: Path) -> None:
 
 def test_a_step_that_exchanged_nothing_is_all_compute(tmp_path: Path) -> None:
     events = traced(write_record(tmp_path / "run", [[replace(EVENT, ready_s=None, arrivals=())]]))
-    assert [(event["name"], event["dur"]) for event in slices(events, "phase")] == [("compute", 1e6)]
+    assert [(event["name"], event["dur"]) for event in slices(events, "phase")] == [
+        ("compute", 1e6)
+    ]
 
 
 def test_evaluations_stand_where_they_were_made(tmp_path: Path) -> None:
     run = write_record(tmp_path / "run", [[EVENT], [EVENT]])
     writer = EventWriter(run, rank=0, attempt=0)
     for step, at_s, metric in ((0, 999.5, float("inf")), (1, 1001.5, 0.25)):
-        writer.add_evaluation(Evaluation(step=step, seconds=0.0, bytes_sent=0, metric=metric, at_s=at_s))
+        writer.add_evaluation(
+            Evaluation(step=step, seconds=0.0, bytes_sent=0, metric=metric, at_s=at_s)
+        )
     writer.close()
     events = traced(run)
     marks = [(event["ts"], event["pid"], event["args"]) for event in events if event["ph"] == "i"]
     assert marks == [(0, 0, {"step": 0, "metric": None}), (2e6, 0, {"step": 1, "metric": 0.25})]
-    assert [event["name"] for event in events if event["ph"] == "i"] == ["evaluation inf", "evaluation 0.25"]
+    assert [event["name"] for event in events if event["ph"] == "i"] == [
+        "evaluation inf",
+        "evaluation 0.25",
+    ]
     assert [event["ts"] for event in events if event["name"] == "step 1"] == [0.5e6, 0.5e6]
 
 
@@ -228,11 +257,19 @@ def test_evaluations_stand_where_they_were_made(tmp_path: Path) -> None:
     ("head", "later_us"),
     [
         ({"host": "other", "monotonic_to_unix_s": 1_700_000_500.0}, 500e6),
-        ({"monotonic_to_unix_s": 1_700_000_000.000_1}, 0),  # the same clock, with the offset noted at another moment
-        ({"monotonic_to_unix_s": 1_700_000_500.0}, 500e6),  # a host that was started again, or another of the same name
+        (
+            {"monotonic_to_unix_s": 1_700_000_000.000_1},
+            0,
+        ),  # the same clock, with the offset noted at another moment
+        (
+            {"monotonic_to_unix_s": 1_700_000_500.0},
+            500e6,
+        ),  # a host that was started again, or another of the same name
     ],
 )
-def test_ranks_are_put_on_one_clock(tmp_path: Path, head: Mapping[str, object], later_us: float) -> None:
+def test_ranks_are_put_on_one_clock(
+    tmp_path: Path, head: Mapping[str, object], later_us: float
+) -> None:
     run = write_record(tmp_path / "run", [[EVENT], [replace(EVENT, began_s=1000.000_001)]])
     set_head(run, 0, monotonic_to_unix_s=1_700_000_000.0)
     set_head(run, 1, **head)
@@ -242,9 +279,14 @@ def test_ranks_are_put_on_one_clock(tmp_path: Path, head: Mapping[str, object], 
 
 def test_a_resume_goes_on_with_its_own_clock(tmp_path: Path) -> None:
     run = write_record(
-        tmp_path / "run", [[replace(EVENT, step=step, began_s=1000.0 + step, arrivals=()) for step in (1, 2, 3)]]
+        tmp_path / "run",
+        [[replace(EVENT, step=step, began_s=1000.0 + step, arrivals=()) for step in (1, 2, 3)]],
     )
-    write_record(run, [[replace(EVENT, step=step, began_s=50.0 + step, arrivals=()) for step in (3, 4)]], start_step=2)
+    write_record(
+        run,
+        [[replace(EVENT, step=step, began_s=50.0 + step, arrivals=()) for step in (3, 4)]],
+        start_step=2,
+    )
     set_head(run, 0, 0, host="a", pid=1, monotonic_to_unix_s=1_700_000_000.0)
     set_head(run, 0, 1, host="b", pid=2, monotonic_to_unix_s=1_700_002_000.0)
     events = traced(run)
@@ -257,7 +299,9 @@ def test_a_resume_goes_on_with_its_own_clock(tmp_path: Path) -> None:
     assert of_name(events, "process_name")[0]["args"]["name"] == "worker 0 (a, pid 1; b, pid 2)"
 
 
-def test_the_runs_of_a_comparison_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runs_of_a_comparison_stand_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     later = replace(EVENT, began_s=2000.0, arrivals=())
     write_record(tmp_path / "runs" / "ddp-seed-0", [[EVENT], [EVENT]])
     write_record(tmp_path / "runs" / "gtopk-seed-0", [[later], [later]])
@@ -269,20 +313,28 @@ def test_the_runs_of_a_comparison_stand_side_by_side(tmp_path: Path, monkeypatch
     monkeypatch.setattr(trace, "read_comparison", lambda path: comparison)
     events = traced(tmp_path)
     labels = [event["args"]["name"].partition(" (")[0] for event in of_name(events, "process_name")]
-    assert labels == [f"{run} · worker {rank}" for run in ("ddp-seed-0", "gtopk-seed-0") for rank in (0, 1)]
-    assert [(event["pid"], event["ts"]) for event in events if event["name"] == "step 1"] == [(pid, 0) for pid in range(4)]
+    assert labels == [
+        f"{run} · worker {rank}" for run in ("ddp-seed-0", "gtopk-seed-0") for rank in (0, 1)
+    ]
+    assert [(event["pid"], event["ts"]) for event in events if event["name"] == "step 1"] == [
+        (pid, 0) for pid in range(4)
+    ]
 
 
 @pytest.mark.ranks
 def test_a_real_run_is_traced(tmp_path: Path) -> None:
-    request = Request(task="digits", strategy="gtopk", workers=2, steps=4, settings=["collective=tree"])
+    request = Request(
+        task="digits", strategy="gtopk", workers=2, steps=4, settings=["collective=tree"]
+    )
     train(plan(request, out=tmp_path / "run"), lambda progress: None)
     events = traced(tmp_path / "run")
     write_trace(tmp_path / "run", tmp_path / "new" / "trace.json.gz")
     assert read(tmp_path / "new" / "trace.json.gz") == events
     record = Record(tmp_path / "run")
     for rank in range(2):
-        assert [step["args"]["loss"] for step in slices(events, "step", rank)] == [e.loss for e in record.events(rank)]
+        assert [step["args"]["loss"] for step in slices(events, "step", rank)] == [
+            e.loss for e in record.events(rank)
+        ]
         assert slices(events, "collective", rank)
         assert "wait" in {phase["name"] for phase in slices(events, "phase", rank)}
 
@@ -298,9 +350,14 @@ def test_what_exists_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [(None, "holds no run record"), ('{"kind": "offbeat run", "schema_version": 999}', "has run record schema 999")],
+    [
+        (None, "holds no run record"),
+        ('{"kind": "offbeat run", "schema_version": 999}', "has run record schema 999"),
+    ],
 )
-def test_what_is_no_record_of_this_version_is_refused(tmp_path: Path, config: str | None, message: str) -> None:
+def test_what_is_no_record_of_this_version_is_refused(
+    tmp_path: Path, config: str | None, message: str
+) -> None:
     if config:
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(RecordError, match=message):
@@ -337,8 +394,14 @@ def no_file_larger_than(num_bytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_full_disk_leaves_no_half_trace(tmp_path: Path, name: str) -> None:
-    run = write_record(tmp_path / "run", [[replace(EVENT, step=step, began_s=1000.0 + step) for step in range(1, 400)]])
-    with no_file_larger_than(4096), pytest.raises(RecordError, match=r"cannot write .*: .*; choose another --out"):
+    run = write_record(
+        tmp_path / "run",
+        [[replace(EVENT, step=step, began_s=1000.0 + step) for step in range(1, 400)]],
+    )
+    with (
+        no_file_larger_than(4096),
+        pytest.raises(RecordError, match=r"cannot write .*: .*; choose another --out"),
+    ):
         write_trace(run, tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -353,9 +416,16 @@ def test_a_place_where_nothing_can_be_written_is_named(tmp_path: Path) -> None:
 def test_second_order_work_has_tracks_of_its_own(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Made(second_order=True, steps=12, workers=2))
     events = traced(run)
-    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    tracks = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in events
+        if e["ph"] == "M" and e["name"] == "thread_name"
+    }
     noted = [event for event in events if event.get("cat") == "second-order"]
-    assert {tracks[event["pid"], event["tid"]] for event in noted} == {"second-order work", "second-order work 2"}
+    assert {tracks[event["pid"], event["tid"]] for event in noted} == {
+        "second-order work",
+        "second-order work 2",
+    }
     assert Counter(event["name"] for event in noted)["compute a factor"] == 2 * 3
     steps = {(event["pid"], event["args"]["step"]) for event in noted}
     assert steps == {(pid, step) for pid in (0, 1) for step in (1, 6, 11)}

@@ -1,4 +1,6 @@
-"""A headless Chromium, spoken to in the DevTools protocol over a pair of pipes: no sockets, no driver, no dependency."""
+"""A headless Chromium, spoken to in the DevTools protocol over a pair of pipes: no sockets, no
+driver, no dependency.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 REPLY_WITHIN_S = 60.0
 PHONE, DESKTOP = (360, 740), (1280, 900)
 
-_START = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+_START = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4);"
+    " os.execv(sys.argv[3], sys.argv[3:])"
+)
 """Chromium reads commands from descriptor 3 and answers on descriptor 4."""
 
 
@@ -28,7 +33,9 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """One page of one browser. `console` collects everything that the page complained of since it was opened."""
+    """One page of one browser. `console` collects everything that the page complained of since it
+    was opened.
+    """
 
     def __init__(self, executable: str, profile: Path) -> None:
         theirs_in, ours_out = os.pipe()
@@ -41,7 +48,13 @@ class Browser:
             "--remote-debugging-pipe",
             "--no-first-run",
         )
-        command = [executable, *flags, "--disable-background-networking", f"--user-data-dir={profile}", "about:blank"]
+        command = [
+            executable,
+            *flags,
+            "--disable-background-networking",
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, str(theirs_in), str(theirs_out), *command],
             pass_fds=(theirs_in, theirs_out),
@@ -56,8 +69,14 @@ class Browser:
         self._loaded = False
         self.console: list[str] = []
         self.requests: list[str] = []
-        page = next(target for target in self.call("Target.getTargets")["targetInfos"] if target["type"] == "page")
-        self._session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
+        page = next(
+            target
+            for target in self.call("Target.getTargets")["targetInfos"]
+            if target["type"] == "page"
+        )
+        self._session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -79,7 +98,13 @@ class Browser:
     def open(self, path: Path, *, size: tuple[int, int] = DESKTOP, dark: bool = False) -> None:
         """Show the file at `path` and wait until it has loaded."""
         width, height = size
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.console.clear()
@@ -91,9 +116,15 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page; promises are waited for."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in answer:
-            raise RuntimeError(answer["exceptionDetails"].get("exception", answer["exceptionDetails"]).get("description"))
+            raise RuntimeError(
+                answer["exceptionDetails"]
+                .get("exception", answer["exceptionDetails"])
+                .get("description")
+            )
         return answer["result"].get("value")
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
@@ -114,7 +145,11 @@ class Browser:
             ready, _, _ = select.select([self._in], [], [], max(0.0, until_s - time.monotonic()))
             data = os.read(self._in, 1 << 20) if ready else b""
             if not data:
-                raise RuntimeError("the browser ended" if ready else f"the browser said nothing for {REPLY_WITHIN_S:.0f} s")
+                raise RuntimeError(
+                    "the browser ended"
+                    if ready
+                    else f"the browser said nothing for {REPLY_WITHIN_S:.0f} s"
+                )
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\0")
         message: dict[str, Any] = json.loads(line)
@@ -125,7 +160,9 @@ class Browser:
         if method == "Page.loadEventFired":
             self._loaded = True
         elif method == "Runtime.exceptionThrown":
-            self.console.append(str(params["exceptionDetails"].get("exception", {}).get("description", params)))
+            self.console.append(
+                str(params["exceptionDetails"].get("exception", {}).get("description", params))
+            )
         elif method == "Runtime.consoleAPICalled":
             self.console.append(" ".join(str(argument.get("value")) for argument in params["args"]))
         elif method == "Log.entryAdded":

@@ -1,4 +1,6 @@
-"""Records made up to order, written as the lab writes them: workers that compute, come late, wait and send."""
+"""Records made up to order, written as the lab writes them: workers that compute, come late, wait
+and send.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from offbeat.exchange.spans import Duty, Profile, Span
+from offbeat.kfac.exchange.spans import Duty, Profile, Span
 from offbeat.lab.cluster import Cluster, LinkSpec
 from offbeat.lab.comparison import Comparison, Contestant, write_comparison
 from offbeat.lab.config import RunConfig
@@ -40,7 +42,8 @@ class Made:
         bytes_per_step, messages_per_step: of a worker.
         progress: how fast the metric rises; about 1.
         exchanges: whether workers wait for each other at all.
-        second_order: whether some steps are looked at closely, in which factors are summed, inverted and broadcast.
+        second_order: whether some steps are looked at closely, in which factors are summed,
+            inverted and broadcast.
         mega_batches: how many, of steps as many as there are; worker r has speed 1 / (1 + r).
     """
 
@@ -69,7 +72,12 @@ class Made:
         return self.label or self.strategy
 
 
-CLUSTER = Cluster(name="example", workers=4, link=LinkSpec(rate_bit_per_s=1e9, latency_s=1e-4), speeds=(1.0, 1.0, 1.0, 0.5))
+CLUSTER = Cluster(
+    name="example",
+    workers=4,
+    link=LinkSpec(rate_bit_per_s=1e9, latency_s=1e-4),
+    speeds=(1.0, 1.0, 1.0, 0.5),
+)
 
 EMULATION = EmulationReport(
     kind="namespaces",
@@ -106,7 +114,9 @@ def config_of(made: Made, cluster: Cluster | None = None) -> RunConfig:
     )
 
 
-def write_run(path: Path, made: Made, *, cluster: Cluster | None = None, finished: bool = True) -> Path:
+def write_run(
+    path: Path, made: Made, *, cluster: Cluster | None = None, finished: bool = True
+) -> Path:
     """A run record at `path`, as `offbeat train` leaves it."""
     config = config_of(made, cluster)
     create(path, config)
@@ -127,7 +137,11 @@ def write_run(path: Path, made: Made, *, cluster: Cluster | None = None, finishe
         if step % every == 0 or step == made.steps:
             _evaluate(writers[0], made, step, seconds, rng)
     for number in range(1, made.mega_batches + 1):
-        writers[0].add_mega_batch(mega_batch_of(number, step=made.steps * number // made.mega_batches, workers=made.workers))
+        writers[0].add_mega_batch(
+            mega_batch_of(
+                number, step=made.steps * number // made.mega_batches, workers=made.workers
+            )
+        )
     for writer in writers:
         writer.close()
     if finished:
@@ -136,8 +150,14 @@ def write_run(path: Path, made: Made, *, cluster: Cluster | None = None, finishe
 
 
 def profile_of(event: StepEvent, rank: int, *, is_first: bool) -> Profile:
-    """Factors travel in the second half of computing and for a while longer; then rank 0 inverts, and broadcasts."""
-    began_s, middle_s, end_s = event.began_s, event.began_s + event.compute_s / 2, event.began_s + event.duration_s
+    """Factors travel in the second half of computing and for a while longer; then rank 0 inverts,
+    and broadcasts.
+    """
+    began_s, middle_s, end_s = (
+        event.began_s,
+        event.began_s + event.compute_s / 2,
+        event.began_s + event.duration_s,
+    )
     ready_s = began_s + event.compute_s
     left_s = end_s - ready_s
     spans = [
@@ -145,21 +165,35 @@ def profile_of(event: StepEvent, rank: int, *, is_first: bool) -> Profile:
         Span("wait for gradients", "", ready_s, ready_s + left_s / 8),
         Span("sum", "message 0", middle_s, ready_s + left_s / 4),
         Span("wait for factors", "", ready_s + left_s / 8, ready_s + left_s / 4),
-        *([Span("invert", "2 factors", ready_s + left_s / 4, ready_s + left_s / 2)] if rank == 0 else []),
+        *(
+            [Span("invert", "2 factors", ready_s + left_s / 4, ready_s + left_s / 2)]
+            if rank == 0
+            else []
+        ),
         Span("wait for inverses", "", ready_s + left_s / 2, ready_s + left_s * 3 / 4),
         Span("broadcast", "from worker 0", ready_s + left_s / 2, ready_s + left_s * 3 / 4),
         Span("precondition", "", ready_s + left_s * 3 / 4, end_s),
     ]
     rows = {"A of 'conv'": 145, "G of 'conv'": 32}
     duties = [
-        Duty(factor=name, rows=dim, matrices=1, message=0, owner=0 if dim > 100 else None, sends=None, predicted_s=1e-5 * dim)
+        Duty(
+            factor=name,
+            rows=dim,
+            matrices=1,
+            message=0,
+            owner=0 if dim > 100 else None,
+            sends=None,
+            predicted_s=1e-5 * dim,
+        )
         for name, dim in rows.items()
     ]
     return Profile(spans=spans, duties=duties if is_first else ())
 
 
 def mega_batch_of(number: int, *, step: int, workers: int, merge_s: float = 0.05) -> MegaBatch:
-    """A mega-batch of a second of computing; worker r has batches of 120 / (1 + r) samples, and is idle for r / 100 s."""
+    """A mega-batch of a second of computing; worker r has batches of 120 / (1 + r) samples, and is
+    idle for r / 100 s.
+    """
     shares = [
         Share(
             rank=rank,
@@ -185,7 +219,9 @@ def mega_batch_of(number: int, *, step: int, workers: int, merge_s: float = 0.05
     )
 
 
-def write_comparison_of(directory: Path, contestants: Sequence[Made], seeds: Sequence[int] = (0, 1, 2)) -> Path:
+def write_comparison_of(
+    directory: Path, contestants: Sequence[Made], seeds: Sequence[int] = (0, 1, 2)
+) -> Path:
     """A finished comparison of `contestants` in `directory`, judged as the lab judges."""
     entries = []
     for made in contestants:
@@ -211,7 +247,10 @@ def write_comparison_of(directory: Path, contestants: Sequence[Made], seeds: Seq
 def comparison_of(made: Made, entries: list[Contestant], seeds: Sequence[int]) -> Comparison:
     return Comparison(
         status="finished",
-        command="offbeat compare --task digits --strategies ddp,gtopk --cluster ethernet-1g --seeds 3 --out DIR",
+        command=(
+            "offbeat compare --task digits --strategies ddp,gtopk --cluster ethernet-1g --seeds 3"
+            " --out DIR"
+        ),
         created_at="2026-11-21T15:00:00+00:00",
         task="digits",
         task_options={"batch_size": 32},
@@ -225,7 +264,13 @@ def comparison_of(made: Made, entries: list[Contestant], seeds: Sequence[int]) -
         num_parameters=25_000_000,
         cluster=CLUSTER,
         emulation=EMULATION,
-        environment={"python": "3.11.2", "torch": "2.13.0", "cpu": "Example CPU", "num_cpus": 2, "memory_bytes": 8_000_000_000},
+        environment={
+            "python": "3.11.2",
+            "torch": "2.13.0",
+            "cpu": "Example CPU",
+            "num_cpus": 2,
+            "memory_bytes": 8_000_000_000,
+        },
         contestants=entries,
     )
 
@@ -259,10 +304,22 @@ def _step(made: Made, step: int, began_s: float, rng: np.random.Generator) -> li
     ]
 
 
-def _evaluate(writer: EventWriter, made: Made, step: int, seconds: float, rng: np.random.Generator) -> None:
-    metric = 0.1 + 0.87 * (1 - math.exp(-4 * made.progress * step / made.steps)) + 0.01 * float(rng.standard_normal())
+def _evaluate(
+    writer: EventWriter, made: Made, step: int, seconds: float, rng: np.random.Generator
+) -> None:
+    metric = (
+        0.1
+        + 0.87 * (1 - math.exp(-4 * made.progress * step / made.steps))
+        + 0.01 * float(rng.standard_normal())
+    )
     writer.add_evaluation(
-        Evaluation(step=step, seconds=seconds, bytes_sent=step * made.bytes_per_step, metric=metric, at_s=1000.0 + seconds)
+        Evaluation(
+            step=step,
+            seconds=seconds,
+            bytes_sent=step * made.bytes_per_step,
+            metric=metric,
+            at_s=1000.0 + seconds,
+        )
     )
 
 

@@ -29,7 +29,9 @@ def _open_mesh(stack: ExitStack, world_size: int, limits: PeerLimits) -> list[Pe
 
 @pytest.fixture(scope="session", autouse=True)
 def pyzmq_collector() -> None:
-    """Start the thread that pyzmq keeps for the life of a process once it has sent without copying."""
+    """Start the thread that pyzmq keeps for the life of a process once it has sent
+    without copying.
+    """
     gc.start()
 
 

@@ -12,7 +12,13 @@ from offbeat.transport.peers import PeerLimits, Peers
 def main() -> None:
     setting = json.loads(sys.stdin.readline())
     limits = PeerLimits(**setting["limits"])
-    peers = Peers(setting["rank"], setting["world_size"], address="127.0.0.1", secret=setting["secret"].encode(), limits=limits)
+    peers = Peers(
+        setting["rank"],
+        setting["world_size"],
+        address="127.0.0.1",
+        secret=setting["secret"].encode(),
+        limits=limits,
+    )
     sys.stdout.write(peers.endpoint + "\n")
     sys.stdout.flush()
     peers.connect(json.loads(sys.stdin.readline()))

@@ -34,7 +34,10 @@ def outcomes(*calls: Callable[[], None]) -> list[OffbeatError | None]:
 
 def test_all_come() -> None:
     store = HashStore()
-    calls = [lambda position=position: await_all(store, position, [4, 7, 9], lost={5}) for position in range(3)]
+    calls = [
+        lambda position=position: await_all(store, position, [4, 7, 9], lost={5})
+        for position in range(3)
+    ]
     assert outcomes(*calls) == [None] * 3
 
 
@@ -42,17 +45,22 @@ def test_a_refusal_is_heard_by_all() -> None:
     store = HashStore()
     refusal = ConfigError("no address")
     first, second = outcomes(
-        lambda: await_all(store, 0, [0, 1], lost=set()), lambda: await_all(store, 1, [0, 1], lost=set(), refusal=refusal)
+        lambda: await_all(store, 0, [0, 1], lost=set()),
+        lambda: await_all(store, 1, [0, 1], lost=set(), refusal=refusal),
     )
     assert second is refusal
     assert isinstance(first, MismatchError)
     assert str(first) == "rank 1 refused: no address"
 
 
-def test_a_lost_rank_is_named_to_those_too_who_did_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_rank_is_named_to_those_too_who_did_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(attendance, "GRACE_S", 0.05)
     store, ranks = HashStore(), [0, 3, 5]
-    raised = outcomes(lambda: await_all(store, 0, ranks, lost=set()), lambda: await_all(store, 2, ranks, lost={3}))
+    raised = outcomes(
+        lambda: await_all(store, 0, ranks, lost=set()), lambda: await_all(store, 2, ranks, lost={3})
+    )
     for error in raised:
         assert isinstance(error, PeerError)
         assert error.rank == 3
@@ -62,7 +70,9 @@ def test_a_lost_rank_is_named_to_those_too_who_did_not_know(monkeypatch: pytest.
 
 def test_a_rank_that_was_lost_and_comes_all_the_same_is_there() -> None:
     store = HashStore()
-    raised = outcomes(lambda: await_all(store, 0, [0, 1], lost={1}), lambda: await_all(store, 1, [0, 1], lost={0}))
+    raised = outcomes(
+        lambda: await_all(store, 0, [0, 1], lost={1}), lambda: await_all(store, 1, [0, 1], lost={0})
+    )
     assert raised == [None, None]
 
 

@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from offbeat.errors import ConfigError, UnsupportedError, WireError
-from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE, connect, is_returning, reconnect
+from offbeat.transport.connect import (
+    RETURN_VARIABLE,
+    SECRET_VARIABLE,
+    connect,
+    is_returning,
+    reconnect,
+)
 from offbeat.transport.interface import bound_socket
 from offbeat.transport.network import OVER_KEY, Network, bottom_of, found_network, founded_network
 from offbeat.transport.operations import AllReduce, Now, Post, Recv, RecvAny, Send
@@ -24,8 +30,12 @@ LOOPBACK = "127.0.0.1"
 RUN_SECRET = "a secret of this test run only"
 
 
-def founder(store: Store, *, rank: int = 0, token: str = "first", secret: str = RUN_SECRET) -> Network:
-    return founded_network(store, token=token, rank=rank, world_size=2, address=LOOPBACK, secret=secret.encode())
+def founder(
+    store: Store, *, rank: int = 0, token: str = "first", secret: str = RUN_SECRET
+) -> Network:
+    return founded_network(
+        store, token=token, rank=rank, world_size=2, address=LOOPBACK, secret=secret.encode()
+    )
 
 
 @pytest.fixture
@@ -36,7 +46,12 @@ def serving() -> TCPStore:
 @pytest.fixture
 def returning(monkeypatch: pytest.MonkeyPatch, serving: TCPStore) -> pytest.MonkeyPatch:
     """The environment of worker 3, which is to join the run whose store is `serving`."""
-    values = {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(serving.port)}
+    values = {
+        "RANK": "3",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(serving.port),
+    }
     for name, value in {**values, RETURN_VARIABLE: "1", SECRET_VARIABLE: RUN_SECRET}.items():
         monkeypatch.setenv(name, value)
     return monkeypatch
@@ -44,7 +59,10 @@ def returning(monkeypatch: pytest.MonkeyPatch, serving: TCPStore) -> pytest.Monk
 
 def talk(first: Network, second: Network) -> None:
     """Open a generation's mesh between the two and send a message through it."""
-    pair = [network.open(generation=5, position=position, size=2) for position, network in enumerate((first, second))]
+    pair = [
+        network.open(generation=5, position=position, size=2)
+        for position, network in enumerate((first, second))
+    ]
     with closing(pair[0]), closing(pair[1]):
         for peers in pair:
             peers.connect([end.endpoint for end in pair])
@@ -76,8 +94,12 @@ def test_a_launched_world_of_one_has_a_network_that_others_can_come_to(
     talk(alone.network, later)
 
 
-@pytest.mark.parametrize(("value", "returns"), [(None, False), ("", False), ("0", False), ("1", True)])
-def test_who_returns_was_told_so(monkeypatch: pytest.MonkeyPatch, value: str | None, returns: bool) -> None:
+@pytest.mark.parametrize(
+    ("value", "returns"), [(None, False), ("", False), ("0", False), ("1", True)]
+)
+def test_who_returns_was_told_so(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, returns: bool
+) -> None:
     monkeypatch.delenv(RETURN_VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(RETURN_VARIABLE, value)
@@ -97,7 +119,9 @@ def test_a_worker_that_returns_finds_the_session_that_was_founded_last(
     assert last.store.get("key") == b"of the last"
 
 
-def test_the_driver_of_a_worker_that_returned_refuses_everything(returning: pytest.MonkeyPatch, serving: TCPStore) -> None:
+def test_the_driver_of_a_worker_that_returned_refuses_everything(
+    returning: pytest.MonkeyPatch, serving: TCPStore
+) -> None:
     founder(serving)
     driver = reconnect().driver
     assert (driver.rank, driver.world_size) == (3, 2)
@@ -128,7 +152,9 @@ def test_an_environment_that_leads_nowhere_is_refused(
         reconnect()
 
 
-def test_without_a_store_without_a_run_and_after_its_end_nobody_joins(returning: pytest.MonkeyPatch, serving: TCPStore) -> None:
+def test_without_a_store_without_a_run_and_after_its_end_nobody_joins(
+    returning: pytest.MonkeyPatch, serving: TCPStore
+) -> None:
     with pytest.raises(ConfigError, match="none has begun with this store"):
         reconnect()
     founder(serving).store.set(OVER_KEY, "1")
@@ -141,7 +167,8 @@ def test_without_a_store_without_a_run_and_after_its_end_nobody_joins(returning:
 
 
 @pytest.mark.parametrize(
-    ("card", "message"), [("nonsense", "is damaged"), ("[]", "is damaged"), ('{"version": 2}', "has version 2")]
+    ("card", "message"),
+    [("nonsense", "is damaged"), ("[]", "is damaged"), ('{"version": 2}', "has version 2")],
 )
 def test_a_damaged_card_is_one_clear_error(card: str, message: str) -> None:
     store = HashStore()
@@ -187,7 +214,9 @@ def test_a_connection_to_a_store_that_ended_cannot() -> None:
 
 
 def meet_again(rank: int, world_size: int) -> dict[str, Any]:
-    """A session's ranks open the mesh of a later generation; then rank 0 plays the worker that comes later."""
+    """A session's ranks open the mesh of a later generation; then rank 0 plays the worker that
+    comes later.
+    """
     connection = connect()
     with closing(connection.driver):
         network = connection.network
@@ -195,17 +224,36 @@ def meet_again(rank: int, world_size: int) -> dict[str, Any]:
         peers = network.open(generation=1, position=world_size - 1 - rank, size=world_size)
         with closing(peers):
             network.store.set(f"endpoint/{peers.rank}", peers.endpoint)
-            peers.connect([network.store.get(f"endpoint/{position}").decode() for position in range(world_size)])
+            peers.connect(
+                [
+                    network.store.get(f"endpoint/{position}").decode()
+                    for position in range(world_size)
+                ]
+            )
             for other in set(range(world_size)) - {peers.rank}:
                 peers.start(Send(other, bytes([rank])), 0)
-            heard = [bytes(peers.start(Recv(p, 20.0), 0).wait())[0] for p in range(world_size) if p != peers.rank]
+            heard = [
+                bytes(peers.start(Recv(p, 20.0), 0).wait())[0]
+                for p in range(world_size)
+                if p != peers.rank
+            ]
         bottom = bottom_of(dist.distributed_c10d._get_default_store())
         assert isinstance(bottom, TCPStore)
-        os.environ |= {"RANK": "9", "WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(bottom.port)}
+        os.environ |= {
+            "RANK": "9",
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(bottom.port),
+        }
         later = reconnect().network
         assert later is not None
         shared = later.store.get("endpoint/0") == network.store.get("endpoint/0")
-        return {"heard": heard, "watches_all": peers.watch_all, "same_secret": later.secret == network.secret, "shared": shared}
+        return {
+            "heard": heard,
+            "watches_all": peers.watch_all,
+            "same_secret": later.secret == network.secret,
+            "shared": shared,
+        }
 
 
 @pytest.mark.ranks
@@ -214,4 +262,7 @@ def test_the_ranks_of_a_session_can_open_meshes_later_without_meeting_again(
 ) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, RUN_SECRET)
     found = run_ranks(meet_again, 2)
-    assert found == [{"heard": [1 - rank], "watches_all": False, "same_secret": True, "shared": True} for rank in range(2)]
+    assert found == [
+        {"heard": [1 - rank], "watches_all": False, "same_secret": True, "shared": True}
+        for rank in range(2)
+    ]

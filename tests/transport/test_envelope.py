@@ -18,12 +18,23 @@ HEADER = pack(kind=Kind.DATA, sender=1, generation=2, channel=3, sequence=4, pay
 def test_what_is_packed_is_parsed(
     kind: Kind, sender: int, generation: int, channel: int, sequence: int, payload: bytes
 ) -> None:
-    header = pack(kind=kind, sender=sender, generation=generation, channel=channel, sequence=sequence, payload=payload)
+    header = pack(
+        kind=kind,
+        sender=sender,
+        generation=generation,
+        channel=channel,
+        sequence=sequence,
+        payload=payload,
+    )
     envelope = parse(header)
     verify(envelope, payload)
     assert len(header) == HEADER_BYTES
     assert (envelope.kind, envelope.sender, envelope.generation) == (kind, sender, generation)
-    assert (envelope.channel, envelope.sequence, envelope.num_bytes) == (channel, sequence, len(payload))
+    assert (envelope.channel, envelope.sequence, envelope.num_bytes) == (
+        channel,
+        sequence,
+        len(payload),
+    )
 
 
 @given(st.binary(max_size=2 * HEADER_BYTES))
@@ -42,7 +53,9 @@ def test_no_bit_of_magic_version_kind_and_padding_may_change_unnoticed(bit: int)
 
 @given(st.binary(min_size=1, max_size=100), st.data())
 def test_a_flipped_bit_of_the_payload_names_the_sender(payload: bytes, data: st.DataObject) -> None:
-    envelope = parse(pack(kind=Kind.DATA, sender=7, generation=0, channel=0, sequence=0, payload=payload))
+    envelope = parse(
+        pack(kind=Kind.DATA, sender=7, generation=0, channel=0, sequence=0, payload=payload)
+    )
     altered = bytearray(payload)
     altered[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(WireError, match=r"rank 7.*checksum"):
@@ -58,7 +71,9 @@ def test_a_truncated_payload_names_the_sender() -> None:
     ("position", "value", "complaint"),
     [(0, 0, "starts with"), (4, 99, "wire version 99"), (5, 200, "kind 200"), (6, 1, "kind")],
 )
-def test_a_foreign_header_is_refused_with_the_reason(position: int, value: int, complaint: str) -> None:
+def test_a_foreign_header_is_refused_with_the_reason(
+    position: int, value: int, complaint: str
+) -> None:
     altered = bytearray(HEADER)
     altered[position] = value
     with pytest.raises(WireError, match=complaint):

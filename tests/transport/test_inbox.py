@@ -7,8 +7,12 @@ from offbeat.transport.envelope import Envelope, Kind, pack, parse
 from offbeat.transport.inbox import Inbox
 
 
-def _message(sequence: int, channel: int, payload: bytes, kind: Kind = Kind.DATA, sender: int = 1) -> tuple[Envelope, bytes]:
-    header = pack(kind=kind, sender=sender, generation=0, channel=channel, sequence=sequence, payload=payload)
+def _message(
+    sequence: int, channel: int, payload: bytes, kind: Kind = Kind.DATA, sender: int = 1
+) -> tuple[Envelope, bytes]:
+    header = pack(
+        kind=kind, sender=sender, generation=0, channel=channel, sequence=sequence, payload=payload
+    )
     return parse(header), payload
 
 
@@ -44,7 +48,9 @@ def test_each_channel_keeps_the_order_of_sending_whatever_the_order_of_arrival(
 
 
 @given(st.integers(1, 10).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1))))
-def test_a_missing_message_shows_as_a_gap_and_nothing_after_it_is_delivered(example: tuple[int, int]) -> None:
+def test_a_missing_message_shows_as_a_gap_and_nothing_after_it_is_delivered(
+    example: tuple[int, int],
+) -> None:
     last, missing = example
     inbox = Inbox()
     for sequence in range(last + 1):

@@ -43,7 +43,9 @@ def test_an_argument_beats_offbeats_variable_which_beats_gloos_which_beats_the_m
     assert listen_address("10.0.0.4") == "10.0.0.4"
 
 
-def test_an_unknown_interface_is_an_error_that_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_interface_is_an_error_that_lists_the_known_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OFFBEAT_INTERFACE", "lol")
     with pytest.raises(ConfigError, match=r"OFFBEAT_INTERFACE is 'lol'.* lo.*did you mean 'lo'"):
         listen_address()
@@ -63,7 +65,10 @@ def test_a_bound_socket_listens_there_and_nowhere_else() -> None:
 
 
 def test_a_port_that_is_taken_is_an_error() -> None:
-    with bound_socket("127.0.0.1") as listening, pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1 port"):
+    with (
+        bound_socket("127.0.0.1") as listening,
+        pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1 port"),
+    ):
         bound_socket("127.0.0.1", listening.getsockname()[1])
 
 
@@ -72,7 +77,12 @@ def test_a_store_serves_on_a_bound_socket() -> None:
     port = listening.getsockname()[1]
     limit = timedelta(seconds=10)
     server = TCPStore(
-        "127.0.0.1", port, is_master=True, master_listen_fd=listening.detach(), wait_for_workers=False, timeout=limit
+        "127.0.0.1",
+        port,
+        is_master=True,
+        master_listen_fd=listening.detach(),
+        wait_for_workers=False,
+        timeout=limit,
     )
     client = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     client.set("question", "answer")

@@ -13,7 +13,9 @@ SECRET = bytes(range(32))
 
 
 @given(st.binary(min_size=16, max_size=64), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
-def test_a_key_pair_belongs_together_and_can_be_derived_again(secret: bytes, generation: int, rank: int) -> None:
+def test_a_key_pair_belongs_together_and_can_be_derived_again(
+    secret: bytes, generation: int, rank: int
+) -> None:
     pair = key_pair(secret, generation=generation, rank=rank)
     assert pair == key_pair(secret, generation=generation, rank=rank)
     assert pair.public == zmq.curve_public(pair.secret)
@@ -46,6 +48,9 @@ def test_the_roster_knows_its_ranks_and_nobody_else() -> None:
         assert roster.rank_of(pair.public) == rank
         assert roster.callback(ZAP_DOMAIN, pair.public)
         assert not roster.callback("another domain", pair.public)
-    for stranger in (key_pair(SECRET, generation=2, rank=0), key_pair(SECRET, generation=3, rank=4)):
+    for stranger in (
+        key_pair(SECRET, generation=2, rank=0),
+        key_pair(SECRET, generation=3, rank=4),
+    ):
         assert roster.rank_of(stranger.public) is None
         assert not roster.callback(ZAP_DOMAIN, stranger.public)

@@ -35,7 +35,9 @@ def num_native_threads() -> int:
 
 
 def wait_for_native_threads(expected: int) -> None:
-    """The kernel lists an ended thread for a moment longer; one that has not ended would be listed until the test times out."""
+    """The kernel lists an ended thread for a moment longer; one that has not ended would be listed
+    until the test times out.
+    """
     while num_native_threads() > expected:
         os.sched_yield()
 
@@ -71,7 +73,9 @@ def test_messages_of_a_pair_and_channel_keep_their_order_however_they_are_mixed(
 
 def test_a_receive_that_times_out_names_the_peer_and_loses_nothing(open_mesh: OpenMesh) -> None:
     first, second = open_mesh(2)
-    with pytest.raises(PeerTimeoutError, match="rank 1 waited for rank 0's message of exchange 3, stream 0") as caught:
+    with pytest.raises(
+        PeerTimeoutError, match="rank 1 waited for rank 0's message of exchange 3, stream 0"
+    ) as caught:
         take(second, 0, channel=3, timeout_s=0.01)
     assert caught.value.rank == 0
     give(first, 1, b"late", channel=3)
@@ -123,15 +127,21 @@ def test_threads_that_wait_do_not_stop_each_other(open_mesh: OpenMesh) -> None:
         assert take(first, 1) == b"ready"
         for channel in reversed(channels):
             give(first, 1, str(channel).encode(), channel)
-        assert [answer.result() for answer in answers] == [str(channel).encode() for channel in channels]
+        assert [answer.result() for answer in answers] == [
+            str(channel).encode() for channel in channels
+        ]
 
 
-def test_a_rank_that_aborts_is_named_with_its_reason_to_everyone_who_waits_for_anyone(open_mesh: OpenMesh) -> None:
+def test_a_rank_that_aborts_is_named_with_its_reason_to_everyone_who_waits_for_anyone(
+    open_mesh: OpenMesh,
+) -> None:
     first, second, third = open_mesh(3)
     with ThreadPoolExecutor(1) as pool:
         blocked = pool.submit(take, first, 1)
         third.abort("ValueError: no data")
-        with pytest.raises(PeerError, match=r"rank 2 aborted: ValueError: no data .*rank 0 waited for rank 1") as caught:
+        with pytest.raises(
+            PeerError, match=r"rank 2 aborted: ValueError: no data .*rank 0 waited for rank 1"
+        ) as caught:
             blocked.result()
     assert caught.value.rank == 2
     with pytest.raises(PeerError, match="rank 2 aborted"):
@@ -142,7 +152,9 @@ def test_a_rank_that_aborts_is_named_with_its_reason_to_everyone_who_waits_for_a
 def test_an_abort_that_blames_another_rank_names_that_one(open_mesh: OpenMesh) -> None:
     first, second, _ = open_mesh(3)
     second.abort("its gradient exploded", blame=2)
-    with pytest.raises(PeerError, match="rank 2 failed, says rank 1: its gradient exploded") as caught:
+    with pytest.raises(
+        PeerError, match="rank 2 failed, says rank 1: its gradient exploded"
+    ) as caught:
         take(first, 1)
     assert caught.value.rank == 2
     assert list(first.dead()) == [2, 1]
@@ -194,7 +206,9 @@ def test_a_peer_that_is_further_on_the_same_stream_is_a_mismatch(open_mesh: Open
     first, second = open_mesh(2)
     stream = 4 << 32
     give(first, 1, b"", stream | 8)
-    with pytest.raises(MismatchError, match="rank 0 is already at exchange 8 while rank 1 waits at 7"):
+    with pytest.raises(
+        MismatchError, match="rank 0 is already at exchange 8 while rank 1 waits at 7"
+    ):
         take(second, 0, stream | 7)
     with pytest.raises(PeerTimeoutError):
         take(second, 0, (3 << 32) | 7, timeout_s=0.0)
@@ -265,9 +279,14 @@ def test_ipv6_works_where_there_is_any(secret: bytes, brisk: PeerLimits) -> None
 
 @pytest.mark.parametrize(
     ("endpoints", "complaint"),
-    [(["tcp://127.0.0.1:1"], "got 1 endpoints for a world of 2"), (["nonsense"] * 2, "cannot connect to 'nonsense'")],
+    [
+        (["tcp://127.0.0.1:1"], "got 1 endpoints for a world of 2"),
+        (["nonsense"] * 2, "cannot connect to 'nonsense'"),
+    ],
 )
-def test_endpoints_that_cannot_be_right_are_refused(secret: bytes, endpoints: list[str], complaint: str) -> None:
+def test_endpoints_that_cannot_be_right_are_refused(
+    secret: bytes, endpoints: list[str], complaint: str
+) -> None:
     peers = Peers(0, 2, address="127.0.0.1", secret=secret)
     with pytest.raises(ConfigError, match=complaint):
         peers.connect(endpoints)
@@ -275,7 +294,13 @@ def test_endpoints_that_cannot_be_right_are_refused(secret: bytes, endpoints: li
 
 
 def test_a_peer_that_never_answers_is_given_up(secret: bytes) -> None:
-    peers = Peers(0, 2, address="127.0.0.1", secret=secret, limits=PeerLimits(connect_timeout_s=0.05, linger_s=0.01))
+    peers = Peers(
+        0,
+        2,
+        address="127.0.0.1",
+        secret=secret,
+        limits=PeerLimits(connect_timeout_s=0.05, linger_s=0.01),
+    )
     peers.connect([peers.endpoint, "tcp://127.0.0.1:1"])
     with pytest.raises(PeerError, match=r"rank 1 could not be reached within 0.05 s") as caught:
         take(peers, 1)

@@ -35,7 +35,11 @@ class Remote:
 
     def __init__(self, limits: PeerLimits) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
+            [sys.executable, SCRIPT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ,
         )
         self.peers = Peers(0, 2, address="127.0.0.1", secret=SECRET.encode(), limits=limits)
         self._tell({"rank": 1, "world_size": 2, "secret": SECRET, "limits": asdict(limits)})
@@ -86,7 +90,9 @@ def test_a_killed_rank_is_named_to_who_waits_for_it_and_stopping_alone_is_no_dea
     assert take(remote.peers, 1) == b"while stopped"
 
     remote.process.kill()
-    with pytest.raises(PeerError, match=r"rank 1 is dead: .* \(rank 0 waited for rank 1's message") as caught:
+    with pytest.raises(
+        PeerError, match=r"rank 1 is dead: .* \(rank 0 waited for rank 1's message"
+    ) as caught:
         take(remote.peers, 1, timeout_s=None)
     assert caught.value.rank == 1
     assert not isinstance(caught.value, PeerTimeoutError)
@@ -171,12 +177,17 @@ class Cable:
 
 
 @pytest.fixture
-def cabled(secret: bytes, brisk: PeerLimits) -> Iterator[Callable[[PeerLimits], tuple[Peers, Peers, Cable]]]:
+def cabled(
+    secret: bytes, brisk: PeerLimits
+) -> Iterator[Callable[[PeerLimits], tuple[Peers, Peers, Cable]]]:
     """Opens two ranks; the messages from rank 0 to rank 1 run over a cable."""
     with ExitStack() as stack:
 
         def open_pair(limits: PeerLimits) -> tuple[Peers, Peers, Cable]:
-            pair = [Peers(rank, 2, address="127.0.0.1", secret=secret, limits=limits) for rank in range(2)]
+            pair = [
+                Peers(rank, 2, address="127.0.0.1", secret=secret, limits=limits)
+                for rank in range(2)
+            ]
             cable = Cable(pair[1].endpoint)
             stack.callback(cable.close)
             for peers in pair:
@@ -195,7 +206,9 @@ def cabled(secret: bytes, brisk: PeerLimits) -> Iterator[Callable[[PeerLimits], 
 Cabled = Callable[[PeerLimits], tuple[Peers, Peers, Cable]]
 
 
-def test_a_connection_that_comes_back_within_the_grace_period_is_forgiven(cabled: Cabled, brisk: PeerLimits) -> None:
+def test_a_connection_that_comes_back_within_the_grace_period_is_forgiven(
+    cabled: Cabled, brisk: PeerLimits
+) -> None:
     first, second, cable = cabled(replace(brisk, grace_s=5.0))
     cable.cut()
     cable.mend()
@@ -212,7 +225,9 @@ def test_a_connection_that_stays_away_is_a_death(cabled: Cabled, brisk: PeerLimi
         take(first, 1, timeout_s=None)
 
 
-def test_messages_lost_on_a_broken_connection_are_an_error_and_not_a_hang(cabled: Cabled, brisk: PeerLimits) -> None:
+def test_messages_lost_on_a_broken_connection_are_an_error_and_not_a_hang(
+    cabled: Cabled, brisk: PeerLimits
+) -> None:
     first, second, cable = cabled(replace(brisk, grace_s=5.0))
     cable.loses = True
     first.start(Send(1, b"lost"), 0)

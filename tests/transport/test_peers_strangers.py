@@ -1,4 +1,6 @@
-"""Whoever does not belong to the run is kept out, and what they send is never believed, unpickled or fatal."""
+"""Whoever does not belong to the run is kept out, and what they send is never believed, unpickled
+or fatal.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from offbeat.transport.keys import KeyPair, key_pair
 from offbeat.transport.operations import Recv
 from offbeat.transport.peers import PeerLimits, Peers
 
-_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_DISCONNECTED
+_REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_DISCONNECTED
+)
 
 
 class Bomb:
@@ -49,15 +53,28 @@ def raw_socket(
         push = stack.enter_context(context.socket(zmq.PUSH))
         push.linger = 0
         if own is not None and server is not None:
-            push.curve_publickey, push.curve_secretkey, push.curve_serverkey = own.public, own.secret, server.public
+            push.curve_publickey, push.curve_secretkey, push.curve_serverkey = (
+                own.public,
+                own.secret,
+                server.public,
+            )
         monitor = stack.enter_context(push.get_monitor_socket(_REFUSALS))
         stack.callback(push.disable_monitor)
         push.connect(peers.endpoint)
         yield push, monitor
 
 
-def message(payload: bytes, *, sequence: int = 0, sender: int = 1, generation: int = 0, channel: int = 0) -> list[bytes]:
-    header = pack(kind=Kind.DATA, sender=sender, generation=generation, channel=channel, sequence=sequence, payload=payload)
+def message(
+    payload: bytes, *, sequence: int = 0, sender: int = 1, generation: int = 0, channel: int = 0
+) -> list[bytes]:
+    header = pack(
+        kind=Kind.DATA,
+        sender=sender,
+        generation=generation,
+        channel=channel,
+        sequence=sequence,
+        payload=payload,
+    )
     return [header, payload]
 
 
@@ -74,7 +91,12 @@ EARLIER_RANK_1 = key_pair(b"a secret of this test run only", generation=1, rank=
 @pytest.mark.parametrize(
     ("own", "server"),
     [(None, None), (STRANGER, RANK_0), (RANK_1, STRANGER), (EARLIER_RANK_1, RANK_0)],
-    ids=["without keys", "with a key of its own", "who takes us for another", "of another generation"],
+    ids=[
+        "without keys",
+        "with a key of its own",
+        "who takes us for another",
+        "of another generation",
+    ],
 )
 def test_a_stranger_is_refused_and_the_others_are_still_served(
     rank_0: Peers, own: KeyPair | None, server: KeyPair | None
@@ -111,9 +133,20 @@ def test_noise_on_the_port_is_survived(rank_0: Peers, noise: bytes) -> None:
         [b"x" * 44, b""],
         [b"no header at all"],
     ],
-    ids=["our rank", "no rank", "generation", "one frame", "three frames", "empty", "no magic", "short"],
+    ids=[
+        "our rank",
+        "no rank",
+        "generation",
+        "one frame",
+        "three frames",
+        "empty",
+        "no magic",
+        "short",
+    ],
 )
-def test_a_message_that_does_not_belong_is_dropped_and_counted(rank_0: Peers, frames: list[bytes]) -> None:
+def test_a_message_that_does_not_belong_is_dropped_and_counted(
+    rank_0: Peers, frames: list[bytes]
+) -> None:
     with raw_socket(rank_0, RANK_1, RANK_0) as (push, _):
         push.send_multipart(frames)
         push.send_multipart(message(b"good"))
@@ -135,7 +168,9 @@ def test_a_pickle_stays_bytes(rank_0: Peers, tmp_path: Path) -> None:
     assert trace.exists()
 
 
-def test_a_corrupt_payload_is_an_error_that_names_the_rank_and_later_messages_are_fine(rank_0: Peers) -> None:
+def test_a_corrupt_payload_is_an_error_that_names_the_rank_and_later_messages_are_fine(
+    rank_0: Peers,
+) -> None:
     header, _ = message(b"payload")
     with raw_socket(rank_0, RANK_1, RANK_0) as (push, _):
         push.send_multipart([header, b"Payload"])
@@ -145,7 +180,9 @@ def test_a_corrupt_payload_is_an_error_that_names_the_rank_and_later_messages_ar
         assert take(rank_0) == b"good"
 
 
-def test_a_message_over_the_limit_costs_its_sender_the_connection(secret: bytes, brisk: PeerLimits) -> None:
+def test_a_message_over_the_limit_costs_its_sender_the_connection(
+    secret: bytes, brisk: PeerLimits
+) -> None:
     limits = PeerLimits(max_message_bytes=1000, grace_s=brisk.grace_s)
     peers = Peers(0, 2, address="127.0.0.1", secret=secret, limits=limits)
     with raw_socket(peers, RANK_1, RANK_0) as (push, monitor):
@@ -170,14 +207,18 @@ def rank_1_of(secret: bytes) -> Iterator[Callable[..., Peers]]:
         yield open_rank_1
 
 
-def test_ranks_with_different_secrets_are_told_so(rank_0: Peers, rank_1_of: Callable[..., Peers], secret: bytes) -> None:
+def test_ranks_with_different_secrets_are_told_so(
+    rank_0: Peers, rank_1_of: Callable[..., Peers], secret: bytes
+) -> None:
     rank_1 = rank_1_of(secret=secret[::-1])
     rank_1.connect([rank_0.endpoint, rank_1.endpoint])
     with pytest.raises(PeerError, match=r"rank 0 could not be reached .* same run secret"):
         rank_1.start(Recv(0), 0).wait()
 
 
-def test_a_rank_that_another_one_does_not_count_is_told_so(rank_1_of: Callable[..., Peers], secret: bytes) -> None:
+def test_a_rank_that_another_one_does_not_count_is_told_so(
+    rank_1_of: Callable[..., Peers], secret: bytes
+) -> None:
     alone = Peers(0, 1, address="127.0.0.1", secret=secret)
     rank_1 = rank_1_of()
     rank_1.connect([alone.endpoint, rank_1.endpoint])

@@ -1,4 +1,6 @@
-"""`RecvAny` and `Post`: the same on the virtual driver, over sockets, alone, and inside every wrapper."""
+"""`RecvAny` and `Post`: the same on the virtual driver, over sockets, alone, and inside every
+wrapper.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from offbeat.transport.operations import Collective, Now, Post, Recv, RecvAny, S
 from offbeat.transport.peers import Peers
 from offbeat.transport.solo import Solo
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.wrappers import Counting, Delaying, Delivery, Failing, Recorded, Recording, Traffic
+from offbeat.transport.wrappers import (
+    Counting,
+    Delaying,
+    Delivery,
+    Failing,
+    Recorded,
+    Recording,
+    Traffic,
+)
 
 OpenMesh = Callable[..., list[Peers]]
 EVERYONE = frozenset({0, 1, 2})
@@ -66,16 +76,22 @@ WRAPPINGS: dict[str, Callable[[Driver], Driver]] = {
 
 @pytest.mark.parametrize("wrap", WRAPPINGS.values(), ids=WRAPPINGS)
 @pytest.mark.parametrize("seed", range(4))
-def test_the_virtual_driver_collects_from_everybody(wrap: Callable[[Driver], Driver], seed: int) -> None:
+def test_the_virtual_driver_collects_from_everybody(
+    wrap: Callable[[Driver], Driver], seed: int
+) -> None:
     cluster = VirtualCluster(3, seed=seed, link=VirtualLink(latency_s=0.01, jitter_s=0.1))
     check_collected(cluster.run(all_tell_the_first(), wrap=wrap)[0])
 
 
 @pytest.mark.parametrize("wrap", WRAPPINGS.values(), ids=WRAPPINGS)
-def test_sockets_collect_from_everybody(open_mesh: OpenMesh, wrap: Callable[[Driver], Driver]) -> None:
+def test_sockets_collect_from_everybody(
+    open_mesh: OpenMesh, wrap: Callable[[Driver], Driver]
+) -> None:
     drivers = [wrap(peers) for peers in open_mesh(3)]
     with ThreadPoolExecutor(3) as pool:
-        results = list(pool.map(lambda driver, work: driver.run(work, 7), drivers, all_tell_the_first()))
+        results = list(
+            pool.map(lambda driver, work: driver.run(work, 7), drivers, all_tell_the_first())
+        )
     check_collected(results[0])
 
 
@@ -171,7 +187,9 @@ def test_the_virtual_driver_names_who_is_gone(goes: str) -> None:
 
 
 def test_what_had_not_left_a_killed_rank_is_lost_and_its_death_is_known_later() -> None:
-    cluster = VirtualCluster(2, link=VirtualLink(bytes_per_s=100.0), watch_all=False, death_notice_s=3.0)
+    cluster = VirtualCluster(
+        2, link=VirtualLink(bytes_per_s=100.0), watch_all=False, death_notice_s=3.0
+    )
 
     def send() -> Collective[object]:
         yield Send(1, bytes(50))
@@ -235,7 +253,12 @@ def test_posts_are_no_traffic() -> None:
     sums = Traffic()
     for driver in counted:
         sums = sums.plus(driver.traffic)
-    assert (sums.bytes_sent, sums.bytes_received, sums.messages_sent, sums.messages_received) == (5, 5, 5, 5)
+    assert (sums.bytes_sent, sums.bytes_received, sums.messages_sent, sums.messages_received) == (
+        5,
+        5,
+        5,
+        5,
+    )
 
 
 def test_a_recording_names_senders_as_they_come() -> None:
@@ -266,5 +289,7 @@ def test_a_delayed_message_of_anybody_is_due_when_its_link_has_carried_it() -> N
         return []
 
     cluster = VirtualCluster(3)
-    heard = cluster.run([ask(), late(0.0, 2), late(0.25, 1)], wrap=lambda driver: Delaying(driver, lambda _: 1.0))[0]
+    heard = cluster.run(
+        [ask(), late(0.0, 2), late(0.25, 1)], wrap=lambda driver: Delaying(driver, lambda _: 1.0)
+    )[0]
     assert heard == [(1, 1.0), (2, 1.25), (1, 2.0)]

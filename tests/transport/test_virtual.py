@@ -1,4 +1,6 @@
-"""The virtual driver: deterministic from its seed, with a clock that follows the link, and honest about deadlocks."""
+"""The virtual driver: deterministic from its seed, with a clock that follows the link, and honest
+about deadlocks.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,16 @@ import pytest
 import torch
 
 from offbeat.errors import PeerError, PeerTimeoutError
-from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Collective, Now, Recv, Send, Sleep
+from offbeat.transport.operations import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Collective,
+    Now,
+    Recv,
+    Send,
+    Sleep,
+)
 from offbeat.transport.virtual import DeadlockError, VirtualCluster, VirtualLink
 
 
@@ -65,7 +76,9 @@ def test_messages_between_two_ranks_stay_in_order_under_jitter() -> None:
         return received
 
     link = VirtualLink(latency_s=0.01, bytes_per_s=1e6, jitter_s=1.0)
-    assert VirtualCluster(2, seed=3, link=link).run([send(), receive()])[1] == [bytes([number]) for number in range(50)]
+    assert VirtualCluster(2, seed=3, link=link).run([send(), receive()])[1] == [
+        bytes([number]) for number in range(50)
+    ]
 
 
 def test_two_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
@@ -114,12 +127,20 @@ def test_dense_collectives() -> None:
     assert VirtualCluster(3).run([work(rank) for rank in range(3)]) == [expected] * 3
 
 
-def test_dense_collectives_meet_in_the_order_in_which_ranks_begin_them_whatever_their_channel() -> None:
+def test_dense_collectives_meet_in_the_order_in_which_ranks_begin_them_whatever_their_channel() -> (
+    None
+):
     cluster = VirtualCluster(2)
     first, second = (torch.zeros(1), torch.ones(1)), (torch.zeros(1), torch.ones(1))
     begun = [
-        (cluster.drivers[0].start(AllReduce(first[0]), 5), cluster.drivers[0].start(AllReduce(first[1]), 6)),
-        (cluster.drivers[1].start(AllReduce(second[1]), 6), cluster.drivers[1].start(AllReduce(second[0]), 5)),
+        (
+            cluster.drivers[0].start(AllReduce(first[0]), 5),
+            cluster.drivers[0].start(AllReduce(first[1]), 6),
+        ),
+        (
+            cluster.drivers[1].start(AllReduce(second[1]), 6),
+            cluster.drivers[1].start(AllReduce(second[0]), 5),
+        ),
     ]
 
     def finish() -> Collective[None]:

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError, PeerError, PeerTimeoutError, WireError
 from offbeat.transport.driver import Driver
-from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Collective, Now, Payload, Recv, Send, Sleep
+from offbeat.transport.operations import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Collective,
+    Now,
+    Payload,
+    Recv,
+    Send,
+    Sleep,
+)
 from offbeat.transport.peers import Peers
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.wrappers import (
@@ -52,7 +62,9 @@ def clock() -> Collective[float]:
     return (yield Now())
 
 
-def receive(peer: int, count: int, timeout_s: float | None = None) -> Collective[list[tuple[float, bytes]]]:
+def receive(
+    peer: int, count: int, timeout_s: float | None = None
+) -> Collective[list[tuple[float, bytes]]]:
     """The messages, each with the time at which it was taken."""
     taken = []
     for _ in range(count):
@@ -61,7 +73,9 @@ def receive(peer: int, count: int, timeout_s: float | None = None) -> Collective
     return taken
 
 
-def everything(rank: int, world_size: int) -> Collective[tuple[bytes, list[float], float, list[bytes]]]:
+def everything(
+    rank: int, world_size: int
+) -> Collective[tuple[bytes, list[float], float, list[bytes]]]:
     """One operation of each kind."""
     yield Sleep(0.25)
     yield Send((rank + 1) % world_size, bytes(rank + 1))
@@ -84,12 +98,16 @@ WRAPPINGS: dict[str, Callable[[Driver], Driver]] = {
 @pytest.mark.parametrize("name", WRAPPINGS)
 def test_results_are_those_of_the_bare_driver(name: str) -> None:
     bare = VirtualCluster(3).run([everything(rank, 3) for rank in range(3)])
-    wrapped = VirtualCluster(3).run([everything(rank, 3) for rank in range(3)], wrap=WRAPPINGS[name])
+    wrapped = VirtualCluster(3).run(
+        [everything(rank, 3) for rank in range(3)], wrap=WRAPPINGS[name]
+    )
     assert wrapped == bare
 
 
 @pytest.mark.parametrize("name", WRAPPINGS)
-def test_a_wrapper_is_its_driver_in_rank_steps_and_closing(open_mesh: Callable[[int], list[Peers]], name: str) -> None:
+def test_a_wrapper_is_its_driver_in_rank_steps_and_closing(
+    open_mesh: Callable[[int], list[Peers]], name: str
+) -> None:
     first, second = open_mesh(2)
     inner = Recording(second)
     wrapper = WRAPPINGS[name](inner)
@@ -103,7 +121,9 @@ def test_a_wrapper_is_its_driver_in_rank_steps_and_closing(open_mesh: Callable[[
 # Counting
 
 
-def test_messages_are_counted_where_they_are_sent_and_where_they_are_taken(open_mesh: Callable[[int], list[Peers]]) -> None:
+def test_messages_are_counted_where_they_are_sent_and_where_they_are_taken(
+    open_mesh: Callable[[int], list[Peers]],
+) -> None:
     first, second = (Counting(peers) for peers in open_mesh(2))
     first.run(send(1, [b"four", bytes(100)]), 0)
     assert replace(first.traffic, wait_s=0.0) == Traffic(bytes_sent=104, messages_sent=2)
@@ -111,7 +131,9 @@ def test_messages_are_counted_where_they_are_sent_and_where_they_are_taken(open_
     assert replace(second.traffic, wait_s=0.0) == Traffic(bytes_received=104, messages_received=2)
 
 
-def test_time_spent_waiting_is_counted_even_when_it_ends_in_an_error(open_mesh: Callable[[int], list[Peers]]) -> None:
+def test_time_spent_waiting_is_counted_even_when_it_ends_in_an_error(
+    open_mesh: Callable[[int], list[Peers]],
+) -> None:
     counting = Counting(open_mesh(2)[0])
     with pytest.raises(PeerTimeoutError):
         counting.run(receive(1, 1, timeout_s=0.02), 0)
@@ -121,7 +143,9 @@ def test_time_spent_waiting_is_counted_even_when_it_ends_in_an_error(open_mesh: 
 
 
 @given(st.integers(1, 9), st.integers(0, 8), st.integers(0, 20))
-def test_over_all_ranks_a_ring_receives_what_it_sends(world_size: int, root: int, num_elements: int) -> None:
+def test_over_all_ranks_a_ring_receives_what_it_sends(
+    world_size: int, root: int, num_elements: int
+) -> None:
     tensor = torch.zeros(num_elements)
     payloads = [bytes(rank * num_elements) for rank in range(world_size)]
     for operation, result in (
@@ -129,21 +153,38 @@ def test_over_all_ranks_a_ring_receives_what_it_sends(world_size: int, root: int
         (Broadcast(tensor, root % world_size), tensor),
         (AllGather(b""), payloads),
     ):
-        shares = [ring_traffic(operation, result, rank=rank, world_size=world_size) for rank in range(world_size)]
-        assert sum(share.bytes_sent for share in shares) == sum(share.bytes_received for share in shares)
-        assert sum(share.messages_sent for share in shares) == sum(share.messages_received for share in shares)
+        shares = [
+            ring_traffic(operation, result, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        assert sum(share.bytes_sent for share in shares) == sum(
+            share.bytes_received for share in shares
+        )
+        assert sum(share.messages_sent for share in shares) == sum(
+            share.messages_received for share in shares
+        )
 
 
 def test_a_ring_of_four_moves_what_the_formulas_say() -> None:
     tensor = torch.zeros(100)
 
-    def share(operation: AllReduce | Broadcast | AllGather, result: object, rank: int) -> tuple[int, int, int]:
+    def share(
+        operation: AllReduce | Broadcast | AllGather, result: object, rank: int
+    ) -> tuple[int, int, int]:
         traffic = ring_traffic(operation, result, rank=rank, world_size=4)
         return traffic.bytes_sent, traffic.bytes_received, traffic.messages_sent
 
     assert share(AllReduce(tensor), tensor, 0) == (600, 600, 6)
-    assert [share(Broadcast(tensor, 1), tensor, rank) for rank in (1, 2, 0)] == [(400, 0, 1), (400, 400, 1), (0, 400, 0)]
-    assert share(AllGather(b""), [bytes(1), bytes(10), bytes(100), bytes(1000)], 0) == (1101, 1110, 3)
+    assert [share(Broadcast(tensor, 1), tensor, rank) for rank in (1, 2, 0)] == [
+        (400, 0, 1),
+        (400, 400, 1),
+        (0, 400, 0),
+    ]
+    assert share(AllGather(b""), [bytes(1), bytes(10), bytes(100), bytes(1000)], 0) == (
+        1101,
+        1110,
+        3,
+    )
 
 
 def test_the_late_rank_arrives_late_and_waits_least() -> None:
@@ -168,7 +209,9 @@ def test_the_late_rank_arrives_late_and_waits_least() -> None:
 
 
 def test_messages_of_one_sender_follow_each_other_and_it_does_not_wait_for_them() -> None:
-    sent_at_s, taken = VirtualCluster(2).run([send(1, [bytes(100), bytes(50)]), receive(0, 2)], wrap=delayed)
+    sent_at_s, taken = VirtualCluster(2).run(
+        [send(1, [bytes(100), bytes(50)]), receive(0, 2)], wrap=delayed
+    )
     assert sent_at_s == 0.0
     assert taken == [(1.5, bytes(100)), (2.5, bytes(50))]
 
@@ -199,7 +242,10 @@ def test_a_dense_collective_takes_as_long_as_a_ring_of_such_links() -> None:
 
     # 2 (P - 1) = 4 rounds of 0.5 s, and 4/3 of 400 bytes at 100 bytes a second
     expected_s = 4 * LATENCY_S + 534 / BYTES_PER_S
-    assert VirtualCluster(3).run([work(rank) for rank in range(3)], wrap=delayed) == [pytest.approx(expected_s)] * 3
+    assert (
+        VirtualCluster(3).run([work(rank) for rank in range(3)], wrap=delayed)
+        == [pytest.approx(expected_s)] * 3
+    )
 
 
 def test_a_delay_holds_over_real_sockets(open_mesh: Callable[[int], list[Peers]]) -> None:
@@ -211,7 +257,9 @@ def test_a_delay_holds_over_real_sockets(open_mesh: Callable[[int], list[Peers]]
     assert taken_at_s >= before_s + 0.02
 
 
-def test_a_sender_that_is_not_delayed_is_an_error_on_the_receiver(open_mesh: Callable[[int], list[Peers]]) -> None:
+def test_a_sender_that_is_not_delayed_is_an_error_on_the_receiver(
+    open_mesh: Callable[[int], list[Peers]],
+) -> None:
     first, second = open_mesh(2)
     first.run(send(1, [b"bare"]), 0)
     with pytest.raises(WireError, match="delay the driver of every rank"):
@@ -225,7 +273,9 @@ def failing(*faults: Fault) -> Callable[[Driver], Driver]:
     return lambda driver: Failing(driver, faults)
 
 
-def test_a_scripted_error_happens_at_its_rank_step_and_operation_once(open_mesh: Callable[[int], list[Peers]]) -> None:
+def test_a_scripted_error_happens_at_its_rank_step_and_operation_once(
+    open_mesh: Callable[[int], list[Peers]],
+) -> None:
     fault = Fault(rank=1, step=2, operation=Recv, action="raise")
     first, second = (Failing(peers, [fault]) for peers in open_mesh(2))
     assert (first.waiting, second.waiting) == ([], [fault])
@@ -233,7 +283,9 @@ def test_a_scripted_error_happens_at_its_rank_step_and_operation_once(open_mesh:
         second.mark_step(step)
         first.run(send(1, [b"x"]), 0)
         if step == 2:
-            with pytest.raises(PeerError, match="scripted fault: Recv of rank 1 failed in step 2") as caught:
+            with pytest.raises(
+                PeerError, match="scripted fault: Recv of rank 1 failed in step 2"
+            ) as caught:
                 second.run(receive(0, 1), 0)
             assert caught.value.rank == 1
             assert second.waiting == []
@@ -254,12 +306,16 @@ def test_a_scripted_error_reaches_the_protocol_which_may_survive_it() -> None:
 
 def test_a_dropped_message_never_arrives_and_the_next_one_does() -> None:
     fault = Fault(rank=0, step=0, operation=Send, action="drop")
-    _, taken = VirtualCluster(2).run([send(1, [b"first", b"second"]), receive(0, 1)], wrap=failing(fault))
+    _, taken = VirtualCluster(2).run(
+        [send(1, [b"first", b"second"]), receive(0, 1)], wrap=failing(fault)
+    )
     assert taken == [(0.0, b"second")]
 
 
 @given(st.binary(min_size=1, max_size=40))
-def test_a_corrupted_message_differs_by_one_bit_and_the_senders_own_bytes_do_not_change(payload: bytes) -> None:
+def test_a_corrupted_message_differs_by_one_bit_and_the_senders_own_bytes_do_not_change(
+    payload: bytes,
+) -> None:
     fault = Fault(rank=0, step=0, operation=Send, action="corrupt")
     mine = bytearray(payload)
     _, taken = VirtualCluster(2).run([send(1, [mine]), receive(0, 1)], wrap=failing(fault))
@@ -288,7 +344,9 @@ def test_a_killed_rank_dies_as_from_outside() -> None:
         (Send, "explode", "allowed are raise"),
     ],
 )
-def test_a_fault_that_cannot_happen_is_refused(operation: type[Send], action: str, complaint: str) -> None:
+def test_a_fault_that_cannot_happen_is_refused(
+    operation: type[Send], action: str, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         Fault(rank=0, step=0, operation=operation, action=action)  # type: ignore[arg-type]
 

@@ -1,4 +1,6 @@
-"""`offbeat compare` on the terminal: how far every strategy is while it runs, and a table at the end."""
+"""`offbeat compare` on the terminal: how far every strategy is while it runs, and a table at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -82,15 +84,21 @@ class Watching:
         if news.gone:
             self._rows[label].workers.pop(news.rank, None)
         style = "red" if news.gone else "green"
-        self._console.print(f"{label}: {news.text}", style=style, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            f"{label}: {news.text}", style=style, markup=False, highlight=False, soft_wrap=True
+        )
 
     def failed(self, label: str, reason: str) -> None:
         if label in self._rows:
             self._rows[label].failure = reason
-        self._console.print(f"{label} is out: {reason}", style="red", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            f"{label} is out: {reason}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
 
     def left_s(self) -> float | None:
-        """Seconds until the end, as far as can be said: what is left of every strategy's steps at the pace it has."""
+        """Seconds until the end, as far as can be said: what is left of every strategy's steps at
+        the pace it has.
+        """
         left_s = 0.0
         for row in self._rows.values():
             if row.failure is not None:
@@ -105,12 +113,31 @@ class Watching:
         """The state of all strategies."""
         left_s = self.left_s()
         starting = not any(row.step for row in self._rows.values())
-        rest = "  starting workers" if starting else "" if left_s is None else f"  about {_duration(left_s)} left"
-        table = Table(title=f"seed {self._seed + 1} of {self._num_seeds}{rest}", title_justify="left", box=box.SIMPLE)
-        for name in ("", "step", "ms a step", "metric", "sent a step", *(f"w{rank}" for rank in range(self._num_workers))):
+        rest = (
+            "  starting workers"
+            if starting
+            else ""
+            if left_s is None
+            else f"  about {_duration(left_s)} left"
+        )
+        table = Table(
+            title=f"seed {self._seed + 1} of {self._num_seeds}{rest}",
+            title_justify="left",
+            box=box.SIMPLE,
+        )
+        for name in (
+            "",
+            "step",
+            "ms a step",
+            "metric",
+            "sent a step",
+            *(f"w{rank}" for rank in range(self._num_workers)),
+        ):
             table.add_column(name, justify="left" if not name else "right", no_wrap=True)
         for label, row in self._rows.items():
-            name = f"[bold]> {escape(label)}[/bold]" if label == self._turn else f"  {escape(label)}"
+            name = (
+                f"[bold]> {escape(label)}[/bold]" if label == self._turn else f"  {escape(label)}"
+            )
             if row.failure is not None:
                 table.add_row(name, "[red]out[/red]")
                 continue
@@ -121,9 +148,15 @@ class Watching:
                 f"{row.seconds / row.step * 1e3:.1f}" if row.step else "",
                 "" if row.metric is None else f"{row.metric:.4f}",
                 decimal(round(sum(sent) / len(sent))) if sent else "",
-                *(f"{row.workers[rank].wait_share:.0%}" if rank in row.workers else "" for rank in range(self._num_workers)),
+                *(
+                    f"{row.workers[rank].wait_share:.0%}" if rank in row.workers else ""
+                    for rank in range(self._num_workers)
+                ),
             )
-        table.caption, table.caption_justify = "w0, w1, ...: share of its time each worker waits", "left"
+        table.caption, table.caption_justify = (
+            "w0, w1, ...: share of its time each worker waits",
+            "left",
+        )
         return table
 
     def _show(self) -> None:
@@ -175,7 +208,11 @@ _WITH_INTERVAL: Final = {"time_to_target_s", "final_metric", "step_s"}
 def print_comparison(comparison: Comparison, directory: Path, page: Path | None) -> None:
     """The verdict, the table, and where the rest is."""
     console = Console()
-    table = Table(title=f"{comparison.task} on {comparison.cluster.describe()}", title_justify="left", box=box.SIMPLE)
+    table = Table(
+        title=f"{comparison.task} on {comparison.cluster.describe()}",
+        title_justify="left",
+        box=box.SIMPLE,
+    )
     table.add_column("")
     for contestant in comparison.contestants:
         table.add_column(escape(contestant.label), justify="right", overflow="fold")
@@ -189,16 +226,27 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
     for line in lines[1:]:
         console.print(f"- {escape(line)}", highlight=False, soft_wrap=True)
     target = "" if comparison.target is None else f"target {comparison.target:.4g}"
-    reason = "" if comparison.target_was_given or not target else " (the best that every run reached)"
-    seeds = f"medians over {len(comparison.seeds)} seeds" if len(comparison.seeds) > 1 else "one seed"
+    reason = (
+        "" if comparison.target_was_given or not target else " (the best that every run reached)"
+    )
+    seeds = (
+        f"medians over {len(comparison.seeds)} seeds" if len(comparison.seeds) > 1 else "one seed"
+    )
     console.print(f"[dim]{target}{reason}{'; ' if target else ''}{seeds}[/dim]")
     emulation = comparison.emulation
-    console.print(f"[dim]network: {escape(emulation.network)}; compute: {escape(emulation.compute)}[/dim]", soft_wrap=True)
+    console.print(
+        f"[dim]network: {escape(emulation.network)}; compute: {escape(emulation.compute)}[/dim]",
+        soft_wrap=True,
+    )
     for notice in emulation.notices:
         console.print(f"note: {escape(notice)}", highlight=False, soft_wrap=True)
     for contestant in comparison.contestants:
         for notice in contestant.notices:
-            console.print(f"note ({escape(contestant.label)}): {escape(notice)}", highlight=False, soft_wrap=True)
+            console.print(
+                f"note ({escape(contestant.label)}): {escape(notice)}",
+                highlight=False,
+                soft_wrap=True,
+            )
     console.print(f"record: {escape(str(directory))}", highlight=False, soft_wrap=True)
     if page is not None:
         console.print(f"page:   {escape(str(page))}", highlight=False, soft_wrap=True)

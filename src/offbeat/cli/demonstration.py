@@ -1,4 +1,6 @@
-"""`offbeat demo`: real digits on four workers behind a slow network, with DDP, with gTop-k, and with a peer."""
+"""`offbeat demo`: real digits on four workers behind a slow network, with DDP, with gTop-k, and
+with a peer.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,21 @@ _LINK: Final = LinkSpec(rate_bit_per_s=100e6)
 
 
 def run(*, workers: int, out: Path | None, as_json: bool) -> int:
-    """Compare, print, and return the exit status: 0 when DDP and gTop-k reach the accuracy that the demo promises.
+    """Compare, print, and return the exit status: 0 when DDP and gTop-k reach the accuracy that the
+    demo promises.
 
     Args:
         workers: processes for each run.
-        out: new directory for the comparison; by default the first free `runs/demo-001`, `-002`, ...
+        out: new directory for the comparison; by default the first free `runs/demo-001`, `-002`,
+            ...
         as_json: print one line of JSON in place of the table.
     """
     request = CompareRequest(
-        task="digits", strategies=_STRATEGIES, cluster=Cluster(name="demo", workers=workers, link=_LINK), seeds=(0,), turn_s=2.0
+        task="digits",
+        strategies=_STRATEGIES,
+        cluster=Cluster(name="demo", workers=workers, link=_LINK),
+        seeds=(0,),
+        turn_s=2.0,
     )
     plan = plan_comparison(request, out=_first_free() if out is None else out)
     with comparing.watching(quiet=as_json) as watcher:
@@ -45,7 +53,8 @@ def run(*, workers: int, out: Path | None, as_json: bool) -> int:
             final = contestant.measures.get("final_metric")
             if final is None or final.median is None or final.median < _LEAST_ACCURACY:
                 print(
-                    f"offbeat: {contestant.label} did not reach the accuracy {_LEAST_ACCURACY} that the demo promises",
+                    f"offbeat: {contestant.label} did not reach the accuracy {_LEAST_ACCURACY} that"
+                    " the demo promises",
                     file=sys.stderr,
                 )
                 status = 1

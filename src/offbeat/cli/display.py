@@ -1,4 +1,6 @@
-"""What people see: progress while workers train, and tables afterwards. Progress goes to standard error."""
+"""What people see: progress while workers train, and tables afterwards. Progress goes to standard
+error.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _PLAIN_EVERY_S = 5.0
 
 @contextmanager
 def watching(title: str, num_workers: int, *, quiet: bool = False) -> Iterator[Listener]:
-    """Show progress and news under `title` while the block runs: bars on a terminal, a line now and then elsewhere."""
+    """Show progress and news under `title` while the block runs: bars on a terminal, a line now and
+    then elsewhere.
+    """
     console = Console(stderr=True, quiet=quiet)
     if not console.is_terminal:
         yield _Lines(title, console, num_workers)
@@ -36,7 +40,10 @@ def watching(title: str, num_workers: int, *, quiet: bool = False) -> Iterator[L
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  waiting {task.fields[wait]:>4.0%}  {task.fields[sent]:>9} a step"),
+        TextColumn(
+            "loss {task.fields[loss]:.4f}  waiting {task.fields[wait]:>4.0%} "
+            " {task.fields[sent]:>9} a step"
+        ),
         TimeElapsedColumn(),
     )
     with Bars(*columns, console=console) as bars:
@@ -59,7 +66,9 @@ class _Bars:
     def __call__(self, progress: Progress | News) -> None:
         if isinstance(progress, News):
             what = "[red]gone[/red]" if progress.gone else "    "
-            self._bars.update(self._tasks[progress.rank], description=f"worker {progress.rank} {what}")
+            self._bars.update(
+                self._tasks[progress.rank], description=f"worker {progress.rank} {what}"
+            )
             _tell(self._console, progress)
             return
         self._bars.update(
@@ -85,7 +94,9 @@ class _Lines:
 
     def __call__(self, progress: Progress | News) -> None:
         if isinstance(progress, News):
-            self._gone = self._gone | {progress.rank} if progress.gone else self._gone - {progress.rank}
+            self._gone = (
+                self._gone | {progress.rank} if progress.gone else self._gone - {progress.rank}
+            )
             self._latest.pop(progress.rank, None)
             _tell(self._console, progress)
             return
@@ -107,12 +118,16 @@ class _Lines:
 
 
 def _tell(console: Console, news: News) -> None:
-    console.print(escape(news.text), style="red" if news.gone else "green", highlight=False, soft_wrap=True)
+    console.print(
+        escape(news.text), style="red" if news.gone else "green", highlight=False, soft_wrap=True
+    )
 
 
 def print_summary(summary: Summary, page: Path | None = None) -> None:
     """One run as a table, and where its page is."""
-    table = Table(show_header=False, title=f"{summary.task} · {summary.strategy}", title_justify="left")
+    table = Table(
+        show_header=False, title=f"{summary.task} · {summary.strategy}", title_justify="left"
+    )
     table.add_column()
     table.add_column(overflow="fold")
     for label, text in _summary_rows(summary):
@@ -131,7 +146,10 @@ def print_options(name: str, summary: str, options: Sequence[Option]) -> None:
     console.print(f"[bold]{name}[/bold]  {escape(summary)}")
     for option in options:
         default = f" = {escape(option.default)}" if option.default != "required" else " (required)"
-        console.print(f"  [bold]{option.name}[/bold]{default}  [dim]{escape(option.allowed)}[/dim]", highlight=False)
+        console.print(
+            f"  [bold]{option.name}[/bold]{default}  [dim]{escape(option.allowed)}[/dim]",
+            highlight=False,
+        )
         console.print(Padding(escape(option.help), (0, 0, 0, 6)), highlight=False)
     console.print()
 
@@ -153,8 +171,16 @@ def _summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("last loss", "not finite" if summary.loss is None else f"{summary.loss:.4f}"),
         ("workers", str(summary.workers) + _lost(summary)),
         ("parameters", f"{summary.num_parameters:,}"),
-        ("steps", f"{summary.steps:,}" + (f" (from {summary.resumed_from_step})" if summary.resumed_from_step else "")),
-        ("training time", f"{summary.seconds:.1f} s" + (" (since the resume)" if summary.resumed_from_step else "")),
+        (
+            "steps",
+            f"{summary.steps:,}"
+            + (f" (from {summary.resumed_from_step})" if summary.resumed_from_step else ""),
+        ),
+        (
+            "training time",
+            f"{summary.seconds:.1f} s"
+            + (" (since the resume)" if summary.resumed_from_step else ""),
+        ),
         ("steps a second", f"{summary.steps_per_s:.1f}"),
         ("sent by a worker in a step", decimal(round(summary.bytes_sent_per_step))),
         ("skipped steps", str(summary.skipped_steps)),
@@ -175,4 +201,6 @@ def _print_notices(summaries: Sequence[Summary]) -> None:
     console = Console()
     for summary in summaries:
         for notice in summary.notices:
-            console.print(f"note ({summary.strategy}): {escape(notice)}", highlight=False, soft_wrap=True)
+            console.print(
+                f"note ({summary.strategy}): {escape(notice)}", highlight=False, soft_wrap=True
+            )

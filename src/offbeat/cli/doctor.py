@@ -10,22 +10,41 @@ from rich.markup import escape
 from rich.table import Table
 
 from offbeat.lab.doctor import Diagnosis, diagnose
-from offbeat.lab.doctor.advice import USUAL_DENSITY, Prediction, display_count, display_link, display_seconds
+from offbeat.lab.doctor.advice import (
+    USUAL_DENSITY,
+    Prediction,
+    display_count,
+    display_link,
+    display_seconds,
+)
 from offbeat.lab.doctor.facts import Finding, Purpose
 from offbeat.lab.doctor.measure import Measurement
 
-_MARKS = {"ok": "[green]ok[/green]", "missing": "[yellow]missing[/yellow]", "unknown": "[dim]not tried[/dim]"}
-_HEADS: dict[Purpose, str] = {"training": "for training", "emulation": "for emulating a cluster on this machine"}
+_MARKS = {
+    "ok": "[green]ok[/green]",
+    "missing": "[yellow]missing[/yellow]",
+    "unknown": "[dim]not tried[/dim]",
+}
+_HEADS: dict[Purpose, str] = {
+    "training": "for training",
+    "emulation": "for emulating a cluster on this machine",
+}
 _PAIRS_SHOWN = 10
 
 
 def run(
-    *, workers: int | None = None, parameters: Sequence[int] = (), density: float = USUAL_DENSITY, as_json: bool = False
+    *,
+    workers: int | None = None,
+    parameters: Sequence[int] = (),
+    density: float = USUAL_DENSITY,
+    as_json: bool = False,
 ) -> int:
-    """Diagnose and, on rank 0, print. Returns the exit status: 1 when training on several workers is impossible here.
+    """Diagnose and, on rank 0, print. Returns the exit status: 1 when training on several workers
+    is impossible here.
 
     Args:
-        workers: local workers to measure between; None measures only where torchrun or srun started this command.
+        workers: local workers to measure between; None measures only where torchrun or srun started
+            this command.
         parameters: sizes of models to predict for; by default 1, 25 and 100 million.
         density: of gTop-k.
         as_json: print one line of JSON in place of the tables.
@@ -37,13 +56,17 @@ def run(
         print(TypeAdapter(Diagnosis).dump_json(diagnosis).decode())
     else:
         print_diagnosis(Console(), diagnosis)
-    return int(any(one.name in ("torch", "gloo") and one.state == "missing" for one in diagnosis.findings))
+    return int(
+        any(one.name in ("torch", "gloo") and one.state == "missing" for one in diagnosis.findings)
+    )
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     """The tables, and the verdict last, where the eye is."""
     for purpose, head in _HEADS.items():
-        console.print(_findings(head, [one for one in diagnosis.findings if one.purpose == purpose]))
+        console.print(
+            _findings(head, [one for one in diagnosis.findings if one.purpose == purpose])
+        )
     if diagnosis.measurement is not None:
         console.print(_network(diagnosis.measurement))
         console.print(_sockets(diagnosis.measurement))
@@ -72,7 +95,10 @@ def _network(measurement: Measurement) -> Table:
     network = measurement.network
     table.add_row("messages", display_link(network.messages))
     table.add_row(f"dense all-reduce ({measurement.device}), a hop", display_link(network.dense))
-    table.add_row("selection", f"{display_seconds(network.select_s_per_element * 1e6)} for each million elements")
+    table.add_row(
+        "selection",
+        f"{display_seconds(network.select_s_per_element * 1e6)} for each million elements",
+    )
     pairs = sorted(measurement.pairs, key=lambda link: link.cost.beta_s_per_byte, reverse=True)
     for link in pairs[:_PAIRS_SHOWN]:
         table.add_row(f"worker {link.first} and worker {link.second}", display_link(link.cost))
@@ -82,7 +108,14 @@ def _network(measurement: Measurement) -> Table:
 
 
 def _sockets(measurement: Measurement) -> Table:
-    table = Table("worker", "opened by", "listens on", "", title="sockets that accept connections", title_justify="left")
+    table = Table(
+        "worker",
+        "opened by",
+        "listens on",
+        "",
+        title="sockets that accept connections",
+        title_justify="left",
+    )
     for one in measurement.listening:
         address = f"[{one.address}]" if ":" in one.address else one.address
         open_to_all = "[yellow]every network[/yellow]" if one.is_open_to_all else ""
@@ -92,11 +125,16 @@ def _sockets(measurement: Measurement) -> Table:
 
 def _predictions(predictions: Sequence[Prediction]) -> Table:
     table = Table("parameters", title="expected exchange a step", title_justify="left")
-    names = {"dense": "DDP all-reduce"} | {name: f"gTop-k {name}" for name in ("reduce_scatter", "all_gather", "tree")}
+    names = {"dense": "DDP all-reduce"} | {
+        name: f"gTop-k {name}" for name in ("reduce_scatter", "all_gather", "tree")
+    }
     for head in names.values():
         table.add_column(head, justify="right")
     for one in predictions:
         costs = (display_seconds(one.costs_s[name]) for name in names)
-        marked = (f"[bold]{text}[/bold]" if name == one.best else text for name, text in zip(names, costs, strict=True))
+        marked = (
+            f"[bold]{text}[/bold]" if name == one.best else text
+            for name, text in zip(names, costs, strict=True)
+        )
         table.add_row(display_count(one.num_parameters), *marked)
     return table

@@ -1,4 +1,6 @@
-"""The `offbeat` command. Nothing heavy is imported before a command needs it: help and version answer at once."""
+"""The `offbeat` command. Nothing heavy is imported before a command needs it: help and version
+answer at once.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-lab = typer.Typer(help="Look after what emulated clusters leave on this machine.", no_args_is_help=True, rich_markup_mode=None)
+lab = typer.Typer(
+    help="Look after what emulated clusters leave on this machine.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 app.add_typer(lab, name="lab")
 app.add_typer(data, name="data")
 
@@ -34,19 +40,43 @@ EXIT_FAILED = 1
 EXIT_MISUSED = 2
 EXIT_INTERRUPTED = 130
 
-Preset = Annotated[str | None, typer.Option("--cluster", help="A cluster to emulate: a TOML file, or the name of a preset.")]
-Workers = Annotated[int | None, typer.Option(help="Processes to start on this machine (default 4).")]
-Link = Annotated[str | None, typer.Option(help="Every worker's link to emulate: 1gbit, or 1gbit/0.2ms.")]
-Speeds = Annotated[str | None, typer.Option(help="Relative speeds to emulate, such as 1,1,1,0.5; repeated in turn.")]
-Delay = Annotated[str | None, typer.Option(help="Straggling: 2x320ms makes two random workers late in each step.")]
-StepTime = Annotated[str | None, typer.Option(help="Fixed duration of forward and backward, as on an accelerator: 200ms.")]
-How = Annotated[str, typer.Option("--emulation", help="auto, namespaces (needs root), delaying, or none.")]
-Out = Annotated[Path | None, typer.Option(help="New directory for the record; by default one below runs/.")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one line of JSON on standard output, and nothing else.")]
+Preset = Annotated[
+    str | None,
+    typer.Option("--cluster", help="A cluster to emulate: a TOML file, or the name of a preset."),
+]
+Workers = Annotated[
+    int | None, typer.Option(help="Processes to start on this machine (default 4).")
+]
+Link = Annotated[
+    str | None, typer.Option(help="Every worker's link to emulate: 1gbit, or 1gbit/0.2ms.")
+]
+Speeds = Annotated[
+    str | None,
+    typer.Option(help="Relative speeds to emulate, such as 1,1,1,0.5; repeated in turn."),
+]
+Delay = Annotated[
+    str | None, typer.Option(help="Straggling: 2x320ms makes two random workers late in each step.")
+]
+StepTime = Annotated[
+    str | None,
+    typer.Option(help="Fixed duration of forward and backward, as on an accelerator: 200ms."),
+]
+How = Annotated[
+    str, typer.Option("--emulation", help="auto, namespaces (needs root), delaying, or none.")
+]
+Out = Annotated[
+    Path | None, typer.Option(help="New directory for the record; by default one below runs/.")
+]
+JsonFlag = Annotated[
+    bool,
+    typer.Option("--json", help="Print one line of JSON on standard output, and nothing else."),
+]
 
 
 def main() -> None:
-    """Entry point: runs the command line and turns what offbeat raises on purpose into one line and an exit status."""
+    """Entry point: runs the command line and turns what offbeat raises on purpose into one line and
+    an exit status.
+    """
     try:
         app()
     except OffbeatError as error:
@@ -56,7 +86,9 @@ def main() -> None:
 
 def start() -> None:
     """`main` in a process of its own."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of every host that has no name
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # torch warns of every host that has no name
     main()
 
 
@@ -69,7 +101,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Train PyTorch models on slow links and uneven devices, and see what each strategy does."""
@@ -77,17 +112,30 @@ def options(
 
 @app.command()
 def train(
-    task: Annotated[str | None, typer.Option(help="What to train; `offbeat tasks` lists them.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="How workers exchange; `offbeat strategies` lists them.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="What to train; `offbeat tasks` lists them.")
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="How workers exchange; `offbeat strategies` lists them.")
+    ] = None,
     workers: Workers = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of task or strategy.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="An option of task or strategy."),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data (default: the task's).")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Passes over the data (default: the task's).")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, in place of epochs.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of initial parameters and sample order (default 0).")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints (default 100).")] = None,
-    eval_every: Annotated[int | None, typer.Option(help="Steps between measurements (default: only at the end).")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of initial parameters and sample order (default 0).")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints (default 100).")
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(help="Steps between measurements (default: only at the end).")
+    ] = None,
     cluster: Preset = None,
     link: Link = None,
     speeds: Speeds = None,
@@ -95,9 +143,14 @@ def train(
     step_time: StepTime = None,
     emulation: How = "auto",
     out: Out = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run recorded in this directory.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run recorded in this directory.")
+    ] = None,
     replay: Annotated[
-        Path | None, typer.Option(hidden=True, help="Repeat the claims of this record; see docs/methods/adaptive.md.")
+        Path | None,
+        typer.Option(
+            hidden=True, help="Repeat the claims of this record; see docs/methods/adaptive.md."
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -124,7 +177,9 @@ def train(
     planned = plan(request, out=out, resume=resume)
     quiet = planned.launch is not None and planned.launch.rank != 0
     num_watched = planned.config.workers if planned.launch is None else 1
-    with display.watching(f"{planned.config.task} · {planned.config.strategy}", num_watched, quiet=quiet) as watcher:
+    with display.watching(
+        f"{planned.config.task} · {planned.config.strategy}", num_watched, quiet=quiet
+    ) as watcher:
         summary = carry_out(planned, watcher)
     if summary is None:
         return
@@ -135,7 +190,9 @@ def train(
         display.print_summary(summary, page)
     if summary.status == "stopped":
         print(
-            f"stopped after step {summary.steps}; go on with: offbeat train --resume {summary.run_directory}", file=sys.stderr
+            f"stopped after step {summary.steps}; go on with: offbeat train --resume"
+            f" {summary.run_directory}",
+            file=sys.stderr,
         )
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -144,7 +201,13 @@ def train(
 def compare(
     task: Annotated[str, typer.Option(help="What to train; `offbeat tasks` lists them.")],
     strategies: Annotated[
-        str, typer.Option(help="Separated by commas, with options after colons: ddp,gtopk:density=0.01,ddp-powersgd:rank=1.")
+        str,
+        typer.Option(
+            help=(
+                "Separated by commas, with options after colons:"
+                " ddp,gtopk:density=0.01,ddp-powersgd:rank=1."
+            )
+        ),
     ],
     cluster: Preset = None,
     workers: Workers = None,
@@ -154,16 +217,29 @@ def compare(
     step_time: StepTime = None,
     emulation: How = "auto",
     seeds: Annotated[int, typer.Option(help="Runs of each strategy.")] = 3,
-    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the task.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data (default: the task's).")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the task.")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Passes over the data (default: the task's).")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps, in place of epochs.")] = None,
-    eval_every: Annotated[int | None, typer.Option(help="Steps between measurements (default: a dozen in a run).")] = None,
-    target: Annotated[float | None, typer.Option(help="The metric to reach (default: the best that all runs reach).")] = None,
-    turn: Annotated[float, typer.Option(help="Seconds that a strategy trains before the next one's turn.")] = 3.0,
+    eval_every: Annotated[
+        int | None, typer.Option(help="Steps between measurements (default: a dozen in a run).")
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(help="The metric to reach (default: the best that all runs reach)."),
+    ] = None,
+    turn: Annotated[
+        float, typer.Option(help="Seconds that a strategy trains before the next one's turn.")
+    ] = 3.0,
     out: Out = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a task with several strategies by turns, on this machine or an emulated cluster, and say which is best."""
+    """Train a task with several strategies by turns, on this machine or an emulated cluster, and
+    say which is best.
+    """
     from offbeat.cli import comparing
     from offbeat.lab.cluster import Cluster
     from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
@@ -174,7 +250,8 @@ def compare(
         task=task,
         strategies=[text for text in strategies.split(",") if text.strip()],
         settings=settings or (),
-        cluster=_cluster(cluster, workers, link, speeds, delay, step_time) or Cluster(workers=workers or 4),
+        cluster=_cluster(cluster, workers, link, speeds, delay, step_time)
+        or Cluster(workers=workers or 4),
         emulation=_emulation(emulation),
         seeds=range(seeds),
         epochs=epochs,
@@ -185,7 +262,9 @@ def compare(
     )
     planned = plan_comparison(request, out=out)
     with comparing.watching(quiet=as_json) as watcher:
-        directory, comparison = carry_out(planned, watcher, command=shlex.join(["offbeat", *sys.argv[1:]]))
+        directory, comparison = carry_out(
+            planned, watcher, command=shlex.join(["offbeat", *sys.argv[1:]])
+        )
     if comparison.status == "stopped":
         print(f"stopped; what was recorded so far is in {directory}", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -211,7 +290,10 @@ def report(
 @app.command()
 def trace(
     directory: Annotated[Path, typer.Argument(help="The record of a run or of a comparison.")],
-    out: Annotated[Path, typer.Option(help="File to write (.json or .json.gz), or a directory with --tensorboard.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="File to write (.json or .json.gz), or a directory with --tensorboard."),
+    ],
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars instead.")] = False,
 ) -> None:
     """Write a trace of all workers for Perfetto (ui.perfetto.dev) or chrome://tracing."""
@@ -222,20 +304,33 @@ def trace(
         write_scalars(directory, out)
         print(f"scalars in {out}; look at them with: tensorboard --logdir {out}")
     else:
-        print(f"{write_trace(directory, out):,} events in {out}; open it at https://ui.perfetto.dev")
+        print(
+            f"{write_trace(directory, out):,} events in {out}; open it at https://ui.perfetto.dev"
+        )
 
 
 @app.command()
 def doctor(
-    workers: Annotated[int | None, typer.Option(help="Local processes to measure between, where nobody launched any.")] = None,
-    parameters: Annotated[list[int] | None, typer.Option(help="Size of a model to predict for; may be given again.")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Local processes to measure between, where nobody launched any."),
+    ] = None,
+    parameters: Annotated[
+        list[int] | None, typer.Option(help="Size of a model to predict for; may be given again.")
+    ] = None,
     density: Annotated[float, typer.Option(help="That gTop-k would send.")] = 0.001,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say what this machine has, measure the network between workers, and what that means for the choice of strategy."""
+    """Say what this machine has, measure the network between workers, and what that means for the
+    choice of strategy.
+    """
     from offbeat.cli import doctor as diagnosing
 
-    raise typer.Exit(diagnosing.run(workers=workers, parameters=parameters or (), density=density, as_json=as_json))
+    raise typer.Exit(
+        diagnosing.run(
+            workers=workers, parameters=parameters or (), density=density, as_json=as_json
+        )
+    )
 
 
 @app.command()
@@ -244,7 +339,9 @@ def demo(
     out: Out = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Compare DDP, gTop-k and PowerSGD on real digits behind a slow link, and write a page about it."""
+    """Compare DDP, gTop-k and PowerSGD on real digits behind a slow link, and write a page about
+    it.
+    """
     from offbeat.cli import demonstration
 
     raise typer.Exit(demonstration.run(workers=workers, out=out, as_json=as_json))
@@ -293,7 +390,9 @@ def _cluster(
 
     if all(flag is None for flag in (cluster, link, speeds, delay, step_time)):
         return None
-    return from_flags(cluster=cluster, workers=workers, link=link, speeds=speeds, delay=delay, step_time=step_time)
+    return from_flags(
+        cluster=cluster, workers=workers, link=link, speeds=speeds, delay=delay, step_time=step_time
+    )
 
 
 def _emulation(name: str) -> EmulationMode:
@@ -301,7 +400,10 @@ def _emulation(name: str) -> EmulationMode:
 
     if name not in get_args(EmulationMode):
         allowed = ", ".join(get_args(EmulationMode))
-        raise ConfigError(f"--emulation is {name!r}; allowed are {allowed}{nearest(name, get_args(EmulationMode))}")
+        raise ConfigError(
+            f"--emulation is {name!r}; allowed are"
+            f" {allowed}{nearest(name, get_args(EmulationMode))}"
+        )
     return cast("EmulationMode", name)
 
 

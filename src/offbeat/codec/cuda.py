@@ -1,13 +1,16 @@
-"""Picks the largest entries of residual + gradient on an accelerator. What is promised is the same as in `codec.select`.
+"""Picks the largest entries of residual + gradient on an accelerator. What is promised is the same
+as in `codec.select`.
 
     guess a threshold from a sample, or take the last step's
-    one pass: add, write back, collect the candidates           (a Triton kernel; without Triton a few passes of torch)
+    one pass: add, write back, collect the candidates           (a Triton kernel; without Triton a
+    few passes of torch)
     finish among the candidates with torch
 
-A candidate's place depends on which block of the GPU comes first, so candidates are sorted by index before anything else.
+A candidate's place depends on which block of the GPU comes first, so candidates are sorted by index
+before anything else.
 
-Tested on CPU tensors: the torch passes as they are, the kernel under Triton's interpreter. No figures from a GPU exist yet; the
-bound is 12 bytes of memory traffic a float32 element.
+Tested on CPU tensors: the torch passes as they are, the kernel under Triton's interpreter. No
+figures from a GPU exist yet; the bound is 12 bytes of memory traffic a float32 element.
 
 Difference from the CPU: the kernel may fuse residual + weight * gradient into one rounding.
 """
@@ -26,7 +29,9 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) -> Selection:
-    """Pick exactly the `k` largest of residual + weight * flat. Arguments as of `select.exact`, on any device."""
+    """Pick exactly the `k` largest of residual + weight * flat. Arguments as of `select.exact`, on
+    any device.
+    """
     plan = sample_plan(flat.numel(), k)
     if plan is None:
         torch.add(residual, flat, alpha=weight, out=flat)
@@ -38,8 +43,12 @@ def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) 
     return _finish(flat, candidates if candidates.numel() >= k else flat.nonzero().squeeze(1), k)
 
 
-def reuse(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, threshold: float) -> Selection:
-    """Pick what reaches `threshold`, if that is within 20% of `k` entries, else the `k` largest. As `select.reuse`."""
+def reuse(
+    flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, threshold: float
+) -> Selection:
+    """Pick what reaches `threshold`, if that is within 20% of `k` entries, else the `k` largest. As
+    `select.reuse`.
+    """
     if not 0 < threshold < math.inf:
         return exact(flat, residual, k=k, weight=weight)
     candidates = accumulate(flat, residual, weight, flat.new_full((), threshold), 4 * k)
@@ -50,11 +59,17 @@ def reuse(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, 
 
 
 def accumulate(
-    flat: torch.Tensor, residual: torch.Tensor, weight: float, threshold: torch.Tensor, capacity: int
+    flat: torch.Tensor,
+    residual: torch.Tensor,
+    weight: float,
+    threshold: torch.Tensor,
+    capacity: int,
 ) -> torch.Tensor:
-    """flat = residual + weight * flat, and the ascending indices of what is nonzero and reaches `threshold`, or is NaN.
+    """flat = residual + weight * flat, and the ascending indices of what is nonzero and reaches
+    `threshold`, or is NaN.
 
-    `capacity` is how many the kernel makes room for; when there are more, they are collected again by torch.
+    `capacity` is how many the kernel makes room for; when there are more, they are collected again
+    by torch.
     """
     threshold = threshold.clamp(min=torch.finfo(flat.dtype).tiny)
     if _HAS_TRITON and flat.is_cuda and flat.dtype == torch.float32 and flat.numel() < 1 << 31:
@@ -68,14 +83,19 @@ def accumulate(
     return (flat.abs() < threshold).logical_not_().nonzero().squeeze(1)
 
 
-def _finish(flat: torch.Tensor, indices: torch.Tensor, k: int, threshold: float | None = None) -> Selection:
-    """Take the `k` largest of the entries at the ascending `indices`, the first ones among equals, out of `flat`.
+def _finish(
+    flat: torch.Tensor, indices: torch.Tensor, k: int, threshold: float | None = None
+) -> Selection:
+    """Take the `k` largest of the entries at the ascending `indices`, the first ones among equals,
+    out of `flat`.
 
     Whatever is not finite must be among the entries.
     """
     values = flat[indices]
     if not bool(values.isfinite().all()):
-        return Selection(sparse=_to_host(indices[:0], values[:0], flat.numel()), finite=False, threshold=0.0)
+        return Selection(
+            sparse=_to_host(indices[:0], values[:0], flat.numel()), finite=False, threshold=0.0
+        )
     if k < indices.numel():
         magnitudes = values.abs()
         kth = magnitudes.topk(k, sorted=False).values.min()
@@ -85,8 +105,12 @@ def _finish(flat: torch.Tensor, indices: torch.Tensor, k: int, threshold: float 
     flat[indices] = 0
     if threshold is None:
         threshold = float(values.abs().min()) if values.numel() else 0.0
-    return Selection(sparse=_to_host(indices, values, flat.numel()), finite=True, threshold=threshold)
+    return Selection(
+        sparse=_to_host(indices, values, flat.numel()), finite=True, threshold=threshold
+    )
 
 
 def _to_host(indices: torch.Tensor, values: torch.Tensor, num_elements: int) -> Sparse:
-    return Sparse(indices=indices.cpu().numpy(), values=values.cpu().numpy(), num_elements=num_elements)
+    return Sparse(
+        indices=indices.cpu().numpy(), values=values.cpu().numpy(), num_elements=num_elements
+    )

@@ -1,4 +1,5 @@
-"""How many entries of a distributed vector are of each magnitude, and what each owner of a part keeps of the k largest.
+"""How many entries of a distributed vector are of each magnitude, and what each owner of a part
+keeps of the k largest.
 
 Magnitudes are the leading 16 bits of |value| as float32: 8 of the mantissa, monotone in |value|.
 """
@@ -19,7 +20,9 @@ from offbeat.errors import WireError
 _HEAD = struct.Struct("<I")
 COUNTER_BYTES = 6
 MARGIN = 128
-"""Entries by which an owner's share of the k largest may differ from half or twice the mean without any effect."""
+"""Entries by which an owner's share of the k largest may differ from half or twice the mean without
+any effect.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +55,10 @@ class Histogram:
 def histogram(sparse: Sparse, k: int, world_size: int) -> Histogram:
     """Of the magnitudes around this owner's share of the `k` largest.
 
-    Shares are close to k / world_size, so the boundary lies near that rank. Entries that rank well above it are counted with
-    the largest magnitude reported, entries well below it are left out: at most 2 k / world_size + `MARGIN` counters, and
+    Shares are close to k / world_size, so the boundary lies near that rank. Entries that rank well
+    above it are counted with
+    the largest magnitude reported, entries well below it are left out: at most 2 k / world_size +
+    `MARGIN` counters, and
     commonly one or two hundred.
     """
     share = k // world_size
@@ -64,8 +69,8 @@ def histogram(sparse: Sparse, k: int, world_size: int) -> Histogram:
 def quotas(histograms: Sequence[Histogram], k: int) -> list[int]:
     """How many of its largest entries each owner keeps, so that the k largest of all are kept.
 
-    Entries of the magnitude at the boundary are granted to the owners in turn, by rank. When there are fewer than `k`
-    entries altogether, every owner keeps all it reported.
+    Entries of the magnitude at the boundary are granted to the owners in turn, by rank. When there
+    are fewer than `k` entries altogether, every owner keeps all it reported.
     """
     magnitudes = np.concatenate([h.magnitudes for h in histograms])
     counts = np.concatenate([h.counts for h in histograms])

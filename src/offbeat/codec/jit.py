@@ -1,7 +1,8 @@
 """How kernels are compiled, and numbers read as bits.
 
-Magnitudes are ordered by their bits: for IEEE numbers without the sign bit, integer order is the order of magnitude, infinities
-above all finite numbers and NaNs above those. So nothing is lost even among values that are not numbers.
+Magnitudes are ordered by their bits: for IEEE numbers without the sign bit, integer order is the
+order of magnitude, infinities above all finite numbers and NaNs above those. So nothing is lost
+even among values that are not numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ COMPILED: list[Callable[..., object]] = []
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Compiled on first use for each combination of types, kept in numba's cache on disk; runs without the GIL."""
+    """Compiled on first use for each combination of types, kept in numba's cache on disk; runs
+    without the GIL.
+    """
     compiled = cast(Callable[P, R], numba.njit(nogil=True, cache=True)(function))
     COMPILED.append(compiled)
     return compiled
@@ -35,7 +38,9 @@ def bits_of(values: NDArray[np.generic]) -> NDArray[np.unsignedinteger]:
 
 @cache
 def magnitude_mask(dtype: np.dtype[np.generic]) -> np.unsignedinteger:
-    """All bits of a number of `dtype` but the sign, which is the topmost; as an unsigned integer of the same width."""
+    """All bits of a number of `dtype` but the sign, which is the topmost; as an unsigned integer of
+    the same width.
+    """
     unsigned = np.dtype(f"u{dtype.itemsize}")
     mask: np.unsignedinteger = unsigned.type((1 << 8 * dtype.itemsize - 1) - 1)
     return mask

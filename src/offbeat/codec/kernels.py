@@ -1,4 +1,6 @@
-"""One-pass CPU kernels over dense vectors, compiled by numba. They hold no GIL and allocate next to nothing."""
+"""One-pass CPU kernels over dense vectors, compiled by numba. They hold no GIL and allocate next to
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from offbeat.codec import sparse_kernels
 from offbeat.codec.jit import bits_of, kernel, magnitude_mask
 
 BLOCK = 32
-"""Elements that are tested for candidates together; candidates are rare, so most blocks are passed over vectorised."""
+"""Elements that are tested for candidates together; candidates are rare, so most blocks are passed
+over vectorised.
+"""
 
 DIGIT_BITS = 16
 
@@ -24,7 +28,9 @@ def _append(
     values: NDArray[np.floating],
     count: int,
 ) -> int:
-    """Append what reaches `threshold` among at most `BLOCK` elements, without a branch for each; without room, only count."""
+    """Append what reaches `threshold` among at most `BLOCK` elements, without a branch for each;
+    without room, only count.
+    """
     if count > indices.size - BLOCK:
         for i in range(begin, end):
             count += not abs(flat[i]) < threshold
@@ -38,7 +44,10 @@ def _append(
 
 @kernel
 def collect(
-    flat: NDArray[np.floating], threshold: np.floating, indices: NDArray[np.int64], values: NDArray[np.floating]
+    flat: NDArray[np.floating],
+    threshold: np.floating,
+    indices: NDArray[np.int64],
+    values: NDArray[np.floating],
 ) -> int:
     """List what reaches `threshold`, or is NaN.
 
@@ -89,7 +98,9 @@ def accumulate(
     whole = flat.size - flat.size % BLOCK
     for begin in range(0, whole, BLOCK):
         hit = False
-        for i in range(begin, begin + BLOCK):  # of a fixed length, which the compiler unrolls and vectorises
+        for i in range(
+            begin, begin + BLOCK
+        ):  # of a fixed length, which the compiler unrolls and vectorises
             x = residual[i] + weight * flat[i]
             flat[i] = x
             hit |= not abs(x) < threshold
@@ -104,8 +115,15 @@ def accumulate(
 
 
 @kernel
-def sample(flat: NDArray[np.floating], residual: NDArray[np.floating], weight: np.floating, out: NDArray[np.floating]) -> None:
-    """Write |residual + weight * flat| at `out.size` places, one at a scrambled place in each of as many equal strides."""
+def sample(
+    flat: NDArray[np.floating],
+    residual: NDArray[np.floating],
+    weight: np.floating,
+    out: NDArray[np.floating],
+) -> None:
+    """Write |residual + weight * flat| at `out.size` places, one at a scrambled place in each of as
+    many equal strides.
+    """
     stride = flat.size // out.size
     for i in range(out.size):
         j = i * stride + (i * 40503 & 0xFFFF) % stride
@@ -149,7 +167,11 @@ def digit_counts(
 
 @kernel
 def take_largest(
-    bits: NDArray[np.unsignedinteger], mask: np.unsignedinteger, kth: np.unsignedinteger, k: int, out: NDArray[np.bool_]
+    bits: NDArray[np.unsignedinteger],
+    mask: np.unsignedinteger,
+    kth: np.unsignedinteger,
+    k: int,
+    out: NDArray[np.bool_],
 ) -> None:
     """Mark the `k` largest magnitudes, given the k-th; among equals the first ones."""
     left = k
@@ -163,14 +185,18 @@ def take_largest(
 
 
 @kernel
-def add_at(flat: NDArray[np.floating], indices: NDArray[np.int64], values: NDArray[np.floating]) -> None:
+def add_at(
+    flat: NDArray[np.floating], indices: NDArray[np.int64], values: NDArray[np.floating]
+) -> None:
     """flat[indices] += values, for indices within bounds."""
     for i in range(indices.size):
         flat[indices[i]] += values[i]
 
 
 def warm() -> None:
-    """Compile every kernel for float32 and float64, or load them from numba's cache on disk. Takes some 10 s the first time."""
+    """Compile every kernel for float32 and float64, or load them from numba's cache on disk. Takes
+    some 10 s the first time.
+    """
     indices = np.zeros(1 + BLOCK, dtype=np.int64)
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
         one = dtype.type(1)
@@ -182,7 +208,14 @@ def warm() -> None:
         collect(values[:1], one, indices, values.copy())
         sample(values, values.copy(), one, values[:1].copy())
         add_momentum(values, values.copy(), one, one, values.copy())
-        digit_counts(bits, mask, np.uint64(0), np.uint64(0), np.uint64(0), np.zeros(1 << DIGIT_BITS, dtype=np.int64))
+        digit_counts(
+            bits,
+            mask,
+            np.uint64(0),
+            np.uint64(0),
+            np.uint64(0),
+            np.zeros(1 << DIGIT_BITS, dtype=np.int64),
+        )
         take_largest(bits, mask, zero, 0, marks)
         add_at(values, indices[:1], values[:1].copy())
     sparse_kernels.warm()

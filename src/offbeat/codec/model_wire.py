@@ -1,11 +1,12 @@
-"""Messages of a group average: parts of models on their way to be averaged, and averages on their way back.
+"""Messages of a group average: parts of models on their way to be averaged, and averages on their
+way back.
 
-Layout, little-endian: a head of 80 bytes, 24 bytes for each note, 8 for each counter, then the values, which so begin at a
-multiple of 8.
+Layout, little-endian: a head of 80 bytes, 24 bytes for each note, 8 for each counter, then the
+values, which so begin at a multiple of 8.
 
-    kind (u8), flags (u8: 1 fresh, 2 arrived), dtype (u8), zero (u8), generation (u32), version (i64), step (i64),
-    weight (f64), party (u64), elements of the model (u64), first element (u64), number of values (u64), of notes (u64),
-    of counters (u64)
+    kind (u8), flags (u8: 1 fresh, 2 arrived), dtype (u8), zero (u8), generation (u32), version
+    (i64), step (i64), weight (f64), party (u64), elements of the model (u64), first element (u64),
+    number of values (u64), of notes (u64), of counters (u64)
     note: weight (f64), step (i64), fresh (u64)
     counter: i64
 """
@@ -62,13 +63,17 @@ class Kind(IntEnum):
     ARRIVE = 7
     """From a rank to itself: it has come to the end of a step."""
     SEEK = 8
-    """From a rank to itself: ask member `version` for its model, or every member where that is negative."""
+    """From a rank to itself: ask member `version` for its model, or every member where that is
+    negative.
+    """
     REST = 9
     """From a rank to itself: it will not arrive any more."""
     FINISH = 10
     """From a rank to itself: that was all."""
     ARRIVED = 11
-    """The sender has arrived at the version, or at a later one; its parts follow, and may take long."""
+    """The sender has arrived at the version, or at a later one; its parts follow, and may take
+    long.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +83,8 @@ class Note:
     Attributes:
         weight: with which its contribution counts, >= 0; 0 when it is not in.
         step: after which of its steps the contribution was taken; -1 when it is not in.
-        fresh: whether the member had arrived; a contribution that is not fresh was taken while it was computing.
+        fresh: whether the member had arrived; a contribution that is not fresh was taken while it
+            was computing.
     """
 
     weight: float
@@ -100,11 +106,14 @@ class ModelMessage:
         step: of the contribution, as in `Note`.
         fresh: likewise.
         weight: likewise; 0 for a part that is withheld.
-        arrived: whether the sender has arrived at this version or a later one, so that nobody need wait for it to.
-        party: in an exchange without owners, among whom the sender means to average: bit i for the group's i-th member.
+        arrived: whether the sender has arrived at this version or a later one, so that nobody need
+            wait for it to.
+        party: in an exchange without owners, among whom the sender means to average: bit i for the
+            group's i-th member.
         num_elements: of the whole model.
         begin: first element that `values` are for.
-        counters: integer buffers of the model, int64, shape (any,); of an average, the largest of each.
+        counters: integer buffers of the model, int64, shape (any,); of an average, the largest of
+            each.
         values: float32 or float64, shape (any,). Arrays of a received message cannot be written to.
         notes: of a group's members, in the order of the group.
     """
@@ -151,27 +160,41 @@ class ModelMessage:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> ModelMessage:
-        """Inverse of `to_bytes`, without copying values. Raises `WireError` for anything that it did not write."""
+        """Inverse of `to_bytes`, without copying values. Raises `WireError` for anything that it
+        did not write.
+        """
         if len(data) < HEAD_BYTES:
-            raise WireError(f"a message of a group average has {HEAD_BYTES} bytes or more, got {len(data)}; it was truncated")
+            raise WireError(
+                f"a message of a group average has {HEAD_BYTES} bytes or more, got {len(data)}; it"
+                " was truncated"
+            )
         kind, flags, code, zero, generation, *rest = _HEAD.unpack_from(data)
-        version, step, weight, party, num_elements, begin, num_values, num_notes, num_counters = rest
+        version, step, weight, party, num_elements, begin, num_values, num_notes, num_counters = (
+            rest
+        )
         if zero or flags > 3 or kind not in Kind._value2member_map_ or code not in _DTYPES:
             raise WireError(
-                f"got a message of a group average of kind {kind}, dtype {code}, flags {flags}.{zero}; it is corrupt"
+                f"got a message of a group average of kind {kind}, dtype {code}, flags"
+                f" {flags}.{zero}; it is corrupt"
             )
         counters_at = HEAD_BYTES + num_notes * NOTE_BYTES
         values_at = counters_at + num_counters * COUNTER_BYTES
         expected = values_at + num_values * _DTYPES[code].itemsize
         if len(data) != expected:
-            raise WireError(f"a message of a group average announces {expected} bytes and has {len(data)}; it was truncated")
+            raise WireError(
+                f"a message of a group average announces {expected} bytes and has {len(data)}; it"
+                " was truncated"
+            )
         if begin + num_values > num_elements:
             raise WireError(
-                f"a message of a group average holds elements {begin} to {begin + num_values} of a model of {num_elements}"
+                f"a message of a group average holds elements {begin} to {begin + num_values} of a"
+                f" model of {num_elements}"
             )
         notes = [
             Note(weight=_checked(note_weight), step=note_step, fresh=bool(note_fresh))
-            for note_weight, note_step, note_fresh in _NOTE.iter_unpack(memoryview(data)[HEAD_BYTES:counters_at])
+            for note_weight, note_step, note_fresh in _NOTE.iter_unpack(
+                memoryview(data)[HEAD_BYTES:counters_at]
+            )
         ]
         return cls(
             kind=Kind(kind),
@@ -192,11 +215,16 @@ class ModelMessage:
 
 def _checked(weight: float) -> float:
     if not 0 <= weight < math.inf:
-        raise WireError(f"a message of a group average holds the weight {weight}, allowed is any finite number from 0")
+        raise WireError(
+            f"a message of a group average holds the weight {weight}, allowed is any finite number"
+            " from 0"
+        )
     return weight
 
 
-def _array(data: bytes | bytearray | memoryview, dtype: np.dtype[_Scalar], count: int, offset: int) -> NDArray[_Scalar]:
+def _array(
+    data: bytes | bytearray | memoryview, dtype: np.dtype[_Scalar], count: int, offset: int
+) -> NDArray[_Scalar]:
     if not count:
         return np.empty(0, dtype)
     array = np.frombuffer(data, dtype, count, offset)

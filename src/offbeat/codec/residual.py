@@ -4,14 +4,16 @@
     send the k largest of acc; what is left is the new residual
     add what other parts dropped or rounded off
 
-With momentum correction (DGC, arXiv 1712.01887, sections 3.1 and 3.2), acc = residual + velocity, where
-velocity = momentum * velocity + weight * gradient; factor masking clears the velocity wherever an entry was sent.
+With momentum correction (DGC, arXiv 1712.01887, sections 3.1 and 3.2), acc = residual + velocity,
+where velocity = momentum * velocity + weight * gradient; factor masking clears the velocity
+wherever an entry was sent.
 
-A step is staged first and committed when it is known to be good everywhere, or discarded without a trace. Staging copies
-nothing: residual and gradient trade buffers on commit.
+A step is staged first and committed when it is known to be good everywhere, or discarded without a
+trace. Staging copies nothing: residual and gradient trade buffers on commit.
 
-Memory beside the gradient: one buffer of its size, three with momentum. Half-precision gradients are owed in float32; their
-buffer cannot be traded, so that takes two float32 buffers, four with momentum.
+Memory beside the gradient: one buffer of its size, three with momentum. Half-precision gradients
+are owed in float32; their buffer cannot be traded, so that takes two float32 buffers, four with
+momentum.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class ErrorFeedback:
 
     Args:
         num_elements: elements of the bucket, n.
-        dtype: of its gradients: float32 or float64, or bfloat16 or float16, whose state is kept in float32.
+        dtype: of its gradients: float32 or float64, or bfloat16 or float16, whose state is kept in
+            float32.
         device: of its gradients.
         selection: "exact", or "reuse" of the last step's threshold.
         momentum: DGC's momentum correction, in [0, 1); None: none.
@@ -65,13 +68,18 @@ class ErrorFeedback:
 
         self._residual = buffer(True)
         self._accumulator = buffer(self._is_half)
-        self._velocity, self._new_velocity = buffer(momentum is not None), buffer(momentum is not None)
+        self._velocity, self._new_velocity = (
+            buffer(momentum is not None),
+            buffer(momentum is not None),
+        )
         self._gradient: torch.Tensor | None = None
         self._new_threshold = 0.0
 
     @property
     def residual(self) -> torch.Tensor:
-        """What is owed, shape (n,). Live: writes change the state; another buffer after each commit."""
+        """What is owed, shape (n,). Live: writes change the state; another buffer after each
+        commit.
+        """
         return self._residual
 
     @property
@@ -83,8 +91,9 @@ class ErrorFeedback:
         """Pick what to send.
 
         Args:
-            gradient: shape (n,). Float32 and float64 buffers hold acc minus what was picked afterwards, and will be traded
-                for the residual's; half-precision ones stay the caller's.
+            gradient: shape (n,). Float32 and float64 buffers hold acc minus what was picked
+                afterwards, and will be traded for the residual's; half-precision ones stay the
+                caller's.
             k: how many entries, >= 1.
             weight: of the gradient.
         """
@@ -96,7 +105,9 @@ class ErrorFeedback:
             selection = exact(accumulated, self._residual, k=k, weight=weight)
         else:
             reuse = select.reuse if on_cpu else cuda.reuse
-            selection = reuse(accumulated, self._residual, k=k, weight=weight, threshold=self.threshold)
+            selection = reuse(
+                accumulated, self._residual, k=k, weight=weight, threshold=self.threshold
+            )
             self._new_threshold = selection.threshold
         if self._momentum is not None and self._masking:
             self._new_velocity[torch.from_numpy(selection.sparse.indices).to(gradient.device)] = 0
@@ -105,7 +116,8 @@ class ErrorFeedback:
     def stage_all(self, gradient: torch.Tensor, *, weight: float = 1.0) -> bool:
         """Leave all of acc in `gradient`, to be sent densely. Returns whether it is finite.
 
-        Momentum goes on unmasked: masking is against momentum that outlives what was owed too long, and here nothing was.
+        Momentum goes on unmasked: masking is against momentum that outlives what was owed too long,
+        and here nothing was.
         Only what rounding to half precision loses will be owed.
         """
         accumulated, weight = self._begin(gradient, weight)
@@ -119,7 +131,8 @@ class ErrorFeedback:
         """What was left by `stage` becomes the residual, and `owed` is added to it.
 
         Returns:
-            A zeroed buffer, shape (n,), to be used as the gradient's from now on: for half precision the same as before.
+            A zeroed buffer, shape (n,), to be used as the gradient's from now on: for half
+            precision the same as before.
         """
         gradient, free = self._staged(), self._residual
         self._residual = self._accumulator if self._is_half else gradient
@@ -142,11 +155,15 @@ class ErrorFeedback:
         self._finish()
 
     def discard(self) -> None:
-        """Forget what was staged. The gradient's buffer stays the caller's; what it holds has no meaning."""
+        """Forget what was staged. The gradient's buffer stays the caller's; what it holds has no
+        meaning.
+        """
         self._gradient = None
 
     def _begin(self, gradient: torch.Tensor, weight: float) -> tuple[torch.Tensor, float]:
-        """The buffer to accumulate in, which holds the gradient or the new velocity, and the weight that it has yet to get."""
+        """The buffer to accumulate in, which holds the gradient or the new velocity, and the weight
+        that it has yet to get.
+        """
         assert self._gradient is None, "the last step was neither committed nor discarded"
         self._gradient = gradient
         self._new_threshold = self.threshold
@@ -171,17 +188,29 @@ def add_owed(flat: torch.Tensor, owed: Sparse) -> None:
     if flat.device.type == "cpu":
         kernels.add_at(flat.numpy(), owed.indices, owed.values)
     else:
-        flat.index_add_(0, torch.from_numpy(owed.indices).to(flat.device), torch.from_numpy(owed.values).to(flat))
+        flat.index_add_(
+            0,
+            torch.from_numpy(owed.indices).to(flat.device),
+            torch.from_numpy(owed.values).to(flat),
+        )
 
 
 def add_momentum(
-    flat: torch.Tensor, velocity: torch.Tensor, momentum: float, weight: float, new_velocity: torch.Tensor
+    flat: torch.Tensor,
+    velocity: torch.Tensor,
+    momentum: float,
+    weight: float,
+    new_velocity: torch.Tensor,
 ) -> None:
     """new_velocity = flat = momentum * velocity + weight * flat."""
     if flat.device.type == "cpu":
         values = flat.numpy()
         kernels.add_momentum(
-            values, velocity.numpy(), values.dtype.type(momentum), values.dtype.type(weight), new_velocity.numpy()
+            values,
+            velocity.numpy(),
+            values.dtype.type(momentum),
+            values.dtype.type(weight),
+            new_velocity.numpy(),
         )
     else:
         torch.mul(velocity, momentum, out=new_velocity).add_(flat, alpha=weight)

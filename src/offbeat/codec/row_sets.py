@@ -38,5 +38,6 @@ def decode_rows(payload: bytes | memoryview, num_rows: int) -> RowSet:
             rows[numbers] = True
             return rows
     raise WireError(
-        f"a set of {num_rows} rows came as {len(payload)} bytes of kind {kind!r}; do all ranks train the same model?"
+        f"a set of {num_rows} rows came as {len(payload)} bytes of kind {kind!r}; do all ranks"
+        " train the same model?"
     )

@@ -2,16 +2,20 @@
 
     guess a threshold                                   (from a sample, or the last step's)
     one pass: add, write back, test for finiteness, collect the candidates that reach the threshold
-    finish among the candidates, or, if there are too few or too many, find the k-th magnitude digit by digit
+    finish among the candidates, or, if there are too few or too many, find the k-th magnitude digit
+    by digit
 
-The guess steers only which way is taken. Exact selection does not depend on it: k largest magnitudes, among equal ones those at
-lower indices; zeros are never selected, so there may be fewer than k.
+The guess steers only which way is taken. Exact selection does not depend on it: k largest
+magnitudes, among equal ones those at lower indices; zeros are never selected, so there may be fewer
+than k.
 
-Reuse selects all that reaches the last step's threshold, if they are 0.8 k to 1.2 k, and otherwise exactly. Its threshold
-follows the count, in the spirit of Ok-Topk (Li and Hoefler, PPoPP 2022), in proportion instead of by a fixed factor.
+Reuse selects all that reaches the last step's threshold, if they are 0.8 k to 1.2 k, and otherwise
+exactly. Its threshold follows the count, in the spirit of Ok-Topk (Li and Hoefler, PPoPP 2022), in
+proportion instead of by a fixed factor.
 
-Cost: 12 bytes of memory traffic a float32 element, as an in-place addition. In the rare fallback, another pass (float32: four,
-in the worst case) that only reads. Temporary memory: 12 bytes a candidate, of which there are about 1.5 k at density 0.001.
+Cost: 12 bytes of memory traffic a float32 element, as an in-place addition. In the rare fallback,
+another pass (float32: four, in the worst case) that only reads. Temporary memory: 12 bytes a
+candidate, of which there are about 1.5 k at density 0.001.
 """
 
 from __future__ import annotations
@@ -32,8 +36,9 @@ SMALL = 4096
 
 REUSE_SLACK = 0.2
 GAIN = 0.1
-"""Exponent that turns the ratio of counts into that of thresholds; around density 0.001 of a bell-shaped distribution the
-count falls with the 7th to 12th power of the threshold."""
+"""Exponent that turns the ratio of counts into that of thresholds; around density 0.001 of a
+bell-shaped distribution the count falls with the 7th to 12th power of the threshold.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +68,8 @@ def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) 
     """Pick exactly the `k` largest of residual + weight * flat.
 
     Args:
-        flat: CPU, float32 or float64, shape (n,). Afterwards residual + weight * flat, with zeros where entries were picked.
+        flat: CPU, float32 or float64, shape (n,). Afterwards residual + weight * flat, with zeros
+            where entries were picked.
         residual: same shape and dtype, of another memory.
         k: in [1, n].
         weight: of `flat`.
@@ -80,8 +86,11 @@ def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) 
     return _finish(values, _by_digits(values, k))
 
 
-def reuse(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, threshold: float) -> Selection:
-    """Pick what reaches `threshold`, if that is within 20% of `k` entries, else the `k` largest. Arguments as of `exact`.
+def reuse(
+    flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, threshold: float
+) -> Selection:
+    """Pick what reaches `threshold`, if that is within 20% of `k` entries, else the `k` largest.
+    Arguments as of `exact`.
 
     `threshold`: as the last selection returned it; 0 when there was none.
     """
@@ -91,11 +100,15 @@ def reuse(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, 
         return exact(flat, residual, k=k, weight=weight)
     guess = Guess(last, min(values.size, 4 * k))
     indices, found = _room(guess.capacity, values.dtype)
-    count, finite = kernels.accumulate(values, residual.numpy(), values.dtype.type(weight), last, indices, found)
+    count, finite = kernels.accumulate(
+        values, residual.numpy(), values.dtype.type(weight), last, indices, found
+    )
     if not finite:
         return _nothing(values)
     if (1 - REUSE_SLACK) * k <= count <= (1 + REUSE_SLACK) * k:
-        picked = Sparse(indices=indices[:count].copy(), values=found[:count].copy(), num_elements=values.size)
+        picked = Sparse(
+            indices=indices[:count].copy(), values=found[:count].copy(), num_elements=values.size
+        )
         return _finish(values, picked, threshold=float(last) * (count / k) ** GAIN)
     if k <= count <= guess.capacity:
         return _finish(values, _largest(indices[:count], found[:count], values.size, k))
@@ -107,10 +120,16 @@ def _again(values: NDArray[np.floating], k: int) -> Sparse:
     guess = _guess(values, values, values.dtype.type(0), k)
     indices, found = _room(guess.capacity, values.dtype)
     count = kernels.collect(values, guess.threshold, indices, found)
-    return _largest(indices[:count], found[:count], values.size, k) if _suffices(guess, count, k) else _by_digits(values, k)
+    return (
+        _largest(indices[:count], found[:count], values.size, k)
+        if _suffices(guess, count, k)
+        else _by_digits(values, k)
+    )
 
 
-def _finish(values: NDArray[np.floating], picked: Sparse, threshold: float | None = None) -> Selection:
+def _finish(
+    values: NDArray[np.floating], picked: Sparse, threshold: float | None = None
+) -> Selection:
     values[picked.indices] = 0
     if threshold is None:
         threshold = float(np.abs(picked.values).min()) if len(picked) else 0.0
@@ -137,17 +156,23 @@ class SamplePlan:
 
 
 def sample_plan(num_elements: int, k: int) -> SamplePlan | None:
-    """Room for four standard deviations of the sample to either side; None when sampling saves nothing."""
+    """Room for four standard deviations of the sample to either side; None when sampling saves
+    nothing.
+    """
     if num_elements <= SMALL or 2 * k >= num_elements:
         return None
     num_samples = min(max(128 * num_elements // k, SMALL), 1 << 17, num_elements // 8)
     expected = k * num_samples / num_elements
     rank = math.ceil(expected + 4 * math.sqrt(expected) + 2)
     capacity = math.ceil(k * (1 + 10 / math.sqrt(expected))) + 1024
-    return SamplePlan(num_samples, rank, min(num_elements, capacity)) if rank < num_samples else None
+    return (
+        SamplePlan(num_samples, rank, min(num_elements, capacity)) if rank < num_samples else None
+    )
 
 
-def _guess(values: NDArray[np.floating], owed: NDArray[np.floating], weight: np.floating, k: int) -> Guess:
+def _guess(
+    values: NDArray[np.floating], owed: NDArray[np.floating], weight: np.floating, k: int
+) -> Guess:
     least = np.finfo(values.dtype).smallest_subnormal
     plan = sample_plan(values.size, k)
     if plan is None:
@@ -159,17 +184,23 @@ def _guess(values: NDArray[np.floating], owed: NDArray[np.floating], weight: np.
 
 
 def _suffices(guess: Guess, count: int, k: int) -> bool:
-    """Whether the largest entries are all among the candidates: enough of them, or all that there are."""
+    """Whether the largest entries are all among the candidates: enough of them, or all that there
+    are.
+    """
     everything = guess.threshold == np.finfo(guess.threshold.dtype).smallest_subnormal
     return count <= guess.capacity and (count >= k or bool(everything))
 
 
-def _room(capacity: int, dtype: np.dtype[np.floating]) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
+def _room(
+    capacity: int, dtype: np.dtype[np.floating]
+) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
     size = capacity + kernels.BLOCK
     return np.empty(size, dtype=np.int64), np.empty(size, dtype=dtype)
 
 
-def _largest(indices: NDArray[np.int64], values: NDArray[np.floating], num_elements: int, k: int) -> Sparse:
+def _largest(
+    indices: NDArray[np.int64], values: NDArray[np.floating], num_elements: int, k: int
+) -> Sparse:
     return keep_largest(Sparse(indices=indices, values=values, num_elements=num_elements), k)[0]
 
 
@@ -186,6 +217,8 @@ def _by_digits(values: NDArray[np.floating], k: int) -> Sparse:
         left -= int(at_least[place] - counts[-1 - place])
         kth |= counts.size - 1 - place << shift
     marks = np.empty(values.size, dtype=np.bool_)
-    kernels.take_largest(bits, mask, mask.dtype.type(max(kth, 1)), k, marks)  # at least 1: zeros are not selected
+    kernels.take_largest(
+        bits, mask, mask.dtype.type(max(kth, 1)), k, marks
+    )  # at least 1: zeros are not selected
     indices = np.flatnonzero(marks)
     return Sparse(indices=indices, values=values[indices], num_elements=values.size)

@@ -1,7 +1,7 @@
 """Sparse vectors as sorted pairs, and how they are added, merged and taken apart.
 
-The same inputs give the same bytes on every machine. Values may include zeros (a sum can cancel); zeros carry nothing, and
-`keep_largest` leaves them out of both its results.
+The same inputs give the same bytes on every machine. Values may include zeros (a sum can cancel);
+zeros carry nothing, and `keep_largest` leaves them out of both its results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ class Sparse:
 
     @classmethod
     def empty(cls, num_elements: int, dtype: DTypeLike) -> Sparse:
-        return cls(indices=np.empty(0, dtype=np.int64), values=np.empty(0, dtype=dtype), num_elements=num_elements)
+        return cls(
+            indices=np.empty(0, dtype=np.int64),
+            values=np.empty(0, dtype=dtype),
+            num_elements=num_elements,
+        )
 
     @classmethod
     def from_dense(cls, dense: NDArray[np.floating]) -> Sparse:
@@ -56,7 +60,11 @@ class Sparse:
         return dense
 
     def scaled(self, factor: float) -> Sparse:
-        return Sparse(indices=self.indices, values=self.values * self.values.dtype.type(factor), num_elements=self.num_elements)
+        return Sparse(
+            indices=self.indices,
+            values=self.values * self.values.dtype.type(factor),
+            num_elements=self.num_elements,
+        )
 
 
 def add(a: Sparse, b: Sparse) -> Sparse:
@@ -66,11 +74,15 @@ def add(a: Sparse, b: Sparse) -> Sparse:
     if not len(b):
         return a
     total = _room_for(len(a) + len(b), a)
-    return _pairs(*total, a, end=sparse_kernels.add_sorted(a.indices, a.values, b.indices, b.values, *total))
+    return _pairs(
+        *total, a, end=sparse_kernels.add_sorted(a.indices, a.values, b.indices, b.values, *total)
+    )
 
 
 def add_all(sparses: Sequence[Sparse]) -> Sparse:
-    """The sum of at least one vector, added in pairs: the order depends on the number of vectors only."""
+    """The sum of at least one vector, added in pairs: the order depends on the number of vectors
+    only.
+    """
     while len(sparses) > 1:
         pairs = [add(a, b) for a, b in zip(sparses[::2], sparses[1::2], strict=False)]
         sparses = pairs + list(sparses[len(pairs) * 2 :])
@@ -80,8 +92,8 @@ def add_all(sparses: Sequence[Sparse]) -> Sparse:
 def keep_largest(sparse: Sparse, k: int) -> tuple[Sparse, Sparse]:
     """The `k` pairs of largest magnitude, and the others.
 
-    Among equal magnitudes those at lower indices are kept. Pairs with value zero are in neither result, so fewer than `k`
-    may be kept.
+    Among equal magnitudes those at lower indices are kept. Pairs with value zero are in neither
+    result, so fewer than `k` may be kept.
     """
     k = min(k, len(sparse))
     mask, bits = magnitude_mask(sparse.values.dtype), bits_of(sparse.values)
@@ -90,8 +102,12 @@ def keep_largest(sparse: Sparse, k: int) -> tuple[Sparse, Sparse]:
     else:
         kth = mask ^ mask if k else mask  # below or above every magnitude
     indices, values = _room_for(len(sparse) + 1, sparse)
-    num_kept, num_others = sparse_kernels.split_largest(sparse.indices, bits, mask, kth, k, indices, bits_of(values))
-    return _pairs(indices, values, sparse, end=num_kept), _pairs(indices, values, sparse, begin=k, end=k + num_others)
+    num_kept, num_others = sparse_kernels.split_largest(
+        sparse.indices, bits, mask, kth, k, indices, bits_of(values)
+    )
+    return _pairs(indices, values, sparse, end=num_kept), _pairs(
+        indices, values, sparse, begin=k, end=k + num_others
+    )
 
 
 def merge(a: Sparse, b: Sparse, k: int) -> tuple[Sparse, Sparse]:
@@ -102,7 +118,9 @@ def merge(a: Sparse, b: Sparse, k: int) -> tuple[Sparse, Sparse]:
 def split_by_index(sparse: Sparse, indices: NDArray[np.int64]) -> tuple[Sparse, Sparse]:
     """The pairs whose index is among the ascending `indices`, and the others."""
     inside, outside = _room_for(len(sparse), sparse), _room_for(len(sparse), sparse)
-    num_inside, num_outside = sparse_kernels.split_common(sparse.indices, sparse.values, indices, *inside, *outside)
+    num_inside, num_outside = sparse_kernels.split_common(
+        sparse.indices, sparse.values, indices, *inside, *outside
+    )
     return _pairs(*inside, sparse, end=num_inside), _pairs(*outside, sparse, end=num_outside)
 
 
@@ -113,7 +131,9 @@ def partition(sparse: Sparse, num_owners: int) -> list[Sparse]:
     owners = np.empty(len(sparse), dtype=np.uint32)
     sparse_kernels.deal(sparse.indices, sparse.values, owners, ends, indices, values)
     bounds = [0, *ends.tolist()]
-    return [_pairs(indices, values, sparse, begin=begin, end=end) for begin, end in pairwise(bounds)]
+    return [
+        _pairs(indices, values, sparse, begin=begin, end=end) for begin, end in pairwise(bounds)
+    ]
 
 
 def union_disjoint(parts: Sequence[Sparse]) -> Sparse:
@@ -121,7 +141,8 @@ def union_disjoint(parts: Sequence[Sparse]) -> Sparse:
     union = add_all(parts)
     if len(union) != sum(map(len, parts)):
         raise WireError(
-            "two ranks reported results for the same index; do all ranks run the same version with the same options?"
+            "two ranks reported results for the same index; do all ranks run the same version with"
+            " the same options?"
         )
     return union
 
@@ -131,6 +152,13 @@ def _room_for(num_pairs: int, like: Sparse) -> tuple[NDArray[np.int64], NDArray[
 
 
 def _pairs(
-    indices: NDArray[np.int64], values: NDArray[np.floating], like: Sparse, *, begin: SupportsIndex = 0, end: SupportsIndex
+    indices: NDArray[np.int64],
+    values: NDArray[np.floating],
+    like: Sparse,
+    *,
+    begin: SupportsIndex = 0,
+    end: SupportsIndex,
 ) -> Sparse:
-    return Sparse(indices=indices[begin:end], values=values[begin:end], num_elements=like.num_elements)
+    return Sparse(
+        indices=indices[begin:end], values=values[begin:end], num_elements=like.num_elements
+    )

@@ -1,8 +1,8 @@
 """Kernels that walk along sorted pairs: sums, splits, owners, gaps between indices.
 
-What an entry's fate depends on is as good as random, so loops select and count instead of branching: a branch that cannot be
-predicted costs more than everything else that is done for an entry. Positions are unsigned, which spares the test for
-Python's negative ones.
+What an entry's fate depends on is as good as random, so loops select and count instead of
+branching: a branch that cannot be predicted costs more than everything else that is done for an
+entry. Positions are unsigned, which spares the test for Python's negative ones.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from offbeat.codec.jit import bits_of, kernel, magnitude_mask
 from offbeat.planning import fusion
 
 _ONE = np.uint64(1)
-# Written for arrays, it serves for single indices as well. numba's cache follows this file alone: whoever changes that function
-# has to touch this file too, or `deal` stays as it was.
-_owner_of = cast(Callable[[np.uint64, np.uint64], np.uint32], numba.njit(nogil=True)(fusion.owner_of))
+# Written for arrays, it serves for single indices as well. numba's cache follows this file alone:
+# whoever changes that function has to touch this file too, or `deal` stays as it was.
+_owner_of = cast(
+    Callable[[np.uint64, np.uint64], np.uint32], numba.njit(nogil=True)(fusion.owner_of)
+)
 
 
 @kernel
@@ -60,7 +62,9 @@ def _add_rest(
 ) -> np.uint64:
     """The merge from given positions to given ends. Returns where the result ends."""
     while a < end_a and b < end_b:
-        a, b, count = _add_next(indices_a, values_a, indices_b, values_b, indices, values, a, b, count)
+        a, b, count = _add_next(
+            indices_a, values_a, indices_b, values_b, indices, values, a, b, count
+        )
     while a < end_a:
         indices[count] = indices_a[a]
         values[count] = values_a[a]
@@ -85,7 +89,8 @@ def add_sorted(
 ) -> np.int64:
     """Merge two ascending lists into one, adding the values of equal indices. Returns its length.
 
-    Each step of a merge waits for the one before it, so two of them are done side by side: what lies below the middle of the
+    Each step of a merge waits for the one before it, so two of them are done side by side: what
+    lies below the middle of the
     first list, and the rest.
     """
     size_a, size_b = np.uint64(indices_a.size), np.uint64(indices_b.size)
@@ -95,9 +100,15 @@ def add_sorted(
     c, d, high = middle_a, middle_b, middle_a + middle_b
     while a < middle_a and b < middle_b and c < size_a and d < size_b:
         a, b, low = _add_next(indices_a, values_a, indices_b, values_b, indices, values, a, b, low)
-        c, d, high = _add_next(indices_a, values_a, indices_b, values_b, indices, values, c, d, high)
-    low = _add_rest(indices_a, values_a, indices_b, values_b, indices, values, a, middle_a, b, middle_b, low)
-    high = _add_rest(indices_a, values_a, indices_b, values_b, indices, values, c, size_a, d, size_b, high)
+        c, d, high = _add_next(
+            indices_a, values_a, indices_b, values_b, indices, values, c, d, high
+        )
+    low = _add_rest(
+        indices_a, values_a, indices_b, values_b, indices, values, a, middle_a, b, middle_b, low
+    )
+    high = _add_rest(
+        indices_a, values_a, indices_b, values_b, indices, values, c, size_a, d, size_b, high
+    )
     gap = middle_a + middle_b - low
     if gap > 0:
         _move_down(indices, low, gap, high)
@@ -106,7 +117,9 @@ def add_sorted(
 
 
 @kernel
-def _move_down(array: NDArray[np.generic], begin: np.uint64, gap: np.uint64, end: np.uint64) -> None:
+def _move_down(
+    array: NDArray[np.generic], begin: np.uint64, gap: np.uint64, end: np.uint64
+) -> None:
     """array[begin : end - gap] = array[begin + gap : end]."""
     for i in range(begin, end - gap):
         array[i] = array[i + gap]
@@ -122,7 +135,8 @@ def split_largest(
     split_indices: NDArray[np.int64],
     split_bits: NDArray[np.unsignedinteger],
 ) -> tuple[np.int64, np.int64]:
-    """Part the `k` largest magnitudes from the others; among equals the first ones are kept, zeros nowhere.
+    """Part the `k` largest magnitudes from the others; among equals the first ones are kept, zeros
+    nowhere.
 
     Args:
         indices: shape (n,).
@@ -130,7 +144,8 @@ def split_largest(
         mask: the bits of a magnitude.
         kth: the k-th largest magnitude.
         k: in [0, n].
-        split_indices: takes those kept from the beginning on, the others from `k` on; shape (n + 1,).
+        split_indices: takes those kept from the beginning on, the others from `k` on; shape (n +
+            1,).
         split_bits: the same.
 
     Returns:
@@ -165,7 +180,9 @@ def split_common(
     outside_indices: NDArray[np.int64],
     outside_values: NDArray[np.floating],
 ) -> tuple[np.int64, np.int64]:
-    """Part the pairs whose index is among the ascending `others` from the rest. Returns how many there are of both."""
+    """Part the pairs whose index is among the ascending `others` from the rest. Returns how many
+    there are of both.
+    """
     i = j = num_inside = num_outside = np.uint64(0)
     while i < indices.size and j < others.size:
         index, other = indices[i], others[j]
@@ -226,7 +243,8 @@ def encode_gaps(
     codes: NDArray[np.uint16],
     coded_bits: NDArray[np.unsignedinteger],
 ) -> tuple[np.int64, np.int64]:
-    """Code ascending indices by their gaps. Zeros are left out; a gap of 2**16 or more is bridged by zero-valued fillers.
+    """Code ascending indices by their gaps. Zeros are left out; a gap of 2**16 or more is bridged
+    by zero-valued fillers.
 
     Args:
         indices: strictly ascending, >= 0.
@@ -262,11 +280,15 @@ def encode_gaps(
 
 @kernel
 def decode_gaps(
-    codes: NDArray[np.uint16], bits: NDArray[np.unsignedinteger], mask: np.unsignedinteger, indices: NDArray[np.int64]
+    codes: NDArray[np.uint16],
+    bits: NDArray[np.unsignedinteger],
+    mask: np.unsignedinteger,
+    indices: NDArray[np.int64],
 ) -> tuple[np.int64, np.int64]:
     """Inverse of `encode_gaps`: writes `indices`, moves the values to the front of `bits`.
 
-    Returns how many there are, zeros left out, and where the last gap ends, even if a zero is there.
+    Returns how many there are, zeros left out, and where the last gap ends, even if a zero is
+    there.
     """
     position = np.int64(-1)
     count = np.uint64(0)
@@ -287,7 +309,9 @@ def differences(
     different: NDArray[np.int64],
     errors: NDArray[np.floating],
 ) -> np.int64:
-    """List values - rounded wherever it is not zero; a NaN has no difference from anything. Returns how many there are."""
+    """List values - rounded wherever it is not zero; a NaN has no difference from anything. Returns
+    how many there are.
+    """
     count = np.uint64(0)
     for i in range(indices.size):
         value = values[i]
@@ -299,7 +323,8 @@ def differences(
 
 @kernel
 def round_to_bfloat16(values: NDArray[np.floating], codes: NDArray[np.uint16]) -> None:
-    """Leading halves of the float32 numbers, rounded to nearest, ties to even; infinities become the largest number.
+    """Leading halves of the float32 numbers, rounded to nearest, ties to even; infinities become
+    the largest number.
 
     Float64 values are rounded to float32 first.
     """
@@ -335,7 +360,10 @@ def count_magnitudes(
     counters = np.zeros(greatest - least + 1 if values.size else 0, dtype=np.uint32)
     for i in range(values.size):
         counters[np.uint64(_magnitude(values[i]) - least)] += np.uint32(1)
-    magnitudes, counts = np.empty(counters.size, dtype=np.uint16), np.empty(counters.size, dtype=np.uint32)
+    magnitudes, counts = (
+        np.empty(counters.size, dtype=np.uint16),
+        np.empty(counters.size, dtype=np.uint32),
+    )
     size = total = counted = 0
     first = surely_kept if values.size > surely_kept else 0
     for below in range(counters.size):
@@ -351,8 +379,11 @@ def count_magnitudes(
 
 
 @kernel
-def grant(magnitudes: NDArray[np.uint16], counts: NDArray[np.uint32], ends: NDArray[np.int64], k: int) -> NDArray[np.int64]:
-    """How many entries each owner keeps of the `k` largest. At the boundary those of lower owners come first.
+def grant(
+    magnitudes: NDArray[np.uint16], counts: NDArray[np.uint32], ends: NDArray[np.int64], k: int
+) -> NDArray[np.int64]:
+    """How many entries each owner keeps of the `k` largest. At the boundary those of lower owners
+    come first.
 
     Args:
         magnitudes: one owner's after the other's.
@@ -389,15 +420,29 @@ def warm() -> None:
         values = np.ones(1, dtype=dtype)
         mask = magnitude_mask(dtype)
         pairs = indices.copy(), values.copy()
-        add_sorted(indices, values, indices, values, np.zeros(2, dtype=np.int64), np.zeros(2, dtype=dtype))
-        split_largest(indices, bits_of(values), mask, mask, 0, np.zeros(2, dtype=np.int64), np.zeros(2, dtype=mask.dtype))
+        add_sorted(
+            indices, values, indices, values, np.zeros(2, dtype=np.int64), np.zeros(2, dtype=dtype)
+        )
+        split_largest(
+            indices,
+            bits_of(values),
+            mask,
+            mask,
+            0,
+            np.zeros(2, dtype=np.int64),
+            np.zeros(2, dtype=mask.dtype),
+        )
         split_common(indices, values, indices, *pairs, *pairs)
         deal(indices, values, np.zeros(1, dtype=np.uint32), np.zeros(1, dtype=np.int64), *pairs)
         differences(indices, values, values, *pairs)
         round_to_bfloat16(values, np.zeros(1, dtype=np.uint16))
         grant(*count_magnitudes(values, 0, 1), indices, 1)
     codes = np.zeros(1, dtype=np.uint16)
-    for bits in (np.ones(1, dtype=np.uint16), np.ones(1, dtype=np.uint32), np.ones(1, dtype=np.uint64)):
+    for bits in (
+        np.ones(1, dtype=np.uint16),
+        np.ones(1, dtype=np.uint32),
+        np.ones(1, dtype=np.uint64),
+    ):
         mask = magnitude_mask(bits.dtype)
         encode_gaps(indices, bits, mask, codes, bits.copy())
         decode_gaps(codes, bits, mask, indices.copy())

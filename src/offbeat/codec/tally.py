@@ -1,7 +1,8 @@
-"""What every rank must know of a step besides its gradients: weights, faults and which parameters took part.
+"""What every rank must know of a step besides its gradients: weights, faults and which parameters
+took part.
 
-A `Tally` rides inside the messages of an exchange. Merging is associative, so any tree, ring or all-gather that reaches
-everyone gives every rank the same one.
+A `Tally` rides inside the messages of an exchange. Merging is associative, so any tree, ring or
+all-gather that reaches everyone gives every rank the same one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Tally:
     """Sums over the ranks merged so far.
 
     Attributes:
-        weight: sum of the ranks' averaging weights; one rank alone counts 1.0 unless told otherwise.
+        weight: sum of the ranks' averaging weights; one rank alone counts 1.0 unless told
+            otherwise.
         num_nonfinite: ranks whose gradient held an infinity or a NaN.
         num_failed: ranks that raised inside backward and joined only so that nobody hangs.
         used: bool array, shape (number of parameters,): which ones got a gradient on some rank.
@@ -59,11 +61,13 @@ class Tally:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, *, num_parameters: int) -> Tally:
-        """Inverse of `to_bytes`. Raises `WireError` when `data` is not a tally of `num_parameters` parameters."""
+        """Inverse of `to_bytes`. Raises `WireError` when `data` is not a tally of `num_parameters`
+        parameters.
+        """
         if len(data) != cls.num_bytes(num_parameters):
             raise WireError(
-                f"a tally of {num_parameters} parameters takes {cls.num_bytes(num_parameters)} bytes, got {len(data)}; "
-                "do all ranks train the same model?"
+                f"a tally of {num_parameters} parameters takes {cls.num_bytes(num_parameters)}"
+                f" bytes, got {len(data)}; do all ranks train the same model?"
             )
         weight, num_nonfinite, num_failed, size = _HEAD.unpack_from(data)
         if size != num_parameters:
@@ -73,7 +77,9 @@ class Tally:
         return cls(weight=weight, num_nonfinite=num_nonfinite, num_failed=num_failed, used=used)
 
     def write_to(self, tail: torch.Tensor) -> None:
-        """Lay the tally out as the numbers of `tail`, shape (NUM_COUNTERS + number of parameters,), to be summed."""
+        """Lay the tally out as the numbers of `tail`, shape (NUM_COUNTERS + number of parameters,),
+        to be summed.
+        """
         numbers = np.empty(NUM_COUNTERS + self.used.size)
         numbers[:NUM_COUNTERS] = (self.weight, self.num_nonfinite, self.num_failed)
         numbers[NUM_COUNTERS:] = self.used

@@ -1,4 +1,6 @@
-"""The one-pass kernel for GPUs. Imported only where Triton is installed and tensors are on a GPU."""
+"""The one-pass kernel for GPUs. Imported only where Triton is installed and tensors are
+on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,14 @@ BLOCK = 2048
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _accumulate(flat, residual, weight, threshold, indices, count, n, capacity, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _accumulate(  # type: ignore[no-untyped-def]
+    flat, residual, weight, threshold, indices, count, n, capacity, BLOCK: tl.constexpr
+):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < n
-    x = tl.load(residual + offsets, mask=inside, other=0.0) + weight * tl.load(flat + offsets, mask=inside, other=0.0)
+    x = tl.load(residual + offsets, mask=inside, other=0.0) + weight * tl.load(
+        flat + offsets, mask=inside, other=0.0
+    )
     tl.store(flat + offsets, x, mask=inside)
     below = tl.abs(x) < tl.load(threshold)
     hit = (inside & (below == 0)).to(tl.int32)  # so that NaN is a hit
@@ -24,7 +30,11 @@ def _accumulate(flat, residual, weight, threshold, indices, count, n, capacity, 
 
 
 def accumulate(
-    flat: torch.Tensor, residual: torch.Tensor, weight: float, threshold: torch.Tensor, capacity: int
+    flat: torch.Tensor,
+    residual: torch.Tensor,
+    weight: float,
+    threshold: torch.Tensor,
+    capacity: int,
 ) -> tuple[int, torch.Tensor]:
     """flat = residual + weight * flat, and the indices of what reaches `threshold` or is NaN.
 
@@ -36,11 +46,14 @@ def accumulate(
         capacity: how many indices to make room for.
 
     Returns:
-        How many there are, and the int64 indices, ascending, of as many as there was room for (any of them).
+        How many there are, and the int64 indices, ascending, of as many as there was room for (any
+        of them).
     """
     indices = torch.empty(capacity, dtype=torch.int64, device=flat.device)
     count = torch.zeros(1, dtype=torch.int32, device=flat.device)
     grid = (triton.cdiv(flat.numel(), BLOCK),)
-    _accumulate[grid](flat, residual, weight, threshold, indices, count, flat.numel(), capacity, BLOCK=BLOCK)
+    _accumulate[grid](
+        flat, residual, weight, threshold, indices, count, flat.numel(), capacity, BLOCK=BLOCK
+    )
     found = int(count.item())
     return found, indices[:found].sort().values

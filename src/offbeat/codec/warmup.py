@@ -18,7 +18,8 @@ class Warmup:
     steps_each: int
 
     def density_at(self, step: int, target: float) -> float:
-        """Density of step `step`, counted from 0: the stage's, but never below `target`, which holds after the last stage.
+        """Density of step `step`, counted from 0: the stage's, but never below `target`, which
+        holds after the last stage.
 
         >>> Warmup(densities=(0.5, 0.1), steps_each=10).density_at(12, 0.001)
         0.1
@@ -33,7 +34,10 @@ class Warmup:
 
     @classmethod
     def exponential(cls, steps_per_epoch: int, density: float, epochs: int = 4) -> Warmup:
-        """Of DGC (arXiv 1712.01887): from epoch to epoch by the same factor, down to `density` in epoch `epochs`."""
+        """Of DGC (arXiv 1712.01887): from epoch to epoch by the same factor, down to `density` in
+        epoch `epochs`.
+        """
         return cls(
-            densities=tuple(density ** ((epoch + 1) / (epochs + 1)) for epoch in range(epochs)), steps_each=steps_per_epoch
+            densities=tuple(density ** ((epoch + 1) / (epochs + 1)) for epoch in range(epochs)),
+            steps_each=steps_per_epoch,
         )

@@ -33,12 +33,19 @@ class Wire:
     value_format: ValueFormat
 
     def encode(self, sparse: Sparse, tally: Tally) -> tuple[bytes, Sparse]:
-        """The message, and what its receivers will not see of `sparse` because the format rounds."""
+        """The message, and what its receivers will not see of `sparse` because the
+        format rounds.
+        """
         return wire.encode(sparse, tally, value_format=self.value_format)
 
     def decode(self, payload: Payload) -> tuple[Sparse, Tally]:
         """Inverse of `encode`. Raises `WireError`."""
-        return wire.decode(payload, num_elements=self.num_elements, num_parameters=self.num_parameters, dtype=self.dtype)
+        return wire.decode(
+            payload,
+            num_elements=self.num_elements,
+            num_parameters=self.num_parameters,
+            dtype=self.dtype,
+        )
 
     def empty(self) -> Sparse:
         return Sparse.empty(self.num_elements, self.dtype)
@@ -50,7 +57,8 @@ class Exchanged:
 
     Attributes:
         kept: the sum that is applied; the same bytes on every rank.
-        owed: what this rank must add to its residual. Over all ranks, kept + sum of owed == sum of contributions.
+        owed: what this rank must add to its residual. Over all ranks, kept + sum of owed == sum of
+            contributions.
         tally: merged over all ranks; the same on every rank.
     """
 
@@ -62,8 +70,12 @@ class Exchanged:
 class SparseCollective(Protocol):
     """A protocol that sums sparse contributions: the tree, the reduce-scatter, the all-gather."""
 
-    def __call__(self, rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire) -> Collective[Exchanged]:
-        """Args: `mine` has about `k` pairs; the result has at most `k` unless the protocol says otherwise."""
+    def __call__(
+        self, rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire
+    ) -> Collective[Exchanged]:
+        """Args: `mine` has about `k` pairs; the result has at most `k` unless the protocol says
+        otherwise.
+        """
         ...
 
 

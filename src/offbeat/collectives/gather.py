@@ -1,8 +1,8 @@
 """All-gather of messages of any length, for any world size (Bruck's algorithm).
 
-In round j each rank passes all it has, at most 2**j blocks, to the rank 2**j below it: ceil(log2 P) rounds, and every rank
-sends P-1 blocks altogether, which is the least possible. What has arrived is read while the next round's blocks are on their
-way.
+In round j each rank passes all it has, at most 2**j blocks, to the rank 2**j below it: ceil(log2 P)
+rounds, and every rank sends P-1 blocks altogether, which is the least possible. What has arrived is
+read while the next round's blocks are on their way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ T = TypeVar("T")
 _LENGTH = struct.Struct("<Q")
 
 
-def all_gather(rank: int, world_size: int, mine: Payload, read: Callable[[Payload], T]) -> Collective[list[T]]:
+def all_gather(
+    rank: int, world_size: int, mine: Payload, read: Callable[[Payload], T]
+) -> Collective[list[T]]:
     """Every rank's payload, by rank, as `read` understands it; this rank's own too."""
     blocks: list[Payload] = [mine]  # blocks[i] is from rank + i
     results: list[T] = []

@@ -1,9 +1,11 @@
-"""Averaging with a few ranks at a time: over the edges of an undirected graph, and push-sum over those of a directed one.
+"""Averaging with a few ranks at a time: over the edges of an undirected graph, and push-sum over
+those of a directed one.
 
-A vector travels as the raw bytes of its blocks, in messages of at most `MESSAGE_BYTES`, so that the wire stays full while
-blocks are read. Both sides know the blocks' types and lengths.
+A vector travels as the raw bytes of its blocks, in messages of at most `MESSAGE_BYTES`, so that the
+wire stays full while blocks are read. Both sides know the blocks' types and lengths.
 
-Cost of a round, for n bytes and d peers: d n bytes and d ceil(n / MESSAGE_BYTES) messages sent by each rank.
+Cost of a round, for n bytes and d peers: d n bytes and d ceil(n / MESSAGE_BYTES) messages sent by
+each rank.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ Block: TypeAlias = NDArray[np.floating]
 _WEIGHT = struct.Struct("<d")
 
 
-def neighbour_mean(rank: int, mine: Sequence[Block], weights: Mapping[int, float]) -> Collective[list[Block]]:
+def neighbour_mean(
+    rank: int, mine: Sequence[Block], weights: Mapping[int, float]
+) -> Collective[list[Block]]:
     """The weighted mean of this rank's vector and its neighbours': sum_j W_ij x_j / sum_j W_ij.
 
     Args:
         rank: this rank.
         mine: its vector, which is left as it is.
-        weights: the weight of each rank to average with, `rank` included. Whoever is in here has `rank` in its own.
+        weights: the weight of each rank to average with, `rank` included. Whoever is in here has
+            `rank` in its own.
     """
     message = _join(b"", mine)
     neighbours = [peer for peer in weights if peer != rank]
@@ -50,11 +55,15 @@ def neighbour_mean(rank: int, mine: Sequence[Block], weights: Mapping[int, float
     return total
 
 
-def push_sum(peers: Peers, mine: Sequence[Block], weight: float) -> Collective[tuple[list[Block], float]]:
-    """One round of push-sum: this rank parts with equal shares of its vector and its weight, and adds what it is sent.
+def push_sum(
+    peers: Peers, mine: Sequence[Block], weight: float
+) -> Collective[tuple[list[Block], float]]:
+    """One round of push-sum: this rank parts with equal shares of its vector and its weight, and
+    adds what it is sent.
 
-    Column-stochastic whatever the graph: a rank keeps what it did not send, which is not quite an equal share where shares
-    were rounded. So the sums over all ranks of vectors and of weights stay what they are.
+    Column-stochastic whatever the graph: a rank keeps what it did not send, which is not quite an
+    equal share where shares were rounded. So the sums over all ranks of vectors and of weights stay
+    what they are.
 
     Args:
         peers: whom this rank sends to and hears from; each target has this rank among its sources.
@@ -67,13 +76,19 @@ def push_sum(peers: Peers, mine: Sequence[Block], weight: float) -> Collective[t
     for peer in peers.sources:
         theirs = yield from _receive(peer, len(message))
         weight += _WEIGHT.unpack_from(theirs)[0]
-        for block, other in zip(total, _blocks_of(memoryview(theirs)[_WEIGHT.size :], mine), strict=True):
+        for block, other in zip(
+            total, _blocks_of(memoryview(theirs)[_WEIGHT.size :], mine), strict=True
+        ):
             block += other
     return total, weight
 
 
-def _part_with_shares(mine: Sequence[Block], weight: float, num_targets: int) -> tuple[bytes, list[Block], float]:
-    """The message that takes one share along; what is left of the vector, and of the weight, when all targets have theirs."""
+def _part_with_shares(
+    mine: Sequence[Block], weight: float, num_targets: int
+) -> tuple[bytes, list[Block], float]:
+    """The message that takes one share along; what is left of the vector, and of the weight, when
+    all targets have theirs.
+    """
     share = 1 / (1 + num_targets)
     parting = [block * share for block in mine]
     kept = [part * -num_targets for part in parting]
@@ -97,8 +112,8 @@ def _receive(peer: int, num_bytes: int) -> Collective[bytes]:
         piece = yield Recv(peer)
         if len(piece) != (expected := min(MESSAGE_BYTES, num_bytes - begin)):
             raise WireError(
-                f"rank {peer} sent {len(piece)} bytes of its weights where {expected} were due; do all ranks train the same "
-                "model?"
+                f"rank {peer} sent {len(piece)} bytes of its weights where {expected} were due; do"
+                " all ranks train the same model?"
             )
         pieces.append(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)

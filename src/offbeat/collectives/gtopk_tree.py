@@ -5,18 +5,20 @@
         a receiver adds them to its own and keeps the k largest
     rank 0 broadcasts its k pairs
 
-The merge is not associative: the result approximates the top-k of the sum and depends on the order of ranks.
+The merge is not associative: the result approximates the top-k of the sum and depends on the order
+of ranks.
 
 Differences from the paper:
-- any world size: a rank without a partner sits the round out (the published code needs a power of two);
-- `variant="conserving"`: whoever drops an entry in a merge owes it. The paper puts an entry back only if its index is
-  missing from the final set, so an entry dropped on one branch whose index survives through another is lost for ever.
-  `variant="paper"` does just that, for comparison.
+- any world size: a rank without a partner sits the round out (the published code needs a power of
+  two);
+- `variant="conserving"`: whoever drops an entry in a merge owes it. The paper puts an entry back
+  only if its index is missing from the final set, so an entry dropped on one branch whose index
+  survives through another is lost for ever. `variant="paper"` does just that, for comparison.
 
 Cost per step: 2 ceil(log2 P) messages in sequence, 2 k ceil(log2 P) pairs through the busiest rank.
 
-A patent on this procedure exists (US 11,436,065); judge for yourself whether that matters to you. The sparse reduce-scatter
-of this package is a different procedure with less traffic.
+A patent on this procedure exists (US 11,436,065); judge for yourself whether that matters to you.
+The sparse reduce-scatter of this package is a different procedure with less traffic.
 """
 
 from __future__ import annotations
@@ -75,6 +77,8 @@ def broadcast(rank: int, world_size: int, message: Payload) -> Collective[Payloa
 
 
 def cost_s(*, world_size: int, k: int, pair_bytes: int, network: Network) -> float:
-    """2 log2(P) alpha + 2 k log2(P) beta: each round of both phases passes one message of k pairs."""
+    """2 log2(P) alpha + 2 k log2(P) beta: each round of both phases passes one message
+    of k pairs.
+    """
     rounds = 2 * num_rounds(world_size)
     return network.messages.time_s(num_messages=rounds, num_bytes=rounds * k * pair_bytes)

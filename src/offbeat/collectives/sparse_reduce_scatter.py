@@ -7,18 +7,19 @@
     each owner keeps its sums above it and owes the rest
     all-gather what was kept
 
-Owners see every contribution to their indices, so the sums are exact, and what is dropped is dropped once, by one rank.
-Magnitudes are compared by their leading 16 bits (8 of the mantissa), so the result is the exact top-k up to a relative
-2**-8 in magnitude at the boundary: an entry that is left out is at most that much larger than the smallest one kept. That
-holds while each owner's share of the top-k lies within half and twice the mean, give or take `MARGIN` entries
-(codec.histogram); an owner beyond that keeps a few entries too many or too few.
+Owners see every contribution to their indices, so the sums are exact, and what is dropped is
+dropped once, by one rank. Magnitudes are compared by their leading 16 bits (8 of the mantissa), so
+the result is the exact top-k up to a relative 2**-8 in magnitude at the boundary: an entry that is
+left out is at most that much larger than the smallest one kept. That holds while each owner's share
+of the top-k lies within half and twice the mean, give or take `MARGIN` entries (codec.histogram);
+an owner beyond that keeps a few entries too many or too few.
 
-After Ok-Topk (Li and Hoefler, PPoPP 2022) and SparDL (arXiv 2304.00737). Differences: owners are dealt blocks in turn where
-Ok-Topk re-balances regions by consensus; the threshold is agreed on in each step where Ok-Topk re-uses it; nothing is
-re-sparsified on the way, as SparDL does.
+After Ok-Topk (Li and Hoefler, PPoPP 2022) and SparDL (arXiv 2304.00737). Differences: owners are
+dealt blocks in turn where Ok-Topk re-balances regions by consensus; the threshold is agreed on in
+each step where Ok-Topk re-uses it; nothing is re-sparsified on the way, as SparDL does.
 
-Cost per step: P-1 + 2 ceil(log2 P) messages in sequence; 2 (P-1)/P k pairs sent by each rank, and (P-1) c counters of 6 bytes,
-where c is at most 2 k / P + 128 and commonly one or two hundred.
+Cost per step: P-1 + 2 ceil(log2 P) messages in sequence; 2 (P-1)/P k pairs sent by each rank, and
+(P-1) c counters of 6 bytes, where c is at most 2 k / P + 128 and commonly one or two hundred.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ from offbeat.planning.trees import num_rounds
 from offbeat.transport.operations import Collective, Recv, Send
 
 EXPECTED_COUNTERS = 128
-"""Counters an owner reports, for the cost. Measured with normal and log-normal gradients, k = 25,000 and 4 to 32 ranks."""
+"""Counters an owner reports, for the cost. Measured with normal and log-normal gradients, k =
+25,000 and 4 to 32 ranks.
+"""
 
 
-def sparse_reduce_scatter(rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire) -> Collective[Exchanged]:
+def sparse_reduce_scatter(
+    rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire
+) -> Collective[Exchanged]:
     """At most k entries of the exact sum: its k largest, up to a relative 2**-8 in magnitude."""
     parts = partition(mine, world_size)
     owed, sums = wire.empty(), parts[rank]
@@ -56,14 +61,20 @@ def sparse_reduce_scatter(rank: int, world_size: int, mine: Sparse, tally: Tally
     kept, dropped = keep_largest(sums, quotas(histograms, k)[rank])
     payload, rounding = wire.encode(kept, tally)
 
-    # Tallies are merged here, in the order of ranks: sums of weights depend on the order, and all ranks must get the same.
-    regions, tallies = zip(*(yield from all_gather(rank, world_size, payload, wire.decode)), strict=True)
+    # Tallies are merged here, in the order of ranks: sums of weights depend on the order, and all
+    # ranks must get the same.
+    regions, tallies = zip(
+        *(yield from all_gather(rank, world_size, payload, wire.decode)), strict=True
+    )
     owed = add(add(owed, dropped), rounding)
     return Exchanged(kept=union_disjoint(regions), owed=owed, tally=reduce(Tally.merge, tallies))
 
 
 def cost_s(*, world_size: int, k: int, pair_bytes: int, network: Network) -> float:
     """(P-1 + 2 log2 P) alpha + (2 (P-1)/P k pairs + (P-1) c counters) beta."""
-    num_bytes = 2 * (world_size - 1) / world_size * k * pair_bytes + (world_size - 1) * EXPECTED_COUNTERS * COUNTER_BYTES
+    num_bytes = (
+        2 * (world_size - 1) / world_size * k * pair_bytes
+        + (world_size - 1) * EXPECTED_COUNTERS * COUNTER_BYTES
+    )
     messages = world_size - 1 + 2 * num_rounds(world_size)
     return network.messages.time_s(num_messages=messages, num_bytes=num_bytes)

@@ -1,9 +1,11 @@
 """Top-k by all-gather: every rank sees every contribution.
 
-Two readings of the sum. Top-k S-SGD applies all of it, up to P k entries. The global top-k keeps its k largest; since each
-rank has seen everything, each knows which of its own entries were left out and owes exactly those.
+Two readings of the sum. Top-k S-SGD applies all of it, up to P k entries. The global top-k keeps
+its k largest; since each rank has seen everything, each knows which of its own entries were left
+out and owes exactly those.
 
-Cost per step: ceil(log2 P) messages, (P-1) k pairs sent by each rank: linear in P, good for few ranks only.
+Cost per step: ceil(log2 P) messages, (P-1) k pairs sent by each rank: linear in P, good for few
+ranks only.
 """
 
 from __future__ import annotations
@@ -19,13 +21,17 @@ from offbeat.planning.trees import num_rounds
 from offbeat.transport.operations import Collective
 
 
-def topk_sum(rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire) -> Collective[Exchanged]:
+def topk_sum(
+    rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire
+) -> Collective[Exchanged]:
     """The sum of all contributions, with up to P k entries (Top-k S-SGD)."""
     total, rounding, tally = yield from _sum(rank, world_size, mine, tally, wire)
     return Exchanged(kept=total, owed=rounding, tally=tally)
 
 
-def global_topk(rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire) -> Collective[Exchanged]:
+def global_topk(
+    rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire
+) -> Collective[Exchanged]:
     """The exact k largest entries of the sum of all contributions."""
     total, rounding, tally = yield from _sum(rank, world_size, mine, tally, wire)
     kept, _ = keep_largest(total, k)
@@ -35,12 +41,18 @@ def global_topk(rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, 
     return Exchanged(kept=kept, owed=add(left_out, inside), tally=tally)
 
 
-def _sum(rank: int, world_size: int, mine: Sparse, tally: Tally, wire: Wire) -> Collective[tuple[Sparse, Sparse, Tally]]:
+def _sum(
+    rank: int, world_size: int, mine: Sparse, tally: Tally, wire: Wire
+) -> Collective[tuple[Sparse, Sparse, Tally]]:
     payload, rounding = wire.encode(mine, tally)
-    contributions, tallies = zip(*(yield from all_gather(rank, world_size, payload, wire.decode)), strict=True)
+    contributions, tallies = zip(
+        *(yield from all_gather(rank, world_size, payload, wire.decode)), strict=True
+    )
     return add_all(contributions), rounding, reduce(Tally.merge, tallies)
 
 
 def cost_s(*, world_size: int, k: int, pair_bytes: int, network: Network) -> float:
     """log2(P) alpha + (P-1) k beta."""
-    return network.messages.time_s(num_messages=num_rounds(world_size), num_bytes=(world_size - 1) * k * pair_bytes)
+    return network.messages.time_s(
+        num_messages=num_rounds(world_size), num_bytes=(world_size - 1) * k * pair_bytes
+    )

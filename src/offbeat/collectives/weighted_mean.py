@@ -1,7 +1,9 @@
 """The weighted mean of vectors, over messages between two ranks: the same bits on every rank.
 
-1. The vector is cut into one region a rank. Everyone who has a weight sends each owner its part of that region.
-2. The owner adds the parts up, by rank, each times its weight, and divides by the sum of the weights.
+1. The vector is cut into one region a rank. Everyone who has a weight sends each owner its part of
+   that region.
+2. The owner adds the parts up, by rank, each times its weight, and divides by the sum of the
+   weights.
 3. It sends the mean of its region to everyone.
 
 Cost: 2(P-1) messages, 2(P-1)/P n elements sent by each rank; two messages in sequence.
@@ -20,15 +22,20 @@ from offbeat.transport.operations import Collective, Payload, Recv, Send
 
 
 def weighted_mean(
-    rank: int, weights: Sequence[float], values: Values | None, *, num_elements: int, dtype: np.dtype[np.floating]
+    rank: int,
+    weights: Sequence[float],
+    values: Values | None,
+    *,
+    num_elements: int,
+    dtype: np.dtype[np.floating],
 ) -> Collective[Values]:
     """sum of w_i x_i / sum of w_i.
 
     Args:
         rank: this rank.
         weights: of each rank, >= 0, not all zero; the same on all.
-        values: this rank's, shape (num_elements,); not looked at, and may be None, where its weight is 0. Must not change
-            before all ranks have the result.
+        values: this rank's, shape (num_elements,); not looked at, and may be None, where its weight
+            is 0. Must not change before all ranks have the result.
         num_elements: the same on all ranks.
         dtype: of all values, float32 or float64.
 
@@ -60,7 +67,9 @@ def weighted_mean(
     for peer in others:
         yield Send(peer, _bytes_of(own))
     for peer in others:
-        result[regions[peer]] = _read((yield Recv(peer)), dtype, bounds[peer + 1] - bounds[peer], peer)
+        result[regions[peer]] = _read(
+            (yield Recv(peer)), dtype, bounds[peer + 1] - bounds[peer], peer
+        )
     return result
 
 
@@ -72,7 +81,7 @@ def _read(payload: Payload, dtype: np.dtype[np.floating], count: int, sender: in
     num_bytes = memoryview(payload).nbytes
     if num_bytes != count * dtype.itemsize:
         raise WireError(
-            f"rank {sender} sent {num_bytes} bytes of a mean, expected were {count} numbers of {dtype}; do all ranks train the "
-            "same model?"
+            f"rank {sender} sent {num_bytes} bytes of a mean, expected were {count} numbers of"
+            f" {dtype}; do all ranks train the same model?"
         )
     return np.frombuffer(payload, dtype)

@@ -1,4 +1,6 @@
-"""A strategy at work on a model as the lab's worker sees it: offbeat's own through a session, torch's as torch ships them."""
+"""A strategy at work on a model as the lab's worker sees it: offbeat's own through a session,
+torch's as torch ships them.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from offbeat.exchange.spans import Profile
-from offbeat.session import Session, Stats
+from offbeat.kfac.exchange.spans import Profile
+from offbeat.session.session import Session, Stats
 from offbeat.transport.wrappers import Arrival
 from offbeat.transport.wrappers.delaying import Delivery
 
 
 class Attached(ABC):
-    """What a training loop needs, and what a record wants to know. Closes itself as a context manager.
+    """What a training loop needs, and what a record wants to know. Closes itself as a context
+    manager.
 
     Attributes:
         module: to be called in the forward pass.
@@ -47,10 +50,14 @@ class Attached(ABC):
 
     @abstractmethod
     def take_ready_at_s(self) -> float | None:
-        """When this rank first stood still for others since the last call, on the monotonic clock."""
+        """When this rank first stood still for others since the last call, on the
+        monotonic clock.
+        """
 
     def take_profile(self) -> Profile | None:
-        """What the strategy did within the step that has just ended, if it is one that was looked at closely."""
+        """What the strategy did within the step that has just ended, if it is one that was looked
+        at closely.
+        """
         return None
 
     @property
@@ -72,7 +79,9 @@ class Attached(ABC):
         """This rank takes no more steps. Returns when no living rank does."""
 
     def averaged_model(self) -> nn.Module:
-        """The model to evaluate: where replicas differ on purpose, their mean. Collective unless `averages_alone`."""
+        """The model to evaluate: where replicas differ on purpose, their mean. Collective unless
+        `averages_alone`.
+        """
         return self.model
 
     @abstractmethod
@@ -85,14 +94,21 @@ class Attached(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 class InSession(Attached):
     """A strategy of offbeat's. `session` is open until this is closed."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, session: Session) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, session: Session
+    ) -> None:
         self.model = self.module = model
         self.optimizer = optimizer
         self.session = session
@@ -127,12 +143,19 @@ class InSession(Attached):
         self.session.finish()
 
     def averaged_model(self) -> nn.Module:
-        return self.session.averaged_model() if self.session.strategy.replicas_differ else self.model
+        return (
+            self.session.averaged_model() if self.session.strategy.replicas_differ else self.model
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return self.session.state_dict()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.session.__exit__(kind, error, trace)
 
 
@@ -143,11 +166,13 @@ class Meter:
 
     Args:
         world_size: number of ranks.
-        delay: how long a delivery occupies this rank's link, in seconds, where a slow network is imitated in user space;
-            None elsewhere.
+        delay: how long a delivery occupies this rank's link, in seconds, where a slow network is
+            imitated in user space; None elsewhere.
     """
 
-    def __init__(self, world_size: int, *, rank: int = 0, delay: Callable[[Delivery], float] | None = None) -> None:
+    def __init__(
+        self, world_size: int, *, rank: int = 0, delay: Callable[[Delivery], float] | None = None
+    ) -> None:
         self.world_size = world_size
         self._rank = rank
         self._delay = delay
@@ -162,12 +187,17 @@ class Meter:
     def reduced(self, num_bytes: int, num_collectives: int = 1) -> None:
         """All-reduces of `num_bytes` altogether were begun."""
         hops = self.world_size - 1
-        share, num_messages = -(-2 * hops * num_bytes // self.world_size), 2 * hops * num_collectives
+        share, num_messages = (
+            -(-2 * hops * num_bytes // self.world_size),
+            2 * hops * num_collectives,
+        )
         self.bytes_sent += share
         self.messages_sent += num_messages
         self._reducing = True
         if self._delay is not None:
-            delivery = Delivery(sender=self._rank, receiver=None, num_bytes=share, num_messages=num_messages)
+            delivery = Delivery(
+                sender=self._rank, receiver=None, num_bytes=share, num_messages=num_messages
+            )
             self._link_free_s = max(time.monotonic(), self._link_free_s) + self._delay(delivery)
 
     def hold_back(self) -> None:
@@ -175,7 +205,9 @@ class Meter:
         time.sleep(max(0.0, self._link_free_s - time.monotonic()))
 
     def launched(self, begun_s: float, channel: int) -> None:
-        """A hook was called at `begun_s` and returns now; what it began, if anything, is awaited with the backward pass."""
+        """A hook was called at `begun_s` and returns now; what it began, if anything, is awaited
+        with the backward pass.
+        """
         now_s = time.monotonic()
         self.encode_s += now_s - begun_s
         if self._reducing:
@@ -214,13 +246,21 @@ class Meter:
 class Metered(Attached):
     """One of torch's strategies, with a meter in its hooks."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter, notices: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        meter: Meter,
+        notices: Sequence[str] = (),
+    ) -> None:
         self.module = module
         self.model = getattr(module, "module", module)  # DDP holds the model that it wraps
         self.optimizer = optimizer
         self.meter = meter
         self.notices = list(notices)
-        inner = getattr(optimizer, "optim", optimizer)  # an optimizer that wraps another one has no hooks of its own
+        inner = getattr(
+            optimizer, "optim", optimizer
+        )  # an optimizer that wraps another one has no hooks of its own
         self._counter = inner.register_step_post_hook(self._count_step)
 
     def backward(self, loss: torch.Tensor) -> None:

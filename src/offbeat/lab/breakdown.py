@@ -1,4 +1,6 @@
-"""Where a run's time went, from its events: who was late, who waited for whom, and what was transfer."""
+"""Where a run's time went, from its events: who was late, who waited for whom, and what was
+transfer.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,20 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Steps:
-    """The events of a run as matrices, shape (ranks, steps), over the steps that some rank has finished.
+    """The events of a run as matrices, shape (ranks, steps), over the steps that some rank has
+    finished.
 
-    NaN stands where a rank has no such step: it was dead, or did not come so far; where samples are claimed, it had fewer and
+    NaN stands where a rank has no such step: it was dead, or did not come so far; where samples are
+    claimed, it had fewer and
     larger batches than others. Several events of one step are added up, their loss the last one's.
 
     Attributes:
         step: number of each step, shape (steps,).
-        merged: numbers of the steps after which models were merged, where samples are claimed; empty elsewhere.
+        merged: numbers of the steps after which models were merged, where samples are claimed;
+            empty elsewhere.
         loss: NaN where it was not finite.
-        began_s, ready_s: on rank 0's monotonic clock; `ready_s` is NaN where a rank waited for nobody.
+        began_s, ready_s: on rank 0's monotonic clock; `ready_s` is NaN where a rank waited for
+            nobody.
         duration_s, compute_s, encode_s, wait_s, padded_s: as in `StepEvent`.
         batch_size, bytes_sent, messages_sent, skipped: as in `StepEvent`.
     """
@@ -61,7 +67,9 @@ class Steps:
         return ~np.isnan(self.duration_s)
 
     def step_s(self) -> NDArray[np.float64]:
-        """How long each step took, mean over the ranks that did it, shape (steps,); where samples are claimed, over all."""
+        """How long each step took, mean over the ranks that did it, shape (steps,); where samples
+        are claimed, over all.
+        """
         num_ranks = self.num_ranks if self.merged.size else np.maximum(1, self.done.sum(axis=0))
         mean_s: NDArray[np.float64] = np.nansum(self.duration_s, axis=0) / num_ranks
         return mean_s
@@ -71,7 +79,8 @@ class Steps:
         return list(map(float, blocks(self.step_s(), self._blocks())))
 
     def samples_per_s(self) -> float:
-        """Of all ranks together: the sum over ranks of samples over the time these took, and nothing for steps not done.
+        """Of all ranks together: the sum over ranks of samples over the time these took, and
+        nothing for steps not done.
 
         Where samples are claimed, a rank has done what it has claimed.
         """
@@ -90,46 +99,76 @@ class Steps:
         """A mega-batch is a block, whole or not at all, since what it waits is in its last step."""
         ends = [int(end) for end in np.searchsorted(self.step, self.merged, side="right")]
         first = 1 if len(ends) > 2 else 0  # batch sizes have not found themselves in the first
-        return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)][first:] or block_slices(self.num_steps)
+        return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)][
+            first:
+        ] or block_slices(self.num_steps)
 
     def in_step(self) -> NDArray[np.bool_]:
-        """Whether all ranks that did a step were in it at the same time, shape (steps,). Not so where nobody waits."""
+        """Whether all ranks that did a step were in it at the same time, shape (steps,). Not so
+        where nobody waits.
+        """
         began_s, ended_s = self.began_s, self.began_s + self.duration_s
-        together: NDArray[np.bool_] = np.fmax.reduce(began_s, axis=0) <= np.fmin.reduce(ended_s, axis=0)
+        together: NDArray[np.bool_] = np.fmax.reduce(began_s, axis=0) <= np.fmin.reduce(
+            ended_s, axis=0
+        )
         return together
 
     def lateness_s(self) -> Matrix:
-        """How long after the first rank each rank came to wait for the others; NaN in steps without an exchange.
+        """How long after the first rank each rank came to wait for the others; NaN in steps without
+        an exchange.
 
-        Straggling is seen here and nowhere else: all ranks leave a synchronous step at the same time. NaN too where ranks
+        Straggling is seen here and nowhere else: all ranks leave a synchronous step at the same
+        time. NaN too where ranks
         were not in the step together, since then they are not late for each other.
         """
         return np.where(self.in_step(), self.ready_s - _over_ranks(np.fmin, self.ready_s), np.nan)
 
     def waiting_for_others_s(self) -> Matrix:
-        """The part of `wait_s` in which somebody was still to come. The rest is transfer. NaN where a rank has no such step."""
+        """The part of `wait_s` in which somebody was still to come. The rest is transfer. NaN where
+        a rank has no such step.
+        """
         longest_s = _over_ranks(np.fmax, self.ready_s) - self.ready_s
         return np.where(self.done, np.minimum(self.wait_s, np.nan_to_num(longest_s)), np.nan)
 
     def window(self, start: int, stop: int | None = None) -> Steps:
         """Columns `start` to `stop`."""
-        return replace(self, **{name: getattr(self, name)[..., start:stop] for name in ("step", *_COLUMNS)})
+        return replace(
+            self, **{name: getattr(self, name)[..., start:stop] for name in ("step", *_COLUMNS)}
+        )
 
     def settled(self) -> Steps:
         """Without the first steps, which are not typical."""
         return self.window(num_warm_up(self.num_steps))
 
     def shares(self) -> dict[str, float]:
-        """Fractions of the time of all steps by phase: "compute", "encode", "wait" (for others), "transfer"."""
+        """Fractions of the time of all steps by phase: "compute", "encode", "wait" (for others),
+        "transfer".
+        """
         waiting_s = self.waiting_for_others_s()
-        parts = {"compute": self.compute_s, "encode": self.encode_s, "wait": waiting_s, "transfer": self.wait_s - waiting_s}
+        parts = {
+            "compute": self.compute_s,
+            "encode": self.encode_s,
+            "wait": waiting_s,
+            "transfer": self.wait_s - waiting_s,
+        }
         whole_s = float(np.nansum(self.duration_s)) or 1.0
         return {name: float(np.nansum(part)) / whole_s for name, part in parts.items()}
 
 
-_COLUMNS: Final = tuple(field.name for field in fields(Steps) if field.name not in ("step", "merged"))
+_COLUMNS: Final = tuple(
+    field.name for field in fields(Steps) if field.name not in ("step", "merged")
+)
 _TIMES: Final = ("began_s", "ready_s")
-_ADD_UP: Final = ("batch_size", "duration_s", "compute_s", "encode_s", "wait_s", "padded_s", "bytes_sent", "messages_sent")
+_ADD_UP: Final = (
+    "batch_size",
+    "duration_s",
+    "compute_s",
+    "encode_s",
+    "wait_s",
+    "padded_s",
+    "bytes_sent",
+    "messages_sent",
+)
 
 
 def read_steps(record: Record) -> Steps:
@@ -160,7 +199,13 @@ def together(first: StepEvent, second: StepEvent) -> StepEvent:
     sums = {name: getattr(first, name) + getattr(second, name) for name in _ADD_UP}
     sums["arrivals"] = [*first.arrivals, *second.arrivals]
     ready_s = second.ready_s if first.ready_s is None else first.ready_s
-    return replace(second, began_s=first.began_s, ready_s=ready_s, skipped=first.skipped or second.skipped, **sums)
+    return replace(
+        second,
+        began_s=first.began_s,
+        ready_s=ready_s,
+        skipped=first.skipped or second.skipped,
+        **sums,
+    )
 
 
 def _matrix(name: str, by_rank: list[dict[int, StepEvent]], steps: list[int]) -> Matrix:

@@ -1,4 +1,6 @@
-"""Strategies side by side: the same task, the same seeds, the same machine, by turns (`offbeat.lab.turns`)."""
+"""Strategies side by side: the same task, the same seeds, the same machine, by turns
+(`offbeat.lab.turns`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from offbeat.checkpoint import Json
 from offbeat.errors import OffbeatError, RecordError
 from offbeat.lab import records
 from offbeat.lab.compare_plan import ComparePlan, CompareRequest, check_free, plan_comparison
@@ -18,6 +19,7 @@ from offbeat.lab.emulation import Emulation, emulate
 from offbeat.lab.interrupts import interrupts
 from offbeat.lab.judge import judge
 from offbeat.lab.turns import Rounds, Watcher
+from offbeat.session.checkpoint import Json
 
 __all__ = ["ComparePlan", "CompareRequest", "Watcher", "carry_out", "plan_comparison"]
 
@@ -44,7 +46,12 @@ def carry_out(plan: ComparePlan, watcher: Watcher, *, command: str) -> tuple[Pat
         _make_directory(directory)
         comparison = _begin(plan, emulation, command)
         write_comparison(directory, comparison)
-        watcher.begin([c.label for c in plan.contestants], request.cluster.workers, len(request.seeds), plan.steps)
+        watcher.begin(
+            [c.label for c in plan.contestants],
+            request.cluster.workers,
+            len(request.seeds),
+            plan.steps,
+        )
         rounds = Rounds(directory, plan, emulation, watcher)
         try:
             with interrupts() as interrupted:
@@ -54,14 +61,21 @@ def carry_out(plan: ComparePlan, watcher: Watcher, *, command: str) -> tuple[Pat
                     if interrupted.count:
                         break
         except (OffbeatError, OSError):
-            with suppress(OffbeatError):  # the disk may be full, and what goes on then is the first error
+            with suppress(
+                OffbeatError
+            ):  # the disk may be full, and what goes on then is the first error
                 write_comparison(directory, comparison.model_copy(update={"status": "stopped"}))
             raise
-    contestants = [c.model_copy(update={"failure": rounds.failures.get(c.label)}) for c in comparison.contestants]
+    contestants = [
+        c.model_copy(update={"failure": rounds.failures.get(c.label)})
+        for c in comparison.contestants
+    ]
     if interrupted.count:
         comparison = comparison.model_copy(update={"status": "stopped", "contestants": contestants})
     else:
-        comparison = judge(directory, comparison.model_copy(update={"contestants": contestants}), rounds.alone)
+        comparison = judge(
+            directory, comparison.model_copy(update={"contestants": contestants}), rounds.alone
+        )
         comparison = comparison.model_copy(update={"status": "finished"})
     write_comparison(directory, comparison)
     return directory, comparison
@@ -71,7 +85,9 @@ def _make_directory(directory: Path) -> None:
     try:
         (directory / "runs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RecordError(f"cannot write {directory}: {error.strerror}; choose another --out") from None
+        raise RecordError(
+            f"cannot write {directory}: {error.strerror}; choose another --out"
+        ) from None
 
 
 def _first_free(task: str) -> Path:
@@ -88,7 +104,8 @@ def _begin(plan: ComparePlan, emulation: Emulation, command: str) -> Comparison:
     together = len(plan.contestants) + 1
     if plan.at_once < together:
         notice = (
-            f"{plan.at_once} of {together} runs fit into memory at a time, so not all strategies took turns with each other"
+            f"{plan.at_once} of {together} runs fit into memory at a time, so not all strategies"
+            " took turns with each other"
         )
         report = report.model_copy(update={"notices": [*report.notices, notice]})
     return Comparison(
@@ -113,7 +130,11 @@ def _begin(plan: ComparePlan, emulation: Emulation, command: str) -> Comparison:
 
 
 def _machine() -> dict[str, Json]:
-    return {"host": platform.node(), "cpu": next(_cpu_models(), platform.machine()), "memory_bytes": _total_bytes()}
+    return {
+        "host": platform.node(),
+        "cpu": next(_cpu_models(), platform.machine()),
+        "memory_bytes": _total_bytes(),
+    }
 
 
 def _cpu_models() -> Iterator[str]:

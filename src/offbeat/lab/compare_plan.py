@@ -103,7 +103,9 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
     steps = configs[0].steps_to_do(task)
     every = request.eval_every if request.eval_every is not None else max(1, steps // _EVALUATIONS)
     configs = [
-        config.model_copy(update={"steps": steps, "epochs": None, "checkpoint_every": None, "eval_every": every})
+        config.model_copy(
+            update={"steps": steps, "epochs": None, "checkpoint_every": None, "eval_every": every}
+        )
         for config in configs
     ]
     num_parameters = task.num_parameters()
@@ -134,27 +136,44 @@ def _check_request(request: CompareRequest) -> None:
         if not 0 <= seed <= MAX_SEED:
             raise ConfigError(f"seed {seed} cannot be; allowed is 0 to {MAX_SEED}")
     if len(set(request.seeds)) < len(request.seeds):
-        raise ConfigError(f"a seed is given twice among {', '.join(map(str, request.seeds))}; give each once")
+        raise ConfigError(
+            f"a seed is given twice among {', '.join(map(str, request.seeds))}; give each once"
+        )
     if not 0 < request.turn_s < math.inf:
-        raise ConfigError(f"a turn of {request.turn_s:g} s cannot be; allowed is a number of seconds above 0")
+        raise ConfigError(
+            f"a turn of {request.turn_s:g} s cannot be; allowed is a number of seconds above 0"
+        )
     if request.target is not None and not math.isfinite(request.target):
-        raise ConfigError(f"target {request.target} cannot be reached; give a number, or leave it out")
+        raise ConfigError(
+            f"target {request.target} cannot be reached; give a number, or leave it out"
+        )
 
 
 def _labels(specs: Sequence[tuple[str, dict[str, str]]]) -> list[str]:
     """A strategy's name, with its options where the name alone would not tell it from another."""
     names = [name for name, _ in specs]
     if ALONE in names:
-        raise ConfigError(f"{ALONE} takes part in every comparison, as the ideal to hold the others against; leave it out")
+        raise ConfigError(
+            f"{ALONE} takes part in every comparison, as the ideal to hold the others against;"
+            " leave it out"
+        )
     labels = [
-        name if names.count(name) == 1 else " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+        (
+            name
+            if names.count(name) == 1
+            else " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+        )
         for name, options in specs
     ]
     for label in labels:
         if labels.count(label) > 1:
-            raise ConfigError(f"strategy {label!r} is given twice; give it once, or with different options")
+            raise ConfigError(
+                f"strategy {label!r} is given twice; give it once, or with different options"
+            )
     return labels
 
 
 def _file_name(label: str) -> str:
-    return "".join(character if character.isalnum() or character in "-_.=" else "-" for character in label)
+    return "".join(
+        character if character.isalnum() or character in "-_.=" else "-" for character in label
+    )

@@ -1,4 +1,5 @@
-"""What a comparison found: `comparison.json`, read and written. `docs/records.md` lists every field.
+"""What a comparison found: `comparison.json`, read and written. `docs/records.md` lists every
+field.
 
 OUT/comparison.json        this
 OUT/runs/LABEL-seed-S/     one ordinary run record for each strategy and seed
@@ -14,12 +15,12 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from offbeat.checkpoint import Json
 from offbeat.errors import RecordError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.emulation import EmulationReport
 from offbeat.lab.records import read_versioned
 from offbeat.lab.statistics import Estimate, Ratio
+from offbeat.session.checkpoint import Json
 
 SCHEMA = 1
 KIND = "offbeat comparison"
@@ -51,16 +52,25 @@ MEASURES: Final[Mapping[Measure, str]] = {
     "step_s": "seconds a step: median over blocks of steps, the first steps left out",
     "steps_per_s": "its inverse",
     "samples_per_s": "of all workers together: the sum of each one's samples over its own time",
-    "efficiency": "samples_per_s as a fraction of what the same workers do when they exchange nothing",
+    "efficiency": (
+        "samples_per_s as a fraction of what the same workers do when they exchange nothing"
+    ),
     "bytes_per_step": "sent by a worker, mean over workers",
     "messages_per_step": "likewise",
-    "share_compute": "fraction of step time: data, forward, backward, optimizer, and emulated compute",
+    "share_compute": (
+        "fraction of step time: data, forward, backward, optimizer, and emulated compute"
+    ),
     "share_encode": "fraction of step time: selection, compression, decoding",
     "share_wait": "fraction of step time: waiting for workers that were late",
     "share_transfer": "fraction of step time: waiting although everybody was there",
     "peak_memory_bytes": "of the largest worker process",
-    "factors_exposed_s": "seconds of a step with factors in which a worker stood still for these alone, mean over workers",
-    "inversion_s": "seconds for which the slowest worker inverts factors, in a step with inversions",
+    "factors_exposed_s": (
+        "seconds of a step with factors in which a worker stood still for these alone, mean over"
+        " workers"
+    ),
+    "inversion_s": (
+        "seconds for which the slowest worker inverts factors, in a step with inversions"
+    ),
 }
 """What is measured, and what it means."""
 
@@ -138,7 +148,14 @@ def read_comparison(directory: Path) -> Comparison:
     Raises:
         RecordError: there is none, it is damaged, or of a newer version.
     """
-    return read_versioned(directory / FILE, Comparison, kind=KIND, schema=SCHEMA, what="comparison", command="offbeat compare")
+    return read_versioned(
+        directory / FILE,
+        Comparison,
+        kind=KIND,
+        schema=SCHEMA,
+        what="comparison",
+        command="offbeat compare",
+    )
 
 
 def write_comparison(directory: Path, comparison: Comparison) -> None:
@@ -149,4 +166,6 @@ def write_comparison(directory: Path, comparison: Comparison) -> None:
         os.replace(temporary, directory / FILE)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise RecordError(f"cannot write {directory / FILE}: {error.strerror}; make room, or choose another --out") from None
+        raise RecordError(
+            f"cannot write {directory / FILE}: {error.strerror}; make room, or choose another --out"
+        ) from None

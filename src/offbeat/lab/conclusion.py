@@ -1,4 +1,6 @@
-"""The end of a run: the replicas are compared, the leader measures the model and writes the summary."""
+"""The end of a run: the replicas are compared, the leader measures the model and writes the
+summary.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,26 @@ from offbeat.lab.records import Summary, write_summary
 from offbeat.lab.watch import Run, Watch
 
 HANGS_S: Final = 10.0
-"""Where ranks do not keep step: for how long the end waits for one that does not come, though all had finished."""
+"""Where ranks do not keep step: for how long the end waits for one that does not come, though all
+had finished.
+"""
 
 _TOLERATED: Final = 1.05
-"""Where samples are claimed a run ends at a merge: so many times as many steps as it was to do need no remark."""
+"""Where samples are claimed a run ends at a merge: so many times as many steps as it was to do need
+no remark.
+"""
 
 
 def conclude(run: Run, watch: Watch) -> Summary | None:
-    """Compare the replicas, measure the model on the leader, and write the summary. Returns it there."""
-    config, step, last, apart = run.record.config, run.schedule.position.step, run.attached.stats, run.attached.averages_alone
+    """Compare the replicas, measure the model on the leader, and write the summary. Returns it
+    there.
+    """
+    config, step, last, apart = (
+        run.record.config,
+        run.schedule.position.step,
+        run.attached.stats,
+        run.attached.averages_alone,
+    )
     final = None if apart else run.attached.averaged_model()
     num_steps = max(1, step - watch.first_step)
     mine = {
@@ -32,7 +45,12 @@ def conclude(run: Run, watch: Watch) -> Summary | None:
         "messages_per_step": (last.messages_sent - watch.first.messages_sent) / num_steps,
         "samples_per_s": watch.num_samples / watch.seconds if watch.seconds else 0.0,
         "peak_memory_bytes": _peak_memory_bytes(),
-        "notices": [*run.attached.notices, *run.notices, *_length_notices(run), *_pace_notices(run, num_steps)],
+        "notices": [
+            *run.attached.notices,
+            *run.notices,
+            *_length_notices(run),
+            *_pace_notices(run, num_steps),
+        ],
     }
     told = run.meeting.gather("end", json.dumps(mine), patience_s=HANGS_S if apart else None)
     if not run.meeting.is_to_do("summary", {*told, run.meeting.rank}):
@@ -72,7 +90,12 @@ def conclude(run: Run, watch: Watch) -> Summary | None:
         replicas_identical=identical,
         resumed_from_step=run.record.attempts[-1].start_step or None,
         notices=list(
-            dict.fromkeys([*(n for end in ends for n in end["notices"]), *_replica_notices(run, final, identical=identical)])
+            dict.fromkeys(
+                [
+                    *(n for end in ends for n in end["notices"]),
+                    *_replica_notices(run, final, identical=identical),
+                ]
+            )
         ),
         run_directory=str(run.record.path),
     )
@@ -86,13 +109,17 @@ def digest(model: nn.Module) -> str:
     total = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         total.update(name.encode())
-        total.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        total.update(
+            tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
     return total.hexdigest()
 
 
 def _replica_notices(run: Run, final: nn.Module, *, identical: bool) -> list[str]:
     return (
-        [] if final is run.model or identical else ["the workers' models differ on purpose; the metric is that of their mean"]
+        []
+        if final is run.model or identical
+        else ["the workers' models differ on purpose; the metric is that of their mean"]
     )
 
 
@@ -101,14 +128,18 @@ def _length_notices(run: Run) -> list[str]:
     if asked is None or step <= asked * _TOLERATED:
         return []
     return [
-        f"{asked} steps were asked for, and the first merge after them came at step {step}; a smaller mega_batch comes nearer"
+        f"{asked} steps were asked for, and the first merge after them came at step {step}; a"
+        " smaller mega_batch comes nearer"
     ]
 
 
 def _pace_notices(run: Run, num_steps: int) -> list[str]:
     if run.pace.num_late * 20 < num_steps:
         return []
-    what = f"worker {run.meeting.rank} computed for longer than the emulated step in {run.pace.num_late} of {num_steps} steps"
+    what = (
+        f"worker {run.meeting.rank} computed for longer than the emulated step in"
+        f" {run.pace.num_late} of {num_steps} steps"
+    )
     return [f"{what}; give a longer --step-time, or fewer workers"]
 
 

@@ -1,4 +1,6 @@
-"""What a run is to do, complete and checked: this is what a record's `config.json` holds and a worker is given."""
+"""What a run is to do, complete and checked: this is what a record's `config.json` holds and a
+worker is given.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,21 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from offbeat.checkpoint import Json
 from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.emulation import Mode as EmulationMode
 from offbeat.lab.native import Native
-from offbeat.lab.options import FROM_TASK, Recipe, build_strategy, route, strategy_type, strategy_values
+from offbeat.lab.options import (
+    FROM_TASK,
+    Recipe,
+    build_strategy,
+    route,
+    strategy_type,
+    strategy_values,
+)
 from offbeat.lab.tasks import Task, build_task
 from offbeat.lab.tasks.base import AbsolutePath
+from offbeat.session.checkpoint import Json
 from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.strategies.base import Strategy
 
@@ -34,7 +43,8 @@ class RunConfig(BaseModel):
         workers: number of processes.
         epochs, steps: when to stop; exactly one of them is a number.
         seed: of the initial parameters and of the order of samples.
-        checkpoint_every: steps between checkpoints, and there is one at the end in any case; None: none at all.
+        checkpoint_every: steps between checkpoints, and there is one at the end in any case; None:
+            none at all.
         eval_every: steps between measurements of the metric; None: only at the end.
         cluster: what is emulated; None: this machine as it is.
         emulation: how, see `offbeat.lab.emulation.emulate`.
@@ -64,7 +74,9 @@ class RunConfig(BaseModel):
         return build_strategy(self.strategy, self.strategy_options)
 
     def steps_to_do(self, task: Task) -> int:
-        """Optimizer steps of an uninterrupted run. Raises `ConfigError` when a worker does not get one batch an epoch."""
+        """Optimizer steps of an uninterrupted run. Raises `ConfigError` when a worker does not get
+        one batch an epoch.
+        """
         steps_per_epoch = task.steps_per_epoch(self.workers)
         if self.steps is not None:
             return self.steps
@@ -98,11 +110,16 @@ def resolve(request: Request) -> RunConfig:
     """
     if request.task is None or request.strategy is None:
         missing = "--task" if request.task is None else "--strategy"
-        raise ConfigError(f"{missing} is missing; give one (offbeat tasks and offbeat strategies list them), or --resume DIR")
+        raise ConfigError(
+            f"{missing} is missing; give one (offbeat tasks and offbeat strategies list them), or"
+            " --resume DIR"
+        )
     _check_numbers(request)
     for_task, for_strategy = route(request.task, request.strategy, request.settings)
     task = build_task(request.task, for_task)
-    workers = request.workers or (request.cluster.workers if request.cluster is not None else _DEFAULT_WORKERS)
+    workers = request.workers or (
+        request.cluster.workers if request.cluster is not None else _DEFAULT_WORKERS
+    )
     if "warmup" in for_strategy:  # counted in epochs, and only the task knows how long they are
         for_strategy.setdefault("steps_per_epoch", str(task.steps_per_epoch(workers)))
     if issubclass(strategy_type(request.strategy), MegaBatchStrategy):
@@ -113,7 +130,11 @@ def resolve(request: Request) -> RunConfig:
         strategy=request.strategy,
         strategy_options=strategy_values(build_strategy(request.strategy, for_strategy)),
         workers=workers,
-        epochs=task.default_epochs if request.epochs is None and request.steps is None else request.epochs,
+        epochs=(
+            task.default_epochs
+            if request.epochs is None and request.steps is None
+            else request.epochs
+        ),
         steps=request.steps,
         seed=request.seed or 0,
         checkpoint_every=request.checkpoint_every or _DEFAULT_CHECKPOINT_EVERY,
@@ -126,7 +147,9 @@ def resolve(request: Request) -> RunConfig:
     return config
 
 
-def resolve_resume(stored: RunConfig, request: Request, *, steps_done: int, epochs_done: int) -> RunConfig:
+def resolve_resume(
+    stored: RunConfig, request: Request, *, steps_done: int, epochs_done: int
+) -> RunConfig:
     """The stored run with what may be changed: `workers`, and more `epochs` or `steps`.
 
     Args:
@@ -141,13 +164,17 @@ def resolve_resume(stored: RunConfig, request: Request, *, steps_done: int, epoc
     _check_numbers(request)
     recipe = stored.build_strategy()
     if isinstance(recipe, Native) and not recipe.resumable:
-        raise ConfigError(f"{recipe.name} keeps state that torch does not let anybody save; start a new run with --out")
+        raise ConfigError(
+            f"{recipe.name} keeps state that torch does not let anybody save; start a new run with"
+            " --out"
+        )
     for name in ("task", "strategy", "seed", "checkpoint_every", "eval_every", "cluster", "replay"):
         asked, kept = getattr(request, name), getattr(stored, name)
         if asked is not None and asked != kept:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{flag} {asked} contradicts the record, which has {kept}; leave it out, or start a new run with --out"
+                f"{flag} {asked} contradicts the record, which has {kept}; leave it out, or start a"
+                " new run with --out"
             )
     _check_settings(stored, request.settings)
     workers = request.workers or stored.workers
@@ -160,10 +187,14 @@ def resolve_resume(stored: RunConfig, request: Request, *, steps_done: int, epoc
         }
     )
     done, target, unit = (
-        (steps_done, config.steps, "steps") if config.steps is not None else (epochs_done, config.epochs, "epochs")
+        (steps_done, config.steps, "steps")
+        if config.steps is not None
+        else (epochs_done, config.epochs, "epochs")
     )
     if target is not None and target <= done:
-        raise ConfigError(f"the run has done {done} {unit} and is to do {target}; raise --{unit} to go on")
+        raise ConfigError(
+            f"the run has done {done} {unit} and is to do {target}; raise --{unit} to go on"
+        )
     _check_together(config, config.build_task())
     return config
 
@@ -184,32 +215,48 @@ def _check_together(config: RunConfig, task: Task) -> None:
         least = _LEAST_STEPS_A_MERGE * config.workers * recipe.batch_size
         if recipe.samples_between_merges < least:
             raise ConfigError(
-                f"mega_batch is {recipe.samples_between_merges}, but {config.workers} workers with batches of "
-                f"{recipe.batch_size} need {least} samples or more between merges for {_LEAST_STEPS_A_MERGE} batches each; "
-                "raise mega_batch, or lower batch_size"
+                f"mega_batch is {recipe.samples_between_merges}, but {config.workers} workers with"
+                f" batches of {recipe.batch_size} need {least} samples or more between merges for"
+                f" {_LEAST_STEPS_A_MERGE} batches each; raise mega_batch, or lower batch_size"
             )
 
 
 def _check_numbers(request: Request) -> None:
-    for name, least in (("workers", 1), ("epochs", 1), ("steps", 1), ("seed", 0), ("checkpoint_every", 1), ("eval_every", 1)):
+    for name, least in (
+        ("workers", 1),
+        ("epochs", 1),
+        ("steps", 1),
+        ("seed", 0),
+        ("checkpoint_every", 1),
+        ("eval_every", 1),
+    ):
         value = getattr(request, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; allowed is {least} or more")
     if request.seed is not None and request.seed > MAX_SEED:
         raise ConfigError(f"--seed is {request.seed}; allowed is 0 to {MAX_SEED}")
     if request.epochs is not None and request.steps is not None:
-        raise ConfigError(f"got --epochs {request.epochs} and --steps {request.steps}; give one of them")
+        raise ConfigError(
+            f"got --epochs {request.epochs} and --steps {request.steps}; give one of them"
+        )
 
 
 def _check_settings(stored: RunConfig, settings: Sequence[str]) -> None:
     """Refuse a `--set` that differs from what the record has."""
     for_task, for_strategy = route(stored.task, stored.strategy, settings)
-    asked_task = build_task(stored.task, {**stored.task_options, **for_task}).options.model_dump(mode="json")
-    asked_strategy = strategy_values(build_strategy(stored.strategy, {**stored.strategy_options, **for_strategy}))
+    asked_task = build_task(stored.task, {**stored.task_options, **for_task}).options.model_dump(
+        mode="json"
+    )
+    asked_strategy = strategy_values(
+        build_strategy(stored.strategy, {**stored.strategy_options, **for_strategy})
+    )
     for key in [*for_task, *for_strategy]:
         asked, kept = (
             (asked_task if key in for_task else asked_strategy)[key],
             (stored.task_options | stored.strategy_options)[key],
         )
         if asked != kept:
-            raise ConfigError(f"--set {key}={asked} contradicts the record, which has {kept}; leave it out, or start a new run")
+            raise ConfigError(
+                f"--set {key}={asked} contradicts the record, which has {kept}; leave it out, or"
+                " start a new run"
+            )

@@ -10,7 +10,9 @@ from offbeat.lab.records import last_step
 
 
 def cause(code: int, failure: Failure | None) -> str:
-    """Why a process ended, in a few words: `code` is its exit status, or minus the number of a signal."""
+    """Why a process ended, in a few words: `code` is its exit status, or minus the number of a
+    signal.
+    """
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return failure.message if failure is not None else f"it ended with status {code}"
@@ -34,4 +36,7 @@ def hint(run_directory: Path) -> str:
     steps = sorted(entry.name for entry in (run_directory / "checkpoint").glob("step-*"))
     if not steps:
         return "; there is no checkpoint yet"
-    return f"; resume from step {int(steps[-1].removeprefix('step-'))} with: offbeat train --resume {run_directory}"
+    return (
+        f"; resume from step {int(steps[-1].removeprefix('step-'))} with: offbeat train --resume"
+        f" {run_directory}"
+    )

@@ -1,9 +1,11 @@
-"""What second-order work cost in a run, from its profiles: what of the messages was hidden, and who inverted for how long.
+"""What second-order work cost in a run, from its profiles: what of the messages was hidden, and who
+inverted for how long.
 
 A message is under way from its launch until it is known to be over. That time is
 
     exposed   while this rank stood still for just these messages
-    shared    while it stood still for something else: gradients, mostly, which it would have waited for anyway
+    shared    while it stood still for something else: gradients, mostly, which it would have waited
+    for anyway
     hidden    while it was doing something
 
 Over all that is under way at once, time is counted once.
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final, NamedTuple, TypeAlias
 
-from offbeat.exchange.spans import Duty, Span
+from offbeat.kfac.exchange.spans import Duty, Span
 from offbeat.lab.profiles import Profiled
 
 Intervals: TypeAlias = list[tuple[float, float]]
@@ -39,7 +41,9 @@ class UnderWay(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageTime:
-    """Seconds of a step in which messages of one kind were under way, mean over ranks and steps that had any."""
+    """Seconds of a step in which messages of one kind were under way, mean over ranks and steps
+    that had any.
+    """
 
     hidden_s: float
     shared_s: float
@@ -52,15 +56,18 @@ class MessageTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FactorWork:
-    """A run's second-order work in the steps that were looked at, under the last plan, without the first of them.
+    """A run's second-order work in the steps that were looked at, under the last plan, without the
+    first of them.
 
     Attributes:
         duties: the plan.
         num_steps: how many steps the rest was taken from.
         sums: of factors over ranks; None where they stay with their owners.
         broadcasts: of inverses, or of directions; None where nothing is broadcast.
-        factor_s, precondition_s: computing factors, and turning gradients into directions: mean over ranks and steps that did.
-        invert_s: by rank, inverting: median over the steps with inversions; NaN for one that never did.
+        factor_s, precondition_s: computing factors, and turning gradients into directions: mean
+            over ranks and steps that did.
+        invert_s: by rank, inverting: median over the steps with inversions; NaN for one that never
+            did.
     """
 
     duties: Sequence[Duty]
@@ -72,14 +79,23 @@ class FactorWork:
     invert_s: Sequence[float]
 
     def predicted_s(self, rank: int) -> float | None:
-        """How long `rank` was expected to invert what it owns and what all ranks invert. None where nothing was measured."""
+        """How long `rank` was expected to invert what it owns and what all ranks invert. None where
+        nothing was measured.
+        """
         mine = [duty.predicted_s for duty in self.duties if duty.owner in (rank, None)]
-        return None if not self.duties or any(seconds is None for seconds in mine) else math.fsum(s for s in mine if s)
+        return (
+            None
+            if not self.duties or any(seconds is None for seconds in mine)
+            else math.fsum(s for s in mine if s)
+        )
 
     @property
     def slowest(self) -> int:
         """The rank that inverts for longest."""
-        return max(range(len(self.invert_s)), key=lambda rank: (not math.isnan(self.invert_s[rank]), self.invert_s[rank]))
+        return max(
+            range(len(self.invert_s)),
+            key=lambda rank: (not math.isnan(self.invert_s[rank]), self.invert_s[rank]),
+        )
 
     @property
     def longest_inversion_s(self) -> float | None:
@@ -95,7 +111,11 @@ def factor_work(profiles: Mapping[int, Sequence[Profiled]]) -> FactorWork | None
     if not steps:
         return None
     inverting = [
-        [seconds for one in by_rank.get(rank, ())[1:] or by_rank.get(rank, ()) if (seconds := _spent_s(one, "invert"))]
+        [
+            seconds
+            for one in by_rank.get(rank, ())[1:] or by_rank.get(rank, ())
+            if (seconds := _spent_s(one, "invert"))
+        ]
         for rank in range(max(by_rank) + 1)
     ]
     first = by_rank[min(by_rank)]
@@ -111,7 +131,9 @@ def factor_work(profiles: Mapping[int, Sequence[Profiled]]) -> FactorWork | None
 
 
 def in_force(profiles: Sequence[Profiled]) -> Sequence[Profiled]:
-    """Those under the last plan. The step in which it was adopted comes first, which was still under the one before."""
+    """Those under the last plan. The step in which it was adopted comes first, which was still
+    under the one before.
+    """
     adopted = [number for number, one in enumerate(profiles) if one.duties]
     return profiles[adopted[-1] :] if adopted else profiles
 
@@ -126,11 +148,19 @@ def under_way(spans: Sequence[Span], kind: str) -> UnderWay:
         if span.kind != WAITS[kind] and span.kind in (*WAITS.values(), _OTHER_WAITS)
     )
     rest = _without(whole, still)
-    return UnderWay(hidden=_without(rest, others), shared=_without(rest, _without(rest, others)), exposed=_both(whole, still))
+    return UnderWay(
+        hidden=_without(rest, others),
+        shared=_without(rest, _without(rest, others)),
+        exposed=_both(whole, still),
+    )
 
 
 def _message_time(profiles: Sequence[Profiled], kind: str) -> MessageTime | None:
-    found = [under_way(one.spans, kind) for one in profiles if any(span.kind == kind for span in one.spans)]
+    found = [
+        under_way(one.spans, kind)
+        for one in profiles
+        if any(span.kind == kind for span in one.spans)
+    ]
     if not found:
         return None
     return MessageTime(
@@ -164,11 +194,21 @@ def _union(intervals: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def _both(a: Intervals, b: Intervals) -> Intervals:
-    return [(max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b if max(x[0], y[0]) < min(x[1], y[1])]
+    return [
+        (max(x[0], y[0]), min(x[1], y[1]))
+        for x in a
+        for y in b
+        if max(x[0], y[0]) < min(x[1], y[1])
+    ]
 
 
 def _without(a: Intervals, b: Intervals) -> Intervals:
     left = a
     for began_s, ended_s in b:
-        left = [part for x in left for part in ((x[0], min(x[1], began_s)), (max(x[0], ended_s), x[1])) if part[0] < part[1]]
+        left = [
+            part
+            for x in left
+            for part in ((x[0], min(x[1], began_s)), (max(x[0], ended_s), x[1]))
+            if part[0] < part[1]
+        ]
     return left

@@ -9,7 +9,9 @@ _POLL_S = 0.2
 
 
 class Gate:
-    """Lets a worker train up to a step that its supervisor names, so that several runs can take turns on one machine."""
+    """Lets a worker train up to a step that its supervisor names, so that several runs can take
+    turns on one machine.
+    """
 
     def __init__(self, until_step: float) -> None:
         self._until_step = until_step

@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM as something to be counted, so that whoever is interrupted can end what it has begun."""
+"""Ctrl-C and SIGTERM as something to be counted, so that whoever is interrupted can end what it has
+begun.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Interrupts:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
-    """Count SIGINT and SIGTERM in place of being ended by them. Elsewhere than in the main thread, only watch workers."""
+    """Count SIGINT and SIGTERM in place of being ended by them. Elsewhere than in the main thread,
+    only watch workers.
+    """
     interrupted = Interrupts()
 
     def count(number: int, frame: FrameType | None) -> None:

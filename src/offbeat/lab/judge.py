@@ -1,4 +1,6 @@
-"""From the records of runs to figures. Reads records only; what the figures mean in words is in `offbeat.lab.verdict`."""
+"""From the records of runs to figures. Reads records only; what the figures mean in words is in
+`offbeat.lab.verdict`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class _Run:
 
     @property
     def block_s(self) -> Sequence[float]:
-        """Seconds a step, in blocks of steps; a step takes as long as the mean of the ranks that did it."""
+        """Seconds a step, in blocks of steps; a step takes as long as the mean of the ranks that
+        did it.
+        """
         return self.steps.block_step_s()
 
     @property
@@ -52,15 +56,24 @@ def judge(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) ->
     Args:
         directory: the comparison's.
         comparison: with contestants that have run, and failures noted.
-        alone: by seed, the run in which the workers exchanged nothing; where it is missing there is no efficiency.
+        alone: by seed, the run in which the workers exchanged nothing; where it is missing there is
+            no efficiency.
     """
     runs = {
         contestant.label: [_read(directory / path) for path in contestant.runs]
         for contestant in comparison.contestants
         if contestant.failure is None
     }
-    target = comparison.target if comparison.target is not None else _common_level(runs, comparison.higher_is_better)
-    ceiling = {seed: _samples_per_s(run) for seed, path in alone.items() if (run := _read(path)) is not None}
+    target = (
+        comparison.target
+        if comparison.target is not None
+        else _common_level(runs, comparison.higher_is_better)
+    )
+    ceiling = {
+        seed: _samples_per_s(run)
+        for seed, path in alone.items()
+        if (run := _read(path)) is not None
+    }
     contestants = [
         contestant.model_copy(
             update={
@@ -74,7 +87,10 @@ def judge(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) ->
         for contestant in comparison.contestants
     ]
     judged = comparison.model_copy(update={"contestants": contestants, "target": target})
-    samples = {label: [s for run in of if run is not None for s in run.block_s] for label, of in runs.items()}
+    samples = {
+        label: [s for run in of if run is not None for s in run.block_s]
+        for label, of in runs.items()
+    }
     judged = judged.model_copy(update={"differences": _differences(judged, samples)})
     return judged.model_copy(update={"verdict": verdict(judged), "findings": findings(judged)})
 
@@ -87,11 +103,20 @@ def _read(path: Path) -> _Run | None:
     steps = read_steps(record)
     if not steps.num_steps:
         return None
-    evaluations = [evaluation for evaluation in record.evaluations() if math.isfinite(evaluation.metric)]  # diverged
-    return _Run(summary=summary, steps=steps, evaluations=evaluations, work=factor_work(read_profiles(record)))
+    evaluations = [
+        evaluation for evaluation in record.evaluations() if math.isfinite(evaluation.metric)
+    ]  # diverged
+    return _Run(
+        summary=summary,
+        steps=steps,
+        evaluations=evaluations,
+        work=factor_work(read_profiles(record)),
+    )
 
 
-def _common_level(runs: Mapping[str, Sequence[_Run | None]], higher_is_better: bool) -> float | None:
+def _common_level(
+    runs: Mapping[str, Sequence[_Run | None]], higher_is_better: bool
+) -> float | None:
     """The best metric that every run has reached at some time."""
     best = max if higher_is_better else min
     reached = [
@@ -104,7 +129,10 @@ def _common_level(runs: Mapping[str, Sequence[_Run | None]], higher_is_better: b
 
 
 def _measures(
-    runs: Sequence[_Run | None], comparison: Comparison, target: float | None, ceiling: Mapping[int, float]
+    runs: Sequence[_Run | None],
+    comparison: Comparison,
+    target: float | None,
+    ceiling: Mapping[int, float],
 ) -> dict[Measure, Estimate]:
     reached = [_reach(run, target, comparison.higher_is_better) for run in runs]
     block_s = [s for run in runs if run is not None for s in run.block_s]
@@ -119,19 +147,32 @@ def _measures(
         "step_s": estimate(step_s, block_s),
         "steps_per_s": estimate([s and 1 / s for s in step_s], [1 / s for s in block_s]),
         "samples_per_s": estimate(rates, block_rates),
-        "bytes_per_step": estimate([None if run is None else run.summary.bytes_sent_per_step for run in runs]),
-        "messages_per_step": estimate([None if run is None else run.summary.messages_sent_per_step for run in runs]),
-        "peak_memory_bytes": estimate([None if run is None else float(max(run.summary.peak_memory_bytes)) for run in runs]),
+        "bytes_per_step": estimate(
+            [None if run is None else run.summary.bytes_sent_per_step for run in runs]
+        ),
+        "messages_per_step": estimate(
+            [None if run is None else run.summary.messages_sent_per_step for run in runs]
+        ),
+        "peak_memory_bytes": estimate(
+            [None if run is None else float(max(run.summary.peak_memory_bytes)) for run in runs]
+        ),
     }
     if best:
         measures["efficiency"] = estimate(
-            [rate and rate / ceiling.get(seed, best) for seed, rate in zip(comparison.seeds, rates, strict=True)],
+            [
+                rate and rate / ceiling.get(seed, best)
+                for seed, rate in zip(comparison.seeds, rates, strict=True)
+            ],
             [rate / best for rate in block_rates],
         )
     works = [None if run is None else run.work for run in runs]
     if any(works):
-        measures["factors_exposed_s"] = estimate([work.sums.exposed_s if work and work.sums else None for work in works])
-        measures["inversion_s"] = estimate([work.longest_inversion_s if work else None for work in works])
+        measures["factors_exposed_s"] = estimate(
+            [work.sums.exposed_s if work and work.sums else None for work in works]
+        )
+        measures["inversion_s"] = estimate(
+            [work.longest_inversion_s if work else None for work in works]
+        )
     shares = [None if run is None else run.steps.settled().shares() for run in runs]
     for name, phase in _PHASES.items():
         measures[name] = estimate([None if share is None else share[phase] for share in shares])
@@ -142,8 +183,12 @@ def _samples_per_s(run: _Run) -> float:
     return float(np.median(run.block_samples_per_s))
 
 
-def _reach(run: _Run | None, target: float | None, higher_is_better: bool) -> tuple[float, float] | None:
-    """(seconds, steps) when the metric reached the target, read off a straight line between measurements."""
+def _reach(
+    run: _Run | None, target: float | None, higher_is_better: bool
+) -> tuple[float, float] | None:
+    """(seconds, steps) when the metric reached the target, read off a straight line between
+    measurements.
+    """
     if run is None or target is None:
         return None
     sign = 1 if higher_is_better else -1
@@ -168,16 +213,26 @@ def _mean_lateness_s(runs: Sequence[_Run | None]) -> list[float]:
     if not late:
         return []
     together = np.concatenate(late, axis=1)
-    return list(map(float, np.nanmean(together, axis=1))) if np.isfinite(together).any(axis=1).all() else []
+    return (
+        list(map(float, np.nanmean(together, axis=1)))
+        if np.isfinite(together).any(axis=1).all()
+        else []
+    )
 
 
 def _notices(runs: Sequence[_Run | None]) -> list[str]:
-    notices = list(dict.fromkeys(notice for run in runs if run is not None for notice in run.summary.notices))
+    notices = list(
+        dict.fromkeys(notice for run in runs if run is not None for notice in run.summary.notices)
+    )
     skipped = sum(run.summary.skipped_steps for run in runs if run is not None)
-    return notices + ([f"{skipped} steps were skipped, since some gradient was not finite"] if skipped else [])
+    return notices + (
+        [f"{skipped} steps were skipped, since some gradient was not finite"] if skipped else []
+    )
 
 
-def _differences(comparison: Comparison, samples: Mapping[str, Sequence[float]]) -> list[Difference]:
+def _differences(
+    comparison: Comparison, samples: Mapping[str, Sequence[float]]
+) -> list[Difference]:
     """Every pair of contestants, by the time to the target and by the time of a step."""
     able = [contestant for contestant in comparison.contestants if contestant.label in samples]
     found = []
@@ -189,5 +244,7 @@ def _differences(comparison: Comparison, samples: Mapping[str, Sequence[float]])
                     continue
                 fine = (samples[a.label], samples[b.label]) if measure == "step_s" else (None, None)
                 ratio = compare(first, second, *fine)
-                found.append(Difference(measure=measure, a=a.label, b=b.label, **ratio.model_dump()))
+                found.append(
+                    Difference(measure=measure, a=a.label, b=b.label, **ratio.model_dump())
+                )
     return found

@@ -1,4 +1,6 @@
-"""One local worker: its process, the pipe that it reports through, and what it has said of itself."""
+"""One local worker: its process, the pipe that it reports through, and what it has said
+of itself.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class LocalWorker:
         return self.failure is not None and self.failure.kind.startswith("Peer")
 
     def read(self) -> tuple[list[Report], bool]:
-        """What it has reported since, and whether more may come. Waits where there is nothing yet."""
+        """What it has reported since, and whether more may come. Waits where there is
+        nothing yet.
+        """
         chunk = os.read(self.pipe, 65_536)
         *lines, self._unread = (self._unread + chunk).split(b"\n")
         return [decode(line) for line in lines], bool(chunk)
@@ -70,7 +74,9 @@ class LocalWorker:
 
     def kill(self) -> None:
         if self.alive:
-            os.killpg(self.process.pid, signal.SIGKILL)  # its own session: whatever it started goes with it
+            os.killpg(
+                self.process.pid, signal.SIGKILL
+            )  # its own session: whatever it started goes with it
 
     def close(self) -> None:
         """Wait for its end, and give back what belonged to it."""
@@ -82,7 +88,13 @@ class LocalWorker:
 
 
 def start_worker(
-    rank: int, run_directory: Path, placement: Placement, environment: Mapping[str, str], *, life: int, seconds: float
+    rank: int,
+    run_directory: Path,
+    placement: Placement,
+    environment: Mapping[str, str],
+    *,
+    life: int,
+    seconds: float,
 ) -> LocalWorker:
     """Start the process of `rank` of the run in `run_directory`.
 
@@ -105,11 +117,18 @@ def start_worker(
                 stderr=log,
                 pass_fds=(writing,),
                 start_new_session=True,
-                env={**os.environ, PIPE_VARIABLE: str(writing), **environment, **placement.environment},
+                env={
+                    **os.environ,
+                    PIPE_VARIABLE: str(writing),
+                    **environment,
+                    **placement.environment,
+                },
             )
     except BaseException:
         os.close(reading)
         raise
     finally:
         os.close(writing)
-    return LocalWorker(rank=rank, process=process, pipe=reading, life=life, joined=not life, seconds=seconds)
+    return LocalWorker(
+        rank=rank, process=process, pipe=reading, life=life, joined=not life, seconds=seconds
+    )

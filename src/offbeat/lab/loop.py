@@ -1,18 +1,20 @@
-"""The training loops of the lab's worker: of ranks that have batches of their own, and of ranks that claim them.
+"""The training loops of the lab's worker: of ranks that have batches of their own, and of ranks
+that claim them.
 
-Between steps, or between mega-batches, a rank pauses, stops, saves and evaluates together with the others.
+Between steps, or between mega-batches, a rank pauses, stops, saves and evaluates together with the
+others.
 """
 
 from __future__ import annotations
 
 import threading
 
-from offbeat.data.dispatch import DispatchLoader
 from offbeat.lab.gate import Gate
 from offbeat.lab.saving import save
 from offbeat.lab.schedule import ClaimedSchedule, Schedule
 from offbeat.lab.tasks import Batch, num_samples_of
 from offbeat.lab.watch import Run, Watch
+from offbeat.megabatch.loader import DispatchLoader
 
 
 class Pauses:
@@ -32,7 +34,9 @@ class Pauses:
         self._stop_requested = stop_requested
 
     def should_stop(self, steps_done: int) -> bool:
-        """Wait until it is this run's turn to do more than `steps_done` steps. Whether not to do any more."""
+        """Wait until it is this run's turn to do more than `steps_done` steps. Whether not to do
+        any more.
+        """
         if self._gate.closed(steps_done):
             self._watch.paused()
             self._gate.wait(steps_done, self._stop_requested)
@@ -44,7 +48,8 @@ class Pauses:
     def pass_on_request(self, steps_done: int) -> None:
         """If this rank has been asked to stop, let all ranks do so after the coming step.
 
-        Where ranks keep step, nobody can finish that one without this rank, so all read this before the one after.
+        Where ranks keep step, nobody can finish that one without this rank, so all read this before
+        the one after.
         """
         if self._stop_requested.is_set():
             self._run.meeting.stop_at(steps_done + 1)
@@ -74,7 +79,9 @@ def train_on_claims(run: Run, watch: Watch, pauses: Pauses, loader: DispatchLoad
             watch.step_done(loss=loss, batch_size=num_samples_of(batch))
             pauses.pass_on_request(steps_before)
         schedule.merged(loader.epoch, loader.num_samples_merged)
-        watch.merged(loader.last, number=loader.num_merged, epoch=epoch, first_step=steps_before + 1)
+        watch.merged(
+            loader.last, number=loader.num_merged, epoch=epoch, first_step=steps_before + 1
+        )
         _save_and_evaluate(run, watch, steps_before)
 
 
@@ -101,15 +108,23 @@ def _save_and_evaluate(run: Run, watch: Watch, steps_before: int) -> None:
     config, step = run.record.config, run.schedule.position.step
     if step >= run.schedule.target:
         return
-    if config.checkpoint_every is not None and step // config.checkpoint_every > steps_before // config.checkpoint_every:
+    if (
+        config.checkpoint_every is not None
+        and step // config.checkpoint_every > steps_before // config.checkpoint_every
+    ):
         save(run, f"step-{step}")
         watch.restart()
-    if config.eval_every is not None and step // config.eval_every > steps_before // config.eval_every:
+    if (
+        config.eval_every is not None
+        and step // config.eval_every > steps_before // config.eval_every
+    ):
         evaluate(run, watch)
 
 
 def evaluate(run: Run, watch: Watch) -> None:
-    """Measure the metric on the leader, in nobody's training time. Where it averages alone, nobody waits for it."""
+    """Measure the metric on the leader, in nobody's training time. Where it averages alone, nobody
+    waits for it.
+    """
     meeting, step, apart = run.meeting, run.schedule.position.step, run.attached.averages_alone
     # A leader before this one may have been ahead.
     leads = meeting.leader == meeting.rank and step > int(meeting.noted("measured") or -1)

@@ -1,8 +1,10 @@
-"""What ranks settle among themselves besides training: who is there, who leads, when all are done. Through a store.
+"""What ranks settle among themselves besides training: who is there, who leads, when all are done.
+Through a store.
 
-Where a strategy survives the death of a worker, the supervisor notes deaths in the store, and whoever waits, waits for the
-living only. A worker that comes back counts again from the step at which it joins, so what is waited for is named by its
-step. Under torchrun nobody notes deaths, and all wait for all.
+Where a strategy survives the death of a worker, the supervisor notes deaths in the store, and
+whoever waits, waits for the living only. A worker that comes back counts again from the step at
+which it joins, so what is waited for is named by its step. Under torchrun nobody notes deaths, and
+all wait for all.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _never: Final = threading.Event()
 
 
 def note_death(store: Store, rank: int, *, deaths: int) -> None:
-    """Let all know that the process of `rank` is gone, for the `deaths`-th time. The supervisor's side."""
+    """Let all know that the process of `rank` is gone, for the `deaths`-th time. The supervisor's
+    side.
+    """
     store.set(_deaths_key(rank), str(deaths))
 
 
@@ -39,7 +43,9 @@ class Meeting:
         supervised: whether somebody notes deaths in the store.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, *, life: int = 0, supervised: bool = False) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, *, life: int = 0, supervised: bool = False
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.life = life
@@ -47,15 +53,21 @@ class Meeting:
         self._store = store
 
     def stop_at(self, step: int) -> None:
-        """Ask all ranks to stop once they have done `step` steps, unless someone has already named a step."""
+        """Ask all ranks to stop once they have done `step` steps, unless someone has already named
+        a step.
+        """
         self._store.compare_set(_STOP, "", str(step))
 
     def stop_step(self) -> int | None:
-        """After how many steps all ranks are to stop, if someone asked for it. One round trip to the store."""
+        """After how many steps all ranks are to stop, if someone asked for it. One round trip to
+        the store.
+        """
         return int(self._store.get(_STOP)) if self._store.check([_STOP]) else None
 
     def note(self, name: str, text: str) -> None:
-        """Let all ranks know, and those who come later; in place of what was noted under that name before."""
+        """Let all ranks know, and those who come later; in place of what was noted under that name
+        before.
+        """
         self._store.set(f"{_PREFIX}/{name}", text)
 
     def noted(self, name: str) -> str | None:
@@ -68,24 +80,36 @@ class Meeting:
         self._store.set(_back_key(self.rank, self.life), str(first_step))
 
     def share(self, name: str, text: str) -> list[str]:
-        """Every rank's `text`, by rank; waits for all, whatever becomes of them. A name serves once."""
+        """Every rank's `text`, by rank; waits for all, whatever becomes of them. A name serves
+        once.
+        """
         self._store.set(f"{_PREFIX}/{name}/{self.rank}", text)
-        return [self._store.get(f"{_PREFIX}/{name}/{rank}").decode() for rank in range(self.world_size)]
+        return [
+            self._store.get(f"{_PREFIX}/{name}/{rank}").decode() for rank in range(self.world_size)
+        ]
 
-    def gather(self, name: str, text: str, *, step: int | None = None, patience_s: float | None = None) -> dict[int, str]:
-        """Wait for the living ranks and return what each of them said, by rank, ascending; all get the same answer.
+    def gather(
+        self, name: str, text: str, *, step: int | None = None, patience_s: float | None = None
+    ) -> dict[int, str]:
+        """Wait for the living ranks and return what each of them said, by rank, ascending; all get
+        the same answer.
 
         Args:
             name: of this meeting point; serves once.
             text: what this rank says.
-            step: a rank that came back is waited for if it took part in this step; None: in any case.
-            patience_s: how long to wait for late ones before they are left out, this rank too if it is one; None: for ever.
+            step: a rank that came back is waited for if it took part in this step; None: in any
+                case.
+            patience_s: how long to wait for late ones before they are left out, this rank too if it
+                is one; None: for ever.
         """
         self._store.set(f"{_PREFIX}/{name}/{self.rank}", text)
         decided = f"{_PREFIX}/{name}"
         if not self._store.check([decided]):
             until_s = None if patience_s is None else time.monotonic() + patience_s
-            texts = {rank: self._text(name, rank, step, until_s, decided) for rank in range(self.world_size)}
+            texts = {
+                rank: self._text(name, rank, step, until_s, decided)
+                for rank in range(self.world_size)
+            }
             here = {rank: said for rank, said in texts.items() if said is not None}
             self._store.compare_set(decided, "", json.dumps(list(here.items())))
         return dict(json.loads(self._store.get(decided)))
@@ -94,17 +118,21 @@ class Meeting:
         """Return once all of `ranks`, this one among them, are here. A name serves once.
 
         Raises:
-            PeerError: one of them has died before it came, or is not here after `patience_s` seconds.
+            PeerError: one of them has died before it came, or is not here after `patience_s`
+                seconds.
         """
         self._store.set(f"{_PREFIX}/{name}/{self.rank}", "here")
         until_s = None if patience_s is None else time.monotonic() + patience_s
         for rank in ranks:
             if self._text(name, rank, None, until_s) is None:
-                raise PeerError(f"worker {rank} did not come to {name!r}: it is gone, or hangs", rank=rank)
+                raise PeerError(
+                    f"worker {rank} did not come to {name!r}: it is gone, or hangs", rank=rank
+                )
 
     @property
     def leader(self) -> int:
-        """The rank that measures and writes for all: of those that have died least often, the lowest that lives.
+        """The rank that measures and writes for all: of those that have died least often, the
+        lowest that lives.
 
         So somebody else leads only once the leader is gone.
         """
@@ -118,9 +146,11 @@ class Meeting:
         return min(living, key=lambda rank: (deaths[rank], rank))
 
     def is_to_do(self, name: str, among: Collection[int]) -> bool:
-        """Whether this rank is to do `name` for all, as the leader. Elsewhere False, once the leader has noted that it did.
+        """Whether this rank is to do `name` for all, as the leader. Elsewhere False, once the
+        leader has noted that it did.
 
-        If the leader dies before, the next one is to do it. Where nobody notes deaths, those who do not lead do not wait.
+        If the leader dies before, the next one is to do it. Where nobody notes deaths, those who do
+        not lead do not wait.
 
         Args:
             name: of what is to be done.
@@ -139,13 +169,24 @@ class Meeting:
                 return False
         return True
 
-    def _text(self, name: str, rank: int, step: int | None, until_s: float | None, decided: str | None = None) -> str | None:
-        """What `rank` said; None once it is clear that it says nothing in time, or that all has been decided without it."""
+    def _text(
+        self,
+        name: str,
+        rank: int,
+        step: int | None,
+        until_s: float | None,
+        decided: str | None = None,
+    ) -> str | None:
+        """What `rank` said; None once it is clear that it says nothing in time, or that all has
+        been decided without it.
+        """
         key, pause_s = f"{_PREFIX}/{name}/{rank}", 2e-4
         if not self.supervised:
             return self._store.get(key).decode()
         while True:
-            lives = self._lives(rank, step)  # before looking: what a dead rank has not said by now it will never say
+            lives = self._lives(
+                rank, step
+            )  # before looking: what a dead rank has not said by now it will never say
             if self._store.check([key]):
                 return self._store.get(key).decode()
             if not lives or (until_s is not None and time.monotonic() > until_s):

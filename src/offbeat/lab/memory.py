@@ -7,7 +7,9 @@ from pathlib import Path
 from offbeat.errors import ConfigError
 
 _WORKER_BYTES = 220 << 20
-_BYTES_PER_PARAMETER = 32  # parameters, gradients, two optimizer moments, residual, buckets, and what a step allocates
+_BYTES_PER_PARAMETER = (
+    32  # parameters, gradients, two optimizer moments, residual, buckets, and what a step allocates
+)
 
 
 def how_many_fit(wanted: int, workers: int, num_parameters: int) -> int:
@@ -18,8 +20,8 @@ def how_many_fit(wanted: int, workers: int, num_parameters: int) -> int:
         return 1
     if each > available:
         raise ConfigError(
-            f"{workers} workers with {num_parameters:,} parameters need about {each / 1e9:.1f} GB, and "
-            f"{available / 1e9:.1f} GB are free; use fewer workers or a smaller model"
+            f"{workers} workers with {num_parameters:,} parameters need about {each / 1e9:.1f} GB,"
+            f" and {available / 1e9:.1f} GB are free; use fewer workers or a smaller model"
         )
     return min(wanted, int(available * 0.8 // each) or 1)
 
@@ -29,4 +31,6 @@ def available_bytes() -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    return next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None
+    )

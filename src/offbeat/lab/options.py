@@ -1,4 +1,6 @@
-"""Options of tasks and strategies: listed for people, routed from `key=value`, checked before anything starts."""
+"""Options of tasks and strategies: listed for people, routed from `key=value`, checked before
+anything starts.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from typing import Final, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
-from offbeat.checkpoint import Json
 from offbeat.errors import ConfigError, nearest
 from offbeat.lab.native import NATIVE, Native
 from offbeat.lab.tasks import task_type
+from offbeat.session.checkpoint import Json
 from offbeat.strategies import REGISTRY
 from offbeat.strategies.base import Strategy
 
@@ -26,12 +28,16 @@ RECIPES: Final[Mapping[str, type[Recipe]]] = {**REGISTRY, **NATIVE}
 
 
 FROM_TASK: Final = "batch_size"
-"""An option of strategies that share samples out; in the lab it is the task's, whatever the strategy is."""
+"""An option of strategies that share samples out; in the lab it is the task's, whatever the
+strategy is.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One option as shown to people: its name, allowed values or type, default (as text) and a line of help."""
+    """One option as shown to people: its name, allowed values or type, default (as text) and a line
+    of help.
+    """
 
     name: str
     allowed: str
@@ -42,7 +48,9 @@ class Option:
 def strategy_type(name: str) -> type[Recipe]:
     """The strategy called `name`. Raises `ConfigError` with the nearest name that exists."""
     if name not in RECIPES:
-        raise ConfigError(f"no strategy {name!r}; allowed are {', '.join(RECIPES)}{nearest(name, RECIPES)}")
+        raise ConfigError(
+            f"no strategy {name!r}; allowed are {', '.join(RECIPES)}{nearest(name, RECIPES)}"
+        )
     return RECIPES[name]
 
 
@@ -59,7 +67,8 @@ def build_strategy(name: str, options: Mapping[str, object]) -> Recipe:
     for option, value in options.items():
         if option not in fields:
             raise ConfigError(
-                f"strategy {name!r} has no option {option!r}; allowed are {', '.join(fields)}{nearest(option, fields)}"
+                f"strategy {name!r} has no option {option!r}; allowed are"
+                f" {', '.join(fields)}{nearest(option, fields)}"
             )
         given = None if value == "none" else value
         try:
@@ -67,7 +76,9 @@ def build_strategy(name: str, options: Mapping[str, object]) -> Recipe:
         except ValidationError as error:
             allowed, meaning = _type_text(hints[option]), _argument_help(kind).get(option, "")
             hint = f" ({meaning.rstrip('.')})" if meaning else ""
-            raise ConfigError(f"option {option} of strategy {name!r}: got {value!r}; allowed is {allowed}{hint}") from error
+            raise ConfigError(
+                f"option {option} of strategy {name!r}: got {value!r}; allowed is {allowed}{hint}"
+            ) from error
     return kind(**values)
 
 
@@ -76,11 +87,14 @@ def strategy_values(strategy: Recipe) -> dict[str, Json]:
     return {name: getattr(strategy, name) for name in _field_names(type(strategy))}
 
 
-def route(task: str, strategy: str, settings: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+def route(
+    task: str, strategy: str, settings: Sequence[str]
+) -> tuple[dict[str, str], dict[str, str]]:
     """Divide `key=value` settings into options of the task and options of the strategy.
 
     Raises:
-        ConfigError: not `key=value`, a key neither of them knows (with the nearest), or one given twice.
+        ConfigError: not `key=value`, a key neither of them knows (with the nearest), or one given
+            twice.
     """
     of_task = list(task_type(task).options_type.model_fields)
     of_strategy = _asked_names(strategy_type(strategy))
@@ -88,11 +102,13 @@ def route(task: str, strategy: str, settings: Sequence[str]) -> tuple[dict[str, 
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key:
-            raise ConfigError(f"--set takes key=value, got {setting!r}; for example --set density=0.01")
+            raise ConfigError(
+                f"--set takes key=value, got {setting!r}; for example --set density=0.01"
+            )
         if key not in of_task and key not in of_strategy:
             raise ConfigError(
-                f"neither task {task!r} nor strategy {strategy!r} has an option {key!r}; allowed are "
-                f"{', '.join(of_task + of_strategy)}{nearest(key, of_task + of_strategy)}"
+                f"neither task {task!r} nor strategy {strategy!r} has an option {key!r}; allowed"
+                f" are {', '.join(of_task + of_strategy)}{nearest(key, of_task + of_strategy)}"
             )
         target = chosen[0] if key in of_task else chosen[1]
         if key in target:
@@ -102,7 +118,9 @@ def route(task: str, strategy: str, settings: Sequence[str]) -> tuple[dict[str, 
 
 
 def parse_spec(text: str) -> tuple[str, dict[str, str]]:
-    """A strategy with its options, as in "gtopk:density=0.01:selection=reuse". Raises `ConfigError`."""
+    """A strategy with its options, as in "gtopk:density=0.01:selection=reuse". Raises
+    `ConfigError`.
+    """
     name, *settings = text.strip().split(":")
     fields = _asked_names(strategy_type(name))
     options: dict[str, str] = {}
@@ -110,8 +128,9 @@ def parse_spec(text: str) -> tuple[str, dict[str, str]]:
         key, equals, value = setting.partition("=")
         if not equals or key not in fields:
             raise ConfigError(
-                f"{setting!r} in {text!r} is no option of strategy {name!r}; write {name}:key=value:key=value with "
-                f"{', '.join(fields) or 'nothing, since it has none'}{nearest(key, fields)}"
+                f"{setting!r} in {text!r} is no option of strategy {name!r}; write"
+                f" {name}:key=value:key=value with"
+                f" {', '.join(fields) or 'nothing, since it has none'}{nearest(key, fields)}"
             )
         if key in options:
             raise ConfigError(f"option {key} is given twice in {text!r}; give it once")
@@ -140,7 +159,9 @@ def strategy_options(name: str) -> list[Option]:
         Option(
             name=field.name,
             allowed=_type_text(hints[field.name]),
-            default="required" if field.default is dataclasses.MISSING else str(field.default).lower(),
+            default=(
+                "required" if field.default is dataclasses.MISSING else str(field.default).lower()
+            ),
             help=help_texts.get(field.name, ""),
         )
         for field in dataclasses.fields(kind)
@@ -163,22 +184,40 @@ def _asked_names(kind: type[Recipe]) -> list[str]:
 
 def _type_text(hint: object) -> str:
     """A type as people write it: `exact | reuse`, `number`, `number | none`."""
-    names = {float: "number", int: "whole number", str: "text", bool: "true | false", type(None): "none"}
+    names = {
+        float: "number",
+        int: "whole number",
+        str: "text",
+        bool: "true | false",
+        type(None): "none",
+    }
     if typing.get_origin(hint) is typing.Annotated:
         return _type_text(typing.get_args(hint)[0])
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(map(str, typing.get_args(hint)))
     if parts := typing.get_args(hint):
         return " | ".join(_type_text(part) for part in parts)
-    return names.get(hint, getattr(hint, "__name__", str(hint)).lower()) if isinstance(hint, type) else str(hint)
+    return (
+        names.get(hint, getattr(hint, "__name__", str(hint)).lower())
+        if isinstance(hint, type)
+        else str(hint)
+    )
 
 
 def _argument_help(kind: type) -> dict[str, str]:
-    """Help by argument name, from the `Args:` or `Attributes:` sections of the docstrings of `kind` and its bases."""
+    """Help by argument name, from the `Args:` or `Attributes:` sections of the docstrings of `kind`
+    and its bases.
+    """
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        section = re.search(r"^(?:Args|Attributes):\n((?:[ \t]+.*\n?|\n)*)", inspect.cleandoc(base.__doc__ or ""), re.MULTILINE)
+        section = re.search(
+            r"^(?:Args|Attributes):\n((?:[ \t]+.*\n?|\n)*)",
+            inspect.cleandoc(base.__doc__ or ""),
+            re.MULTILINE,
+        )
         if section:
-            for name, text in re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {8}.*)*)", section[1], re.MULTILINE):
+            for name, text in re.findall(
+                r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {8}.*)*)", section[1], re.MULTILINE
+            ):
                 texts[name] = re.sub(r"\s+", " ", text)
     return texts

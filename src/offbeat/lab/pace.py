@@ -1,13 +1,15 @@
-"""Emulated compute, by sleeping: workers that are late, workers that are slow, and steps as long as an accelerator's.
+"""Emulated compute, by sleeping: workers that are late, workers that are slow, and steps as long as
+an accelerator's.
 
     sleep the straggling delay of this step
     forward
     sleep until forward and the coming backward together take what the cluster says
     backward
 
-The pad comes before the backward pass, so that what a strategy overlaps with the backward pass still overlaps with it. How long
-the coming one will take is not known; it is taken to need as much CPU time for each sample as the one before, less what the
-strategy itself computed in it, which an emulated accelerator would not do for it.
+The pad comes before the backward pass, so that what a strategy overlaps with the backward pass
+still overlaps with it. How long the coming one will take is not known; it is taken to need as much
+CPU time for each sample as the one before, less what the strategy itself computed in it, which an
+emulated accelerator would not do for it.
 """
 
 from __future__ import annotations
@@ -76,9 +78,11 @@ class Pace:
         self._backward_cpu_s = time.thread_time() - before_cpu_s
 
     def not_compute(self, encode_s: float, wait_s: float) -> None:
-        """Of the last backward pass, the strategy's own work took `encode_s`, and `wait_s` were spent waiting.
+        """Of the last backward pass, the strategy's own work took `encode_s`, and `wait_s` were
+        spent waiting.
 
-        Both by the clock: where more workers than cores compute, that is more than the CPU time that encoding took.
+        Both by the clock: where more workers than cores compute, that is more than the CPU time
+        that encoding took.
         """
         busy_s = self._backward_s - wait_s
         if busy_s > 0:

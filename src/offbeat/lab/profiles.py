@@ -1,8 +1,10 @@
-"""Few steps of a run, looked at closely: what the strategy did within them and when, and which rank was to do what.
+"""Few steps of a run, looked at closely: what the strategy did within them and when, and which rank
+was to do what.
 
     RUN/profile-rank-N.jsonl   one line for each such step of rank N
 
-Only strategies that divide work within a step write it: the second-order ones. `docs/records.md` lists the fields.
+Only strategies that divide work within a step write it: the second-order ones. `docs/records.md`
+lists the fields.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 import pydantic
 
 from offbeat.errors import RecordError
-from offbeat.exchange.spans import Duty, Profile, Span
+from offbeat.kfac.exchange.spans import Duty, Profile, Span
 from offbeat.lab.records import Record
 
 
@@ -45,21 +47,33 @@ class ProfileWriter:
     def __init__(self, run_directory: Path, *, rank: int, attempt: int) -> None:
         self._path = _path(run_directory, rank)
         self._attempt = attempt
-        self._before = "\n" if self._path.exists() else ""  # the last line of a killed process has no end
+        self._before = (
+            "\n" if self._path.exists() else ""
+        )  # the last line of a killed process has no end
 
     def add(self, step: int, profile: Profile) -> None:
-        spans = [[kind, what, round(began_s, 7), round(ended_s, 7)] for kind, what, began_s, ended_s in profile.spans]
-        line = {"attempt": self._attempt, "step": step, "spans": spans, "duties": [asdict(duty) for duty in profile.duties]}
+        spans = [
+            [kind, what, round(began_s, 7), round(ended_s, 7)]
+            for kind, what, began_s, ended_s in profile.spans
+        ]
+        line = {
+            "attempt": self._attempt,
+            "step": step,
+            "spans": spans,
+            "duties": [asdict(duty) for duty in profile.duties],
+        }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(self._before + json.dumps(line) + "\n")
         self._before = ""
 
 
 def read_profiles(record: Record) -> Mapping[int, Sequence[Profiled]]:
-    """By rank, its profiles in order of steps, without those that a resume took back. Ranks without any are left out.
+    """By rank, its profiles in order of steps, without those that a resume took back. Ranks without
+    any are left out.
 
     Raises:
-        RecordError: a line, other than a torn one at the end of an attempt, is not one of such a file.
+        RecordError: a line, other than a torn one at the end of an attempt, is not one of such a
+            file.
     """
     found = {rank: list(_profiles_of(record, rank)) for rank in range(record.config.workers)}
     return {rank: profiles for rank, profiles in found.items() if profiles}
@@ -76,8 +90,12 @@ def _profiles_of(record: Record, rank: int) -> list[Profiled]:
         try:
             profile = _PROFILED.validate_python(values)
         except pydantic.ValidationError as error:
-            raise RecordError(f"{path} holds a line that is no profile: {error.errors()[0]['msg']}") from None
-        if all(profile.step <= later.start_step for later in record.attempts[profile.attempt + 1 :]):
+            raise RecordError(
+                f"{path} holds a line that is no profile: {error.errors()[0]['msg']}"
+            ) from None
+        if all(
+            profile.step <= later.start_step for later in record.attempts[profile.attempt + 1 :]
+        ):
             found[profile.step] = profile
     return [found[step] for step in sorted(found)]
 

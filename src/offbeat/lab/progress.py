@@ -12,10 +12,14 @@ PIPE_VARIABLE = "OFFBEAT_PROGRESS_FD"
 """Environment variable with the number of the pipe's descriptor."""
 
 TURNS_VARIABLE = "OFFBEAT_TURNS"
-"""Environment variable that is set where a worker trains only up to the step that its standard input names."""
+"""Environment variable that is set where a worker trains only up to the step that its standard
+input names.
+"""
 
 ELAPSED_VARIABLE = "OFFBEAT_ELAPSED_S"
-"""Environment variable with the training time at which a worker that comes back was started, in seconds."""
+"""Environment variable with the training time at which a worker that comes back was started, in
+seconds.
+"""
 
 EXIT_STOPPED = 3
 """Exit status of a worker that was asked to stop and wrote a checkpoint."""
@@ -112,7 +116,9 @@ Listener: TypeAlias = Callable[[Progress | News], None]
 
 
 def pipe_reporter() -> Reporter:
-    """Writes reports to the pipe that the supervisor opened for this process; drops them when there is none."""
+    """Writes reports to the pipe that the supervisor opened for this process; drops them when there
+    is none.
+    """
     descriptor = os.environ.get(PIPE_VARIABLE)
     if descriptor is None:
         return lambda report: None
@@ -127,7 +133,9 @@ def encode(report: Report) -> bytes:
 
 def decode(line: bytes) -> Report:
     values = json.loads(line)
-    kinds: dict[str, type[Report]] = {kind.__name__: kind for kind in (Progress, Failure, Paused, Joined)}
+    kinds: dict[str, type[Report]] = {
+        kind.__name__: kind for kind in (Progress, Failure, Paused, Joined)
+    }
     return kinds[values.pop("report")](**values)
 
 

@@ -1,4 +1,6 @@
-"""How the lab's processes find each other: a store on loopback that the supervisor owns, or whatever torchrun provides."""
+"""How the lab's processes find each other: a store on loopback that the supervisor owns, or
+whatever torchrun provides.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 _SUPERVISED = "OFFBEAT_STORE_PORT"
-_PATIENCE = timedelta(minutes=30)  # slowness is no failure: a dead worker is noticed by whoever started it
+_PATIENCE = timedelta(
+    minutes=30
+)  # slowness is no failure: a dead worker is noticed by whoever started it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,13 +45,23 @@ class StoreServer:
             self.port: int = listener.getsockname()[1]
             # Given only an address, the store would listen on every interface.
             self._store: Store | None = dist.TCPStore(  # type: ignore[attr-defined]
-                address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+                address,
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=os.dup(listener.fileno()),
             )
 
     def environment(self, rank: int, world_size: int) -> dict[str, str]:
-        """What worker `rank` needs to find the store, in the variables that torch.distributed knows too."""
+        """What worker `rank` needs to find the store, in the variables that torch.distributed knows
+        too.
+        """
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        return place | {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port), _SUPERVISED: str(self.port)}
+        return place | {
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            _SUPERVISED: str(self.port),
+        }
 
     def note_death(self, rank: int, *, deaths: int) -> None:
         """Let all know that the process of `rank` is gone, for the `deaths`-th time."""
@@ -74,11 +88,18 @@ def join() -> Meeting:
     """
     launch = launched()
     if launch is None:
-        raise ConfigError("this process has no rank: RANK and WORLD_SIZE are not set; start it with torchrun or offbeat train")
+        raise ConfigError(
+            "this process has no rank: RANK and WORLD_SIZE are not set; start it with torchrun or"
+            " offbeat train"
+        )
     supervised, life = _SUPERVISED in os.environ, int(os.environ.get(RETURN_VARIABLE) or 0)
     if supervised:
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"], int(os.environ[_SUPERVISED]), is_master=False, wait_for_workers=False, timeout=_PATIENCE
+            os.environ["MASTER_ADDR"],
+            int(os.environ[_SUPERVISED]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=_PATIENCE,
         )
     else:
         _require(("MASTER_ADDR", "MASTER_PORT"), launch)
@@ -86,15 +107,22 @@ def join() -> Meeting:
         where = f"{os.environ['MASTER_ADDR']} port {os.environ['MASTER_PORT']}"
         try:
             store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
-        except (RuntimeError, ValueError) as error:  # a port in use, a host that is not there, a number that is none
-            raise ConfigError(f"the ranks cannot meet at {where}: {error}; name rank 0's host and a free port of it") from None
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # a port in use, a host that is not there, a number that is none
+            raise ConfigError(
+                f"the ranks cannot meet at {where}: {error}; name rank 0's host and a free port"
+                " of it"
+            ) from None
     if not life:
         dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.world_size)
     return Meeting(store, launch.rank, launch.world_size, life=life, supervised=supervised)
 
 
 def leave() -> None:
-    """Part when all ranks are done: the one that serves the store must not be gone while another still asks it.
+    """Part when all ranks are done: the one that serves the store must not be gone while another
+    still asks it.
 
     Where the supervisor serves it nobody waits, and so for nobody who is dead.
     """
@@ -108,6 +136,6 @@ def _require(names: Sequence[str], launch: Launch) -> None:
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"this is rank {launch.rank} of {launch.world_size}, but {' and '.join(missing)} is not set; "
-            "export the address and a free port of rank 0's host"
+            f"this is rank {launch.rank} of {launch.world_size}, but {' and '.join(missing)} is not"
+            " set; export the address and a free port of rank 0's host"
         )

@@ -4,9 +4,10 @@
     each of them writes its part                          the writers are numbered anew, from 0
     the first of them writes the manifest
 
-Where ranks do not keep step nobody waits long for a late one, and one that dies while it writes takes the checkpoint with it;
-the one before stays. A resume with as many workers as there are parts goes on as if nothing had been; with another number each
-begins from the mean of all parts, if the models differ on purpose.
+Where ranks do not keep step nobody waits long for a late one, and one that dies while it writes
+takes the checkpoint with it; the one before stays. A resume with as many workers as there are parts
+goes on as if nothing had been; with another number each begins from the mean of all parts, if the
+models differ on purpose.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from typing import Any, Final, TypedDict, cast
 import torch
 from torch import nn
 
-from offbeat.checkpoint import Manifest, Tree, latest, read_shard, write_checkpoint
 from offbeat.errors import CheckpointError, PeerError
 from offbeat.lab.attached import Attached, InSession
 from offbeat.lab.meeting import Meeting
 from offbeat.lab.records import Record
 from offbeat.lab.schedule import Position
 from offbeat.lab.watch import Run
-from offbeat.session import reshard
+from offbeat.session.checkpoint import Manifest, Tree, latest, read_shard, write_checkpoint
+from offbeat.session.session import reshard
 
 LATE_S: Final = 0.5
-"""Where ranks do not keep step: for how long the others wait for a late one before they write without it."""
+"""Where ranks do not keep step: for how long the others wait for a late one before they write
+without it.
+"""
 
 _HANGS_S: Final = 60.0
 """And after what time one that was to write is taken to hang."""
@@ -48,7 +51,8 @@ class _State(TypedDict):
 def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
     """Write a checkpoint together with those who are there.
 
-    It is of the first writer's step: where ranks do not keep step, the others may be at another one.
+    It is of the first writer's step: where ranks do not keep step, the others may be at another
+    one.
 
     Args:
         run: of this rank.
@@ -57,11 +61,16 @@ def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
     """
     meeting, position, apart = run.meeting, run.schedule.position, run.attached.averages_alone
     positions = meeting.gather(
-        f"{name}/writers", json.dumps(position.to_json()), step=position.step, patience_s=patience_s if apart else None
+        f"{name}/writers",
+        json.dumps(position.to_json()),
+        step=position.step,
+        patience_s=patience_s if apart else None,
     )
     writers = list(positions)
     of_first = Position.from_json(json.loads(positions[writers[0]]))
-    if meeting.rank not in writers or (apart and _is_past(run.record.checkpoint_root, of_first.step)):
+    if meeting.rank not in writers or (
+        apart and _is_past(run.record.checkpoint_root, of_first.step)
+    ):
         return
     place = {"world_size": len(writers), "rank": writers.index(meeting.rank)}
     tree = _State(
@@ -79,17 +88,23 @@ def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
             step=of_first.step,
             rank=writers.index(meeting.rank),
             world_size=len(writers),
-            barrier=lambda: meeting.barrier(f"{name}/{next(moments)}", writers, patience_s=_HANGS_S if apart else None),
+            barrier=lambda: meeting.barrier(
+                f"{name}/{next(moments)}", writers, patience_s=_HANGS_S if apart else None
+            ),
             metadata={"position": of_first.to_json(), "task": run.record.config.task},
         )
     except PeerError as error:
-        if not (isinstance(run.attached, InSession) and run.attached.session.strategy.survives_death):
+        if not (
+            isinstance(run.attached, InSession) and run.attached.session.strategy.survives_death
+        ):
             raise
         run.notices.append(f"the checkpoint of step {of_first.step} was given up: {error}")
 
 
 def _is_past(root: Path, step: int) -> bool:
-    """Whether a later checkpoint is there: a worker that came back may come to an occasion that it has been at before."""
+    """Whether a later checkpoint is there: a worker that came back may come to an occasion that it
+    has been at before.
+    """
     try:
         return latest(root).step > step
     except CheckpointError:
@@ -97,13 +112,20 @@ def _is_past(root: Path, step: int) -> bool:
 
 
 def restore(
-    record: Record, meeting: Meeting, model: nn.Module, optimizer: torch.optim.Optimizer, attached: Attached
+    record: Record,
+    meeting: Meeting,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    attached: Attached,
 ) -> Position:
-    """Load what this rank needs of the newest checkpoint, and say where the run stands. Raises `CheckpointError`."""
+    """Load what this rank needs of the newest checkpoint, and say where the run stands. Raises
+    `CheckpointError`.
+    """
     manifest, start_step = latest(record.checkpoint_root), record.attempts[-1].start_step
     if manifest.step != start_step:
         raise CheckpointError(
-            f"the checkpoint is of step {manifest.step}, the run was to go on from step {start_step}; start it again"
+            f"the checkpoint is of step {manifest.step}, the run was to go on from step"
+            f" {start_step}; start it again"
         )
     tree = _part(manifest, meeting.rank % manifest.world_size)
     optimizer.load_state_dict(tree["optimizer"])
@@ -118,28 +140,38 @@ def restore(
         differ = session is not None and session.strategy.replicas_differ
         model.load_state_dict(mean_of_models(parts) if differ else tree["model"])
         if session is not None:
-            session.load_state_dict(reshard([part["session"] for part in parts], meeting.world_size, meeting.rank))
+            session.load_state_dict(
+                reshard([part["session"] for part in parts], meeting.world_size, meeting.rank)
+            )
     return Position.from_json(manifest.metadata.get("position"))
 
 
 def mean_of_models(parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """The mean of the parts' models by their weights: of integers the maximum, of truth values the first part's.
+    """The mean of the parts' models by their weights: of integers the maximum, of truth values the
+    first part's.
 
-    Sums are in float64 and rounded once. A tensor in which some part is not finite, such as a mask to add, is the first part's.
+    Sums are in float64 and rounded once. A tensor in which some part is not finite, such as a mask
+    to add, is the first part's.
     """
     total = sum(part["weight"] for part in parts)
     if not total > 0:
         raise CheckpointError(
-            "the parts of the checkpoint weigh nothing together, so they have no mean; resume with as many workers"
+            "the parts of the checkpoint weigh nothing together, so they have no mean; resume with"
+            " as many workers"
         )
     mean = {}
     for name, first in parts[0]["model"].items():
         tensors = [part["model"][name] for part in parts]
-        if first.dtype == torch.bool or not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        if first.dtype == torch.bool or not all(
+            bool(torch.isfinite(tensor).all()) for tensor in tensors
+        ):
             mean[name] = first
         elif first.is_floating_point() or first.is_complex():
             exact = torch.complex128 if first.is_complex() else torch.float64
-            terms = [part["weight"] / total * tensor.to(exact) for part, tensor in zip(parts, tensors, strict=True)]
+            terms = [
+                part["weight"] / total * tensor.to(exact)
+                for part, tensor in zip(parts, tensors, strict=True)
+            ]
             mean[name] = torch.stack(terms).sum(dim=0).to(first.dtype)
         else:
             mean[name] = torch.stack(tensors).amax(dim=0)
@@ -151,5 +183,7 @@ def _part(manifest: Manifest, number: int) -> _State:
     if isinstance(tree, dict):
         tree.setdefault("weight", 1.0)  # checkpoints of earlier versions say nothing of it
     if not isinstance(tree, dict) or tree.keys() != _State.__annotations__.keys():
-        raise CheckpointError(f"{manifest.path} was not written by offbeat train; use a checkpoint of this run")
+        raise CheckpointError(
+            f"{manifest.path} was not written by offbeat train; use a checkpoint of this run"
+        )
     return cast(_State, tree)

@@ -1,15 +1,17 @@
-"""Where a run is and which batch comes next: the part of a training loop that has to survive a restart."""
+"""Where a run is and which batch comes next: the part of a training loop that has to survive a
+restart.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from offbeat.checkpoint import Json
-from offbeat.data.dispatch import num_mega_batches
 from offbeat.errors import CheckpointError
 from offbeat.lab.config import RunConfig
 from offbeat.lab.tasks import Batch, Task
+from offbeat.megabatch.loader import num_mega_batches
+from offbeat.session.checkpoint import Json
 from offbeat.strategies.adaptive import MegaBatchStrategy
 
 
@@ -36,14 +38,17 @@ class Position:
         try:
             return cls(**values)  # type: ignore[arg-type]
         except TypeError:
-            raise CheckpointError(f"the checkpoint's position is {values!r}; was it written by offbeat train?") from None
+            raise CheckpointError(
+                f"the checkpoint's position is {values!r}; was it written by offbeat train?"
+            ) from None
 
 
 class ClaimedSchedule:
     """How far a run is whose ranks claim samples: it moves on at merges.
 
-    A step is as many samples as all ranks take in one where each has batches of its own, so that runs of any kind are equally
-    long after equally many steps. A run that is to do a number of steps ends with the first merge that reaches it.
+    A step is as many samples as all ranks take in one where each has batches of its own, so that
+    runs of any kind are equally long after equally many steps. A run that is to do a number of
+    steps ends with the first merge that reaches it.
 
     Args:
         config: of the run.
@@ -54,14 +59,21 @@ class ClaimedSchedule:
     """
 
     def __init__(
-        self, config: RunConfig, position: Position, *, num_samples: int, mega_batch: int, samples_per_step: int
+        self,
+        config: RunConfig,
+        position: Position,
+        *,
+        num_samples: int,
+        mega_batch: int,
+        samples_per_step: int,
     ) -> None:
         self.position = position
         self._config = config
         self._num_samples = num_samples
         self._merges_per_epoch = num_mega_batches(num_samples, mega_batch)
         self._samples_per_step = samples_per_step
-        # With another number of workers steps have another length, and those done were what they were.
+        # With another number of workers steps have another length, and those done were what they
+        # were.
         self._others = position.step - self._steps_in(position.epoch, position.num_samples)
 
     @property
@@ -70,9 +82,13 @@ class ClaimedSchedule:
         if self._config.steps is None:
             assert self._config.epochs is not None
             return self._others + self._steps_in(self._config.epochs, 0)
-        epochs, samples = divmod((self._config.steps - self._others) * self._samples_per_step, self._num_samples)
+        epochs, samples = divmod(
+            (self._config.steps - self._others) * self._samples_per_step, self._num_samples
+        )
         merges = -(-samples * self._merges_per_epoch // self._num_samples)
-        return self._others + self._steps_in(epochs, self._num_samples * merges // self._merges_per_epoch)
+        return self._others + self._steps_in(
+            epochs, self._num_samples * merges // self._merges_per_epoch
+        )
 
     @property
     def step_of_next_merge(self) -> int:
@@ -108,16 +124,21 @@ def claimed_schedule(
 
 
 class Schedule:
-    """The batches one rank still has to train on; `position` is where it stands before the next one."""
+    """The batches one rank still has to train on; `position` is where it stands before the next
+    one.
+    """
 
-    def __init__(self, config: RunConfig, task: Task, position: Position, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self, config: RunConfig, task: Task, position: Position, *, rank: int, world_size: int
+    ) -> None:
         self.position = position
         self._config = config
         self._task = task
         self._rank = rank
         self._world_size = world_size
         self._samples_per_step = world_size * task.options.batch_size
-        self._roll_over()  # with another number of workers, the rest of a pass may be less than a step
+        # with another number of workers, the rest of a pass may be less than a step
+        self._roll_over()
 
     @property
     def target(self) -> int:
@@ -125,11 +146,15 @@ class Schedule:
         if self._config.steps is not None:
             return self._config.steps
         assert self._config.epochs is not None
-        left = (self._config.epochs - self.position.epoch) * self._task.steps_per_epoch(self._world_size)
+        left = (self._config.epochs - self.position.epoch) * self._task.steps_per_epoch(
+            self._world_size
+        )
         return self.position.step + left - self._steps_into_epoch()
 
     def batches(self, should_stop: Callable[[int], bool]) -> Iterator[Batch]:
-        """Batches until the run is complete, or `should_stop(steps done)` says so. Call `advance` after each."""
+        """Batches until the run is complete, or `should_stop(steps done)` says so. Call `advance`
+        after each.
+        """
         while not self._complete():
             for batch in self._task.batches(
                 seed=self._config.seed,
@@ -154,7 +179,8 @@ class Schedule:
             self.position.num_samples = 0
 
     def _steps_into_epoch(self) -> int:
-        # Rounded up: with another number of workers, the pass may have been left in the middle of a step.
+        # Rounded up: with another number of workers, the pass may have been left in the middle of a
+        # step.
         return -(-self.position.num_samples // self._samples_per_step)
 
     def _complete(self) -> bool:

@@ -23,7 +23,9 @@ class Script:
     """What a cluster description says will happen during the run, in order of time."""
 
     def __init__(self, cluster: Cluster | None) -> None:
-        actions: list[Fault | SpeedChange] = [] if cluster is None else [*cluster.faults, *cluster.changes]
+        actions: list[Fault | SpeedChange] = (
+            [] if cluster is None else [*cluster.faults, *cluster.changes]
+        )
         self.left = sorted(actions, key=lambda action: action.at_s)
         """What has not been given out yet."""
 

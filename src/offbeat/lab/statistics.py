@@ -24,7 +24,8 @@ class Estimate(BaseModel):
     Attributes:
         values: one for each seed; None where a run has none.
         median: over the samples; None without any.
-        low, high: 95% interval: the wider of a bootstrap of the median and Student's over seeds; None with too few samples.
+        low, high: 95% interval: the wider of a bootstrap of the median and Student's over seeds;
+            None with too few samples.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -40,9 +41,10 @@ class Ratio(BaseModel):
 
     Attributes:
         ratio: of the medians.
-        low, high: 95% bootstrap interval; None where there are too few samples to say, or some of them are zero.
-        decided: whether the difference is larger than the spread: the interval leaves out 1, and the two quantities' own
-            intervals do not overlap.
+        low, high: 95% bootstrap interval; None where there are too few samples to say, or some of
+            them are zero.
+        decided: whether the difference is larger than the spread: the interval leaves out 1, and
+            the two quantities' own intervals do not overlap.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -54,28 +56,39 @@ class Ratio(BaseModel):
 
 
 def num_warm_up(num_steps: int) -> int:
-    """How many steps at the beginning are not typical: memory is allocated and buckets are found in them."""
+    """How many steps at the beginning are not typical: memory is allocated and buckets are found in
+    them.
+    """
     return min(_MAX_WARM_UP_STEPS, num_steps // 4)
 
 
 def block_slices(num_steps: int) -> list[slice]:
-    """About twelve blocks of consecutive steps, without the first ones; at least one unless there is no step."""
+    """About twelve blocks of consecutive steps, without the first ones; at least one unless there
+    is no step.
+    """
     settled = np.arange(num_warm_up(num_steps), num_steps)
     parts = np.array_split(settled, max(1, min(_BLOCKS, settled.size)))
     return [slice(int(part[0]), int(part[-1]) + 1) for part in parts if part.size]
 
 
-def blocks(durations_s: NDArray[np.float64], among: Sequence[slice] | None = None) -> NDArray[np.float64]:
+def blocks(
+    durations_s: NDArray[np.float64], among: Sequence[slice] | None = None
+) -> NDArray[np.float64]:
     """Mean duration in each of about twelve blocks of consecutive steps, without the first steps.
 
-    The mean within a block is fair to strategies that communicate every few steps; the median over blocks is not impressed
-    by a hiccup of the machine.
+    The mean within a block is fair to strategies that communicate every few steps; the median over
+    blocks is not impressed by a hiccup of the machine.
 
     Args:
         durations_s: of each step, shape (steps,).
         among: these blocks in the place of `block_slices`.
     """
-    return np.array([durations_s[block].mean() for block in (block_slices(durations_s.size) if among is None else among)])
+    return np.array(
+        [
+            durations_s[block].mean()
+            for block in (block_slices(durations_s.size) if among is None else among)
+        ]
+    )
 
 
 def estimate(values: Sequence[float | None], samples: Sequence[float] | None = None) -> Estimate:
@@ -94,7 +107,10 @@ def estimate(values: Sequence[float | None], samples: Sequence[float] | None = N
 
 
 def compare(
-    a: Estimate, b: Estimate, samples_a: Sequence[float] | None = None, samples_b: Sequence[float] | None = None
+    a: Estimate,
+    b: Estimate,
+    samples_a: Sequence[float] | None = None,
+    samples_b: Sequence[float] | None = None,
 ) -> Ratio:
     """How many times larger `a` is than `b`. Both have a median other than zero.
 
@@ -109,9 +125,14 @@ def compare(
     second = _known(b.values if samples_b is None else samples_b)
     if min(first.size, second.size) < 2 or not (first.all() and second.all()):
         return Ratio(ratio=ratio, low=None, high=None, decided=False)
-    by_seed = _known([x / y if x is not None and y else None for x, y in zip(a.values, b.values, strict=False)])
+    by_seed = _known(
+        [x / y if x is not None and y else None for x, y in zip(a.values, b.values, strict=False)]
+    )
     low, high = _hull(
-        _bootstrap((first, second), lambda x, y, axis: np.median(x, axis=axis) / np.median(y, axis=axis)), _student(by_seed)
+        _bootstrap(
+            (first, second), lambda x, y, axis: np.median(x, axis=axis) / np.median(y, axis=axis)
+        ),
+        _student(by_seed),
     )
     if low is None or high is None:
         return Ratio(ratio=ratio, low=None, high=None, decided=False)
@@ -123,7 +144,9 @@ def _known(values: Sequence[float | None]) -> NDArray[np.float64]:
     return np.array([value for value in values if value is not None], dtype=np.float64)
 
 
-def _bootstrap(data: tuple[NDArray[np.float64], ...], statistic: Callable[..., object]) -> tuple[float, float] | None:
+def _bootstrap(
+    data: tuple[NDArray[np.float64], ...], statistic: Callable[..., object]
+) -> tuple[float, float] | None:
     """Percentile interval; None where a sample is too small."""
     if min(part.size for part in data) < 2:
         return None
@@ -144,13 +167,16 @@ def _bootstrap(data: tuple[NDArray[np.float64], ...], statistic: Callable[..., o
 def _student(by_seed: NDArray[np.float64]) -> tuple[float, float] | None:
     """Student's interval of the mean over seeds, on a logarithmic scale where that can be.
 
-    A bootstrap of three numbers never leaves their range, and so promises more than they can: another three differ by more.
+    A bootstrap of three numbers never leaves their range, and so promises more than they can:
+        another three differ by more.
     """
     if by_seed.size < _LEAST_SEEDS:
         return None
     positive = bool((by_seed > 0).all())
     data = np.log(by_seed) if positive else by_seed
-    spread = float(stats.t.ppf((1 + CONFIDENCE) / 2, data.size - 1) * data.std(ddof=1) / np.sqrt(data.size))
+    spread = float(
+        stats.t.ppf((1 + CONFIDENCE) / 2, data.size - 1) * data.std(ddof=1) / np.sqrt(data.size)
+    )
     ends = np.array([data.mean() - spread, data.mean() + spread])
     low, high = np.exp(np.clip(ends, -700, 700)) if positive else ends
     return float(low), float(high)

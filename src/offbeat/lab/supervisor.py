@@ -1,9 +1,10 @@
 """Local workers: started, watched and ended together.
 
-Each worker is a process in a session of its own, so that Ctrl-C reaches only the supervisor, which decides. A worker learns of
-the supervisor's end by its standard input closing. Where a strategy does not survive the death of a worker, one death
-ends all, and the error names the worker that died first rather than those that noticed. Where it does, a death once training
-has begun is noted in the store at once, for the others to hear, and the run is finished when one worker has finished.
+Each worker is a process in a session of its own, so that Ctrl-C reaches only the supervisor, which
+decides. A worker learns of the supervisor's end by its standard input closing. Where a strategy
+does not survive the death of a worker, one death ends all, and the error names the worker that died
+first rather than those that noticed. Where it does, a death once training has begun is noted in the
+store at once, for the others to hear, and the run is finished when one worker has finished.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 _POLL_S = 0.1
 _SETTLE_S = 2.0  # after a death, how long the others may take to say what they saw
 _STOP_S = 60.0  # after a request to stop, how long a step and a checkpoint may take
-_END_S = 30.0  # where workers survive each other: once one has ended, how long the rest may take, who hang or come too late
+# where workers survive each other: once one has ended, how long the rest may take, who hang or come
+# too late
+_END_S = 30.0
 
 
 class Crew:
@@ -98,7 +101,9 @@ class Crew:
         self._end_deadline_s: float | None = None
 
     def __enter__(self) -> Self:
-        self._store = self._emulation.call_inside(lambda: StoreServer(self._emulation.store_address))
+        self._store = self._emulation.call_inside(
+            lambda: StoreServer(self._emulation.store_address)
+        )
         try:
             for rank in range(self._config.workers):
                 worker = self._start(rank, self._secret)
@@ -124,7 +129,9 @@ class Crew:
 
     @property
     def paused_at(self) -> int | None:
-        """The step at which all living workers wait for the next turn; None while one of them still trains."""
+        """The step at which all living workers wait for the next turn; None while one of them still
+        trains.
+        """
         living = [worker for worker in self._workers if worker.alive]
         steps = [worker.paused_at for worker in living if worker.paused_at is not None]
         return min(steps) if living and len(steps) == len(living) else None
@@ -136,7 +143,9 @@ class Crew:
             self._let_go(worker, until_step)
 
     def poll(self, timeout_s: float) -> None:
-        """Pass reports on for up to `timeout_s`, and do what is due: the script, stopping, ending after a death."""
+        """Pass reports on for up to `timeout_s`, and do what is due: the script, stopping, ending
+        after a death.
+        """
         for key, _ in self._selector.select(timeout_s):
             if not self._read(key.data):
                 self._selector.unregister(key.fileobj)
@@ -162,24 +171,43 @@ class Crew:
             self._note_what_never_came()
             return EXIT_STOPPED not in codes.values()
         if self._num_interrupts and not any(worker.failure for worker in workers):
-            raise PeerError(f"interrupted before the workers could write a checkpoint{hint(self.run_directory)}")
+            raise PeerError(
+                f"interrupted before the workers could write a checkpoint{hint(self.run_directory)}"
+            )
         guilty = min(
             (worker for worker in workers if codes[worker.rank] not in (0, EXIT_STOPPED)),
-            key=lambda worker: (worker.rank in self._ended_by_us, worker.is_witness, self._died.index(worker.rank)),
+            key=lambda worker: (
+                worker.rank in self._ended_by_us,
+                worker.is_witness,
+                self._died.index(worker.rank),
+            ),
         )
         if guilty.rank in self._ended_by_script:
-            what = f"worker {guilty.rank} was killed, as the cluster description says, and {self._config.strategy} cannot go on"
+            what = (
+                f"worker {guilty.rank} was killed, as the cluster description says, and"
+                f" {self._config.strategy} cannot go on"
+            )
             raise PeerError(f"{what} without it{hint(self.run_directory)}", rank=guilty.rank)
-        what = describe(self.run_directory, guilty.rank, guilty.process.pid, guilty.process.returncode, guilty.failure)
+        what = describe(
+            self.run_directory,
+            guilty.rank,
+            guilty.process.pid,
+            guilty.process.returncode,
+            guilty.failure,
+        )
         raise PeerError(what + hint(self.run_directory), rank=guilty.rank)
 
     @property
     def _goes_on(self) -> bool:
-        """Whether the others go on when a worker dies. While they find each other, they need all."""
+        """Whether the others go on when a worker dies. While they find each other, they
+        need all.
+        """
         return self._survives_death and self._begun
 
     def _start(self, rank: int, secret: str, *, life: int = 0) -> LocalWorker:
-        """Start the process of `rank`; `life` counts those that have had this rank before and died."""
+        """Start the process of `rank`; `life` counts those that have had this rank
+        before and died.
+        """
         assert self._store is not None
         environment = {
             "OMP_NUM_THREADS": "1",
@@ -191,7 +219,9 @@ class Crew:
             environment |= {RETURN_VARIABLE: str(life), ELAPSED_VARIABLE: repr(self.seconds)}
         environment |= self._store.environment(rank, self._config.workers)
         placement = self._emulation.placement(rank)
-        return start_worker(rank, self.run_directory, placement, environment, life=life, seconds=self.seconds)
+        return start_worker(
+            rank, self.run_directory, placement, environment, life=life, seconds=self.seconds
+        )
 
     def _watch(self, worker: LocalWorker) -> None:
         self._selector.register(worker.pipe, selectors.EVENT_READ, worker)
@@ -214,26 +244,40 @@ class Crew:
                 case Paused(step=step, seconds=seconds):
                     worker.paused_at, worker.seconds, self._begun = step, seconds, True
                 case Progress():
-                    worker.seconds, self._heard_s, self._begun = report.seconds, time.monotonic(), True
+                    worker.seconds, self._heard_s, self._begun = (
+                        report.seconds,
+                        time.monotonic(),
+                        True,
+                    )
                     self._on_progress(report)
         return more
 
     def _act(self) -> None:
-        """After an interrupt, ask workers to stop; end them when one that they need has died, or when ending takes too long."""
+        """After an interrupt, ask workers to stop; end them when one that they need has died, or
+        when ending takes too long.
+        """
         now_s = time.monotonic()
         alive = [worker for worker in self._workers if worker.alive]
         if self._num_interrupts and self._stop_deadline_s is None:
             self._stop_deadline_s = now_s + _STOP_S
             for worker in alive:
                 worker.process.terminate()
-                worker.process.send_signal(signal.SIGCONT)  # one that the script has stopped could not hear it
+                worker.process.send_signal(
+                    signal.SIGCONT
+                )  # one that the script has stopped could not hear it
         self._note_deaths()
         if self._died and not self._goes_on and self._fail_deadline_s is None:
             self._fail_deadline_s = now_s + _SETTLE_S
-        if self._goes_on and self._end_deadline_s is None and any(worker.ended_well for worker in self._workers):
+        if (
+            self._goes_on
+            and self._end_deadline_s is None
+            and any(worker.ended_well for worker in self._workers)
+        ):
             self._end_deadline_s = now_s + _END_S
         deadlines = (self._stop_deadline_s, self._fail_deadline_s, self._end_deadline_s)
-        if self._num_interrupts > 1 or any(deadline is not None and now_s > deadline for deadline in deadlines):
+        if self._num_interrupts > 1 or any(
+            deadline is not None and now_s > deadline for deadline in deadlines
+        ):
             self._ended_by_us |= {worker.rank for worker in alive}
             for worker in alive:
                 worker.kill()
@@ -251,7 +295,9 @@ class Crew:
         assert self._store is not None
         self._store.note_death(worker.rank, deaths=worker.life + 1)
         self._drain(worker)
-        if self._num_interrupts and (worker.rank in self._ended_by_us or worker.process.returncode == -signal.SIGTERM):
+        if self._num_interrupts and (
+            worker.rank in self._ended_by_us or worker.process.returncode == -signal.SIGTERM
+        ):
             return  # it was asked to stop
         why = self._cause(worker)
         if worker.joined:
@@ -260,7 +306,9 @@ class Crew:
                 step=last_step(self.run_directory, worker.rank),
                 seconds=self.seconds,
                 cause=why,
-                num_left=sum(other.joined and (other.alive or other.ended_well) for other in self._workers),
+                num_left=sum(
+                    other.joined and (other.alive or other.ended_well) for other in self._workers
+                ),
                 num_workers=self._config.workers,
             )
             self.losses.append(loss)
@@ -272,8 +320,12 @@ class Crew:
 
     def _note_return(self, rank: int, step: int) -> None:
         last = max(place for place, loss in enumerate(self.losses) if loss.rank == rank)
-        self.losses[last] = self.losses[last].model_copy(update={"returned_step": step, "returned_s": self.seconds})
-        self._on_progress(News(rank=rank, gone=False, text=f"worker {rank} is back: it goes on from step {step}"))
+        self.losses[last] = self.losses[last].model_copy(
+            update={"returned_step": step, "returned_s": self.seconds}
+        )
+        self._on_progress(
+            News(rank=rank, gone=False, text=f"worker {rank} is back: it goes on from step {step}")
+        )
 
     def _cause(self, worker: LocalWorker) -> str:
         if worker.rank in self._ended_by_us:
@@ -288,10 +340,14 @@ class Crew:
                 self._note_undone(action, "the run was over before")
 
     def _note_undone(self, fault: Fault, why: str) -> None:
-        self.remarks.append(f"not carried out: {fault.action} worker {fault.worker} at {fault.at_s:g} s; {why}")
+        self.remarks.append(
+            f"not carried out: {fault.action} worker {fault.worker} at {fault.at_s:g} s; {why}"
+        )
 
     def _script_s(self) -> float:
-        """The script's time: training time, but by the clock while a fault may hold everybody up, or none would ever end."""
+        """The script's time: training time, but by the clock while a fault may hold everybody up,
+        or none would ever end.
+        """
         return self.seconds + (time.monotonic() - self._heard_s if self._held_up else 0.0)
 
     def _carry_out(self, action: Fault | SpeedChange) -> None:
@@ -302,7 +358,9 @@ class Crew:
             self._bring_back(action)
         elif action.action in SIGNALS:
             if worker.alive:
-                self._ended_by_script |= {worker.rank: action.at_s} if action.action == "kill" else {}
+                self._ended_by_script |= (
+                    {worker.rank: action.at_s} if action.action == "kill" else {}
+                )
                 os.killpg(worker.process.pid, SIGNALS[action.action])
                 self._note_hold_up(action)
         elif self._emulation.set_link(action.worker, up=action.action == "mend"):
@@ -311,7 +369,9 @@ class Crew:
             self._note_undone(action, "it needs network namespaces")
 
     def _bring_back(self, action: Fault) -> None:
-        """Start the process of a worker anew, unless it never died, or there is nobody left to join."""
+        """Start the process of a worker anew, unless it never died, or there is nobody left to
+        join.
+        """
         old = self._workers[action.worker]
         if old.rank in self._ended_by_script:
             old.process.wait()  # the same moment may have killed it
@@ -374,7 +434,9 @@ class Outcome:
     losses: list[Loss]
 
 
-def supervise(run_directory: Path, config: RunConfig, emulation: Emulation, *, on_progress: Listener) -> Outcome:
+def supervise(
+    run_directory: Path, config: RunConfig, emulation: Emulation, *, on_progress: Listener
+) -> Outcome:
     """Run the workers of `run_directory/config.json` to their end.
 
     Args:
@@ -384,10 +446,13 @@ def supervise(run_directory: Path, config: RunConfig, emulation: Emulation, *, o
         on_progress: called for each report of a worker, and when one is gone or back.
 
     Raises:
-        PeerError: a worker died or failed that the others need, or all did, or the run was interrupted before it could write
-            a checkpoint. No worker is left.
+        PeerError: a worker died or failed that the others need, or all did, or the run was
+            interrupted before it could write a checkpoint. No worker is left.
     """
-    with interrupts() as interrupted, Crew(run_directory, config, emulation, on_progress=on_progress) as crew:
+    with (
+        interrupts() as interrupted,
+        Crew(run_directory, config, emulation, on_progress=on_progress) as crew,
+    ):
         told = 0
         while not crew.over:
             while told < interrupted.count:

@@ -1,11 +1,12 @@
-"""One training run, from what the user asked for to its summary: with workers of its own, or as one rank of torchrun's."""
+"""One training run, from what the user asked for to its summary: with workers of its own, or as one
+rank of torchrun's.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offbeat.checkpoint import latest, verify
 from offbeat.errors import ConfigError, OffbeatError, RecordError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.config import Request, RunConfig, resolve, resolve_resume
@@ -17,6 +18,7 @@ from offbeat.lab.rendezvous import Launch, join, launched, leave
 from offbeat.lab.replaying import check_replay
 from offbeat.lab.schedule import Position
 from offbeat.lab.supervisor import supervise
+from offbeat.session.checkpoint import latest, verify
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +55,9 @@ def plan(request: Request, *, out: Path | None = None, resume: Path | None = Non
             )
         if request.cluster is not None and _needs_supervisor(request.cluster):
             raise ConfigError(
-                f"{launch.world_size} processes were launched by torchrun or srun; links, speeds and faults are emulated only "
-                "for workers that offbeat starts itself; leave them out, or start offbeat train alone"
+                f"{launch.world_size} processes were launched by torchrun or srun; links, speeds"
+                " and faults are emulated only for workers that offbeat starts itself; leave them"
+                " out, or start offbeat train alone"
             )
         request = replace(request, workers=launch.world_size)
     if resume is None:
@@ -65,12 +68,16 @@ def plan(request: Request, *, out: Path | None = None, resume: Path | None = Non
             how_many_fit(1, config.workers, config.build_task().num_parameters())
         return Plan(config=config, out=out, start_step=0, launch=launch)
     if out is not None and out.resolve() != resume.resolve():
-        raise ConfigError(f"--resume goes on in {resume}, so --out {out} has no meaning; leave it out")
+        raise ConfigError(
+            f"--resume goes on in {resume}, so --out {out} has no meaning; leave it out"
+        )
     record = Record(resume)
     manifest = latest(record.checkpoint_root)
     verify(manifest)
     position = Position.from_json(manifest.metadata.get("position"))
-    config = resolve_resume(record.config, request, steps_done=position.step, epochs_done=position.epoch)
+    config = resolve_resume(
+        record.config, request, steps_done=position.step, epochs_done=position.epoch
+    )
     return Plan(config=config, out=resume, start_step=manifest.step, launch=launch)
 
 
@@ -89,14 +96,20 @@ def train(planned: Plan, on_progress: Listener) -> Summary | None:
 
     Raises:
         RecordError: the output directory is in use.
-        PeerError: a worker died or failed that the others need; the message names it and says how to go on.
+        PeerError: a worker died or failed that the others need; the message names it and says how
+            to go on.
         OffbeatError: under torchrun or srun, what went wrong on this rank.
     """
     if planned.launch is not None:
         return _join(planned, on_progress)
     directory = _directory(planned)
     config = planned.config
-    with lock(directory), emulate(config.cluster or Cluster(workers=config.workers), mode=config.emulation) as emulation:
+    with (
+        lock(directory),
+        emulate(
+            config.cluster or Cluster(workers=config.workers), mode=config.emulation
+        ) as emulation,
+    ):
         report = None if config.cluster is None else emulation.report
         begin_attempt(directory, config, start_step=planned.start_step, emulation=report)
         outcome = supervise(directory, config, emulation, on_progress=on_progress)
@@ -118,13 +131,23 @@ def _join(planned: Plan, on_progress: Listener) -> Summary | None:
             begin_attempt(directory, planned.config, start_step=planned.start_step)
         except (OffbeatError, OSError) as error:  # told to all ranks, or they would wait for ever
             problem = str(error)
-    problem, chosen = meeting.share("problem", problem)[0], Path(meeting.share("directory", str(directory))[0])
+    problem, chosen = (
+        meeting.share("problem", problem)[0],
+        Path(meeting.share("directory", str(directory))[0]),
+    )
     if problem:
         raise RecordError(problem)
     if not (chosen / "config.json").exists():
-        raise ConfigError(f"rank {meeting.rank} does not see {chosen}; give an --out on a file system that all hosts share")
+        raise ConfigError(
+            f"rank {meeting.rank} does not see {chosen}; give an --out on a file system that all"
+            " hosts share"
+        )
     try:
-        summary = train_rank(chosen, meeting, lambda report: on_progress(report) if isinstance(report, Progress) else None)
+        summary = train_rank(
+            chosen,
+            meeting,
+            lambda report: on_progress(report) if isinstance(report, Progress) else None,
+        )
     finally:
         if claim is not None:
             claim.close()

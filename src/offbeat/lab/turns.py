@@ -5,8 +5,9 @@
         until all have finished
             for each strategy in turn: let it train for a few seconds
 
-A machine that drifts while this goes on slows all strategies down alike. Where the workers of all strategies do not fit into
-memory together, as many as fit take turns, and the order is rotated from seed to seed.
+A machine that drifts while this goes on slows all strategies down alike. Where the workers of all
+strategies do not fit into memory together, as many as fit take turns, and the order is rotated from
+seed to seed.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class Rounds:
         alone: by seed, the run without exchange.
     """
 
-    def __init__(self, directory: Path, plan: ComparePlan, emulation: Emulation, watcher: Watcher) -> None:
+    def __init__(
+        self, directory: Path, plan: ComparePlan, emulation: Emulation, watcher: Watcher
+    ) -> None:
         self.failures: dict[str, str] = {}
         self.alone: dict[int, Path] = {}
         self._directory = directory
@@ -87,14 +90,20 @@ class Rounds:
         """All runs of one seed, as many at a time as fit."""
         plan = self._plan
         runs = [
-            (contestant.label, self._directory / contestant.runs[place], config.model_copy(update={"seed": seed}))
+            (
+                contestant.label,
+                self._directory / contestant.runs[place],
+                config.model_copy(update={"seed": seed}),
+            )
             for contestant, config in zip(plan.contestants, plan.configs, strict=True)
             if contestant.label not in self.failures
         ]
         first = place % len(runs) if runs else 0
         runs = runs[first:] + runs[:first]
         if plan.request.cluster.workers > 1:
-            runs.append((ALONE, self._directory / f"runs/{ALONE}-seed-{seed}", self._alone_config(seed)))
+            runs.append(
+                (ALONE, self._directory / f"runs/{ALONE}-seed-{seed}", self._alone_config(seed))
+            )
         while runs and not interrupted.count:
             self._run_together(runs[: plan.at_once], interrupted)
             runs = runs[plan.at_once :]
@@ -114,7 +123,9 @@ class Rounds:
             }
         )
 
-    def _run_together(self, runs: Sequence[tuple[str, Path, RunConfig]], interrupted: Interrupts) -> None:
+    def _run_together(
+        self, runs: Sequence[tuple[str, Path, RunConfig]], interrupted: Interrupts
+    ) -> None:
         with ExitStack() as stack:
             entrants: list[_Entrant] = []
             for label, path, config in runs:
@@ -122,9 +133,12 @@ class Rounds:
                     break
                 records.create(path, config)
                 records.begin_attempt(path, config, start_step=0, emulation=self._emulation.report)
-                crew = Crew(path, config, self._emulation, turns=True, on_progress=self._listener(label))
+                crew = Crew(
+                    path, config, self._emulation, turns=True, on_progress=self._listener(label)
+                )
                 entrants.append(_Entrant(label=label, crew=stack.enter_context(crew)))
-                # One after the other, and nobody's turn before all are ready: some measure the network while they start.
+                # One after the other, and nobody's turn before all are ready: some measure the
+                # network while they start.
                 while not crew.over and crew.paused_at is None:
                     self._poll([entrants[-1]], entrants, interrupted)
             while waiting := [entrant for entrant in entrants if not entrant.crew.over]:
@@ -132,19 +146,26 @@ class Rounds:
                     self._take_turn(entrant, entrants, interrupted)
             self._poll([], entrants, interrupted)
 
-    def _take_turn(self, entrant: _Entrant, entrants: Sequence[_Entrant], interrupted: Interrupts) -> None:
+    def _take_turn(
+        self, entrant: _Entrant, entrants: Sequence[_Entrant], interrupted: Interrupts
+    ) -> None:
         crew = entrant.crew
         if (done := crew.paused_at) is not None:
             self._watcher.turn(entrant.label)
             turn_s = self._plan.request.turn_s
-            crew.let_go(done + (max(1, round(turn_s / entrant.step_s)) if entrant.step_s else _FIRST_TURN_STEPS))
+            crew.let_go(
+                done
+                + (max(1, round(turn_s / entrant.step_s)) if entrant.step_s else _FIRST_TURN_STEPS)
+            )
         while not crew.over and crew.paused_at is None:
             self._poll([entrant], entrants, interrupted)
         if (paused_at := crew.paused_at) is not None and paused_at > entrant.last_step:
             entrant.step_s = (crew.seconds - entrant.last_s) / (paused_at - entrant.last_step)
             entrant.last_s, entrant.last_step = crew.seconds, paused_at
 
-    def _poll(self, active: Sequence[_Entrant], entrants: Sequence[_Entrant], interrupted: Interrupts) -> None:
+    def _poll(
+        self, active: Sequence[_Entrant], entrants: Sequence[_Entrant], interrupted: Interrupts
+    ) -> None:
         """Hear everybody, above all who is `active`, and note who has failed."""
         while self._told < interrupted.count:
             self._told += 1
@@ -156,7 +177,9 @@ class Rounds:
                 entrant.judged = True
                 try:
                     if entrant.crew.verdict():
-                        records.add_to_summary(entrant.crew.run_directory, entrant.crew.remarks, entrant.crew.losses)
+                        records.add_to_summary(
+                            entrant.crew.run_directory, entrant.crew.remarks, entrant.crew.losses
+                        )
                 except OffbeatError as error:
                     if not interrupted.count:
                         self.failures[entrant.label] = str(error)

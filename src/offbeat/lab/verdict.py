@@ -1,4 +1,6 @@
-"""What a comparison's figures mean, in words. A difference smaller than the spread is said to be none."""
+"""What a comparison's figures mean, in words. A difference smaller than the spread is said to be
+none.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,24 @@ def between(comparison: Comparison, measure: Measure, a: str, b: str) -> Differe
         if found.measure == measure and (found.a, found.b) == (a, b):
             return found
         if found.measure == measure and (found.b, found.a) == (a, b):
-            low, high = (None, None) if found.low is None or found.high is None else (1 / found.high, 1 / found.low)
-            return found.model_copy(update={"a": a, "b": b, "ratio": 1 / found.ratio, "low": low, "high": high})
+            low, high = (
+                (None, None)
+                if found.low is None or found.high is None
+                else (1 / found.high, 1 / found.low)
+            )
+            return found.model_copy(
+                update={"a": a, "b": b, "ratio": 1 / found.ratio, "low": low, "high": high}
+            )
     return None
 
 
 def ranking(comparison: Comparison, measure: Measure) -> list[Contestant]:
     """Those that have a median of `measure`, the least first."""
-    able = [c for c in comparison.contestants if measure in c.measures and c.measures[measure].median is not None]
+    able = [
+        c
+        for c in comparison.contestants
+        if measure in c.measures and c.measures[measure].median is not None
+    ]
     return sorted(able, key=lambda contestant: contestant.measures[measure].median or 0.0)
 
 
@@ -34,7 +46,11 @@ def verdict(comparison: Comparison) -> str:
     if comparison.target is None:
         return _step_verdict(comparison)
     goal = f"{comparison.metric_name.replace('_', ' ')} {comparison.target:.4g}"
-    complete = [c for c in ranking(comparison, "time_to_target_s") if None not in c.measures["time_to_target_s"].values]
+    complete = [
+        c
+        for c in ranking(comparison, "time_to_target_s")
+        if None not in c.measures["time_to_target_s"].values
+    ]
     if len(complete) < 2:
         return _verdict_for_few(comparison, goal, complete)
     first, second, last = complete[0], complete[1], complete[-1]
@@ -44,12 +60,27 @@ def verdict(comparison: Comparison) -> str:
     assert difference is not None
     took = f"{goal} in {_seconds(first, 'time_to_target_s')}"
     if difference.low is None:
-        return f"{_step_verdict(comparison)[:-1]}; in the only run of each, {first.label} was the first to reach {took}."
+        return (
+            f"{_step_verdict(comparison)[:-1]}; in the only run of each, {first.label} was the"
+            f" first to reach {took}."
+        )
     if difference.decided:
-        return f"{first.label} reached {took}, {_times(difference)} faster than {second.label}, the next best."
-    equals = [c.label for c in complete[1:] if not _decided(comparison, "time_to_target_s", c, first)]
-    rest = f"; {last.label} took {_seconds(last, 'time_to_target_s')}" if last.label not in equals else ""
-    return f"No difference in the time to {goal} between {_listed([first.label, *equals])} that this comparison can see{rest}."
+        return (
+            f"{first.label} reached {took}, {_times(difference)} faster than {second.label}, the"
+            " next best."
+        )
+    equals = [
+        c.label for c in complete[1:] if not _decided(comparison, "time_to_target_s", c, first)
+    ]
+    rest = (
+        f"; {last.label} took {_seconds(last, 'time_to_target_s')}"
+        if last.label not in equals
+        else ""
+    )
+    return (
+        f"No difference in the time to {goal} between {_listed([first.label, *equals])} that this"
+        f" comparison can see{rest}."
+    )
 
 
 def _verdict_for_few(comparison: Comparison, goal: str, complete: Sequence[Contestant]) -> str:
@@ -58,7 +89,10 @@ def _verdict_for_few(comparison: Comparison, goal: str, complete: Sequence[Conte
         return _step_verdict(comparison)
     if not complete:
         return f"{_step_verdict(comparison)[:-1]}; none of them reached {goal} in every run."
-    return f"Only {complete[0].label} reached {goal} in every run, in {_seconds(complete[0], 'time_to_target_s')}."
+    return (
+        f"Only {complete[0].label} reached {goal} in every run, in"
+        f" {_seconds(complete[0], 'time_to_target_s')}."
+    )
 
 
 def _step_verdict(comparison: Comparison) -> str:
@@ -72,18 +106,27 @@ def _step_verdict(comparison: Comparison) -> str:
     assert difference is not None
     if difference.decided:
         return (
-            f"{first.label} takes the shortest steps, {_seconds(first, 'step_s')}: {_times(difference)} faster than "
-            f"{second.label}, the next best."
+            f"{first.label} takes the shortest steps, {_seconds(first, 'step_s')}:"
+            f" {_times(difference)} faster than {second.label}, the next best."
         )
     equals = [c.label for c in order[1:] if not _decided(comparison, "step_s", c, first)]
-    return f"No difference in step time between {_listed([first.label, *equals])} that this comparison can see."
+    return (
+        f"No difference in step time between {_listed([first.label, *equals])} that this comparison"
+        " can see."
+    )
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """What else is worth knowing, a sentence each: failures, each strategy against DDP, the metric, who is slow."""
-    found = [f"{c.label} failed: {c.failure}" for c in comparison.contestants if c.failure is not None]
+    """What else is worth knowing, a sentence each: failures, each strategy against DDP, the metric,
+    who is slow.
+    """
+    found = [
+        f"{c.label} failed: {c.failure}" for c in comparison.contestants if c.failure is not None
+    ]
     order = ranking(comparison, "step_s")
-    reference = next((c for name in ("ddp", "allreduce") for c in order if c.strategy == name), None)
+    reference = next(
+        (c for name in ("ddp", "allreduce") for c in order if c.strategy == name), None
+    )
     if reference is not None:
         for contestant in order:
             difference = between(comparison, "step_s", reference.label, contestant.label)
@@ -93,7 +136,9 @@ def findings(comparison: Comparison) -> list[str]:
     if comparison.target is not None:
         for contestant in comparison.contestants:
             missed = (
-                sum(value is None for value in contestant.measures["time_to_target_s"].values) if contestant.measures else 0
+                sum(value is None for value in contestant.measures["time_to_target_s"].values)
+                if contestant.measures
+                else 0
             )
             if missed:
                 runs = f"{missed} of its {len(contestant.runs)} runs"
@@ -103,7 +148,8 @@ def findings(comparison: Comparison) -> list[str]:
 
 def _against(reference: Contestant, contestant: Contestant, difference: Difference) -> str:
     steps = (
-        f"{contestant.label} takes {_seconds(contestant, 'step_s')} a step, {reference.label} {_seconds(reference, 'step_s')}"
+        f"{contestant.label} takes {_seconds(contestant, 'step_s')} a step, {reference.label}"
+        f" {_seconds(reference, 'step_s')}"
     )
     if not difference.decided:
         return f"{steps}: no difference larger than the spread."
@@ -114,7 +160,10 @@ def _against(reference: Contestant, contestant: Contestant, difference: Differen
 
 def _metric_gaps(comparison: Comparison) -> list[str]:
     """By how much final metrics differ from the dense ones at equal steps."""
-    reference = next((c for c in comparison.contestants if c.strategy in ("ddp", "allreduce") and c.measures), None)
+    reference = next(
+        (c for c in comparison.contestants if c.strategy in ("ddp", "allreduce") and c.measures),
+        None,
+    )
     if reference is None or not (base := reference.measures["final_metric"].median):
         return []
     name = comparison.metric_name.replace("_", " ")
@@ -129,7 +178,8 @@ def _metric_gaps(comparison: Comparison) -> list[str]:
                 else f"{abs(worse):.2%} {'worse' if worse > 0 else 'better'} than"
             )
             gaps.append(
-                f"After {comparison.steps} steps {contestant.label} has {name} {metric:.4f}, {how} {reference.label}'s."
+                f"After {comparison.steps} steps {contestant.label} has {name} {metric:.4f}, {how}"
+                f" {reference.label}'s."
             )
     return gaps
 
@@ -143,7 +193,10 @@ def _slow_worker(order: Sequence[Contestant]) -> list[str]:
             others = max(value for rank, value in enumerate(late) if rank != slowest)
             if late[slowest] - others > _NOTABLE_LATENESS * step_s:
                 lag = _time_text(late[slowest])
-                where = f"under {contestant.label} it comes to the exchange {lag} after the first worker on average"
+                where = (
+                    f"under {contestant.label} it comes to the exchange {lag} after the first"
+                    " worker on average"
+                )
                 return [f"Worker {slowest} is the slow one: {where}."]
     return []
 
@@ -154,7 +207,11 @@ def _decided(comparison: Comparison, measure: Measure, a: Contestant, b: Contest
 
 
 def _turned(difference: Difference) -> Difference:
-    low, high = (None, None) if difference.low is None or difference.high is None else (1 / difference.high, 1 / difference.low)
+    low, high = (
+        (None, None)
+        if difference.low is None or difference.high is None
+        else (1 / difference.high, 1 / difference.low)
+    )
     return difference.model_copy(update={"ratio": 1 / difference.ratio, "low": low, "high": high})
 
 

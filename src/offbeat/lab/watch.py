@@ -1,4 +1,6 @@
-"""Keeps the books of one rank while it trains: an event for each step, and a report a few times a second."""
+"""Keeps the books of one rank while it trains: an event for each step, and a report a few times a
+second.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from offbeat.engine.claims import Work
 from offbeat.lab.attached import Attached
 from offbeat.lab.breakdown import together
 from offbeat.lab.meeting import Meeting
@@ -21,6 +22,7 @@ from offbeat.lab.progress import ELAPSED_VARIABLE, Paused, Progress, Reporter
 from offbeat.lab.records import Evaluation, EventWriter, MegaBatch, Record, Share, StepEvent
 from offbeat.lab.schedule import ClaimedSchedule, Schedule
 from offbeat.lab.tasks import Task
+from offbeat.megabatch.claims import Work
 
 _REPORT_EVERY_S = 0.1
 
@@ -52,7 +54,9 @@ class Watch:
             attempt=len(run.record.attempts) - 1,
             start_step=run.schedule.position.step if run.meeting.life else None,
         )
-        self._profiles = ProfileWriter(run.record.path, rank=run.meeting.rank, attempt=len(run.record.attempts) - 1)
+        self._profiles = ProfileWriter(
+            run.record.path, rank=run.meeting.rank, attempt=len(run.record.attempts) - 1
+        )
         self._before = self.first = run.attached.stats
         self.first_step = run.schedule.position.step
         self.seconds = 0.0
@@ -64,7 +68,11 @@ class Watch:
         self._missed_s = float(os.environ.get(ELAPSED_VARIABLE) or 0)
         self._earlier_totals: tuple[float, int] | None = None
         self._since_s = self._reported_s = time.monotonic()
-        self._seconds_reported, self._stats_reported, self._step_reported = 0.0, self.first, self.first_step
+        self._seconds_reported, self._stats_reported, self._step_reported = (
+            0.0,
+            self.first,
+            self.first_step,
+        )
 
     @property
     def elapsed_s(self) -> float:
@@ -94,10 +102,15 @@ class Watch:
         """
         merge = self._event(loss=self.last_loss, batch_size=0, padded_s=0.0)
         # What was waited for belongs to the last batch, as it does elsewhere.
-        events = [*self._unmerged[:-1], *(together(batch, merge) for batch in self._unmerged[-1:])] or [merge]
+        events = [
+            *self._unmerged[:-1],
+            *(together(batch, merge) for batch in self._unmerged[-1:]),
+        ] or [merge]
         num_steps = self._run.schedule.position.step - first_step + 1
         for place, event in enumerate(events, start=1):
-            self._events.add(replace(event, step=first_step - 1 + -(-place * num_steps // len(events))))
+            self._events.add(
+                replace(event, step=first_step - 1 + -(-place * num_steps // len(events)))
+            )
         if self._run.meeting.leader == self._run.meeting.rank:
             self._note(works, number=number, epoch=epoch, waited_s=merge.duration_s)
         self._unmerged, self._merged_s = [], self.seconds
@@ -107,7 +120,11 @@ class Watch:
         """What has happened since the event before."""
         now_s = time.monotonic()
         run, stats, before = self._run, self._run.attached.stats, self._before
-        step_s, encode_s, wait_s = now_s - self._since_s, stats.encode_s - before.encode_s, stats.wait_s - before.wait_s
+        step_s, encode_s, wait_s = (
+            now_s - self._since_s,
+            stats.encode_s - before.encode_s,
+            stats.wait_s - before.wait_s,
+        )
         event = StepEvent(
             step=run.schedule.position.step,
             loss=loss if loss is not None and math.isfinite(loss) else None,
@@ -130,7 +147,9 @@ class Watch:
         return event
 
     def _note(self, works: Sequence[Work], *, number: int, epoch: int, waited_s: float) -> None:
-        """Write down what all ranks did in a mega-batch; this one came to its end `waited_s` ago."""
+        """Write down what all ranks did in a mega-batch; this one came to its end
+        `waited_s` ago.
+        """
         longest_s = max(work.busy_s for work in works)
         shares = [
             Share(
@@ -145,7 +164,9 @@ class Watch:
             )
             for work in works
         ]
-        own_idle_s = next((share.idle_s for share in shares if share.rank == self._run.meeting.rank), 0.0)
+        own_idle_s = next(
+            (share.idle_s for share in shares if share.rank == self._run.meeting.rank), 0.0
+        )
         self._events.add_mega_batch(
             MegaBatch(
                 number=number,
@@ -165,7 +186,9 @@ class Watch:
             self._tell(now_s)
 
     def restart(self, since_s: float | None = None) -> None:
-        """Count the next step from `since_s`, by default from now: what happened before belongs to no step."""
+        """Count the next step from `since_s`, by default from now: what happened before belongs to
+        no step.
+        """
         self._since_s = time.monotonic() if since_s is None else since_s
 
     def measured(self, metric: float, others: Mapping[str, float]) -> None:
@@ -186,7 +209,13 @@ class Watch:
 
     def paused(self) -> None:
         """This rank's turn is over."""
-        self._report(Paused(rank=self._run.meeting.rank, step=self._run.schedule.position.step, seconds=self.elapsed_s))
+        self._report(
+            Paused(
+                rank=self._run.meeting.rank,
+                step=self._run.schedule.position.step,
+                seconds=self.elapsed_s,
+            )
+        )
 
     def close(self) -> None:
         self._events.close()
@@ -195,14 +224,23 @@ class Watch:
         """Seconds and bytes of this rank's steps in earlier attempts."""
         if self._earlier_totals is None:
             record, start_step = self._run.record, self._run.record.attempts[-1].start_step
-            events = [e for e in record.events(self._run.meeting.rank) if e.step <= start_step] if start_step else []
-            self._earlier_totals = sum(e.duration_s for e in events), sum(e.bytes_sent for e in events)
+            events = (
+                [e for e in record.events(self._run.meeting.rank) if e.step <= start_step]
+                if start_step
+                else []
+            )
+            self._earlier_totals = (
+                sum(e.duration_s for e in events),
+                sum(e.bytes_sent for e in events),
+            )
         return self._earlier_totals
 
     def _tell(self, now_s: float) -> None:
         schedule, stats = self._run.schedule, self._before
         step = schedule.position.step
-        if isinstance(schedule, ClaimedSchedule) and self._unmerged:  # the last step is done when it is merged
+        if (
+            isinstance(schedule, ClaimedSchedule) and self._unmerged
+        ):  # the last step is done when it is merged
             step = max(step, min(step + len(self._unmerged), schedule.step_of_next_merge - 1))
         num_steps = max(1, step - self._step_reported)
         seconds = max(1e-9, self.seconds - self._seconds_reported)

@@ -1,7 +1,9 @@
-"""What one worker of the lab does: an ordinary training loop around `offbeat.attach`, and a record of it.
+"""What one worker of the lab does: an ordinary training loop around `offbeat.attach`, and a record
+of it.
 
-Run by the supervisor as `python -m offbeat.lab.worker RUN/config.json`; `train_rank` is also what the command line runs in
-process under torchrun or srun. To see how offbeat is used, read `offbeat.lab.loop`; the rest keeps the books.
+Run by the supervisor as `python -m offbeat.lab.worker RUN/config.json`; `train_rank` is also what
+the command line runs in process under torchrun or srun. To see how offbeat is used, read
+`offbeat.lab.loop`; the rest keeps the books.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from offbeat.data.dispatch import DispatchLoader
 from offbeat.errors import OffbeatError
 from offbeat.lab.attached import Attached, InSession, Meter
 from offbeat.lab.cluster import Cluster
@@ -32,7 +33,14 @@ from offbeat.lab.loop import Pauses, train, train_on_claims
 from offbeat.lab.meeting import Meeting
 from offbeat.lab.native import Native
 from offbeat.lab.pace import Pace
-from offbeat.lab.progress import EXIT_STOPPED, TURNS_VARIABLE, Failure, Joined, Reporter, pipe_reporter
+from offbeat.lab.progress import (
+    EXIT_STOPPED,
+    TURNS_VARIABLE,
+    Failure,
+    Joined,
+    Reporter,
+    pipe_reporter,
+)
 from offbeat.lab.records import Record, Summary
 from offbeat.lab.rendezvous import join, leave
 from offbeat.lab.replaying import recording_of
@@ -40,13 +48,17 @@ from offbeat.lab.saving import restore, save
 from offbeat.lab.schedule import ClaimedSchedule, Position, Schedule, claimed_schedule
 from offbeat.lab.tasks import Batch, Task
 from offbeat.lab.watch import Run, Watch
-from offbeat.session import attach_through
+from offbeat.megabatch.loader import DispatchLoader
+from offbeat.session.session import attach_through
 from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.transport.wrappers.delaying import Delaying, Delivery
 
 
-def train_rank(run_directory: Path, meeting: Meeting, report: Reporter, *, gate: Gate | None = None) -> Summary | None:
-    """Train as rank `meeting.rank` what `run_directory/config.json` says, from its checkpoint if the attempt is a resume.
+def train_rank(
+    run_directory: Path, meeting: Meeting, report: Reporter, *, gate: Gate | None = None
+) -> Summary | None:
+    """Train as rank `meeting.rank` what `run_directory/config.json` says, from its checkpoint if
+    the attempt is a resume.
 
     Args:
         run_directory: the record.
@@ -83,7 +95,9 @@ def train_rank(run_directory: Path, meeting: Meeting, report: Reporter, *, gate:
             attached=attached,
             schedule=_schedule(config, task, position, meeting),
             pace=Pace(
-                config.cluster, meeting.rank, by_sleeping=record.emulation is not None and record.emulation.speeds == "sleeping"
+                config.cluster,
+                meeting.rank,
+                by_sleeping=record.emulation is not None and record.emulation.speeds == "sleeping",
             ),
         )
         if meeting.life:
@@ -113,7 +127,9 @@ def _position(
     task: Task,
     loader: DispatchLoader | None,
 ) -> Position:
-    """Where this rank begins: with the run, with its checkpoint, or, if it has come back, where it has joined the others."""
+    """Where this rank begins: with the run, with its checkpoint, or, if it has come back, where it
+    has joined the others.
+    """
     if meeting.life:
         began = Position.from_json(json.loads(meeting.noted("origin") or "{}"))
         schedule = _schedule(record.config, task, began, meeting)
@@ -131,20 +147,28 @@ def _position(
 
 
 def _loader(config: RunConfig, attached: Attached, task: Task) -> DispatchLoader | None:
-    """Where the strategy shares samples out: what gives this rank's. None where each rank knows its own."""
-    if not (isinstance(attached, InSession) and isinstance(attached.session.strategy, MegaBatchStrategy)):
+    """Where the strategy shares samples out: what gives this rank's. None where each rank knows its
+    own.
+    """
+    if not (
+        isinstance(attached, InSession) and isinstance(attached.session.strategy, MegaBatchStrategy)
+    ):
         return None
 
     def batch(samples: list[int]) -> Batch:
         return task.batch(np.array(samples, dtype=np.int64))
 
     replay = None if config.replay is None else recording_of(Record(config.replay), task)
-    loader = attached.session.loader(range(task.num_samples), seed=config.seed, collate=batch, replay=replay)
+    loader = attached.session.loader(
+        range(task.num_samples), seed=config.seed, collate=batch, replay=replay
+    )
     assert isinstance(loader, DispatchLoader)
     return loader
 
 
-def _schedule(config: RunConfig, task: Task, position: Position, meeting: Meeting) -> Schedule | ClaimedSchedule:
+def _schedule(
+    config: RunConfig, task: Task, position: Position, meeting: Meeting
+) -> Schedule | ClaimedSchedule:
     recipe = config.build_strategy()
     if not isinstance(recipe, MegaBatchStrategy):
         return Schedule(config, task, position, rank=meeting.rank, world_size=meeting.world_size)
@@ -152,20 +176,33 @@ def _schedule(config: RunConfig, task: Task, position: Position, meeting: Meetin
 
 
 def _attach(
-    config: RunConfig, meeting: Meeting, model: nn.Module, optimizer: torch.optim.Optimizer, *, in_user_space: bool
+    config: RunConfig,
+    meeting: Meeting,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    in_user_space: bool,
 ) -> Attached:
     """Put the run's strategy to work; `in_user_space` imitates the cluster's links there."""
     recipe = config.build_strategy()
-    delay = None if config.cluster is None or not in_user_space else _link_delay(config.cluster, meeting.rank)
+    delay = (
+        None
+        if config.cluster is None or not in_user_space
+        else _link_delay(config.cluster, meeting.rank)
+    )
     if isinstance(recipe, Native):
-        return recipe.attach(model, optimizer, Meter(meeting.world_size, rank=meeting.rank, delay=delay))
+        return recipe.attach(
+            model, optimizer, Meter(meeting.world_size, rank=meeting.rank, delay=delay)
+        )
     wrap = (lambda driver: driver) if delay is None else (lambda driver: Delaying(driver, delay))
     return InSession(model, optimizer, attach_through(wrap, model, optimizer, recipe))
 
 
 def _link_delay(cluster: Cluster, rank: int) -> Callable[[Delivery], float]:
     link = cluster.link_of(rank)
-    return lambda delivery: delivery.num_messages * link.latency_s + delivery.num_bytes / link.bytes_per_s
+    return lambda delivery: (
+        delivery.num_messages * link.latency_s + delivery.num_bytes / link.bytes_per_s
+    )
 
 
 @contextmanager
@@ -185,7 +222,9 @@ def _stop_requests() -> Iterator[threading.Event]:
 
 
 def _listen_to_supervisor(gate: Gate) -> None:
-    """Obey lines on standard input; die when it closes: the supervisor holds its other end, and may have been killed."""
+    """Obey lines on standard input; die when it closes: the supervisor holds its other end, and may
+    have been killed.
+    """
 
     def listen() -> None:
         for line in sys.stdin:
@@ -207,15 +246,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summary = train_rank(Path(config_path).parent, meeting, report, gate=gate)
         leave()
     except Exception as error:  # noqa: BLE001 - the supervisor wants to know of every kind
-        message = str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}"
-        report(Failure(rank=meeting.rank if meeting else -1, kind=type(error).__name__, message=message))
+        message = (
+            str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}"
+        )
+        report(
+            Failure(
+                rank=meeting.rank if meeting else -1, kind=type(error).__name__, message=message
+            )
+        )
         traceback.print_exc()  # after the report, since a full disk takes no log
         return 1
     return 0 if summary is None or summary.status == "finished" else EXIT_STOPPED
 
 
 if __name__ == "__main__":
-    # Not sys.exit: after a failure, threads and groups that wait for a dead peer must not keep this process alive.
+    # Not sys.exit: after a failure, threads and groups that wait for a dead peer must not keep this
+    # process alive.
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()

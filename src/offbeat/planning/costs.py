@@ -1,4 +1,6 @@
-"""The alpha-beta model: a message of m bytes takes alpha + m * beta seconds. And the choice of what is cheapest."""
+"""The alpha-beta model: a message of m bytes takes alpha + m * beta seconds. And the choice of what
+is cheapest.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ class Channel:
 
     Attributes:
         link: what one of them costs alone.
-        gap_s: the part of alpha in which no other message can be under way, 0 <= gap_s <= link.alpha_s. With gap_s = alpha
-            messages are sent in sequence; with 0 only their bytes are, and latencies overlap.
+        gap_s: the part of alpha in which no other message can be under way, 0 <= gap_s <=
+            link.alpha_s. With gap_s = alpha messages are sent in sequence; with 0 only their bytes
+            are, and latencies overlap.
     """
 
     link: Link
@@ -45,10 +48,13 @@ class Channel:
 
     def __post_init__(self) -> None:
         if not 0 <= self.gap_s <= self.link.alpha_s:
-            raise ConfigError(f"gap_s is {self.gap_s}, allowed is 0 to alpha_s, {self.link.alpha_s}")
+            raise ConfigError(
+                f"gap_s is {self.gap_s}, allowed is 0 to alpha_s, {self.link.alpha_s}"
+            )
 
     def last_arrival_s(self, messages: Iterable[tuple[float, int]]) -> float:
-        """When the last of `messages`, each (when it is ready, in seconds; its bytes), is there. Those ready first go first.
+        """When the last of `messages`, each (when it is ready, in seconds; its bytes), is there.
+        Those ready first go first.
 
         >>> channel = Channel(link=Link(alpha_s=1.0, beta_s_per_byte=0.1), gap_s=0.5)
         >>> channel.last_arrival_s([(2.0, 10), (0.0, 10)])
@@ -71,7 +77,8 @@ class Network:
     Attributes:
         messages: between two ranks, everyone sending and receiving at once.
         dense: of the dense all-reduce, per hop of a ring.
-        select_s_per_element: local cost of residual and selection, for each element of the gradient.
+        select_s_per_element: local cost of residual and selection, for each element of the
+            gradient.
     """
 
     messages: Link
@@ -98,7 +105,8 @@ def fit_link(samples: Iterable[tuple[int, float]]) -> Link:
         samples: (bytes, seconds > 0) of each message, of two sizes or more.
 
     Raises:
-        ConfigError: there are too few sizes to tell alpha from beta, or a duration is no positive number.
+        ConfigError: there are too few sizes to tell alpha from beta, or a duration is no positive
+            number.
 
     >>> fitted = fit_link([(0, 1e-3), (1_000_000, 9e-3)])
     >>> round(fitted.alpha_s, 6), round(fitted.beta_s_per_byte, 12)
@@ -108,10 +116,13 @@ def fit_link(samples: Iterable[tuple[int, float]]) -> Link:
     return Link(alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte)
 
 
-def fit(samples: Iterable[tuple[int, float]], terms: Sequence[Callable[[int], float]]) -> list[float]:
+def fit(
+    samples: Iterable[tuple[int, float]], terms: Sequence[Callable[[int], float]]
+) -> list[float]:
     """Coefficients, none below zero, with which `terms` of a size sum to its duration.
 
-    Relative errors are what is made small, so that short durations count as much as long ones. Several durations of one size
+    Relative errors are what is made small, so that short durations count as much as long ones.
+    Several durations of one size
     stand for their median: a hiccup of the machine must not tilt the fit.
 
     Args:
@@ -121,10 +132,16 @@ def fit(samples: Iterable[tuple[int, float]], terms: Sequence[Callable[[int], fl
     durations_s: dict[int, list[float]] = {}
     for size, seconds in samples:
         if not (math.isfinite(seconds) and seconds > 0):
-            raise ConfigError(f"size {size} took {seconds} s, allowed is any positive number; was the clock too coarse?")
+            raise ConfigError(
+                f"size {size} took {seconds} s, allowed is any positive number; was the clock too"
+                " coarse?"
+            )
         durations_s.setdefault(size, []).append(seconds)
     if len(durations_s) < len(terms):
-        raise ConfigError(f"{len(durations_s)} sizes were timed, needed are {len(terms)} or more; repetitions do not count")
+        raise ConfigError(
+            f"{len(durations_s)} sizes were timed, needed are {len(terms)} or more; repetitions do"
+            " not count"
+        )
     rows = np.array([[term(size) for term in terms] for size in durations_s], dtype=np.float64)
     rows /= np.array([median(seconds) for seconds in durations_s.values()])[:, None]
     scales = np.linalg.norm(rows, axis=0)

@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 
 def ring_weights(rank: int, world_size: int) -> dict[int, float]:
-    """Rank `rank`'s row of the ring's mixing matrix: the weight of each rank it averages with, itself included.
+    """Rank `rank`'s row of the ring's mixing matrix: the weight of each rank it averages with,
+    itself included.
 
-    Neighbours and the rank itself count the same, so the matrix is symmetric and doubly stochastic: the mean over ranks stays
+    Neighbours and the rank itself count the same, so the matrix is symmetric and doubly stochastic:
+        the mean over ranks stays
     what it is.
 
     >>> ring_weights(0, 2), ring_weights(0, 1)
@@ -31,10 +33,11 @@ class Peers(NamedTuple):
 
 
 def exponential_hops(world_size: int, out_degree: int) -> list[int]:
-    """The distances that messages of a directed exponential graph travel, in the order in which rounds use them.
+    """The distances that messages of a directed exponential graph travel, in the order in which
+    rounds use them.
 
-    These are the powers of two below `world_size`. Where `out_degree`, 1 <= out_degree < world_size, asks for more of them
-    than there are, the other distances follow.
+    These are the powers of two below `world_size`. Where `out_degree`, 1 <= out_degree <
+    world_size, asks for more of them than there are, the other distances follow.
 
     >>> exponential_hops(6, 1), exponential_hops(6, 4)
     ([1, 2, 4], [1, 2, 4, 3, 5])
@@ -46,10 +49,12 @@ def exponential_hops(world_size: int, out_degree: int) -> list[int]:
 
 
 def exponential_peers(rank: int, world_size: int, *, round_number: int, out_degree: int) -> Peers:
-    """Whom rank `rank` sends to and hears from in a round of the directed exponential graph (arXiv 1811.10792, appendix A).
+    """Whom rank `rank` sends to and hears from in a round of the directed exponential graph (arXiv
+    1811.10792, appendix A).
 
-    Each round takes the next `out_degree` hops in turn, so one peer a round reaches the ranks 1, 2, 4, ... further on, in
-    ceil(log2(world_size)) rounds. With a power of two ranks that averages exactly. A world of one has no peers.
+    Each round takes the next `out_degree` hops in turn, so one peer a round reaches the ranks 1, 2,
+    4, ... further on, in ceil(log2(world_size)) rounds. With a power of two ranks that averages
+    exactly. A world of one has no peers.
 
     >>> exponential_peers(0, 4, round_number=1, out_degree=1)
     Peers(targets=(2,), sources=(2,))

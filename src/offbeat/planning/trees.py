@@ -4,10 +4,12 @@ from __future__ import annotations
 
 
 def reduce_rounds(rank: int, world_size: int) -> list[tuple[int, bool]]:
-    """Rank `rank`'s part in a binomial reduction to rank 0: (peer, whether this rank sends) for each of its rounds.
+    """Rank `rank`'s part in a binomial reduction to rank 0: (peer, whether this rank sends) for
+    each of its rounds.
 
-    In round j the ranks that are odd multiples of 2**j send to the rank 2**j below and are done. A rank without a partner
-    sits the round out, so any world size works in ceil(log2(world_size)) rounds.
+    In round j the ranks that are odd multiples of 2**j send to the rank 2**j below and are done. A
+    rank without a partner sits the round out, so any world size works in ceil(log2(world_size))
+    rounds.
 
     >>> reduce_rounds(2, 5), reduce_rounds(4, 5)
     ([(3, False), (0, True)], [(0, True)])
@@ -24,7 +26,9 @@ def reduce_rounds(rank: int, world_size: int) -> list[tuple[int, bool]]:
 
 
 def broadcast_rounds(rank: int, world_size: int) -> list[tuple[int, bool]]:
-    """Rank `rank`'s part in a binomial broadcast from rank 0: the reduction backwards, sending and receiving swapped."""
+    """Rank `rank`'s part in a binomial broadcast from rank 0: the reduction backwards, sending and
+    receiving swapped.
+    """
     return [(peer, not sends) for peer, sends in reversed(reduce_rounds(rank, world_size))]
 
 

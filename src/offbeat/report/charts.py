@@ -13,7 +13,9 @@ from offbeat.report.style import BYTES, COUNT, NUMBER, SECONDS, Unit, capital, w
 
 MAX_POINTS = 600
 _LOG_FROM = 8.0
-"""A logarithmic axis where contestants end further apart than this factor: on a plain one all but the last would be a smear."""
+"""A logarithmic axis where contestants end further apart than this factor: on a plain one all but
+the last would be a smear.
+"""
 
 _LOG_Y_FROM = 20.0
 
@@ -22,7 +24,9 @@ Line = list[float | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """One axis: what it shows, the scales its numbers may be written in, and whether it begins at zero."""
+    """One axis: what it shows, the scales its numbers may be written in, and whether it begins at
+    zero.
+    """
 
     title: str
     unit: Sequence[tuple[float, float, str]]
@@ -76,22 +80,30 @@ class LineChart:
 
 
 def line_charts(report: Report) -> list[LineChart]:
-    """The metric against time, steps and bytes; for a run alone also loss, step time and traffic."""
+    """The metric against time, steps and bytes; for a run alone also loss, step time
+    and traffic.
+    """
     charts = list(_metric_charts(report))
     if not report.compares and report.contestants[0].runs:
         charts += _step_charts(report.contestants[0].runs[0])
     return charts
 
 
-def bin_mean(x: Floats, y: Floats, max_points: int = MAX_POINTS) -> tuple[Floats, Floats, Floats, Floats]:
-    """At most `max_points` points of a long line: x, mean, least and greatest of each bin, shape (bins,).
+def bin_mean(
+    x: Floats, y: Floats, max_points: int = MAX_POINTS
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """At most `max_points` points of a long line: x, mean, least and greatest of each bin, shape
+    (bins,).
 
     Args:
         x: shape (points,), ascending.
-        y: shape (rows, points); all rows go into one bin. NaN values are left out; a bin without others is NaN.
+        y: shape (rows, points); all rows go into one bin. NaN values are left out; a bin without
+            others is NaN.
         max_points: at least 1.
     """
-    starts = np.unique(np.linspace(0, x.size, min(max_points, x.size), endpoint=False).astype(np.int64))
+    starts = np.unique(
+        np.linspace(0, x.size, min(max_points, x.size), endpoint=False).astype(np.int64)
+    )
     counts = np.add.reduceat(np.isfinite(y).sum(axis=0), starts)
     sums = np.add.reduceat(np.where(np.isfinite(y), y, 0.0).sum(axis=0), starts)
     mean = np.divide(sums, counts, out=np.full(starts.size, np.nan), where=counts > 0)
@@ -103,7 +115,9 @@ def bin_mean(x: Floats, y: Floats, max_points: int = MAX_POINTS) -> tuple[Floats
 
 
 def _metric_charts(report: Report) -> Iterator[LineChart]:
-    if not any(run.curve.metric.size > 1 for contestant in report.contestants for run in contestant.runs):
+    if not any(
+        run.curve.metric.size > 1 for contestant in report.contestants for run in contestant.runs
+    ):
         return
     metric = report.metric_name
     for key, title, unit in (
@@ -111,10 +125,17 @@ def _metric_charts(report: Report) -> Iterator[LineChart]:
         ("steps", "steps", COUNT),
         ("bytes_sent", "bytes sent by a worker", BYTES),
     ):
-        ends = [getattr(run.curve, key)[-1] for c in report.contestants for run in c.runs if run.curve.metric.size > 1]
+        ends = [
+            getattr(run.curve, key)[-1]
+            for c in report.contestants
+            for run in c.runs
+            if run.curve.metric.size > 1
+        ]
         log = bool(min(ends) > 0 and max(ends) / min(ends) > _LOG_FROM)
         series = [
-            line for number, contestant in enumerate(report.contestants) for line in _curves(number, contestant, key, log=log)
+            line
+            for number, contestant in enumerate(report.contestants)
+            for line in _curves(number, contestant, key, log=log)
         ]
         if any(line.x for line in series):
             yield LineChart(
@@ -134,7 +155,9 @@ def _curves(number: int, contestant: Contestant, key: str, *, log: bool) -> Iter
     if len(runs) > 1:
         for run in runs:
             x, y = _points(getattr(run.curve, key), run.curve.metric, log=log)
-            yield Series(contestant=number, name=f"{contestant.label}, seed {run.seed}", x=x, y=y, thin=True)
+            yield Series(
+                contestant=number, name=f"{contestant.label}, seed {run.seed}", x=x, y=y, thin=True
+            )
     if runs:
         x, y = _points(*_median([run.curve for run in runs], key), log=log)
         yield Series(contestant=number, name=contestant.label, x=x, y=y)
@@ -160,7 +183,9 @@ def _points(x: Floats, y: Floats, *, log: bool) -> tuple[Line, Line]:
 
 
 def _step_charts(run: Run) -> Iterator[LineChart]:
-    """What changes from step to step, mean over workers, with a band from the least to the greatest of any worker."""
+    """What changes from step to step, mean over workers, with a band from the least to the greatest
+    of any worker.
+    """
     steps = run.steps
     if steps.num_steps < 2:
         return
@@ -170,17 +195,27 @@ def _step_charts(run: Run) -> Iterator[LineChart]:
         ("traffic", "Sent by a worker in a step", steps.bytes_sent, BYTES),
     ):
         x, mean, low, high = bin_mean(steps.step.astype(np.float64), values)
-        if not np.isfinite(mean).any() or (key == "traffic" and np.nanmin(values) == np.nanmax(values)):
+        if not np.isfinite(mean).any() or (
+            key == "traffic" and np.nanmin(values) == np.nanmax(values)
+        ):
             continue  # what never changes stands in the table
         yield LineChart(
             key=f"step-{key}",
             heading=heading,
-            summary=f"{heading} against steps: mean over workers, and a band from the least to the greatest.",
+            summary=(
+                f"{heading} against steps: mean over workers, and a band from the least to the"
+                " greatest."
+            ),
             x=Axis(title="steps", unit=COUNT.scales),
             y=Axis(title=heading.lower(), unit=unit.scales, log=_wide(mean), zero=key != "loss"),
             series=[
                 Series(
-                    contestant=0, name="mean over workers", x=rounded(x), y=rounded(mean), low=rounded(low), high=rounded(high)
+                    contestant=0,
+                    name="mean over workers",
+                    x=rounded(x),
+                    y=rounded(mean),
+                    low=rounded(low),
+                    high=rounded(high),
                 )
             ],
         )
@@ -206,5 +241,7 @@ def _ends(report: Report, key: str, unit: Unit) -> str:
             x, y = _median(curves, key)
             if x.size:
                 after = f"{write(float(x[-1]), unit)}{' steps' if key == 'steps' else ''}"
-                parts.append(f"{contestant.label} ends at {write(float(y[-1]), NUMBER)} after {after}")
+                parts.append(
+                    f"{contestant.label} ends at {write(float(y[-1]), NUMBER)} after {after}"
+                )
     return "; ".join(parts) + "."

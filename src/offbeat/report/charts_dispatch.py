@@ -1,4 +1,6 @@
-"""How samples were shared out between merges: what each worker took, what it counted for, and what was lost at merges."""
+"""How samples were shared out between merges: what each worker took, what it counted for, and what
+was lost at merges.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,24 @@ MOST_LINES: Final = 8
 """Of more workers than there are colours, the mean is drawn, with a band."""
 
 _SETTLING: Final = 3
-"""Mega-batches in which batch sizes find themselves: they are drawn, and left out of what is said."""
+"""Mega-batches in which batch sizes find themselves: they are drawn, and left out of what is said.
+"""
 
 _OF_WORKERS: Final[Sequence[tuple[str, str, str, Unit, Callable[[Share], float]]]] = (
-    ("batch", "Batch size: it follows a worker's speed", "samples in a batch", COUNT, lambda share: share.batch_size),
-    ("updates", "Updates between merges: alike where sizes fit", "updates", COUNT, lambda share: share.updates),
+    (
+        "batch",
+        "Batch size: it follows a worker's speed",
+        "samples in a batch",
+        COUNT,
+        lambda share: share.batch_size,
+    ),
+    (
+        "updates",
+        "Updates between merges: alike where sizes fit",
+        "updates",
+        COUNT,
+        lambda share: share.updates,
+    ),
     ("weight", "Weight in the merge", "weight", NUMBER, lambda share: share.weight),
     ("idle", "Idle at the merge: time lost to others", "idle", SECONDS, lambda share: share.idle_s),
 )
@@ -38,7 +53,8 @@ class Dispatch:
         heading: its label.
         sentence: what was reached of what the workers can do, and where the rest is.
         charts: over mega-batches.
-        num_lines: how many workers have a line of their own, in the first charts; 0 where they are too many.
+        num_lines: how many workers have a line of their own, in the first charts; 0 where they are
+            too many.
     """
 
     heading: str
@@ -63,12 +79,18 @@ def dispatches(report: Report) -> Iterator[Dispatch]:
 
 def own_speeds(mega_batch: MegaBatch) -> float:
     """Samples a second of all workers, each at the speed that it had while it computed."""
-    return sum(share.samples / share.computing_s for share in mega_batch.by_rank if share.computing_s > 0)
+    return sum(
+        share.samples / share.computing_s for share in mega_batch.by_rank if share.computing_s > 0
+    )
 
 
 def reached(mega_batch: MegaBatch) -> float:
     """Samples a second of all workers together, from merge to merge."""
-    return sum(share.samples for share in mega_batch.by_rank) / mega_batch.duration_s if mega_batch.duration_s > 0 else math.nan
+    return (
+        sum(share.samples for share in mega_batch.by_rank) / mega_batch.duration_s
+        if mega_batch.duration_s > 0
+        else math.nan
+    )
 
 
 def _worker_charts(contestant: int, run: Run) -> Iterator[LineChart]:
@@ -78,7 +100,9 @@ def _worker_charts(contestant: int, run: Run) -> Iterator[LineChart]:
         yield LineChart(
             key=f"dispatch-{key}-{contestant}",
             heading=heading,
-            summary=f"{title} of each worker in each mega-batch. At the end: {_ends(values, unit)}.",
+            summary=(
+                f"{title} of each worker in each mega-batch. At the end: {_ends(values, unit)}."
+            ),
             x=Axis(title="mega-batches", unit=COUNT.scales),
             y=Axis(title=title, unit=unit.scales, zero=True),
             series=_lines(numbers, values),
@@ -88,15 +112,23 @@ def _worker_charts(contestant: int, run: Run) -> Iterator[LineChart]:
 
 def _rate_chart(contestant: int, run: Run) -> LineChart:
     numbers = np.array([one.number for one in run.mega_batches], dtype=np.float64)
-    rates = np.array([[function(one) for one in run.mega_batches] for function in (reached, own_speeds)])
+    rates = np.array(
+        [[function(one) for one in run.mega_batches] for function in (reached, own_speeds)]
+    )
     names = ("all workers together", "sum of the workers' own speeds")
     return LineChart(
         key=f"dispatch-rate-{contestant}",
         heading="Samples a second, against the sum of the workers' own speeds",
-        summary=f"Samples a second of all workers together, and the sum of their own speeds. {sentence_of(run.mega_batches)}",
+        summary=(
+            "Samples a second of all workers together, and the sum of their own speeds."
+            f" {sentence_of(run.mega_batches)}"
+        ),
         x=Axis(title="mega-batches", unit=COUNT.scales),
         y=Axis(title="samples a second", unit=SAMPLES_PER_S.scales, zero=True),
-        series=[_line(place, name, numbers, rate) for place, (name, rate) in enumerate(zip(names, rates, strict=True))],
+        series=[
+            _line(place, name, numbers, rate)
+            for place, (name, rate) in enumerate(zip(names, rates, strict=True))
+        ],
         apart=True,
         legend=names,
     )
@@ -113,10 +145,22 @@ def _by_worker(run: Run, value: Callable[[Share], float]) -> Floats:
 
 def _lines(numbers: Floats, values: Floats) -> list[Series]:
     if len(values) <= MOST_LINES:
-        return [_line(worker, f"worker {worker}", numbers, of_worker) for worker, of_worker in enumerate(values)]
+        return [
+            _line(worker, f"worker {worker}", numbers, of_worker)
+            for worker, of_worker in enumerate(values)
+        ]
     x, mean, low, high = bin_mean(numbers, values)
     name = "mean over workers"
-    return [Series(contestant=0, name=name, x=rounded(x), y=rounded(mean), low=rounded(low), high=rounded(high))]
+    return [
+        Series(
+            contestant=0,
+            name=name,
+            x=rounded(x),
+            y=rounded(mean),
+            low=rounded(low),
+            high=rounded(high),
+        )
+    ]
 
 
 def _line(place: int, name: str, x: Floats, y: Floats) -> Series:
@@ -127,8 +171,13 @@ def _line(place: int, name: str, x: Floats, y: Floats) -> Series:
 
 def _ends(values: Floats, unit: Unit) -> str:
     if len(values) > MOST_LINES:
-        return f"{write(float(np.nanmin(values[:, -1])), unit)} to {write(float(np.nanmax(values[:, -1])), unit)}"
-    return ", ".join(f"worker {worker} {write(float(value), unit)}" for worker, value in enumerate(values[:, -1]))
+        return (
+            f"{write(float(np.nanmin(values[:, -1])), unit)} to"
+            f" {write(float(np.nanmax(values[:, -1])), unit)}"
+        )
+    return ", ".join(
+        f"worker {worker} {write(float(value), unit)}" for worker, value in enumerate(values[:, -1])
+    )
 
 
 def sentence_of(mega_batches: Sequence[MegaBatch]) -> str:
@@ -142,11 +191,15 @@ def sentence_of(mega_batches: Sequence[MegaBatch]) -> str:
     updates = [[share.updates for share in one.by_rank] for one in settled]
     spread = _median((max(some) - min(some)) / (fmean(some) or 1) for some in updates)
     said = (
-        f"Together the workers did {write(share, SHARE)} of the sum of their own speeds. "
-        f"They stood idle at merges for {write(idle, SHARE)} of the time, and merging took {write(merging, SHARE)}."
+        f"Together the workers did {write(share, SHARE)} of the sum of their own speeds. They stood"
+        f" idle at merges for {write(idle, SHARE)} of the time, and merging took"
+        f" {write(merging, SHARE)}."
     )
     if len(updates[0]) > 1:
-        said += f" Between merges, the most and the fewest updates of a worker were {write(spread, SHARE)} of the mean apart."
+        said += (
+            " Between merges, the most and the fewest updates of a worker were"
+            f" {write(spread, SHARE)} of the mean apart."
+        )
     return said
 
 

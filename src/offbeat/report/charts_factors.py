@@ -1,7 +1,9 @@
-"""What second-order strategies did within a step: computing factors, inverting, preconditioning, and messages beside that.
+"""What second-order strategies did within a step: computing factors, inverting, preconditioning,
+and messages beside that.
 
-Above, what a worker did itself; below, when factors, and inverses or directions, were under way, and in which part of that time
-the worker stood still. Times are as recorded, in the few steps in which they were.
+Above, what a worker did itself; below, when factors, and inverses or directions, were under way,
+and in which part of that time the worker stood still. Times are as recorded, in the few steps in
+which they were.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from offbeat.exchange.spans import Span
+from offbeat.kfac.exchange.spans import Span
 from offbeat.lab.factor_work import WAITS, in_force, under_way
 from offbeat.report.data import Report, Run
 
@@ -25,7 +27,8 @@ KINDS: Final = ("factor", "invert", "precondition", "wait")
 MESSAGES: Final = tuple(WAITS)
 
 Bar = tuple[int, int, int, str]
-"""Number of its kind, beginning and end in microseconds from the window's start, and what was done."""
+"""Number of its kind, beginning and end in microseconds from the window's start, and what was done.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +38,8 @@ class FactorRow:
     Attributes:
         whole: its beginning and its end, in microseconds from the first worker's beginning.
         work: kinds by their places in `KINDS`.
-        messages: for each of `MESSAGES`, kinds by their places in the fields of `lab.factor_work.UnderWay`.
+        messages: for each of `MESSAGES`, kinds by their places in the fields of
+            `lab.factor_work.UnderWay`.
     """
 
     whole: tuple[int, int]
@@ -72,20 +76,35 @@ def factor_timelines(report: Report) -> Iterator[FactorTimeline]:
 
 def _timeline(contestant: int, position: int, run: Run) -> FactorTimeline | None:
     workers = run.steps.num_ranks
-    by_rank = [{one.step: one.spans for one in in_force(run.profiles.get(rank, ()))} for rank in range(workers)]
-    common = set(by_rank[0]).intersection(*by_rank[1:], run.steps.step.tolist()) if by_rank else set()
+    by_rank = [
+        {one.step: one.spans for one in in_force(run.profiles.get(rank, ()))}
+        for rank in range(workers)
+    ]
+    common = (
+        set(by_rank[0]).intersection(*by_rank[1:], run.steps.step.tolist()) if by_rank else set()
+    )
     numbers: list[int] = []
     left = MAX_SPANS
-    for step in sorted(common, reverse=True)[:_MOST_STEPS]:  # the last ones: everything has found itself by then
+    for step in sorted(common, reverse=True)[
+        :_MOST_STEPS
+    ]:  # the last ones: everything has found itself by then
         left -= sum(len(spans[step]) for spans in by_rank)
         if left < 0 and numbers:
             break
         numbers.insert(0, step)
-    steps = [[_row(run, rank, step, by_rank[rank][step]) for rank in range(workers)] for step in numbers]
-    there = [place for place in range(len(MESSAGES)) if any(row.messages[place] for rows in steps for row in rows)]
+    steps = [
+        [_row(run, rank, step, by_rank[rank][step]) for rank in range(workers)] for step in numbers
+    ]
+    there = [
+        place
+        for place in range(len(MESSAGES))
+        if any(row.messages[place] for rows in steps for row in rows)
+    ]
     if not steps:
         return None
-    return FactorTimeline(contestant=contestant, run=position, numbers=numbers, steps=steps, messages=tuple(there))
+    return FactorTimeline(
+        contestant=contestant, run=position, numbers=numbers, steps=steps, messages=tuple(there)
+    )
 
 
 def _row(run: Run, rank: int, step: int, spans: Sequence[Span]) -> FactorRow:
@@ -95,7 +114,10 @@ def _row(run: Run, rank: int, step: int, spans: Sequence[Span]) -> FactorRow:
     def at(seconds: float) -> int:
         return round((seconds - origin_s) * 1e6)
 
-    began_s, duration_s = float(run.steps.began_s[rank, column]), float(run.steps.duration_s[rank, column])
+    began_s, duration_s = (
+        float(run.steps.began_s[rank, column]),
+        float(run.steps.duration_s[rank, column]),
+    )
     work = [
         (kind, at(span.began_s), at(span.ended_s), span.what)
         for span in sorted(spans, key=lambda span: span.began_s)

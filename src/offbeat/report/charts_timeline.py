@@ -1,11 +1,13 @@
 """The timeline: what every worker does in a window of steps, so that one sees who waits for whom.
 
-The beginning and the end of a step and the moment a worker came to wait are as recorded, and so is how long each phase
-took. Their order between these moments is drawn as it is in nearly all steps: computing, sleeping and encoding before the
-worker is ready; then waiting for late ones, transfer, and what is left of encoding and computing.
+The beginning and the end of a step and the moment a worker came to wait are as recorded, and so is
+how long each phase took. Their order between these moments is drawn as it is in nearly all steps:
+computing, sleeping and encoding before the worker is ready; then waiting for late ones, transfer,
+and what is left of encoding and computing.
 
-Where workers keep step, a window is some steps; where they do not, it is the time that some steps of one worker take, and what
-the others did in it. A window that a worker's death falls into is the one to look at.
+Where workers keep step, a window is some steps; where they do not, it is the time that some steps
+of one worker take, and what the others did in it. A window that a worker's death falls into is the
+one to look at.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class Timeline:
         reference: the worker by whose steps the window goes.
         apart: whether workers do not keep step, so that a column is not one step.
         phases: the phase of each length in `cells`.
-        cells: for each worker and step: the beginning, then the length of each phase, in microseconds from the window's start;
-            null where the worker has no such step.
+        cells: for each worker and step: the beginning, then the length of each phase, in
+            microseconds from the window's start; null where the worker has no such step.
         last: for each step the worker that was ready last, or -1.
         ready: for each step when it was, in microseconds from the window's start.
         gone: (worker, when) for those that died, likewise.
@@ -72,10 +74,14 @@ def timelines(report: Report) -> Iterator[Timeline]:
 
 
 def middle(run: Run) -> Steps:
-    """A window of steps from the middle of the last attempt, or around the first death in it, few enough to be drawn."""
+    """A window of steps from the middle of the last attempt, or around the first death in it, few
+    enough to be drawn.
+    """
     steps = run.steps
     first = int(np.searchsorted(steps.step, run.last_start, side="right"))
-    wanted = int(np.clip(MAX_BARS // (len(_DRAWN) * max(1, steps.num_ranks)), _FEWEST_STEPS, _MOST_STEPS))
+    wanted = int(
+        np.clip(MAX_BARS // (len(_DRAWN) * max(1, steps.num_ranks)), _FEWEST_STEPS, _MOST_STEPS)
+    )
     available = steps.num_steps - first
     start = first + max(0, available - wanted) // 2
     if run.losses:
@@ -92,8 +98,9 @@ def side_by_side(steps: Steps, window: Steps) -> tuple[Steps, Numbers, int]:
         window: some of its columns.
 
     Returns:
-        Steps whose columns no longer are of one number, the numbers of steps, shape (ranks, columns), and that one worker: the
-        one that did most of the window, of several the first. Where workers keep step, that is the window as it is.
+        Steps whose columns no longer are of one number, the numbers of steps, shape (ranks,
+        columns), and that one worker: the one that did most of the window, of several the first.
+        Where workers keep step, that is the window as it is.
     """
     reference = int(window.done.sum(axis=1).argmax())
     if window.in_step().all():
@@ -106,17 +113,27 @@ def side_by_side(steps: Steps, window: Steps) -> tuple[Steps, Numbers, int]:
     places = np.array([np.pad(row, (0, columns - row.size), constant_values=-1) for row in chosen])
     none = places < 0
     matrices = {
-        field.name: np.where(none, np.nan, np.take_along_axis(getattr(steps, field.name), np.maximum(places, 0), axis=1))
+        field.name: np.where(
+            none,
+            np.nan,
+            np.take_along_axis(getattr(steps, field.name), np.maximum(places, 0), axis=1),
+        )
         for field in fields(Steps)
         if field.name not in ("step", "merged")
     }
-    return Steps(step=np.arange(columns), merged=steps.merged, **matrices), np.where(none, 0, steps.step[places]), reference
+    return (
+        Steps(step=np.arange(columns), merged=steps.merged, **matrices),
+        np.where(none, 0, steps.step[places]),
+        reference,
+    )
 
 
 def phase_lengths_s(steps: Steps) -> NDArray[np.float64]:
-    """How long each phase of `_DRAWN` lasts, in seconds, shape (phases, workers, steps). They add up to at most the step.
+    """How long each phase of `_DRAWN` lasts, in seconds, shape (phases, workers, steps). They add
+    up to at most the step.
 
-    Waiting that happened while this worker was still computing has no place of its own and is left out.
+    Waiting that happened while this worker was still computing has no place of its own and is left
+    out.
     """
     ready_s = np.where(np.isnan(steps.ready_s), steps.began_s + steps.duration_s, steps.ready_s)
     before = np.clip(ready_s - steps.began_s, 0.0, steps.duration_s)
@@ -135,7 +152,9 @@ def phase_lengths_s(steps: Steps) -> NDArray[np.float64]:
 def _timeline(contestant: int, run: int, of: Run, window: Steps) -> Timeline:
     steps, numbers, reference = side_by_side(of.steps, window)
     origin_s = float(np.nanmin(steps.began_s))
-    cells = np.concatenate([(steps.began_s - origin_s)[None], phase_lengths_s(steps)]).transpose(1, 2, 0)
+    cells = np.concatenate([(steps.began_s - origin_s)[None], phase_lengths_s(steps)]).transpose(
+        1, 2, 0
+    )
     apart = steps is not window
     exchanged = ~np.isnan(steps.ready_s).any(axis=0) & (steps.num_ranks > 1) & (not apart)
     ready_s = np.where(exchanged, np.fmax.reduce(steps.ready_s) - origin_s, 0.0)

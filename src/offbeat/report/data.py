@@ -1,4 +1,6 @@
-"""What the page shows, as plain values. `data_records` builds it from records; the rest of the page knows nothing else."""
+"""What the page shows, as plain values. `data_records` builds it from records; the rest of the page
+knows nothing else.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Better(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A measure over seeds. None where nothing was measured, or, for the interval, where one value is all there is."""
+    """A measure over seeds. None where nothing was measured, or, for the interval, where one value
+    is all there is.
+    """
 
     median: float | None
     low: float | None = None
@@ -62,7 +66,8 @@ class Run:
         curve, steps: what it did.
         last_start: the step from which the last attempt went on; 0 unless the run was resumed.
         losses: workers that died while the others went on.
-        profiles: by worker, the steps that were looked at closely, on the clock of `steps`; empty for most strategies.
+        profiles: by worker, the steps that were looked at closely, on the clock of `steps`; empty
+            for most strategies.
         work: what these say of second-order work; None where there was none.
         mega_batches: what workers did between merges; empty where they have batches of their own.
     """
@@ -101,7 +106,9 @@ class Contestant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """How contestant `a` compares with `b`: the ratio of their medians, a over b, with its interval, if there is one."""
+    """How contestant `a` compares with `b`: the ratio of their medians, a over b, with its
+    interval, if there is one.
+    """
 
     measure: str
     a: str
@@ -137,8 +144,10 @@ class Setting:
     """What the runs ran on.
 
     Attributes:
-        cluster, cluster_file: the description in a line, and as a file; empty where no cluster was described.
-        network, compute: how links and speeds were emulated, a sentence each; empty where they were not.
+        cluster, cluster_file: the description in a line, and as a file; empty where no cluster was
+            described.
+        network, compute: how links and speeds were emulated, a sentence each; empty where they were
+            not.
     """
 
     cluster: str = ""
@@ -155,7 +164,8 @@ class Report:
 
     Attributes:
         title: what it is about.
-        unfinished: what the reader must know when the runs did not end as planned; None when they did.
+        unfinished: what the reader must know when the runs did not end as planned; None when they
+            did.
         verdict: one sentence.
         findings: a few more.
         metric_better: which way the metric is to go.

@@ -18,7 +18,10 @@ def report_of_comparison(directory: Path) -> Report:
     comparison = read_comparison(directory)
     unfinished = None
     if comparison.status != "finished":
-        unfinished = f"This comparison is {comparison.status}: the page shows what had been measured when it was written."
+        unfinished = (
+            f"This comparison is {comparison.status}: the page shows what had been measured when it"
+            " was written."
+        )
     return Report(
         title=f"{comparison.task} on {count_workers(comparison.workers)}",
         verdict=comparison.verdict,

@@ -1,4 +1,6 @@
-"""What pages of runs and of comparisons have in common: a run's steps and curve, the cluster, rows of a configuration."""
+"""What pages of runs and of comparisons have in common: a run's steps and curve, the cluster, rows
+of a configuration.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def read_run(record: Record, *, name: str) -> Run:
     """One run: its steps on one clock, and its metric on the way."""
     steps = read_steps(record)
     summary = record.summary()
-    profiles = {rank: _on_one_clock(record, rank, found) for rank, found in read_profiles(record).items()}
+    profiles = {
+        rank: _on_one_clock(record, rank, found) for rank, found in read_profiles(record).items()
+    }
     return Run(
         seed=record.config.seed,
         directory=name,
@@ -39,20 +43,32 @@ def read_run(record: Record, *, name: str) -> Run:
 def _on_one_clock(record: Record, rank: int, profiles: Sequence[Profiled]) -> list[Profiled]:
     """`profiles` of `rank` on rank 0's monotonic clock, as the times of steps are."""
     mine, first = record.heads(rank)[-1], record.heads(0)[-1]
-    shift_s = mine.monotonic_to_unix_s - first.monotonic_to_unix_s if mine.host != first.host else 0.0
+    shift_s = (
+        mine.monotonic_to_unix_s - first.monotonic_to_unix_s if mine.host != first.host else 0.0
+    )
     return [
         replace(
-            one, spans=[span._replace(began_s=span.began_s + shift_s, ended_s=span.ended_s + shift_s) for span in one.spans]
+            one,
+            spans=[
+                span._replace(began_s=span.began_s + shift_s, ended_s=span.ended_s + shift_s)
+                for span in one.spans
+            ],
         )
         for one in profiles
     ]
 
 
 def _curve(evaluations: Sequence[Evaluation], steps: Steps) -> Curve:
-    """Bytes are the mean over the workers that did a step wherever every step's are known, else of the rank that measured."""
+    """Bytes are the mean over the workers that did a step wherever every step's are known, else of
+    the rank that measured.
+    """
     at = np.array([evaluation.step for evaluation in evaluations], dtype=np.float64)
     bytes_sent = np.array([evaluation.bytes_sent for evaluation in evaluations], dtype=np.float64)
-    if at.size and np.array_equal(steps.step, np.arange(1, steps.num_steps + 1)) and at[-1] <= steps.num_steps:
+    if (
+        at.size
+        and np.array_equal(steps.step, np.arange(1, steps.num_steps + 1))
+        and at[-1] <= steps.num_steps
+    ):
         total = np.concatenate([[0.0], np.cumsum(np.nanmean(steps.bytes_sent, axis=0))])
         bytes_sent = total[at.astype(np.int64)]
     return Curve(
@@ -65,7 +81,11 @@ def _curve(evaluations: Sequence[Evaluation], steps: Steps) -> Curve:
 
 def setting(emulation: EmulationReport | None, cluster: Cluster | None) -> Setting:
     """What a run or comparison ran on."""
-    described = Setting() if cluster is None else Setting(cluster=cluster.describe(), cluster_file=cluster.to_toml())
+    described = (
+        Setting()
+        if cluster is None
+        else Setting(cluster=cluster.describe(), cluster_file=cluster.to_toml())
+    )
     if emulation is None:
         return described
     return replace(

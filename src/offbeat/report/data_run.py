@@ -26,14 +26,20 @@ def report_of_run(directory: Path) -> Report:
         "stopped": "The run was stopped before its end.",
         "unfinished": "The run goes on, or was killed: it has no summary.",
     }
-    length = ("steps", f"{config.steps:,}") if config.steps is not None else ("epochs", f"{config.epochs:,}")
+    length = (
+        ("steps", f"{config.steps:,}")
+        if config.steps is not None
+        else ("epochs", f"{config.epochs:,}")
+    )
     return Report(
         title=f"{config.strategy} on {config.task}, {count_workers(config.workers)}",
         verdict=_verdict(run.steps, summary, measures, metric_name),
         unfinished=status.get(run.status),
         created_at=record.attempts[0].started_at if record.attempts else "",
         metric_name=metric_name,
-        metric_better=Better.HIGHER if summary is None or summary.higher_is_better else Better.LOWER,
+        metric_better=Better.HIGHER
+        if summary is None or summary.higher_is_better
+        else Better.LOWER,
         contestants=[
             Contestant(
                 label=config.strategy,
@@ -52,7 +58,11 @@ def report_of_run(directory: Path) -> Report:
             length,
             ("seed", str(config.seed)),
             *([("parameters", f"{summary.num_parameters:,}")] if summary else []),
-            *([("replicas at the end", "identical" if summary.replicas_identical else "differ")] if summary else []),
+            *(
+                [("replicas at the end", "identical" if summary.replicas_identical else "differ")]
+                if summary
+                else []
+            ),
             *([("skipped steps", f"{summary.skipped_steps:,}")] if summary else []),
             *([("workers that died", _losses(summary))] if summary and summary.losses else []),
         ],
@@ -61,10 +71,16 @@ def report_of_run(directory: Path) -> Report:
     )
 
 
-def _verdict(steps: Steps, summary: Summary | None, measures: Mapping[str, Estimate], metric_name: str) -> str:
+def _verdict(
+    steps: Steps, summary: Summary | None, measures: Mapping[str, Estimate], metric_name: str
+) -> str:
     if summary is None:
         return f"{steps.num_steps:,} steps are recorded, and no summary."
-    metric = f"{metric_name} {write(summary.metric, NUMBER)} after " if summary.metric is not None else ""
+    metric = (
+        f"{metric_name} {write(summary.metric, NUMBER)} after "
+        if summary.metric is not None
+        else ""
+    )
     step_s = measures["step_s"].median if "step_s" in measures else None
     pace = f": {write(step_s, SECONDS)} a step" if step_s else ""
     return capital(
@@ -83,7 +99,9 @@ def _losses(summary: Summary) -> str:
 
 
 def _measures(steps: Steps, summary: Summary | None) -> dict[str, Estimate]:
-    """As a comparison would measure them: the first steps are left out of what is said about steps."""
+    """As a comparison would measure them: the first steps are left out of what is said
+    about steps.
+    """
     found: dict[str, float | None] = {}
     if steps.num_steps:
         found = {
@@ -104,8 +122,21 @@ def _measures(steps: Steps, summary: Summary | None) -> dict[str, Estimate]:
 def _command(record: Record) -> str:
     """The command line that starts the same run anew."""
     config = record.config
-    words = ["offbeat", "train", "--task", config.task, "--strategy", config.strategy, "--workers", str(config.workers)]
-    words += ["--steps", str(config.steps)] if config.steps is not None else ["--epochs", str(config.epochs)]
+    words = [
+        "offbeat",
+        "train",
+        "--task",
+        config.task,
+        "--strategy",
+        config.strategy,
+        "--workers",
+        str(config.workers),
+    ]
+    words += (
+        ["--steps", str(config.steps)]
+        if config.steps is not None
+        else ["--epochs", str(config.epochs)]
+    )
     words += ["--seed", str(config.seed)]
     words += ["--eval-every", str(config.eval_every)] if config.eval_every is not None else []
     words += ["--cluster", "cluster.toml"] if config.cluster is not None else []

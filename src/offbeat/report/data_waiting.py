@@ -45,19 +45,28 @@ class Lateness:
     def sentence(self) -> str:
         """Names the slow worker, or says that there is none."""
         if self.together:
-            return f"Workers come together: the last one {write(self.spread_s, SECONDS)} after the first on average."
+            return (
+                f"Workers come together: the last one {write(self.spread_s, SECONDS)} after the"
+                " first on average."
+            )
         slow = self.slow_worker
         if slow is not None:
             share, behind_s = float(self.last_share[slow]), float(self.mean_s[slow])
-            return f"Worker {slow} was last in {share:.0%} of steps, {write(behind_s, SECONDS)} behind the first on average."
+            return (
+                f"Worker {slow} was last in {share:.0%} of steps, {write(behind_s, SECONDS)} behind"
+                " the first on average."
+            )
         return (
-            f"No single worker is the slow one: none was last in more than {self.last_share.max():.0%} of steps. "
-            f"The last one came {write(self.spread_s, SECONDS)} after the first on average."
+            "No single worker is the slow one: none was last in more than"
+            f" {self.last_share.max():.0%} of steps. The last one came"
+            f" {write(self.spread_s, SECONDS)} after the first on average."
         )
 
 
 def lateness(runs: Sequence[Run]) -> Lateness | None:
-    """What `runs` say about lateness; None where no step had two workers that exchanged something."""
+    """What `runs` say about lateness; None where no step had two workers that exchanged
+    something.
+    """
     late = [run.steps.settled().lateness_s() for run in runs if run.steps.num_ranks > 1]
     late = [values[:, ~np.isnan(values).any(axis=0)] for values in late]
     late = [values for values in late if values.size]
@@ -69,5 +78,7 @@ def lateness(runs: Sequence[Run]) -> Lateness | None:
         mean_s=together.mean(axis=1),
         last_share=last / together.shape[1],
         spread_s=float(together.max(axis=0).mean()),
-        step_s=float(np.mean([run.steps.settled().step_s().mean() for run in runs if run.steps.num_steps])),
+        step_s=float(
+            np.mean([run.steps.settled().step_s().mean() for run in runs if run.steps.num_steps])
+        ),
     )

@@ -35,41 +35,52 @@ _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[µm]?s|min|h|[kMGT]?B|[kMG]?bit/s|tim
 
 
 def write_report(directory: Path) -> Path:
-    """Write the report of the run or comparison in `directory` as its `report.html`, and return that path.
+    """Write the report of the run or comparison in `directory` as its `report.html`, and return
+    that path.
 
     Raises:
-        RecordError: there is nothing to report on, a newer version wrote it, or the page cannot be written. An earlier page
-            is then left as it was.
+        RecordError: there is nothing to report on, a newer version wrote it, or the page cannot be
+            written. An earlier page is then left as it was.
     """
     page = render(read_report(directory))
     path = directory / NAME
     try:
         _replace(path, page)
     except OSError as error:
-        raise RecordError(f"cannot write {path}: {error.strerror}; make room, or report on a copy elsewhere") from None
+        raise RecordError(
+            f"cannot write {path}: {error.strerror}; make room, or report on a copy elsewhere"
+        ) from None
     return path
 
 
 def read_report(directory: Path) -> Report:
-    """What is to be said of the run or comparison in `directory`. Raises `RecordError`, see `write_report`."""
+    """What is to be said of the run or comparison in `directory`. Raises `RecordError`, see
+    `write_report`.
+    """
     if is_comparison(directory):
         return report_of_comparison(directory)
     if (directory / "config.json").exists():
         return report_of_run(directory)
     raise RecordError(
-        f"{directory} holds neither a run nor a comparison; give the directory that offbeat train or offbeat compare printed"
+        f"{directory} holds neither a run nor a comparison; give the directory that offbeat train"
+        " or offbeat compare printed"
     )
 
 
 def render(report: Report) -> str:
     """The page as text. Everything that comes from records is escaped."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters |= {
         "seconds": lambda value: write(value, SECONDS),
         "rate": lambda value: write(value, BITS_PER_S),
         "share": lambda value: write(value, SHARE),
     }
-    environment.filters |= {"option": write_option, "together": lambda text: _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)}
+    environment.filters |= {
+        "option": write_option,
+        "together": lambda text: _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text),
+    }
     charts = line_charts(report)
     windows = list(timelines(report))
     second_order, divided = list(factor_timelines(report)), list(dispatches(report))
@@ -96,8 +107,13 @@ def render(report: Report) -> str:
         data=_embed(
             {
                 "contestants": [contestant.label for contestant in report.contestants],
-                "seeds": [[run.seed for run in contestant.runs] for contestant in report.contestants],
-                "charts": {chart.key: asdict(chart) for chart in chain(charts, *(one.charts for one in divided))},
+                "seeds": [
+                    [run.seed for run in contestant.runs] for contestant in report.contestants
+                ],
+                "charts": {
+                    chart.key: asdict(chart)
+                    for chart in chain(charts, *(one.charts for one in divided))
+                },
                 "timelines": [asdict(window) for window in windows],
                 "factors": [asdict(timeline) for timeline in second_order],
             }
@@ -106,7 +122,9 @@ def render(report: Report) -> str:
 
 
 def _asset(name: str) -> str:
-    """A file of the page. Its script and style are put between tags as they are, so they must not hold an end of one."""
+    """A file of the page. Its script and style are put between tags as they are, so they must not
+    hold an end of one.
+    """
     return (resources.files("offbeat.report") / "assets" / name).read_text(encoding="utf-8")
 
 

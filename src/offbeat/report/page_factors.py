@@ -1,4 +1,6 @@
-"""What the page says of second-order work: how much of its communication was hidden, and who inverted what for how long."""
+"""What the page says of second-order work: how much of its communication was hidden, and who
+inverted what for how long.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from offbeat.exchange.spans import Duty
+from offbeat.kfac.exchange.spans import Duty
 from offbeat.lab.factor_work import FactorWork, MessageTime
 from offbeat.report.data import Report
 from offbeat.report.page_sections import Bar, Bars
@@ -45,7 +47,8 @@ def works(report: Report) -> list[tuple[int, str, FactorWork]]:
     return [
         (number, contestant.label, work)
         for number, contestant in enumerate(report.contestants)
-        if (work := next((run.work for run in contestant.runs if run.work is not None), None)) is not None
+        if (work := next((run.work for run in contestant.runs if run.work is not None), None))
+        is not None
     ]
 
 
@@ -58,7 +61,8 @@ def sentences(report: Report) -> Iterator[tuple[str, str]]:
 def sentence_of(work: FactorWork) -> str:
     """What its messages and inversions cost."""
     said = [
-        f"{capital(what)} were under way for {write(time.total_s, SECONDS)} of a step: {_said(time)}."
+        f"{capital(what)} were under way for {write(time.total_s, SECONDS)} of a step:"
+        f" {_said(time)}."
         for what, time in (("factors", work.sums), (_carried(work), work.broadcasts))
         if time is not None
     ]
@@ -66,13 +70,18 @@ def sentence_of(work: FactorWork) -> str:
         slowest = work.slowest
         predicted_s = work.predicted_s(slowest)
         foreseen = "" if predicted_s is None else f"; {write(predicted_s, SECONDS)} were predicted"
-        said.append(f"Worker {slowest} inverted for longest, {write(longest_s, SECONDS)}{foreseen}.")
+        said.append(
+            f"Worker {slowest} inverted for longest, {write(longest_s, SECONDS)}{foreseen}."
+        )
     return " ".join(said)
 
 
 def message_bars(report: Report) -> Iterator[Bars]:
     """How long messages were under way in a step, and what of it was hidden."""
-    for heading, kind in (("Factors under way", "sums"), ("Inverses or directions under way", "broadcasts")):
+    for heading, kind in (
+        ("Factors under way", "sums"),
+        ("Inverses or directions under way", "broadcasts"),
+    ):
         times = [(number, label, getattr(work, kind)) for number, label, work in works(report)]
         known = [(number, label, time) for number, label, time in times if time is not None]
         longest_s = max((time.total_s for *_, time in known), default=0.0)
@@ -87,7 +96,11 @@ def message_bars(report: Report) -> Iterator[Bars]:
                     percent=100 * time.total_s / longest_s,
                     text=f"{write(time.total_s, SECONDS)} of a step",
                     parts=[
-                        (part, 100 * length_s / (time.total_s or 1.0), f"{part} {write(length_s, SECONDS)}")
+                        (
+                            part,
+                            100 * length_s / (time.total_s or 1.0),
+                            f"{part} {write(length_s, SECONDS)}",
+                        )
                         for part, length_s in _parts(time)
                     ],
                 )
@@ -136,19 +149,28 @@ def _is_predicted(work: FactorWork) -> bool:
 def _placed(work: FactorWork) -> str:
     by_all = sum(duty.owner is None for duty in work.duties)
     owned = len(work.duties) - by_all
-    parts = [f"{by_all} of {len(work.duties)} factors are inverted by every worker"] if by_all else []
+    parts = (
+        [f"{by_all} of {len(work.duties)} factors are inverted by every worker"] if by_all else []
+    )
     if not owned:
         parts = [f"All {by_all} factors are inverted by every worker"]
     if owned:
-        what = "sends its layers' directions" if _carried(work) == "directions" else "broadcasts the inverses"
+        what = (
+            "sends its layers' directions"
+            if _carried(work) == "directions"
+            else "broadcasts the inverses"
+        )
         parts.append(f"{owned} {'more ' if by_all else ''}by one worker each, which {what}")
     sentence = f"{', '.join(parts)}."
     sentence += (
-        " Predictions add up what factors of these sizes took, one at a time, when the session began."
+        " Predictions add up what factors of these sizes took, one at a time, when the session"
+        " began."
         if _is_predicted(work)
         else " This strategy measures no costs, so no seconds were predicted."
     )
-    return sentence if by_all else f"{owned} factors are inverted{sentence.removeprefix(str(owned))}"
+    return (
+        sentence if by_all else f"{owned} factors are inverted{sentence.removeprefix(str(owned))}"
+    )
 
 
 def _carried(work: FactorWork) -> str:
@@ -157,7 +179,9 @@ def _carried(work: FactorWork) -> str:
 
 
 def _duties(work: FactorWork) -> Iterator[tuple[str, ...]]:
-    for duty in sorted(work.duties, key=lambda duty: (-duty.rows * max(1, duty.matrices), duty.factor)):
+    for duty in sorted(
+        work.duties, key=lambda duty: (-duty.rows * max(1, duty.matrices), duty.factor)
+    ):
         times = f"{duty.matrices} times " if duty.matrices > 1 else ""
         yield (
             duty.factor,
@@ -173,4 +197,6 @@ def _parts(time: MessageTime) -> list[tuple[str, float]]:
 
 def _said(time: MessageTime) -> str:
     shares = [(part, length_s / time.total_s) for part, length_s in _parts(time) if time.total_s]
-    return ", ".join(f"{write(share, SHARE)} {PARTS[part]}" for part, share in shares if share >= _SEEN)
+    return ", ".join(
+        f"{write(share, SHARE)} {PARTS[part]}" for part, share in shares if share >= _SEEN
+    )

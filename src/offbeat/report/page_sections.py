@@ -1,4 +1,6 @@
-"""What the tables and bars of the page say, ready for the template: text, widths in percent, and which mark stands where."""
+"""What the tables and bars of the page say, ready for the template: text, widths in percent, and
+which mark stands where.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """One bar: its length in percent of the longest, its value, and its parts as (phase, percent, text)."""
+    """One bar: its length in percent of the longest, its value, and its parts as (phase, percent,
+    text).
+    """
 
     label: str
     contestant: int
@@ -81,7 +85,9 @@ def rows(report: Report) -> Iterator[Row]:
 
 
 def difference_rows(report: Report) -> Iterator[tuple[str, str, str, str, str, bool]]:
-    """Every comparison of two: measure, a, b, ratio, interval, and whether the difference is beyond the spread."""
+    """Every comparison of two: measure, a, b, ratio, interval, and whether the difference is beyond
+    the spread.
+    """
     for found in sorted(report.differences, key=lambda found: found.measure, reverse=True):
         measure = MEASURES.get(found.measure)
         title = _title(measure, report) if measure else found.measure
@@ -104,9 +110,20 @@ def step_bars(report: Report) -> Bars | None:
         if step_s is None or not known:
             continue
         whole = sum(known.values()) or 1.0
-        parts = [(phase, 100 * share / whole, f"{SHARES[phase][1]} {write(share, SHARE)}") for phase, share in known.items()]
+        parts = [
+            (phase, 100 * share / whole, f"{SHARES[phase][1]} {write(share, SHARE)}")
+            for phase, share in known.items()
+        ]
         text = f"{write(step_s, SECONDS)} a step"
-        bars.append(Bar(label=contestant.label, contestant=number, percent=100 * step_s / longest, text=text, parts=parts))
+        bars.append(
+            Bar(
+                label=contestant.label,
+                contestant=number,
+                percent=100 * step_s / longest,
+                text=text,
+                parts=parts,
+            )
+        )
     return Bars(heading="Where the time of a step goes", bars=bars) if bars else None
 
 
@@ -131,7 +148,12 @@ def lateness_bars(report: Report) -> Iterator[Bars]:
             )
             for worker in shown
         ]
-        yield Bars(heading=contestant.label, bars=bars, sentence=late.sentence(), left_out=late.mean_s.size - len(bars))
+        yield Bars(
+            heading=contestant.label,
+            bars=bars,
+            sentence=late.sentence(),
+            left_out=late.mean_s.size - len(bars),
+        )
 
 
 def traffic_bars(report: Report) -> Iterator[Bars]:
@@ -148,7 +170,9 @@ def traffic_bars(report: Report) -> Iterator[Bars]:
                 percent=100 * value / (longest or 1.0),
                 text=write(value, MEASURES[name].unit),
             )
-            for number, (contestant, value) in enumerate(zip(report.contestants, values, strict=True))
+            for number, (contestant, value) in enumerate(
+                zip(report.contestants, values, strict=True)
+            )
             if value is not None
         ]
         yield Bars(heading=MEASURES[name].title, bars=bars)
@@ -165,9 +189,12 @@ def _row(report: Report, name: str, measure: Measure) -> Row:
             cells.append(Cell(text="not reached" if "_to_target" in name else NOTHING))
         else:
             text, interval = write_estimate(estimate, measure.unit)
-            cells.append(Cell(text=text, interval=interval, best=best == contestant.label and not equals))
+            cells.append(
+                Cell(text=text, interval=interval, best=best == contestant.label and not equals)
+            )
     note = (
-        f"no difference beyond the spread between {', '.join([best, *equals[:-1]])} and {equals[-1]}."
+        f"no difference beyond the spread between {', '.join([best, *equals[:-1]])} and"
+        f" {equals[-1]}."
         if best and equals
         else ""
     )
@@ -175,7 +202,9 @@ def _row(report: Report, name: str, measure: Measure) -> Row:
 
 
 def _best(report: Report, name: str, measure: Measure) -> tuple[str | None, list[str]]:
-    """The best contestant of a measure, and those from which it does not differ beyond the spread."""
+    """The best contestant of a measure, and those from which it does not differ beyond
+    the spread.
+    """
     better = report.metric_better if measure.better is None else measure.better
     known = {contestant.label: _median(contestant, name) for contestant in report.contestants}
     values = {label: value for label, value in known.items() if value is not None}
@@ -183,7 +212,9 @@ def _best(report: Report, name: str, measure: Measure) -> tuple[str | None, list
     if better is Better.NEITHER or not report.compares or not differences:
         return None, []
     best = max(values, key=lambda label: better.value * values[label])
-    return best, [label for label in values if label != best and not _decided(differences, best, label)]
+    return best, [
+        label for label in values if label != best and not _decided(differences, best, label)
+    ]
 
 
 def _decided(differences: Sequence[Difference], a: str, b: str) -> bool:

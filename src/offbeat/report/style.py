@@ -34,17 +34,28 @@ class Unit:
     def scale_of(self, value: float) -> tuple[float, str]:
         """What to divide a value such as this by, and the name of the result."""
         fitting = [scale for scale in self.scales if scale[0] <= abs(value)] or self.scales[:1]
-        chosen = fitting[-1] if value else next((scale for scale in self.scales if scale[1] == 1.0), self.scales[0])
+        chosen = (
+            fitting[-1]
+            if value
+            else next((scale for scale in self.scales if scale[1] == 1.0), self.scales[0])
+        )
         return chosen[1:]
 
 
-def _prefixed(name: str, *prefixes: str, first: float = 1.0) -> tuple[tuple[float, float, str], ...]:
+def _prefixed(
+    name: str, *prefixes: str, first: float = 1.0
+) -> tuple[tuple[float, float, str], ...]:
     """Scales a thousand apart. A value that would be rounded up to the next prefix takes it."""
     powers = [first * 1000.0**number for number in range(len(prefixes))]
-    return tuple((0.9995 * power, power, prefix + name) for power, prefix in zip(powers, prefixes, strict=True))
+    return tuple(
+        (0.9995 * power, power, prefix + name)
+        for power, prefix in zip(powers, prefixes, strict=True)
+    )
 
 
-SECONDS: Final = Unit((*_prefixed("s", "µ", "m", "", first=1e-6), (600.0, 60.0, "min"), (36_000.0, 3600.0, "h")))
+SECONDS: Final = Unit(
+    (*_prefixed("s", "µ", "m", "", first=1e-6), (600.0, 60.0, "min"), (36_000.0, 3600.0, "h"))
+)
 BYTES: Final = Unit(_prefixed("B", "", "k", "M", "G", "T"))
 BITS_PER_S: Final = Unit(_prefixed("bit/s", "", "k", "M", "G"))
 SAMPLES_PER_S: Final = Unit(_prefixed("samples/s", "", "k ", "M "))
@@ -97,9 +108,17 @@ def write(value: float | None, unit: Unit) -> str:
 
 
 def write_estimate(estimate: Estimate, unit: Unit) -> tuple[str, str]:
-    """The median and the interval, in the same unit and to the same digit. The interval is empty where there is none."""
+    """The median and the interval, in the same unit and to the same digit. The interval is empty
+    where there is none.
+    """
     median, low, high = estimate.median, estimate.low, estimate.high
-    if median is None or low is None or high is None or not all(map(math.isfinite, (median, low, high))) or low == high:
+    if (
+        median is None
+        or low is None
+        or high is None
+        or not all(map(math.isfinite, (median, low, high)))
+        or low == high
+    ):
         return write(median, unit), ""
     divisor, name = unit.scale_of(median)
     decimals = _decimals(median / divisor, (high - low) / 2 / divisor, unit)
@@ -124,13 +143,19 @@ def write_option(value: object) -> str:
 
 
 def _decimals(scaled: float, half_width: float, unit: Unit) -> int:
-    """Digits after the point: as many as the interval supports, or the unit's where there is no interval."""
+    """Digits after the point: as many as the interval supports, or the unit's where there is no
+    interval.
+    """
     magnitude = math.floor(math.log10(abs(float(f"{scaled:.{unit.digits - 1}e}")))) if scaled else 0
     if half_width > 0:
         leading = math.floor(math.log10(half_width))
         supported = -leading + (half_width < 3 * 10.0**leading)
         return min(supported, _MOST_DIGITS - 1 - magnitude, unit.most_decimals)
-    return 0 if math.isclose(scaled, round(scaled), rel_tol=1e-9) else min(unit.digits - 1 - magnitude, unit.most_decimals)
+    return (
+        0
+        if math.isclose(scaled, round(scaled), rel_tol=1e-9)
+        else min(unit.digits - 1 - magnitude, unit.most_decimals)
+    )
 
 
 def _round(scaled: float, decimals: int) -> str:

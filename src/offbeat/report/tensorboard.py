@@ -1,4 +1,6 @@
-"""A record as TensorBoard scalars, against the step. TensorBoard is an optional extra: `pip install offbeat[tensorboard]`."""
+"""A record as TensorBoard scalars, against the step. TensorBoard is an optional extra: `pip install
+offbeat[tensorboard]`.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,24 @@ if TYPE_CHECKING:
 
 
 def write_scalars(run: Path, out: Path) -> None:
-    """Write the scalars of a run to the new directory `out`, or those of each run of a comparison to a directory below it.
+    """Write the scalars of a run to the new directory `out`, or those of each run of a comparison
+    to a directory below it.
 
-    Tags: ``loss`` (mean over ranks), ``metric``, ``bytes per step`` (mean over ranks), ``wait share`` (of the time of all
+    Tags: ``loss`` (mean over ranks), ``metric``, ``bytes per step`` (mean over ranks), ``wait
+        share`` (of the time of all
     ranks, 0 to 1) and ``step time in s/rank N``. `docs/trace.md` describes them.
 
     Raises:
         ConfigError: TensorBoard is not installed, or `out` exists. Nothing in it is touched.
-        RecordError: `run` is no record, one of a newer version, damaged or still empty, or `out` cannot be written. There
-            is no half-written directory then.
+        RecordError: `run` is no record, one of a newer version, damaged or still empty, or `out`
+            cannot be written. There is no half-written directory then.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ConfigError(f"TensorBoard cannot be imported ({error}); pip install offbeat[tensorboard]") from None
+        raise ConfigError(
+            f"TensorBoard cannot be imported ({error}); pip install offbeat[tensorboard]"
+        ) from None
     runs = open_runs(run)
     refuse_existing(out)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
@@ -51,12 +57,18 @@ def write_scalars(run: Path, out: Path) -> None:
 
 def _write(timeline: Timeline, writer: SummaryWriter) -> None:
     for step, by_rank in _steps(timeline):
-        ended_ns = max(timeline.at_ns(rank, step, event.began_s + event.duration_s) for rank, event in by_rank.items())
+        ended_ns = max(
+            timeline.at_ns(rank, step, event.began_s + event.duration_s)
+            for rank, event in by_rank.items()
+        )
         at_unix_s = (timeline.began_unix_ns + ended_ns) / 1e9
         for tag, value in _scalars(by_rank).items():
             writer.add_scalar(tag, value, step, at_unix_s)
     for evaluation in timeline.evaluations():
-        at_unix_s = (timeline.began_unix_ns + timeline.at_ns(evaluation.rank, evaluation.step, evaluation.at_s)) / 1e9
+        at_unix_s = (
+            timeline.began_unix_ns
+            + timeline.at_ns(evaluation.rank, evaluation.step, evaluation.at_s)
+        ) / 1e9
         writer.add_scalar("metric", evaluation.metric, evaluation.step, at_unix_s)
 
 
@@ -72,7 +84,9 @@ def _scalars(by_rank: dict[int, StepEvent]) -> dict[str, float]:
 
 
 def _steps(timeline: Timeline) -> Iterator[tuple[int, dict[int, StepEvent]]]:
-    """Each step with the events of the ranks that took part, by rank. Reads all ranks at once, so that none is kept."""
+    """Each step with the events of the ranks that took part, by rank. Reads all ranks at once, so
+    that none is kept.
+    """
 
     def of(rank: int) -> Iterator[tuple[int, int, StepEvent]]:
         return ((event.step, rank, event) for event in timeline.record.events(rank))

@@ -1,4 +1,6 @@
-"""One file a system. A strategy is a recipe of four choices; base.py names the events its parts can act on."""
+"""One file a system. A strategy is a recipe of four choices; base.py names the events its parts can
+act on.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,20 @@ from offbeat.strategies.topk import TopK
 from offbeat.strategies.wagma import WAGMA
 
 _GRADIENTS: tuple[type[Strategy], ...] = (AllReduce, TopK, GTopK)
-_WEIGHTS: tuple[type[Strategy], ...] = (LocalSGD, WAGMA, EagerSGD, DPSGD, ADPSGD, SGP, AdaptiveSGD, ElasticSGD, Crossbow)
+_WEIGHTS: tuple[type[Strategy], ...] = (
+    LocalSGD,
+    WAGMA,
+    EagerSGD,
+    DPSGD,
+    ADPSGD,
+    SGP,
+    AdaptiveSGD,
+    ElasticSGD,
+    Crossbow,
+)
 _FACTORS: tuple[type[Strategy], ...] = (DKFAC, MPDKFAC, SPDKFAC, DPKFAC)
 
-REGISTRY: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (*_GRADIENTS, *_WEIGHTS, *_FACTORS)}
+REGISTRY: dict[str, type[Strategy]] = {
+    strategy.name: strategy for strategy in (*_GRADIENTS, *_WEIGHTS, *_FACTORS)
+}
 """Strategies by the name that the command line knows them by."""

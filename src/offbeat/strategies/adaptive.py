@@ -1,23 +1,27 @@
 """Adaptive SGD: workers of any speed, at the sum of their speeds (arXiv 2110.07029).
 
     for each mega-batch of M samples, on each rank i
-        while samples are left: claim the next b_i;  w_i = w_i - eta_0 b_i / b_base gradient(w_i);  u_i = u_i + 1
+        while samples are left: claim the next b_i;  w_i = w_i - eta_0 b_i / b_base gradient(w_i);
+        u_i = u_i + 1
         alpha_i = u_i / sum u, or b_i / sum b where all u_i are equal
         w_before, w = w, sum over i of alpha_i w_i + gamma (w - w_before);  w_i = w
         b_i follows u_i
 
-Samples are claimed in a log that all ranks share through the store they met by; `Session.loader` does it. The rules by which
-batch sizes follow updates are those of `planning.batch_sizes`, merge weights those of `planning.merging`.
+Samples are claimed in a log that all ranks share through the store they met by; `Session.loader`
+does it. The rules by which batch sizes follow updates are those of `megabatch.batch_sizes`, merge
+weights those of `megabatch.merge_weights`.
 
-Ranks are the members of a generation (`engine.generations`), and a merge is final for all of them or for none
-(`collectives.all_or_none`): when a worker dies, the others go on, and what it had not merged is given out again.
+Ranks are the members of a generation (`membership.generations`), and a merge is final for all of
+them or for none (`membership.commit`): when a worker dies, the others go on, and what it had not
+merged is given out again.
 
-Cost per mega-batch: one mean of the weights, of sparse parameters the rows that have changed; for each batch a short message
-to the store and its answer.
+Cost per mega-batch: one mean of the weights, of sparse parameters the rows that have changed; for
+each batch a short message to the store and its answer.
 
-Differences from the paper: `rule="proportional"` by default, since the published rule oscillates or never adapts; momentum and
-perturbation are off by default, and a perturbed mean is divided by its weights' sum; order is drawn anew for each epoch and the
-tail is trained on; a last, shorter claim has the learning rate of its own size; the first merge has no momentum.
+Differences from the paper: `rule="proportional"` by default, since the published rule oscillates or
+never adapts; momentum and perturbation are off by default, and a perturbed mean is divided by its
+weights' sum; order is drawn anew for each epoch and the tail is trained on; a last, shorter claim
+has the learning rate of its own size; the first merge has no momentum.
 """
 
 from __future__ import annotations
@@ -26,15 +30,22 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from offbeat.engine.assembly import Assembly
 from offbeat.errors import ConfigError
-from offbeat.exchange.weights import ModelWeights
-from offbeat.exchange.weights_megabatch import MegaBatches, MegaBatchPlan
-from offbeat.planning.batch_sizes import BatchRule, Bounds, Hogbatch, Paper, Proportional, Reference
-from offbeat.planning.merging import Weighting
+from offbeat.megabatch.assembly import Assembly
+from offbeat.megabatch.batch_sizes import (
+    BatchRule,
+    Bounds,
+    Hogbatch,
+    Paper,
+    Proportional,
+    Reference,
+)
+from offbeat.megabatch.merge_weights import Weighting
+from offbeat.megabatch.part import MegaBatches, MegaBatchPlan
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.options import require_at_least, require_fraction_below_one, require_one_of
+from offbeat.weights.model_weights import ModelWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +54,8 @@ class MegaBatchStrategy(AveragingStrategy):
 
     Args:
         mega_batch: samples between merges, >= batch_size; None: 100 batches.
-        batch_size: b_base: what a batch has on average, and what the learning rate is for, >= 1; on the command line it is the
-            task's.
+        batch_size: b_base: what a batch has on average, and what the learning rate is for, >= 1; on
+            the command line it is the task's.
     """
 
     survives_death: ClassVar[bool] = True
@@ -58,8 +69,9 @@ class MegaBatchStrategy(AveragingStrategy):
         require_at_least("mega_batch", self.samples_between_merges, 1)
         if self.samples_between_merges < self.batch_size:
             raise ConfigError(
-                f"mega_batch is the number of samples between merges, at least batch_size={self.batch_size}, got "
-                f"{self.mega_batch}; 100 batches would be {100 * self.batch_size}"
+                "mega_batch is the number of samples between merges, at least"
+                f" batch_size={self.batch_size}, got {self.mega_batch}; 100 batches would be"
+                f" {100 * self.batch_size}"
             )
 
     @property
@@ -90,16 +102,20 @@ class MegaBatchStrategy(AveragingStrategy):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveSGD(MegaBatchStrategy):
-    """Batches claimed by whoever is free, of sizes that follow speeds; models merged after every mega-batch.
+    """Batches claimed by whoever is free, of sizes that follow speeds; models merged after every
+    mega-batch.
 
     Args:
-        rule: how batch sizes follow: "proportional", the published "paper", its code's "reference", or "hogbatch".
+        rule: how batch sizes follow: "proportional", the published "paper", its code's "reference",
+            or "hogbatch".
         min_batch_size: >= 1; None: an eighth of batch_size.
-        max_batch_size: >= batch_size; None: no limit. What fits into one rank's memory alone is told to `Session.loader`.
-        merge: what merge weights follow: "paper" (updates, or batch sizes where updates are equal), "updates", "batch_sizes",
-            "samples" or "equal".
+        max_batch_size: >= batch_size; None: no limit. What fits into one rank's memory alone is
+            told to `Session.loader`.
+        merge: what merge weights follow: "paper" (updates, or batch sizes where updates are equal),
+            "updates", "batch_sizes", "samples" or "equal".
         kappa: of "proportional": the part of a difference that is removed at once, in (0, 1].
-        perturbation: delta, by which the largest merge weight is raised and the smallest lowered, in [0, 1).
+        perturbation: delta, by which the largest merge weight is raised and the smallest lowered,
+            in [0, 1).
         perturbation_threshold: only while every model's norm per parameter is below it.
         merge_momentum: gamma of merges, in [0, 1).
     """
@@ -127,15 +143,18 @@ class AdaptiveSGD(MegaBatchStrategy):
             require_at_least("max_batch_size", self.max_batch_size, 1)
         if not self.bounds.hold(self.batch_size):
             raise ConfigError(
-                f"batch_size is {self.batch_size}, but min_batch_size and max_batch_size allow {self.bounds.smallest} to "
-                f"{self.bounds.largest}; all batches begin with batch_size"
+                f"batch_size is {self.batch_size}, but min_batch_size and max_batch_size allow"
+                f" {self.bounds.smallest} to {self.bounds.largest}; all batches begin with"
+                " batch_size"
             )
         self._batch_rule()
 
     @property
     def bounds(self) -> Bounds:
         """Of every rank's batch size."""
-        smallest = max(1, self.batch_size // 8) if self.min_batch_size is None else self.min_batch_size
+        smallest = (
+            max(1, self.batch_size // 8) if self.min_batch_size is None else self.min_batch_size
+        )
         return Bounds(smallest=smallest, largest=self.max_batch_size)
 
     def plan(self) -> MegaBatchPlan:

@@ -1,12 +1,13 @@
-"""S-SGD: dense gradient all-reduce, the baseline of everything here, and what DistributedDataParallel does.
+"""S-SGD: dense gradient all-reduce, the baseline of everything here, and what
+DistributedDataParallel does.
 
     for each bucket of gradients, as backward completes it: mean over all ranks
     optimizer step
 
 Cost per step: 2(P-1)/P n elements sent by each rank, overlapped with backward.
 
-Differences from DistributedDataParallel: a non-finite gradient on one rank makes all ranks skip the step; buffers are
-broadcast once, when attached, and not before each forward pass.
+Differences from DistributedDataParallel: a non-finite gradient on one rank makes all ranks skip the
+step; buffers are broadcast once, when attached, and not before each forward pass.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.exchange.buckets import Bucket, make_buckets
-from offbeat.exchange.gradients import ExchangeCounts, Reduction
-from offbeat.exchange.reductions import DenseReduction
+from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.exchange import ExchangeCounts, Reduction
+from offbeat.gradients.reductions import DenseReduction
 from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.gradient import MIB, GradientStrategy
 from offbeat.strategies.options import require_positive
@@ -41,7 +42,14 @@ class AllReduce(GradientStrategy):
         require_positive("bucket_mib", self.bucket_mib)
         require_positive("first_bucket_mib", self.first_bucket_mib)
 
-    def parts(self, workspace: Workspace, counts: ExchangeCounts) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
+    def parts(
+        self, workspace: Workspace, counts: ExchangeCounts
+    ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
         cap_bytes, first_cap_bytes = int(self.bucket_mib * MIB), int(self.first_bucket_mib * MIB)
-        buckets = make_buckets(workspace.parameters, cap_bytes=cap_bytes, first_cap_bytes=first_cap_bytes)
-        return [(bucket, DenseReduction(bucket, workspace.driver, workspace.new_stream())) for bucket in buckets], []
+        buckets = make_buckets(
+            workspace.parameters, cap_bytes=cap_bytes, first_cap_bytes=first_cap_bytes
+        )
+        return [
+            (bucket, DenseReduction(bucket, workspace.driver, workspace.new_stream()))
+            for bucket in buckets
+        ], []

@@ -1,4 +1,6 @@
-"""What the strategies that average weights have in common: what of a model is averaged, and steps that are skipped alone."""
+"""What the strategies that average weights have in common: what of a model is averaged, and steps
+that are skipped alone.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from offbeat.errors import UnsupportedError
-from offbeat.exchange.weights import BufferNames, ModelWeights, choose_buffers
-from offbeat.exchange.weights_guard import GradientGuard
 from offbeat.strategies.base import Part, Strategy, Workspace
 from offbeat.strategies.options import require_at_least, require_one_of
+from offbeat.weights.gradient_guard import GradientGuard
+from offbeat.weights.model_weights import BufferNames, ModelWeights, choose_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +21,10 @@ class AveragingStrategy(Strategy):
     """Every rank steps by its own gradient, and weights are averaged afterwards.
 
     Args:
-        buffers: "averaged": floating-point buffers, such as BatchNorm's running statistics, are averaged with the weights;
-            "local": they are left alone.
-        max_skipped_steps: raise after more than this many steps in a row were skipped for non-finite gradients, >= 0.
+        buffers: "averaged": floating-point buffers, such as BatchNorm's running statistics, are
+            averaged with the weights; "local": they are left alone.
+        max_skipped_steps: raise after more than this many steps in a row were skipped for
+            non-finite gradients, >= 0.
     """
 
     replicas_differ: ClassVar[bool] = True
@@ -40,13 +43,16 @@ class AveragingStrategy(Strategy):
     def build(self, workspace: Workspace) -> Sequence[Part]:
         if workspace.has_scaler:
             raise UnsupportedError(
-                f"{type(self).__name__} counts optimizer steps, and a GradScaler skips some of them on one rank and not on the "
-                "others; use bfloat16 autocast, which needs no scaler, or a strategy that exchanges gradients"
+                f"{type(self).__name__} counts optimizer steps, and a GradScaler skips some of them"
+                " on one rank and not on the others; use bfloat16 autocast, which needs no scaler,"
+                " or a strategy that exchanges gradients"
             )
         weights = ModelWeights(
             parameters=workspace.parameters,
             buffers=workspace.buffers,
-            chosen=choose_buffers(workspace.buffers()) if self.buffers == "averaged" else BufferNames(),
+            chosen=(
+                choose_buffers(workspace.buffers()) if self.buffers == "averaged" else BufferNames()
+            ),
         )
         guard = GradientGuard(
             workspace.parameters,

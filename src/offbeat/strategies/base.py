@@ -1,10 +1,11 @@
 """What a strategy is: a frozen description that builds parts, and the events its parts can act on.
 
-A session dispatches events and does nothing else with parts. A part implements the events it needs, one protocol each, and
-the session asks with `isinstance` once, when it is attached. The order within a training step:
+A session dispatches events and does nothing else with parts. A part implements the events it needs,
+one protocol each, and the session asks with `isinstance` once, when it is attached. The order
+within a training step:
 
-    batch claimed -> backward begins -> gradient ready (for each parameter) -> backward done -> before step -> before update
-    -> after step
+    batch claimed -> backward begins -> gradient ready (for each parameter) -> backward done ->
+    before step -> before update -> after step
 
 where batches are claimed only from a loader of the session's, or where the user weighs them.
 """
@@ -20,15 +21,17 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch._C._distributed_c10d import HashStore, Store
 
-from offbeat.engine.generations import Generations, Host
-from offbeat.exchange.spans import Profile
-from offbeat.exchange.weights import ModelWeights
+from offbeat.kfac.exchange.spans import Profile
+from offbeat.membership.generations import Generations, Host
 from offbeat.transport.driver import Driver, Stream
+from offbeat.weights.model_weights import ModelWeights
 
 PartState: TypeAlias = dict[str, Any]
-"""A part's state. At most three keys, which say what becomes of it when the number of workers changes:
+"""A part's state. At most three keys, which say what becomes of it when the number of workers
+changes:
 
-- "additive": tensors by name whose sum over ranks matters (residuals); shared out anew, the sum preserved;
+- "additive": tensors by name whose sum over ranks matters (residuals); shared out anew, the sum
+  preserved;
 - "replicated": the same on every rank; copied;
 - "local": a rank's own; handed to the rank of the same number modulo the old world size.
 """
@@ -39,7 +42,9 @@ class Part(Protocol):
     """What every part must do."""
 
     def state_dict(self) -> PartState:
-        """Everything a resumed run needs to go on as if it had never stopped. Tensors may be live ones."""
+        """Everything a resumed run needs to go on as if it had never stopped. Tensors may be live
+        ones.
+        """
         ...
 
     def load_state_dict(self, state: PartState) -> None:
@@ -61,7 +66,9 @@ class OnBatchClaimed(Protocol):
 @runtime_checkable
 class OnBackwardBegins(Protocol):
     def on_backward_begins(self, *, synchronised: bool) -> None:
-        """An outermost backward pass begins and has accumulated nothing; `synchronised` is False inside `no_sync`."""
+        """An outermost backward pass begins and has accumulated nothing; `synchronised` is False
+        inside `no_sync`.
+        """
         ...
 
 
@@ -82,7 +89,9 @@ class OnBackwardDone(Protocol):
 @runtime_checkable
 class OnBackwardFailed(Protocol):
     def on_backward_failed(self) -> None:
-        """An earlier backward pass ended in an exception on this rank, and its peers may be waiting."""
+        """An earlier backward pass ended in an exception on this rank, and its peers may be
+        waiting.
+        """
         ...
 
 
@@ -103,14 +112,18 @@ class OnBeforeStep(Protocol):
 @runtime_checkable
 class OnClosure(Protocol):
     def on_closure(self) -> None:
-        """`optimizer.step(closure)` has been called, which runs the backward pass itself; there is no `on_before_step`."""
+        """`optimizer.step(closure)` has been called, which runs the backward pass itself; there is
+        no `on_before_step`.
+        """
         ...
 
 
 @runtime_checkable
 class OnBeforeUpdate(Protocol):
     def on_before_update(self) -> None:
-        """Gradients are final: all parts have acted on `on_before_step`, or the closure given to `step()` has returned."""
+        """Gradients are final: all parts have acted on `on_before_step`, or the closure given to
+        `step()` has returned.
+        """
         ...
 
 
@@ -140,7 +153,8 @@ class KnowsMean(Protocol):
     """A part that can take the mean of all living ranks' models, over connections of its own.
 
     Attributes:
-        start_step: the step at which this rank came in, for one that joined a run which was under way; else 0.
+        start_step: the step at which this rank came in, for one that joined a run which was under
+            way; else 0.
         averages_alone: whether it does so without the other ranks' trainers.
     """
 
@@ -178,18 +192,24 @@ class Workspace:
     """What a strategy's parts work with.
 
     Attributes:
-        parameters: the model's trainable parameters by name, in the model's order; the same on all ranks.
+        parameters: the model's trainable parameters by name, in the model's order; the same on all
+            ranks.
         driver: carries collectives out.
         grad_scale: by what factor gradients are scaled at the moment (AMP); 1.0 without a scaler.
         has_scaler: whether a GradScaler decides which steps are skipped.
-        buffers: the model's persistent buffers by name, at the moment of the call: modules may replace them.
+        buffers: the model's persistent buffers by name, at the moment of the call: modules may
+            replace them.
         optimizer: the user's, for its state; None where nobody needs it.
         model: the root module, for parts that look into layers; None where nobody needs it.
-        new_stream: a fresh stream of channels; parts take theirs while they are built, in the same order on all ranks.
+        new_stream: a fresh stream of channels; parts take theirs while they are built, in the same
+            order on all ranks.
         notify: puts a remark where the user will see it, in the record and the report.
-        enter: makes a part's host a member of the run's generations, for strategies that survive death. Collective.
-        own_store: a connection to the run's store for the caller alone; in a world of one, a store that nobody shares.
-        count: wraps a driver that a thread of its own uses, so that its traffic is counted with the session's.
+        enter: makes a part's host a member of the run's generations, for strategies that survive
+            death. Collective.
+        own_store: a connection to the run's store for the caller alone; in a world of one, a store
+            that nobody shares.
+        count: wraps a driver that a thread of its own uses, so that its traffic is counted with the
+            session's.
         stood_still: counts a wait of the training thread, from when to when on the monotonic clock.
     """
 
@@ -216,20 +236,30 @@ def stream_counter() -> Callable[[], Stream]:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(ABC):
-    """A recipe. Subclasses are frozen keyword-only dataclasses that check their options in `__post_init__`."""
+    """A recipe. Subclasses are frozen keyword-only dataclasses that check their options in
+    `__post_init__`.
+    """
 
     name: ClassVar[str]
     survives_death: ClassVar[bool] = False
     """Whether the other workers go on when one dies."""
     replicas_differ: ClassVar[bool] = False
-    """Whether the ranks' models are apart between steps, on purpose; `Session.averaged_model` is what they stand for."""
+    """Whether the ranks' models are apart between steps, on purpose; `Session.averaged_model` is
+    what they stand for.
+    """
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with everything
-        """Raise `ConfigError` if the strategy cannot work with these. Runs before any communication."""
+        """Raise `ConfigError` if the strategy cannot work with these. Runs before any
+        communication.
+        """
 
     def check_world(self, world_size: int) -> None:  # noqa: B027 - most go with any number
-        """Raise `ConfigError` if the strategy cannot work with so many ranks. Runs before any communication."""
+        """Raise `ConfigError` if the strategy cannot work with so many ranks. Runs before any
+        communication.
+        """
 
     @abstractmethod
     def build(self, workspace: Workspace) -> Sequence[Part]:
-        """The parts, in the order in which they get events. Collective: all ranks build together."""
+        """The parts, in the order in which they get events. Collective: all ranks build
+        together.
+        """

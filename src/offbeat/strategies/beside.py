@@ -7,17 +7,17 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from offbeat.collectives.group_base import Terms
-from offbeat.engine.membership import Generation
-from offbeat.engine.progress import Progress, Service
-from offbeat.engine.replica import Replica
+from offbeat.averaging.background.averager import Beside, averaged_tensors
+from offbeat.averaging.background.group_base import Terms
+from offbeat.averaging.background.progress import Progress, Service
+from offbeat.averaging.background.published_model import Replica
 from offbeat.errors import UnsupportedError
-from offbeat.exchange.weights import ModelWeights
-from offbeat.exchange.weights_answered import Beside, averaged_tensors
-from offbeat.exchange.weights_momentum import Momenta
-from offbeat.exchange.weights_staging import Staging
+from offbeat.membership.agreement import Generation
 from offbeat.planning.groups import Meeting
 from offbeat.strategies.base import Workspace
+from offbeat.weights.model_weights import ModelWeights
+from offbeat.weights.momenta import Momenta
+from offbeat.weights.staging import Staging
 
 R = TypeVar("R", bound=Replica)
 
@@ -50,7 +50,10 @@ def answer(
     """
     staging = Staging(averaged_tensors(weights, momenta))
     if momenta is not None and not staging.in_order:
-        raise UnsupportedError("momenta='averaged' needs all parameters and buffers of one type on one device; pass 'local'")
+        raise UnsupportedError(
+            "momenta='averaged' needs all parameters and buffers of one type on one device; pass"
+            " 'local'"
+        )
     num_weights = sum(_num_reals(tensor) for tensor in weights.tensors())
     replica = make_replica(staging)
     buffers = weights.buffers()
@@ -63,12 +66,16 @@ def answer(
             generation=generation.number,
             num_elements=staging.num_elements,
             num_counters=num_counters,
-            num_averaged=lambda version: staging.num_elements if averages_momenta(version) else num_weights,
+            num_averaged=lambda version: (
+                staging.num_elements if averages_momenta(version) else num_weights
+            ),
             dtype=staging.dtype,
             meeting=lambda version: meeting(version, position, num_members),
         )
 
-    progress = Progress(replica, service=service, terms=terms, count=workspace.count, notify=workspace.notify)
+    progress = Progress(
+        replica, service=service, terms=terms, count=workspace.count, notify=workspace.notify
+    )
     generations = None
     try:
         generations = workspace.enter(progress)

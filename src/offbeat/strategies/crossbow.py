@@ -1,4 +1,5 @@
-"""CROSSBOW's synchronous model averaging: every model is drawn towards a centre (PVLDB 12(11), 2019).
+"""CROSSBOW's synchronous model averaging: every model is drawn towards a centre (PVLDB 12(11),
+2019).
 
     every tau steps, on each rank j:  c_j = alpha (x_j - z)
         x_j = x_j - eta gradient(x_j) - c_j
@@ -6,8 +7,9 @@
 
 Cost per average: one all-reduce of the weights, beside the optimizer's step; in lock-step.
 
-Differences from the paper: the centre is not copied into the models when the learning rate falls, since nobody says that it
-does; `Session.averaged_model` is the mean of the models, not the centre; floating-point buffers are drawn along.
+Differences from the paper: the centre is not copied into the models when the learning rate falls,
+since nobody says that it does; `Session.averaged_model` is the mean of the models, not the centre;
+floating-point buffers are drawn along.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from offbeat.averaging.central_model import CentreAverage
 from offbeat.errors import ConfigError
-from offbeat.exchange.weights import ModelWeights
-from offbeat.exchange.weights_centre import CentreAverage
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.options import require_at_least, require_fraction_below_one
+from offbeat.weights.model_weights import ModelWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,8 @@ class Crossbow(AveragingStrategy):
 
     Args:
         period: tau, steps between averages, >= 1.
-        alpha: how far a model is drawn to the centre, in (0, 1]; None: one over the number of ranks, at most 1/2.
+        alpha: how far a model is drawn to the centre, in (0, 1]; None: one over the number of
+            ranks, at most 1/2.
         centre_momentum: mu, of the centre, in [0, 1).
     """
 
@@ -44,12 +47,21 @@ class Crossbow(AveragingStrategy):
         require_at_least("period", self.period, 1)
         require_fraction_below_one("centre_momentum", self.centre_momentum)
         if self.alpha is not None and not 0 < self.alpha <= 1:
-            raise ConfigError(f"alpha must be in (0, 1], got {self.alpha!r}; None is one over the number of ranks")
+            raise ConfigError(
+                f"alpha must be in (0, 1], got {self.alpha!r}; None is one over the number of ranks"
+            )
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
         driver = workspace.driver
         alpha = 1 / max(driver.world_size, 2) if self.alpha is None else self.alpha
         stream = workspace.new_stream()
         return [
-            CentreAverage(weights, driver=driver, stream=stream, period=self.period, alpha=alpha, momentum=self.centre_momentum)
+            CentreAverage(
+                weights,
+                driver=driver,
+                stream=stream,
+                period=self.period,
+                alpha=alpha,
+                momentum=self.centre_momentum,
+            )
         ]

@@ -5,10 +5,11 @@
     every rank inverts every factor
     gradient = G^-1 gradient A^-1; optimizer step
 
-The baseline of SPD-KFAC (arXiv 2107.06533, section III): Pauloski et al., arXiv 2007.00784, without distributing inversions.
+The baseline of SPD-KFAC (arXiv 2107.06533, section III): Pauloski et al., arXiv 2007.00784, without
+distributing inversions.
 
-Cost per step, for factors of d_i rows: 2(P-1)/P sum of d_i (d_i + 1) / 2 elements sent by each rank, behind the backward pass,
-and the inversion of everything on every rank.
+Cost per step, for factors of d_i rows: 2(P-1)/P sum of d_i (d_i + 1) / 2 elements sent by each
+rank, behind the backward pass, and the inversion of everything on every rank.
 
 Differences from the paper: those of strategies/kfac.py.
 """
@@ -18,16 +19,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.planning.factor_plan import FactorPlan, Setting, two_messages
-from offbeat.planning.placement import everywhere
+from offbeat.kfac.planning.factor_plan import FactorPlan, Setting, two_messages
+from offbeat.kfac.planning.placement import everywhere
 from offbeat.strategies.kfac import KFACStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class DKFAC(KFACStrategy):
-    """K-FAC, all factors inverted by every rank. It differs from the other K-FAC strategies in its plan only."""
+    """K-FAC, all factors inverted by every rank. It differs from the other K-FAC strategies in its
+    plan only.
+    """
 
     name: ClassVar[str] = "dkfac"
 
     def plan(self, setting: Setting) -> FactorPlan:
-        return FactorPlan(groups=two_messages(setting.kinds), streamed=False, owners=everywhere(len(setting.dims)))
+        return FactorPlan(
+            groups=two_messages(setting.kinds), streamed=False, owners=everywhere(len(setting.dims))
+        )

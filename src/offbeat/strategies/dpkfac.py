@@ -4,12 +4,15 @@
     the owner of a layer averages, over steps, the factors of its own batch, and inverts them
     the owner broadcasts G^-1 gradient A^-1; optimizer step
 
-Zhang, Shi and Li, "Scalable K-FAC Training for Deep Neural Networks with Distributed Preconditioning", arXiv 2206.15143.
+Zhang, Shi and Li, "Scalable K-FAC Training for Deep Neural Networks with Distributed
+Preconditioning", arXiv 2206.15143.
 
-Cost per step: the gradients once more, by broadcast, in every step; no factors and no inverses. Each rank keeps only what it
-owns. With `factors="everyone"`, factors are all-reduced as in D-KFAC, and the update is that of the other K-FAC strategies.
+Cost per step: the gradients once more, by broadcast, in every step; no factors and no inverses.
+Each rank keeps only what it owns. With `factors="everyone"`, factors are all-reduced as in D-KFAC,
+and the update is that of the other K-FAC strategies.
 
-Differences from the paper: layers are dealt out by d^3, largest first, and not in turn; those of strategies/kfac.py.
+Differences from the paper: layers are dealt out by d^3, largest first, and not in turn; those of
+strategies/kfac.py.
 """
 
 from __future__ import annotations
@@ -17,17 +20,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from offbeat.planning.factor_plan import FactorPlan, Setting, block_owners, two_messages
+from offbeat.kfac.planning.factor_plan import FactorPlan, Setting, block_owners, two_messages
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.options import require_one_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPKFAC(KFACStrategy):
-    """K-FAC, only preconditioned gradients travel. It differs from the other K-FAC strategies in its plan only.
+    """K-FAC, only preconditioned gradients travel. It differs from the other K-FAC strategies in
+    its plan only.
 
     Args:
-        factors: whose examples factors are taken over: the "owner"'s, as published, or "everyone"'s, which all-reduces them.
+        factors: whose examples factors are taken over: the "owner"'s, as published, or
+            "everyone"'s, which all-reduces them.
     """
 
     name: ClassVar[str] = "dpkfac"
@@ -40,4 +45,6 @@ class DPKFAC(KFACStrategy):
 
     def plan(self, setting: Setting) -> FactorPlan:
         groups = () if self.factors == "owner" else two_messages(setting.kinds)
-        return FactorPlan(groups=groups, streamed=False, owners=block_owners(setting), by_owner=True)
+        return FactorPlan(
+            groups=groups, streamed=False, owners=block_owners(setting), by_owner=True
+        )

@@ -1,18 +1,22 @@
-"""D-PSGD: in every step, each rank averages its weights with those of its two neighbours on a ring (arXiv 1705.09056,
-algorithm 1).
+"""D-PSGD: in every step, each rank averages its weights with those of its two neighbours on a ring
+(arXiv 1705.09056, algorithm 1).
 
     on each rank i, as backward begins: send x_i to both neighbours
     g = gradient at x_i
-    x_i = sum over j of W_ij x_j - gamma g              W_ij = 1/3 for i and its neighbours (1/2 in a world of two)
+    x_i = sum over j of W_ij x_j - gamma g              W_ij = 1/3 for i and its neighbours (1/2 in
+    a world of two)
 
-The average is taken of the weights at which gradients are computed, as in the paper, so it travels while they are computed.
-It is added after the optimizer's step, as its difference from x_i: gamma g may be any optimizer's step from x_i.
+The average is taken of the weights at which gradients are computed, as in the paper, so it travels
+while they are computed. It is added after the optimizer's step, as its difference from x_i: gamma g
+may be any optimizer's step from x_i.
 
-Cost per step: 2 n elements and 2 messages (for each 8 MiB) sent by each rank, whatever P; lock-step with the neighbours
-alone. The mean over ranks moves as under S-SGD; differences between ranks fade more slowly the longer the ring.
+Cost per step: 2 n elements and 2 messages (for each 8 MiB) sent by each rank, whatever P; lock-step
+with the neighbours alone. The mean over ranks moves as under S-SGD; differences between ranks fade
+more slowly the longer the ring.
 
-Differences from the paper: the ring only, with equal weights; half precision is sent as float32; floating-point buffers
-are averaged with the neighbours', integer ones stay local; a rank whose gradient is not finite skips its own step.
+Differences from the paper: the ring only, with equal weights; half precision is sent as float32;
+floating-point buffers are averaged with the neighbours', integer ones stay local; a rank whose
+gradient is not finite skips its own step.
 """
 
 from __future__ import annotations
@@ -20,16 +24,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.exchange.weights import ModelWeights
-from offbeat.exchange.weights_gossip import NeighbourAverage
+from offbeat.averaging.gossip import NeighbourAverage
 from offbeat.planning.topologies import ring_weights
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Part, Workspace
+from offbeat.weights.model_weights import ModelWeights
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPSGD(AveragingStrategy):
-    """Weights averaged with two neighbours in every step. Its options are those of every strategy that averages weights."""
+    """Weights averaged with two neighbours in every step. Its options are those of every strategy
+    that averages weights.
+    """
 
     name: ClassVar[str] = "dpsgd"
 

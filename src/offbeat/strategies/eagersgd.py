@@ -1,20 +1,23 @@
-"""eager-SGD: gradients, averaged over whoever has come; who is late contributes its gradient to a later one (arXiv 1908.04207).
+"""eager-SGD: gradients, averaged over whoever has come; who is late contributes its gradient to a
+later one (arXiv 1908.04207).
 
     on each rank, in each step:
     G_send += gradient
-    G = (1/P) partial_allreduce(G_send)                  who is late contributes what it has, which may be nothing,
-    G_send = 0 if it was taken in                        and finds G when it comes
+    G = (1/P) partial_allreduce(G_send)                  who is late contributes what it has, which
+    may be nothing, G_send = 0 if it was taken in                        and finds G when it comes
     the user's optimizer steps with G
 
 - solo: the first to come begins the average. majority: it begins when half of the ranks have come.
 
-Every rank applies every average, so models stay alike but for the order; in every `period`-th version they are averaged.
+Every rank applies every average, so models stay alike but for the order; in every `period`-th
+version they are averaged.
 
 Cost per step: at most 2 n (P-1)/P elements sent by each rank, nothing by one that owes nothing.
 
-Differences from the paper: "majority" counts who has come, where the paper waits for one rank drawn at random, which is half
-of the ranks in expectation only; models are averaged by steps rather than epochs, and among a quorum; a rank that several
-averages have passed applies their sum in one step; a rank whose gradient is not finite contributes nothing.
+Differences from the paper: "majority" counts who has come, where the paper waits for one rank drawn
+at random, which is half of the ranks in expectation only; models are averaged by steps rather than
+epochs, and among a quorum; a rank that several averages have passed applies their sum in one step;
+a rank whose gradient is not finite contributes nothing.
 """
 
 from __future__ import annotations
@@ -25,16 +28,16 @@ from typing import ClassVar, Literal
 
 import torch
 
-from offbeat.collectives import group_average
-from offbeat.engine.iterates import DeltaIterate
-from offbeat.engine.ledger import GradientReplica
-from offbeat.exchange.gradients_partial import PartialExchange
-from offbeat.exchange.weights import ModelWeights
+from offbeat.averaging.background import group_average
+from offbeat.averaging.background.gradient_ledger import GradientReplica
+from offbeat.averaging.background.merge_rules import DeltaIterate
+from offbeat.averaging.background.partial_gradients import PartialExchange
 from offbeat.planning.groups import Meeting
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.beside import answer
 from offbeat.strategies.options import require_at_least, require_dense_optimizer, require_one_of
+from offbeat.weights.model_weights import ModelWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,11 @@ class EagerSGD(AveragingStrategy):
             meeting=self._meeting,
             num_flags=num_parameters,
         )
-        return [PartialExchange(beside, parameters=workspace.parameters, averages_models=self._averages_models)]
+        return [
+            PartialExchange(
+                beside, parameters=workspace.parameters, averages_models=self._averages_models
+            )
+        ]
 
     def _averages_models(self, version: int) -> bool:
         return (version + 1) % self.period == 0

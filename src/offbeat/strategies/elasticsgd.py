@@ -1,4 +1,5 @@
-"""Elastic SGD as Adaptive SGD's paper compares itself with it: equal batches, equal shares, equal weights.
+"""Elastic SGD as Adaptive SGD's paper compares itself with it: equal batches, equal shares, equal
+weights.
 
     for each mega-batch of M samples, on each of n ranks
         M / n samples in batches of b:  w_i = w_i - eta gradient(w_i)
@@ -8,7 +9,8 @@ The slowest rank decides when a mega-batch ends.
 
 Cost per mega-batch: one mean of the weights. A worker's death ends nothing, as under Adaptive SGD.
 
-Difference from elastic averaging (arXiv 1412.6651): no elastic force; the mean replaces every model, as in that comparison.
+Difference from elastic averaging (arXiv 1412.6651): no elastic force; the mean replaces every
+model, as in that comparison.
 """
 
 from __future__ import annotations
@@ -16,18 +18,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.exchange.weights_megabatch import MegaBatchPlan
-from offbeat.planning.batch_sizes import Bounds
+from offbeat.megabatch.batch_sizes import Bounds
+from offbeat.megabatch.part import MegaBatchPlan
 from offbeat.strategies.adaptive import MegaBatchStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticSGD(MegaBatchStrategy):
-    """Models averaged after every mega-batch, of which each rank computes an equal share in equal batches."""
+    """Models averaged after every mega-batch, of which each rank computes an equal share in equal
+    batches.
+    """
 
     name: ClassVar[str] = "elasticsgd"
 
     def plan(self) -> MegaBatchPlan:
         return MegaBatchPlan(
-            mega_batch=self.samples_between_merges, base=self.batch_size, bounds=Bounds(), rule=None, weighting="equal"
+            mega_batch=self.samples_between_merges,
+            base=self.batch_size,
+            bounds=Bounds(),
+            rule=None,
+            weighting="equal",
         )

@@ -1,4 +1,6 @@
-"""What the strategies that exchange gradients have in common: when to skip a step, and sparsification with error feedback."""
+"""What the strategies that exchange gradients have in common: when to skip a step, and
+sparsification with error feedback.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from offbeat.codec.warmup import Warmup
 from offbeat.codec.wire import pair_bytes
 from offbeat.collectives.base import SparseCollective, Wire
 from offbeat.errors import ConfigError, UnsupportedError
-from offbeat.exchange.buckets import Bucket, make_buckets
-from offbeat.exchange.choice import BucketKind
-from offbeat.exchange.gradients import ExchangeCounts, GradientExchange, Reduction
-from offbeat.exchange.reductions import Plan, SparseReduction
-from offbeat.exchange.replicas import ReplicaCheck
+from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.collective_choice import BucketKind
+from offbeat.gradients.exchange import ExchangeCounts, GradientExchange, Reduction
+from offbeat.gradients.reductions import Plan, SparseReduction
+from offbeat.gradients.replica_check import ReplicaCheck
 from offbeat.strategies.base import Part, Strategy, Workspace
 from offbeat.strategies.options import (
     require_at_least,
@@ -41,7 +43,8 @@ class GradientStrategy(Strategy):
     """Synchronous: every rank applies the same gradient in every step.
 
     Args:
-        max_skipped_steps: raise after more than this many steps in a row were skipped for non-finite gradients, >= 0.
+        max_skipped_steps: raise after more than this many steps in a row were skipped for
+            non-finite gradients, >= 0.
         replica_check_interval: compare the ranks' parameters every this many steps; 0 never does.
     """
 
@@ -56,14 +59,20 @@ class GradientStrategy(Strategy):
         require_dense_optimizer(optimizer)
 
     @abstractmethod
-    def parts(self, workspace: Workspace, counts: ExchangeCounts) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
+    def parts(
+        self, workspace: Workspace, counts: ExchangeCounts
+    ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
         """Each bucket with its reduction, and whatever other parts the strategy needs."""
 
     def build(self, workspace: Workspace) -> Sequence[Part]:
         return self.build_around(workspace, lambda pairs: pairs)
 
-    def build_around(self, workspace: Workspace, wrap: Callable[[list[Pair]], list[Pair]]) -> Sequence[Part]:
-        """Like `build`, with something around the reductions, for strategies that send more than gradients."""
+    def build_around(
+        self, workspace: Workspace, wrap: Callable[[list[Pair]], list[Pair]]
+    ) -> Sequence[Part]:
+        """Like `build`, with something around the reductions, for strategies that send more than
+        gradients.
+        """
         counts = ExchangeCounts()
         pairs, others = self.parts(workspace, counts)
         pairs = wrap(pairs)
@@ -77,7 +86,11 @@ class GradientStrategy(Strategy):
         )
         if self.replica_check_interval:
             stream, interval = workspace.new_stream(), self.replica_check_interval
-            others.append(ReplicaCheck(workspace.parameters, driver=workspace.driver, stream=stream, interval=interval))
+            others.append(
+                ReplicaCheck(
+                    workspace.parameters, driver=workspace.driver, stream=stream, interval=interval
+                )
+            )
         return [exchange, *others]
 
 
@@ -91,16 +104,17 @@ class SparseGradientStrategy(GradientStrategy):
 
     Args:
         density: fraction of entries that travel, in (0, 1].
-        selection: "exact" takes exactly the k largest; "reuse" adapts the last step's threshold and takes 0.8 k to 1.2 k,
-            in fewer passes.
-        momentum_correction: DGC's momentum (arXiv 1712.01887, section 3.1), in [0, 1): momentum is applied before selection.
-            The optimizer's own momentum must be 0 then. None: leave momentum to the optimizer.
+        selection: "exact" takes exactly the k largest; "reuse" adapts the last step's threshold and
+            takes 0.8 k to 1.2 k, in fewer passes.
+        momentum_correction: DGC's momentum (arXiv 1712.01887, section 3.1), in [0, 1): momentum is
+            applied before selection. The optimizer's own momentum must be 0 then. None: leave
+            momentum to the optimizer.
         momentum_masking: DGC's factor masking: momentum stops where an entry was sent.
         warmup: "paper" (0.25, 0.0725, 0.015, 0.004 in epochs 0 to 3), "exponential" (DGC), or None.
         steps_per_epoch: exchanges in an epoch, >= 1; needed with `warmup`, which counts epochs.
         values: "float32", or "bfloat16" on the wire; what rounding loses is owed.
-        bucket_mib: exchange in buckets of this size, each with its own top-k, whose first messages leave during backward;
-            None: all in one, after it.
+        bucket_mib: exchange in buckets of this size, each with its own top-k, whose first messages
+            leave during backward; None: all in one, after it.
     """
 
     density: float = 0.001
@@ -124,24 +138,35 @@ class SparseGradientStrategy(GradientStrategy):
         if self.warmup is not None:
             require_one_of("warmup", self.warmup, ("paper", "exponential"))
             if self.steps_per_epoch is None:
-                raise ConfigError(f"warmup={self.warmup!r} counts epochs: pass steps_per_epoch too, such as len(loader)")
+                raise ConfigError(
+                    f"warmup={self.warmup!r} counts epochs: pass steps_per_epoch too, such as"
+                    " len(loader)"
+                )
         if self.steps_per_epoch is not None:
             require_at_least("steps_per_epoch", self.steps_per_epoch, 1)
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
-        odd = next((name for name, p in model.named_parameters() if p.requires_grad and not p.is_floating_point()), None)
+        odd = next(
+            (
+                name
+                for name, p in model.named_parameters()
+                if p.requires_grad and not p.is_floating_point()
+            ),
+            None,
+        )
         if odd is not None:
             raise UnsupportedError(
-                f"parameter {odd!r} is not real-valued, and the largest entries are selected among real numbers only; train "
-                "its real and imaginary parts as two parameters, or use offbeat.AllReduce()"
+                f"parameter {odd!r} is not real-valued, and the largest entries are selected among"
+                " real numbers only; train its real and imaginary parts as two parameters, or use"
+                " offbeat.AllReduce()"
             )
         momenta = [group.get("momentum", 0) for group in optimizer.param_groups]
         if self.momentum_correction is not None and any(momenta):
             raise ConfigError(
-                f"momentum_correction={self.momentum_correction} applies momentum before selection, but the optimizer has "
-                f"momentum={max(momenta)} of its own, so it would count twice; build the optimizer with "
-                "momentum=0 (a task of the lab: --set momentum=0)"
+                f"momentum_correction={self.momentum_correction} applies momentum before selection,"
+                f" but the optimizer has momentum={max(momenta)} of its own, so it would count"
+                " twice; build the optimizer with momentum=0 (a task of the lab: --set momentum=0)"
             )
 
     @abstractmethod
@@ -158,13 +183,19 @@ class SparseGradientStrategy(GradientStrategy):
             schedule = Warmup.exponential(self.steps_per_epoch, self.density)
         return schedule.density_at(exchange, self.density)
 
-    def parts(self, workspace: Workspace, counts: ExchangeCounts) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
+    def parts(
+        self, workspace: Workspace, counts: ExchangeCounts
+    ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
         choose, others = self.chooser(workspace)
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
         buckets = make_buckets(workspace.parameters, cap_bytes=cap_bytes)
-        return [(bucket, self._reduction(bucket, workspace, counts, choose)) for bucket in buckets], others
+        return [
+            (bucket, self._reduction(bucket, workspace, counts, choose)) for bucket in buckets
+        ], others
 
-    def _reduction(self, bucket: Bucket, workspace: Workspace, counts: ExchangeCounts, choose: Choose) -> SparseReduction:
+    def _reduction(
+        self, bucket: Bucket, workspace: Workspace, counts: ExchangeCounts, choose: Choose
+    ) -> SparseReduction:
         wire = self._wire(bucket)
         kind = BucketKind(
             num_elements=bucket.num_elements,
@@ -184,7 +215,14 @@ class SparseGradientStrategy(GradientStrategy):
             momentum=self.momentum_correction,
             masking=self.momentum_masking,
         )
-        return SparseReduction(bucket, feedback, driver=workspace.driver, stream=workspace.new_stream(), wire=wire, plan=plan)
+        return SparseReduction(
+            bucket,
+            feedback,
+            driver=workspace.driver,
+            stream=workspace.new_stream(),
+            wire=wire,
+            plan=plan,
+        )
 
     def _wire(self, bucket: Bucket) -> Wire:
         double = bucket.flat.dtype == torch.float64

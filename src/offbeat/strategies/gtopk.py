@@ -1,4 +1,5 @@
-"""gTop-k S-SGD: only the k largest entries of the whole cluster's gradient are applied (arXiv 1901.04359, algorithm 4).
+"""gTop-k S-SGD: only the k largest entries of the whole cluster's gradient are applied (arXiv
+1901.04359, algorithm 4).
 
     acc = residual + gradient
     mine = the k largest entries of acc; residual = the others
@@ -8,18 +9,21 @@
 
 Three collectives find the global top-k; see each one's page for its cost:
 
-    tree             the paper's; k log2(P) traffic; approximate; a patent exists (US 11,436,065), so it is chosen by name only
-    reduce_scatter   O(k) traffic; exact up to a relative 2**-8 at the boundary
-    all_gather       (P-1) k traffic; exact; for few ranks
-    auto             the cheapest of reduce_scatter, all_gather and plain dense all-reduce, measured when attached
+    tree             the paper's; k log2(P) traffic; approximate; a patent exists (US 11,436,065),
+    so it is chosen by name only reduce_scatter   O(k) traffic; exact up to a relative 2**-8 at the
+    boundary all_gather       (P-1) k traffic; exact; for few ranks auto             the cheapest of
+    reduce_scatter, all_gather and plain dense all-reduce, measured when attached
 
 Differences from the paper:
-- conserving by default: sum of applied + owed equals the sum of gradients. The paper puts an entry back only if its index
-  is missing from the global top-k; what merges dropped of a surviving index is lost. `variant="paper"` does as published.
+- conserving by default: sum of applied + owed equals the sum of gradients. The paper puts an entry
+  back only if its index is missing from the global top-k; what merges dropped of a surviving index
+  is lost. `variant="paper"` does as published.
 - any world size;
-- momentum correction with factor masking (the published code has it switched off), bfloat16 values, threshold re-use.
+- momentum correction with factor masking (the published code has it switched off), bfloat16 values,
+  threshold re-use.
 
-Cost per step, local: one pass over residual and gradient (12 bytes a parameter), one to zero the result.
+Cost per step, local: one pass over residual and gradient (12 bytes a parameter), one to zero the
+result.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from offbeat.collectives.gtopk_tree import gtopk_tree
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.collectives.topk_allgather import global_topk
 from offbeat.errors import ConfigError
-from offbeat.exchange.choice import CheapestCollective
+from offbeat.gradients.collective_choice import CheapestCollective
 from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.gradient import Choose, SparseGradientStrategy
 from offbeat.strategies.options import require_one_of
@@ -52,8 +56,10 @@ class GTopK(SparseGradientStrategy):
     """Global top-k.
 
     Args:
-        variant: "conserving" loses nothing; "paper" puts back as published, and exists in the tree only.
-        collective: "auto", "reduce_scatter", "all_gather", "tree", or "dense" (send everything, owe nothing).
+        variant: "conserving" loses nothing; "paper" puts back as published, and exists in the tree
+            only.
+        collective: "auto", "reduce_scatter", "all_gather", "tree", or "dense" (send everything, owe
+            nothing).
     """
 
     name: ClassVar[str] = "gtopk"
@@ -67,14 +73,21 @@ class GTopK(SparseGradientStrategy):
         require_one_of("collective", self.collective, ("auto", *COLLECTIVES))
         if self.variant == "paper" and self.collective != "tree":
             raise ConfigError(
-                f"variant='paper' exists in the tree only, got collective={self.collective!r}; pass collective='tree'"
+                f"variant='paper' exists in the tree only, got collective={self.collective!r}; pass"
+                " collective='tree'"
             )
         if self.variant == "paper" and self.values != "float32":
-            raise ConfigError(f"variant='paper' sends float32 values as published, got values={self.values!r}")
+            raise ConfigError(
+                f"variant='paper' sends float32 values as published, got values={self.values!r}"
+            )
 
     def chooser(self, workspace: Workspace) -> tuple[Choose, list[Part]]:
         if self.collective != "auto":
-            fixed = partial(gtopk_tree, variant=self.variant) if self.collective == "tree" else COLLECTIVES[self.collective]
+            fixed = (
+                partial(gtopk_tree, variant=self.variant)
+                if self.collective == "tree"
+                else COLLECTIVES[self.collective]
+            )
             return lambda bucket, k: fixed, []
         cheapest = CheapestCollective.measure(
             workspace.driver,

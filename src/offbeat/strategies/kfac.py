@@ -3,17 +3,19 @@
 For the weight matrix W of each layer, with inputs a and output gradients g,
 
     A <- decay A + (1 - decay) mean of a a^T        G <- decay G + (1 - decay) mean of g g^T
-    P = (G + sqrt(damping) / pi)^-1 (dL/dW) (A + sqrt(damping) pi)^-1        pi^2 = mean eigenvalue of A / of G
-    gradient = P min(1, sqrt(kl_clip / sum over layers of lr^2 <P, dL/dW>))
+    P = (G + sqrt(damping) / pi)^-1 (dL/dW) (A + sqrt(damping) pi)^-1        pi^2 = mean eigenvalue
+    of A / of G gradient = P min(1, sqrt(kl_clip / sum over layers of lr^2 <P, dL/dW>))
 
-and the optimizer steps with that (arXiv 1503.05671, 1602.01407). Means are over the examples of all ranks. `DKFAC`, `MPDKFAC`,
-`SPDKFAC` and `DPKFAC` differ only in what their `plan` returns: which factors travel together and when, which rank inverts
-them, and whether inverses travel or directions.
+and the optimizer steps with that (arXiv 1503.05671, 1602.01407). Means are over the examples of all
+ranks. `DKFAC`, `MPDKFAC`, `SPDKFAC` and `DPKFAC` differ only in what their `plan` returns: which
+factors travel together and when, which rank inverts them, and whether inverses travel or
+directions.
 
-Differences from the papers: gradients may be exchanged by any gradient strategy; running averages are kept free of damping,
-which the released code adds to them in each step, and start from nothing in place of the identity; factors do not depend on
-the batch size; a layer whose factor has no inverse gets plain gradients until it has; the first steps are denser (`ramp`).
-SPD-KFAC's code adds the whole damping to each factor (`pi=False`). Ranks on devices of different kinds round
+Differences from the papers: gradients may be exchanged by any gradient strategy; running averages
+are kept free of damping, which the released code adds to them in each step, and start from nothing
+in place of the identity; factors do not depend on the batch size; a layer whose factor has no
+inverse gets plain gradients until it has; the first steps are denser (`ramp`). SPD-KFAC's code adds
+the whole damping to each factor (`pi=False`). Ranks on devices of different kinds round
 differently: there each layer has one owner, which sends directions, whatever the strategy.
 """
 
@@ -27,27 +29,34 @@ from typing import ClassVar, Literal
 
 import torch
 
-from offbeat.curvature.averages import RunningFactor
-from offbeat.curvature.blocks import SIDES, Block, FactorShape
-from offbeat.curvature.eigen import Kept, form_of, make_inverter
-from offbeat.curvature.inverses import Job
-from offbeat.curvature.options import FactorOptions
-from offbeat.curvature.packing import pack
-from offbeat.curvature.survey import survey
 from offbeat.errors import ConfigError, UnsupportedError, nearest
-from offbeat.exchange.factor_costs import are_alike, measure
-from offbeat.exchange.factors import FactorExchange, FactorSettings
-from offbeat.exchange.turns import InTurn, Turns
-from offbeat.planning.factor_plan import FactorCosts, FactorPlan, Setting, block_owners
-from offbeat.planning.inverse_order import inversion_order
+from offbeat.kfac.averages import RunningFactor
+from offbeat.kfac.blocks import SIDES, Block, FactorShape
+from offbeat.kfac.eigen import Kept, form_of, make_inverter
+from offbeat.kfac.exchange.costs import are_alike, measure
+from offbeat.kfac.exchange.factors import FactorExchange, FactorSettings
+from offbeat.kfac.exchange.launch_order import InTurn, Turns
+from offbeat.kfac.inverses import Job
+from offbeat.kfac.options import FactorOptions
+from offbeat.kfac.packing import pack
+from offbeat.kfac.planning.factor_plan import FactorCosts, FactorPlan, Setting, block_owners
+from offbeat.kfac.planning.inverse_order import inversion_order
+from offbeat.kfac.survey import survey
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Part, Strategy, Workspace
 from offbeat.strategies.gradient import GradientStrategy, Pair
 from offbeat.strategies.gtopk import GTopK
-from offbeat.strategies.options import require_at_least, require_fraction_below_one, require_one_of, require_positive
+from offbeat.strategies.options import (
+    require_at_least,
+    require_fraction_below_one,
+    require_one_of,
+    require_positive,
+)
 from offbeat.strategies.topk import TopK
 
-EXCHANGES: dict[str, type[GradientStrategy]] = {kind.name: kind for kind in (AllReduce, TopK, GTopK)}
+EXCHANGES: dict[str, type[GradientStrategy]] = {
+    kind.name: kind for kind in (AllReduce, TopK, GTopK)
+}
 """Strategies that can exchange the gradients, by name."""
 
 
@@ -59,23 +68,27 @@ class KFACStrategy(Strategy):
         damping: added to the eigenvalues of the product of A and G, or of each of them, > 0.
         factor_interval: steps from one whose factors are averaged to the next, >= 1.
         inverse_interval: steps from one with inversions to the next, >= 1.
-        ramp: whether the first steps are denser: factors in each of the first `factor_interval`, inversions in steps 0, 1, 2,
-            4, ... of the first `inverse_interval`.
+        ramp: whether the first steps are denser: factors in each of the first `factor_interval`,
+            inversions in steps 0, 1, 2, 4, ... of the first `inverse_interval`.
         decay: how much of the running averages each step with factors keeps, in [0, 1).
         kl_clip: limit of the change that a step may make by its own estimate, > 0; none: no limit.
-        pi: whether the damping is that of the product, divided between A and G by the ratio of their traces, or that of each.
-        inverse: how factors are inverted: "cholesky" damps and inverts each, "eigen" decomposes them, and damps their product
-            as it is where `pi` would divide the damping.
-        inverse_dtype: what inverses are kept, sent and multiplied by in: "float32" (float64 where the model is), or "bfloat16",
-            which is fast on hardware for it and not precise; not for "eigen".
-        exchange: how gradients are exchanged: "allreduce", "topk", "gtopk", or one of these strategies with options of its own.
+        pi: whether the damping is that of the product, divided between A and G by the ratio of
+            their traces, or that of each.
+        inverse: how factors are inverted: "cholesky" damps and inverts each, "eigen" decomposes
+            them, and damps their product as it is where `pi` would divide the damping.
+        inverse_dtype: what inverses are kept, sent and multiplied by in: "float32" (float64 where
+            the model is), or "bfloat16", which is fast on hardware for it and not precise; not for
+            "eigen".
+        exchange: how gradients are exchanged: "allreduce", "topk", "gtopk", or one of these
+            strategies with options of its own.
         loss: whether the loss is the "mean" or the "sum" over examples.
-        sharing: for layers that see several positions of an example: "expand" treats them as independent, "reduce" averages
-            inputs and sums gradients first.
+        sharing: for layers that see several positions of an example: "expand" treats them as
+            independent, "reduce" averages inputs and sums gradients first.
         loss_terms: whether each "example" has a loss, or each "position", as in language models.
         batch_dim: which dimension of inputs counts examples, 0 or 1.
         sample_stride: factors are of every n-th example of each batch, other ones each time, >= 1.
-        cross_attention: names of MultiheadAttention modules whose query, key and value differ, separated by commas.
+        cross_attention: names of MultiheadAttention modules whose query, key and value differ,
+            separated by commas.
         max_dim: layers with a larger factor than this get plain gradients, >= 1.
     """
 
@@ -112,13 +125,14 @@ class KFACStrategy(Strategy):
         require_one_of("inverse_dtype", self.inverse_dtype, ("float32", "bfloat16"))
         if self.inverse == "eigen" and self.inverse_dtype == "bfloat16":
             raise ConfigError(
-                'inverse_dtype="bfloat16" is for inverses, and inverse="eigen" keeps eigenvectors, which need more precision; '
-                'use inverse="cholesky", or inverse_dtype="float32"'
+                'inverse_dtype="bfloat16" is for inverses, and inverse="eigen" keeps eigenvectors,'
+                ' which need more precision; use inverse="cholesky", or inverse_dtype="float32"'
             )
         if not isinstance(self.exchange, GradientStrategy) and self.exchange not in EXCHANGES:
             raise ConfigError(
-                f"exchange must be {', '.join(map(repr, EXCHANGES))} or a strategy that exchanges gradients, such as "
-                f"offbeat.GTopK(density=0.01), got {self.exchange!r}{nearest(str(self.exchange), EXCHANGES)}"
+                f"exchange must be {', '.join(map(repr, EXCHANGES))} or a strategy that exchanges"
+                " gradients, such as offbeat.GTopK(density=0.01), got"
+                f" {self.exchange!r}{nearest(str(self.exchange), EXCHANGES)}"
             )
         self.options()
 
@@ -141,7 +155,11 @@ class KFACStrategy(Strategy):
     @property
     def gradients(self) -> GradientStrategy:
         """The strategy that exchanges gradients."""
-        return self.exchange if isinstance(self.exchange, GradientStrategy) else EXCHANGES[self.exchange]()
+        return (
+            self.exchange
+            if isinstance(self.exchange, GradientStrategy)
+            else EXCHANGES[self.exchange]()
+        )
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         survey(model, self.options())
@@ -156,15 +174,19 @@ class KFACStrategy(Strategy):
         assert optimizer is not None
         if workspace.has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
             raise UnsupportedError(
-                f"{type(optimizer).__name__} unscales gradients itself, inside the step, where K-FAC needs them before; build "
-                "it with fused=False, or use bfloat16 autocast without a GradScaler"
+                f"{type(optimizer).__name__} unscales gradients itself, inside the step, where"
+                " K-FAC needs them before; build it with fused=False, or use bfloat16 autocast"
+                " without a GradScaler"
             )
         found = survey(model, self.options())
         if (notice := found.notice()) is not None:
             workspace.notify(notice)
         setting, turns, bucket_firsts = self._setting(workspace, found.blocks), Turns(), list[int]()
         costs = setting.costs
-        positions = {id(parameter): position for position, parameter in enumerate(workspace.parameters.values())}
+        positions = {
+            id(parameter): position
+            for position, parameter in enumerate(workspace.parameters.values())
+        }
 
         def factors() -> FactorExchange:
             return FactorExchange(
@@ -183,8 +205,14 @@ class KFACStrategy(Strategy):
                     options=self.options(),
                 ),
                 plan=self._agreeing_plan(setting),
-                replan=(lambda ready_s: self._agreeing_plan(replace(setting, ready_s=ready_s))) if setting.costs else None,
-                order=partial(inversion_order, setting=setting, pairs=self.pi and self.inverse != "eigen"),
+                replan=(
+                    (lambda ready_s: self._agreeing_plan(replace(setting, ready_s=ready_s)))
+                    if setting.costs
+                    else None
+                ),
+                order=partial(
+                    inversion_order, setting=setting, pairs=self.pi and self.inverse != "eigen"
+                ),
                 first_parameters=[positions[id(block.weight)] for block in found.blocks],
                 bucket_firsts=bucket_firsts,
                 turns=turns,
@@ -193,7 +221,11 @@ class KFACStrategy(Strategy):
                 stream=workspace.new_stream(),
                 grad_scale=workspace.grad_scale,
                 notify=workspace.notify,
-                predicted_s=None if costs is None else [costs.inverse.inversion.time_s(dim) for dim in setting.dims],
+                predicted_s=(
+                    None
+                    if costs is None
+                    else [costs.inverse.inversion.time_s(dim) for dim in setting.dims]
+                ),
             )
 
         parts: list[FactorExchange] = []
@@ -219,13 +251,16 @@ class KFACStrategy(Strategy):
         driver, stream = workspace.driver, workspace.new_stream()
         weights = [block.weight for block in blocks for _ in SIDES]
         shapes = [block.shape(side) for block in blocks for side in SIDES]
-        likes = [weight.new_empty(0, dtype=torch.promote_types(weight.dtype, torch.float32)) for weight in weights]
+        likes = [
+            weight.new_empty(0, dtype=torch.promote_types(weight.dtype, torch.float32))
+            for weight in weights
+        ]
         dims = [_equal_dim(shape) for shape in shapes]
         alike = are_alike(driver, stream, weights[0].device)
         if not alike:
             workspace.notify(
-                "ranks compute on devices of different kinds, which round differently: each layer is preconditioned by one "
-                "rank, which sends the result"
+                "ranks compute on devices of different kinds, which round differently: each layer"
+                " is preconditioned by one rank, which sends the result"
             )
         costs = None
         if self.measures and driver.world_size > 1:
@@ -235,20 +270,27 @@ class KFACStrategy(Strategy):
                 eigen=self.inverse == "eigen",
                 bfloat16=self.inverse_dtype == "bfloat16",
             )
-            costs = measure(driver, stream, dims=dims, like=likes[0], invert=partial(_invert, likes[0], form))
+            costs = measure(
+                driver, stream, dims=dims, like=likes[0], invert=partial(_invert, likes[0], form)
+            )
             costs = _twice_as_long(costs) if form == "eigen" else costs
         return Setting(
             world_size=driver.world_size,
             alike=alike,
             dims=dims,
-            sizes_bytes=[shape.num_elements * like.element_size() for shape, like in zip(shapes, likes, strict=True)],
+            sizes_bytes=[
+                shape.num_elements * like.element_size()
+                for shape, like in zip(shapes, likes, strict=True)
+            ],
             kinds=[(like.dtype, like.device) for like in likes],
             costs=costs,
         )
 
 
 def _equal_dim(shape: FactorShape) -> int:
-    """Rows of one matrix that takes as long to invert as the factor; a diagonal takes next to nothing."""
+    """Rows of one matrix that takes as long to invert as the factor; a diagonal takes next to
+    nothing.
+    """
     return 1 if shape.is_diagonal else max(round(shape.dim * shape.groups ** (1 / 3)), 1)
 
 
@@ -264,5 +306,11 @@ def _invert(like: torch.Tensor, form: Kept, matrix: torch.Tensor) -> None:
     shape = FactorShape(groups=1, dim=matrix.shape[0])
     factor = RunningFactor(shape, dtype=like.dtype, device=like.device)
     damping = torch.ones((), dtype=like.dtype, device=like.device)
-    job = Job(name="sample", packed=pack(matrix[None]), shape=shape, damping=damping, valid=factor.mass >= 0)
+    job = Job(
+        name="sample",
+        packed=pack(matrix[None]),
+        shape=shape,
+        damping=damping,
+        valid=factor.mass >= 0,
+    )
     make_inverter(form, lambda _: None).invert([job])

@@ -1,18 +1,21 @@
-"""Local SGD: every rank trains alone for H = `period` steps, then all weights are averaged (arXiv 1805.09767, algorithm 1).
+"""Local SGD: every rank trains alone for H = `period` steps, then all weights are averaged (arXiv
+1805.09767, algorithm 1).
 
     repeat:
         H times: optimizer step on this rank's own gradient
         x = mean of all ranks' x
 
-With `start_step` it is post-local SGD (arXiv 1808.07217): gradients are all-reduced in the first steps, as in `AllReduce`.
-With `outer` the mean goes through an optimizer of its own, which makes it SlowMo or DiLoCo; see `exchange.weights_outer`.
+With `start_step` it is post-local SGD (arXiv 1808.07217): gradients are all-reduced in the first
+steps, as in `AllReduce`. With `outer` the mean goes through an optimizer of its own, which makes it
+SlowMo or DiLoCo; see `averaging.outer`.
 
-Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, after the step and overlapped with
-nothing. So a step costs 1/H of S-SGD's bytes, and ranks wait for each other once in H steps.
+Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, after the
+step and overlapped with nothing. So a step costs 1/H of S-SGD's bytes, and ranks wait for each
+other once in H steps.
 
-Differences from the papers: the optimizer is the user's, with momentum that stays local unless `optimizer_state` says
-otherwise; buffers are averaged; a rank whose gradient is not finite skips its own step; SlowMo's outer momentum is not
-rescaled when the learning rate changes.
+Differences from the papers: the optimizer is the user's, with momentum that stays local unless
+`optimizer_state` says otherwise; buffers are averaged; a rank whose gradient is not finite skips
+its own step; SlowMo's outer momentum is not rescaled when the learning rate changes.
 """
 
 from __future__ import annotations
@@ -22,12 +25,11 @@ from typing import ClassVar, Literal
 
 import torch
 
+from offbeat.averaging.outer import OuterOptimizer
+from offbeat.averaging.periodic import PeriodicAverage
+from offbeat.averaging.start_phase import GradientPhase
 from offbeat.errors import ConfigError
-from offbeat.exchange.gradients import GradientExchange
-from offbeat.exchange.weights import ModelWeights
-from offbeat.exchange.weights_outer import OuterOptimizer
-from offbeat.exchange.weights_periodic import PeriodicAverage
-from offbeat.exchange.weights_phase import GradientPhase
+from offbeat.gradients.exchange import GradientExchange
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Part, Workspace
@@ -38,11 +40,13 @@ from offbeat.strategies.options import (
     require_one_of,
     require_positive,
 )
+from offbeat.weights.model_weights import ModelWeights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """An optimizer of averaged weights: their change since the last average is its gradient. The defaults are DiLoCo's.
+    """An optimizer of averaged weights: their change since the last average is its gradient. The
+    defaults are DiLoCo's.
 
     Args:
         lr: of the outer optimizer, > 0; 1 without momentum takes the mean as it is.
@@ -58,7 +62,9 @@ class Outer:
         require_positive("the outer lr", self.lr)
         require_fraction_below_one("the outer momentum", self.momentum)
         if self.nesterov and not self.momentum:
-            raise ConfigError("nesterov=True needs an outer momentum greater than 0, got 0; pass nesterov=False")
+            raise ConfigError(
+                "nesterov=True needs an outer momentum greater than 0, got 0; pass nesterov=False"
+            )
 
 
 OUTERS = {
@@ -75,10 +81,10 @@ class LocalSGD(AveragingStrategy):
     Args:
         period: local steps between averages, >= 1.
         start_step: steps with all-reduced gradients before the first local one, >= 0.
-        outer: "slowmo", "diloco" or an `offbeat.Outer(lr=..., momentum=..., nesterov=...)` that is applied to the mean;
-            None takes the mean as it is.
-        optimizer_state: "local": momentum and second moments stay the rank's own; "averaged": they are averaged with the
-            weights, which multiplies the bytes.
+        outer: "slowmo", "diloco" or an `offbeat.Outer(lr=..., momentum=..., nesterov=...)` that is
+            applied to the mean; None takes the mean as it is.
+        optimizer_state: "local": momentum and second moments stay the rank's own; "averaged": they
+            are averaged with the weights, which multiplies the bytes.
     """
 
     name: ClassVar[str] = "localsgd"
@@ -97,7 +103,8 @@ class LocalSGD(AveragingStrategy):
             require_one_of("outer", self.outer, tuple(OUTERS))
         elif not isinstance(self.outer, Outer | None):
             raise ConfigError(
-                f"outer must be 'slowmo', 'diloco', None or an offbeat.Outer(lr=..., momentum=...), got {self.outer!r}"
+                "outer must be 'slowmo', 'diloco', None or an offbeat.Outer(lr=..., momentum=...),"
+                f" got {self.outer!r}"
             )
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -120,5 +127,11 @@ class LocalSGD(AveragingStrategy):
     def _gradient_phase(self, workspace: Workspace) -> list[Part]:
         if not self.start_step:
             return []
-        exchanges = AllReduce(max_skipped_steps=self.max_skipped_steps, replica_check_interval=0).build(workspace)
-        return [GradientPhase(part, num_steps=self.start_step) for part in exchanges if isinstance(part, GradientExchange)]
+        exchanges = AllReduce(
+            max_skipped_steps=self.max_skipped_steps, replica_check_interval=0
+        ).build(workspace)
+        return [
+            GradientPhase(part, num_steps=self.start_step)
+            for part in exchanges
+            if isinstance(part, GradientExchange)
+        ]

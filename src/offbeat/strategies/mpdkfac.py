@@ -5,13 +5,14 @@
     rank i mod P inverts factor i and broadcasts the inverse
     gradient = G^-1 gradient A^-1; optimizer step
 
-The other baseline of SPD-KFAC (arXiv 2107.06533, section III): Osawa et al., arXiv 1811.12019, and 2007.00784.
+The other baseline of SPD-KFAC (arXiv 2107.06533, section III): Osawa et al., arXiv 1811.12019, and
+2007.00784.
 
-Cost per step, for factors of d_i rows: 2(P-1)/P sum of d_i (d_i + 1) / 2 elements sent by each rank, behind the backward pass,
-and as many as the inverses have, once each, by broadcast.
+Cost per step, for factors of d_i rows: 2(P-1)/P sum of d_i (d_i + 1) / 2 elements sent by each
+rank, behind the backward pass, and as many as the inverses have, once each, by broadcast.
 
-Differences from the paper: an owner's inverses of one size travel in one message, and while it goes on inverting; those of
-strategies/kfac.py.
+Differences from the paper: an owner's inverses of one size travel in one message, and while it goes
+on inverting; those of strategies/kfac.py.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.planning.factor_plan import FactorPlan, Setting, two_messages
-from offbeat.planning.placement import in_turn
+from offbeat.kfac.planning.factor_plan import FactorPlan, Setting, two_messages
+from offbeat.kfac.planning.placement import in_turn
 from offbeat.strategies.kfac import KFACStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class MPDKFAC(KFACStrategy):
-    """K-FAC, each factor inverted by one rank. It differs from the other K-FAC strategies in its plan only."""
+    """K-FAC, each factor inverted by one rank. It differs from the other K-FAC strategies in its
+    plan only.
+    """
 
     name: ClassVar[str] = "mpdkfac"
 

@@ -1,4 +1,6 @@
-"""Checks of options: each raises `ConfigError` with what was got, what is allowed and the likely fix."""
+"""Checks of options: each raises `ConfigError` with what was got, what is allowed and the likely
+fix.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,19 @@ def require_at_least(name: str, value: int, least: int) -> None:
 
 def require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{nearest(str(value), allowed)}")
+        raise ConfigError(
+            f"{name} must be one of {', '.join(map(repr, allowed))}, got"
+            f" {value!r}{nearest(str(value), allowed)}"
+        )
 
 
 def require_density(name: str, value: float) -> None:
     if not 0 < value <= 1:
         hint = f"; {value}% is {name}={value / 100:g}" if 1 < value <= 100 else ""
-        raise ConfigError(f"{name} is the fraction of gradient entries that travel, in (0, 1], got {value!r}{hint}")
+        raise ConfigError(
+            f"{name} is the fraction of gradient entries that travel, in (0, 1], got"
+            f" {value!r}{hint}"
+        )
 
 
 def require_fraction_below_one(name: str, value: float) -> None:
@@ -39,6 +47,7 @@ def require_dense_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """For strategies that exchange gradients, which are dense afterwards."""
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError(
-            "SparseAdam takes sparse gradients only, and exchanged ones are dense; use torch.optim.Adam, or a strategy that "
-            "averages weights alone, such as offbeat.LocalSGD()"
+            "SparseAdam takes sparse gradients only, and exchanged ones are dense; use"
+            " torch.optim.Adam, or a strategy that averages weights alone, such as"
+            " offbeat.LocalSGD()"
         )

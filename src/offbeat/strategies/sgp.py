@@ -7,16 +7,17 @@
     x_i, w_i = sums of what was kept and what was received
     z_i = x_i / w_i
 
-In round t the peers are 2**t, 2**(t+1), ... ranks further on, in turn. The sums of x and of w over all ranks are what they
-would be without sending, to rounding. On this graph every rank hears from as many as it sends to, so w stays 1; it departs
-from 1 only where the graph is no longer regular.
+In round t the peers are 2**t, 2**(t+1), ... ranks further on, in turn. The sums of x and of w over
+all ranks are what they would be without sending, to rounding. On this graph every rank hears from
+as many as it sends to, so w stays 1; it departs from 1 only where the graph is no longer regular.
 
-Cost per step: `out_degree` n elements and `out_degree` messages (for each 8 MiB) sent by each rank, after the step and
-overlapped with nothing.
+Cost per step: `out_degree` n elements and `out_degree` messages (for each 8 MiB) sent by each rank,
+after the step and overlapped with nothing.
 
-Differences from the paper: any world size, out-degrees beyond the number of powers of two; gamma g may be any optimizer's
-step from z; half precision is sent as float32 and x is kept in it; floating-point buffers take part, integer ones stay
-local; a rank whose gradient is not finite skips its own step. There is no overlapped variant.
+Differences from the paper: any world size, out-degrees beyond the number of powers of two; gamma g
+may be any optimizer's step from z; half precision is sent as float32 and x is kept in it;
+floating-point buffers take part, integer ones stay local; a rank whose gradient is not finite skips
+its own step. There is no overlapped variant.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from offbeat.averaging.gossip import PushSum
 from offbeat.errors import ConfigError
-from offbeat.exchange.weights import ModelWeights
-from offbeat.exchange.weights_gossip import PushSum
 from offbeat.planning.topologies import Peers, exponential_peers
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.options import require_at_least
+from offbeat.weights.model_weights import ModelWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +53,19 @@ class SGP(AveragingStrategy):
     def check_world(self, world_size: int) -> None:
         if world_size > 1 and self.out_degree >= world_size:
             raise ConfigError(
-                f"out_degree must be below the number of ranks, got {self.out_degree} with {world_size} ranks; each rank can "
-                f"send to {world_size - 1} others"
+                f"out_degree must be below the number of ranks, got {self.out_degree} with"
+                f" {world_size} ranks; each rank can send to {world_size - 1} others"
             )
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
         driver = workspace.driver
 
         def peers(round_number: int) -> Peers:
-            return exponential_peers(driver.rank, driver.world_size, round_number=round_number, out_degree=self.out_degree)
+            return exponential_peers(
+                driver.rank,
+                driver.world_size,
+                round_number=round_number,
+                out_degree=self.out_degree,
+            )
 
         return [PushSum(weights, driver=driver, stream=workspace.new_stream(), peers=peers)]

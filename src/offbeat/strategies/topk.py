@@ -8,7 +8,8 @@ The baseline that gTop-k S-SGD (arXiv 1901.04359) improves on; error feedback af
 
 Cost per step: ceil(log2 P) messages, (P-1) k pairs sent by each rank, which grows with P.
 
-Differences from the paper: momentum correction, warm-up, bfloat16 values and threshold re-use are offered here too.
+Differences from the paper: momentum correction, warm-up, bfloat16 values and threshold re-use are
+offered here too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from offbeat.strategies.gradient import Choose, SparseGradientStrategy
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(SparseGradientStrategy):
-    """Local top-k, summed over all ranks without a further selection. Its options are those of every sparse strategy."""
+    """Local top-k, summed over all ranks without a further selection. Its options are those of
+    every sparse strategy.
+    """
 
     name: ClassVar[str] = "topk"
 

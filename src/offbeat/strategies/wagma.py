@@ -1,28 +1,35 @@
-"""WAGMA-SGD: weights, averaged in small rotating groups that wait for nobody (arXiv 2005.00124, algorithm 2).
+"""WAGMA-SGD: weights, averaged in small rotating groups that wait for nobody (arXiv 2005.00124,
+algorithm 2).
 
     on each rank, in step t:
-    W' = W + U(G)                                        the user's optimizer, on this rank's own gradient
-    if (t + 1) mod period:
-        W_sum = wait_avoiding_group_allreduce(W')        who is late contributes its last model, and computes on
-        W = W_sum / S                                    if W' was in, else (W_sum + W') / (S + 1)
+    W' = W + U(G)                                        the user's optimizer, on this rank's own
+    gradient if (t + 1) mod period:
+        W_sum = wait_avoiding_group_allreduce(W')        who is late contributes its last model, and
+        computes on W = W_sum / S                                    if W' was in, else (W_sum + W')
+        / (S + 1)
     else:
         W = mean of everyone's W'
 
-The protocol is `collectives.group_average`, the groups `planning.groups`; a progress thread (`engine.progress`) runs it beside
-training. A worker that dies, hangs or is cut off does not stop the others, and may come back (`engine.generations`).
+The protocol is `averaging.background.group_average`, the groups `planning.groups`; a progress
+thread (`averaging.background.progress`) runs it beside training. A worker that dies, hangs or is
+cut off does not stop the others, and may come back (`membership.generations`).
 
-Cost per step: at most 2 n (S-1)/S elements sent by each rank, 2 n (P-1)/P in every `period`-th; (S-1) n where models are
-small. The trainer waits in every `period`-th step for a quorum to arrive, and for the network unless `overlap`.
+Cost per step: at most 2 n (S-1)/S elements sent by each rank, 2 n (P-1)/P in every `period`-th;
+(S-1) n where models are small. The trainer waits in every `period`-th step for a quorum to arrive,
+and for the network unless `overlap`.
 
 Differences from the paper, further to those of the two modules:
-- `merge="delta"`, the default, is W_sum/S + (W' - what W' contributed): what a late rank did meanwhile is kept, and so is
-  the mean over ranks. The paper's rule, which pulls the mean towards the late, is `merge="paper"`.
-- `overlap`, the default with it: an average travels while the next step is computed and is merged at its end. For that of
-  everyone a rank waits until enough have arrived, and not for the network.
-- the periodic average goes on when `quorum` of the ranks have arrived; the others contribute what they have. The paper
-  waits for all, as `quorum=1.0` does.
-- a version is the group's time rather than a rank's step: a rank that is slower for good takes part in all of them.
-- buffers are averaged with the weights, integer ones by their maximum; a rank whose gradient is not finite skips its step.
+- `merge="delta"`, the default, is W_sum/S + (W' - what W' contributed): what a late rank did
+  meanwhile is kept, and so is the mean over ranks. The paper's rule, which pulls the mean towards
+  the late, is `merge="paper"`.
+- `overlap`, the default with it: an average travels while the next step is computed and is merged
+  at its end. For that of everyone a rank waits until enough have arrived, and not for the network.
+- the periodic average goes on when `quorum` of the ranks have arrived; the others contribute what
+  they have. The paper waits for all, as `quorum=1.0` does.
+- a version is the group's time rather than a rank's step: a rank that is slower for good takes part
+  in all of them.
+- buffers are averaged with the weights, integer ones by their maximum; a rank whose gradient is not
+  finite skips its step.
 """
 
 from __future__ import annotations
@@ -32,18 +39,18 @@ from typing import ClassVar, Literal
 
 import torch
 
-from offbeat.collectives import group_average
-from offbeat.engine.iterates import DeltaIterate, PaperIterate
-from offbeat.engine.replica import Replica
+from offbeat.averaging.background import group_average
+from offbeat.averaging.background.averager import GroupAverage
+from offbeat.averaging.background.merge_rules import DeltaIterate, PaperIterate
+from offbeat.averaging.background.published_model import Replica
 from offbeat.errors import ConfigError
-from offbeat.exchange.weights import ModelWeights
-from offbeat.exchange.weights_answered import GroupAverage
-from offbeat.exchange.weights_momentum import Momenta, momentum_name
 from offbeat.planning.groups import Meeting, default_group_size, meeting
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.beside import answer
 from offbeat.strategies.options import require_at_least, require_one_of
+from offbeat.weights.model_weights import ModelWeights
+from offbeat.weights.momenta import Momenta, momentum_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +60,16 @@ class WAGMA(AveragingStrategy):
     Args:
         group_size: S, from 2 to the number of workers; None: about its square root.
         period: everyone averages together in every so many versions, >= 1.
-        merge: "delta" keeps the mean over ranks and what late ranks did; "paper" is the paper's rule.
-        quorum: the fraction of workers that has to arrive at the periodic average, in (0, 1]; 1 waits for all.
-        overlap: go on computing while an average travels, be it a group's or everyone's; None: with "delta". "paper" cannot.
-        momenta: "averaged": when everyone meets, the optimizers' momenta are averaged with the weights; "local": they stay
-            each worker's own.
-        groups: "rotating", or for ablations "fixed" (the same groups for good) and "off" (the periodic average only).
+        merge: "delta" keeps the mean over ranks and what late ranks did; "paper" is the paper's
+            rule.
+        quorum: the fraction of workers that has to arrive at the periodic average, in (0, 1]; 1
+            waits for all.
+        overlap: go on computing while an average travels, be it a group's or everyone's; None: with
+            "delta". "paper" cannot.
+        momenta: "averaged": when everyone meets, the optimizers' momenta are averaged with the
+            weights; "local": they stay each worker's own.
+        groups: "rotating", or for ablations "fixed" (the same groups for good) and "off" (the
+            periodic average only).
     """
 
     name: ClassVar[str] = "wagma"
@@ -82,10 +93,14 @@ class WAGMA(AveragingStrategy):
         require_one_of("groups", self.groups, ("rotating", "fixed", "off"))
         if not 0 < self.quorum <= 1:
             raise ConfigError(
-                f"quorum must be above 0 and at most 1, the fraction of workers that has to arrive, got {self.quorum}"
+                "quorum must be above 0 and at most 1, the fraction of workers that has to arrive,"
+                f" got {self.quorum}"
             )
         if self.overlap and self.merge == "paper":
-            raise ConfigError('merge="paper" takes an average in the place of the model, so overlap must be False, got True')
+            raise ConfigError(
+                'merge="paper" takes an average in the place of the model, so overlap must be'
+                " False, got True"
+            )
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
@@ -95,8 +110,8 @@ class WAGMA(AveragingStrategy):
     def check_world(self, world_size: int) -> None:
         if self.group_size is not None and self.group_size > max(2, world_size):
             raise ConfigError(
-                f"group_size is {self.group_size}, allowed is 2 to {max(2, world_size)}, the number of workers; "
-                "leave it out for about the square root of that"
+                f"group_size is {self.group_size}, allowed is 2 to {max(2, world_size)}, the number"
+                " of workers; leave it out for about the square root of that"
             )
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
@@ -129,7 +144,9 @@ class WAGMA(AveragingStrategy):
             version if self.groups != "fixed" or self._meets_everyone(version) else 0,
             position,
             range(num_members),
-            group_size=default_group_size(num_members) if self.group_size is None else self.group_size,
+            group_size=(
+                default_group_size(num_members) if self.group_size is None else self.group_size
+            ),
             period=1 if self.groups == "off" else self.period,
             quorum=self.quorum,
         )

@@ -1,1 +1,3 @@
-"""THE SEAM: the operations a protocol may yield, and the drivers that carry them out. Only this room blocks."""
+"""THE SEAM: the operations a protocol may yield, and the drivers that carry them out. Only this
+room blocks.
+"""

@@ -2,9 +2,11 @@
 
     here/<position>       this rank has come
     halted                one has come and refuses, or knows of one that never will
-    through/<position>    this rank has connected, or has failed to; who says neither has ended meanwhile
+    through/<position>    this rank has connected, or has failed to; who says neither has ended
+    meanwhile
 
-Nobody can be let go here: ranks are compared and models copied from the first, so a death ends the beginning, for all alike.
+Nobody can be let go here: ranks are compared and models copied from the first, so a death ends the
+beginning, for all alike.
 """
 
 from __future__ import annotations
@@ -32,14 +34,21 @@ _lost: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
 
 
 def lost_ranks() -> set[int]:
-    """Ranks of the default process group with which a session of this process has lost its connection; to be added to."""
+    """Ranks of the default process group with which a session of this process has lost its
+    connection; to be added to.
+    """
     world = dist.group.WORLD
     assert world is not None, "asked for before there is a process group"
     return _lost.setdefault(world, set())
 
 
 def await_all(
-    store: Store, position: int, ranks: Sequence[int], *, lost: AbstractSet[int], refusal: OffbeatError | None = None
+    store: Store,
+    position: int,
+    ranks: Sequence[int],
+    *,
+    lost: AbstractSet[int],
+    refusal: OffbeatError | None = None,
 ) -> None:
     """Return once all have come. Each may take as long as the store's time limit.
 
@@ -59,19 +68,23 @@ def await_all(
         _halt(store, f"rank {position} refused: {refusal}", None)
         raise refusal
     store.set(f"here/{position}", "")
-    limit_s = store.timeout.total_seconds()  # type: ignore[attr-defined]  # missing in torch's stubs
+    # missing in torch's stubs
+    limit_s = store.timeout.total_seconds()  # type: ignore[attr-defined]
     begin_s = time.monotonic()
     for other, rank in enumerate(ranks):
         while not store.check([f"here/{other}"]):
             _raise_if_halted(store)
             waited_s = time.monotonic() - begin_s
             if rank in lost and waited_s > GRACE_S:
-                _halt(store, _was_lost(rank, [living for living in ranks if living not in lost]), rank)
+                _halt(
+                    store, _was_lost(rank, [living for living in ranks if living not in lost]), rank
+                )
                 continue
             if waited_s > limit_s:
                 raise PeerError(
-                    f"rank {rank} has not come to attach() within {limit_s:g} s, the time limit of the process group; has it "
-                    "ended, or does it never get there? Start all workers anew, with a longer timeout if they need it",
+                    f"rank {rank} has not come to attach() within {limit_s:g} s, the time limit of"
+                    " the process group; has it ended, or does it never get there? Start all"
+                    " workers anew, with a longer timeout if they need it",
                     rank=rank,
                 )
             time.sleep(min(_LOOK_S + waited_s / 50, 0.25))
@@ -79,8 +92,11 @@ def await_all(
 
 
 @contextmanager
-def naming_who_ends(store: Store, position: int, world_size: int, *, limit_s: float) -> Iterator[None]:
-    """Name the rank that ends while ranks connect, which looks like a broken connection to each of the others.
+def naming_who_ends(
+    store: Store, position: int, world_size: int, *, limit_s: float
+) -> Iterator[None]:
+    """Name the rank that ends while ranks connect, which looks like a broken connection to each of
+    the others.
 
     Args:
         store: under a prefix of this session alone.
@@ -102,9 +118,12 @@ def naming_who_ends(store: Store, position: int, world_size: int, *, limit_s: fl
             time.sleep(_LOOK_S if silent else 0.0)
         reason = str(error).partition("\n")[0]
         if not silent:
-            raise PeerError(f"the ranks could not be connected ({reason}); can all hosts reach each other?") from error
+            raise PeerError(
+                f"the ranks could not be connected ({reason}); can all hosts reach each other?"
+            ) from error
         raise PeerError(
-            f"rank {silent[0]} ended while the ranks connected ({reason}); start all workers anew", rank=silent[0]
+            f"rank {silent[0]} ended while the ranks connected ({reason}); start all workers anew",
+            rank=silent[0],
         ) from error
     except OffbeatError:
         store.set(f"through/{position}", "")
@@ -114,9 +133,9 @@ def naming_who_ends(store: Store, position: int, world_size: int, *, limit_s: fl
 
 def _was_lost(rank: int, others: Sequence[int]) -> str:
     return (
-        f"rank {rank} was lost in an earlier session of these processes, and no session can begin with it: start all workers "
-        "anew, from a checkpoint, or go on without it by "
-        f"attach(..., group=torch.distributed.new_group({list(others)}, use_local_synchronization=True))"
+        f"rank {rank} was lost in an earlier session of these processes, and no session can begin"
+        " with it: start all workers anew, from a checkpoint, or go on without it by attach(...,"
+        f" group=torch.distributed.new_group({list(others)}, use_local_synchronization=True))"
     )
 
 

@@ -1,8 +1,9 @@
-"""The driver over torch.distributed: dense collectives, and point-to-point messages where nothing better connects the ranks.
+"""The driver over torch.distributed: dense collectives, and point-to-point messages where nothing
+better connects the ranks.
 
-It works on backends of its own, never on the user's process group, so that nothing it does is ordered against the user's
-collectives. CPU tensors go through gloo, CUDA tensors through NCCL when there is a backend for it (gloo copies them through
-the host otherwise).
+It works on backends of its own, never on the user's process group, so that nothing it does is
+ordered against the user's collectives. CPU tensors go through gloo, CUDA tensors through NCCL when
+there is a backend for it (gloo copies them through the host otherwise).
 
 What gloo demands, and why the code looks as it does:
 - a wait that times out closes that pair for good, so no wait is ever given a short timeout;
@@ -72,11 +73,15 @@ WAIT_LIMIT = timedelta(days=1)
 _TAG = 0
 
 
-def gloo_backend(store: Store, rank: int, world_size: int, *, address: str, connect_limit_s: float) -> Backend:
-    """A gloo backend whose sockets are bound to `address`. Collective: returns when all ranks have made theirs.
+def gloo_backend(
+    store: Store, rank: int, world_size: int, *, address: str, connect_limit_s: float
+) -> Backend:
+    """A gloo backend whose sockets are bound to `address`. Collective: returns when all ranks have
+    made theirs.
 
     Args:
-        store: where the ranks find each other; its keys must not have been used by an earlier backend.
+        store: where the ranks find each other; its keys must not have been used by an earlier
+            backend.
         rank: this rank.
         world_size: number of ranks.
         address: numeric address of this host.
@@ -85,7 +90,8 @@ def gloo_backend(store: Store, rank: int, world_size: int, *, address: str, conn
     Raises:
         RuntimeError: it took longer.
     """
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from the stubs
+    # absent from the stubs
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timedelta(seconds=connect_limit_s)
     backend = dist.ProcessGroupGloo(store, rank, world_size, options)
@@ -120,7 +126,11 @@ class C10d(Driver):
         match operation:
             case AllReduce(tensor):
                 backend = self._backend_of(tensor)
-                return _Work(lambda: backend.allreduce([tensor], dist.AllreduceOptions()), tensor, "all-reduce")
+                return _Work(
+                    lambda: backend.allreduce([tensor], dist.AllreduceOptions()),
+                    tensor,
+                    "all-reduce",
+                )
             case Broadcast(tensor, root):
                 options = dist.BroadcastOptions()
                 options.rootRank, options.rootTensor = root, 0
@@ -133,7 +143,9 @@ class C10d(Driver):
                 return Finished()
             case Recv(peer, timeout_s):
                 if timeout_s is not None:
-                    raise UnsupportedError("a receive over gloo or NCCL cannot have a time limit; use the peers driver")
+                    raise UnsupportedError(
+                        "a receive over gloo or NCCL cannot have a time limit; use the peers driver"
+                    )
                 return _Receive(self, peer, channel)
             case Sleep(seconds):
                 time.sleep(seconds)
@@ -141,7 +153,9 @@ class C10d(Driver):
             case Now():
                 return Finished(time.monotonic())
             case RecvAny() | Post():
-                raise UnsupportedError("gloo and NCCL cannot receive from anybody; use the peers driver")
+                raise UnsupportedError(
+                    "gloo and NCCL cannot receive from anybody; use the peers driver"
+                )
 
     def close(self) -> None:
         # A backend closes its connections when the last reference to it goes.
@@ -151,7 +165,10 @@ class C10d(Driver):
     def _backend_of(self, tensor: torch.Tensor) -> Backend:
         backend = self._cuda if tensor.is_cuda and self._cuda is not None else self._cpu
         if backend is None:
-            raise PeerError(f"rank {self.rank} has closed its connections; nothing can be sent or received any more")
+            raise PeerError(
+                f"rank {self.rank} has closed its connections; nothing can be sent or received any"
+                " more"
+            )
         return backend
 
     def _all_gather(self, payload: Payload) -> list[bytes]:
@@ -165,18 +182,25 @@ class C10d(Driver):
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
         if padded.numel():
             backend.allgather([gathered], [padded]).wait()
-        return [block[:length].numpy().tobytes() for block, length in zip(gathered, lengths.tolist(), strict=True)]
+        return [
+            block[:length].numpy().tobytes()
+            for block, length in zip(gathered, lengths.tolist(), strict=True)
+        ]
 
     def _send(self, peer: int, channel: int, payload: Payload) -> None:
         body = _as_tensor(payload)
         header = torch.tensor([channel, body.numel()], dtype=torch.int64)
         backend = self._backend_of(body)
-        self._in_flight = [(work, tensor) for work, tensor in self._in_flight if not work.is_completed()]
+        self._in_flight = [
+            (work, tensor) for work, tensor in self._in_flight if not work.is_completed()
+        ]
         for tensor in (header, body):
             self._in_flight.append((backend.send([tensor], peer, _TAG), tensor))
 
     def receive(self, peer: int, channel: int) -> bytes:
-        """Block until the next message from `peer` on `channel`; others that come first are kept."""
+        """Block until the next message from `peer` on `channel`; others that come first
+        are kept.
+        """
         waiting = self._inbox[peer, channel]
         while not waiting:
             header = torch.empty(2, dtype=torch.int64)
@@ -188,7 +212,9 @@ class C10d(Driver):
         return waiting.popleft()
 
     def has_message(self, peer: int, channel: int) -> bool:
-        """Whether a message has already been taken off the wire; gloo cannot say more without blocking."""
+        """Whether a message has already been taken off the wire; gloo cannot say more without
+        blocking.
+        """
         return bool(self._inbox[peer, channel])
 
 
@@ -198,11 +224,15 @@ def _as_tensor(payload: Payload) -> torch.Tensor:
 
 
 def _mapped(what: str, call: Callable[[], Any]) -> Any:
-    """Run a c10d call, turning its RuntimeErrors, which mean that some connection failed, into `PeerError`."""
+    """Run a c10d call, turning its RuntimeErrors, which mean that some connection failed, into
+    `PeerError`.
+    """
     try:
         return call()
     except RuntimeError as error:
-        raise PeerError(f"a connection failed during {what}: {str(error).splitlines()[0]}") from error
+        raise PeerError(
+            f"a connection failed during {what}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 class _Work:

@@ -1,11 +1,14 @@
-"""From an initialised torch.distributed (or an environment that can initialise it) to a driver of one's own.
+"""From an initialised torch.distributed (or an environment that can initialise it) to a driver of
+one's own.
 
-`connect` opens what a session needs and shares with nobody: a gloo backend for dense collectives on CPU, an NCCL one where the
-model is on CUDA, and a mesh of authenticated ZeroMQ sockets for messages.
+`connect` opens what a session needs and shares with nobody: a gloo backend for dense collectives on
+CPU, an NCCL one where the model is on CUDA, and a mesh of authenticated ZeroMQ sockets for
+messages.
 
-The ranks find each other through the store of the process group that the user initialised (`_get_default_store`, private in
-PyTorch; there is no public way to it). `torch.distributed.new_group` would do, but it gives a group that is made after
-another one of the same ranks was destroyed the same name, and with it the dead one's addresses.
+The ranks find each other through the store of the process group that the user initialised
+(`_get_default_store`, private in PyTorch; there is no public way to it).
+`torch.distributed.new_group` would do, but it gives a group that is made after another one of the
+same ranks was destroyed the same name, and with it the dead one's addresses.
 """
 
 from __future__ import annotations
@@ -53,10 +56,11 @@ _generations: Counter[tuple[int, ...]] = Counter()
 
 
 def join_process_group() -> bool:
-    """Initialise torch.distributed from the environment of torchrun, or of SLURM's srun, unless that has been done.
+    """Initialise torch.distributed from the environment of torchrun, or of SLURM's srun, unless
+    that has been done.
 
-    Returns whether there is a process group afterwards. Under srun, MASTER_ADDR and MASTER_PORT must be set, as for
-    torch.distributed itself.
+    Returns whether there is a process group afterwards. Under srun, MASTER_ADDR and MASTER_PORT
+    must be set, as for torch.distributed itself.
     """
     if dist.is_initialized():
         return True
@@ -70,7 +74,9 @@ def join_process_group() -> bool:
             f"this is rank {rank} of {world_size}, but {' and '.join(missing)} must be set too; "
             "start with torchrun, or export the address and a free port of rank 0's host"
         )
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    backend = (
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    )
     dist.init_process_group(backend, rank=rank, world_size=world_size)
     return True
 
@@ -90,7 +96,8 @@ class Connection:
 
     Attributes:
         driver: carries collectives out between the ranks that connected; the caller closes it.
-        network: what it takes to open meshes later, for other members. None in a world of one process that nobody launched.
+        network: what it takes to open meshes later, for other members. None in a world of one
+            process that nobody launched.
     """
 
     driver: Driver
@@ -98,7 +105,8 @@ class Connection:
 
 
 def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Connection:
-    """A driver over the ranks of `group` (default: all ranks), and their network. Collective: every rank of the group calls it.
+    """A driver over the ranks of `group` (default: all ranks), and their network. Collective: every
+    rank of the group calls it.
 
     Args:
         group: which ranks take part; it is only asked who they are, never used for communication.
@@ -114,7 +122,8 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
     rank, world_size = dist.get_rank(group), len(ranks)
     generation = _generations[tuple(ranks)]
     _generations[tuple(ranks)] += 1
-    # Keys of an earlier connection of the same ranks lead to sockets that are closed, so each gets keys of its own.
+    # Keys of an earlier connection of the same ranks lead to sockets that are closed, so each gets
+    # keys of its own.
     name = f"offbeat/{'-'.join(map(str, ranks))}/{generation}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
     lost = lost_ranks()
@@ -125,14 +134,19 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
             gather: Gather = lambda payload: dense.start(AllGather(payload), 0).wait()  # noqa: E731
             secret = _agree_on_secret(rank, gather)
             token = gather(secrets.token_hex(8).encode())[0].decode()
-            network = founded_network(store, token=token, rank=rank, world_size=world_size, address=address, secret=secret)
+            network = founded_network(
+                store, token=token, rank=rank, world_size=world_size, address=address, secret=secret
+            )
             if isinstance(dense, Solo):
                 return Connection(driver=dense, network=network)
             messages = _mesh(dense, address, generation, secret, gather)
         except BaseException:
             dense.close()
             raise
-    remember: Callable[[frozenset[int]], None] = lambda peers: lost.update(ranks[peer] for peer in peers)  # noqa: E731
+
+    def remember(peers: frozenset[int]) -> None:
+        lost.update(ranks[peer] for peer in peers)
+
     return Connection(driver=Routed(dense, messages, on_lost=remember), network=network)
 
 
@@ -142,23 +156,33 @@ def is_returning() -> bool:
 
 
 def reconnect() -> Connection:
-    """The network of the run that is under way, for a worker that comes back or comes new. Not collective; asks only the store.
+    """The network of the run that is under way, for a worker that comes back or comes new. Not
+    collective; asks only the store.
 
-    The environment is as it was at first: RANK (any number; a member's is taken over from that member), MASTER_ADDR and
-    MASTER_PORT, which must lead to a TCPStore that still stands, and the run's secret. torch.distributed is not initialised:
-    its process group cannot be joined later. So the connection's driver refuses every operation.
+    The environment is as it was at first: RANK (any number; a member's is taken over from that
+    member), MASTER_ADDR and
+    MASTER_PORT, which must lead to a TCPStore that still stands, and the run's secret.
+    torch.distributed is not initialised: its process group cannot be joined later. So the
+    connection's driver refuses every operation.
 
     Raises:
-        ConfigError: a variable is missing, no store answers, no run was begun there, it has ended, or has another secret.
+        ConfigError: a variable is missing, no store answers, no run was begun there, it has ended,
+            or has another secret.
     """
     environment = _launch_environment()
     if environment is None:
-        raise ConfigError(f"{RETURN_VARIABLE} is set, but not RANK and WORLD_SIZE; set them as for the worker that it replaces")
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", SECRET_VARIABLE) if not os.environ.get(name)]
+        raise ConfigError(
+            f"{RETURN_VARIABLE} is set, but not RANK and WORLD_SIZE; set them as for the worker"
+            " that it replaces"
+        )
+    missing = [
+        name for name in ("MASTER_ADDR", "MASTER_PORT", SECRET_VARIABLE) if not os.environ.get(name)
+    ]
     if missing:
         raise ConfigError(
-            f"{RETURN_VARIABLE} is set, but not {' and '.join(missing)}; a worker can join only a run that was started with "
-            f"{SECRET_VARIABLE} on every rank, by the same address and port"
+            f"{RETURN_VARIABLE} is set, but not {' and '.join(missing)}; a worker can join only a"
+            f" run that was started with {SECRET_VARIABLE} on every rank, by the same address and"
+            " port"
         )
     rank, _ = environment
     port = os.environ["MASTER_PORT"]
@@ -166,7 +190,9 @@ def reconnect() -> Connection:
         raise ConfigError(f"MASTER_PORT is {port!r}, needed is the number of the store's port")
     address = listen_address()
     store = store_client(os.environ["MASTER_ADDR"], int(port))
-    network = found_network(store, rank=rank, address=address, secret=os.environ[SECRET_VARIABLE].encode())
+    network = found_network(
+        store, rank=rank, address=address, secret=os.environ[SECRET_VARIABLE].encode()
+    )
     return Connection(driver=Returned(rank, network.world_size), network=network)
 
 
@@ -179,8 +205,9 @@ class Returned(Driver):
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         raise UnsupportedError(
-            f"rank {self.rank} joined a run under way and cannot perform {type(operation).__name__}: it has no connections but "
-            "those of its generation, so there is no dense collective over all ranks"
+            f"rank {self.rank} joined a run under way and cannot perform"
+            f" {type(operation).__name__}: it has no connections but those of its generation, so"
+            " there is no dense collective over all ranks"
         )
 
     def close(self) -> None:
@@ -190,13 +217,25 @@ class Returned(Driver):
 def _dense(store: Store, rank: int, world_size: int, *, address: str, cuda: bool) -> C10d | Solo:
     if world_size == 1:
         return Solo()
-    nccl = nccl_backend(PrefixStore("nccl", store), rank, world_size) if cuda and dist.is_nccl_available() else None
-    gloo = gloo_backend(PrefixStore("gloo", store), rank, world_size, address=address, connect_limit_s=CONNECT_LIMIT_S)
+    nccl = (
+        nccl_backend(PrefixStore("nccl", store), rank, world_size)
+        if cuda and dist.is_nccl_available()
+        else None
+    )
+    gloo = gloo_backend(
+        PrefixStore("gloo", store),
+        rank,
+        world_size,
+        address=address,
+        connect_limit_s=CONNECT_LIMIT_S,
+    )
     return C10d(gloo, nccl)
 
 
 def _agree_to_listen(store: Store, rank: int, ranks: Sequence[int], lost: AbstractSet[int]) -> str:
-    """This rank's address. Raises on every rank if one of them has none, since the others would wait for it."""
+    """This rank's address. Raises on every rank if one of them has none, since the others would
+    wait for it.
+    """
     refusal: ConfigError | None = None
     address = ""
     try:
@@ -209,7 +248,9 @@ def _agree_to_listen(store: Store, rank: int, ranks: Sequence[int], lost: Abstra
 
 def _mesh(dense: C10d, address: str, generation: int, secret: bytes, gather: Gather) -> Peers:
     """Open this rank's sockets, learn everybody's endpoints, and connect."""
-    messages = Peers(dense.rank, dense.world_size, address=address, secret=secret, generation=generation)
+    messages = Peers(
+        dense.rank, dense.world_size, address=address, secret=secret, generation=generation
+    )
     try:
         messages.connect([endpoint.decode() for endpoint in gather(messages.endpoint.encode())])
         messages.await_connections(_MEET_S)
@@ -221,7 +262,8 @@ def _mesh(dense: C10d, address: str, generation: int, secret: bytes, gather: Gat
 
 
 def _agree_on_secret(rank: int, gather: Gather) -> bytes:
-    """The run's secret: from the environment if every rank has it there, else drawn by rank 0 and sent over gloo.
+    """The run's secret: from the environment if every rank has it there, else drawn by rank 0 and
+    sent over gloo.
 
     gloo is not encrypted: on a network that others can listen to, set the environment variable.
     """
@@ -229,7 +271,10 @@ def _agree_on_secret(rank: int, gather: Gather) -> bytes:
     have = gather(b"\1" if given else b"\0")
     if len(set(have)) > 1:
         without = [r for r, answer in enumerate(have) if answer == b"\0"]
-        raise ConfigError(f"{SECRET_VARIABLE} is set on some ranks but not on {without}; set it on all of them or on none")
+        raise ConfigError(
+            f"{SECRET_VARIABLE} is set on some ranks but not on {without}; set it on all of them or"
+            " on none"
+        )
     if given:
         return given
     drawn = gather(secrets.token_bytes(32) if rank == 0 else b"")[0]

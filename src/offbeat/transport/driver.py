@@ -1,4 +1,6 @@
-"""What carries collectives out: a `Driver` performs single operations, and `Pending` walks a generator through them."""
+"""What carries collectives out: a `Driver` performs single operations, and `Pending` walks a
+generator through them.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,15 @@ class Ticket(Protocol):
     """One operation under way."""
 
     def done(self) -> bool:
-        """Whether `wait` would return (or raise) at once. Never blocks; may be pessimistic where a backend cannot tell."""
+        """Whether `wait` would return (or raise) at once. Never blocks; may be pessimistic where a
+        backend cannot tell.
+        """
         ...
 
     def wait(self) -> Any:
-        """Block until the operation is over and return its result, or raise what went wrong (an `OffbeatError`)."""
+        """Block until the operation is over and return its result, or raise what went wrong (an
+        `OffbeatError`).
+        """
         ...
 
 
@@ -41,8 +47,9 @@ class Finished:
 class Driver(ABC):
     """Performs operations for one rank.
 
-    `start` begins an operation and returns without waiting for any other rank. Drivers and wrappers implement `start`,
-    `mark_step` and `close`; nobody overrides `launch` or `run`. A driver may be used from any thread, by one at a time.
+    `start` begins an operation and returns without waiting for any other rank. Drivers and wrappers
+    implement `start`, `mark_step` and `close`; nobody overrides `launch` or `run`. A driver may be
+    used from any thread, by one at a time.
     """
 
     rank: int
@@ -50,7 +57,9 @@ class Driver(ABC):
 
     @abstractmethod
     def start(self, operation: Operation, channel: int) -> Ticket:
-        """Begin `operation` on `channel` (0 <= channel < 2**63). Raises `UnsupportedError` for one it cannot perform."""
+        """Begin `operation` on `channel` (0 <= channel < 2**63). Raises `UnsupportedError` for one
+        it cannot perform.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -60,7 +69,9 @@ class Driver(ABC):
         """Tell wrappers that script or count by step which training step begins."""
 
     def abort(self, reason: str, *, blame: int | None = None) -> None:  # noqa: B027 - without a side channel nobody can be told
-        """Tell every other rank that this one gives up, so that nobody waits for it. `blame`: the rank at the root of it."""
+        """Tell every other rank that this one gives up, so that nobody waits for it. `blame`: the
+        rank at the root of it.
+        """
 
     def gone(self) -> frozenset[int]:
         """The ranks that are known to send nothing more: dead, or closed. Never blocks."""
@@ -99,13 +110,17 @@ class Pending(Generic[T]):
         return self._over
 
     def poll(self) -> bool:
-        """Go on for as long as nothing has to be waited for. Returns whether the collective is over."""
+        """Go on for as long as nothing has to be waited for. Returns whether the collective is
+        over.
+        """
         while not self._over and self._ticket.done():
             self.advance()
         return self._over
 
     def wait(self) -> T:
-        """Go on until the collective is over; returns its result or raises its error. May be called again."""
+        """Go on until the collective is over; returns its result or raises its error. May be called
+        again.
+        """
         while not self._over:
             self.advance()
         if self._error is not None:
@@ -118,7 +133,9 @@ class Pending(Generic[T]):
         self._collective.close()
 
     def advance(self) -> None:
-        """Wait for the current operation, give its outcome to the generator, and begin the next operation."""
+        """Wait for the current operation, give its outcome to the generator, and begin the next
+        operation.
+        """
         try:
             try:
                 outcome = self._ticket.wait()
@@ -140,7 +157,9 @@ class Pending(Generic[T]):
 
 
 class Stream:
-    """The channels of one part's successive collectives. All ranks that call `next` equally often agree on them."""
+    """The channels of one part's successive collectives. All ranks that call `next` equally often
+    agree on them.
+    """
 
     def __init__(self, number: int) -> None:
         self._next = number << 32

@@ -1,10 +1,12 @@
 """The header that travels before every message between peers.
 
-Layout, little-endian, 44 bytes: magic (4), wire version (u8), kind (u8), zero (u16), sender rank (u32), generation (u32),
-channel (u64), sequence (u64), payload length (u64), CRC-32 of the payload (u32). The payload follows as its own frame.
+Layout, little-endian, 44 bytes: magic (4), wire version (u8), kind (u8), zero (u16), sender rank
+(u32), generation (u32), channel (u64), sequence (u64), payload length (u64), CRC-32 of the payload
+(u32). The payload follows as its own frame.
 
-`sequence` counts all messages from this sender to this receiver. ZeroMQ reconnects by itself but does not repeat what was
-in flight when a connection broke; a gap in the count turns that silent loss into an error.
+`sequence` counts all messages from this sender to this receiver. ZeroMQ reconnects by itself but
+does not repeat what was in flight when a connection broke; a gap in the count turns that silent
+loss into an error.
 """
 
 from __future__ import annotations
@@ -51,25 +53,50 @@ class Envelope:
     checksum: int
 
 
-def pack(*, kind: Kind, sender: int, generation: int, channel: int, sequence: int, payload: Payload) -> bytes:
+def pack(
+    *, kind: Kind, sender: int, generation: int, channel: int, sequence: int, payload: Payload
+) -> bytes:
     """The header of `payload`, which must be contiguous bytes."""
-    return _LAYOUT.pack(_MAGIC, WIRE_VERSION, kind, 0, sender, generation, channel, sequence, len(payload), zlib.crc32(payload))
+    return _LAYOUT.pack(
+        _MAGIC,
+        WIRE_VERSION,
+        kind,
+        0,
+        sender,
+        generation,
+        channel,
+        sequence,
+        len(payload),
+        zlib.crc32(payload),
+    )
 
 
 def parse(header: Payload) -> Envelope:
-    """Inverse of `pack`. Raises `WireError` for anything that `pack` of this version did not write."""
+    """Inverse of `pack`. Raises `WireError` for anything that `pack` of this version
+    did not write.
+    """
     if len(header) != HEADER_BYTES:
-        raise WireError(f"a message header has {HEADER_BYTES} bytes, got {len(header)}; is the sender an offbeat worker?")
-    magic, version, kind, zero, sender, generation, channel, sequence, num_bytes, checksum = _LAYOUT.unpack(header)
+        raise WireError(
+            f"a message header has {HEADER_BYTES} bytes, got {len(header)}; is the sender an"
+            " offbeat worker?"
+        )
+    magic, version, kind, zero, sender, generation, channel, sequence, num_bytes, checksum = (
+        _LAYOUT.unpack(header)
+    )
     if magic != _MAGIC:
-        raise WireError(f"a message starts with {_MAGIC!r}, got {magic!r}; is the sender an offbeat worker?")
+        raise WireError(
+            f"a message starts with {_MAGIC!r}, got {magic!r}; is the sender an offbeat worker?"
+        )
     if version != WIRE_VERSION:
         raise WireError(
             f"got a message of wire version {version}, this worker speaks version {WIRE_VERSION}; "
             "install the same offbeat on every node"
         )
     if zero != 0 or kind not in _KINDS:
-        raise WireError(f"got a message of kind {kind}.{zero}, allowed are {sorted(map(int, _KINDS))}; it is corrupt")
+        raise WireError(
+            f"got a message of kind {kind}.{zero}, allowed are {sorted(map(int, _KINDS))}; it is"
+            " corrupt"
+        )
     return Envelope(
         kind=Kind(kind),
         sender=sender,
@@ -82,15 +109,18 @@ def parse(header: Payload) -> Envelope:
 
 
 def verify(envelope: Envelope, payload: Payload) -> None:
-    """Raise `WireError`, naming the sender, unless `payload` is the one that `envelope` was written for."""
+    """Raise `WireError`, naming the sender, unless `payload` is the one that `envelope` was written
+    for.
+    """
     if len(payload) != envelope.num_bytes:
         raise WireError(
-            f"a message of rank {envelope.sender} announced {envelope.num_bytes} bytes and holds {len(payload)}; "
-            "it was truncated or altered"
+            f"a message of rank {envelope.sender} announced {envelope.num_bytes} bytes and holds"
+            f" {len(payload)}; it was truncated or altered"
         )
     found = zlib.crc32(payload)
     if found != envelope.checksum:
         raise WireError(
-            f"a message of rank {envelope.sender} ({envelope.num_bytes} bytes) has checksum {found:08x}, announced was "
-            f"{envelope.checksum:08x}; its bytes changed on the way: check that node's memory and network card"
+            f"a message of rank {envelope.sender} ({envelope.num_bytes} bytes) has checksum"
+            f" {found:08x}, announced was {envelope.checksum:08x}; its bytes changed on the way:"
+            " check that node's memory and network card"
         )

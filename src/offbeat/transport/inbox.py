@@ -25,10 +25,11 @@ class Inbox:
         self._latest: dict[tuple[int, int], int] = {}
 
     def put(self, envelope: Envelope, payload: Payload) -> list[tuple[Envelope, Payload]]:
-        """Take a message in. Returns the control messages (all but DATA) that are due with it, in the order of sending.
+        """Take a message in. Returns the control messages (all but DATA) that are due with it, in
+        the order of sending.
 
-        A repeated message is ignored. After a reconnection messages of the new connection may be read before the last ones
-        of the old; they are held back until their turn.
+        A repeated message is ignored. After a reconnection messages of the new connection may be
+        read before the last ones of the old; they are held back until their turn.
         """
         sender = envelope.sender
         if envelope.sequence < self._next_sequence[sender]:
@@ -54,7 +55,9 @@ class Inbox:
         return (peer, channel) in self._queues
 
     def take(self, peer: int, channel: int) -> Payload:
-        """The next message of `peer` on `channel`, which must be there. Raises `WireError` when it is corrupt."""
+        """The next message of `peer` on `channel`, which must be there. Raises `WireError` when it
+        is corrupt.
+        """
         queue = self._queues[peer, channel]
         envelope, payload = queue.popleft()
         del self._queues[peer, channel]
@@ -65,8 +68,12 @@ class Inbox:
         return payload
 
     def first_of(self, peers: frozenset[int], channel: int) -> int | None:
-        """Whose message on `channel` should be taken next; None when none of `peers` has sent one."""
-        return next((sender for sender, used in self._queues if used == channel and sender in peers), None)
+        """Whose message on `channel` should be taken next; None when none of `peers`
+        has sent one.
+        """
+        return next(
+            (sender for sender, used in self._queues if used == channel and sender in peers), None
+        )
 
     def senders_with_gaps(self) -> list[int]:
         """Ranks some of whose messages are missing while later ones are here.
@@ -76,7 +83,9 @@ class Inbox:
         return list(self._early)
 
     def exchange_ahead(self, peer: int, channel: int) -> int | None:
-        """The exchange that `peer` has reached on the stream of `channel`, if it is past that of `channel`."""
+        """The exchange that `peer` has reached on the stream of `channel`, if it is past that of
+        `channel`.
+        """
         stream, exchange = split_channel(channel)
         latest = self._latest.get((peer, stream), exchange)
         return latest if latest > exchange else None

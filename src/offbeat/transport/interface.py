@@ -19,9 +19,10 @@ def listen_address(interface: str | None = None) -> str:
     """The address that this process's sockets bind.
 
     Args:
-        interface: name of a network interface ("eth0") or an address of this host ("10.0.0.7"). Left out, the first of these
-            decides: environment OFFBEAT_INTERFACE, GLOO_SOCKET_IFNAME, the local address from which MASTER_ADDR is
-            reached, and 127.0.0.1 where there is no MASTER_ADDR.
+        interface: name of a network interface ("eth0") or an address of this host ("10.0.0.7").
+            Left out, the first of these decides: environment OFFBEAT_INTERFACE, GLOO_SOCKET_IFNAME,
+            the local address from which MASTER_ADDR is reached, and 127.0.0.1 where there is no
+            MASTER_ADDR.
 
     Returns:
         A numeric IPv4 or IPv6 address. The wildcards 0.0.0.0 and :: only when they are named.
@@ -41,7 +42,8 @@ def listen_address(interface: str | None = None) -> str:
 
 
 def bound_socket(address: str, port: int = 0) -> socket.socket:
-    """A TCP socket that listens on `address`, to be given to a server that would bind every interface by itself.
+    """A TCP socket that listens on `address`, to be given to a server that would bind every
+    interface by itself.
 
     Args:
         address: numeric address of this host, as from `listen_address`.
@@ -58,8 +60,8 @@ def bound_socket(address: str, port: int = 0) -> socket.socket:
         return socket.create_server((address, port), family=family)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {address} port {port}: {error.strerror or error}; name an address of this host and a free port "
-            "(0 takes any)"
+            f"cannot listen on {address} port {port}: {error.strerror or error}; name an address of"
+            " this host and a free port (0 takes any)"
         ) from error
 
 
@@ -69,8 +71,8 @@ def _address_of(name: str, source: str) -> str:
     names = [known for _, known in socket.if_nameindex()]
     if name not in names:
         raise ConfigError(
-            f"{source} is {name!r}, which is no address and no network interface of this host; it has "
-            f"{', '.join(names)}{nearest(name, names)}"
+            f"{source} is {name!r}, which is no address and no network interface of this host; it"
+            f" has {', '.join(names)}{nearest(name, names)}"
         )
     return _ipv4_of(name)
 
@@ -80,11 +82,14 @@ def _ipv4_of(name: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            reply = fcntl.ioctl(
+                probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15])
+            )
         except OSError as error:
             raise ConfigError(
-                f"interface {name!r} has no IPv4 address that can be read ({error.strerror or error}); "
-                "is it up? Give the address itself instead of the name"
+                f"interface {name!r} has no IPv4 address that can be read"
+                f" ({error.strerror or error}); is it up? Give the address itself instead of the"
+                " name"
             ) from error
     return socket.inet_ntoa(reply[20:24])
 
@@ -98,6 +103,7 @@ def _address_towards(master: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigError(
-            f"MASTER_ADDR is {master!r}, which this host cannot resolve or reach ({error.strerror or error}); correct it, or "
-            "name this host's interface in OFFBEAT_INTERFACE"
+            f"MASTER_ADDR is {master!r}, which this host cannot resolve or reach"
+            f" ({error.strerror or error}); correct it, or name this host's interface in"
+            " OFFBEAT_INTERFACE"
         ) from error

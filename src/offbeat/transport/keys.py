@@ -1,11 +1,13 @@
 """Who may talk: CURVE key pairs of a run's ranks, and the authenticator that admits only these.
 
-Every rank derives every key pair from the run's secret, so nothing but the secret has to be handed out:
+Every rank derives every key pair from the run's secret, so nothing but the secret has to be handed
+out:
 
     secret key = HMAC-SHA256(run secret, label | generation | rank)
 
-That keeps strangers out. It does not protect ranks from each other: whoever holds the run's secret can be any rank.
-A new generation (after a change of membership) has new keys, so a late worker of an earlier one is a stranger too.
+That keeps strangers out. It does not protect ranks from each other: whoever holds the run's secret
+can be any rank. A new generation (after a change of membership) has new keys, so a late worker of
+an earlier one is a stranger too.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class KeyPair:
 
 
 def key_pair(run_secret: bytes, *, generation: int, rank: int) -> KeyPair:
-    """The key pair of `rank` in `generation` (both < 2**32). Raises `ConfigError` for a `run_secret` below 16 bytes."""
+    """The key pair of `rank` in `generation` (both < 2**32). Raises `ConfigError` for a
+    `run_secret` below 16 bytes.
+    """
     if len(run_secret) < MIN_SECRET_BYTES:
         raise ConfigError(
             f"the run's secret has {len(run_secret)} bytes, needed are {MIN_SECRET_BYTES} or more; "
@@ -53,7 +57,9 @@ class Roster:
     """The key pairs of all ranks of one generation, and which rank a public key belongs to."""
 
     def __init__(self, run_secret: bytes, *, generation: int, world_size: int) -> None:
-        self.pairs = [key_pair(run_secret, generation=generation, rank=rank) for rank in range(world_size)]
+        self.pairs = [
+            key_pair(run_secret, generation=generation, rank=rank) for rank in range(world_size)
+        ]
         self._rank_of = {pair.public: rank for rank, pair in enumerate(self.pairs)}
 
     def rank_of(self, public: bytes) -> int | None:
@@ -65,8 +71,12 @@ class Roster:
         return domain == ZAP_DOMAIN and key in self._rank_of
 
 
-def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], roster: Roster) -> ThreadAuthenticator:
-    """Admit only `roster`'s keys to the CURVE servers of `context`. Start before binding any; the caller stops it."""
+def start_authenticator(
+    context: zmq.Context[zmq.Socket[bytes]], roster: Roster
+) -> ThreadAuthenticator:
+    """Admit only `roster`'s keys to the CURVE servers of `context`. Start before binding any; the
+    caller stops it.
+    """
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=roster)

@@ -25,11 +25,13 @@ class PeerLimits:
 
     Attributes:
         max_message_bytes: largest payload of one message, sent or received.
-        heartbeat_interval_s: how often an idle connection is probed. The peer's I/O thread answers, busy or not.
-        heartbeat_timeout_s: a connection on which nothing is heard for this long is gone. The longest that a peer may be
-            stopped (a debugger, SIGSTOP, a suspended virtual machine) without being held dead.
-        grace_s: a peer whose connection is gone and stays gone for this long is dead. Longer than what a closing peer's
-            last messages may take to arrive.
+        heartbeat_interval_s: how often an idle connection is probed. The peer's I/O thread answers,
+            busy or not.
+        heartbeat_timeout_s: a connection on which nothing is heard for this long is gone. The
+            longest that a peer may be stopped (a debugger, SIGSTOP, a suspended virtual machine)
+            without being held dead.
+        grace_s: a peer whose connection is gone and stays gone for this long is dead. Longer than
+            what a closing peer's last messages may take to arrive.
         connect_timeout_s: how long the first connection to a peer may take.
         linger_s: how long closing waits for messages already sent to reach peers that still live.
     """
@@ -45,7 +47,9 @@ class PeerLimits:
         for field in fields(self):
             value = getattr(self, field.name)
             if not 0 < value < math.inf:
-                raise ConfigError(f"PeerLimits.{field.name} is {value}, allowed is any finite number above 0")
+                raise ConfigError(
+                    f"PeerLimits.{field.name} is {value}, allowed is any finite number above 0"
+                )
 
 
 class Link:
@@ -91,7 +95,8 @@ class Link:
         except zmq.ZMQError as error:
             self.close(now_s, linger=False)
             raise ConfigError(
-                f"cannot connect to {endpoint!r}: {error}; give what that rank's Peers.endpoint says, like 'tcp://10.0.0.7:41234'"
+                f"cannot connect to {endpoint!r}: {error}; give what that rank's Peers.endpoint"
+                " says, like 'tcp://10.0.0.7:41234'"
             ) from error
 
     def send(self, kind: Kind, channel: int, payload: Payload) -> None:
@@ -109,7 +114,8 @@ class Link:
         try:
             self._socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
         except zmq.Again:
-            # the queue has no limit: a full one means that ZeroMQ gave the connection up, as it does after a refusal
+            # the queue has no limit: a full one means that ZeroMQ gave the connection up, as it
+            # does after a refusal
             self._refused = True
             return
         self._socket.send(view, zmq.NOBLOCK, copy=view.nbytes < _ZERO_COPY_BYTES)
@@ -141,13 +147,18 @@ class Link:
             return None
         if not self.ever_connected:
             return (
-                f"could not be reached within {self._limits.connect_timeout_s:g} s; is it running, can this host route "
-                "to its address, and do both have the same run secret?"
+                f"could not be reached within {self._limits.connect_timeout_s:g} s; is it running,"
+                " can this host route to its address, and do both have the same run secret?"
             )
-        return f"is dead: its connection has been gone for {self._limits.grace_s:g} s; it ended, or its host is cut off"
+        return (
+            f"is dead: its connection has been gone for {self._limits.grace_s:g} s; it ended, or"
+            " its host is cut off"
+        )
 
     def close(self, now_s: float, *, linger: bool) -> None:
-        """Close the socket. With `linger`, what was sent goes on being delivered for a while, until the context ends."""
+        """Close the socket. With `linger`, what was sent goes on being delivered for a while, until
+        the context ends.
+        """
         linger_s = min(self._limits.linger_s, self._patience_s(now_s)) if linger else 0.0
         self._socket.disable_monitor()
         self._monitor.close(linger=0)

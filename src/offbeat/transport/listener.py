@@ -1,4 +1,6 @@
-"""The listening side of the peers driver: one encrypted socket that lets in the run's own ranks and nobody else."""
+"""The listening side of the peers driver: one encrypted socket that lets in the run's own ranks and
+nobody else.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,21 @@ class Listener:
 
     Attributes:
         endpoint: where it listens, "tcp://address:port".
-        num_foreign: messages dropped because they are malformed, of another generation, or not of the rank whose key they
-            came with.
+        num_foreign: messages dropped because they are malformed, of another generation, or not of
+            the rank whose key they came with.
     """
 
-    def __init__(self, address: str, *, rank: int, generation: int, roster: Roster, max_message_bytes: int) -> None:
-        """Bind a free port of `address`. Raises `ConfigError` when that is no numeric address of this host."""
+    def __init__(
+        self, address: str, *, rank: int, generation: int, roster: Roster, max_message_bytes: int
+    ) -> None:
+        """Bind a free port of `address`. Raises `ConfigError` when that is no numeric address of
+        this host.
+        """
         if address in ("0.0.0.0", "::"):  # noqa: S104 - this is the refusal to bind them
             raise ConfigError(
-                f"peers cannot listen on {address}: the others need an address to connect to; name the interface or address "
-                "by which they reach this host, for instance in OFFBEAT_INTERFACE"
+                f"peers cannot listen on {address}: the others need an address to connect to; name"
+                " the interface or address by which they reach this host, for instance in"
+                " OFFBEAT_INTERFACE"
             )
         self.num_foreign = 0
         self._generation = generation
@@ -56,7 +63,9 @@ class Listener:
             self._socket.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"cannot listen on {address!r}: {error}; give a numeric address of this host") from error
+            raise ConfigError(
+                f"cannot listen on {address!r}: {error}; give a numeric address of this host"
+            ) from error
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def wait(self, timeout_s: float) -> None:
@@ -96,5 +105,9 @@ class Listener:
         except WireError:
             return None
         key_owner = self._roster.rank_of(str(frames[0].get("User-Id")).encode())
-        belongs = envelope.sender == key_owner and envelope.generation == self._generation and len(frames) == 2
+        belongs = (
+            envelope.sender == key_owner
+            and envelope.generation == self._generation
+            and len(frames) == 2
+        )
         return envelope if belongs else None

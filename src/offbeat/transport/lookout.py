@@ -1,4 +1,6 @@
-"""Tells when collectives under way are over, while their rank does something else: a thread looks now and then."""
+"""Tells when collectives under way are over, while their rank does something else: a thread looks
+now and then.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _Watched: TypeAlias = tuple[Sequence[Pending[Any]], Callable[[float], None]]
 
 
 class Lookout:
-    """Watches collectives. Its thread lives from the first one until all are over, or until `stop`."""
+    """Watches collectives. Its thread lives from the first one until all are over, or
+    until `stop`.
+    """
 
     def __init__(self) -> None:
         self._watched: list[_Watched] = []
@@ -26,7 +30,9 @@ class Lookout:
         self._thread: threading.Thread | None = None
 
     def watch(self, pending: Sequence[Pending[Any]], over: Callable[[float], None]) -> None:
-        """Call `over` once, on any thread, with the monotonic time at which all of `pending` were seen to be over."""
+        """Call `over` once, on any thread, with the monotonic time at which all of `pending` were
+        seen to be over.
+        """
         with self._lock:
             self._watched.append((pending, over))
         if not self.look():
@@ -34,7 +40,9 @@ class Lookout:
         with self._lock:
             if self._watched and not self._runs:
                 self._runs = True
-                self._thread = threading.Thread(target=self._run, name="offbeat-lookout", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="offbeat-lookout", daemon=True
+                )
                 self._thread.start()
 
     def look(self) -> bool:

@@ -1,13 +1,15 @@
-"""One rank's connections to all others and what it knows of them. Never blocks, knows no threads; `peers` adds both.
+"""One rank's connections to all others and what it knows of them. Never blocks, knows no threads;
+`peers` adds both.
 
-Every rank binds one PULL socket and connects one PUSH socket to each other rank: O(P) sockets a rank, O(P^2) connections in
-all. A connected peer takes about 5 file descriptors, so beyond some 200 ranks the usual limit of 1024 (`ulimit -n`) has to
-be raised. ZeroMQ's I/O threads move the bytes and answer heartbeats while Python computes, so a busy rank is never taken
-for a dead one.
+Every rank binds one PULL socket and connects one PUSH socket to each other rank: O(P) sockets a
+rank, O(P^2) connections in all. A connected peer takes about 5 file descriptors, so beyond some 200
+ranks the usual limit of 1024 (`ulimit -n`) has to be raised. ZeroMQ's I/O threads move the bytes
+and answer heartbeats while Python computes, so a busy rank is never taken for a dead one.
 
-A rank is dead when its connection was lost and did not come back within the grace period, when it aborted, or when messages
-were lost on a connection that broke. Sending and receiving use a ZeroMQ context each, because ending a context is the only
-way to learn that its last message has left, and the listening socket has to outlive that moment: peers watch it.
+A rank is dead when its connection was lost and did not come back within the grace period, when it
+aborted, or when messages were lost on a connection that broke. Sending and receiving use a ZeroMQ
+context each, because ending a context is the only way to learn that its last message has left, and
+the listening socket has to outlive that moment: peers watch it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,16 @@ class Mesh:
         watch_all: whether any rank's death dooms every receive, or only those from it.
     """
 
-    def __init__(self, rank: int, world_size: int, *, address: str, secret: bytes, generation: int, limits: PeerLimits) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        address: str,
+        secret: bytes,
+        generation: int,
+        limits: PeerLimits,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.watch_all = True
@@ -68,7 +79,9 @@ class Mesh:
         self._next_watch_s = 0.0
 
     def connect(self, endpoints: Sequence[str]) -> None:
-        """Connect to every rank's endpoint but one's own. Raises `ConfigError` for a malformed one, or the second time."""
+        """Connect to every rank's endpoint but one's own. Raises `ConfigError` for a malformed one,
+        or the second time.
+        """
         if self._links:
             raise ConfigError("connect was called twice; make a new Peers for a new membership")
         for peer, endpoint in enumerate(endpoints):
@@ -87,25 +100,33 @@ class Mesh:
     def send(self, peer: int, channel: int, payload: Payload) -> None:
         """Queue a message; one to a rank that no longer reads is dropped."""
         if peer not in self._links:
-            raise ConfigError("a message was sent before connect was called; call it with every rank's endpoint")
+            raise ConfigError(
+                "a message was sent before connect was called; call it with every rank's endpoint"
+            )
         if self._listens(peer):
             self._links[peer].send(Kind.DATA, channel, payload)
 
     def abort(self, reason: str, blame: int | None) -> None:
         """Tell everyone that this rank failed."""
-        note = _BLAME.pack(_NOBODY if blame is None else blame) + reason.encode()[:_MAX_REASON_BYTES]
+        note = (
+            _BLAME.pack(_NOBODY if blame is None else blame) + reason.encode()[:_MAX_REASON_BYTES]
+        )
         for peer, link in self._links.items():
             if self._listens(peer):
                 link.send(Kind.ABORT, 0, note)
 
     def say_goodbye(self) -> None:
-        """Tell everyone that this rank sends nothing more; those that failed too, for they may be about to close."""
+        """Tell everyone that this rank sends nothing more; those that failed too, for they may be
+        about to close.
+        """
         for peer in self._links.keys() - self.left:
             self._links[peer].send(Kind.GOODBYE, 0, b"")
 
     def has_met_all(self) -> bool:
         """Whether there has been a connection to every rank that may live."""
-        return all(link.ever_connected or not self._listens(peer) for peer, link in self._links.items())
+        return all(
+            link.ever_connected or not self._listens(peer) for peer, link in self._links.items()
+        )
 
     def anyone_listens(self) -> bool:
         """Whether some rank may still read what is sent to it."""
@@ -124,7 +145,9 @@ class Mesh:
             for control, payload in self.inbox.put(*message):
                 self._heed(control, payload)
         for sender in self.inbox.senders_with_gaps():
-            self.failures.setdefault(sender, "lost messages: its connection broke and came back without them")
+            self.failures.setdefault(
+                sender, "lost messages: its connection broke and came back without them"
+            )
         if watch:
             for peer, link in self._links.items():
                 if self._listens(peer) and (obituary := link.obituary(now_s)):
@@ -134,14 +157,21 @@ class Mesh:
         """Why a message that is not here will never come; None when it may."""
         failed = next(iter(self.failures), peer) if self.watch_all else peer
         if failed in self.failures:
-            return PeerError(f"rank {failed} {self.failures[failed]} ({self.wait_of(peer, channel)})", rank=failed)
+            return PeerError(
+                f"rank {failed} {self.failures[failed]} ({self.wait_of(peer, channel)})",
+                rank=failed,
+            )
         if peer in self.left:
-            return PeerError(f"rank {peer} finished and closed its connections ({self.wait_of(peer, channel)})", rank=peer)
+            return PeerError(
+                f"rank {peer} finished and closed its connections ({self.wait_of(peer, channel)})",
+                rank=peer,
+            )
         if (ahead := self.inbox.exchange_ahead(peer, channel)) is not None:
             stream, exchange = split_channel(channel)
             return MismatchError(
-                f"rank {peer} is already at exchange {ahead} while rank {self.rank} waits at {exchange} (stream {stream}): "
-                "the ranks ran a different number of backward passes or steps"
+                f"rank {peer} is already at exchange {ahead} while rank {self.rank} waits at"
+                f" {exchange} (stream {stream}): the ranks ran a different number of backward"
+                " passes or steps"
             )
         return None
 
@@ -149,21 +179,30 @@ class Mesh:
         """That one of `peers` will send nothing more; None when all may."""
         for peer in sorted(peers & (self.failures.keys() | self.left)):
             why = self.failures.get(peer, "finished and closed its connections")
-            return PeerError(f"rank {peer} {why} (rank {self.rank} waited for anybody's message)", rank=peer)
+            return PeerError(
+                f"rank {peer} {why} (rank {self.rank} waited for anybody's message)", rank=peer
+            )
         return None
 
     def lost(self) -> frozenset[int]:
-        """The ranks whose connection is gone without a word: those that failed and said so live on, as those that left do."""
+        """The ranks whose connection is gone without a word: those that failed and said so live on,
+        as those that left do.
+        """
         gone = {peer for peer, link in self._links.items() if link.is_gone}
         return frozenset(gone - self.left - self._aborted)
 
     def wait_of(self, peer: int, channel: int) -> str:
         """What a receive of `peer`'s message on `channel` waits for, in words."""
         stream, exchange = split_channel(channel)
-        return f"rank {self.rank} waited for rank {peer}'s message of exchange {exchange}, stream {stream}"
+        return (
+            f"rank {self.rank} waited for rank {peer}'s message of exchange {exchange}, stream"
+            f" {stream}"
+        )
 
     def close(self) -> None:
-        """Deliver what was sent to those who still read (within the time to linger) and end every thread."""
+        """Deliver what was sent to those who still read (within the time to linger) and end every
+        thread.
+        """
         now_s = time.monotonic()
         for peer, link in self._links.items():
             link.watch(now_s)
@@ -180,7 +219,11 @@ class Mesh:
         elif envelope.kind == Kind.ABORT and len(payload) >= _BLAME.size:
             (blamed,) = _BLAME.unpack_from(payload)
             reason = bytes(payload[_BLAME.size :]).decode(errors="replace")
-            if self.watch_all and 0 <= blamed < self.world_size and blamed not in (self.rank, envelope.sender):
+            if (
+                self.watch_all
+                and 0 <= blamed < self.world_size
+                and blamed not in (self.rank, envelope.sender)
+            ):
                 self.failures.setdefault(blamed, f"failed, says rank {envelope.sender}: {reason}")
             self._aborted.add(envelope.sender)
             self.failures.setdefault(envelope.sender, f"aborted: {reason}")

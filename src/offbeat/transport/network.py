@@ -1,7 +1,9 @@
-"""What a rank needs to open meshes later, without asking the other ranks together: the store, its address and the secret.
+"""What a rank needs to open meshes later, without asking the other ranks together: the store, its
+address and the secret.
 
-The store is the one that torch.distributed met through, under a prefix that belongs to this session alone. Where that prefix
-is, the founders leave in the store itself, so that a worker that comes later can find it.
+The store is the one that torch.distributed met through, under a prefix that belongs to this session
+alone. Where that prefix is, the founders leave in the store itself, so that a worker that comes
+later can find it.
 """
 
 from __future__ import annotations
@@ -22,8 +24,16 @@ from offbeat.transport.peers import Peers
 OVER_KEY = "over"
 """Set in a network's store when its run has ended."""
 
-MESH_LIMITS = PeerLimits(grace_s=1.0, heartbeat_interval_s=1.0, heartbeat_timeout_s=10.0, connect_timeout_s=15.0, linger_s=1.0)
-"""For meshes that a death does not end: what is lost by holding a living rank dead is a generation, not the run."""
+MESH_LIMITS = PeerLimits(
+    grace_s=1.0,
+    heartbeat_interval_s=1.0,
+    heartbeat_timeout_s=10.0,
+    connect_timeout_s=15.0,
+    linger_s=1.0,
+)
+"""For meshes that a death does not end: what is lost by holding a living rank dead is a generation,
+not the run.
+"""
 
 STORE_TIMEOUT_S = 10.0
 """How long connecting to the store may take."""
@@ -39,7 +49,8 @@ class Network:
     """A session's own part of the store, and what it takes to listen and be known.
 
     Attributes:
-        store: under this session's prefix. Its connection may be shared with others; see `own_store`.
+        store: under this session's prefix. Its connection may be shared with others; see
+            `own_store`.
         rank: this process's. One that came later may have any rank >= 0.
         world_size: number of ranks when the session was founded.
         address: numeric address of this host that the others can route to.
@@ -52,8 +63,11 @@ class Network:
     address: str
     secret: bytes
 
-    def open(self, *, generation: int, position: int, size: int, limits: PeerLimits = MESH_LIMITS) -> Peers:
-        """A mesh of one generation that listens and is not connected yet. A size of 1 has no links, but is no special case.
+    def open(
+        self, *, generation: int, position: int, size: int, limits: PeerLimits = MESH_LIMITS
+    ) -> Peers:
+        """A mesh of one generation that listens and is not connected yet. A size of 1 has no links,
+        but is no special case.
 
         Args:
             generation: number of the membership, 0 <= generation < 2**32.
@@ -61,15 +75,23 @@ class Network:
             size: number of members.
             limits: the same at every member.
         """
-        peers = Peers(position, size, address=self.address, secret=self.secret, generation=generation, limits=limits)
+        peers = Peers(
+            position,
+            size,
+            address=self.address,
+            secret=self.secret,
+            generation=generation,
+            limits=limits,
+        )
         peers.watch_all = False
         return peers
 
     def own_store(self) -> Store:
-        """The same store over a new connection, so that no other thread's wait for a key holds it up.
+        """The same store over a new connection, so that no other thread's wait for a key holds it
+        up.
 
-        Made when it is needed, since torch looks up the name of the store's host for each connection, which takes seconds where
-        name servers are slow.
+        Made when it is needed, since torch looks up the name of the store's host for each
+        connection, which takes seconds where name servers are slow.
 
         Raises:
             PeerError: the store does not answer.
@@ -77,20 +99,31 @@ class Network:
         if not isinstance(bottom_of(self.store), TCPStore):
             return self.store
         try:
-            mine: Store = self.store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+            # missing in torch's stubs
+            mine: Store = self.store.clone()  # type: ignore[attr-defined]
         except RuntimeError as error:
-            raise PeerError(f"the run's store does not answer ({error}); has the process that serves it ended?") from error
+            raise PeerError(
+                f"the run's store does not answer ({error}); has the process that serves it ended?"
+            ) from error
         mine.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
         return mine
 
     def renewed_store(self) -> Store | None:
-        """As `own_store`, after a connection was lost; None, soon and quietly, while nobody listens there."""
+        """As `own_store`, after a connection was lost; None, soon and quietly, while nobody listens
+        there.
+        """
         bottom = bottom_of(self.store)
-        return self.own_store() if isinstance(bottom, TCPStore) and _listens(bottom.host, bottom.port) else None
+        return (
+            self.own_store()
+            if isinstance(bottom, TCPStore) and _listens(bottom.host, bottom.port)
+            else None
+        )
 
 
 def store_of(network: Network | None) -> Store:
-    """A store that a session's ranks share, over a connection of its own; in a world of one that nobody launched, a new one."""
+    """A store that a session's ranks share, over a connection of its own; in a world of one that
+    nobody launched, a new one.
+    """
     return HashStore() if network is None else network.own_store()
 
 
@@ -101,8 +134,11 @@ def bottom_of(store: Store) -> Store:
     return store
 
 
-def founded_network(store: Store, *, token: str, rank: int, world_size: int, address: str, secret: bytes) -> Network:
-    """The network of a session whose ranks agreed on `token`; rank 0 leaves its card for those who come later.
+def founded_network(
+    store: Store, *, token: str, rank: int, world_size: int, address: str, secret: bytes
+) -> Network:
+    """The network of a session whose ranks agreed on `token`; rank 0 leaves its card for those who
+    come later.
 
     Args:
         store: any view of the store that all ranks use.
@@ -115,9 +151,20 @@ def founded_network(store: Store, *, token: str, rank: int, world_size: int, add
     bottom = bottom_of(store)
     derived = _derived(secret, token)
     if rank == 0:
-        card = {"version": _CARD_VERSION, "token": token, "world_size": world_size, "proof": _proof(derived)}
+        card = {
+            "version": _CARD_VERSION,
+            "token": token,
+            "world_size": world_size,
+            "proof": _proof(derived),
+        }
         bottom.set(_CARD_KEY, json.dumps(card))
-    return Network(store=_part_of(bottom, token), rank=rank, world_size=world_size, address=address, secret=derived)
+    return Network(
+        store=_part_of(bottom, token),
+        rank=rank,
+        world_size=world_size,
+        address=address,
+        secret=derived,
+    )
 
 
 def found_network(store: Store, *, rank: int, address: str, secret: bytes) -> Network:
@@ -129,37 +176,51 @@ def found_network(store: Store, *, rank: int, address: str, secret: bytes) -> Ne
     """
     if not store.check([_CARD_KEY]):
         raise ConfigError(
-            "this worker was told to join a run under way, but none has begun with this store; start it without "
-            "OFFBEAT_RETURN, or wait until the others have attached"
+            "this worker was told to join a run under way, but none has begun with this store;"
+            " start it without OFFBEAT_RETURN, or wait until the others have attached"
         )
     token, world_size, proof = _read_card(store.get(_CARD_KEY))
     derived = _derived(secret, token)
     if not hmac.compare_digest(proof, _proof(derived)):
         raise ConfigError(
-            "OFFBEAT_RUN_SECRET is not the secret of the run that this worker is to join; the run was started with "
-            "another one, or with none, and then nobody can join later"
+            "OFFBEAT_RUN_SECRET is not the secret of the run that this worker is to join; the run"
+            " was started with another one, or with none, and then nobody can join later"
         )
     part = _part_of(store, token)
     if part.check([OVER_KEY]):
-        raise ConfigError("the run that this worker is to join has ended; start a new one without OFFBEAT_RETURN")
+        raise ConfigError(
+            "the run that this worker is to join has ended; start a new one without OFFBEAT_RETURN"
+        )
     return Network(store=part, rank=rank, world_size=world_size, address=address, secret=derived)
 
 
 def store_client(host: str, port: int) -> Store:
-    """A connection to the TCPStore at `host` and `port`. Raises `ConfigError`, within seconds, when there is none."""
+    """A connection to the TCPStore at `host` and `port`. Raises `ConfigError`, within seconds, when
+    there is none.
+    """
     if _listens(host, port):
         try:
-            return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
+            return TCPStore(
+                host,
+                port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=STORE_TIMEOUT_S),
+            )
         except RuntimeError as error:
-            raise ConfigError(f"what listens at {host} port {port} is no store of torch.distributed: {error}") from error
+            raise ConfigError(
+                f"what listens at {host} port {port} is no store of torch.distributed: {error}"
+            ) from error
     raise ConfigError(
-        f"no store answers at {host} port {port} (MASTER_ADDR and MASTER_PORT); it ends with the process that serves it, which "
-        "is the launcher's or rank 0's: is the run still going?"
+        f"no store answers at {host} port {port} (MASTER_ADDR and MASTER_PORT); it ends with the"
+        " process that serves it, which is the launcher's or rank 0's: is the run still going?"
     )
 
 
 def _listens(host: str, port: int) -> bool:
-    """Whether somebody accepts connections there; torch's own attempt retries and complains on standard error."""
+    """Whether somebody accepts connections there; torch's own attempt retries and complains on
+    standard error.
+    """
     try:
         socket.create_connection((host, port), timeout=STORE_TIMEOUT_S).close()
     except OSError:
@@ -175,7 +236,10 @@ def _read_card(raw: bytes) -> tuple[str, int, str]:
     try:
         card = json.loads(raw)
         if card["version"] != _CARD_VERSION:
-            raise WireError(f"the run's card in the store has version {card['version']}, this program reads {_CARD_VERSION}")
+            raise WireError(
+                f"the run's card in the store has version {card['version']}, this program reads"
+                f" {_CARD_VERSION}"
+            )
         return str(card["token"]), int(card["world_size"]), str(card["proof"])
     except (ValueError, KeyError, TypeError) as error:
         raise WireError(f"the run's card in the store is damaged: {raw[:80]!r}") from error

@@ -1,7 +1,9 @@
-"""The operations that a collective may yield. This vocabulary is the seam between protocols and networks.
+"""The operations that a collective may yield. This vocabulary is the seam between protocols and
+networks.
 
-A collective is a generator: it yields operations, receives their results, and returns its own. It never blocks, sleeps or
-names a backend, so the same generator trains over sockets, is tested under a virtual clock and is simulated.
+A collective is a generator: it yields operations, receives their results, and returns its own. It
+never blocks, sleeps or names a backend, so the same generator trains over sockets, is tested under
+a virtual clock and is simulated.
 
     def swap(peer: int, mine: Payload) -> Collective[Payload]:
         yield Send(peer, mine)
@@ -35,10 +37,11 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Wait for the next message from rank `peer` on this channel. Result: its payload (`bytes` or `memoryview`).
+    """Wait for the next message from rank `peer` on this channel. Result: its payload (`bytes` or
+    `memoryview`).
 
-    With `timeout_s`, raises `PeerTimeoutError` into the collective once that long has passed; the message is not lost and
-    a later `Recv` may take it.
+    With `timeout_s`, raises `PeerTimeoutError` into the collective once that long has passed; the
+    message is not lost and a later `Recv` may take it.
     """
 
     peer: int
@@ -47,11 +50,14 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class RecvAny:
-    """Wait for the next message on this channel from any of `peers`. Result: a pair (rank, payload).
+    """Wait for the next message on this channel from any of `peers`. Result: a pair (rank,
+    payload).
 
-    A rank that names itself among `peers` also waits for what it posts to itself, so one receive can wait for the network
-    and for another thread. Raises, into the collective, `PeerError` naming a rank of `peers` that is dead or has left once
-    nothing is there to be taken, whether or not others still may send: leave it out and go on. Raises `PeerTimeoutError` as
+    A rank that names itself among `peers` also waits for what it posts to itself, so one receive
+    can wait for the network and for another thread. Raises, into the collective, `PeerError` naming
+    a rank of `peers` that is dead or has left once
+    nothing is there to be taken, whether or not others still may send: leave it out and go on.
+    Raises `PeerTimeoutError` as
     `Recv` does. No one else may receive on this channel with `Recv`.
     """
 
@@ -61,14 +67,18 @@ class RecvAny:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Leave `payload` for this rank's own `RecvAny` on this channel: an event, not traffic. Result: None."""
+    """Leave `payload` for this rank's own `RecvAny` on this channel: an event, not traffic. Result:
+    None.
+    """
 
     payload: Payload
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Replace `tensor` (contiguous, any numeric dtype) by its sum over all ranks, in place. Result: the tensor."""
+    """Replace `tensor` (contiguous, any numeric dtype) by its sum over all ranks, in place. Result:
+    the tensor.
+    """
 
     tensor: torch.Tensor
 
@@ -83,10 +93,12 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """Give `payload` to every rank. Result: a list of every rank's payload, by rank. Lengths may differ.
+    """Give `payload` to every rank. Result: a list of every rank's payload, by rank. Lengths may
+    differ.
 
-    For control (comparing configurations, agreeing on a plan), where the driver's own dense collective serves. Sparse
-    collectives use `collectives.gather`, which is made of `Send` and `Recv`.
+    For control (comparing configurations, agreeing on a plan), where the driver's own dense
+    collective serves. Sparse collectives use `collectives.gather`, which is made of `Send` and
+    `Recv`.
     """
 
     payload: Payload
@@ -104,7 +116,9 @@ class Now:
     """Result: the driver's monotonic clock, in seconds (virtual under the virtual driver)."""
 
 
-Operation: TypeAlias = Send | Recv | RecvAny | Post | AllReduce | Broadcast | AllGather | Sleep | Now
+Operation: TypeAlias = (
+    Send | Recv | RecvAny | Post | AllReduce | Broadcast | AllGather | Sleep | Now
+)
 
 Collective: TypeAlias = Generator[Operation, Any, T]
 """A protocol in progress that will return a `T`."""

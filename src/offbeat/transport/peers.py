@@ -1,6 +1,7 @@
 """The peers driver: messages from rank to rank over ZeroMQ, encrypted, each rank known by its key.
 
-How ranks are connected and who counts as dead is in `mesh` and `link`, who is let in at all in `keys` and `listener`.
+How ranks are connected and who counts as dead is in `mesh` and `link`, who is let in at all in
+`keys` and `listener`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ T = TypeVar("T")
 
 
 class Peers(Driver):
-    """Carries out `Send`, `Recv`, `RecvAny`, `Post`, `Sleep` and `Now` between the ranks of one run.
+    """Carries out `Send`, `Recv`, `RecvAny`, `Post`, `Sleep` and `Now` between the ranks of one
+    run.
 
-    Any thread may use it. Where several wait, one of them polls the sockets for all, without holding the lock. It does not
-    survive a fork.
+    Any thread may use it. Where several wait, one of them polls the sockets for all, without
+    holding the lock. It does not survive a fork.
 
     Attributes:
         endpoint: where this rank listens, "tcp://address:port"; the others' `connect` needs it.
-        lost: once closed, the ranks whose connection was gone then, without a goodbye and without a word of failure.
+        lost: once closed, the ranks whose connection was gone then, without a goodbye and without a
+            word of failure.
     """
 
     def __init__(
@@ -49,7 +52,8 @@ class Peers(Driver):
         Args:
             rank: this rank, 0 <= rank < world_size.
             world_size: number of ranks.
-            address: numeric address of this host that the other ranks can route to (see `interface.listen_address`).
+            address: numeric address of this host that the other ranks can route to (see
+                `interface.listen_address`).
             secret: the run's secret, 16 bytes or more, the same on every rank.
             generation: number of the membership, 0 <= generation < 2**32, the same on every rank.
             limits: the same on every rank.
@@ -58,29 +62,41 @@ class Peers(Driver):
             ConfigError: a bad rank, secret or address.
         """
         if not 0 <= rank < world_size:
-            raise ConfigError(f"rank is {rank}, allowed is 0 to {world_size - 1} in a world of {world_size}")
+            raise ConfigError(
+                f"rank is {rank}, allowed is 0 to {world_size - 1} in a world of {world_size}"
+            )
         self.rank = rank
         self.world_size = world_size
         self._limits = limits if limits is not None else PeerLimits()
-        self._mesh = Mesh(rank, world_size, address=address, secret=secret, generation=generation, limits=self._limits)
+        self._mesh = Mesh(
+            rank,
+            world_size,
+            address=address,
+            secret=secret,
+            generation=generation,
+            limits=self._limits,
+        )
         self.endpoint = self._mesh.listener.endpoint
         self.lost: frozenset[int] = frozenset()
         self._news = threading.Condition(threading.Lock())
-        # the thread that polls is the only one to touch the mesh's receiving side, though it does not hold the lock
+        # the thread that polls is the only one to touch the mesh's receiving side, though it does
+        # not hold the lock
         self._somebody_polls = False
         self._closed = False
 
     @property
     def foreign_messages(self) -> int:
-        """Messages dropped: malformed, of another generation, or not of the rank whose key they came with."""
+        """Messages dropped: malformed, of another generation, or not of the rank whose key they
+        came with.
+        """
         return self._mesh.listener.num_foreign
 
     @property
     def watch_all(self) -> bool:
         """Whether any rank's death fails every receive that is not already answered; the default.
 
-        A synchronous protocol cannot go on without anyone. Where it can, set this to False: only receives from the dead
-        rank fail then.
+        A synchronous protocol cannot go on without anyone. Where it can, set this to False: only
+        receives from the dead rank fail then.
         """
         return self._mesh.watch_all
 
@@ -98,7 +114,10 @@ class Peers(Driver):
             ConfigError: not one well-formed endpoint for each rank, or connected before.
         """
         if len(endpoints) != self.world_size:
-            raise ConfigError(f"got {len(endpoints)} endpoints for a world of {self.world_size}; give every rank's, by rank")
+            raise ConfigError(
+                f"got {len(endpoints)} endpoints for a world of {self.world_size}; give every"
+                " rank's, by rank"
+            )
         with self._news:
             self._check_open()
             self._mesh.connect(endpoints)
@@ -110,12 +129,18 @@ class Peers(Driver):
                 return Finished()
             case Recv(peer, timeout_s):
                 self._check_peer(peer)
-                return _Receipt(partial(self.answered, peer, channel), partial(self.receive, peer, channel), timeout_s)
+                return _Receipt(
+                    partial(self.answered, peer, channel),
+                    partial(self.receive, peer, channel),
+                    timeout_s,
+                )
             case RecvAny(peers, timeout_s):
                 for peer in peers - {self.rank}:
                     self._check_peer(peer)
                 return _Receipt(
-                    partial(self.answered_by_any, peers, channel), partial(self.receive_any, peers, channel), timeout_s
+                    partial(self.answered_by_any, peers, channel),
+                    partial(self.receive_any, peers, channel),
+                    timeout_s,
                 )
             case Post(payload):
                 self._post(payload, channel)
@@ -126,16 +151,20 @@ class Peers(Driver):
                 return Finished(time.monotonic())
             case _:
                 raise UnsupportedError(
-                    f"the peers driver got {type(operation).__name__}, it performs messages, Sleep and Now; "
-                    "give dense collectives to the c10d driver"
+                    f"the peers driver got {type(operation).__name__}, it performs messages, Sleep"
+                    " and Now; give dense collectives to the c10d driver"
                 )
 
     def dead(self) -> dict[int, str]:
-        """The ranks known to be dead and why, in the order in which this rank learnt of it. Never blocks."""
+        """The ranks known to be dead and why, in the order in which this rank learnt of it. Never
+        blocks.
+        """
         return self.wait_for_death(0)
 
     def wait_for_death(self, timeout_s: float) -> dict[int, str]:
-        """As `dead`, but waits for up to `timeout_s` for somebody to be dead: for another driver that asks whom to blame."""
+        """As `dead`, but waits for up to `timeout_s` for somebody to be dead: for another driver
+        that asks whom to blame.
+        """
         deadline_s = time.monotonic() + timeout_s
         with self._news:
             while True:
@@ -146,11 +175,15 @@ class Peers(Driver):
                 self._wait_for_news(remaining_s)
 
     def await_connections(self, timeout_s: float) -> None:
-        """Return once every rank has been met, or after `timeout_s`. A connection that is lost afterwards tells of a death."""
+        """Return once every rank has been met, or after `timeout_s`. A connection that is lost
+        afterwards tells of a death.
+        """
         deadline_s = time.monotonic() + timeout_s
         with self._news:
             self._look_around()
-            while not self._mesh.has_met_all() and (remaining_s := deadline_s - time.monotonic()) > 0:
+            while (
+                not self._mesh.has_met_all() and (remaining_s := deadline_s - time.monotonic()) > 0
+            ):
                 self._wait_for_news(remaining_s)
                 self._look_around()
 
@@ -164,18 +197,22 @@ class Peers(Driver):
         return frozenset([*self.dead(), *self.left()])
 
     def abort(self, reason: str, *, blame: int | None = None) -> None:
-        """Tell every peer that this rank failed, so that their receives raise `PeerError` instead of waiting.
+        """Tell every peer that this rank failed, so that their receives raise `PeerError` instead
+        of waiting.
 
         Args:
             reason: what happened; the peers' errors repeat it.
-            blame: the rank at the root of it, when it is not this one; the peers' errors name that rank.
+            blame: the rank at the root of it, when it is not this one; the peers' errors name that
+                rank.
         """
         with self._news:
             if not self._closed:
                 self._mesh.abort(reason, blame)
 
     def close(self) -> None:
-        """Say goodbye, deliver what was sent (for up to `limits.linger_s`), and end every thread. Idempotent."""
+        """Say goodbye, deliver what was sent (for up to `limits.linger_s`), and end every thread.
+        Idempotent.
+        """
         with self._news:
             if self._closed:
                 return
@@ -186,7 +223,9 @@ class Peers(Driver):
             self._mesh.say_goodbye()
             # those who leave at the same moment read no more, so nothing has to linger for them
             deadline_s = time.monotonic() + WATCH_INTERVAL_S
-            while self._mesh.anyone_listens() and (remaining_s := deadline_s - time.monotonic()) > 0:
+            while (
+                self._mesh.anyone_listens() and (remaining_s := deadline_s - time.monotonic()) > 0
+            ):
                 self._mesh.listener.wait(remaining_s)
                 self._mesh.look_around()
             self.lost = self._mesh.lost()
@@ -198,10 +237,14 @@ class Peers(Driver):
             if self._closed:
                 return True
             self._look_around()
-            return self._mesh.inbox.has(peer, channel) or self._mesh.verdict(peer, channel) is not None
+            return (
+                self._mesh.inbox.has(peer, channel) or self._mesh.verdict(peer, channel) is not None
+            )
 
     def receive(self, peer: int, channel: int, deadline_s: float) -> Payload:
-        """The next message of `peer` on `channel`, waited for until `deadline_s` of the monotonic clock."""
+        """The next message of `peer` on `channel`, waited for until `deadline_s` of the monotonic
+        clock.
+        """
         mesh = self._mesh
         with self._news:
             while True:
@@ -212,7 +255,9 @@ class Peers(Driver):
                     raise verdict
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0:
-                    raise PeerTimeoutError(f"the time limit passed while {mesh.wait_of(peer, channel)}", rank=peer)
+                    raise PeerTimeoutError(
+                        f"the time limit passed while {mesh.wait_of(peer, channel)}", rank=peer
+                    )
                 self._wait_for_news(remaining_s)
 
     def answered_by_any(self, peers: frozenset[int], channel: int) -> bool:
@@ -221,10 +266,17 @@ class Peers(Driver):
             if self._closed:
                 return True
             self._look_around()
-            return self._mesh.inbox.first_of(peers, channel) is not None or self._mesh.obituary(peers) is not None
+            return (
+                self._mesh.inbox.first_of(peers, channel) is not None
+                or self._mesh.obituary(peers) is not None
+            )
 
-    def receive_any(self, peers: frozenset[int], channel: int, deadline_s: float) -> tuple[int, Payload]:
-        """The next message of any of `peers` on `channel`, waited for until `deadline_s` of the monotonic clock."""
+    def receive_any(
+        self, peers: frozenset[int], channel: int, deadline_s: float
+    ) -> tuple[int, Payload]:
+        """The next message of any of `peers` on `channel`, waited for until `deadline_s` of the
+        monotonic clock.
+        """
         mesh = self._mesh
         with self._news:
             while True:
@@ -235,7 +287,9 @@ class Peers(Driver):
                     raise obituary
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0:
-                    raise PeerTimeoutError(f"the time limit passed while rank {self.rank} waited for anybody's message")
+                    raise PeerTimeoutError(
+                        f"the time limit passed while rank {self.rank} waited for anybody's message"
+                    )
                 self._wait_for_news(remaining_s)
 
     def _post(self, payload: Payload, channel: int) -> None:
@@ -251,8 +305,9 @@ class Peers(Driver):
         num_bytes = memoryview(operation.payload).nbytes
         if num_bytes > self._limits.max_message_bytes:
             raise ConfigError(
-                f"a message to rank {operation.peer} has {num_bytes} bytes, allowed are {self._limits.max_message_bytes}; use "
-                "smaller buckets, or raise PeerLimits.max_message_bytes on every rank"
+                f"a message to rank {operation.peer} has {num_bytes} bytes, allowed are"
+                f" {self._limits.max_message_bytes}; use smaller buckets, or raise"
+                " PeerLimits.max_message_bytes on every rank"
             )
         with self._news:
             self._check_open()
@@ -261,13 +316,16 @@ class Peers(Driver):
     def _check_peer(self, peer: int) -> None:
         if not 0 <= peer < self.world_size or peer == self.rank:
             raise ConfigError(
-                f"rank {self.rank} was to exchange a message with rank {peer}; allowed are the other ranks of a world of "
-                f"{self.world_size}"
+                f"rank {self.rank} was to exchange a message with rank {peer}; allowed are the"
+                f" other ranks of a world of {self.world_size}"
             )
 
     def _check_open(self) -> None:
         if self._closed:
-            raise PeerError(f"rank {self.rank} has closed its connections; nothing can be sent or received any more")
+            raise PeerError(
+                f"rank {self.rank} has closed its connections; nothing can be sent or received any"
+                " more"
+            )
 
     def _look_around(self) -> None:
         """With the lock: take in what is new, unless another thread is about to."""
@@ -294,7 +352,9 @@ class Peers(Driver):
 class _Receipt(Generic[T]):
     """A receive under way: `answered` tells whether `take` would return or raise at once."""
 
-    def __init__(self, answered: Callable[[], bool], take: Callable[[float], T], timeout_s: float | None) -> None:
+    def __init__(
+        self, answered: Callable[[], bool], take: Callable[[float], T], timeout_s: float | None
+    ) -> None:
         self._answered = answered
         self._take = take
         self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s

@@ -1,7 +1,8 @@
-"""One driver made of two: dense collectives go through torch.distributed, messages between two ranks through ZeroMQ.
+"""One driver made of two: dense collectives go through torch.distributed, messages between two
+ranks through ZeroMQ.
 
-gloo knows that a connection broke but not whose death broke it; the ZeroMQ side knows who died but carries no dense
-collective. Here the one's failure gets the other's explanation.
+gloo knows that a connection broke but not whose death broke it; the ZeroMQ side knows who died but
+carries no dense collective. Here the one's failure gets the other's explanation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ class Routed(Driver):
     `on_lost` is told, at the end, with which ranks the connection was lost.
     """
 
-    def __init__(self, dense: C10d, messages: Peers, *, on_lost: Callable[[frozenset[int]], None] = lambda peers: None) -> None:
+    def __init__(
+        self,
+        dense: C10d,
+        messages: Peers,
+        *,
+        on_lost: Callable[[frozenset[int]], None] = lambda peers: None,
+    ) -> None:
         self.rank = dense.rank
         self.world_size = dense.world_size
         self._dense = dense
@@ -71,9 +78,15 @@ class _Blaming:
 
 
 def _blame(error: PeerError, messages: Peers) -> PeerError:
-    """The error of a broken dense collective, with the name of the rank that broke it, if that can be learnt."""
-    gone = messages.wait_for_death(BLAME_TIMEOUT_S) or dict.fromkeys(messages.left(), "finished and closed its connections")
+    """The error of a broken dense collective, with the name of the rank that broke it, if that can
+    be learnt.
+    """
+    gone = messages.wait_for_death(BLAME_TIMEOUT_S) or dict.fromkeys(
+        messages.left(), "finished and closed its connections"
+    )
     if not gone:
         return error
     rank, reason = next(iter(gone.items()))
-    return PeerError(f"rank {rank} {reason} (rank {messages.rank} learnt of it by this: {error})", rank=rank)
+    return PeerError(
+        f"rank {rank} {reason} (rank {messages.rank} learnt of it by this: {error})", rank=rank
+    )

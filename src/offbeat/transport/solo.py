@@ -8,7 +8,17 @@ from queue import Empty, SimpleQueue
 
 from offbeat.errors import PeerTimeoutError, UnsupportedError
 from offbeat.transport.driver import Driver, Finished, Ticket
-from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Now, Operation, Payload, Post, RecvAny, Sleep
+from offbeat.transport.operations import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Now,
+    Operation,
+    Payload,
+    Post,
+    RecvAny,
+    Sleep,
+)
 
 
 class Solo(Driver):
@@ -37,7 +47,10 @@ class Solo(Driver):
             case RecvAny(_, timeout_s):
                 return _Posted(self._queue(channel), timeout_s)
             case _:
-                raise UnsupportedError(f"a world of one rank has no peer to {type(operation).__name__.lower()} to or from")
+                raise UnsupportedError(
+                    f"a world of one rank has no peer to {type(operation).__name__.lower()} to or"
+                    " from"
+                )
 
     def close(self) -> None:
         pass
@@ -57,8 +70,12 @@ class _Posted:
         return not self._queue.empty() or time.monotonic() >= self._deadline_s
 
     def wait(self) -> tuple[int, Payload]:
-        remaining_s = None if self._deadline_s == math.inf else max(0.0, self._deadline_s - time.monotonic())
+        remaining_s = (
+            None if self._deadline_s == math.inf else max(0.0, self._deadline_s - time.monotonic())
+        )
         try:
             return Solo.rank, self._queue.get(timeout=remaining_s)
         except Empty:
-            raise PeerTimeoutError("the time limit passed while this rank waited for what it posts to itself") from None
+            raise PeerTimeoutError(
+                "the time limit passed while this rank waited for what it posts to itself"
+            ) from None

@@ -1,12 +1,15 @@
-"""All ranks in one thread, under a virtual clock: deterministic, replayable from a seed, and never really waiting.
+"""All ranks in one thread, under a virtual clock: deterministic, replayable from a seed, and never
+really waiting.
 
-`VirtualCluster` runs one collective per rank. Whenever several ranks could go on, the seed decides who does; when none can,
-the clock jumps to the next arrival. A link passes `bytes_per_s` in each direction, one message at a time, and adds
-`latency_s`; `jitter_s` adds a random part drawn from the seed (messages between two ranks still arrive in order).
+`VirtualCluster` runs one collective per rank. Whenever several ranks could go on, the seed decides
+who does; when none can, the clock jumps to the next arrival. A link passes `bytes_per_s` in each
+direction, one message at a time, and adds `latency_s`; `jitter_s` adds a random part drawn from the
+seed (messages between two ranks still arrive in order).
 
-When nothing can ever happen again the run ends with `DeadlockError`, which says who waits for whom. A rank that raises or
-is killed is dead for the others: their receives raise `PeerError`, as they would over sockets. A rank may have several
-collectives under way, as a process has threads (`beside`), and may be stopped for a while (`freeze`).
+When nothing can ever happen again the run ends with `DeadlockError`, which says who waits for whom.
+A rank that raises or is killed is dead for the others: their receives raise `PeerError`, as they
+would over sockets. A rank may have several collectives under way, as a process has threads
+(`beside`), and may be stopped for a while (`freeze`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,14 @@ import torch
 
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.transport.driver import Driver, Pending
-from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Collective, Operation, Payload
+from offbeat.transport.operations import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Collective,
+    Operation,
+    Payload,
+)
 from offbeat.transport.virtual_driver import VirtualDriver
 
 T = TypeVar("T")
@@ -95,9 +105,14 @@ class VirtualCluster:
         self._beside: list[tuple[int, tuple[Collective[Any], int]]] = []
 
     def run(
-        self, collectives: Sequence[Collective[T]], *, channel: int = 0, wrap: Callable[[Driver], Driver] | None = None
+        self,
+        collectives: Sequence[Collective[T]],
+        *,
+        channel: int = 0,
+        wrap: Callable[[Driver], Driver] | None = None,
     ) -> list[T]:
-        """Carry out `collectives[rank]` on every rank and return their results. Raises the first error of the lowest rank.
+        """Carry out `collectives[rank]` on every rank and return their results. Raises the first
+        error of the lowest rank.
 
         Args:
             collectives: one generator a rank.
@@ -111,14 +126,27 @@ class VirtualCluster:
         return outcomes  # type: ignore[return-value]  # no exception is left
 
     def outcomes(
-        self, collectives: Sequence[Collective[T]], *, channel: int = 0, wrap: Callable[[Driver], Driver] | None = None
+        self,
+        collectives: Sequence[Collective[T]],
+        *,
+        channel: int = 0,
+        wrap: Callable[[Driver], Driver] | None = None,
     ) -> list[T | OffbeatError]:
         """Like `run`, with a rank's `OffbeatError` in the place of its result."""
         drivers = [wrap(driver) if wrap else driver for driver in self.drivers]
-        own = [Pending(driver, work, channel) for driver, work in zip(drivers, collectives, strict=True)]
-        tasks = [*enumerate(own), *((rank, Pending(drivers[rank], *work)) for rank, work in self._beside)]
+        own = [
+            Pending(driver, work, channel)
+            for driver, work in zip(drivers, collectives, strict=True)
+        ]
+        tasks = [
+            *enumerate(own),
+            *((rank, Pending(drivers[rank], *work)) for rank, work in self._beside),
+        ]
         self._beside.clear()
-        numbers = [[number for number, (its_rank, _) in enumerate(tasks) if its_rank == rank] for rank in range(len(own))]
+        numbers = [
+            [number for number, (its_rank, _) in enumerate(tasks) if its_rank == rank]
+            for rank in range(len(own))
+        ]
         ready: set[int] = set()
         unfinished = set(range(self.world_size))
         self.touch(*unfinished)
@@ -138,10 +166,14 @@ class VirtualCluster:
                 self._next_event(unfinished)
         for _, task in tasks:
             task.cancel()
-        return [self._failed[rank] if rank in self._failed else own[rank].wait() for rank in range(self.world_size)]
+        return [
+            self._failed[rank] if rank in self._failed else own[rank].wait()
+            for rank in range(self.world_size)
+        ]
 
     def beside(self, rank: int, collective: Collective[object], *, channel: int) -> None:
-        """Let `collective` go on at `rank` during the next run, beside the rank's own, as another thread would.
+        """Let `collective` go on at `rank` during the next run, beside the rank's own, as another
+        thread would.
 
         It is dropped when every rank's own is over. If it raises, the rank is dead.
         """
@@ -152,7 +184,9 @@ class VirtualCluster:
         self._fail(rank, PeerError(f"rank {rank} {reason}", rank=rank))
 
     def leave(self, rank: int) -> None:
-        """Rank `rank` has closed its connections: a `RecvAny` that waits for it fails once its last message was taken."""
+        """Rank `rank` has closed its connections: a `RecvAny` that waits for it fails once its last
+        message was taken.
+        """
         self._after_its_last_words(rank, lambda: self._miss(rank))
 
     def freeze(self, rank: int, duration_s: float) -> None:
@@ -173,7 +207,10 @@ class VirtualCluster:
             self._failed[rank] = error
             self.touch(rank)
             self._failed_at_s[rank] = self.now_s
-            self.at(self.now_s + self._death_notice_s, lambda: self._after_its_last_words(rank, lambda: self._bury(rank)))
+            self.at(
+                self.now_s + self._death_notice_s,
+                lambda: self._after_its_last_words(rank, lambda: self._bury(rank)),
+            )
 
     def _after_its_last_words(self, rank: int, tell: Callable[[], None]) -> None:
         """What a rank has sent arrives before the news that it is gone, as it does over sockets."""
@@ -199,12 +236,16 @@ class VirtualCluster:
             self.touch(rank)
 
     def touch(self, *ranks: int) -> None:
-        """Something happened to these ranks, so that some of their collectives may be able to go on, or no longer."""
+        """Something happened to these ranks, so that some of their collectives may be able to go
+        on, or no longer.
+        """
         self._touched.update(ranks)
 
     def _next_event(self, unfinished: Set[int]) -> None:
         if not self._events:
-            waits = ", ".join(f"rank {rank}: {self.drivers[rank].waiting_for}" for rank in sorted(unfinished))
+            waits = ", ".join(
+                f"rank {rank}: {self.drivers[rank].waiting_for}" for rank in sorted(unfinished)
+            )
             raise DeadlockError(f"nothing can happen any more at {self.now_s:.6f} s; {waits}")
         while self._events and not self._touched:
             self.now_s, _, happen = heapq.heappop(self._events)
@@ -262,16 +303,27 @@ class VirtualCluster:
         return self._random.choice(sorted(ranks))
 
     def dead_among(self, peers: Set[int]) -> tuple[int, str] | None:
-        """The first of `peers` known to be dead, and why; any rank's death counts where all are watched."""
-        return next(((rank, why) for rank, why in self._dead.items() if self._watch_all or rank in peers), None)
+        """The first of `peers` known to be dead, and why; any rank's death counts where all are
+        watched.
+        """
+        return next(
+            ((rank, why) for rank, why in self._dead.items() if self._watch_all or rank in peers),
+            None,
+        )
 
     def gone_among(self, peers: Set[int]) -> tuple[int, str] | None:
         """The first of `peers` that will send nothing more, and why."""
         gone = peers & (self._dead.keys() | self._left)
-        return (min(gone), self._dead.get(min(gone), "it finished and closed its connections")) if gone else None
+        return (
+            (min(gone), self._dead.get(min(gone), "it finished and closed its connections"))
+            if gone
+            else None
+        )
 
     def meet(self, rank: int, key: int, operation: Operation) -> None:
-        """Rank `rank` enters the dense collective `key`; the last one to come computes the result for all."""
+        """Rank `rank` enters the dense collective `key`; the last one to come computes the result
+        for all.
+        """
         here = self._meetings.setdefault(key, {})
         here[rank] = operation
         if len(here) == self.world_size:

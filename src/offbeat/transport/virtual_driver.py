@@ -1,4 +1,6 @@
-"""One rank of a virtual cluster: how it begins operations, and the tickets that it gets for them."""
+"""One rank of a virtual cluster: how it begins operations, and the tickets that it gets
+for them.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ class VirtualDriver(Driver):
             case Sleep(seconds):
                 return _VirtualSleep(cluster, self.rank, seconds)
             case AllReduce() | Broadcast() | AllGather():
-                # Dense collectives meet in the order in which each rank begins them, whatever their channel, as over gloo.
+                # Dense collectives meet in the order in which each rank begins them, whatever their
+                # channel, as over gloo.
                 key = self._num_meetings
                 self._num_meetings += 1
                 cluster.meet(self.rank, key, operation)
@@ -80,7 +83,14 @@ class _VirtualTimeout:
 
 
 class _VirtualReceive:
-    def __init__(self, cluster: VirtualCluster, source: int, target: int, channel: int, timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        cluster: VirtualCluster,
+        source: int,
+        target: int,
+        channel: int,
+        timeout_s: float | None,
+    ) -> None:
         self._cluster = cluster
         self._source = source
         self._target = target
@@ -88,13 +98,20 @@ class _VirtualReceive:
         self._limit = _VirtualTimeout(cluster, target, timeout_s)
 
     def done(self) -> bool:
-        return self._is_here() or self._limit.expired or self._cluster.dead_among({self._source}) is not None
+        return (
+            self._is_here()
+            or self._limit.expired
+            or self._cluster.dead_among({self._source}) is not None
+        )
 
     def wait(self) -> bytes:
         if self._is_here():
             return self._cluster.take(self._source, self._target, self._channel)
         if (death := self._cluster.dead_among({self._source})) is not None:
-            raise PeerError(f"rank {death[0]} failed while rank {self._source} was waited for: {death[1]}", rank=death[0])
+            raise PeerError(
+                f"rank {death[0]} failed while rank {self._source} was waited for: {death[1]}",
+                rank=death[0],
+            )
         assert self._limit.expired, "a virtual receive was waited for before it was done"
         raise PeerTimeoutError(f"nothing came from rank {self._source} in time", rank=self._source)
 
@@ -104,7 +121,12 @@ class _VirtualReceive:
 
 class _VirtualReceiveAny:
     def __init__(
-        self, cluster: VirtualCluster, peers: frozenset[int], target: int, channel: int, timeout_s: float | None
+        self,
+        cluster: VirtualCluster,
+        peers: frozenset[int],
+        target: int,
+        channel: int,
+        timeout_s: float | None,
     ) -> None:
         self._cluster = cluster
         self._peers = peers
@@ -113,7 +135,11 @@ class _VirtualReceiveAny:
         self._limit = _VirtualTimeout(cluster, target, timeout_s)
 
     def done(self) -> bool:
-        return bool(self._here()) or self._limit.expired or self._cluster.gone_among(self._peers) is not None
+        return (
+            bool(self._here())
+            or self._limit.expired
+            or self._cluster.gone_among(self._peers) is not None
+        )
 
     def wait(self) -> tuple[int, bytes]:
         if here := self._here():
@@ -150,7 +176,10 @@ class _VirtualMeeting:
         self._cluster, self._rank, self._key = cluster, rank, key
 
     def done(self) -> bool:
-        return self._cluster.has_met(self._key) or self._cluster.dead_among(self._everyone()) is not None
+        return (
+            self._cluster.has_met(self._key)
+            or self._cluster.dead_among(self._everyone()) is not None
+        )
 
     def wait(self) -> Any:
         if self._cluster.has_met(self._key):

@@ -1,4 +1,6 @@
-"""The cluster description: one small TOML file, read here, emulated by the lab, simulated by the virtual driver."""
+"""The cluster description: one small TOML file, read here, emulated by the lab, simulated by the
+virtual driver.
+"""
 
 from offbeat.lab.cluster.flags import from_flags
 from offbeat.lab.cluster.model import Cluster

@@ -30,12 +30,14 @@ def from_flags(
     delay: str | None = None,
     step_time: str | None = None,
 ) -> Cluster:
-    """The cluster that the command line asks for. Flags override what a file or preset says; without any it is plain.
+    """The cluster that the command line asks for. Flags override what a file or preset says;
+    without any it is plain.
 
     Args:
         cluster: name of a preset, or path of a file.
         workers: how many.
-        link: rate of every link that the file gives no own one, `1gbit`, `1gbit/0.2ms` with its latency, or `none`.
+        link: rate of every link that the file gives no own one, `1gbit`, `1gbit/0.2ms` with its
+            latency, or `none`.
         latency: one way, `0.2ms`.
         speeds: `1,1,1,0.5`, repeated in turn.
         delay: in place of all stragglers of the file; see `parse_delays`.
@@ -46,7 +48,10 @@ def from_flags(
     """
     base = Cluster() if cluster is None else _named(cluster)
     given = {"workers": workers, "speeds": speeds, "straggling": delay, "step_s": step_time}
-    values = base.fields() | {"speeds": base.speed_pattern, "link": _link_from_flags(base.link, link, latency)}
+    values = base.fields() | {
+        "speeds": base.speed_pattern,
+        "link": _link_from_flags(base.link, link, latency),
+    }
     if workers is not None:
         values["workers"] = workers
     if speeds is not None:
@@ -59,7 +64,11 @@ def from_flags(
         return Cluster(**values)
     except InvalidClusterError as error:
         field = str(error.path[0])
-        blame = f"cluster {base.name!r}" if given.get(field) is None else f"{_FLAGS[field]} {given[field]}"
+        blame = (
+            f"cluster {base.name!r}"
+            if given.get(field) is None
+            else f"{_FLAGS[field]} {given[field]}"
+        )
         raise ConfigError(f"{blame}: {error}") from None
 
 
@@ -71,7 +80,8 @@ def _named(cluster: str) -> Cluster:
     if path.suffix == ".toml" or path.name != cluster or path.exists():
         return load(path)
     raise ConfigError(
-        f"--cluster {cluster}: no such preset and no such file; presets are {', '.join(PRESETS)}{nearest(cluster, PRESETS)}"
+        f"--cluster {cluster}: no such preset and no such file; presets are"
+        f" {', '.join(PRESETS)}{nearest(cluster, PRESETS)}"
     )
 
 
@@ -81,7 +91,9 @@ def _link_from_flags(base: LinkSpec, link: str | None, latency: str | None) -> L
     if link is not None:
         asked = parse_link(link, "--link")
         if latency is not None and "latency_s" in asked.model_fields_set:
-            raise ConfigError(f"--link {link} and --latency {latency} both give a latency; leave one out")
+            raise ConfigError(
+                f"--link {link} and --latency {latency} both give a latency; leave one out"
+            )
         values |= {name: getattr(asked, name) for name in asked.model_fields_set}
     if latency is not None:
         values["latency_s"] = parse_duration(latency, "--latency")
@@ -95,4 +107,6 @@ def _parse_speeds(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--speeds is {text!r}; allowed is numbers with commas between them, such as 1,1,1,0.5") from None
+        raise ConfigError(
+            f"--speeds is {text!r}; allowed is numbers with commas between them, such as 1,1,1,0.5"
+        ) from None

@@ -1,4 +1,6 @@
-"""A cluster as a whole: how many workers, how fast each is, what connects them, who is late, what breaks when."""
+"""A cluster as a whole: how many workers, how fast each is, what connects them, who is late, what
+breaks when.
+"""
 
 from __future__ import annotations
 
@@ -36,30 +38,44 @@ class Cluster(Described):
     Attributes:
         name: for people.
         workers: how many.
-        speeds: each worker's speed, 0.001 to 1, where 1 is the fastest; fewer than workers are repeated in turn.
+        speeds: each worker's speed, 0.001 to 1, where 1 is the fastest; fewer than workers are
+            repeated in turn.
         link: what connects each worker to the others.
         links: workers with a link of their own; it stands in place of `link` as a whole.
         straggling: who is late. Delays of several entries add up.
         changes: speeds that change while training runs, sorted by time.
         faults: what breaks, sorted by time.
-        step_s: how long forward and backward take a worker of speed 1, as an accelerator would need; None where the machine
-            takes the time it takes.
+        step_s: how long forward and backward take a worker of speed 1, as an accelerator would
+            need; None where the machine takes the time it takes.
         seed: of every random draw.
 
     Raises:
         ConfigError: a value that is not allowed, or several that contradict each other.
     """
 
-    name: str = Field(default="custom", min_length=1, max_length=80, description="up to 80 printable characters")
-    workers: int = Field(default=4, strict=True, ge=1, le=MAX_WORKERS, description=f"1 to {MAX_WORKERS}")
+    name: str = Field(
+        default="custom", min_length=1, max_length=80, description="up to 80 printable characters"
+    )
+    workers: int = Field(
+        default=4, strict=True, ge=1, le=MAX_WORKERS, description=f"1 to {MAX_WORKERS}"
+    )
     speeds: tuple[Speed, ...] = Field(default=(1.0,), min_length=1, description=SPEEDS)
-    link: LinkSpec = Field(default=LinkSpec(), description='a rate, "1gbit", a rate and a latency, "1gbit/0.2ms", or a table')
+    link: LinkSpec = Field(
+        default=LinkSpec(),
+        description='a rate, "1gbit", a rate and a latency, "1gbit/0.2ms", or a table',
+    )
     links: dict[Annotated[int, Field(ge=0)], LinkSpec] = Field(
         default={}, description="a table from numbers of workers to links"
     )
-    straggling: tuple[Straggling, ...] = Field(default=(), description='text such as "2x320ms", tables, or a list of these')
-    changes: tuple[SpeedChange, ...] = Field(default=(), description="a list of tables with at, worker and speed")
-    faults: tuple[Fault, ...] = Field(default=(), description="a list of tables with at, worker and action")
+    straggling: tuple[Straggling, ...] = Field(
+        default=(), description='text such as "2x320ms", tables, or a list of these'
+    )
+    changes: tuple[SpeedChange, ...] = Field(
+        default=(), description="a list of tables with at, worker and speed"
+    )
+    faults: tuple[Fault, ...] = Field(
+        default=(), description="a list of tables with at, worker and action"
+    )
     step_s: Length | None = Field(default=None, description="more than 0, up to 1 day")
     seed: int = Field(default=0, strict=True, ge=0, le=2**32 - 1, description=f"0 to {2**32 - 1}")
 
@@ -70,15 +86,28 @@ class Cluster(Described):
         if not isinstance(values, Mapping):
             return values
         workers, speeds = values.get("workers", 4), values.get("speeds", (1.0,))
-        if isinstance(workers, int) and 0 < workers <= MAX_WORKERS and isinstance(speeds, list | tuple) and speeds:
-            return {**values, "speeds": (*speeds, *(speeds[rank % len(speeds)] for rank in range(len(speeds), workers)))}
+        if (
+            isinstance(workers, int)
+            and 0 < workers <= MAX_WORKERS
+            and isinstance(speeds, list | tuple)
+            and speeds
+        ):
+            return {
+                **values,
+                "speeds": (
+                    *speeds,
+                    *(speeds[rank % len(speeds)] for rank in range(len(speeds), workers)),
+                ),
+            }
         return values
 
     @field_validator("name")
     @classmethod
     def _printable(cls, name: str) -> str:
         if not name.isprintable():
-            raise InvalidClusterError((), f"is {name!r}; allowed is {cls.model_fields['name'].description}")
+            raise InvalidClusterError(
+                (), f"is {name!r}; allowed is {cls.model_fields['name'].description}"
+            )
         return name
 
     @field_validator("changes")
@@ -95,12 +124,16 @@ class Cluster(Described):
     def _consistent(self) -> Self:
         if len(self.speeds) > self.workers:
             raise InvalidClusterError(
-                ("speeds",), f"has {len(self.speeds)} numbers for {self.workers} workers; leave some out, or have more workers"
+                ("speeds",),
+                f"has {len(self.speeds)} numbers for {self.workers} workers; leave some out, or"
+                " have more workers",
             )
         for path, worker in self._mentions():
             if worker >= self.workers:
                 raise InvalidClusterError(
-                    path, f"names worker {worker}; allowed is 0 to {self.workers - 1}, since there are {self.workers} workers"
+                    path,
+                    f"names worker {worker}; allowed is 0 to {self.workers - 1}, since there are"
+                    f" {self.workers} workers",
                 )
         for number, late in enumerate(self.straggling):
             if isinstance(late.workers, int) and late.workers > self.workers:
@@ -124,36 +157,49 @@ class Cluster(Described):
         """Refuse a fault that nothing can do to the state the worker is in."""
         states: defaultdict[int, set[Action]] = defaultdict(set)
         for fault in self.faults:
-            state, when = states[fault.worker], f"worker {fault.worker} at {display_duration(fault.at_s)}"
+            state, when = (
+                states[fault.worker],
+                f"worker {fault.worker} at {display_duration(fault.at_s)}",
+            )
             needed = _UNDOES.get(fault.action)
             if "kill" in state and needed != "kill":
                 raise InvalidClusterError(
-                    ("faults",), f"has {fault.action!r} of {when}, which was killed before; add a 'return' between them"
+                    ("faults",),
+                    f"has {fault.action!r} of {when}, which was killed before; add a 'return'"
+                    " between them",
                 )
             if needed is not None and needed not in state:
                 raise InvalidClusterError(
-                    ("faults",), f"has {fault.action!r} of {when}, but no {needed!r} comes before it; add one"
+                    ("faults",),
+                    f"has {fault.action!r} of {when}, but no {needed!r} comes before it; add one",
                 )
             if fault.action in state:
                 raise InvalidClusterError(
-                    ("faults",), f"has {fault.action!r} of {when}, to which that has been done already; leave it out"
+                    ("faults",),
+                    f"has {fault.action!r} of {when}, to which that has been done already; leave"
+                    " it out",
                 )
             state.discard(needed) if needed is not None else state.add(fault.action)
             if fault.action == "kill":
                 state.discard("stop")  # what comes back is another process
 
     def delayed_ranks(self, step: int) -> dict[int, float]:
-        """Seconds that each straggler of step `step` (from 0 or 1, never negative) sleeps, by rank; the others are left out.
+        """Seconds that each straggler of step `step` (from 0 or 1, never negative) sleeps, by rank;
+        the others are left out.
 
         It follows from the seed and the step alone, so that all ranks agree without asking.
         """
         delays_s: dict[int, float] = {}
         for number, late in enumerate(self.straggling):
-            draws = np.random.default_rng((self.seed, number, 1, step))  # the 1 keeps it apart from (seed, number), zero-padded
+            draws = np.random.default_rng(
+                (self.seed, number, 1, step)
+            )  # the 1 keeps it apart from (seed, number), zero-padded
             if draws.random() >= late.probability:
                 continue
             if isinstance(late.workers, int):
-                chooser = draws if late.kind == "random" else np.random.default_rng((self.seed, number))
+                chooser = (
+                    draws if late.kind == "random" else np.random.default_rng((self.seed, number))
+                )
                 ranks = chooser.choice(self.workers, size=late.workers, replace=False).tolist()
             else:
                 ranks = list(late.workers)
@@ -162,12 +208,20 @@ class Cluster(Described):
         return delays_s
 
     def delay_s(self, rank: int, step: int) -> float:
-        """Seconds that rank `rank` sleeps in step `step`; the same whoever asks, and in whatever order."""
+        """Seconds that rank `rank` sleeps in step `step`; the same whoever asks, and in whatever
+        order.
+        """
         return self.delayed_ranks(step).get(rank, 0.0) if self.straggling else 0.0
 
     def speed_at(self, worker: int, elapsed_s: float) -> float:
-        """The speed of `worker` when `elapsed_s` seconds have passed; of changes at one time the last in the list counts."""
-        past = [change.speed for change in self.changes if change.worker == worker and change.at_s <= elapsed_s]
+        """The speed of `worker` when `elapsed_s` seconds have passed; of changes at one time the
+        last in the list counts.
+        """
+        past = [
+            change.speed
+            for change in self.changes
+            if change.worker == worker and change.at_s <= elapsed_s
+        ]
         return past[-1] if past else self.speeds[worker]
 
     def link_of(self, worker: int) -> LinkSpec:
@@ -175,29 +229,40 @@ class Cluster(Described):
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing to emulate: full speed, no limit on links, nobody late, no faults, no padded compute."""
+        """Whether there is nothing to emulate: full speed, no limit on links, nobody late, no
+        faults, no padded compute.
+        """
         return self == Cluster(name=self.name, workers=self.workers, seed=self.seed)
 
     def with_workers(self, workers: int) -> Cluster:
         """The same cluster with another number of workers; the pattern of speeds is repeated.
 
         Raises:
-            ConfigError: a pattern that does not fit into so few, or a fault, link or delay of a worker that is gone.
+            ConfigError: a pattern that does not fit into so few, or a fault, link or delay of a
+                worker that is gone.
         """
         return Cluster(**{**self.fields(), "workers": workers, "speeds": self.speed_pattern})
 
     def left_with(self, workers: int) -> Cluster:
-        """As `with_workers`, for a run that goes on with so many: what names workers that are gone is left out.
+        """As `with_workers`, for a run that goes on with so many: what names workers that are gone
+        is left out.
 
         Raises:
-            ConfigError: a pattern of speeds that does not fit into so few, since nobody knows whose speed is to go.
+            ConfigError: a pattern of speeds that does not fit into so few, since nobody knows whose
+                speed is to go.
         """
         if workers >= self.workers:
             return self.with_workers(workers)
         late = [
             entry.model_copy(update={"workers": who})
             for entry in self.straggling
-            if (who := min(entry.workers, workers) if isinstance(entry.workers, int) else _below(workers, entry.workers))
+            if (
+                who := (
+                    min(entry.workers, workers)
+                    if isinstance(entry.workers, int)
+                    else _below(workers, entry.workers)
+                )
+            )
         ]
         fewer = {
             "workers": workers,
@@ -210,12 +275,14 @@ class Cluster(Described):
         return Cluster(**{**self.fields(), **fewer})
 
     def virtual_link(self) -> VirtualLink:
-        """The link for the virtual driver. Raises `UnsupportedError` where links differ: it gives every rank the same."""
+        """The link for the virtual driver. Raises `UnsupportedError` where links differ: it gives
+        every rank the same.
+        """
         distinct = {self.link_of(worker) for worker in range(self.workers)}
         if len(distinct) > 1:
             raise UnsupportedError(
-                f"cluster {self.name!r} has {len(distinct)} kinds of links; the virtual driver gives every rank the same one, "
-                "so leave links out"
+                f"cluster {self.name!r} has {len(distinct)} kinds of links; the virtual driver"
+                " gives every rank the same one, so leave links out"
             )
         link = distinct.pop()
         return VirtualLink(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s)
@@ -225,25 +292,39 @@ class Cluster(Described):
         return to_toml(self.model_copy(update={"speeds": self.speed_pattern}))
 
     def describe(self) -> str:
-        """One line for people: `8 workers, 1 Gbit/s, speeds 1 1 1 0.5, 2 random workers 320 ms late each step`."""
+        """One line for people: `8 workers, 1 Gbit/s, speeds 1 1 1 0.5, 2 random workers 320 ms late
+        each step`.
+        """
         parts = [f"{self.workers} worker{'s' * (self.workers > 1)}"]
         if not self.link.is_plain or self.links:
             parts.append(self.link.describe())
-        parts += [f"worker {worker}: {link.describe()}" for worker, link in sorted(self.links.items())]
+        parts += [
+            f"worker {worker}: {link.describe()}" for worker, link in sorted(self.links.items())
+        ]
         if set(self.speeds) != {1.0}:
             parts.append("speeds " + " ".join(f"{speed:g}" for speed in self.speed_pattern))
         if self.step_s is not None:
             parts.append(f"steps padded to {display_duration(self.step_s)}")
         parts += [late.describe() for late in self.straggling]
-        parts += [f"worker {c.worker} at speed {c.speed:g} from {display_duration(c.at_s)}" for c in self.changes]
-        parts += [f"{fault.action} worker {fault.worker} at {display_duration(fault.at_s)}" for fault in self.faults]
+        parts += [
+            f"worker {c.worker} at speed {c.speed:g} from {display_duration(c.at_s)}"
+            for c in self.changes
+        ]
+        parts += [
+            f"{fault.action} worker {fault.worker} at {display_duration(fault.at_s)}"
+            for fault in self.faults
+        ]
         return ", ".join(parts)
 
     @property
     def speed_pattern(self) -> tuple[float, ...]:
         """The shortest beginning of `speeds` that repeats to all of them."""
         speeds = self.speeds
-        return next(speeds[:p] for p in range(1, len(speeds) + 1) if all(s == speeds[i % p] for i, s in enumerate(speeds)))
+        return next(
+            speeds[:p]
+            for p in range(1, len(speeds) + 1)
+            if all(s == speeds[i % p] for i, s in enumerate(speeds))
+        )
 
 
 def _below(num: int, workers: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """What a cluster is made of: links, stragglers, changes of speed and faults.
 
-Python names carry their units; in TOML the same keys go without (`rate_bit_per_s` is `rate = "1gbit"`).
+Python names carry their units; in TOML the same keys go without (`rate_bit_per_s` is `rate =
+"1gbit"`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,22 @@ SPEEDS = "numbers from 0.001 to 1, where 1 is the fastest worker"
 _STRAGGLERS = "a count of 1 or more, or a list of workers' numbers"
 
 Worker = Annotated[int, Field(strict=True, ge=0, description="the number of a worker, from 0")]
-Duration = Annotated[float, Field(strict=True, ge=0, le=86_400, allow_inf_nan=False, description="0 to 1 day")]
-Length = Annotated[float, Field(strict=True, gt=0, le=86_400, allow_inf_nan=False, description="more than 0, up to 1 day")]
+Duration = Annotated[
+    float, Field(strict=True, ge=0, le=86_400, allow_inf_nan=False, description="0 to 1 day")
+]
+Length = Annotated[
+    float,
+    Field(
+        strict=True, gt=0, le=86_400, allow_inf_nan=False, description="more than 0, up to 1 day"
+    ),
+]
 Speed = Annotated[float, Field(strict=True, ge=1e-3, le=1, description=SPEEDS)]
 
 
 class InvalidClusterError(ConfigError):
-    """A value that no cluster can have: `path` leads to it from the outermost object, `reason` says the rest."""
+    """A value that no cluster can have: `path` leads to it from the outermost object, `reason` says
+    the rest.
+    """
 
     def __init__(self, path: tuple[str | int, ...], reason: str) -> None:
         self.path = path
@@ -37,7 +47,9 @@ class InvalidClusterError(ConfigError):
 
 def path_text(path: tuple[str | int, ...]) -> str:
     """`("faults", 2, "worker")` is `faults[2].worker`."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    return "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in path
+    ).removeprefix(".")
 
 
 class Described(BaseModel):
@@ -66,7 +78,9 @@ class LinkSpec(Described):
         latency_s: one way, 0 to 10 s.
     """
 
-    rate_bit_per_s: float | None = Field(default=None, strict=True, ge=1, le=1e13, description="1 bit/s to 10 Tbit/s")
+    rate_bit_per_s: float | None = Field(
+        default=None, strict=True, ge=1, le=1e13, description="1 bit/s to 10 Tbit/s"
+    )
     latency_s: float = Field(default=0.0, strict=True, ge=0, le=10, description="0 to 10 s")
 
     @property
@@ -80,7 +94,11 @@ class LinkSpec(Described):
 
     def describe(self) -> str:
         """One line for people: `1 Gbit/s, 200 us one way`."""
-        rate = "links not limited" if self.rate_bit_per_s is None else display_rate(self.rate_bit_per_s)
+        rate = (
+            "links not limited"
+            if self.rate_bit_per_s is None
+            else display_rate(self.rate_bit_per_s)
+        )
         return f"{rate}, {display_duration(self.latency_s)} one way" if self.latency_s else rate
 
 
@@ -90,17 +108,21 @@ class Straggling(Described):
     Attributes:
         workers: how many, drawn as `kind` says; or which ones, as a tuple of their numbers.
         delay_s: how long each of them sleeps in a step, more than 0.
-        kind: whether a count is drawn anew for each step, from (seed, step), or once, from the seed. Named workers are always
-            the same.
-        probability: that a step is hit at all, 0 < p <= 1; all its stragglers together, drawn from (seed, step).
+        kind: whether a count is drawn anew for each step, from (seed, step), or once, from the
+            seed. Named workers are always the same.
+        probability: that a step is hit at all, 0 < p <= 1; all its stragglers together, drawn from
+            (seed, step).
     """
 
-    workers: Annotated[int, Field(strict=True, ge=1)] | Annotated[tuple[Worker, ...], Field(min_length=1)] = Field(
-        description=_STRAGGLERS
-    )
+    workers: (
+        Annotated[int, Field(strict=True, ge=1)]
+        | Annotated[tuple[Worker, ...], Field(min_length=1)]
+    ) = Field(description=_STRAGGLERS)
     delay_s: Length
     kind: Kind = Field(default="random", description="random or permanent")
-    probability: float = Field(default=1.0, strict=True, gt=0, le=1, description="more than 0, up to 1")
+    probability: float = Field(
+        default=1.0, strict=True, gt=0, le=1, description="more than 0, up to 1"
+    )
 
     @field_validator("workers")
     @classmethod
@@ -113,12 +135,18 @@ class Straggling(Described):
             who = f"{self.workers} {self.kind} worker{'s' * (self.workers > 1)}"
         else:
             who = f"worker{'s' * (len(self.workers) > 1)} {', '.join(map(str, self.workers))}"
-        how_often = "each step" if self.probability == 1 else f"in {100 * self.probability:.4g}% of the steps"
+        how_often = (
+            "each step"
+            if self.probability == 1
+            else f"in {100 * self.probability:.4g}% of the steps"
+        )
         return f"{who} {display_duration(self.delay_s)} late {how_often}"
 
 
 class SpeedChange(Described):
-    """From `at_s` seconds after the start, `worker` has `speed` (0.001 to 1, on the scale of `Cluster.speeds`)."""
+    """From `at_s` seconds after the start, `worker` has `speed` (0.001 to 1, on the scale of
+    `Cluster.speeds`).
+    """
 
     at_s: Duration
     worker: Worker
@@ -131,8 +159,8 @@ class Fault(Described):
     Attributes:
         at_s: seconds since training began.
         worker: its number.
-        action: `kill` ends the process, `return` starts it anew; `stop` freezes it until `continue`; `cut` lets nothing
-            through its link until `mend`.
+        action: `kill` ends the process, `return` starts it anew; `stop` freezes it until
+            `continue`; `cut` lets nothing through its link until `mend`.
     """
 
     at_s: Duration
@@ -149,6 +177,10 @@ def _first_objection(model: type[BaseModel], error: ValidationError) -> InvalidC
         return InvalidClusterError((*path, *inner.path), inner.reason)
     if first["type"] == "extra_forbidden":
         allowed = ", ".join(model.model_fields)
-        return InvalidClusterError(path, f"is no field; allowed are {allowed}{nearest(str(path[0]), model.model_fields)}")
+        return InvalidClusterError(
+            path, f"is no field; allowed are {allowed}{nearest(str(path[0]), model.model_fields)}"
+        )
     got = "is missing" if first["type"] == "missing" else f"is {first['input']!r}"
-    return InvalidClusterError(path, f"{got}; allowed is {model.model_fields[str(path[0])].description}")
+    return InvalidClusterError(
+        path, f"{got}; allowed is {model.model_fields[str(path[0])].description}"
+    )

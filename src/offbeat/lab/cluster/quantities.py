@@ -9,16 +9,28 @@ from typing import Final
 
 from offbeat.errors import ConfigError
 
-_BITS: Final = {unit: Decimal(10) ** power for unit, power in (("tbit", 12), ("gbit", 9), ("mbit", 6), ("kbit", 3), ("bit", 0))}
+_BITS: Final = {
+    unit: Decimal(10) ** power
+    for unit, power in (("tbit", 12), ("gbit", 9), ("mbit", 6), ("kbit", 3), ("bit", 0))
+}
 _SECONDS: Final = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6")}
-_SYMBOLS: Final = {"bit": "bit/s", "kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s", "tbit": "Tbit/s"}
+_SYMBOLS: Final = {
+    "bit": "bit/s",
+    "kbit": "kbit/s",
+    "mbit": "Mbit/s",
+    "gbit": "Gbit/s",
+    "tbit": "Tbit/s",
+}
 
-_QUANTITY = re.compile(r"\s*(-?\d+\.?\d*(?:e[+-]?\d{1,3})?)\s*([a-zµμ/]*?)\s*", re.IGNORECASE | re.ASCII)
+_QUANTITY = re.compile(
+    r"\s*(-?\d+\.?\d*(?:e[+-]?\d{1,3})?)\s*([a-zµμ/]*?)\s*", re.IGNORECASE | re.ASCII
+)
 _BYTES = re.compile(r"[kmgt]?i?b(/s|ps)?|[kmgt]?bps", re.IGNORECASE)
 
 
 def parse_rate(given: object, where: str) -> float:
-    """Bits per second out of `"1gbit"` or `"100 Mbit/s"`; any case. `where` names the place in an error.
+    """Bits per second out of `"1gbit"` or `"100 Mbit/s"`; any case. `where` names the place in an
+    error.
 
     Raises:
         ConfigError: no number with a unit of bits.
@@ -68,18 +80,27 @@ def display_duration(duration_s: float) -> str:
 
 def _split(given: object, where: str, allowed: str, *, fix: str) -> tuple[Decimal, str]:
     if isinstance(given, int | float) and not isinstance(given, bool):
-        raise ConfigError(f"{where} is {given}, which has no unit; {allowed}; is {fix.format(given)} meant?")
+        raise ConfigError(
+            f"{where} is {given}, which has no unit; {allowed}; is {fix.format(given)} meant?"
+        )
     match = _QUANTITY.fullmatch(given) if isinstance(given, str) else None
     if match is None:
         raise ConfigError(f"{where} is {given!r}; {allowed}")
     if not match[2]:
-        raise ConfigError(f"{where} is {given!r}, which has no unit; {allowed}; is {fix.format(match[1])} meant?")
+        raise ConfigError(
+            f"{where} is {given!r}, which has no unit; {allowed}; is {fix.format(match[1])} meant?"
+        )
     return Decimal(match[1]), match[2]
 
 
 def _scaled(value: float, units: Mapping[str, Decimal], *, otherwise: str) -> tuple[str, str]:
-    """The value in the largest unit of which it is at least one, without exponent where that stays short."""
+    """The value in the largest unit of which it is at least one, without exponent where that stays
+    short.
+    """
     exact = Decimal(repr(value))
-    unit = next((name for name, size in units.items() if abs(exact) >= size), list(units)[-1] if exact else otherwise)
+    unit = next(
+        (name for name, size in units.items() if abs(exact) >= size),
+        list(units)[-1] if exact else otherwise,
+    )
     number = (exact / units[unit]).normalize()
     return (f"{number:f}" if abs(number.adjusted()) < 12 else str(number)), unit

@@ -12,7 +12,14 @@ from pydantic import BaseModel
 
 from offbeat.errors import ConfigError, nearest
 from offbeat.lab.cluster.model import Cluster
-from offbeat.lab.cluster.parts import Fault, InvalidClusterError, LinkSpec, SpeedChange, Straggling, path_text
+from offbeat.lab.cluster.parts import (
+    Fault,
+    InvalidClusterError,
+    LinkSpec,
+    SpeedChange,
+    Straggling,
+    path_text,
+)
 from offbeat.lab.cluster.quantities import parse_duration, parse_rate
 from offbeat.lab.cluster.shorthand import parse_delays, parse_link
 from offbeat.lab.cluster.toml_writer import toml_key
@@ -32,22 +39,31 @@ def load(path: Path) -> Cluster:
     """The cluster that a file describes; a file without `name` names it after itself.
 
     Raises:
-        ConfigError: no such file, no TOML, or not a cluster. The message names the file and the key.
+        ConfigError: no such file, no TOML, or not a cluster. The message names the file and the
+            key.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is no text in UTF-8; a cluster is described in TOML") from None
     except OSError as error:
-        raise ConfigError(f"cannot read cluster {path}: {error.strerror}; presets are {', '.join(PRESETS)}") from None
+        raise ConfigError(
+            f"cannot read cluster {path}: {error.strerror}; presets are {', '.join(PRESETS)}"
+        ) from None
     cluster = parse_cluster(text, str(path))
-    return cluster if "name" in cluster.model_fields_set else Cluster(**{**cluster.fields(), "name": path.stem})
+    return (
+        cluster
+        if "name" in cluster.model_fields_set
+        else Cluster(**{**cluster.fields(), "name": path.stem})
+    )
 
 
 def preset(name: str) -> Cluster:
     """The preset called `name`. Raises `ConfigError` with the nearest name that exists."""
     if name not in PRESETS:
-        raise ConfigError(f"no preset {name!r}; allowed are {', '.join(PRESETS)}{nearest(name, PRESETS)}")
+        raise ConfigError(
+            f"no preset {name!r}; allowed are {', '.join(PRESETS)}{nearest(name, PRESETS)}"
+        )
     file = resources.files("offbeat.lab").joinpath("presets", f"{name}.toml")
     return parse_cluster(file.read_text(encoding="utf-8"), f"preset {name}")
 
@@ -78,7 +94,10 @@ def _fields(kind: type[BaseModel], table: object, where: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in names:
-            raise ConfigError(f"{_join(where, key)} is no key; allowed are {', '.join(names)}{nearest(key, names)}")
+            raise ConfigError(
+                f"{_join(where, key)} is no key; allowed are"
+                f" {', '.join(names)}{nearest(key, names)}"
+            )
         values[names[key]] = _field(names[key], value, _join(where, key))
     return values
 
@@ -94,9 +113,15 @@ def _field(name: str, value: object, where: str) -> object:
         return {worker: _read_link(link, _join(where, worker)) for worker, link in value.items()}
     if name == "straggling":
         parts = value if isinstance(value, list) else [value]
-        return [late for number, part in enumerate(parts) for late in _read_straggling(part, f"{where}[{number}]")]
+        return [
+            late
+            for number, part in enumerate(parts)
+            for late in _read_straggling(part, f"{where}[{number}]")
+        ]
     if name in _LISTS and isinstance(value, list):
-        return [_fields(_LISTS[name], part, f"{where}[{number}]") for number, part in enumerate(value)]
+        return [
+            _fields(_LISTS[name], part, f"{where}[{number}]") for number, part in enumerate(value)
+        ]
     return value
 
 
@@ -107,7 +132,11 @@ def _read_link(value: object, where: str) -> LinkSpec | dict[str, Any]:
 
 
 def _read_straggling(value: object, where: str) -> list[object]:
-    return list(parse_delays(value, where)) if isinstance(value, str) else [_fields(Straggling, value, where)]
+    return (
+        list(parse_delays(value, where))
+        if isinstance(value, str)
+        else [_fields(Straggling, value, where)]
+    )
 
 
 def _join(where: str, key: str) -> str:

@@ -39,7 +39,9 @@ def parse_link(text: str, where: str) -> LinkSpec:
 
 
 def parse_delays(text: str, where: str) -> tuple[Straggling, ...]:
-    """Stragglers out of `"2x320ms"`, `"2x320ms:permanent"`, `"rank3x1s:10%"`, `"rank1+3x50ms,1x1s"` or `"none"`."""
+    """Stragglers out of `"2x320ms"`, `"2x320ms:permanent"`, `"rank3x1s:10%"`, `"rank1+3x50ms,1x1s"`
+    or `"none"`.
+    """
     if is_none(text):
         return ()
     return tuple(_parse_delay(part.strip(), where) for part in text.split(","))
@@ -49,7 +51,8 @@ def _parse_delay(text: str, where: str) -> Straggling:
     match = _DELAY.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"{where} is {text!r}; allowed is a count of workers, x and a time, 2x320ms, or certain ones, rank3x320ms"
+            f"{where} is {text!r}; allowed is a count of workers, x and a time, 2x320ms, or certain"
+            " ones, rank3x320ms"
         )
     ranks = match["ranks"]
     values: dict[str, Any] = {
@@ -62,7 +65,10 @@ def _parse_delay(text: str, where: str) -> Straggling:
         elif word in ("random", "permanent"):
             values["kind"] = word
         else:
-            raise ConfigError(f"{where} is {text!r}; after a colon allowed are random, permanent and a share such as 10%")
+            raise ConfigError(
+                f"{where} is {text!r}; after a colon allowed are random, permanent and a share such"
+                " as 10%"
+            )
     try:
         return Straggling(**values)
     except InvalidClusterError as error:

@@ -1,4 +1,6 @@
-"""Writes a cluster as TOML. The standard library only reads it, and what is to be written has few shapes."""
+"""Writes a cluster as TOML. The standard library only reads it, and what is to be written has few
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from offbeat.lab.cluster.quantities import duration_text, rate_text
 
 
 def toml_key(field: str) -> str:
-    """A Python name without its unit: `latency_s` is `latency`. In TOML the unit stands in the value."""
+    """A Python name without its unit: `latency_s` is `latency`. In TOML the unit stands in the
+    value.
+    """
     return field.removesuffix("_bit_per_s").removesuffix("_s")
 
 
@@ -25,7 +29,11 @@ def to_toml(cluster: BaseModel) -> str:
             case Mapping():
                 tables += [_table(f"[{name}.{key}]", part) for key, part in value.items()]
             case [BaseModel() as first, *others]:
-                tables += [_table(f"[[{name}]]", part) for part in (first, *others) if isinstance(part, BaseModel)]
+                tables += [
+                    _table(f"[[{name}]]", part)
+                    for part in (first, *others)
+                    if isinstance(part, BaseModel)
+                ]
             case _:
                 plain.append(_line(name, value))
     return "\n".join(["".join(plain), *tables])
@@ -53,4 +61,6 @@ def _value(field: str, value: object) -> str:
         return f'"{rate_text(value)}"'
     if isinstance(value, float) and field.endswith("_s"):
         return f'"{duration_text(value)}"'
-    return json.dumps(value, ensure_ascii=False)  # of printable text, whole numbers and finite ones TOML is a superset
+    return json.dumps(
+        value, ensure_ascii=False
+    )  # of printable text, whole numbers and finite ones TOML is a superset

@@ -1,4 +1,6 @@
-"""What is here, what the network between the workers does, and what that means for the choice of a strategy."""
+"""What is here, what the network between the workers does, and what that means for the choice of a
+strategy.
+"""
 
 from offbeat.lab.doctor.diagnosis import Diagnosis, diagnose
 

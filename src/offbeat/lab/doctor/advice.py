@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import gtopk_tree
-from offbeat.exchange.choice import BucketKind, CheapestCollective
+from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
 from offbeat.lab.cluster.quantities import display_duration, display_rate
 from offbeat.planning.costs import Link, Network, cheapest
 
@@ -25,7 +25,8 @@ class Prediction:
 
     Attributes:
         num_parameters: of the model, in float32.
-        costs_s: by collective: "dense" (DDP), and gTop-k's "reduce_scatter", "all_gather" and "tree".
+        costs_s: by collective: "dense" (DDP), and gTop-k's "reduce_scatter", "all_gather" and
+            "tree".
         best: the cheapest of those that gTop-k chooses among by itself, dense included.
         stay_on_ddp: whether the best gains too little over dense to be worth an approximation.
     """
@@ -36,7 +37,9 @@ class Prediction:
     stay_on_ddp: bool
 
 
-def predict(network: Network, *, world_size: int, num_parameters: int, density: float = USUAL_DENSITY) -> Prediction:
+def predict(
+    network: Network, *, world_size: int, num_parameters: int, density: float = USUAL_DENSITY
+) -> Prediction:
     """What one step's exchange of a model costs on `network`, by the alpha-beta model.
 
     Args:
@@ -46,11 +49,15 @@ def predict(network: Network, *, world_size: int, num_parameters: int, density: 
         density: share of the gradient that gTop-k sends, 0 < density <= 1.
     """
     k = max(1, round(density * num_parameters))
-    bucket = BucketKind(num_elements=num_parameters, element_bytes=_FLOAT_BYTES, pair_bytes=pair_bytes("float32"))
+    bucket = BucketKind(
+        num_elements=num_parameters, element_bytes=_FLOAT_BYTES, pair_bytes=pair_bytes("float32")
+    )
     choice = CheapestCollective(network, world_size=world_size, notify=lambda notice: None)
     costs_s = choice.costs_s(bucket, k)
     best = cheapest(costs_s)
-    tree_s = gtopk_tree.cost_s(world_size=world_size, k=k, pair_bytes=bucket.pair_bytes, network=network)
+    tree_s = gtopk_tree.cost_s(
+        world_size=world_size, k=k, pair_bytes=bucket.pair_bytes, network=network
+    )
     saved_s = costs_s["dense"] - costs_s[best]
     return Prediction(
         num_parameters=num_parameters,
@@ -64,21 +71,28 @@ def advise(prediction: Prediction, *, network: Network, world_size: int) -> str:
     """One model's choice in a sentence or two."""
     size, dense_s = display_count(prediction.num_parameters), prediction.costs_s["dense"]
     if prediction.stay_on_ddp:
-        return f"{size} parameters: stay on DDP. Its all-reduce takes {display_seconds(dense_s)} a step, and " + (
-            f"gTop-k would save {display_seconds(dense_s - prediction.costs_s[prediction.best])}, too little for sending less."
-            if prediction.best != "dense"
-            else "sending less would take longer."
+        return (
+            f"{size} parameters: stay on DDP. Its all-reduce takes {display_seconds(dense_s)} a"
+            " step, and "
+            + (
+                "gTop-k would save"
+                f" {display_seconds(dense_s - prediction.costs_s[prediction.best])}, too little for"
+                " sending less."
+                if prediction.best != "dense"
+                else "sending less would take longer."
+            )
         )
     best_s = prediction.costs_s[prediction.best]
     return (
-        f"{size} parameters: gTop-k ({prediction.best}) takes {display_seconds(best_s)} a step where DDP's all-reduce takes "
-        f"{display_seconds(dense_s)}, {dense_s / best_s:.2g} times less; {_bottleneck(network, world_size, prediction)}."
+        f"{size} parameters: gTop-k ({prediction.best}) takes {display_seconds(best_s)} a step"
+        f" where DDP's all-reduce takes {display_seconds(dense_s)}, {dense_s / best_s:.2g} times"
+        f" less; {_bottleneck(network, world_size, prediction)}."
     )
 
 
 HIDING = (
-    "These are seconds on the wire. DDP hides as much of them as its backward pass lasts, so where that is the longer of the "
-    "two, DDP is the better choice whatever stands above."
+    "These are seconds on the wire. DDP hides as much of them as its backward pass lasts, so where"
+    " that is the longer of the two, DDP is the better choice whatever stands above."
 )
 
 
@@ -87,15 +101,24 @@ def verdict(predictions: Sequence[Prediction]) -> str:
     stay = [display_count(one.num_parameters) for one in predictions if one.stay_on_ddp]
     leave = [display_count(one.num_parameters) for one in predictions if not one.stay_on_ddp]
     if not leave:
-        return f"Stay on DDP: between these workers its all-reduce is cheap enough for {_and(stay)} parameters."
+        return (
+            f"Stay on DDP: between these workers its all-reduce is cheap enough for {_and(stay)}"
+            " parameters."
+        )
     if not stay:
-        return f"Try gTop-k for {_and(leave)} parameters: its exchange takes less than half of the all-reduce's time."
+        return (
+            f"Try gTop-k for {_and(leave)} parameters: its exchange takes less than half of the"
+            " all-reduce's time."
+        )
     return f"Stay on DDP for {_and(stay)} parameters; try gTop-k for {_and(leave)}."
 
 
 def display_link(link: Link) -> str:
     """`52 us a message, 940 Mbit/s`."""
-    return f"{display_seconds(link.alpha_s)} a message, {display_rate(_three_digits(8 / link.beta_s_per_byte))}"
+    return (
+        f"{display_seconds(link.alpha_s)} a message,"
+        f" {display_rate(_three_digits(8 / link.beta_s_per_byte))}"
+    )
 
 
 def display_seconds(duration_s: float) -> str:

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offbeat.errors import ConfigError
-from offbeat.lab.doctor.advice import HIDING, USUAL_DENSITY, USUAL_SIZES, Prediction, advise, predict, verdict
+from offbeat.lab.doctor.advice import (
+    HIDING,
+    USUAL_DENSITY,
+    USUAL_SIZES,
+    Prediction,
+    advise,
+    predict,
+    verdict,
+)
 from offbeat.lab.doctor.facts import Finding, find_all
 from offbeat.lab.doctor.local import measure_locally
 from offbeat.lab.doctor.measure import Measurement, measure
@@ -15,9 +23,10 @@ from offbeat.lab.rendezvous import launched
 
 MAX_PARAMETERS = 10**12
 ALONE = (
-    "Nothing was measured, since this command was started alone. Start it as you start training, on every host: "
-    "torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr HOST --master-port 29500 -m offbeat.cli doctor, or "
-    "srun python -m offbeat.cli doctor. With --workers 4 it measures among four workers of this machine."
+    "Nothing was measured, since this command was started alone. Start it as you start training, on"
+    " every host: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr HOST"
+    " --master-port 29500 -m offbeat.cli doctor, or srun python -m offbeat.cli doctor. With"
+    " --workers 4 it measures among four workers of this machine."
 )
 
 
@@ -40,8 +49,11 @@ class Diagnosis:
     advice: list[str]
 
 
-def diagnose(*, workers: int | None = None, parameters: Sequence[int] = (), density: float = USUAL_DENSITY) -> Diagnosis | None:
-    """Look, measure and judge. Collective where torchrun or srun started this process; None on ranks other than 0.
+def diagnose(
+    *, workers: int | None = None, parameters: Sequence[int] = (), density: float = USUAL_DENSITY
+) -> Diagnosis | None:
+    """Look, measure and judge. Collective where torchrun or srun started this process; None on
+    ranks other than 0.
 
     Args:
         workers: how many to start on this machine, when started alone; None measures nothing then.
@@ -55,7 +67,10 @@ def diagnose(*, workers: int | None = None, parameters: Sequence[int] = (), dens
     _check(parameters, density)
     launch = launched()
     if launch is not None and workers is not None:
-        raise ConfigError(f"--workers is {workers}, but torchrun or srun has started {launch.world_size}; leave it out")
+        raise ConfigError(
+            f"--workers is {workers}, but torchrun or srun has started {launch.world_size}; leave"
+            " it out"
+        )
     measurement = None
     if launch is not None and launch.world_size > 1:
         measurement = measure()
@@ -66,13 +81,26 @@ def diagnose(*, workers: int | None = None, parameters: Sequence[int] = (), dens
     return judge(find_all(), measurement, sizes=parameters or USUAL_SIZES, density=density)
 
 
-def judge(findings: list[Finding], measurement: Measurement | None, *, sizes: Sequence[int], density: float) -> Diagnosis:
+def judge(
+    findings: list[Finding],
+    measurement: Measurement | None,
+    *,
+    sizes: Sequence[int],
+    density: float,
+) -> Diagnosis:
     """What the findings and the measurement mean, in words. Pure."""
     if measurement is None:
-        return Diagnosis(findings=findings, measurement=None, predictions=[], verdict=ALONE, advice=[])
+        return Diagnosis(
+            findings=findings, measurement=None, predictions=[], verdict=ALONE, advice=[]
+        )
     world_size, network = measurement.world_size, measurement.network
-    predictions = [predict(network, world_size=world_size, num_parameters=size, density=density) for size in sizes]
-    advice = [advise(prediction, network=network, world_size=world_size) for prediction in predictions]
+    predictions = [
+        predict(network, world_size=world_size, num_parameters=size, density=density)
+        for size in sizes
+    ]
+    advice = [
+        advise(prediction, network=network, world_size=world_size) for prediction in predictions
+    ]
     return Diagnosis(
         findings=findings,
         measurement=measurement,
@@ -86,20 +114,35 @@ def _remarks(measurement: Measurement, predictions: Sequence[Prediction]) -> lis
     remarks = [] if all(prediction.stay_on_ddp for prediction in predictions) else [HIDING]
     if measurement.on_one_host:
         remarks.append(
-            "All workers are on one host: unless its network is an emulated one, this is what its memory and cores do, and no "
-            "measure of a network."
+            "All workers are on one host: unless its network is an emulated one, this is what its"
+            " memory and cores do, and no measure of a network."
         )
     remarks += [
-        f"Worker {rank} ({measurement.hosts[rank].name}) has slow links to all others, and everybody waits for the slowest: "
-        "look at its cable, its switch port and what else runs there."
+        f"Worker {rank} ({measurement.hosts[rank].name}) has slow links to all others, and"
+        " everybody waits for the slowest: look at its cable, its switch port and what else runs"
+        " there."
         for rank in slow_workers(measurement.pairs, measurement.world_size)
     ]
     if len(versions := {host.torch for host in measurement.hosts}) > 1:
-        remarks.append(f"The workers have different versions of torch ({', '.join(sorted(versions))}): install the same one.")
+        remarks.append(
+            f"The workers have different versions of torch ({', '.join(sorted(versions))}): install"
+            " the same one."
+        )
     open_to_all = [socket for socket in measurement.listening if socket.is_open_to_all]
     for owner in sorted({socket.owner for socket in open_to_all}):
-        ports = ", ".join(sorted({f"{socket.address} port {socket.port}" for socket in open_to_all if socket.owner == owner}))
-        remarks.append(f"Open to every network: {owner}, {ports}. Keep strangers out with a firewall or a private network.")
+        ports = ", ".join(
+            sorted(
+                {
+                    f"{socket.address} port {socket.port}"
+                    for socket in open_to_all
+                    if socket.owner == owner
+                }
+            )
+        )
+        remarks.append(
+            f"Open to every network: {owner}, {ports}. Keep strangers out with a firewall or a"
+            " private network."
+        )
     return remarks
 
 

@@ -1,4 +1,6 @@
-"""What of torch, devices, privileges and kernel features is there, what it means, and how to get what is missing."""
+"""What of torch, devices, privileges and kernel features is there, what it means, and how to get
+what is missing.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,24 @@ class Finding:
 
 
 def find_all() -> list[Finding]:
-    """Everything, in the order in which people ask. Tries the kernel in a network namespace that is gone afterwards."""
+    """Everything, in the order in which people ask. Tries the kernel in a network namespace that is
+    gone afterwards.
+    """
     return [*_software(), *_machine(), *_emulation()]
 
 
 def capabilities(process_status: str) -> frozenset[int]:
-    """The numbers of the effective capabilities in the text of /proc/PID/status; none where the system has no such file."""
-    mask = next((int(line.split()[1], 16) for line in process_status.splitlines() if line.startswith("CapEff:")), 0)
+    """The numbers of the effective capabilities in the text of /proc/PID/status; none where the
+    system has no such file.
+    """
+    mask = next(
+        (
+            int(line.split()[1], 16)
+            for line in process_status.splitlines()
+            if line.startswith("CapEff:")
+        ),
+        0,
+    )
     return frozenset(bit for bit in range(mask.bit_length()) if mask >> bit & 1)
 
 
@@ -63,7 +76,9 @@ def _software() -> Iterator[Finding]:
         purpose="training",
         state="ok" if recent else "missing",
         value=f"{version}, {torch.get_num_threads()} threads",
-        means="recent enough" if recent else f"offbeat needs {'.'.join(map(str, _LEAST_TORCH))} or newer",
+        means="recent enough"
+        if recent
+        else f"offbeat needs {'.'.join(map(str, _LEAST_TORCH))} or newer",
         remedy="" if recent else "pip install --upgrade torch",
     )
     yield _there(
@@ -84,29 +99,41 @@ def _accelerators() -> Iterator[Finding]:
         bool(devices),
         value=", ".join(devices),
         yes="models can train on these devices",
-        no="a driver is there, but this torch sees no device" if hidden else "training runs on the CPU",
+        no="a driver is there, but this torch sees no device"
+        if hidden
+        else "training runs on the CPU",
         remedy="install torch built for CUDA, from pytorch.org" if hidden else "",
     )
     yield _there(
         "NCCL",
         dist.is_available() and dist.is_nccl_available(),
         yes="dense collectives of CUDA tensors",
-        no="CUDA tensors would be reduced by gloo, through the host" if devices else "not needed without CUDA devices",
+        no="CUDA tensors would be reduced by gloo, through the host"
+        if devices
+        else "not needed without CUDA devices",
         remedy="install torch built for CUDA, from pytorch.org" if devices else "",
     )
     yield _there(
         "Triton",
         importlib.util.find_spec("triton") is not None,
         yes="selection on CUDA in one pass",
-        no="selection on CUDA takes several passes of torch" if devices else "not needed without CUDA devices",
+        no="selection on CUDA takes several passes of torch"
+        if devices
+        else "not needed without CUDA devices",
         remedy='pip install "offbeat[triton]"' if devices else "",
     )
 
 
 def _machine() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     yield Finding(
-        name="cores", purpose="training", state="ok", value=str(cores), means=f"at most {cores} workers compute at once here"
+        name="cores",
+        purpose="training",
+        state="ok",
+        value=str(cores),
+        means=f"at most {cores} workers compute at once here",
     )
     total, available = (_memory_bytes(key) for key in ("MemTotal", "MemAvailable"))
     yield Finding(
@@ -145,7 +172,11 @@ def _emulation() -> Iterator[Finding]:
 
 _FEATURES = {
     "namespaces": ("each worker gets an address of its own", "no emulation by the kernel", ""),
-    "tbf": ("links with a limited rate", "rates are emulated inside the workers", "modprobe sch_tbf"),
+    "tbf": (
+        "links with a limited rate",
+        "rates are emulated inside the workers",
+        "modprobe sch_tbf",
+    ),
     "fq": ("even pacing of many connections", "not needed where tbf is", ""),
     "netem": (
         "latency and loss by the kernel",
@@ -159,7 +190,13 @@ def _kernel_features(*, may_try: bool) -> Iterator[Finding]:
     failures = try_kernel() if may_try else {}
     for name, (yes, no, remedy) in _FEATURES.items():
         if name not in failures:
-            yield Finding(name=name, purpose="emulation", state="unknown", value="", means="could not be tried")
+            yield Finding(
+                name=name,
+                purpose="emulation",
+                state="unknown",
+                value="",
+                means="could not be tried",
+            )
             continue
         failure = failures[name]
         yield Finding(
@@ -189,22 +226,39 @@ def _cgroups() -> Iterator[Finding]:
         purpose="emulation",
         yes="slow workers get a smaller share of a core",
         no="slow workers are emulated by sleeping after their work",
-        remedy="start as root, where cgroups are mounted writable" if failures else "mount a cgroup with the cpu controller",
+        remedy="start as root, where cgroups are mounted writable"
+        if failures
+        else "mount a cgroup with the cpu controller",
     )
 
 
 def _there(
-    name: str, there: bool, *, yes: str, no: str, remedy: str, value: str = "", purpose: Purpose = "training"
+    name: str,
+    there: bool,
+    *,
+    yes: str,
+    no: str,
+    remedy: str,
+    value: str = "",
+    purpose: Purpose = "training",
 ) -> Finding:
     if there:
         return Finding(name=name, purpose=purpose, state="ok", value=value, means=yes)
     return Finding(
-        name=name, purpose=purpose, state="missing", value="" if name == "privileges" else value, means=no, remedy=remedy
+        name=name,
+        purpose=purpose,
+        state="missing",
+        value="" if name == "privileges" else value,
+        means=no,
+        remedy=remedy,
     )
 
 
 def _memory_bytes(key: str) -> int:
-    line = next((line for line in _read(Path("/proc/meminfo")).splitlines() if line.startswith(f"{key}:")), "")
+    line = next(
+        (line for line in _read(Path("/proc/meminfo")).splitlines() if line.startswith(f"{key}:")),
+        "",
+    )
     return int(line.split()[1]) * 1024 if line else 0
 
 

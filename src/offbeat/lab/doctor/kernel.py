@@ -1,4 +1,5 @@
-"""Tries what the kernel can do, where nobody is disturbed: a network namespace, queues on its loopback, an empty cgroup.
+"""Tries what the kernel can do, where nobody is disturbed: a network namespace, queues on its
+loopback, an empty cgroup.
 
 All of it is taken away again before these functions return.
 """
@@ -20,7 +21,8 @@ _QDISCS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def try_kernel() -> dict[str, str | None]:
-    """What stands in the way of network namespaces and of each queueing discipline; None where it works.
+    """What stands in the way of network namespaces and of each queueing discipline; None where it
+    works.
 
     Needs the privileges, `ip` and `tc`. Without namespaces nothing else is tried.
     """
@@ -56,10 +58,15 @@ def scratch_name() -> str:
 def _run(*command: str) -> str | None:
     """The last line that the command complains with; None when it succeeds."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if done.returncode == 0:
         return None
-    complaint = next(reversed(done.stderr.strip().splitlines()), f"{command[0]} exited with status {done.returncode}")
+    complaint = next(
+        reversed(done.stderr.strip().splitlines()),
+        f"{command[0]} exited with status {done.returncode}",
+    )
     return complaint.removeprefix("Error: ").rstrip(".")

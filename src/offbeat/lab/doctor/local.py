@@ -1,4 +1,6 @@
-"""Measures between workers on this machine, over loopback: what offbeat itself costs, and nothing about a network."""
+"""Measures between workers on this machine, over loopback: what offbeat itself costs, and nothing
+about a network.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,26 @@ def measure_locally(workers: int) -> Measurement:
             processes.append(_start(store.environment(rank, workers), said, complained))
         failed = _wait(processes)
         if failed is not None:
-            lines = (directory / f"complained-{failed}").read_text(errors="replace").strip().splitlines()
-            raise OffbeatError(f"worker {failed} of the measurement failed: {lines[-1] if lines else 'it said nothing'}")
+            lines = (
+                (directory / f"complained-{failed}")
+                .read_text(errors="replace")
+                .strip()
+                .splitlines()
+            )
+            raise OffbeatError(
+                f"worker {failed} of the measurement failed:"
+                f" {lines[-1] if lines else 'it said nothing'}"
+            )
         return TypeAdapter(Measurement).validate_json((directory / "said-0").read_bytes())
 
 
-def _start(place: dict[str, str], said: IO[bytes], complained: IO[bytes]) -> subprocess.Popen[bytes]:
-    loopback = {"OFFBEAT_INTERFACE": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+def _start(
+    place: dict[str, str], said: IO[bytes], complained: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    loopback = {
+        "OFFBEAT_INTERFACE": LOOPBACK,
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
     return subprocess.Popen(
         [sys.executable, "-m", "offbeat.lab.doctor.worker"],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | loopback | place,

@@ -1,4 +1,6 @@
-"""Measures the network between the workers that this command was started on. Collective: every worker calls it."""
+"""Measures the network between the workers that this command was started on. Collective: every
+worker calls it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from offbeat.exchange.choice import CheapestCollective
+from offbeat.gradients.collective_choice import CheapestCollective
 from offbeat.lab.doctor.pairs import PairLink, measure_pairs
 from offbeat.lab.doctor.sockets import Listening, own_sockets, sockets_at
 from offbeat.lab.rendezvous import join, leave
@@ -70,7 +72,9 @@ def measure() -> Measurement:
         network, pairs = _probe(driver, device)
     finally:
         driver.close()
-    host = Host(name=platform.node(), torch=str(torch.__version__), num_threads=torch.get_num_threads())
+    host = Host(
+        name=platform.node(), torch=str(torch.__version__), num_threads=torch.get_num_threads()
+    )
     sockets = _by_owner(opened, meeting.rank)
     hosts = [Host(**json.loads(said)) for said in meeting.share("host", json.dumps(asdict(host)))]
     found = meeting.share("sockets", json.dumps([asdict(socket) for socket in sockets]))
@@ -95,7 +99,9 @@ def _probe(driver: Driver, device: str) -> tuple[Network, list[PairLink]]:
 
 
 def _by_owner(opened: Mapping[str, frozenset[tuple[str, int]]], rank: int) -> list[Listening]:
-    """What was opened after each step belongs to whom the step is named after; on rank 0 the store's, whoever runs it."""
+    """What was opened after each step belongs to whom the step is named after; on rank 0 the
+    store's, whoever runs it.
+    """
     port = int(os.environ.get("MASTER_PORT", "0"))
     stores = sockets_at(port) if rank == 0 else frozenset()
     owners = dict.fromkeys(stores, "rendezvous store")
@@ -103,4 +109,7 @@ def _by_owner(opened: Mapping[str, frozenset[tuple[str, int]]], rank: int) -> li
     for owner in ("process group", "offbeat"):
         owners = dict.fromkeys(opened[owner] - known, owner) | owners
         known |= opened[owner]
-    return sorted(Listening(address=address, port=port, owner=owner, rank=rank) for (address, port), owner in owners.items())
+    return sorted(
+        Listening(address=address, port=port, owner=owner, rank=rank)
+        for (address, port), owner in owners.items()
+    )

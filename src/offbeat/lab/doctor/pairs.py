@@ -1,8 +1,8 @@
 """Measures every pair of workers by itself, so that one slow link or one slow host shows.
 
-In each of P - 1 rounds every worker has one partner (a round-robin tournament), so that no two pairs share a worker. One
-sends and the other one sends back; the round trip is timed at one end, since the two may come to a round at different
-times. The fastest of a few repeats counts.
+In each of P - 1 rounds every worker has one partner (a round-robin tournament), so that no two
+pairs share a worker. One sends and the other one sends back; the round trip is timed at one end,
+since the two may come to a round at different times. The fastest of a few repeats counts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class PairLink:
 def partner(rank: int, world_size: int, round_: int) -> int | None:
     """Whom `rank` meets in round 0 <= `round_` < num_rounds(world_size); None when it sits out.
 
-    The last of an even number of seats stays; the others move round it. In an odd world that seat is vacant.
+    The last of an even number of seats stays; the others move round it. In an odd world that seat
+    is vacant.
     """
     last = world_size - 1 + world_size % 2
     if rank == last:
@@ -71,15 +72,22 @@ def measure_pairs(rank: int, world_size: int) -> Collective[list[PairLink]]:
 
 
 def slow_workers(pairs: Sequence[PairLink], world_size: int) -> list[int]:
-    """Workers whose best link is slow against what most workers' best ones do; of two nobody can tell which it is."""
+    """Workers whose best link is slow against what most workers' best ones do; of two nobody can
+    tell which it is.
+    """
     if world_size < 3:
         return []
-    best = [min(link.cost.beta_s_per_byte for link in pairs if rank in (link.first, link.second)) for rank in range(world_size)]
+    best = [
+        min(link.cost.beta_s_per_byte for link in pairs if rank in (link.first, link.second))
+        for rank in range(world_size)
+    ]
     return [rank for rank, beta in enumerate(best) if beta > _SLOW * median_low(best)]
 
 
 def _cost(peer: int) -> Collective[Link]:
-    """The line through the fastest round trips of both sizes; the small one may have been disturbed, but bytes are not free."""
+    """The line through the fastest round trips of both sizes; the small one may have been
+    disturbed, but bytes are not free.
+    """
     durations_s: list[list[float]] = [[], []]
     for _ in range(_REPEATS):
         for num_bytes, durations in zip(MESSAGE_BYTES, durations_s, strict=True):

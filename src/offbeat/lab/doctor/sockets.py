@@ -17,7 +17,8 @@ class Listening:
     Attributes:
         address: numeric.
         port: 1 to 65535.
-        owner: who opened it: "offbeat", "process group" (PyTorch's), "rendezvous store" (PyTorch's) or "unknown".
+        owner: who opened it: "offbeat", "process group" (PyTorch's), "rendezvous store" (PyTorch's)
+            or "unknown".
         rank: whose process it is in.
     """
 
@@ -35,7 +36,11 @@ class Listening:
 def own_sockets() -> frozenset[tuple[str, int]]:
     """(address, port) of everything that this process listens on; empty where there is no /proc."""
     links = (_link(path) for path in Path("/proc/self/fd").glob("*"))
-    mine = {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:[")}
+    mine = {
+        link.removeprefix("socket:[").removesuffix("]")
+        for link in links
+        if link.startswith("socket:[")
+    }
     return frozenset((address, port) for address, port, inode in _tables() if inode in mine)
 
 
@@ -61,7 +66,9 @@ def _tables() -> Iterator[tuple[str, int, str]]:
 
 
 def _address(digits: str) -> str:
-    """The kernel prints words of 32 bits in the host's byte order, which is little-endian wherever torch runs."""
+    """The kernel prints words of 32 bits in the host's byte order, which is little-endian wherever
+    torch runs.
+    """
     raw = bytes.fromhex(digits)
     packed = b"".join(raw[start : start + 4][::-1] for start in range(0, len(raw), 4))
     return str(ipaddress.ip_address(packed))

@@ -1,4 +1,6 @@
-"""One worker of a measurement on this machine: `python -m offbeat.lab.doctor.worker`. Rank 0 prints the outcome as JSON."""
+"""One worker of a measurement on this machine: `python -m offbeat.lab.doctor.worker`. Rank 0 prints
+the outcome as JSON.
+"""
 
 from __future__ import annotations
 

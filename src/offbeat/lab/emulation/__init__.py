@@ -1,4 +1,6 @@
-"""A cluster made of local processes: the kernel gives each worker its link and its share of the processors."""
+"""A cluster made of local processes: the kernel gives each worker its link and its share of the
+processors.
+"""
 
 from offbeat.lab.emulation.base import Emulation, EmulationReport, LinkCheck, Placement
 from offbeat.lab.emulation.choice import Mode, emulate

@@ -1,4 +1,6 @@
-"""What an emulated cluster offers to whoever starts its workers, and what it says about itself in a record."""
+"""What an emulated cluster offers to whoever starts its workers, and what it says about itself in a
+record.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Speeds: TypeAlias = Literal["equal", "quotas", "padded", "sleeping", "ignored"]
 
 
 class MissingMeansError(ConfigError):
-    """This machine, or this user on it, lacks something without which the kernel cannot emulate a network."""
+    """This machine, or this user on it, lacks something without which the kernel cannot emulate a
+    network.
+    """
 
 
 class LinkCheck(BaseModel):
@@ -29,9 +33,12 @@ class LinkCheck(BaseModel):
         peer: the worker it sent to; None where there is no other.
         asked_bit_per_s: rate asked for, each way; None where it is not limited.
         sent_bit_per_s, received_bit_per_s: payload, measured both ways at once.
-        share: the worse direction over what the links at both its ends allow; None where neither is limited.
-        round_trip_s: the shortest of a few, to `peer` and back, of a byte while nothing else was sent.
-        together: whether all workers were sending meanwhile; False where the link keeps its rate only by itself.
+        share: the worse direction over what the links at both its ends allow; None where neither is
+            limited.
+        round_trip_s: the shortest of a few, to `peer` and back, of a byte while nothing else was
+            sent.
+        together: whether all workers were sending meanwhile; False where the link keeps its rate
+            only by itself.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -57,8 +64,9 @@ class EmulationReport(BaseModel):
     Attributes:
         kind: by what means the network is emulated.
         network, compute: a sentence each.
-        speeds: what makes workers of different speeds: the kernel's quotas, steps padded to a fixed time, or workers that
-            sleep after they computed; "equal" where there is no difference, "ignored" where nobody asked for emulation.
+        speeds: what makes workers of different speeds: the kernel's quotas, steps padded to a fixed
+            time, or workers that sleep after they computed; "equal" where there is no difference,
+            "ignored" where nobody asked for emulation.
         checks: of each worker's link, by worker; empty where the kernel emulates none.
         notices: what was asked for and could not be emulated, why, and what stands in for it.
     """
@@ -78,7 +86,8 @@ class Placement:
     """Where a worker is to run.
 
     Attributes:
-        prefix: words to put before its command; what they name turns into the worker, so that its pid stays the same.
+        prefix: words to put before its command; what they name turns into the worker, so that its
+            pid stays the same.
         environment: variables to add to its own.
     """
 
@@ -110,7 +119,9 @@ class Emulation(ABC):
             self._quotas.admit(worker, pid)
 
     def set_speed(self, worker: int, speed: float) -> None:
-        """Change the share of `worker` while it runs; `speed` as in the cluster description. Nothing without quotas."""
+        """Change the share of `worker` while it runs; `speed` as in the cluster description.
+        Nothing without quotas.
+        """
         if self._quotas is not None:
             self._quotas.set_speed(worker, speed)
 
@@ -124,7 +135,9 @@ class Emulation(ABC):
 
     @abstractmethod
     def sent_bytes(self, worker: int) -> int | None:
-        """Bytes that have gone through the worker's link so far, headers included; None where the kernel has no such link."""
+        """Bytes that have gone through the worker's link so far, headers included; None where the
+        kernel has no such link.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -133,5 +146,10 @@ class Emulation(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()

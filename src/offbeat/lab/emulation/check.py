@@ -1,4 +1,6 @@
-"""Whether the links carry what was asked for: all workers send to a neighbour at once, so that each link is busy both ways."""
+"""Whether the links carry what was asked for: all workers send to a neighbour at once, so that each
+link is busy both ways.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # what is still queued is dropped
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flow:
-    """One sender, one receiver: `allowed_bit_per_s` by the links at both ends, None where neither is limited."""
+    """One sender, one receiver: `allowed_bit_per_s` by the links at both ends, None where neither
+    is limited.
+    """
 
     sender: int
     receiver: int
@@ -38,15 +42,22 @@ class Flow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Timing:
-    """How long to send before measuring (TCP finds the rate, the bucket runs empty), and how long to measure."""
+    """How long to send before measuring (TCP finds the rate, the bucket runs empty), and how long
+    to measure.
+    """
 
     warm_s: float
     measure_s: float
 
 
 def neighbours(cluster: Cluster) -> list[Flow]:
-    """A ring through all workers, in the order of their rates, so that few links are held up by a slower neighbour."""
-    rates = {worker: cluster.link_of(worker).rate_bit_per_s or float("inf") for worker in range(cluster.workers)}
+    """A ring through all workers, in the order of their rates, so that few links are held up by a
+    slower neighbour.
+    """
+    rates = {
+        worker: cluster.link_of(worker).rate_bit_per_s or float("inf")
+        for worker in range(cluster.workers)
+    }
     ring = sorted(rates, key=lambda worker: (rates[worker], worker))
     flows = []
     for sender, receiver in zip(ring, ring[1:] + ring[:1], strict=True):
@@ -56,16 +67,19 @@ def neighbours(cluster: Cluster) -> list[Flow]:
                 sender=sender,
                 receiver=receiver,
                 allowed_bit_per_s=None if allowed == float("inf") else allowed,
-                round_trip_s=cluster.link_of(sender).latency_s + cluster.link_of(receiver).latency_s,
+                round_trip_s=cluster.link_of(sender).latency_s
+                + cluster.link_of(receiver).latency_s,
             )
         )
     return flows if len(flows) > 1 else []
 
 
 def check_links(name: Name, cluster: Cluster) -> list[LinkCheck]:
-    """Measure every link both ways at once, all together; those that fall short once more, a pair by itself.
+    """Measure every link both ways at once, all together; those that fall short once more, a pair
+    by itself.
 
-    Where links keep their rate only by themselves, it is the machine that cannot carry them all: the check says so
+    Where links keep their rate only by themselves, it is the machine that cannot carry them all:
+        the check says so
     (`together=False`), and measurements on it stay below the rate asked for.
 
     Raises:
@@ -74,7 +88,9 @@ def check_links(name: Name, cluster: Cluster) -> list[LinkCheck]:
     try:
         return _check(name, cluster, neighbours(cluster), _timing(cluster))
     except TimeoutError as error:
-        raise ConfigError("the links between the workers carry nothing; does a firewall drop what is forwarded?") from error
+        raise ConfigError(
+            "the links between the workers carry nothing; does a firewall drop what is forwarded?"
+        ) from error
 
 
 def _check(name: Name, cluster: Cluster, flows: Sequence[Flow], timing: _Timing) -> list[LinkCheck]:
@@ -94,7 +110,9 @@ def _check(name: Name, cluster: Cluster, flows: Sequence[Flow], timing: _Timing)
             if not _enough(flow, slower):
                 raise ConfigError(_refusal(flow, slower))
             alone.add(flow)
-    return [_summary(cluster, flows, rates, trips_s, worker, alone) for worker in range(cluster.workers)]
+    return [
+        _summary(cluster, flows, rates, trips_s, worker, alone) for worker in range(cluster.workers)
+    ]
 
 
 def _summary(
@@ -108,7 +126,9 @@ def _summary(
     sent = next((flow for flow in flows if flow.sender == worker), None)
     received = next((flow for flow in flows if flow.receiver == worker), None)
     both = [flow for flow in (sent, received) if flow is not None]
-    shares = [rates[flow] / flow.allowed_bit_per_s for flow in both if flow.allowed_bit_per_s is not None]
+    shares = [
+        rates[flow] / flow.allowed_bit_per_s for flow in both if flow.allowed_bit_per_s is not None
+    ]
     return LinkCheck(
         worker=worker,
         peer=sent.receiver if sent else None,
@@ -123,7 +143,11 @@ def _summary(
 
 def _timing(cluster: Cluster) -> _Timing:
     latency_s = max(cluster.link_of(worker).latency_s for worker in range(cluster.workers))
-    rates = [rate for worker in range(cluster.workers) if (rate := cluster.link_of(worker).rate_bit_per_s) is not None]
+    rates = [
+        rate
+        for worker in range(cluster.workers)
+        if (rate := cluster.link_of(worker).rate_bit_per_s) is not None
+    ]
     megabyte_s = 8e6 / min(rates, default=float("inf"))
     return _Timing(warm_s=0.15 + megabyte_s + 20 * latency_s, measure_s=0.3 + megabyte_s)
 
@@ -135,9 +159,10 @@ def _enough(flow: Flow, rate_bit_per_s: float) -> bool:
 def _refusal(flow: Flow, rate_bit_per_s: float) -> str:
     assert flow.allowed_bit_per_s is not None
     return (
-        f"the link of worker {flow.sender} is to carry {display_rate(flow.allowed_bit_per_s)} to worker {flow.receiver} and "
-        f"carries {display_rate(float(f'{rate_bit_per_s:.3g}'))} both ways at once; allowed is {LEAST_SHARE:.0%} or more, or "
-        "results would be of another cluster. Ask for a lower rate, or stop what else runs on this machine"
+        f"the link of worker {flow.sender} is to carry {display_rate(flow.allowed_bit_per_s)} to"
+        f" worker {flow.receiver} and carries {display_rate(float(f'{rate_bit_per_s:.3g}'))} both"
+        f" ways at once; allowed is {LEAST_SHARE:.0%} or more, or results would be of another"
+        " cluster. Ask for a lower rate, or stop what else runs on this machine"
     )
 
 
@@ -147,7 +172,10 @@ def _best_of(name: Name, flows: Sequence[Flow], timing: _Timing) -> dict[Flow, f
     worst = -1.0
     for _ in range(_ROUNDS):
         rates = _measure(name, flows, timing)
-        share = min((rates[flow] / flow.allowed_bit_per_s for flow in flows if flow.allowed_bit_per_s), default=1.0)
+        share = min(
+            (rates[flow] / flow.allowed_bit_per_s for flow in flows if flow.allowed_bit_per_s),
+            default=1.0,
+        )
         if share > worst:
             best, worst = rates, share
         if worst >= LEAST_SHARE:
@@ -162,11 +190,15 @@ def _measure(name: Name, flows: Sequence[Flow], timing: _Timing) -> dict[Flow, f
     start, stop = threading.Barrier(2 * len(flows), timeout=_PATIENCE_S), threading.Event()
     with ExitStack() as stack:
         ends = {flow: _connect(name, flow, stack) for flow in flows}
-        pool = stack.enter_context(ThreadPoolExecutor(2 * len(flows), thread_name_prefix="link-check"))
+        pool = stack.enter_context(
+            ThreadPoolExecutor(2 * len(flows), thread_name_prefix="link-check")
+        )
         stack.callback(_stop, stop, [near for near, _ in ends.values()])
         for near, _ in ends.values():
             pool.submit(_send, near, start, stop)
-        receivers = {flow: pool.submit(_receive, far, start, timing) for flow, (_, far) in ends.items()}
+        receivers = {
+            flow: pool.submit(_receive, far, start, timing) for flow, (_, far) in ends.items()
+        }
         return {flow: future.result() for flow, future in receivers.items()}
 
 
@@ -214,7 +246,9 @@ def _round_trips(name: Name, flows: Sequence[Flow]) -> dict[Flow, float]:
 
 
 def _ping(near: socket.socket, far: socket.socket) -> float:
-    """This thread plays both ends: no other process has to wake up, so what is measured is the network's."""
+    """This thread plays both ends: no other process has to wake up, so what is measured is the
+    network's.
+    """
     begun_s = time.perf_counter()
     near.sendall(b"?")
     far.recv(1)
@@ -226,12 +260,18 @@ def _ping(near: socket.socket, far: socket.socket) -> float:
 def _connect(name: Name, flow: Flow, stack: ExitStack) -> tuple[socket.socket, socket.socket]:
     """Both ends of a connection from one worker's namespace to another's; closed with `stack`."""
     listener = stack.enter_context(
-        call_in(name.worker(flow.receiver), lambda: socket.create_server((data_address(flow.receiver), 0)))
+        call_in(
+            name.worker(flow.receiver),
+            lambda: socket.create_server((data_address(flow.receiver), 0)),
+        )
     )
     port = listener.getsockname()[1]
     near = stack.enter_context(
         call_in(
-            name.worker(flow.sender), lambda: socket.create_connection((data_address(flow.receiver), port), timeout=_PATIENCE_S)
+            name.worker(flow.sender),
+            lambda: socket.create_connection(
+                (data_address(flow.receiver), port), timeout=_PATIENCE_S
+            ),
         )
     )
     far, _ = listener.accept()

@@ -27,11 +27,13 @@ def emulate(cluster: Cluster, *, mode: Mode = "auto") -> Emulation:
 
     Args:
         cluster: what to emulate.
-        mode: "namespaces" for the kernel, "delaying" where the workers delay messages by themselves, "none" for neither;
-            "auto" takes the kernel where there is a network to emulate and it can be done, and delaying where it cannot.
+        mode: "namespaces" for the kernel, "delaying" where the workers delay messages by
+            themselves, "none" for neither; "auto" takes the kernel where there is a network to
+            emulate and it can be done, and delaying where it cannot.
 
     Raises:
-        ConfigError: with "namespaces", what is missing for it; with it or "auto", a link that this machine cannot carry.
+        ConfigError: with "namespaces", what is missing for it; with it or "auto", a link that this
+            machine cannot carry.
     """
     if mode == "none" or (mode == "auto" and not needs_network(cluster)):
         return OnLoopback(cluster, kind="none", limit_compute=mode != "none")
@@ -48,7 +50,9 @@ def emulate(cluster: Cluster, *, mode: Mode = "auto") -> Emulation:
 def needs_network(cluster: Cluster) -> bool:
     """Whether any link differs from loopback, or is cut at some time."""
     links = (cluster.link_of(worker) for worker in range(cluster.workers))
-    return any(not link.is_plain for link in links) or any(fault.action == "cut" for fault in cluster.faults)
+    return any(not link.is_plain for link in links) or any(
+        fault.action == "cut" for fault in cluster.faults
+    )
 
 
 class OnLoopback(Emulation):
@@ -77,7 +81,9 @@ class OnLoopback(Emulation):
             compute = open_compute(cluster, self._claim)
         else:
             ignored = "speeds are not emulated: no emulation was asked for"
-            compute = Compute(speeds="ignored", notices=[ignored]) if needs_quotas(cluster) else Compute()
+            compute = (
+                Compute(speeds="ignored", notices=[ignored]) if needs_quotas(cluster) else Compute()
+            )
         super().__init__(compute.quotas)
         delayed = "loopback; the workers deliver messages late"
         self.report = EmulationReport(
@@ -91,7 +97,11 @@ class OnLoopback(Emulation):
     def placement(self, worker: int) -> Placement:
         interface = "lo0" if sys.platform == "darwin" else "lo"
         return Placement(
-            environment={"OFFBEAT_INTERFACE": _LOOPBACK, "GLOO_SOCKET_IFNAME": interface, "MASTER_ADDR": _LOOPBACK}
+            environment={
+                "OFFBEAT_INTERFACE": _LOOPBACK,
+                "GLOO_SOCKET_IFNAME": interface,
+                "MASTER_ADDR": _LOOPBACK,
+            }
         )
 
     def set_link(self, worker: int, *, up: bool) -> bool:
@@ -115,7 +125,9 @@ class OnLoopback(Emulation):
         return str(self._name)
 
 
-def _network_notices(cluster: Cluster, kind: Literal["none", "delaying"], reason: str | None) -> list[str]:
+def _network_notices(
+    cluster: Cluster, kind: Literal["none", "delaying"], reason: str | None
+) -> list[str]:
     """What differs from the network of `cluster`."""
     notices: list[str] = []
     if needs_network(cluster) and kind == "none":
@@ -123,8 +135,9 @@ def _network_notices(cluster: Cluster, kind: Literal["none", "delaying"], reason
     if kind == "delaying":
         because = f": {reason}" if reason else ""
         notices.append(
-            f"the kernel does not emulate the network{because}. In its place the workers deliver offbeat's messages late, and "
-            "hold torch's collectives back for as long as a ring of such links would take"
+            f"the kernel does not emulate the network{because}. In its place the workers deliver"
+            " offbeat's messages late, and hold torch's collectives back for as long as a ring of"
+            " such links would take"
         )
     if any(fault.action == "cut" for fault in cluster.faults):
         notices.append("links cannot be cut without network namespaces; such faults are left out")

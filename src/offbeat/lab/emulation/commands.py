@@ -1,4 +1,6 @@
-"""The programs `ip` and `tc`, many commands in one process, and what the namespaces they make are good for."""
+"""The programs `ip` and `tc`, many commands in one process, and what the namespaces they make are
+good for.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def path_of(program: str) -> str:
     path = shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
     if path is None:
         package = "util-linux" if program == "nsenter" else "iproute2"
-        raise MissingMeansError(f"the program {program!r} is not installed; it comes with the package {package}")
+        raise MissingMeansError(
+            f"the program {program!r} is not installed; it comes with the package {package}"
+        )
     return path
 
 
@@ -52,9 +56,18 @@ def run_batch(program: str, lines: Sequence[str], *, namespace: str | None = Non
 
 
 def run_shell(namespace: str, lines: Sequence[str]) -> None:
-    """Have a shell carry out `lines` where /sys shows the devices of `namespace`. Raises `OSError` when one fails."""
+    """Have a shell carry out `lines` where /sys shows the devices of `namespace`. Raises `OSError`
+    when one fails.
+    """
     command = [path_of("ip"), "netns", "exec", namespace, "sh", "-e"]
-    done = subprocess.run(command, input="\n".join(lines), text=True, capture_output=True, timeout=_PATIENCE_S, check=False)
+    done = subprocess.run(
+        command,
+        input="\n".join(lines),
+        text=True,
+        capture_output=True,
+        timeout=_PATIENCE_S,
+        check=False,
+    )
     if done.returncode != 0:
         raise OSError(" ".join(done.stderr.split()) or f"sh: status {done.returncode}")
 
@@ -62,11 +75,14 @@ def run_shell(namespace: str, lines: Sequence[str]) -> None:
 def ask(program: str, *words: str, namespace: str) -> str:
     """What `ip` or `tc` prints, as JSON."""
     command = [path_of(program), "-n", namespace, "-s", "-j", *words]
-    return subprocess.run(command, text=True, capture_output=True, timeout=_PATIENCE_S, check=True).stdout
+    return subprocess.run(
+        command, text=True, capture_output=True, timeout=_PATIENCE_S, check=True
+    ).stdout
 
 
 def call_in(namespace: str, function: Callable[[], T]) -> T:
-    """What `function` returns or raises, called in a thread of its own that lives in network namespace `namespace`.
+    """What `function` returns or raises, called in a thread of its own that lives in network
+    namespace `namespace`.
 
     Sockets and threads that it makes stay there. Blocks until it is done.
     """
@@ -89,7 +105,9 @@ def call_in(namespace: str, function: Callable[[], T]) -> T:
 
 
 def enter(namespace: str) -> None:
-    """Move the calling thread, and only it, into a network namespace. There is no way back: let the thread end."""
+    """Move the calling thread, and only it, into a network namespace. There is no way back: let the
+    thread end.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(NAMESPACES / namespace, os.O_RDONLY)
     try:

@@ -1,4 +1,6 @@
-"""Differences of speed between workers: by quotas where the kernel keeps them, by sleeping where it does not."""
+"""Differences of speed between workers: by quotas where the kernel keeps them, by sleeping where it
+does not.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from offbeat.lab.emulation.quotas import Quotas, needs_quotas, open_quotas, shar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compute:
-    """What makes the speeds of a cluster: `quotas` if the kernel does, and the same for the report."""
+    """What makes the speeds of a cluster: `quotas` if the kernel does, and the same for
+    the report.
+    """
 
     quotas: Quotas | None = None
     speeds: Speeds = "equal"
@@ -32,8 +36,15 @@ def open_compute(cluster: Cluster, claim: Callable[[], str]) -> Compute:
     try:
         quotas = open_quotas(cluster, claim())
     except ConfigError as error:
-        notice = f"no quotas of the processors: {error}; in their place slower workers sleep after they computed"
-        return Compute(speeds="sleeping", words="slower workers sleep in proportion to what they compute", notices=[notice])
+        notice = (
+            f"no quotas of the processors: {error}; in their place slower workers sleep after they"
+            " computed"
+        )
+        return Compute(
+            speeds="sleeping",
+            words="slower workers sleep in proportion to what they compute",
+            notices=[notice],
+        )
     cores_per_speed = share_out(cluster, usable_cores())
     words = f"quotas of the processors by cgroups: {cores_per_speed:.2f} of a core at speed 1"
     return Compute(quotas=quotas, speeds="quotas", words=words)

@@ -4,15 +4,18 @@
             ^          | not yet
             d < c <----+       (and from d to the port as well)
 
-`a > b` and `c > d` are pairs of virtual Ethernet devices. A program of a dozen instructions at the exit of `a` stamps each
-packet with the time it is due. Programs at `b` and `d` look at the stamp: a packet that is due goes to the worker, any other
-into the other pair. `b` and `d` are polled by a timer while there is something in them (the kernel's interrupt moderation,
-made for network cards), so a circle costs one timer tick of waiting and next to no time of a processor. Two pairs, because a
-packet put back into the queue that is being polled would be polled again at once, and circle without rest.
+`a > b` and `c > d` are pairs of virtual Ethernet devices. A program of a dozen instructions at the
+exit of `a` stamps each packet with the time it is due. Programs at `b` and `d` look at the stamp: a
+packet that is due goes to the worker, any other into the other pair. `b` and `d` are polled by a
+timer while there is something in them (the kernel's interrupt moderation, made for network cards),
+so a circle costs one timer tick of waiting and next to no time of a processor. Two pairs, because a
+packet put back into the queue that is being polled would be polled again at once, and circle
+without rest.
 
-The kernel's timers and packet processing do it all, so the latency is kept to while training occupies every core, which a
-process in user space that passes packets on could not do. Packets are never reordered. They are lost only when more than
-256 circle, which takes a few hundred milliseconds' worth.
+The kernel's timers and packet processing do it all, so the latency is kept to while training
+occupies every core, which a process in user space that passes packets on could not do. Packets are
+never reordered. They are lost only when more than 256 circle, which takes a few hundred
+milliseconds' worth.
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ class DelayLines:
 
     def __init__(self, hub: str, latencies_s: Mapping[int, float], mtu: int) -> None:
         self._links: list[int] = []
-        run_batch("ip", [line for worker in latencies_s for line in _devices(worker, mtu)], namespace=hub)
+        run_batch(
+            "ip", [line for worker in latencies_s for line in _devices(worker, mtu)], namespace=hub
+        )
         try:
             _set_polling(hub, latencies_s)
             call_in(hub, lambda: self._attach_all(latencies_s))
@@ -79,9 +84,13 @@ class DelayLines:
         into, out, again, back = (f"{letter}{worker}" for letter in "abcd")
         for sender, receiver in ((into, out), (again, back)):
             _ethtool(sender, _SET_TSO, 0)  # only then
-            _ethtool(receiver, _SET_GRO, 1)  # the receiver has a queue that can be polled by a timer
+            _ethtool(
+                receiver, _SET_GRO, 1
+            )  # the receiver has a queue that can be polled by a timer
         delay_s = max(0.0, latency_s - PATH_S - tick_s(latency_s) / 2)
-        port, circle, first = (socket.if_nametoindex(device) for device in (f"w{worker}", again, into))
+        port, circle, first = (
+            socket.if_nametoindex(device) for device in (f"w{worker}", again, into)
+        )
         for program, device, hook in (
             (_stamp(delay_s), into, _TCX_EGRESS),
             (_gate(port, otherwise=circle), out, _TCX_INGRESS),
@@ -97,7 +106,9 @@ def tick_s(latency_s: float) -> float:
 
 def _devices(worker: int, mtu: int) -> list[str]:
     pairs = [(f"a{worker}", f"b{worker}"), (f"c{worker}", f"d{worker}")]
-    lines = [f"link add {one} mtu {mtu} type veth peer name {other} mtu {mtu}" for one, other in pairs]
+    lines = [
+        f"link add {one} mtu {mtu} type veth peer name {other} mtu {mtu}" for one, other in pairs
+    ]
     lines += [f"link set {device} addrgenmode none up" for pair in pairs for device in pair]
     return lines + plug_in(worker, through=f"a{worker}")
 
@@ -116,7 +127,9 @@ def _set_polling(hub: str, latencies_s: Mapping[int, float]) -> None:
 
 
 def _stamp(delay_s: float) -> Program:
-    """Mark a packet that has no mark with the low bits of the time it is due, in units of 1024 ns; never 0, which is none."""
+    """Mark a packet that has no mark with the low bits of the time it is due, in units of 1024 ns;
+    never 0, which is none.
+    """
     return [
         _op(0xBF, 6, 1),  # r6 = the packet
         _op(0x61, 7, 6, _MARK),  # r7 = its mark
@@ -132,7 +145,9 @@ def _stamp(delay_s: float) -> Program:
 
 
 def _gate(port: int, *, otherwise: int) -> Program:
-    """Send a packet that is due on to device `port`, without its mark, and any other to device `otherwise`."""
+    """Send a packet that is due on to device `port`, without its mark, and any other to device
+    `otherwise`.
+    """
     return [
         _op(0xBF, 6, 1),
         _op(0x85, number=_KTIME_GET_NS),
@@ -161,7 +176,18 @@ def _link(program: Program, interface: int, hook: int) -> int:
     licence = ctypes.create_string_buffer(b"Apache-2.0")
     loaded = _bpf(
         _PROG_LOAD,
-        struct.pack("=IIQQIIQII", _SCHED_CLS, len(program), ctypes.addressof(code), ctypes.addressof(licence), 0, 0, 0, 0, 0),
+        struct.pack(
+            "=IIQQIIQII",
+            _SCHED_CLS,
+            len(program),
+            ctypes.addressof(code),
+            ctypes.addressof(licence),
+            0,
+            0,
+            0,
+            0,
+            0,
+        ),
     )
     with ExitStack() as stack:
         stack.callback(os.close, loaded)
@@ -173,7 +199,9 @@ def _bpf(command: int, attributes: bytes) -> int:
     if number is None:
         raise OSError(f"unknown processor {platform.machine()}")
     libc = ctypes.CDLL(None, use_errno=True)
-    descriptor: int = libc.syscall(number, command, ctypes.create_string_buffer(attributes, len(attributes)), len(attributes))
+    descriptor: int = libc.syscall(
+        number, command, ctypes.create_string_buffer(attributes, len(attributes)), len(attributes)
+    )
     if descriptor < 0:
         raise OSError(ctypes.get_errno(), f"bpf: {os.strerror(ctypes.get_errno())}")
     return descriptor

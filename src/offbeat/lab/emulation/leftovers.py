@@ -1,7 +1,8 @@
 """What emulations have on this machine: whose it is, and how it goes away.
 
-Namespaces and cgroups carry the number of the process that holds them. A number may be given out again, so a small file says
-when the holder was started. Whatever belongs to a process that is there is left alone.
+Namespaces and cgroups carry the number of the process that holds them. A number may be given out
+again, so a small file says when the holder was started. Whatever belongs to a process that is there
+is left alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ def claim() -> Name:
         MissingMeansError: it cannot be written down.
     """
     taken = set(_names())
-    number = next(number for number in range(len(taken) + 1) if Name(pid=os.getpid(), number=number) not in taken)
+    number = next(
+        number
+        for number in range(len(taken) + 1)
+        if Name(pid=os.getpid(), number=number) not in taken
+    )
     name = Name(pid=os.getpid(), number=number)
     try:
         REGISTER.mkdir(mode=0o755, exist_ok=True)
@@ -57,14 +62,21 @@ def clean() -> list[str]:
             try:
                 removed += remove(name)
             except OSError as error:
-                raise ConfigError(f"cannot remove {name}: {error.strerror or error}; run offbeat lab clean as root") from error
+                raise ConfigError(
+                    f"cannot remove {name}: {error.strerror or error}; run offbeat lab clean as"
+                    " root"
+                ) from error
     return removed
 
 
 def remove(name: Name) -> list[str]:
-    """Remove everything called `name`, ending the processes in it (never this one). Returns what there was."""
+    """Remove everything called `name`, ending the processes in it (never this one). Returns what
+    there was.
+    """
     namespaces = [entry.name for entry in _entries(NAMESPACES) if Name.parse(entry.name) == name]
-    groups = [group for hierarchy in find_hierarchies() if (group := hierarchy.root / str(name)).is_dir()]
+    groups = [
+        group for hierarchy in find_hierarchies() if (group := hierarchy.root / str(name)).is_dir()
+    ]
     _end(_occupants(namespaces, groups) - {os.getpid()})
     run_batch("ip", [f"netns del {namespace}" for namespace in namespaces])
     removed = sorted(namespaces) + [str(group) for group in groups if remove_group(group)]
@@ -76,7 +88,12 @@ def remove(name: Name) -> list[str]:
 def _names() -> list[Name]:
     """Of everything on this machine that an emulation made, repeatedly."""
     places = [NAMESPACES, REGISTER, *(hierarchy.root for hierarchy in find_hierarchies())]
-    return [name for place in places for entry in _entries(place) if (name := Name.parse(entry.name)) is not None]
+    return [
+        name
+        for place in places
+        for entry in _entries(place)
+        if (name := Name.parse(entry.name)) is not None
+    ]
 
 
 def _entries(place: Path) -> Iterable[Path]:

@@ -1,4 +1,6 @@
-"""The kernel's emulation: each worker in a network namespace of its own, linked to the others at the rates asked for."""
+"""The kernel's emulation: each worker in a network namespace of its own, linked to the others at
+the rates asked for.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from typing import TypeVar
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.cluster.quantities import display_duration, display_rate
 from offbeat.lab.emulation import leftovers
-from offbeat.lab.emulation.base import Emulation, EmulationReport, LinkCheck, MissingMeansError, Placement
+from offbeat.lab.emulation.base import (
+    Emulation,
+    EmulationReport,
+    LinkCheck,
+    MissingMeansError,
+    Placement,
+)
 from offbeat.lab.emulation.check import LEAST_SHARE, check_links
 from offbeat.lab.emulation.commands import NAMESPACES, ask, call_in, path_of, run_batch
 from offbeat.lab.emulation.compute import open_compute
@@ -37,18 +45,21 @@ from offbeat.lab.emulation.plan import (
 T = TypeVar("T")
 
 _HUB_SETTINGS = {"ip_forward": "1", "conf/all/rp_filter": "0", "conf/default/rp_filter": "0"}
-_WORKER_SETTINGS = {  # as hosts on long fat links are set up; the buffers are only used where they are needed
+# as hosts on long fat links are set up; the buffers are only used where they are needed
+_WORKER_SETTINGS = {
     "tcp_rmem": "4096 131072 33554432",
     "tcp_wmem": "4096 65536 33554432",
 }
 
 
 class InNamespaces(Emulation):
-    """An emulation by the kernel. It is checked: links that do not carry what was asked for are refused.
+    """An emulation by the kernel. It is checked: links that do not carry what was asked for are
+    refused.
 
     Raises:
         MissingMeansError: this machine, or this user on it, cannot do it. Nothing is left.
-        ConfigError: a link does not reach its rate here, or the cluster is too large. Nothing is left.
+        ConfigError: a link does not reach its rate here, or the cluster is too large. Nothing is
+            left.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -66,7 +77,9 @@ class InNamespaces(Emulation):
             self._set_up()
         except OSError as error:
             self.close()
-            raise MissingMeansError(f"cannot set up network namespaces: {error.strerror or error}") from error
+            raise MissingMeansError(
+                f"cannot set up network namespaces: {error.strerror or error}"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -83,14 +96,20 @@ class InNamespaces(Emulation):
 
     def set_link(self, worker: int, *, up: bool) -> bool:
         through = f"a{worker}" if worker in self._delayed else None
-        run_batch("ip", plug_in(worker, through) if up else [f"link set w{worker} down"], namespace=self._name.hub)
+        run_batch(
+            "ip",
+            plug_in(worker, through) if up else [f"link set w{worker} down"],
+            namespace=self._name.hub,
+        )
         return True
 
     def call_inside(self, function: Callable[[], T]) -> T:
         return call_in(self._name.hub, function)
 
     def sent_bytes(self, worker: int) -> int | None:
-        queues = json.loads(ask("tc", "qdisc", "show", "dev", DATA, "root", namespace=self._name.worker(worker)))
+        queues = json.loads(
+            ask("tc", "qdisc", "show", "dev", DATA, "root", namespace=self._name.worker(worker))
+        )
         return int(queues[0]["bytes"])
 
     def close(self) -> None:
@@ -106,7 +125,9 @@ class InNamespaces(Emulation):
         cluster, name, workers = self._cluster, self._name, range(self._cluster.workers)
         run_batch("ip", create_namespaces(name, cluster.workers))
         call_in(name.hub, lambda: _set(_HUB_SETTINGS))
-        latencies_s = {w: latency_s for w in workers if (latency_s := cluster.link_of(w).latency_s) > PATH_S}
+        latencies_s = {
+            w: latency_s for w in workers if (latency_s := cluster.link_of(w).latency_s) > PATH_S
+        }
         has_netem = bool(latencies_s) and _has_netem(name)
         self._delayed = {} if has_netem else latencies_s
         mtu = choose_mtu(cluster)
@@ -121,7 +142,9 @@ class InNamespaces(Emulation):
         queues = [
             line
             for worker in workers
-            for line in hub_queues(worker, shapes[worker], latencies_s.get(worker, 0.0) if has_netem else 0.0)
+            for line in hub_queues(
+                worker, shapes[worker], latencies_s.get(worker, 0.0) if has_netem else 0.0
+            )
         ]
         run_batch("tc", queues, namespace=name.hub)
         notices = self._open_delay_lines(mtu)
@@ -145,17 +168,25 @@ class InNamespaces(Emulation):
             self._lines = DelayLines(self._name.hub, self._delayed, mtu)
         except MissingMeansError as error:
             longest_s = max(self._delayed.values())
-            run_batch("ip", [line for worker in self._delayed for line in plug_in(worker)], namespace=self._name.hub)
+            run_batch(
+                "ip",
+                [line for worker in self._delayed for line in plug_in(worker)],
+                namespace=self._name.hub,
+            )
             self._delayed = {}
             asked = display_duration(longest_s)
             return [
-                f"latency of {asked} is not emulated (this kernel has no netem, and {error}); messages take what they take here"
+                f"latency of {asked} is not emulated (this kernel has no netem, and {error});"
+                " messages take what they take here"
             ]
         return []
 
     def _describe(self, mtu: int, has_netem: bool) -> str:
         links = {self._cluster.link_of(worker) for worker in range(self._cluster.workers)}
-        parts = [f"a network namespace for each worker, packets of {mtu} bytes, TCP {_congestion_control()}"]
+        parts = [
+            f"a network namespace for each worker, packets of {mtu} bytes, TCP"
+            f" {_congestion_control()}"
+        ]
         rates = sorted({link.rate_bit_per_s for link in links if link.rate_bit_per_s is not None})
         if rates:
             parts.append(f"{_listed([display_rate(rate) for rate in rates])} each way by tbf")
@@ -164,7 +195,12 @@ class InNamespaces(Emulation):
             accuracy = display_duration(max(tick_s(s) for s in self._delayed.values()) / 2)
             parts.append(f"latency {shown} by timed queues and BPF, to within {accuracy}")
         elif has_netem:
-            shown = _listed([display_duration(s) for s in sorted({link.latency_s for link in links if link.latency_s})])
+            shown = _listed(
+                [
+                    display_duration(s)
+                    for s in sorted({link.latency_s for link in links if link.latency_s})
+                ]
+            )
             parts.append(f"latency {shown} by netem")
         return "; ".join(parts)
 
@@ -173,7 +209,9 @@ def _require_means() -> None:
     if not Path("/proc/self/ns/net").exists():
         raise MissingMeansError("network namespaces are a feature of Linux, which this is not")
     if os.geteuid() != 0:
-        raise MissingMeansError("network namespaces need root, and this user is not root; run with sudo")
+        raise MissingMeansError(
+            "network namespaces need root, and this user is not root; run with sudo"
+        )
     for program in ("ip", "tc", "nsenter"):
         path_of(program)
 
@@ -181,7 +219,11 @@ def _require_means() -> None:
 def _has_netem(name: Name) -> bool:
     """Whether the kernel has the queue that delays packets; tried on the hub's own loopback."""
     try:
-        run_batch("tc", ["qdisc add dev lo root netem delay 1ms", "qdisc del dev lo root"], namespace=name.hub)
+        run_batch(
+            "tc",
+            ["qdisc add dev lo root netem delay 1ms", "qdisc del dev lo root"],
+            namespace=name.hub,
+        )
     except MissingMeansError:
         return False
     return True
@@ -205,9 +247,10 @@ def _shortfalls(checks: list[LinkCheck]) -> list[str]:
     assert worst.asked_bit_per_s is not None
     assert worst.share is not None
     notice = (
-        f"each link reaches its rate by itself, but with all workers sending at once that of worker {worst.worker} reaches "
-        f"{worst.share:.0%} (wanted {LEAST_SHARE:.0%}): this machine is too slow or too busy for so much traffic, so exchanges "
-        "among all workers take longer than on such a network"
+        "each link reaches its rate by itself, but with all workers sending at once that of worker"
+        f" {worst.worker} reaches {worst.share:.0%} (wanted {LEAST_SHARE:.0%}): this machine is too"
+        " slow or too busy for so much traffic, so exchanges among all workers take longer than on"
+        " such a network"
     )
     return [notice]
 
@@ -217,10 +260,17 @@ def _odd_trips(cluster: Cluster, checks: list[LinkCheck]) -> list[str]:
     odd = []
     for check in checks:
         if check.peer is not None:
-            asked_s = cluster.link_of(check.worker).latency_s + cluster.link_of(check.peer).latency_s
+            asked_s = (
+                cluster.link_of(check.worker).latency_s + cluster.link_of(check.peer).latency_s
+            )
             if abs(check.round_trip_s - asked_s) > max(asked_s / 4, 2 * PATH_S):
-                got, asked = (display_duration(float(f"{s:.2g}")) for s in (check.round_trip_s, asked_s))
-                odd.append(f"a round trip between workers {check.worker} and {check.peer} takes {got}; asked for is {asked}")
+                got, asked = (
+                    display_duration(float(f"{s:.2g}")) for s in (check.round_trip_s, asked_s)
+                )
+                odd.append(
+                    f"a round trip between workers {check.worker} and {check.peer} takes {got};"
+                    f" asked for is {asked}"
+                )
     return odd
 
 

@@ -1,13 +1,16 @@
-"""What the emulated network looks like, and the commands that make it so. Pure: names, addresses and numbers in, text out.
+"""What the emulated network looks like, and the commands that make it so. Pure: names, addresses
+and numbers in, text out.
 
     worker 0 [eth0 ctl0]   worker 1 [eth0 ctl0]   ...      a namespace each
                |    |                 |    |
-    hub       w0    |                w1    |               a namespace: routes between the ports w0, w1, ...
+    hub       w0    |                w1    |               a namespace: routes between the ports w0,
+    w1, ...
                   [ctl, a bridge with the store on it]
 
-Both ends of eth0 - w0 send at the worker's rate, so each direction of each link has its own limit. `ctl0` has none: rendezvous
-and barriers go over it, and what is measured is not disturbed. The hub routes instead of bridging because a packet then no
-longer counts as its sender's: TCP keeps but a millisecond's worth of those in flight, too few for a link with latency.
+Both ends of eth0 - w0 send at the worker's rate, so each direction of each link has its own limit.
+`ctl0` has none: rendezvous and barriers go over it, and what is measured is not disturbed. The hub
+routes instead of bridging because a packet then no longer counts as its sender's: TCP keeps but a
+millisecond's worth of those in flight, too few for a link with latency.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ MIN_RATE_BIT_PER_S = 1e6
 _ETHERNET_MTU, _LARGEST_MTU = 1500, 60_000
 _QUEUED_MS = 64
 _QUEUED_PACKETS, _QUEUED_BYTES = 24, 150_000
-"""A queue holds so many packets, or so many bytes if that is less, however slow the link: TCP needs them to find the rate."""
+"""A queue holds so many packets, or so many bytes if that is less, however slow the link: TCP needs
+them to find the rate.
+"""
 
 _FRAME, _HEADERS = 14, 52
 """Bytes of a packet of TCP besides its payload: outside of what the MTU counts, and inside."""
@@ -61,7 +66,9 @@ class Name:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A token bucket, which lets `burst_bytes` pass at once and then keeps to the rate, with a queue at each end of a link."""
+    """A token bucket, which lets `burst_bytes` pass at once and then keeps to the rate, with a
+    queue at each end of a link.
+    """
 
     rate_bit_per_s: float
     burst_bytes: int
@@ -72,12 +79,14 @@ class Shape:
 def shape(link: LinkSpec, mtu: int) -> Shape | None:
     """How to keep to the rate of `link`; None where it has none.
 
-    The rate is that of the wire, and large packets would leave more of it to the payload than Ethernet does. They get so much
-    less of it that TCP's payload is 95.6% of the rate asked for, whatever the size of packets.
+    The rate is that of the wire, and large packets would leave more of it to the payload than
+    Ethernet does. They get so much less of it that TCP's payload is 95.6% of the rate asked for,
+    whatever the size of packets.
 
-    The bucket holds a millisecond's worth: with less, timers that fire late cost throughput; with more, short messages pay no
-    bandwidth. Queues hold what TCP's windows send at once to or from a handful of peers: a large packet that is dropped is
-    forty of Ethernet's, its sender hears of it by a timeout of 200 ms only, and no host drops what it sends itself.
+    The bucket holds a millisecond's worth: with less, timers that fire late cost throughput; with
+    more, short messages pay no bandwidth. Queues hold what TCP's windows send at once to or from a
+    handful of peers: a large packet that is dropped is forty of Ethernet's, its sender hears of it
+    by a timeout of 200 ms only, and no host drops what it sends itself.
     """
     if link.rate_bit_per_s is None:
         return None
@@ -92,13 +101,21 @@ def shape(link: LinkSpec, mtu: int) -> Shape | None:
 
 
 def choose_mtu(cluster: Cluster) -> int:
-    """Largest packet of every link, in bytes: half a millisecond's worth of the slowest, and at least Ethernet's.
+    """Largest packet of every link, in bytes: half a millisecond's worth of the slowest, and at
+    least Ethernet's.
 
-    With small packets the kernel hands over up to a millisecond's worth at a time as well, but takes it apart at every limit.
-    Large ones cost the processors, which have training to do, a fraction of that.
+    With small packets the kernel hands over up to a millisecond's worth at a time as well, but
+    takes it apart at every limit. Large ones cost the processors, which have training to do, a
+    fraction of that.
     """
-    rates = [rate for worker in range(cluster.workers) if (rate := cluster.link_of(worker).rate_bit_per_s) is not None]
-    return round(max(_ETHERNET_MTU, min(_LARGEST_MTU, *(rate / 8 / 2000 for rate in rates), _LARGEST_MTU)))
+    rates = [
+        rate
+        for worker in range(cluster.workers)
+        if (rate := cluster.link_of(worker).rate_bit_per_s) is not None
+    ]
+    return round(
+        max(_ETHERNET_MTU, min(_LARGEST_MTU, *(rate / 8 / 2000 for rate in rates), _LARGEST_MTU))
+    )
 
 
 def _payload_share(mtu: int) -> float:
@@ -120,16 +137,24 @@ HUB_CONTROL_ADDRESS = f"10.202.{_HUB_HOST}"
 def check_size(cluster: Cluster) -> None:
     """Refuse what cannot be laid out. Raises `ConfigError`."""
     if cluster.workers > MAX_WORKERS:
-        raise ConfigError(f"{cluster.workers} workers; the lab emulates {MAX_WORKERS} at most, since each is a process")
+        raise ConfigError(
+            f"{cluster.workers} workers; the lab emulates {MAX_WORKERS} at most, since each is a"
+            " process"
+        )
     for worker in range(cluster.workers):
         rate = cluster.link_of(worker).rate_bit_per_s
         if rate is not None and rate < MIN_RATE_BIT_PER_S:
-            raise ConfigError(f"the link of worker {worker} has {rate:g} bit/s; the lab emulates 1mbit or more")
+            raise ConfigError(
+                f"the link of worker {worker} has {rate:g} bit/s; the lab emulates 1mbit or more"
+            )
 
 
 def create_namespaces(name: Name, num_workers: int) -> list[str]:
     """For `ip`, outside of all namespaces."""
-    return [f"netns add {name.hub}", *(f"netns add {name.worker(worker)}" for worker in range(num_workers))]
+    return [
+        f"netns add {name.hub}",
+        *(f"netns add {name.worker(worker)}" for worker in range(num_workers)),
+    ]
 
 
 def create_links(name: Name, num_workers: int, mtu: int) -> list[str]:
@@ -141,7 +166,10 @@ def create_links(name: Name, num_workers: int, mtu: int) -> list[str]:
         far = f"w{worker} address {_mac(worker, 2)} mtu {mtu} netns {hub}"
         lines += [
             f"link add {near} type veth peer name {far}",
-            f"link add {CONTROL} netns {inside} type veth peer name {CONTROL}-w{worker} netns {hub}",
+            (
+                f"link add {CONTROL} netns {inside} type veth peer name {CONTROL}-w{worker} netns"
+                f" {hub}"
+            ),
         ]
     return lines
 
@@ -150,7 +178,9 @@ def set_up_worker(worker: int) -> list[str]:
     """For `ip` in the worker's namespace."""
     return [
         "link set lo up",
-        *(f"link set {device} addrgenmode none" for device in (DATA, CONTROL)),  # no IPv6, which would send of itself
+        *(
+            f"link set {device} addrgenmode none" for device in (DATA, CONTROL)
+        ),  # no IPv6, which would send of itself
         f"addr add {data_address(worker)}/32 dev {DATA}",
         f"link set {DATA} up",
         f"route add 10.201.0.0/16 via {HUB_DATA_ADDRESS} dev {DATA} onlink",
@@ -182,7 +212,9 @@ def set_up_hub(num_workers: int) -> list[str]:
 
 
 def plug_in(worker: int, through: str | None = None) -> list[str]:
-    """For `ip` in the hub: let the worker's port go, and find the worker behind it or behind the device `through`."""
+    """For `ip` in the hub: let the worker's port go, and find the worker behind it or behind the
+    device `through`.
+    """
     device = through or f"w{worker}"
     return [
         f"link set w{worker} up",
@@ -192,7 +224,9 @@ def plug_in(worker: int, through: str | None = None) -> list[str]:
 
 
 def worker_queue(bucket: Shape | None) -> str:
-    """For `tc` in the worker's namespace. Without limit too there is a queue, because it counts bytes."""
+    """For `tc` in the worker's namespace. Without limit too there is a queue, because it counts
+    bytes.
+    """
     if bucket is None:
         return f"qdisc add dev {DATA} root pfifo limit 10000"
     return f"qdisc add dev {DATA} root tbf {_bucket(bucket)} limit {bucket.worker_queue_bytes}"
@@ -202,10 +236,15 @@ def hub_queues(worker: int, bucket: Shape | None, netem_latency_s: float) -> lis
     """For `tc` in the hub: the latency first where netem is to make it, then the rate."""
     lines, where = [], "root"
     if netem_latency_s:
-        lines.append(f"qdisc add dev w{worker} root handle 1: netem delay {netem_latency_s * 1e6:.0f}us limit 1000000")
+        lines.append(
+            f"qdisc add dev w{worker} root handle 1: netem delay {netem_latency_s * 1e6:.0f}us"
+            " limit 1000000"
+        )
         where = "parent 1:1"
     if bucket is not None:
-        lines.append(f"qdisc add dev w{worker} {where} tbf {_bucket(bucket)} limit {bucket.hub_queue_bytes}")
+        lines.append(
+            f"qdisc add dev w{worker} {where} tbf {_bucket(bucket)} limit {bucket.hub_queue_bytes}"
+        )
     return lines
 
 

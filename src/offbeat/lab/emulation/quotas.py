@@ -1,7 +1,8 @@
-"""Shares of the processors: a cgroup for each worker, version 1 (`cpu.cfs_quota_us`) or 2 (`cpu.max`).
+"""Shares of the processors: a cgroup for each worker, version 1 (`cpu.cfs_quota_us`) or 2
+(`cpu.max`).
 
-A group may run for `quota` out of every `period`. The period is short: with the usual 100 ms a worker of a quarter of a core
-would stand still for 75 ms at a time.
+A group may run for `quota` out of every `period`. The period is short: with the usual 100 ms a
+worker of a quarter of a core would stand still for 75 ms at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Quotas:
         OSError: they cannot be made. Nothing is left.
     """
 
-    def __init__(self, hierarchy: Hierarchy, name: str, speeds: Sequence[float], *, cores_per_speed: float) -> None:
+    def __init__(
+        self, hierarchy: Hierarchy, name: str, speeds: Sequence[float], *, cores_per_speed: float
+    ) -> None:
         self._hierarchy = hierarchy
         self._group = hierarchy.root / name
         self._cores_per_speed = cores_per_speed
@@ -64,7 +67,9 @@ class Quotas:
             raise
 
     def admit(self, worker: int, pid: int) -> None:
-        """Move the process `pid` into the group of `worker`. One that has ended meanwhile needs no share."""
+        """Move the process `pid` into the group of `worker`. One that has ended meanwhile needs no
+        share.
+        """
         try:
             _write(self._path(worker) / "cgroup.procs", str(pid))
         except ProcessLookupError:
@@ -76,7 +81,9 @@ class Quotas:
             _write(self._path(worker) / "cpu.max", f"{quota_us} {period_us}")
             return
         group = self._path(worker)
-        _write(group / "cpu.cfs_quota_us", "-1")  # the kernel checks each number against the other's old value
+        _write(
+            group / "cpu.cfs_quota_us", "-1"
+        )  # the kernel checks each number against the other's old value
         _write(group / "cpu.cfs_period_us", str(period_us))
         _write(group / "cpu.cfs_quota_us", str(quota_us))
 
@@ -89,20 +96,31 @@ class Quotas:
 
 
 def quota(cores: float) -> tuple[int, int]:
-    """Quota and period in microseconds that let a group use `cores` of a core; at least a thousandth of one."""
+    """Quota and period in microseconds that let a group use `cores` of a core; at least a
+    thousandth of one.
+    """
     period_us = min(_MAX_PERIOD_US, max(_PERIOD_US, round(_MIN_QUOTA_US / cores)))
     return max(_MIN_QUOTA_US, round(cores * period_us)), period_us
 
 
 def needs_quotas(cluster: Cluster) -> bool:
-    """Whether speeds differ at some time and nothing else sees to it: padded workers keep to their speeds by themselves."""
+    """Whether speeds differ at some time and nothing else sees to it: padded workers keep to their
+    speeds by themselves.
+    """
     return cluster.step_s is None and (len(set(cluster.speeds)) > 1 or bool(cluster.changes))
 
 
 def share_out(cluster: Cluster, num_cores: int) -> float:
-    """Share of a core for speed 1, such that at no time all workers together use more than `USED_SHARE` of the machine."""
+    """Share of a core for speed 1, such that at no time all workers together use more than
+    `USED_SHARE` of the machine.
+    """
     fastest = [
-        max([cluster.speeds[worker], *(change.speed for change in cluster.changes if change.worker == worker)])
+        max(
+            [
+                cluster.speeds[worker],
+                *(change.speed for change in cluster.changes if change.worker == worker),
+            ]
+        )
         for worker in range(cluster.workers)
     ]
     return min(1.0 / max(fastest), USED_SHARE * num_cores / sum(fastest))
@@ -127,7 +145,9 @@ def find_hierarchies() -> list[Hierarchy]:
 
 
 def open_quotas(cluster: Cluster, name: str) -> Quotas:
-    """Quotas for the speeds of `cluster` at its start. Raises `ConfigError` saying why there can be none."""
+    """Quotas for the speeds of `cluster` at its start. Raises `ConfigError` saying why there can be
+    none.
+    """
     hierarchies = find_hierarchies()
     if not hierarchies:
         raise ConfigError("no cgroup hierarchy with the cpu controller is mounted")
@@ -136,11 +156,15 @@ def open_quotas(cluster: Cluster, name: str) -> Quotas:
     try:
         return Quotas(hierarchy, name, speeds, cores_per_speed=share_out(cluster, usable_cores()))
     except OSError as error:
-        raise ConfigError(f"cannot make cgroups under {hierarchy.root}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot make cgroups under {hierarchy.root}: {error.strerror or error}"
+        ) from error
 
 
 def remove_group(group: Path) -> bool:
-    """Remove a cgroup and those directly below it. Returns whether there was one; raises `OSError` while one is in use."""
+    """Remove a cgroup and those directly below it. Returns whether there was one; raises `OSError`
+    while one is in use.
+    """
     if not group.is_dir():
         return False
     for path in (*(entry for entry in group.iterdir() if entry.is_dir()), group):
@@ -150,7 +174,9 @@ def remove_group(group: Path) -> bool:
 
 def members(group: Path) -> set[int]:
     """Processes in a cgroup and those directly below it."""
-    paths = [group, *(entry for entry in group.iterdir() if entry.is_dir())] if group.is_dir() else []
+    paths = (
+        [group, *(entry for entry in group.iterdir() if entry.is_dir())] if group.is_dir() else []
+    )
     return {int(pid) for path in paths for pid in (path / "cgroup.procs").read_text().split()}
 
 

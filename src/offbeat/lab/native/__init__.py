@@ -1,4 +1,6 @@
-"""What torch itself ships, to be measured beside offbeat's strategies: by name, on the command line only."""
+"""What torch itself ships, to be measured beside offbeat's strategies: by name, on the command line
+only.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from offbeat.lab.native.local import Alone, PostLocalSGD
 from offbeat.lab.native.torchft_local import TorchftLocalSGD
 
 NATIVE: Final[Mapping[str, type[Native]]] = {
-    native.name: native for native in (DDP, Float16, BFloat16, PowerSGD, PostLocalSGD, TorchftLocalSGD, Alone)
+    native.name: native
+    for native in (DDP, Float16, BFloat16, PowerSGD, PostLocalSGD, TorchftLocalSGD, Alone)
 }
 
 __all__ = ["NATIVE", "Native"]

@@ -26,4 +26,6 @@ class Native(ABC):
 
     @abstractmethod
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter) -> Attached:
-        """Put it around `model` and `optimizer`, over torch.distributed's default group. Collective."""
+        """Put it around `model` and `optimizer`, over torch.distributed's default group.
+        Collective.
+        """

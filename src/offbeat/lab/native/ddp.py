@@ -1,7 +1,8 @@
 """DistributedDataParallel, and the compressing hooks that torch ships with it.
 
-The hooks are torch's own, called from one that takes the time: DDP itself then runs the same code as with no hook, but for
-the division by the world size, which torch's `allreduce_hook` does as DDP does.
+The hooks are torch's own, called from one that takes the time: DDP itself then runs the same code
+as with no hook, but for the division by the world size, which torch's `allreduce_hook` does as DDP
+does.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from offbeat.data.label_loss import LabelLayer
-from offbeat.data.sparse_linear import SparseLinear
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.lab.attached import Attached, Meter, Metered
 from offbeat.lab.native.base import Native
+from offbeat.xmc.label_loss import LabelLayer
+from offbeat.xmc.sparse_linear import SparseLinear
 
 Hook: TypeAlias = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]
 
 _ONE_BUCKET_MIB = 1 << 20
 
 
-def wrapped(model: nn.Module, hook: Hook, meter: Meter, *, bucket_mib: int | None = None) -> DistributedDataParallel:
+def wrapped(
+    model: nn.Module, hook: Hook, meter: Meter, *, bucket_mib: int | None = None
+) -> DistributedDataParallel:
     """`model` in DDP with `hook`, which is called for each bucket as its gradients are ready."""
 
     def timed(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -91,7 +94,9 @@ class Float16(DDP):
 
 @dataclass(frozen=True, kw_only=True)
 class BFloat16(DDP):
-    """DDP with torch's bfloat16 hook: half the bytes, the range of float32. Only where the backend can add bfloat16."""
+    """DDP with torch's bfloat16 hook: half the bytes, the range of float32. Only where the backend
+    can add bfloat16.
+    """
 
     name: ClassVar[str] = "ddp-bf16"
     _bytes_per_element: ClassVar[int | None] = 2
@@ -101,7 +106,8 @@ class BFloat16(DDP):
             dist.all_reduce(torch.zeros(1, dtype=torch.bfloat16))
         except RuntimeError as error:
             raise UnsupportedError(
-                f"this build's {dist.get_backend()} backend cannot add bfloat16 ({error}); use ddp-fp16"
+                f"this build's {dist.get_backend()} backend cannot add bfloat16 ({error}); use"
+                " ddp-fp16"
             ) from None
         return super().attach(model, optimizer, meter)
 
@@ -111,11 +117,13 @@ class BFloat16(DDP):
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(Native):
-    """DDP with torch's PowerSGD hook: low-rank gradients with error feedback (Vogels et al., NeurIPS 2019).
+    """DDP with torch's PowerSGD hook: low-rank gradients with error feedback (Vogels et al.,
+    NeurIPS 2019).
 
     Attributes:
         rank: of the approximation.
-        start_step: steps with plain all-reduce before compression begins, at least 2. torch's default is 1000.
+        start_step: steps with plain all-reduce before compression begins, at least 2. torch's
+            default is 1000.
     """
 
     name: ClassVar[str] = "ddp-powersgd"
@@ -126,11 +134,16 @@ class PowerSGD(Native):
         if self.rank < 1:
             raise ConfigError(f"rank is {self.rank}; allowed is 1 or more")
         if self.start_step < 2:
-            raise ConfigError(f"start_step is {self.start_step}; allowed is 2 or more, since DDP first finds its buckets")
+            raise ConfigError(
+                f"start_step is {self.start_step}; allowed is 2 or more, since DDP first finds its"
+                " buckets"
+            )
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter) -> Attached:
         state = powerSGD_hook.PowerSGDState(
-            process_group=None, matrix_approximation_rank=self.rank, start_powerSGD_iter=self.start_step
+            process_group=None,
+            matrix_approximation_rank=self.rank,
+            start_powerSGD_iter=self.start_step,
         )
 
         def hook(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -140,9 +153,17 @@ class PowerSGD(Native):
             buffer = bucket.buffer()
             num_elements = state.compression_stats()[2] - before if compressing else buffer.numel()
             # in turn: what stays whole, the factors P, the factors Q
-            meter.reduced(num_elements * buffer.element_size(), num_collectives=3 if compressing else 1)
+            meter.reduced(
+                num_elements * buffer.element_size(), num_collectives=3 if compressing else 1
+            )
             return future
 
-        # With several buckets the hook's chained all-reduces start in another order on each rank, and gloo aborts.
+        # With several buckets the hook's chained all-reduces start in another order on each rank,
+        # and gloo aborts.
         module = wrapped(model, hook, meter, bucket_mib=_ONE_BUCKET_MIB)
-        return Metered(module, optimizer, meter, notices=["PowerSGD runs in one bucket: over gloo its hook allows no more"])
+        return Metered(
+            module,
+            optimizer,
+            meter,
+            notices=["PowerSGD runs in one bucket: over gloo its hook allows no more"],
+        )

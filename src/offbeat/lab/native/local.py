@@ -1,4 +1,6 @@
-"""Post-local SGD as torch ships it, and no exchange at all, which bounds what any strategy can do."""
+"""Post-local SGD as torch ships it, and no exchange at all, which bounds what any
+strategy can do.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from offbeat.errors import ConfigError
@@ -22,7 +27,8 @@ from offbeat.lab.native.ddp import wrapped
 
 @dataclass(frozen=True, kw_only=True)
 class PostLocalSGD(Native):
-    """Post-local SGD of torch: DDP for the first steps, then local steps with the models averaged every few of them.
+    """Post-local SGD of torch: DDP for the first steps, then local steps with the models averaged
+    every few of them.
 
     Attributes:
         start_step: steps with all-reduced gradients before the local ones begin.
@@ -36,16 +42,21 @@ class PostLocalSGD(Native):
     def __post_init__(self) -> None:
         if self.start_step < 0 or self.period < 1:
             raise ConfigError(
-                f"start_step is {self.start_step}, allowed is 0 or more; period is {self.period}, allowed is 1 or more"
+                f"start_step is {self.start_step}, allowed is 0 or more; period is {self.period},"
+                " allowed is 1 or more"
             )
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter) -> Attached:
-        # imported here, since torch compiles a dozen optimizers to import one, and with what it calls deprecated itself
+        # imported here, since torch compiles a dozen optimizers to import one, and with what it
+        # calls deprecated itself
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             from torch.distributed.optim import PostLocalSGDOptimizer
 
         state = PostLocalSGDState(
-            process_group=None, subgroup=None, start_localSGD_iter=self.start_step, post_local_gradient_allreduce=False
+            process_group=None,
+            subgroup=None,
+            start_localSGD_iter=self.start_step,
+            post_local_gradient_allreduce=False,
         )
 
         def hook(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -54,8 +65,12 @@ class PostLocalSGD(Native):
             return post_localSGD_hook(state, bucket)
 
         module = wrapped(model, hook, meter)
-        num_bytes = sum(parameter.nbytes for group in optimizer.param_groups for parameter in group["params"])
-        averager = _MeteredAverager(meter, num_bytes, period=self.period, warmup_steps=self.start_step)
+        num_bytes = sum(
+            parameter.nbytes for group in optimizer.param_groups for parameter in group["params"]
+        )
+        averager = _MeteredAverager(
+            meter, num_bytes, period=self.period, warmup_steps=self.start_step
+        )
         return Metered(module, PostLocalSGDOptimizer(optimizer, averager), meter)
 
 
@@ -65,7 +80,9 @@ class _MeteredAverager(PeriodicModelAverager):
         self._meter = meter
         self._num_bytes = num_bytes
 
-    def average_parameters(self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, torch.nn.Parameter]]) -> None:
+    def average_parameters(
+        self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, torch.nn.Parameter]]
+    ) -> None:
         due = self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
         begun_s = time.monotonic()
         super().average_parameters(params)
@@ -77,7 +94,9 @@ class _MeteredAverager(PeriodicModelAverager):
 
 @dataclass(frozen=True, kw_only=True)
 class Alone(Native):
-    """No exchange: every worker trains a model of its own. Worth nothing, but it shows what the workers could do at best."""
+    """No exchange: every worker trains a model of its own. Worth nothing, but it shows what the
+    workers could do at best.
+    """
 
     name: ClassVar[str] = "alone"
     resumable: ClassVar[bool] = True

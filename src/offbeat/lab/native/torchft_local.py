@@ -1,4 +1,6 @@
-"""LocalSGD of torchft, an optional extra: each worker is a replica group of its own, under one lighthouse."""
+"""LocalSGD of torchft, an optional extra: each worker is a replica group of its own, under one
+lighthouse.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ _JOIN_TIMEOUT_MS = 60_000
 
 @dataclass(frozen=True, kw_only=True)
 class TorchftLocalSGD(Native):
-    """LocalSGD of torchft: local steps, and every few of them an average over whoever is in the quorum. Needs torchft.
+    """LocalSGD of torchft: local steps, and every few of them an average over whoever is in the
+    quorum. Needs torchft.
 
     Attributes:
         period: local steps between averages.
@@ -40,7 +43,9 @@ class TorchftLocalSGD(Native):
         try:
             import torchft  # noqa: F401 - whether it is there
         except ImportError as error:
-            raise ConfigError(f"torchft-localsgd needs torchft ({error}); pip install torchft") from None
+            raise ConfigError(
+                f"torchft-localsgd needs torchft ({error}); pip install torchft"
+            ) from None
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter) -> Attached:
         from torchft import Manager, ProcessGroupGloo
@@ -52,7 +57,10 @@ class TorchftLocalSGD(Native):
         lighthouse = None
         if rank == 0:
             lighthouse = LighthouseServer(
-                bind=f"{address}:0", min_replicas=world_size, join_timeout_ms=_JOIN_TIMEOUT_MS, quorum_tick_ms=20
+                bind=f"{address}:0",
+                min_replicas=world_size,
+                join_timeout_ms=_JOIN_TIMEOUT_MS,
+                quorum_tick_ms=20,
             )
             port = lighthouse.address().rpartition(":")[2]
             store.set("offbeat-lab/lighthouse", f"http://{address}:{port}")
@@ -84,7 +92,8 @@ class TorchftLocalSGD(Native):
         )
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
 
-        class MeteredLocalSGD(LocalSGD):  # type: ignore[misc]  # torchft is not there to be type-checked
+        # torchft is not there to be type-checked
+        class MeteredLocalSGD(LocalSGD):  # type: ignore[misc]
             def sync(self) -> None:
                 begun_s = time.monotonic()
                 meter.reduced(num_bytes, num_collectives=len(list(model.parameters())))
@@ -100,8 +109,18 @@ class TorchftLocalSGD(Native):
 class _InTorchft(Metered):
     """Parts from torchft when it closes."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter, *, keep: tuple[Any, ...]) -> None:
-        notices = ["torchft's manager and checkpoint servers listen on every interface, without authentication"]
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        meter: Meter,
+        *,
+        keep: tuple[Any, ...],
+    ) -> None:
+        notices = [
+            "torchft's manager and checkpoint servers listen on every interface, without"
+            " authentication"
+        ]
         super().__init__(model, optimizer, meter, notices)
         self._local, self._manager, self._lighthouse, self._store = keep
 

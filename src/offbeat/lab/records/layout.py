@@ -8,9 +8,9 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict
 
-from offbeat.checkpoint import Json
 from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import EmulationReport
+from offbeat.session.checkpoint import Json
 from offbeat.transport.wrappers import Arrival
 
 SCHEMA: Final = 2
@@ -63,7 +63,8 @@ class StepEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """The metric, measured by the rank that leads: 0, and once that is gone the next one. It pauses meanwhile.
+    """The metric, measured by the rank that leads: 0, and once that is gone the next one. It pauses
+    meanwhile.
 
     Attributes:
         step: steps done.
@@ -142,7 +143,8 @@ class Head:
         attempt: counted from 0.
         host, pid: where the rank ran.
         monotonic_to_unix_s: what to add to a time to compare hosts.
-        start_step: the step from which a worker that came back goes on; None for one that was there from the beginning.
+        start_step: the step from which a worker that came back goes on; None for one that was there
+            from the beginning.
     """
 
     attempt: int
@@ -165,7 +167,8 @@ class Loss(BaseModel):
         seconds: training time when it was missed.
         cause: how it ended.
         num_left, num_workers: how many went on, of how many.
-        returned_step, returned_s: after which step, and at what training time, it was back; None if it never was.
+        returned_step, returned_s: after which step, and at what training time, it was back; None if
+            it never was.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -181,8 +184,15 @@ class Loss(BaseModel):
 
     def sentence(self) -> str:
         """For people."""
-        what = f"worker {self.rank} died after step {self.step} ({self.cause}); {self.num_left} of {self.num_workers} went on"
-        return what if self.returned_step is None else f"{what}; it was back after step {self.returned_step}"
+        what = (
+            f"worker {self.rank} died after step {self.step} ({self.cause}); {self.num_left} of"
+            f" {self.num_workers} went on"
+        )
+        return (
+            what
+            if self.returned_step is None
+            else f"{what}; it was back after step {self.returned_step}"
+        )
 
 
 class Summary(BaseModel):

@@ -1,4 +1,6 @@
-"""Reads a record: what is torn is passed over, what a resume took back is left out, what is foreign is refused."""
+"""Reads a record: what is torn is passed over, what a resume took back is left out, what is foreign
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,6 @@ from typing import Final, TypeVar
 import pydantic
 from pydantic import BaseModel
 
-from offbeat.checkpoint import Json
 from offbeat.errors import RecordError
 from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import EmulationReport
@@ -34,6 +35,7 @@ from offbeat.lab.records.layout import (
     StepEvent,
     Summary,
 )
+from offbeat.session.checkpoint import Json
 
 M = TypeVar("M", bound=BaseModel)
 L = TypeVar("L", Evaluation, MegaBatch)
@@ -48,7 +50,9 @@ class Record:
     """A run's directory, open for reading."""
 
     def __init__(self, path: Path) -> None:
-        """Open the record at `path`. Raises `RecordError` when there is none, or one of a newer schema."""
+        """Open the record at `path`. Raises `RecordError` when there is none, or one of a newer
+        schema.
+        """
         self.path = path
         self._head = read_head(path)
 
@@ -80,12 +84,15 @@ class Record:
         try:
             return Summary.model_validate_json((self.path / SUMMARY).read_bytes())
         except pydantic.ValidationError as error:
-            raise RecordError(f"{self.path / SUMMARY} is damaged: {error.errors()[0]['msg']}") from None
+            raise RecordError(
+                f"{self.path / SUMMARY} is damaged: {error.errors()[0]['msg']}"
+            ) from None
 
     def events(self, rank: int) -> Iterator[StepEvent]:
         """Rank `rank`'s steps in order, without those that a resume took back.
 
-        Nor those of a worker that died, past the step at which it came back: it has done them again.
+        Nor those of a worker that died, past the step at which it came back: it has done them
+        again.
 
         Raises:
             RecordError: a line that is not one of an event file.
@@ -96,12 +103,16 @@ class Record:
             try:
                 event = _EVENT.validate_python(values)
             except pydantic.ValidationError as error:
-                raise RecordError(f"{path} holds a line that is no event: {error.errors()[0]['msg']}") from None
+                raise RecordError(
+                    f"{path} holds a line that is no event: {error.errors()[0]['msg']}"
+                ) from None
             if event.step <= limits[place]:
                 yield event
 
     def _limits(self, rank: int) -> list[float]:
-        """For each process that had the rank, the last of its steps that counts: those after it were done again later."""
+        """For each process that had the rank, the last of its steps that counts: those after it
+        were done again later.
+        """
         heads = self.heads(rank)
         return [
             min(
@@ -109,7 +120,11 @@ class Record:
                     start
                     for start in (
                         *(later.start_step for later in self.attempts[head.attempt + 1 :]),
-                        *(later.start_step for later in heads[place + 1 :] if later.attempt == head.attempt),
+                        *(
+                            later.start_step
+                            for later in heads[place + 1 :]
+                            if later.attempt == head.attempt
+                        ),
                     )
                     if start is not None
                 ),
@@ -122,7 +137,10 @@ class Record:
         """Where rank `rank` ran, for each attempt it took part in and each time it came back."""
         path = self.path / f"events-rank-{rank}.jsonl"
         lines = (line for _, line in _complete_lines(path, having=EVENTS_KIND) if _is_head(line))
-        return [Head(**{name: line[name] for name in HEAD_FIELDS if name in line}) for line in lines]  # type: ignore[arg-type]
+        return [
+            Head(**{name: line[name] for name in HEAD_FIELDS if name in line})  # type: ignore[arg-type]
+            for line in lines
+        ]
 
     def evaluations(self) -> list[Evaluation]:
         """The metric on the way, in order of steps, without what a resume took back.
@@ -142,9 +160,15 @@ class Record:
 
 
 def last_step(path: Path, rank: int) -> int:
-    """The last step that rank `rank` is known to have finished; 0 when there is none. Cheap: reads the end of its events."""
+    """The last step that rank `rank` is known to have finished; 0 when there is none. Cheap: reads
+    the end of its events.
+    """
     events = path / f"events-rank-{rank}.jsonl"
-    steps = re.findall(rb'^{"step": (\d+),', tail(events, _TAIL_BYTES), re.MULTILINE) if events.exists() else []
+    steps = (
+        re.findall(rb'^{"step": (\d+),', tail(events, _TAIL_BYTES), re.MULTILINE)
+        if events.exists()
+        else []
+    )
     return int(steps[-1]) if steps else 0
 
 
@@ -155,10 +179,19 @@ def tail(path: Path, num_bytes: int) -> bytes:
 
 
 def read_head(path: Path) -> RunHead:
-    return read_versioned(path / CONFIG, RunHead, kind=RUN_KIND, schema=SCHEMA, what="run record", command="offbeat train")
+    return read_versioned(
+        path / CONFIG,
+        RunHead,
+        kind=RUN_KIND,
+        schema=SCHEMA,
+        what="run record",
+        command="offbeat train",
+    )
 
 
-def read_versioned(path: Path, model: type[M], *, kind: str, schema: int, what: str, command: str) -> M:
+def read_versioned(
+    path: Path, model: type[M], *, kind: str, schema: int, what: str, command: str
+) -> M:
     """The contents of a JSON file that says of itself what it is.
 
     Args:
@@ -174,25 +207,35 @@ def read_versioned(path: Path, model: type[M], *, kind: str, schema: int, what: 
     try:
         content = json.loads(path.read_bytes())
     except OSError:
-        raise RecordError(f"{directory} holds no {what}; give the directory that {command} printed") from None
+        raise RecordError(
+            f"{directory} holds no {what}; give the directory that {command} printed"
+        ) from None
     except ValueError as error:
-        raise RecordError(f"{path} is damaged: {error}; the {what} cannot be read without it") from None
+        raise RecordError(
+            f"{path} is damaged: {error}; the {what} cannot be read without it"
+        ) from None
     if not isinstance(content, Mapping) or content.get("kind") != kind:
-        raise RecordError(f"{path} was not written by offbeat; give the directory that {command} printed")
+        raise RecordError(
+            f"{path} was not written by offbeat; give the directory that {command} printed"
+        )
     if content.get("schema_version") != schema:
         raise RecordError(
-            f"{directory} has {what} schema {content.get('schema_version')!r}, this version reads {schema}; "
-            "use the version of offbeat that wrote it"
+            f"{directory} has {what} schema {content.get('schema_version')!r}, this version reads"
+            f" {schema}; use the version of offbeat that wrote it"
         )
     try:
         return model.model_validate(content)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        raise RecordError(f"{path} is damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise RecordError(
+            f"{path} is damaged at {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """(how many heads come before its own, values) of every event line. A torn line can only be the last before a head."""
+    """(how many heads come before its own, values) of every event line. A torn line can only be the
+    last before a head.
+    """
     place, last = -1, 0
     for number, values in _complete_lines(path):
         if _is_head(values):
@@ -205,13 +248,17 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
 
 
 def _by_steps(path: Path, kind: pydantic.TypeAdapter[L], name: str) -> list[L]:
-    """The lines of `path`, which is there or not; a line takes back those of its step and of later ones."""
+    """The lines of `path`, which is there or not; a line takes back those of its step and of later
+    ones.
+    """
     found: list[L] = []
     for number, values in _complete_lines(path) if path.exists() else ():
         try:
             line = kind.validate_python(values)
         except pydantic.ValidationError as error:
-            raise RecordError(f"{path}, line {number}, is no {name}: {error.errors()[0]['msg']}") from None
+            raise RecordError(
+                f"{path}, line {number}, is no {name}: {error.errors()[0]['msg']}"
+            ) from None
         found = [earlier for earlier in found if earlier.step < line.step] + [line]
     return found
 
@@ -221,7 +268,9 @@ def _is_head(values: Mapping[str, object]) -> bool:
 
 
 def _complete_lines(path: Path, *, having: str = "") -> Iterator[tuple[int, dict[str, object]]]:
-    """(number, values) of every line of JSON that has `having` in it, one at a time; torn ones are passed over."""
+    """(number, values) of every line of JSON that has `having` in it, one at a time; torn ones are
+    passed over.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):

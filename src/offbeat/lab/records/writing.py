@@ -17,7 +17,6 @@ from typing import IO, Final
 import numpy as np
 import torch
 
-from offbeat.checkpoint import Json
 from offbeat.errors import RecordError
 from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import EmulationReport
@@ -39,15 +38,22 @@ from offbeat.lab.records.layout import (
     Summary,
 )
 from offbeat.lab.records.reading import Record, read_head, tail
+from offbeat.session.checkpoint import Json
 
 _WRITE_EVERY_S: Final = 0.1
 
 
 class EventWriter:
-    """Appends one rank's events, a few times a second: a worker that is killed loses at most the last tenth of a second."""
+    """Appends one rank's events, a few times a second: a worker that is killed loses at most the
+    last tenth of a second.
+    """
 
-    def __init__(self, run_directory: Path, *, rank: int, attempt: int, start_step: int | None = None) -> None:
-        """Open the file of `rank` and begin its part of `attempt`; `start_step` is where a worker that came back goes on."""
+    def __init__(
+        self, run_directory: Path, *, rank: int, attempt: int, start_step: int | None = None
+    ) -> None:
+        """Open the file of `rank` and begin its part of `attempt`; `start_step` is where a worker
+        that came back goes on.
+        """
         path = run_directory / f"events-rank-{rank}.jsonl"
         torn = _is_torn(path)
         self._run_directory = run_directory
@@ -57,15 +63,31 @@ class EventWriter:
         if torn:
             self._file.write("\n")
         offset_s = time.time() - time.monotonic()
-        head = {"kind": EVENTS_KIND, "schema_version": SCHEMA, "rank": rank, "attempt": attempt, "start_step": start_step}
+        head = {
+            "kind": EVENTS_KIND,
+            "schema_version": SCHEMA,
+            "rank": rank,
+            "attempt": attempt,
+            "start_step": start_step,
+        }
         self._file.write(
-            json.dumps(head | {"host": socket.gethostname(), "pid": os.getpid(), "monotonic_to_unix_s": offset_s}) + "\n"
+            json.dumps(
+                head
+                | {
+                    "host": socket.gethostname(),
+                    "pid": os.getpid(),
+                    "monotonic_to_unix_s": offset_s,
+                }
+            )
+            + "\n"
         )
 
     def add(self, event: StepEvent) -> None:
         self._waiting.append(event)
         end_s = event.began_s + event.duration_s
-        if end_s - self._written_s >= _WRITE_EVERY_S:  # several at once cost a fraction of as many one by one
+        if (
+            end_s - self._written_s >= _WRITE_EVERY_S
+        ):  # several at once cost a fraction of as many one by one
             self._written_s = end_s
             self._write()
 
@@ -82,7 +104,10 @@ class EventWriter:
         self._file.close()
 
     def _write(self) -> None:
-        lines = [json.dumps({name: getattr(event, name) for name in EVENT_FIELDS}) + "\n" for event in self._waiting]
+        lines = [
+            json.dumps({name: getattr(event, name) for name in EVENT_FIELDS}) + "\n"
+            for event in self._waiting
+        ]
         self._waiting.clear()
         self._file.write("".join(lines))
         self._file.flush()
@@ -92,7 +117,8 @@ def create(path: Path | None, config: RunConfig) -> Path:
     """Make the directory of a new run and write its config.json.
 
     Args:
-        path: where; None takes the first free `runs/TASK-STRATEGY-001`, `-002`, ... below the working directory.
+        path: where; None takes the first free `runs/TASK-STRATEGY-001`, `-002`, ... below the
+            working directory.
         config: the resolved run.
 
     Raises:
@@ -100,18 +126,27 @@ def create(path: Path | None, config: RunConfig) -> Path:
     """
     directory = _first_free(config) if path is None else path
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise RecordError(f"{directory} {_describe(directory)}; choose another --out{_resume_hint(directory)}")
-    head = RunHead(kind=RUN_KIND, schema_version=SCHEMA, config=config, attempts=[], environment=environment())
+        raise RecordError(
+            f"{directory} {_describe(directory)}; choose another --out{_resume_hint(directory)}"
+        )
+    head = RunHead(
+        kind=RUN_KIND, schema_version=SCHEMA, config=config, attempts=[], environment=environment()
+    )
     try:
         (directory / "logs").mkdir(parents=True, exist_ok=True)
         _write_head(directory, head)
     except OSError as error:
-        raise RecordError(f"cannot write {directory}: {error.strerror}; choose another --out") from None
+        raise RecordError(
+            f"cannot write {directory}: {error.strerror}; choose another --out"
+        ) from None
     return directory
 
 
-def begin_attempt(path: Path, config: RunConfig, *, start_step: int, emulation: EmulationReport | None = None) -> int:
-    """Note in config.json that the run starts (again) with `config`; returns the attempt's number, from 0.
+def begin_attempt(
+    path: Path, config: RunConfig, *, start_step: int, emulation: EmulationReport | None = None
+) -> int:
+    """Note in config.json that the run starts (again) with `config`; returns the attempt's number,
+    from 0.
 
     The summary of the attempt before is kept as `summary-attempt-N.json`.
     """
@@ -124,7 +159,9 @@ def begin_attempt(path: Path, config: RunConfig, *, start_step: int, emulation: 
         start_step=start_step,
         emulation=emulation,
     )
-    _write_head(path, head.model_copy(update={"config": config, "attempts": [*head.attempts, attempt]}))
+    _write_head(
+        path, head.model_copy(update={"config": config, "attempts": [*head.attempts, attempt]})
+    )
     return len(head.attempts)
 
 
@@ -133,7 +170,9 @@ def write_summary(summary: Summary) -> None:
 
 
 def add_to_summary(path: Path, remarks: Sequence[str], losses: Sequence[Loss]) -> Summary | None:
-    """Complete the summary of the run in `path` with what its supervisor saw, and return it; None where there is none."""
+    """Complete the summary of the run in `path` with what its supervisor saw, and return it; None
+    where there is none.
+    """
     summary = Record(path).summary()
     if summary is not None and (remarks or losses):
         notices = [*(loss.sentence() for loss in losses), *summary.notices, *remarks]
@@ -153,7 +192,9 @@ def lock(path: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
-        raise RecordError(f"another process is running in {path}; wait for it, or end it first") from None
+        raise RecordError(
+            f"another process is running in {path}; wait for it, or end it first"
+        ) from None
     return file
 
 
@@ -178,7 +219,11 @@ def _first_free(config: RunConfig) -> Path:
 def _describe(path: Path) -> str:
     if not path.is_dir():
         return "is a file"
-    return "holds the record of an earlier run" if (path / CONFIG).exists() else "is not empty and holds no run of offbeat"
+    return (
+        "holds the record of an earlier run"
+        if (path / CONFIG).exists()
+        else "is not empty and holds no run of offbeat"
+    )
 
 
 def _resume_hint(path: Path) -> str:
@@ -189,8 +234,16 @@ def environment() -> dict[str, Json]:
     """Where and with what this process runs, as a record keeps it."""
     import offbeat  # the facade; only its version is wanted
 
-    versions: dict[str, Json] = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
-    return versions | {"offbeat": offbeat.__version__, "platform": platform.platform(), "num_cpus": os.cpu_count()}
+    versions: dict[str, Json] = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+    }
+    return versions | {
+        "offbeat": offbeat.__version__,
+        "platform": platform.platform(),
+        "num_cpus": os.cpu_count(),
+    }
 
 
 def _write_head(path: Path, head: RunHead) -> None:

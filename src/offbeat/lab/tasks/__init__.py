@@ -48,7 +48,10 @@ def _explain(kind: type[Task], error: ValidationError) -> str:
     option = ".".join(map(str, first["loc"]))
     allowed = kind.options_type.model_fields
     if first["type"] == "extra_forbidden":
-        return f"task {kind.name!r} has no option {option!r}; allowed are {', '.join(allowed)}{nearest(option, allowed)}"
+        return (
+            f"task {kind.name!r} has no option {option!r}; allowed are"
+            f" {', '.join(allowed)}{nearest(option, allowed)}"
+        )
     if first["type"] == "missing":
         return f"task {kind.name!r} needs --set {option}=...: {allowed[option].description}"
     return f"option {option} of task {kind.name!r}: got {first['input']!r}; {first['msg'].lower()}"

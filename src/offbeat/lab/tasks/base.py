@@ -1,4 +1,6 @@
-"""What a task is: a model, data that every rank reads in step, and a figure that says how good the model has become."""
+"""What a task is: a model, data that every rank reads in step, and a figure that says how good the
+model has become.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import nn
 
-from offbeat.data.rows import SparseBatch
 from offbeat.errors import ConfigError
+from offbeat.xmc.rows import SparseBatch
 
 Size: TypeAlias = Literal["tiny", "small", "medium", "large"]
 AbsolutePath = Annotated[Path, AfterValidator(Path.absolute)]
@@ -43,7 +45,11 @@ class TaskOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     batch_size: int = Field(32, ge=1, description="samples in one worker's batch")
-    lr: float = Field(0.05, gt=0, description="learning rate; gradients are averaged, so it holds for any number of workers")
+    lr: float = Field(
+        0.05,
+        gt=0,
+        description="learning rate; gradients are averaged, so it holds for any number of workers",
+    )
 
 
 class SizedOptions(TaskOptions):
@@ -127,17 +133,20 @@ class Task(ABC):
         steps = self.num_samples // (world_size * self.options.batch_size)
         if steps == 0:
             raise ConfigError(
-                f"{world_size} workers with batches of {self.options.batch_size} need "
-                f"{world_size * self.options.batch_size} samples a step, but task {self.name!r} has {self.num_samples}; "
-                "use fewer workers or --set batch_size=..."
+                f"{world_size} workers with batches of {self.options.batch_size} need"
+                f" {world_size * self.options.batch_size} samples a step, but task {self.name!r}"
+                f" has {self.num_samples}; use fewer workers or --set batch_size=..."
             )
         return steps
 
-    def batches(self, *, seed: int, epoch: int, rank: int, world_size: int, start_step: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, *, seed: int, epoch: int, rank: int, world_size: int, start_step: int = 0
+    ) -> Iterator[Batch]:
         """This rank's batches of one epoch, from its step `start_step` on.
 
-        Every epoch is a fresh permutation drawn from (seed, epoch); step s takes the next `world_size * batch_size` samples
-        of it and deals each rank its share. So the samples of a step depend on neither the rank nor what came before.
+        Every epoch is a fresh permutation drawn from (seed, epoch); step s takes the next
+        `world_size * batch_size` samples of it and deals each rank its share. So the samples of a
+        step depend on neither the rank nor what came before.
         """
         order = np.random.default_rng((seed, epoch)).permutation(self.num_samples)
         size = self.options.batch_size
@@ -147,6 +156,11 @@ class Task(ABC):
 
 
 def mean_over_batches(num_samples: int, batch_size: int, total: Callable[[slice], float]) -> float:
-    """Add `total` up over consecutive slices of at most `batch_size` samples, and divide by `num_samples`."""
-    slices = [slice(start, min(start + batch_size, num_samples)) for start in range(0, num_samples, batch_size)]
+    """Add `total` up over consecutive slices of at most `batch_size` samples, and divide by
+    `num_samples`.
+    """
+    slices = [
+        slice(start, min(start + batch_size, num_samples))
+        for start in range(0, num_samples, batch_size)
+    ]
     return sum(total(part) for part in slices) / num_samples

@@ -1,7 +1,8 @@
 """`charlm`: predict the next byte of a text, with an LSTM or a small transformer.
 
-The text is a file or a directory (its files in order of name), by default the source of Python's own standard library on
-this machine. One block of 16 KiB in twenty is held out. A character is a byte, so any file will do.
+The text is a file or a directory (its files in order of name), by default the source of Python's
+own standard library on this machine. One block of 16 KiB in twenty is held out. A character is a
+byte, so any file will do.
 
 Parameters, LSTM: tiny 125,056, small 1,048,064, medium 5,007,632, large 24,787,328.
 Parameters, transformer: tiny 137,216, small 1,029,256, medium 4,886,784, large 25,515,264.
@@ -24,7 +25,16 @@ from torch import nn
 from torch.nn import functional
 
 from offbeat.errors import ConfigError
-from offbeat.lab.tasks.base import AbsolutePath, Batch, Size, SizedOptions, Task, TaskOptions, dense, mean_over_batches
+from offbeat.lab.tasks.base import (
+    AbsolutePath,
+    Batch,
+    Size,
+    SizedOptions,
+    Task,
+    TaskOptions,
+    dense,
+    mean_over_batches,
+)
 
 _VOCABULARY = 256
 _BLOCK_BYTES = 16_384
@@ -57,7 +67,12 @@ class CharlmOptions(SizedOptions):
     )
     model: Literal["lstm", "transformer"] = Field("lstm", description="network")
     optimizer: Literal["adam", "sgd"] = Field("adam", description="optimizer")
-    momentum: float = Field(0.9, ge=0, lt=1, description="of sgd; 0 where the strategy's momentum_correction takes its place")
+    momentum: float = Field(
+        0.9,
+        ge=0,
+        lt=1,
+        description="of sgd; 0 where the strategy's momentum_correction takes its place",
+    )
     window: int = Field(64, ge=2, le=4096, description="bytes read before the gradient is cut")
     max_bytes: int = Field(2_000_000, ge=65_536, description="the text is cut here")
 
@@ -67,7 +82,8 @@ class Charlm(Task):
 
     name = "charlm"
     summary = (
-        "next-character prediction on a text (default: Python's standard library), LSTM or transformer, bits per character"
+        "next-character prediction on a text (default: Python's standard library), LSTM or"
+        " transformer, bits per character"
     )
     metric_name = "bits_per_character"
     higher_is_better = False
@@ -79,7 +95,10 @@ class Charlm(Task):
         super().__init__(options)
         path = self.options.path
         if path is not None and not path.exists():
-            raise ConfigError(f"no text at {path}; give a file or a directory with --set path=..., or leave it out")
+            raise ConfigError(
+                f"no text at {path}; give a file or a directory with --set path=..., or leave"
+                " it out"
+            )
 
     @cached_property
     def _windows(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,11 +107,16 @@ class Charlm(Task):
         length = self.options.window + 1
         held_out = np.arange(len(text)) // _BLOCK_BYTES % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
         # A text of fewer than twenty blocks has no held-out one: keep its last twentieth.
-        held_out = held_out if held_out.any() else np.arange(len(text)) >= len(text) * (1 - 1 / _HELD_OUT_EVERY)
+        held_out = (
+            held_out
+            if held_out.any()
+            else np.arange(len(text)) >= len(text) * (1 - 1 / _HELD_OUT_EVERY)
+        )
         train, test = (_cut(text[part], length) for part in (~held_out, held_out))
         if len(train) == 0 or len(test) == 0:
             raise ConfigError(
-                f"the text has {len(text)} bytes, too few for windows of {length}; give a longer one or --set window=..."
+                f"the text has {len(text)} bytes, too few for windows of {length}; give a longer"
+                " one or --set window=..."
             )
         spread = np.linspace(0, len(test) - 1, min(len(test), _EVALUATION_WINDOWS)).astype(np.int64)
         return torch.from_numpy(train), torch.from_numpy(test[spread])
@@ -108,7 +132,9 @@ class Charlm(Task):
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.options.optimizer == "sgd":
-            return torch.optim.SGD(model.parameters(), lr=self.options.lr, momentum=self.options.momentum)
+            return torch.optim.SGD(
+                model.parameters(), lr=self.options.lr, momentum=self.options.momentum
+            )
         return torch.optim.Adam(model.parameters(), lr=self.options.lr)
 
     def batch(self, samples: NDArray[np.int64]) -> Batch:
@@ -145,20 +171,28 @@ class LstmModel(nn.Module):
 
 
 class TransformerModel(nn.Module):
-    """Pre-norm decoder without dropout: bytes (batch, time <= window) int64 to scores (batch, time, 256)."""
+    """Pre-norm decoder without dropout: bytes (batch, time <= window) int64 to scores (batch, time,
+    256).
+    """
 
     def __init__(self, width: int, num_heads: int, num_layers: int, *, window: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_VOCABULARY, width)
         self.position = nn.Parameter(torch.randn(window, width) * 0.02)
-        layer = nn.TransformerEncoderLayer(width, num_heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, num_layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        layer = nn.TransformerEncoderLayer(
+            width, num_heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(
+            layer, num_layers, norm=nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.scores = nn.Linear(width, _VOCABULARY)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         time = inputs.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(time, device=inputs.device)
-        states = self.layers(self.embedding(inputs) + self.position[:time], mask=mask, is_causal=True)
+        states = self.layers(
+            self.embedding(inputs) + self.position[:time], mask=mask, is_causal=True
+        )
         scores: torch.Tensor = self.scores(states)
         return scores
 
@@ -186,8 +220,12 @@ def _text(path: Path | None, max_bytes: int) -> bytes:
 
 def _files(path: Path | None) -> Iterator[Path]:
     if path is not None:
-        yield from [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+        yield from (
+            [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+        )
         return
     library = Path(sysconfig.get_path("stdlib"))
     yield from sorted(library.glob("*.py"))
-    yield from sorted(file for file in library.glob("[a-z]*/*.py") if not file.parent.name.endswith("-packages"))
+    yield from sorted(
+        file for file in library.glob("[a-z]*/*.py") if not file.parent.name.endswith("-packages")
+    )

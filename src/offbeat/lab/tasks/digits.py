@@ -1,6 +1,8 @@
-"""`digits`: 1,797 real handwritten digits of 8 x 8 pixels, bundled with scikit-learn; trains in seconds.
+"""`digits`: 1,797 real handwritten digits of 8 x 8 pixels, bundled with scikit-learn; trains in
+seconds.
 
-Every fifth image is held out (360 of them). Parameters: tiny 105,226, small 1,012,426, medium 5,016,106, large 24,938,458.
+Every fifth image is held out (360 of them). Parameters: tiny 105,226, small 1,012,426, medium
+5,016,106, large 24,938,458.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Digits(ImageTask):
     """Handwritten digits bundled with scikit-learn, and a small CNN."""
 
     name = "digits"
-    summary = "1,797 real handwritten digits (8 x 8, bundled with scikit-learn), small CNN, accuracy"
+    summary = (
+        "1,797 real handwritten digits (8 x 8, bundled with scikit-learn), small CNN, accuracy"
+    )
     default_epochs = 30
     options_type = ImageOptions
 

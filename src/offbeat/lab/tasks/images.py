@@ -1,4 +1,6 @@
-"""Small grey images of ten classes: the network and the bookkeeping that `digits` and `mnist` share."""
+"""Small grey images of ten classes: the network and the bookkeeping that `digits` and `mnist`
+share.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _NUM_CLASSES = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageData:
-    """Images float32 of shape (N, 1, height, width) in [0, 1] and labels int64 of shape (N,), to train on and held out."""
+    """Images float32 of shape (N, 1, height, width) in [0, 1] and labels int64 of shape (N,), to
+    train on and held out.
+    """
 
     train_images: torch.Tensor
     train_labels: torch.Tensor
@@ -32,8 +36,15 @@ class ImageData:
 class ImageOptions(SizedOptions):
     """Options that image tasks share."""
 
-    momentum: float = Field(0.9, ge=0, lt=1, description="of SGD; 0 where the strategy's momentum_correction takes its place")
-    hidden: int | None = Field(None, ge=1, description="units of the hidden linear layer; default: by size")
+    momentum: float = Field(
+        0.9,
+        ge=0,
+        lt=1,
+        description="of SGD; 0 where the strategy's momentum_correction takes its place",
+    )
+    hidden: int | None = Field(
+        None, ge=1, description="units of the hidden linear layer; default: by size"
+    )
 
 
 class ImageTask(Task):
@@ -57,17 +68,23 @@ class ImageTask(Task):
         return len(self.data.train_labels)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self.options.lr, momentum=self.options.momentum)
+        return torch.optim.SGD(
+            model.parameters(), lr=self.options.lr, momentum=self.options.momentum
+        )
 
     def batch(self, samples: NDArray[np.int64]) -> Batch:
         chosen = torch.from_numpy(samples)
         return self.data.train_images[chosen], self.data.train_labels[chosen]
 
-    def network(self, image_size: int, widths: tuple[int, int, int], *, num_poolings: int) -> nn.Sequential:
+    def network(
+        self, image_size: int, widths: tuple[int, int, int], *, num_poolings: int
+    ) -> nn.Sequential:
         """That of `convolutional_network`, with as many hidden units as were asked for."""
         first, second, hidden = widths
         widths = (first, second, self.options.hidden or hidden)
-        return convolutional_network(image_size=image_size, widths=widths, num_poolings=num_poolings)
+        return convolutional_network(
+            image_size=image_size, widths=widths, num_poolings=num_poolings
+        )
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         images, labels = dense(batch)
@@ -83,13 +100,16 @@ class ImageTask(Task):
         return mean_over_batches(len(labels), _EVALUATION_BATCH, num_right)
 
 
-def convolutional_network(*, image_size: int, widths: tuple[int, int, int], num_poolings: int) -> nn.Sequential:
+def convolutional_network(
+    *, image_size: int, widths: tuple[int, int, int], num_poolings: int
+) -> nn.Sequential:
     """Two 3 x 3 convolutions and two linear layers.
 
     Args:
         image_size: height and width.
         widths: channels of the first and second convolution, units of the hidden linear layer.
-        num_poolings: 1 to halve the image after the second convolution, 2 to halve it after the first as well.
+        num_poolings: 1 to halve the image after the second convolution, 2 to halve it after the
+            first as well.
     """
     first, second, hidden = widths
     pixels = (image_size // 2**num_poolings) ** 2

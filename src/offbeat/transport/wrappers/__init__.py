@@ -1,7 +1,7 @@
 """Drivers around a driver: they count, delay, fail and record what passes, whatever carries it out.
 
-They nest in any order and work under the virtual driver too, since they take their time from the inner driver's `Now` and
-let it pass with the inner driver's `Sleep`.
+They nest in any order and work under the virtual driver too, since they take their time from the
+inner driver's `Now` and let it pass with the inner driver's `Sleep`.
 """
 
 from offbeat.transport.wrappers.base import Wrapper

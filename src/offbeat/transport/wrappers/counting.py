@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Operation, Recv, RecvAny, Send
+from offbeat.transport.operations import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Operation,
+    Recv,
+    RecvAny,
+    Send,
+)
 from offbeat.transport.wrappers.base import Wrapper
 
 _MAX_ARRIVALS = 65_536
@@ -22,7 +30,8 @@ class Traffic:
         bytes_received: payload bytes.
         messages_sent: number of messages.
         messages_received: number of messages.
-        wait_s: time in which this rank stood still for the others (inside a ticket's `wait`), in seconds.
+        wait_s: time in which this rank stood still for the others (inside a ticket's `wait`), in
+            seconds.
     """
 
     bytes_sent: int = 0
@@ -42,11 +51,15 @@ class Traffic:
 
 
 def ring_traffic(operation: Operation, result: Any, *, rank: int, world_size: int) -> Traffic:
-    """What a dense collective moves for `rank` when it is carried out on a ring of P = `world_size` ranks.
+    """What a dense collective moves for `rank` when it is carried out on a ring of P = `world_size`
+    ranks.
 
-    - all-reduce of n bytes: 2 (P - 1) messages and ceil(2 (P - 1) n / P) bytes, both sent and received.
-    - broadcast of n bytes, passed on from rank to rank: each rank but the last sends n, each but the root receives n.
-    - all-gather of n_0 .. n_P-1 bytes: each rank sends every payload but its successor's and receives every one but its own.
+    - all-reduce of n bytes: 2 (P - 1) messages and ceil(2 (P - 1) n / P) bytes, both sent and
+      received.
+    - broadcast of n bytes, passed on from rank to rank: each rank but the last sends n, each but
+      the root receives n.
+    - all-gather of n_0 .. n_P-1 bytes: each rank sends every payload but its successor's and
+      receives every one but its own.
 
     A backend may use another algorithm; these are the bytes that any bandwidth-optimal one moves.
 
@@ -60,7 +73,12 @@ def ring_traffic(operation: Operation, result: Any, *, rank: int, world_size: in
     match operation:
         case AllReduce(tensor):
             num_bytes = -(-2 * hops * tensor.nbytes // world_size)
-            return Traffic(bytes_sent=num_bytes, bytes_received=num_bytes, messages_sent=2 * hops, messages_received=2 * hops)
+            return Traffic(
+                bytes_sent=num_bytes,
+                bytes_received=num_bytes,
+                messages_sent=2 * hops,
+                messages_received=2 * hops,
+            )
         case Broadcast(tensor, root):
             place = (rank - root) % world_size
             sends, receives = int(place < hops), int(place > 0)
@@ -101,11 +119,13 @@ class Arrival(NamedTuple):
 
 
 class Counting(Wrapper):
-    """Counts bytes and messages, and notes when this rank arrives at each receive and dense collective.
+    """Counts bytes and messages, and notes when this rank arrives at each receive and dense
+    collective.
 
     Args:
         inner: the wrapped driver.
-        in_background: a thread of its own uses it: nobody stands still while that one waits, so its waiting is not counted.
+        in_background: a thread of its own uses it: nobody stands still while that one waits, so its
+            waiting is not counted.
 
     Attributes:
         traffic: totals. Dense collectives count as `ring_traffic` says.
@@ -137,7 +157,9 @@ class Counting(Wrapper):
         self._ready_at_s = None
 
     def stood_still(self, begin_s: float, end_s: float) -> None:
-        """Count a wait for the others that was not one of this driver's own operations; on the driver's clock."""
+        """Count a wait for the others that was not one of this driver's own operations; on the
+        driver's clock.
+        """
         if self._ready_at_s is None:
             self._ready_at_s = begin_s
         self._add(Traffic(wait_s=end_s - begin_s))
@@ -149,7 +171,9 @@ class Counting(Wrapper):
         return taken
 
     def take_ready_at_s(self) -> float | None:
-        """When this rank first stood still for the others since the last call, on the driver's clock; None if it never did."""
+        """When this rank first stood still for the others since the last call, on the driver's
+        clock; None if it never did.
+        """
         taken, self._ready_at_s = self._ready_at_s, None
         return taken
 
@@ -193,6 +217,8 @@ class _Timed:
             if not counting._in_background:
                 counting.stood_still(entered_s, left_s)
         name = type(self._operation).__name__
-        arrival = Arrival(self._step, channel, name, self._arrived_at_s, left_s - self._arrived_at_s)
+        arrival = Arrival(
+            self._step, channel, name, self._arrived_at_s, left_s - self._arrived_at_s
+        )
         counting._complete(result, self._operation, arrival)
         return result

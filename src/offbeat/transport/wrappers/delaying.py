@@ -1,12 +1,14 @@
-"""A slow network in user space, for machines where the kernel's own traffic shaping is not to be had.
+"""A slow network in user space, for machines where the kernel's own traffic shaping is not to be
+had.
 
 Each rank has one outgoing link that carries one message at a time:
 
     begins = max(now, end of the previous one);  due = end = begins + delay(message)
 
-A sender goes on at once: the message travels with the time it is due, and the receiver's ticket waits until then. So all ranks
-need the same clock (one host, or the virtual driver) and must be wrapped alike. Receiving links are never busy: many ranks
-that send to one are not slowed down by each other, as they would be on a real network.
+A sender goes on at once: the message travels with the time it is due, and the receiver's ticket
+waits until then. So all ranks need the same clock (one host, or the virtual driver) and must be
+wrapped alike. Receiving links are never busy: many ranks that send to one are not slowed down by
+each other, as they would be on a real network.
 """
 
 from __future__ import annotations
@@ -21,7 +23,17 @@ from typing import Any
 
 from offbeat.errors import OffbeatError, PeerTimeoutError, WireError
 from offbeat.transport.driver import Driver, Finished, Ticket
-from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Operation, Payload, Recv, RecvAny, Send, Sleep
+from offbeat.transport.operations import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Operation,
+    Payload,
+    Recv,
+    RecvAny,
+    Send,
+    Sleep,
+)
 from offbeat.transport.wrappers.base import Raised, Wrapper
 from offbeat.transport.wrappers.counting import ring_traffic
 
@@ -50,22 +62,28 @@ class Delaying(Wrapper):
 
     Args:
         inner: any driver, wrapped alike on every rank.
-        delay: how long a delivery occupies the sender's link, in seconds; for a link of `latency_s` and `bytes_per_s`
-            `d.num_messages * latency_s + d.num_bytes / bytes_per_s`.
+        delay: how long a delivery occupies the sender's link, in seconds; for a link of `latency_s`
+            and `bytes_per_s` `d.num_messages * latency_s + d.num_bytes / bytes_per_s`.
     """
 
     def __init__(self, inner: Driver, delay: Callable[[Delivery], float]) -> None:
         super().__init__(inner)
         self._delay = delay
         self._link_free_s = -math.inf
-        self._arrived: defaultdict[tuple[int, int], deque[tuple[float, Payload]]] = defaultdict(deque)
-        self._arrived_from_any: defaultdict[int, list[tuple[float, int, int, Payload]]] = defaultdict(list)
+        self._arrived: defaultdict[tuple[int, int], deque[tuple[float, Payload]]] = defaultdict(
+            deque
+        )
+        self._arrived_from_any: defaultdict[int, list[tuple[float, int, int, Payload]]] = (
+            defaultdict(list)
+        )
         self._num_arrived = 0
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
             case Send(peer, payload):
-                delivery = Delivery(sender=self.rank, receiver=peer, num_bytes=memoryview(payload).nbytes)
+                delivery = Delivery(
+                    sender=self.rank, receiver=peer, num_bytes=memoryview(payload).nbytes
+                )
                 due_s = self._occupy_link(delivery, channel)
                 return self.inner.start(Send(peer, _DUE.pack(due_s) + payload), channel)
             case Recv(peer, _):
@@ -74,7 +92,9 @@ class Delaying(Wrapper):
                 return _LateMessageOfAny(self, operation, channel)
             case AllReduce() | Broadcast() | AllGather():
                 ticket = self.inner.start(operation, channel)
-                return _LateResult(self, ticket, channel, self._occupy_link(self._share(operation), channel))
+                return _LateResult(
+                    self, ticket, channel, self._occupy_link(self._share(operation), channel)
+                )
             case _:
                 return self.inner.start(operation, channel)
 
@@ -87,7 +107,10 @@ class Delaying(Wrapper):
         """When a message is due, on the inner driver's clock, and what it says."""
         stamped = memoryview(payload)
         if len(stamped) < _DUE.size:
-            raise WireError(f"a message of rank {sender} carries no time at which it is due; delay the driver of every rank")
+            raise WireError(
+                f"a message of rank {sender} carries no time at which it is due; delay the driver"
+                " of every rank"
+            )
         (due_s,) = _DUE.unpack_from(stamped)
         return due_s, stamped[_DUE.size :]
 
@@ -96,8 +119,12 @@ class Delaying(Wrapper):
         return self._arrived_from_any[channel]
 
     def take_in(self, sender: int, channel: int, payload: Payload) -> None:
-        """Let a message wait for a `RecvAny` until it is due; at once if this rank posted it to itself."""
-        due_s, content = (-math.inf, payload) if sender == self.rank else self.unstamp(sender, payload)
+        """Let a message wait for a `RecvAny` until it is due; at once if this rank posted it to
+        itself.
+        """
+        due_s, content = (
+            (-math.inf, payload) if sender == self.rank else self.unstamp(sender, payload)
+        )
         self._num_arrived += 1
         heapq.heappush(self._arrived_from_any[channel], (due_s, self._num_arrived, sender, content))
 
@@ -107,10 +134,18 @@ class Delaying(Wrapper):
         return self._link_free_s
 
     def _share(self, operation: Operation) -> Delivery:
-        # the others' payloads are not known before they are here; ranks gather payloads of about equal size
-        payloads = [operation.payload] * self.world_size if isinstance(operation, AllGather) else None
+        # the others' payloads are not known before they are here; ranks gather payloads of about
+        # equal size
+        payloads = (
+            [operation.payload] * self.world_size if isinstance(operation, AllGather) else None
+        )
         traffic = ring_traffic(operation, payloads, rank=self.rank, world_size=self.world_size)
-        return Delivery(sender=self.rank, receiver=None, num_bytes=traffic.bytes_sent, num_messages=traffic.messages_sent)
+        return Delivery(
+            sender=self.rank,
+            receiver=None,
+            num_bytes=traffic.bytes_sent,
+            num_messages=traffic.messages_sent,
+        )
 
 
 class _LateResult:
@@ -131,9 +166,17 @@ class _LateResult:
 
 
 class _LateMessage:
-    """A receive that gives its message away when it is due. One that times out leaves it to the next receive."""
+    """A receive that gives its message away when it is due. One that times out leaves it to the
+    next receive.
+    """
 
-    def __init__(self, delaying: Delaying, operation: Recv, channel: int, arrived: deque[tuple[float, Payload]]) -> None:
+    def __init__(
+        self,
+        delaying: Delaying,
+        operation: Recv,
+        channel: int,
+        arrived: deque[tuple[float, Payload]],
+    ) -> None:
         self._delaying = delaying
         self._peer = operation.peer
         self._channel = channel
@@ -151,7 +194,10 @@ class _LateMessage:
         self._until_due().wait()
         due_s, payload = self._arrived[0]
         if due_s > self._deadline_s:
-            raise PeerTimeoutError(f"the time limit passed before a message of rank {self._peer} was due", rank=self._peer)
+            raise PeerTimeoutError(
+                f"the time limit passed before a message of rank {self._peer} was due",
+                rank=self._peer,
+            )
         self._arrived.popleft()
         return payload
 
@@ -163,7 +209,9 @@ class _LateMessage:
             except OffbeatError as error:
                 self._rest = Raised(error)
             else:
-                self._rest = self._delaying.sleep_until(min(self._arrived[0][0], self._deadline_s), self._channel)
+                self._rest = self._delaying.sleep_until(
+                    min(self._arrived[0][0], self._deadline_s), self._channel
+                )
         return self._rest
 
     def _take_in(self) -> None:
@@ -197,7 +245,9 @@ class _LateMessageOfAny:
         while not self.done():
             remaining_s = self._next_s() - self._delaying.now_s(self._channel)
             timeout_s = max(0.0, remaining_s) if remaining_s < math.inf else None
-            self._take_in(self._delaying.inner.start(RecvAny(self._peers, timeout_s), self._channel))
+            self._take_in(
+                self._delaying.inner.start(RecvAny(self._peers, timeout_s), self._channel)
+            )
         if self._error is not None and self._error_is_next():
             raise self._error
         if not self._arrived or self._arrived[0][0] > self._deadline_s:

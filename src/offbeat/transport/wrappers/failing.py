@@ -24,8 +24,8 @@ class Fault:
         rank: where.
         step: when: the marked training step.
         operation: class of the operation, such as `Send`.
-        action: "raise" a `PeerError`; "drop" a message; "corrupt" one bit of a message before it is checksummed, as faulty
-            memory would; "kill" this process with SIGKILL.
+        action: "raise" a `PeerError`; "drop" a message; "corrupt" one bit of a message before it is
+            checksummed, as faulty memory would; "kill" this process with SIGKILL.
     """
 
     rank: int
@@ -35,10 +35,13 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.action not in get_args(Action):
-            raise ConfigError(f"a fault's action is {self.action!r}, allowed are {', '.join(get_args(Action))}")
+            raise ConfigError(
+                f"a fault's action is {self.action!r}, allowed are {', '.join(get_args(Action))}"
+            )
         if self.action in ("drop", "corrupt") and self.operation is not Send:
             raise ConfigError(
-                f"{self.operation.__name__} cannot be made to {self.action}, only Send can; use 'raise' or 'kill'"
+                f"{self.operation.__name__} cannot be made to {self.action}, only Send can; use"
+                " 'raise' or 'kill'"
             )
 
 
@@ -46,7 +49,8 @@ class Failing(Wrapper):
     """Lets `faults` happen.
 
     Attributes:
-        waiting: this rank's faults that have not happened, in the order given; an honest record names those left at the end.
+        waiting: this rank's faults that have not happened, in the order given; an honest record
+            names those left at the end.
     """
 
     def __init__(self, inner: Driver, faults: Sequence[Fault]) -> None:
@@ -68,7 +72,12 @@ class Failing(Wrapper):
         if fault.action == "drop":
             return Finished()
         name = fault.operation.__name__
-        return Raised(PeerError(f"scripted fault: {name} of rank {self.rank} failed in step {self.step}", rank=self.rank))
+        return Raised(
+            PeerError(
+                f"scripted fault: {name} of rank {self.rank} failed in step {self.step}",
+                rank=self.rank,
+            )
+        )
 
 
 def _flip_a_bit(payload: Payload) -> bytes:

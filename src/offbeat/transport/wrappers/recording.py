@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Now, Operation, Post, Recv, RecvAny, Send, Sleep
+from offbeat.transport.operations import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Now,
+    Operation,
+    Post,
+    Recv,
+    RecvAny,
+    Send,
+    Sleep,
+)
 from offbeat.transport.wrappers.base import Wrapper
 
 
@@ -26,7 +37,8 @@ class Recorded(NamedTuple):
 
 
 class Recording(Wrapper):
-    """Keeps every operation but `Now`: receives when their message is taken, the others when they begin.
+    """Keeps every operation but `Now`: receives when their message is taken, the others when they
+    begin.
 
     Attributes:
         operations: what has passed, in that order. Grows without bound.
@@ -55,16 +67,22 @@ class Recording(Wrapper):
             case Sleep():
                 self.operations.append(Recorded(kind, None, 0, channel))
             case Post(payload):
-                self.operations.append(Recorded(kind, self.rank, memoryview(payload).nbytes, channel))
+                self.operations.append(
+                    Recorded(kind, self.rank, memoryview(payload).nbytes, channel)
+                )
             case Now():
                 pass
         return ticket
 
 
 class _Taken:
-    """A receive that is written down once its message is taken: its size is not known before, nor perhaps its sender."""
+    """A receive that is written down once its message is taken: its size is not known before, nor
+    perhaps its sender.
+    """
 
-    def __init__(self, ticket: Ticket, operations: list[Recorded], peer: int | None, channel: int) -> None:
+    def __init__(
+        self, ticket: Ticket, operations: list[Recorded], peer: int | None, channel: int
+    ) -> None:
         self._ticket = ticket
         self._operations = operations
         self._peer = peer
@@ -77,5 +95,7 @@ class _Taken:
         result = self._ticket.wait()
         kind = Recv if self._peer is not None else RecvAny
         sender, payload = (self._peer, result) if self._peer is not None else result
-        self._operations.append(Recorded(kind.__name__, sender, memoryview(payload).nbytes, self._channel))
+        self._operations.append(
+            Recorded(kind.__name__, sender, memoryview(payload).nbytes, self._channel)
+        )
         return result

@@ -1,0 +1,1 @@
+"""Models of time that benchmarks hold measurements against."""

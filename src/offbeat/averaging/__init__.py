@@ -1,0 +1,1 @@
+"""When weights are averaged, and with whom: periodically, by gossip, in the background."""

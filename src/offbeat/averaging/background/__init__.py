@@ -1,0 +1,1 @@
+"""Averages that a thread beside training takes part in: WAGMA, AD-PSGD, eager SGD."""

@@ -1,0 +1,205 @@
+"""Weights, averaged with a few ranks in every step: neighbours on a graph, or targets and sources
+of push-sum.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offbeat.collectives.gossip import Block, neighbour_mean, push_sum
+from offbeat.errors import CheckpointError
+from offbeat.planning.topologies import Peers
+from offbeat.transport.driver import Driver, Pending, Stream
+from offbeat.weights.model_weights import ModelWeights, Pack, require_finite
+
+
+class NeighbourAverage:
+    """In every step, adds to the weights how far their neighbours' mean lay from them when the step
+    began.
+
+    Weights leave as soon as backward begins, and their neighbours' are waited for when the
+    optimizer has stepped, so they travel while gradients are computed.
+
+    Args:
+        weights: what is averaged.
+        driver: carries messages.
+        stream: this part's channels.
+        row: of the mixing matrix: the weight of each rank to average with, this one included.
+    """
+
+    def __init__(
+        self, weights: ModelWeights, *, driver: Driver, stream: Stream, row: Mapping[int, float]
+    ) -> None:
+        self._weights = weights
+        self._driver = driver
+        self._stream = stream
+        self._row = row
+        self._pack = Pack(weights.tensors())
+        self._sent: list[torch.Tensor] = []
+        self._pending: Pending[list[Block]] | None = None
+        self._num_rounds = 0
+        self._encode_s = 0.0
+
+    def on_backward_begins(self, *, synchronised: bool) -> None:
+        """Of several passes in a step the first one counts: until the step the weights stay what
+        they are.
+        """
+        self._launch()
+
+    def on_before_step(self) -> None:
+        self._launch()  # for a rank that ran no backward
+
+    def on_after_step(self) -> None:
+        mean = self._launch().wait()
+        self._pending = None
+        begin_s = time.perf_counter()
+        changes = [_like(block, sent) - sent for block, sent in zip(mean, self._sent, strict=True)]
+        self._pack.add_(changes, self._weights.tensors())
+        self._sent = []
+        self._num_rounds += 1
+        self._encode_s += time.perf_counter() - begin_s
+
+    def _launch(self) -> Pending[list[Block]]:
+        if self._pending is None:
+            begin_s = time.perf_counter()
+            self._sent = self._pack.vectors(self._weights.tensors())
+            require_finite(self._sent, rank=self._driver.rank)
+            work = neighbour_mean(self._driver.rank, _blocks(self._sent), self._row)
+            self._pending = self._driver.launch(work, self._stream.next())
+            self._encode_s += time.perf_counter() - begin_s
+        return self._pending
+
+    def counters(self) -> dict[str, float]:
+        return {"exchanges": self._num_rounds, "encode_s": self._encode_s}
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        return {"replicated": {"num_rounds": self._num_rounds}}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        self._num_rounds = _num_rounds(state)
+
+    def close(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+
+
+class PushSum:
+    """After every optimizer step, a round of push-sum over weights x and their weight w; the model
+    holds z = x / w.
+
+    The optimizer moves z, and x moves by as much. What x has beyond z is kept apart; it is nothing
+    as long as w is 1 and parameters are not of half precision.
+
+    Args:
+        weights: what is averaged.
+        driver: carries messages.
+        stream: this part's channels.
+        peers: whom this rank sends to and hears from, by the round's number.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        *,
+        driver: Driver,
+        stream: Stream,
+        peers: Callable[[int], Peers],
+    ) -> None:
+        self._weights = weights
+        self._driver = driver
+        self._stream = stream
+        self._peers = peers
+        self._pack = Pack(weights.tensors())
+        self._weight = 1.0
+        self._beyond: list[torch.Tensor] | None = None
+        self._num_rounds = 0
+        self._encode_s = 0.0
+
+    def averaging_weight(self) -> float:
+        return self._weight
+
+    def on_after_step(self) -> None:
+        begin_s = time.perf_counter()
+        tensors = self._weights.tensors()
+        x = self._pack.vectors(tensors)
+        for vector, beyond in zip(x, self._beyond or [], strict=self._beyond is not None):
+            vector.add_(beyond)
+        require_finite(x, rank=self._driver.rank)
+        round_ = push_sum(self._peers(self._num_rounds), _blocks(x), self._weight)
+        exchange = self._driver.launch(round_, self._stream.next())
+        self._encode_s += time.perf_counter() - begin_s
+        blocks, self._weight = exchange.wait()
+        begin_s = time.perf_counter()
+        x = [_like(block, vector) for block, vector in zip(blocks, x, strict=True)]
+        self._show(x, tensors)
+        self._num_rounds += 1
+        self._encode_s += time.perf_counter() - begin_s
+
+    def _show(self, x: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        self._pack.write_(
+            x if self._weight == 1 else [vector / self._weight for vector in x], tensors
+        )
+        if self._weight == 1 and self._pack.exact:
+            self._beyond = None
+            return
+        beyond = [vector - z for vector, z in zip(x, self._pack.vectors(tensors), strict=True)]
+        self._beyond = beyond if any(bool(vector.any()) for vector in beyond) else None
+
+    def counters(self) -> dict[str, float]:
+        return {"exchanges": self._num_rounds, "encode_s": self._encode_s}
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        views = [] if self._beyond is None else self._pack.views(self._beyond)
+        beyond = {
+            f"beyond/{name}": view
+            for name, view in zip(self._weights.names, views, strict=bool(views))
+        }
+        return {
+            "local": {"weight": self._weight, **beyond},
+            "replicated": {"num_rounds": self._num_rounds, "world_size": self._driver.world_size},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """With another number of ranks every rank begins anew from the z it holds, with a weight of
+        1.
+        """
+        num_rounds = _num_rounds(state)
+        beyond = {key: value for key, value in state["local"].items() if key.startswith("beyond/")}
+        zeros = [torch.zeros_like(vector) for vector in self._pack.vectors(self._weights.tensors())]
+        views = {
+            f"beyond/{name}": view
+            for name, view in zip(self._weights.names, self._pack.views(zeros), strict=True)
+        }
+        if beyond and {k: v.shape for k, v in beyond.items()} != {
+            k: v.shape for k, v in views.items()
+        }:
+            raise CheckpointError(
+                "the weights of push-sum were saved with another model or strategy"
+            )
+        same_world = state["replicated"]["world_size"] == self._driver.world_size
+        self._weight = float(state["local"]["weight"]) if same_world else 1.0
+        self._beyond = zeros if same_world and beyond else None
+        for key, value in beyond.items():
+            views[key].copy_(value)
+        self._num_rounds = num_rounds
+
+    def close(self) -> None:
+        """The model keeps z."""
+
+
+def _num_rounds(state: Mapping[str, Mapping[str, Any]]) -> int:
+    if "num_rounds" not in state.get("replicated", {}):
+        raise CheckpointError("the state lacks 'num_rounds'; it was saved by another strategy")
+    return int(state["replicated"]["num_rounds"])
+
+
+def _blocks(vectors: Sequence[torch.Tensor]) -> list[Block]:
+    return [vector.cpu().numpy() for vector in vectors]
+
+
+def _like(block: Block, vector: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(block).to(vector.device)

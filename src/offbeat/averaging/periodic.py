@@ -1,0 +1,118 @@
+"""All ranks' weights, averaged after every so many local steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from offbeat.averaging.outer import OuterOptimizer
+from offbeat.errors import CheckpointError
+from offbeat.transport.driver import Driver, Stream
+from offbeat.weights.model_weights import ModelWeights
+from offbeat.weights.optimizer_state import average_optimizer_state_
+
+
+class PeriodicAverage:
+    """After the optimizer's step number `start_step + n period`, n = 1, 2, ..., replaces the
+    weights by their mean.
+
+    Args:
+        weights: what is averaged.
+        driver: carries collectives out.
+        stream: this part's channels.
+        period: local steps between averages, >= 1.
+        start_step: steps before the first local one, >= 0; until then all ranks must hold the same
+            weights.
+        outer: what is done with the mean; None: it is taken as it is.
+        optimizer: whose state is averaged with the weights; None: it stays local.
+        weight: this rank's in the mean.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        *,
+        driver: Driver,
+        stream: Stream,
+        period: int,
+        start_step: int = 0,
+        outer: OuterOptimizer | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        weight: float = 1.0,
+    ) -> None:
+        self._weights = weights
+        self._driver = driver
+        self._stream = stream
+        self._period = period
+        self._start_step = start_step
+        self._outer = outer
+        self._optimizer = optimizer
+        self._weight = weight
+        self._num_steps = 0
+        self._num_averages = 0
+        self._encode_s = 0.0
+
+    def averaging_weight(self) -> float:
+        return self._weight
+
+    def on_backward_begins(self, *, synchronised: bool) -> None:
+        """The anchor is taken as late as can be: the user may load weights after attaching."""
+        self._begin()
+
+    def on_before_step(self) -> None:
+        self._begin()
+
+    def on_after_step(self) -> None:
+        self._num_steps += 1
+        num_local = self._num_steps - self._start_step
+        if num_local > 0 and num_local % self._period == 0:
+            self.average()
+
+    def average(self) -> None:
+        """Average now. Collective."""
+        driver, stream, weight = self._driver, self._stream, self._weight
+        self._encode_s += self._weights.average_(driver, stream, weight=weight)
+        if self._outer is not None:
+            begin_s = time.perf_counter()
+            self._outer.step_()
+            self._encode_s += time.perf_counter() - begin_s
+        if self._optimizer is not None:
+            parameters = self._weights.parameters
+            self._encode_s += average_optimizer_state_(
+                self._optimizer, parameters, driver=driver, stream=stream, weight=weight
+            )
+        self._num_averages += 1
+
+    def _begin(self) -> None:
+        if self._outer is not None and self._num_steps >= self._start_step:
+            self._outer.begin()
+
+    def counters(self) -> dict[str, float]:
+        return {"exchanges": self._num_averages, "encode_s": self._encode_s}
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        outer = {} if self._outer is None else self._outer.state()
+        return {
+            "replicated": {
+                "num_steps": self._num_steps,
+                "num_averages": self._num_averages,
+                **outer,
+            }
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        saved = state["replicated"]
+        if "num_steps" not in saved:
+            raise CheckpointError("the state lacks 'num_steps'; it was saved by another strategy")
+        if self._outer is not None:
+            self._outer.load(
+                {key: value for key, value in saved.items() if isinstance(value, torch.Tensor)}
+            )
+        self._num_steps = int(saved["num_steps"])
+        self._num_averages = int(saved["num_averages"])
+
+    def close(self) -> None:
+        """The weights stay as they are: the user's."""

@@ -1,1 +1,0 @@
-"""K-FAC's mathematics: Kronecker factors, inverses, preconditioning. Pure tensors."""

@@ -1,1 +1,0 @@
-"""Data for extreme classification: sparse rows, their files, a generator, layers, optimizers and metrics."""

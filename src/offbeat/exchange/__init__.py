@@ -1,1 +1,0 @@
-"""WHAT moves between ranks, and when."""

@@ -1,0 +1,1 @@
+"""Gradients: buckets, their exchange during backward, and how a bucket becomes a mean."""

@@ -1,0 +1,106 @@
+"""Flat buffers that hold the gradients of several parameters, so that one message
+carries them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+import torch
+from torch._prims_common import (
+    is_non_overlapping_and_dense_or_false as is_non_overlapping_and_dense,
+)
+
+from offbeat.planning.fusion import fuse
+
+_NUM_BUFFERS = 2
+"""Buffers that a sparse reduction uses in turns."""
+
+
+class Bucket:
+    """Some parameters of one dtype and device, and a flat buffer with a place for the gradient of
+    each.
+
+    Attributes:
+        indices: each parameter's position in the model's order.
+        names: their names.
+        parameters: the parameters.
+        offsets: where each one's place begins, and the end of the last.
+        num_elements: elements of all of them.
+    """
+
+    def __init__(self, named: Mapping[str, torch.nn.Parameter], indices: list[int]) -> None:
+        names, parameters = list(named), list(named.values())
+        self.indices = indices
+        self.names = [names[i] for i in indices]
+        self.parameters = [parameters[i] for i in indices]
+        self.offsets = list(accumulate((p.numel() for p in self.parameters), initial=0))
+        self.num_elements = self.offsets[-1]
+        self._dense = [is_non_overlapping_and_dense(parameter) for parameter in self.parameters]
+        self._views: dict[int, list[torch.Tensor]] = {}
+        first = self.parameters[0]
+        self._flat = torch.zeros(self.num_elements, dtype=first.dtype, device=first.device)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The buffer, shape (num_elements,). May be replaced by another one of the same kind."""
+        return self._flat
+
+    @flat.setter
+    def flat(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """The place of each parameter in the buffer, in the parameter's shape and, where it is
+        dense, memory order.
+        """
+        place = self._flat.data_ptr()
+        if place not in self._views:
+            if len(self._views) == _NUM_BUFFERS:
+                self._views.clear()
+            self._views[place] = self.views_of(self._flat)
+        return self._views[place]
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Like `views`, of another buffer with at least as many elements."""
+        pieces = zip(self.parameters, self._dense, self.offsets, strict=False)
+        return [
+            flat.as_strided(p.shape, p.stride(), flat.storage_offset() + offset)
+            if dense
+            else flat[offset : offset + p.numel()].view(p.shape)
+            for p, dense, offset in pieces
+        ]
+
+    def holds(self, position: int, gradient: torch.Tensor) -> bool:
+        """Whether `gradient` already is this bucket's view."""
+        if gradient.is_sparse:  # which has no place in memory of its own
+            return False
+        return (
+            gradient.data_ptr() == self.views[position].data_ptr()
+            and gradient.device == self._flat.device
+        )
+
+    def lay_in(self, position: int, gradient: torch.Tensor) -> None:
+        """Copy `gradient`, which may be sparse, into its place, unless it lies there."""
+        if gradient.is_sparse:
+            self.views[position].zero_().add_(gradient)
+        elif not self.holds(position, gradient):
+            self.views[position].copy_(gradient)
+
+
+def make_buckets(
+    named: Mapping[str, torch.nn.Parameter],
+    *,
+    cap_bytes: int | None,
+    first_cap_bytes: int | None = None,
+) -> list[Bucket]:
+    """Fuse parameters into buckets, in the order in which backward completes them. Empty parameters
+    get a place of size 0.
+    """
+    parameters = list(named.values())
+    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+    kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
+    groups = fuse(sizes, kinds, cap_bytes=cap_bytes, first_cap_bytes=first_cap_bytes)
+    return [Bucket(named, group) for group in groups]

@@ -1,0 +1,145 @@
+"""Which collective is the cheapest here: measured once, agreed on by all ranks, and remembered
+across a resume.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offbeat.codec.residual import ErrorFeedback
+from offbeat.collectives import dense, sparse_reduce_scatter, topk_allgather
+from offbeat.collectives.base import CostOf
+from offbeat.collectives.probe import probe
+from offbeat.planning.costs import Link, Network, cheapest
+from offbeat.transport.driver import Driver, Stream
+
+SPARSE_COSTS: Mapping[str, CostOf] = {
+    "reduce_scatter": sparse_reduce_scatter.cost_s,
+    "all_gather": topk_allgather.cost_s,
+}
+"""What `collective="auto"` chooses among, beside the dense all-reduce."""
+
+SAMPLE_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketKind:
+    """What the cost of a bucket's exchange depends on.
+
+    Attributes:
+        num_elements: of the bucket.
+        element_bytes: of a dense element.
+        pair_bytes: of an entry in a sparse message.
+    """
+
+    num_elements: int
+    element_bytes: int
+    pair_bytes: int
+
+
+class CheapestCollective:
+    """The part behind `collective="auto"`.
+
+    The choice steers the numbers that training sees, so it is state: a resumed run uses the
+    measurements of the first one.
+    """
+
+    def __init__(self, network: Network, *, world_size: int, notify: Callable[[str], None]) -> None:
+        self.network = network
+        self._world_size = world_size
+        self._notify = notify
+        self._told: set[tuple[int, int]] = set()
+
+    @classmethod
+    def measure(
+        cls, driver: Driver, stream: Stream, *, sample: torch.Tensor, notify: Callable[[str], None]
+    ) -> CheapestCollective:
+        """Probe the links. Collective. `sample`: any tensor of the gradients' dtype and device."""
+        select_s = _select_s_per_element(sample)
+        work = probe(
+            driver.rank, driver.world_size, select_s_per_element=select_s, device=sample.device
+        )
+        return cls(driver.run(work, stream.next()), world_size=driver.world_size, notify=notify)
+
+    def costs_s(self, bucket: BucketKind, k: int) -> dict[str, float]:
+        """Expected seconds of one exchange, by collective."""
+        select_s = self.network.select_s_per_element * bucket.num_elements
+        costs = {
+            name: (
+                select_s
+                + cost(
+                    world_size=self._world_size,
+                    k=k,
+                    pair_bytes=bucket.pair_bytes,
+                    network=self.network,
+                )
+            )
+            for name, cost in SPARSE_COSTS.items()
+        }
+        num_bytes = bucket.num_elements * bucket.element_bytes
+        return costs | {
+            "dense": dense.cost_s(
+                world_size=self._world_size, num_bytes=num_bytes, network=self.network
+            )
+        }
+
+    def choose(self, bucket: BucketKind, k: int) -> str:
+        """The cheapest collective's name. Says so, once, when that is the dense one."""
+        costs = self.costs_s(bucket, k)
+        name = cheapest(costs)
+        if name == "dense" and (bucket.num_elements, k) not in self._told:
+            self._told.add((bucket.num_elements, k))
+            others = ", ".join(
+                f"{other} {cost * 1e3:.2f} ms" for other, cost in costs.items() if other != "dense"
+            )
+            self._notify(
+                f'collective="auto" chose dense for {bucket.num_elements:,} elements at k={k:,}:'
+                f" {costs['dense'] * 1e3:.2f} ms expected against {others}. On these links, at this"
+                " size, plain S-SGD is the better choice"
+            )
+        return name
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"replicated": {"world_size": self._world_size, "network": self.network.to_dict()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = state["replicated"]
+        if (
+            saved["world_size"] == self._world_size
+        ):  # otherwise the old figures say nothing about the new ranks
+            network = saved["network"]
+            self.network = Network(
+                messages=Link(**network["messages"]),
+                dense=Link(**network["dense"]),
+                select_s_per_element=network["select_s_per_element"],
+            )
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+def _select_s_per_element(sample: torch.Tensor) -> float:
+    """Local cost of residual and selection at density 0.001, measured on noise."""
+    feedback = ErrorFeedback(
+        SAMPLE_ELEMENTS, dtype=sample.dtype, device=sample.device, selection="exact"
+    )
+    generator = torch.Generator(device=sample.device).manual_seed(0)
+    durations_s = []
+    for _ in range(3):
+        gradient = torch.randn(
+            SAMPLE_ELEMENTS, generator=generator, dtype=sample.dtype, device=sample.device
+        )
+        if sample.is_cuda:
+            torch.cuda.synchronize(sample.device)
+        begin_s = time.perf_counter()
+        feedback.stage(
+            gradient, SAMPLE_ELEMENTS // 1000
+        )  # ends on the host, so what it took on a GPU is over too
+        durations_s.append(time.perf_counter() - begin_s)
+        feedback.discard()
+    return min(durations_s) / SAMPLE_ELEMENTS

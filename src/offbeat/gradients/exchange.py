@@ -1,0 +1,405 @@
+"""Gradients, exchanged once for each outermost backward pass.
+
+A gradient's walk: it becomes ready and is laid into its bucket; a full bucket is launched, in the
+same order on every rank; when backward is over all buckets are waited for; if every rank's step is
+good, changes of state are committed and `param.grad` shows the result, else everything is discarded
+and the step is skipped on all ranks together.
+
+How a bucket is reduced (densely, or sparsely with a residual) is a `Reduction`; see
+`gradients.reductions`.
+
+Rules that keep ranks in step:
+- the set of parameters is fixed; a parameter without gradient contributes zero, and a bitmap says
+  who had one;
+- each `optimizer.step()` is preceded by at least one exchange: a rank that ran no backward joins
+  with nothing;
+- a sparse gradient is laid in as a dense one, and comes out as such: its rows differ from rank to
+  rank;
+- gradients that came out of an exchange are set aside before a further backward pass in the same
+  step, so that only what is new is exchanged, and are added back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from offbeat.codec.tally import Tally
+from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
+from offbeat.gradients.buckets import Bucket
+
+
+class Reduction(Protocol):
+    """Turns each rank's bucket into the ranks' weighted mean."""
+
+    @property
+    def encode_s(self) -> float:
+        """Seconds spent on selection and on putting results in place, so far."""
+        ...
+
+    def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
+        """Begin, after adding to the tally whether the bucket is finite.
+
+        Args:
+            bucket: its buffer holds this rank's gradient times `grad_scale`, and belongs to the
+                reduction until the end.
+            tally: this rank's weight, whether it failed (then the bucket's content does not
+                matter), and which of the bucket's parameters it used.
+            grad_scale: the AMP scale in force.
+        """
+        ...
+
+    def wait(self) -> Tally:
+        """Wait for the other ranks. Returns the tally of all ranks."""
+        ...
+
+    def commit(self) -> torch.Tensor:
+        """The step is good: change state, and return a buffer with the mean, times `grad_scale`.
+
+        A parameter that no rank used may get a gradient all the same, because one was still owed;
+        it is then marked as used in the tally that `wait` returned.
+        """
+        ...
+
+    def discard(self) -> None:
+        """The step is bad: state stays as it was before `launch`. The buffer belongs to the bucket
+        again.
+        """
+        ...
+
+    def additive_state(self) -> dict[str, torch.Tensor]: ...
+
+    def local_state(self) -> dict[str, float]: ...
+
+    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None: ...
+
+
+@dataclass(slots=True)
+class ExchangeCounts:
+    """What happened so far."""
+
+    exchanges: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+
+class GradientExchange:
+    """The part that exchanges gradients.
+
+    Args:
+        pairs: each bucket with its reduction, in the order in which they are launched.
+        counts: where what happens is counted.
+        grad_scale: the AMP scale at the moment.
+        has_scaler: a GradScaler decides about skipping: it must find a non-finite gradient on every
+            rank. Without one, a skipped step leaves every `param.grad` None, which torch.optim's
+            optimizers pass over.
+        max_skipped_steps: raise `NonFiniteError` after more than this many skipped steps in a row.
+        notify: for remarks.
+        weight: this rank's weight in the mean, until `on_batch_claimed` says how many samples it
+            has.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[Bucket, Reduction]],
+        *,
+        counts: ExchangeCounts,
+        grad_scale: Callable[[], float],
+        has_scaler: bool,
+        max_skipped_steps: int,
+        notify: Callable[[str], None],
+        weight: float = 1.0,
+    ) -> None:
+        self.counts = counts
+        self._pairs = list(pairs)
+        self._grad_scale = grad_scale
+        self._has_scaler = has_scaler
+        self._max_skipped_steps = max_skipped_steps
+        self._notify = notify
+        self._weight = weight
+        self._num_weighed: int | None = None
+        self._is_weighed = self._is_idle = False
+        self._place = {
+            index: (b, position)
+            for b, (bucket, _) in enumerate(self._pairs)
+            for position, index in enumerate(bucket.indices)
+        }
+        self._ready = [np.zeros(len(bucket.indices), dtype=np.bool_) for bucket, _ in self._pairs]
+        self._shown = [np.zeros(len(bucket.indices), dtype=np.bool_) for bucket, _ in self._pairs]
+        self._aside: list[torch.Tensor | None] = [None] * len(self._pairs)
+        self._num_launched = 0
+        self._num_accumulated = 0
+        self._synchronised = True
+        self._exchanged_since_step = False
+        self._unsent = False
+
+    # Events
+
+    def on_backward_begins(self, *, synchronised: bool) -> None:
+        """Set aside the results of an earlier exchange, so that this pass accumulates only what is
+        new.
+        """
+        self._num_accumulated = 0
+        self._synchronised = synchronised
+        for b in range(len(self._pairs)):
+            self._ready[b][:] = False
+            self._set_aside(b)
+        if not synchronised and any(aside is not None for aside in self._aside):
+            self._restore()
+            raise UnsupportedError(
+                "a backward pass inside no_sync() follows a synchronised one without zero_grad()"
+                " between them; run the unsynchronised passes of a step first and synchronise the"
+                " last one, as with DistributedDataParallel"
+            )
+
+    def on_batch_claimed(self, num_samples: int) -> None:
+        """The coming step's gradient is the mean over so many further samples; weights are samples
+        from now on.
+        """
+        self._num_weighed = num_samples + (self._num_weighed or 0 if self._is_weighed else 0)
+        self._is_weighed = True
+
+    def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
+        self._num_accumulated += 1
+        if not synchronised:
+            self._unsent = True
+            return
+        b, position = self._place[index]
+        if self._ready[b][position]:
+            raise UnsupportedError(
+                f"the gradient of {self._pairs[b][0].names[position]!r} was accumulated twice in"
+                " one backward pass; re-entrant checkpointing does that: use"
+                " torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        self._lay_in(b, position)
+        # The last bucket waits for the end of backward, so that its tally can still say that this
+        # rank failed.
+        while self._num_launched < len(self._pairs) - 1 and self._ready[self._num_launched].all():
+            self._launch_next()
+
+    def on_backward_done(self, *, synchronised: bool) -> None:
+        """Exchange, unless nothing was accumulated: then it was no pass for training, or the next
+        step joins the others.
+        """
+        if self._num_accumulated == 0:
+            self._restore()
+        elif synchronised:
+            self._exchange()
+
+    def on_backward_failed(self) -> None:
+        """Join the exchange that the peers are in, with nothing but the news that this rank failed.
+
+        Inside `no_sync` there is none: what failed there concerns this rank alone.
+        """
+        if self._synchronised:
+            self._exchange(failed=True)
+
+    def on_before_step(self) -> None:
+        if not self._exchanged_since_step or self._unsent:
+            self.on_join()
+
+    def on_join(self) -> None:
+        """Exchange without a backward pass: what has been accumulated without being sent, or
+        nothing.
+
+        Where weights are samples, a rank that had none in this step has no weight.
+        """
+        self._is_idle = not (self._unsent or self._is_weighed)
+        self.on_backward_begins(synchronised=True)
+        self._exchange()
+        self._is_idle = False
+
+    def on_after_step(self) -> None:
+        self._exchanged_since_step = self._is_weighed = False
+
+    # One exchange
+
+    def _exchange(self, *, failed: bool = False) -> None:
+        while self._num_launched < len(self._pairs):
+            self._launch_next(failed=failed)
+        tallies = [reduction.wait() for _, reduction in self._pairs]
+        self._num_launched = 0
+        self._exchanged_since_step = True
+        self._unsent = False
+        self.counts.exchanges += 1
+        if any(tally.num_failed for tally in tallies):
+            self._discard()
+            if not failed:
+                raise PeerError(
+                    f"{max(tally.num_failed for tally in tallies)} other rank(s) raised inside"
+                    f" backward in exchange {self.counts.exchanges}; their own output says why."
+                    " This step was discarded on every rank"
+                )
+        elif any(not tally.good for tally in tallies):
+            self._skip(max(tally.num_nonfinite for tally in tallies))
+        else:
+            self.counts.skipped_in_a_row = 0
+            for b, tally in enumerate(tallies):
+                self._show(b, tally)
+
+    def _launch_next(self, *, failed: bool = False) -> None:
+        """Launch the next bucket in order, with whatever of its gradients is there."""
+        b = self._num_launched
+        bucket, reduction = self._pairs[b]
+        for position in np.flatnonzero(~self._ready[b]).tolist():
+            self._lay_in(b, position)
+        self._num_launched += 1
+        tally = Tally(
+            weight=self._weight_now(),
+            num_nonfinite=0,
+            num_failed=int(failed),
+            used=self._ready[b].copy(),
+        )
+        reduction.launch(bucket, tally, grad_scale=self._grad_scale())
+
+    def _weight_now(self) -> float:
+        if self._num_weighed is None:
+            return self._weight
+        return 0.0 if self._is_idle else float(self._num_weighed)
+
+    def _lay_in(self, b: int, position: int) -> None:
+        """Copy a parameter's local gradient into its bucket, unless it lies there; zeros if there
+        is none.
+        """
+        bucket = self._pairs[b][0]
+        gradient = bucket.parameters[position].grad
+        if gradient is None:
+            bucket.views[position].zero_()
+            return
+        self._ready[b][position] = True
+        bucket.lay_in(position, gradient.detach())
+
+    def _set_aside(self, b: int) -> None:
+        bucket = self._pairs[b][0]
+        live = [
+            position
+            for position in np.flatnonzero(self._shown[b]).tolist()
+            if (gradient := bucket.parameters[position].grad) is not None
+            and bucket.holds(position, gradient)
+        ]
+        self._shown[b][:] = False
+        if not live or _is_zero(
+            bucket.flat
+        ):  # zeroed in place: new gradients may accumulate where they are
+            return
+        aside = self._aside[b] = torch.zeros_like(bucket.flat)
+        for position, view in enumerate(bucket.views_of(aside)):
+            if position not in live:
+                continue
+            view.copy_(bucket.views[position])
+            bucket.parameters[position].grad = None
+        self._shown[b][live] = True
+
+    def _restore(self) -> None:
+        """Show again what was set aside."""
+        for b, (bucket, _) in enumerate(self._pairs):
+            if (aside := self._aside[b]) is not None:
+                bucket.flat.copy_(aside)
+                for position in np.flatnonzero(self._shown[b]).tolist():
+                    bucket.parameters[position].grad = bucket.views[position]
+            self._aside[b] = None
+
+    def _show(self, b: int, tally: Tally) -> None:
+        """Commit, and let `param.grad` show the result, with what had been set aside added back."""
+        bucket, reduction = self._pairs[b]
+        bucket.flat = reduction.commit()
+        aside, self._aside[b] = self._aside[b], None
+        if aside is not None:
+            bucket.flat.add_(aside)
+        shown = tally.used | self._shown[b]
+        for position in np.flatnonzero(shown).tolist():
+            # One frozen meanwhile is not to be moved by what it was still owed.
+            parameter = bucket.parameters[position]
+            parameter.grad = bucket.views[position] if parameter.requires_grad else None
+        self._shown[b] = shown
+
+    def _discard(self) -> None:
+        for b, (bucket, reduction) in enumerate(self._pairs):
+            reduction.discard()
+            self._aside[b] = None
+            self._shown[b][:] = False
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def _skip(self, num_nonfinite: int) -> None:
+        """Skip the step, and with it what earlier passes of the same step have exchanged."""
+        self._discard()
+        self.counts.skipped += 1
+        self.counts.skipped_in_a_row += 1
+        self._notify(
+            f"exchange {self.counts.exchanges}: skipped on all ranks, since {num_nonfinite} of them"
+            " had a non-finite gradient"
+        )
+        if self.counts.skipped_in_a_row > self._max_skipped_steps:
+            raise NonFiniteError(
+                f"{self.counts.skipped_in_a_row} steps in a row were skipped because of non-finite"
+                f" gradients; at most {self._max_skipped_steps} are allowed (max_skipped_steps)."
+                " Lower the learning rate or look at the data"
+            )
+        if self._has_scaler:
+            for b, (bucket, _) in enumerate(self._pairs):
+                bucket.flat.fill_(float("nan"))
+                self._shown[b][:] = True
+                for position, parameter in enumerate(bucket.parameters):
+                    parameter.grad = bucket.views[position]
+
+    def counters(self) -> dict[str, float]:
+        encode_s = sum(reduction.encode_s for _, reduction in self._pairs)
+        return {
+            "exchanges": self.counts.exchanges,
+            "skipped_steps": self.counts.skipped,
+            "encode_s": encode_s,
+        }
+
+    # State
+
+    def state_dict(self) -> dict[str, dict[str, object]]:
+        additive: dict[str, object] = {}
+        local: dict[str, object] = {}
+        for _, reduction in self._pairs:
+            additive.update(reduction.additive_state())
+            local.update(reduction.local_state())
+        replicated: dict[str, object] = {
+            "exchanges": self.counts.exchanges,
+            "skipped": self.counts.skipped,
+        }
+        return {"additive": additive, "local": local, "replicated": replicated}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, object]]) -> None:
+        expected = {name for _, reduction in self._pairs for name in reduction.additive_state()}
+        if expected != set(state["additive"]):
+            missing, foreign = (
+                sorted(expected - set(state["additive"])),
+                sorted(set(state["additive"]) - expected),
+            )
+            raise CheckpointError(
+                f"the state was saved with another model or strategy: it lacks {missing[:3]} and"
+                f" has {foreign[:3]} too many"
+            )
+        for _, reduction in self._pairs:
+            for name, live in reduction.additive_state().items():
+                shape = getattr(state["additive"][name], "shape", None)
+                if shape != live.shape:
+                    raise CheckpointError(
+                        f"{name!r} was saved with shape {shape}, here it has {live.shape}"
+                    )
+        for _, reduction in self._pairs:
+            reduction.load(state["additive"], state["local"])  # type: ignore[arg-type]  # checked above
+        self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]
+        self.counts.skipped = int(state["replicated"]["skipped"])  # type: ignore[call-overload]
+
+    def close(self) -> None:
+        """Gradients stay where they are: the user's references keep their buffers alive."""
+
+
+def _is_zero(flat: torch.Tensor) -> bool:
+    """Whether every element is 0. Extremes are found several times faster than `any` looks at each
+    element.
+    """
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+    return flat.numel() == 0 or not any(bool(extreme) for extreme in flat.aminmax())

@@ -1,0 +1,223 @@
+"""How one bucket becomes the ranks' weighted mean: densely, or sparsely with what is left out owed
+to later steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from offbeat.codec.finite import is_finite
+from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.sparse import Sparse
+from offbeat.codec.tally import NUM_COUNTERS, Tally
+from offbeat.collectives.base import Exchanged, SparseCollective, Wire
+from offbeat.collectives.dense import dense_all_reduce
+from offbeat.gradients.buckets import Bucket
+from offbeat.transport.driver import Driver, Pending, Stream
+
+_EXACT = (torch.float32, torch.float64)
+"""Types in which sums of small integers and of weights are exact enough to count with."""
+
+
+class DenseReduction:
+    """Weighted mean by all-reduce. The tally rides in the bucket's tail.
+
+    Gradients are divided by the world size before they are summed, which keeps half precision from
+    overflowing; if the weights turn out to add up to something else, the mean is corrected
+    afterwards.
+    """
+
+    def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
+        self.encode_s = 0.0
+        self._driver = driver
+        self._stream = stream
+        size = NUM_COUNTERS + len(bucket.indices)
+        self._message = bucket.flat
+        if bucket.flat.dtype in _EXACT:
+            self._message = torch.cat([bucket.flat, bucket.flat.new_zeros(size)])
+            self._tail = self._message[bucket.num_elements :]
+            bucket.flat = self._message[: bucket.num_elements]
+        else:  # sums of weights and counts are not exact in half precision
+            self._tail = torch.zeros(size, dtype=torch.float64)
+
+    def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
+        if not tally.num_failed:
+            tally = replace(tally, num_nonfinite=int(not is_finite(bucket.flat)))
+            bucket.flat.mul_(tally.weight / self._driver.world_size)
+        tally.write_to(self._tail)
+        self._flat = bucket.flat
+        rides = self._tail.dtype == self._message.dtype
+        self._sums = launch_sums(
+            self._driver, self._stream, self._message, *(() if rides else (self._tail,))
+        )
+
+    def wait(self) -> Tally:
+        for pending in self._sums:
+            pending.wait()
+        self._tally = Tally.read_from(self._tail)
+        return self._tally
+
+    def commit(self) -> torch.Tensor:
+        if self._tally.weight not in (0, self._driver.world_size):
+            self._flat.mul_(self._driver.world_size / self._tally.weight)
+        return self._flat
+
+    def discard(self) -> None:
+        """Nothing is remembered from step to step."""
+
+    def additive_state(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def local_state(self) -> dict[str, float]:
+        return {}
+
+    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None:
+        """There is nothing to load."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What one exchange of a bucket does: send the `k` largest entries through `collective`, or all
+    of it densely (None).
+    """
+
+    k: int
+    collective: SparseCollective | None
+
+
+class SparseReduction:
+    """Mean of the largest entries; the rest is owed (error feedback), and added to the next step's
+    gradient.
+
+    Args:
+        bucket: what will be reduced; fixes sizes and names of the state.
+        feedback: residual and selection.
+        driver: carries the collective out.
+        stream: this bucket's channels.
+        wire: layout of the messages.
+        plan: called once for each exchange, at the same point on all ranks.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        feedback: ErrorFeedback,
+        *,
+        driver: Driver,
+        stream: Stream,
+        wire: Wire,
+        plan: Callable[[], Plan],
+    ) -> None:
+        self.encode_s = 0.0
+        self._bucket = bucket
+        self._feedback = feedback
+        self._driver = driver
+        self._stream = stream
+        self._wire = wire
+        self._plan = plan
+        self._pending: Pending[Exchanged] | None = None
+
+    def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
+        plan = self._plan()
+        self._grad_scale = grad_scale
+        self._staged = not tally.num_failed
+        self._pending = None
+        begin_s = time.perf_counter()
+        if plan.collective is None:
+            self._launch_everything(bucket.flat, tally)
+        else:
+            mine, tally = self._pick(bucket.flat, tally, plan.k)
+            work = plan.collective(
+                self._driver.rank, self._driver.world_size, mine, tally, plan.k, self._wire
+            )
+            self._pending = self._driver.launch(work, self._stream.next())
+        self.encode_s += time.perf_counter() - begin_s
+
+    def _pick(self, flat: torch.Tensor, tally: Tally, k: int) -> tuple[Sparse, Tally]:
+        if not self._staged:
+            return self._wire.empty(), tally
+        selection = self._feedback.stage(flat, k, weight=tally.weight / self._grad_scale)
+        return selection.sparse, replace(tally, num_nonfinite=int(not selection.finite))
+
+    def _launch_everything(self, flat: torch.Tensor, tally: Tally) -> None:
+        if self._staged:
+            finite = self._feedback.stage_all(flat, weight=tally.weight / self._grad_scale)
+            tally = replace(tally, num_nonfinite=int(not finite))
+        self._tail = torch.empty(NUM_COUNTERS + tally.used.size, dtype=torch.float64)
+        tally.write_to(self._tail)
+        self._sums = launch_sums(self._driver, self._stream, flat, self._tail)
+
+    def wait(self) -> Tally:
+        if self._pending is not None:
+            self._exchanged = self._pending.wait()
+            self._tally = self._exchanged.tally
+        else:
+            for pending in self._sums:
+                pending.wait()
+            self._tally = Tally.read_from(self._tail)
+        return self._tally
+
+    def commit(self) -> torch.Tensor:
+        begin_s = time.perf_counter()
+        factor = self._grad_scale / (self._tally.weight or 1)
+        if self._pending is not None:
+            flat = self._feedback.commit(self._exchanged.owed)
+            kept = self._exchanged.kept
+            indices = torch.from_numpy(kept.indices).to(flat.device)
+            flat[indices] = torch.from_numpy(kept.values * factor).to(
+                device=flat.device, dtype=flat.dtype
+            )
+            hit = np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1
+        else:
+            self._feedback.commit_all()
+            flat = self._bucket.flat.mul_(factor)
+            unused = np.flatnonzero(~self._tally.used).tolist()
+            hit = np.array(
+                [position for position in unused if self._bucket.views[position].any()],
+                dtype=np.int64,
+            )
+        self._tally.used[hit] = True
+        self.encode_s += time.perf_counter() - begin_s
+        return flat
+
+    def discard(self) -> None:
+        if self._staged:
+            self._feedback.discard()
+
+    def additive_state(self) -> dict[str, torch.Tensor]:
+        state = self._named("residual", self._feedback.residual)
+        if self._feedback.velocity is not None:
+            state |= self._named("velocity", self._feedback.velocity)
+        return state
+
+    def local_state(self) -> dict[str, float]:
+        return {f"threshold/{self._bucket.names[0]}": self._feedback.threshold}
+
+    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None:
+        for name, live in self.additive_state().items():
+            live.copy_(additive[name])
+        self._feedback.threshold = local.get(f"threshold/{self._bucket.names[0]}", 0.0)
+
+    def _named(self, kind: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of a flat state tensor by parameter name, in the parameters' shapes."""
+        return {
+            f"{kind}/{name}": view
+            for name, view in zip(self._bucket.names, self._bucket.views_of(flat), strict=True)
+        }
+
+
+def launch_sums(
+    driver: Driver, stream: Stream, *tensors: torch.Tensor
+) -> list[Pending[torch.Tensor]]:
+    """Begin to sum each tensor over all ranks, in place.
+
+    All of them are begun here and now, in this order: dense collectives meet in the order in which
+    ranks begin them, so none
+    may be begun whenever another one happens to be over.
+    """
+    return [driver.launch(dense_all_reduce(tensor), stream.next()) for tensor in tensors]

@@ -1,0 +1,1 @@
+"""K-FAC: the mathematics of Kronecker factors, their exchange, and its planning."""

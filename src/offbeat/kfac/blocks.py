@@ -1,0 +1,205 @@
+"""What K-FAC sees in a layer: a matrix of gradients, and two factors whose Kronecker product stands
+for its Fisher matrix.
+
+A layer computes W [a, 1] for inputs a; let g be the gradient of one example's loss with respect to
+an output. Over N examples with R positions each,
+
+    A = 1 / (N R) sum [a, 1] [a, 1]^T        G = 1 / N sum g g^T        Fisher of vec(W) ~ A x G
+
+(arXiv 1503.05671, 1602.01407 for convolutions, 2311.00636 for other shared weights). The empirical
+Fisher: g belongs to the true label. With "reduce", a is the mean and g the sum over the R
+positions. A is thus a plain second moment whatever the number of positions; the sum over positions
+sits in G.
+
+A block covers one weight, or rows of one, and its bias. Grouped convolutions and attention's three
+projections make several independent blocks of one shape, which are kept together along a first
+dimension, `groups`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from offbeat.kfac.packing import num_packed
+
+Side: TypeAlias = Literal["input", "output"]
+"""Which factor of a block: "input" is A, "output" is G."""
+
+SIDES: tuple[Side, Side] = ("input", "output")
+
+EVERYTHING = slice(None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FactorShape:
+    """A factor of `groups` symmetric `dim` x `dim` matrices.
+
+    Attributes:
+        groups: how many, >= 1.
+        dim: rows of each, >= 1.
+        is_diagonal: only the diagonals are kept, and nothing else is there.
+    """
+
+    groups: int
+    dim: int
+    is_diagonal: bool = False
+
+    @property
+    def packed(self) -> tuple[int, int]:
+        """Shape of the packed factor: (groups, d (d + 1) / 2), or (groups, d) if diagonal."""
+        return self.groups, self.dim if self.is_diagonal else num_packed(self.dim)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the packed factor."""
+        return self.packed[0] * self.packed[1]
+
+
+class Moment(NamedTuple):
+    """A sum of outer products, packed, and how many there were."""
+
+    packed: torch.Tensor
+    num_rows: int
+
+
+class Block(ABC):
+    """One weight matrix, or a few of the same shape, and what is needed to estimate its factors.
+
+    Args:
+        name: of the block, unique in the model: the module's, or that and a projection's.
+        module: holds the parameters. They are looked up at each use, since they may be replaced.
+        weight_name, bias_name: the parameters' names in the module; no bias, or one that is not
+            trained: None.
+        rows, bias_rows: which rows of weight and bias belong to the block.
+
+    Attributes:
+        inputs, outputs: shapes of the factors A and G.
+        masks_outputs: whether inputs decide which output gradients count.
+    """
+
+    inputs: FactorShape
+    outputs: FactorShape
+    masks_outputs: bool = False
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        weight_name: str = "weight",
+        bias_name: str | None,
+        rows: slice = EVERYTHING,
+        bias_rows: slice = EVERYTHING,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.weight_name, self.bias_name = weight_name, bias_name
+        self.rows, self.bias_rows = rows, bias_rows
+        self._weight_shape = self.weight.shape
+        self._bias_shape = None if self.bias is None else self.bias.shape
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.module.get_parameter(self.weight_name)
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        return None if self.bias_name is None else self.module.get_parameter(self.bias_name)
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias_name is not None
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """(groups, outputs, inputs): the shape of the matrix of gradients, the bias as
+        last column.
+        """
+        return self.outputs.groups, self.outputs.dim, self.inputs.dim
+
+    def shape(self, side: Side) -> FactorShape:
+        return self.inputs if side == "input" else self.outputs
+
+    def keeps_shape(self) -> bool:
+        """Whether the parameters still have the shapes that the block was made for."""
+        bias = self.bias
+        return bool(
+            self.weight.shape == self._weight_shape
+            and (None if bias is None else bias.shape) == self._bias_shape
+        )
+
+    def has_gradient(self) -> bool:
+        """Whether all parameters have gradients, of the shapes that the block was made for."""
+        bias = self.bias
+        return (
+            self.keeps_shape()
+            and self.weight.grad is not None
+            and (bias is None or bias.grad is not None)
+        )
+
+    def read_gradient(self, out: torch.Tensor) -> None:
+        """Copy the gradient into `out`, of `matrix_shape`. `has_gradient` must hold."""
+        weight = self._to_matrix(gradient_of(self.weight)[self.rows])
+        self._without_bias(out, weight).copy_(weight)
+        if self.bias is not None:
+            out[..., -1] = gradient_of(self.bias)[self.bias_rows].view(out.shape[:2])
+
+    def write_gradient_(self, matrix: torch.Tensor) -> None:
+        """The inverse of `read_gradient`."""
+        weight = self._to_matrix(gradient_of(self.weight)[self.rows])
+        weight.copy_(self._without_bias(matrix, weight))
+        if self.bias is not None:
+            gradient_of(self.bias)[self.bias_rows].copy_(matrix[..., -1].flatten())
+
+    def _to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        """A view of `weight` as (groups, outputs, inputs without bias), inputs maybe in several
+        dimensions.
+        """
+        matrix: torch.Tensor = weight.unflatten(0, (self.outputs.groups, self.outputs.dim))
+        return matrix
+
+    def _without_bias(self, matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        parts: torch.Tensor = matrix[..., : self.inputs.dim - self.has_bias].unflatten(
+            -1, like.shape[2:]
+        )
+        return parts
+
+    @abstractmethod
+    def fits(self, inputs: torch.Tensor) -> bool:
+        """Whether the layer has the shape that the block was made for."""
+
+    @abstractmethod
+    def example_dim(self, inputs: torch.Tensor) -> int | None:
+        """Which dimension of `inputs`, and of what comes of them, counts examples; None: they are
+        one example.
+        """
+
+    def num_terms(self, inputs: torch.Tensor) -> int:
+        """Terms of the loss that these inputs belong to."""
+        dim = self.example_dim(inputs)
+        return 1 if dim is None else inputs.shape[dim]
+
+    @abstractmethod
+    def input_moment(self, inputs: torch.Tensor) -> Moment:
+        """The sum of a a^T."""
+
+    @abstractmethod
+    def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
+        """The sum of g g^T, for g as the backward pass delivers it. `inputs` are there if the block
+        masks outputs.
+        """
+
+
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None, "has_gradient() was not asked"
+    return parameter.grad
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Factors are summed in float32, or in float64 where the model is."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

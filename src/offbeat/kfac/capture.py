@@ -1,0 +1,325 @@
+"""Watches a model train, and sums up its factors.
+
+For each layer K-FAC covers, the forward pass adds its inputs to A and the backward pass its output
+gradients to G. What has been summed is taken away as an `Increment`: a mean with its weight, ready
+to be averaged over ranks.
+
+What is counted, and what is not:
+- Everything between two `take`s belongs together: batches whose gradients are accumulated make one
+  increment.
+- A module called several times in one forward pass of the root sees further positions of the same
+  examples.
+- Under activation checkpointing the forward pass runs again while backward is running. What was
+  recorded the first time is not recorded again; what was not, since re-entrant checkpoints run
+  without gradients at first, is recorded when its gradient comes.
+- Gradients are taken at the output itself, before any operation changes it in place, and are
+  unscaled under AMP.
+- Layers that were not used get an increment of weight 0.
+- Where examples are sub-sampled, both factors look at the same ones, every n-th of each batch; the
+  next step with factors begins at the next one. Means and weights are of what was looked at, so
+  factors keep their scale.
+- A layer whose shape has changed is retired: a warning names it, and its increments have weight 0
+  from then on.
+- Passes without gradients are not seen. `torch.autograd.grad` and second passes through a retained
+  graph cannot be told from training and are counted.
+
+Private parts of PyTorch that this file relies on: `_current_graph_task_id` (-1 unless a backward
+pass is running here).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offbeat.kfac.attention import Projections, unwatch, watch
+from offbeat.kfac.blocks import Block, Moment, Side
+from offbeat.kfac.options import FactorOptions
+
+
+class Increment(NamedTuple):
+    """One step's factor on this rank.
+
+    Attributes:
+        packed: the mean, of the factor's packed shape; zeros if the weight is 0.
+        weight: how much it counts in a mean over ranks: input rows for A, terms of the loss for G,
+            as far as looked at.
+    """
+
+    packed: torch.Tensor
+    weight: float
+
+
+@dataclass(slots=True)
+class _Terms:
+    """Terms of the loss since the last `take`, and how many of them were looked at."""
+
+    num: int = 0
+    num_seen: int = 0
+    of_pass: tuple[int, int] = (0, 0)
+    number_of_pass: int = -1
+
+    def count(self, num: int, num_seen: int, number_of_pass: int) -> None:
+        """A pass has as many terms as the widest of its calls; passes add up."""
+        before = self.of_pass if number_of_pass == self.number_of_pass else (0, 0)
+        self.of_pass, self.number_of_pass = max(before, (num, num_seen)), number_of_pass
+        self.num += self.of_pass[0] - before[0]
+        self.num_seen += self.of_pass[1] - before[1]
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What one block has seen since the last `take`."""
+
+    inputs: Moment | None = None
+    outputs: Moment | None = None
+    terms: _Terms = field(default_factory=_Terms)
+
+
+class Capture:
+    """Hooks on a model's layers. `remove` takes all of them out again.
+
+    It sees nothing until `start` is called, and nothing more after `stop`: factors need not be
+    computed in every step.
+
+    Args:
+        model: the root module, whose forward passes separate batches.
+        blocks: what to watch.
+        options: how to count.
+        warn: is told of layers that cannot be watched any more.
+        grad_scale: by what factor gradients are scaled at the moment (AMP).
+        added: is called with a block's index and a side whenever something was added to that
+            factor, and when, on the monotonic clock, that began.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        options: FactorOptions,
+        *,
+        warn: Callable[[str], None],
+        grad_scale: Callable[[], float] = lambda: 1.0,
+        added: Callable[[int, Side, float], None] = lambda index, side, began_s: None,
+    ) -> None:
+        self.retired: set[str] = set()
+        """Names of blocks whose layers have changed their shape."""
+        self._blocks = list(blocks)
+        self._options = options
+        self._warn, self._grad_scale, self._added = warn, grad_scale, added
+        self._sums = [_Sums() for _ in blocks]
+        self._phase: int | None = None
+        self._pass = 0
+        self._handles: list[Any] = [model.register_forward_pre_hook(self._counting(model))]
+        self._watched: list[nn.MultiheadAttention] = []
+        for module in model.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                self._watch(module)
+        inside = {id(module.out_proj) for module in self._watched}
+        for index, block in enumerate(self._blocks):
+            if (
+                not isinstance(block.module, nn.MultiheadAttention)
+                and id(block.module) not in inside
+            ):
+                self._handles += self._hook(block.module, index)
+
+    def remove(self) -> None:
+        """Take every hook out. Idempotent."""
+        self.stop()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module in self._watched:
+            unwatch(module)
+        self._watched.clear()
+
+    def start(self, phase: int) -> None:
+        """Sum from now on. `phase` counts such steps; where examples are sub-sampled it says which
+        are looked at.
+        """
+        self._phase = phase
+
+    def stop(self) -> None:
+        """See nothing more, and forget what was not taken."""
+        self._phase = None
+        self._sums = [_Sums() for _ in self._blocks]
+
+    def take(self, index: int, side: Side) -> Increment:
+        """What was added to a factor of block `index` since the last time. Take "input" first:
+        "output" ends the step.
+        """
+        block, sums = self._blocks[index], self._sums[index]
+        terms = sums.terms
+        if side == "input":
+            moment, sums.inputs = sums.inputs, None
+        else:
+            moment, sums.outputs = sums.outputs, None
+            sums.terms = _Terms()
+        if moment is None or block.name in self.retired or not (moment.num_rows and terms.num_seen):
+            weight = block.weight
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            return Increment(
+                torch.zeros(block.shape(side).packed, dtype=dtype, device=weight.device), 0.0
+            )
+        if side == "input":
+            return Increment(moment.packed.div_(moment.num_rows), float(moment.num_rows))
+        scale = terms.num if self._options.loss == "mean" else 1
+        return Increment(moment.packed.mul_(scale**2 / terms.num_seen), float(terms.num_seen))
+
+    # Called while the model runs
+
+    def saw_inputs(self, index: int, inputs: torch.Tensor, *, num_terms: int | None = None) -> None:
+        """Block `index` is about to be called."""
+        if self._listens(index, inputs) and not _inside_backward():
+            self._add_inputs(index, inputs, num_terms)
+
+    def saw_output(
+        self,
+        index: int,
+        inputs: torch.Tensor,
+        output: torch.Tensor,
+        *,
+        num_terms: int | None = None,
+        select: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: gradient,
+    ) -> None:
+        """Block `index` was called. `select` picks its part of the output's gradient."""
+        if not self._listens(index, inputs) or not output.requires_grad:
+            return
+        recomputing = _inside_backward()
+        # Inputs are kept only where they are needed: keeping them would undo what checkpoints save.
+        kept = inputs.detach() if recomputing or self._blocks[index].masks_outputs else None
+        dim = self._blocks[index].example_dim(inputs)
+
+        def saw_gradient(gradient: torch.Tensor) -> None:
+            if self._phase is not None:
+                if recomputing and kept is not None:
+                    self._add_inputs(index, kept, num_terms)
+                self._add_gradient(index, select(gradient), kept, dim)
+
+        output.register_hook(saw_gradient)
+
+    def retire(self, index: int, what: str) -> None:
+        """Watch block `index` no longer, for the reason `what`."""
+        name = self._blocks[index].name
+        if name not in self.retired:
+            self.retired.add(name)
+            self._warn(
+                f"K-FAC no longer preconditions {name!r}: {what}; it gets plain gradients from"
+                " now on"
+            )
+
+    def _listens(self, index: int, inputs: torch.Tensor) -> bool:
+        block = self._blocks[index]
+        if self._phase is None or not torch.is_grad_enabled() or block.name in self.retired:
+            return False
+        if not block.fits(inputs):
+            _, rows, columns = block.matrix_shape
+            self.retire(
+                index,
+                f"its shape has changed to inputs of {tuple(inputs.shape)} and a weight of"
+                f" {tuple(block.weight.shape)}, from a matrix of {rows} x {columns}",
+            )
+            return False
+        return True
+
+    def _add_inputs(self, index: int, inputs: torch.Tensor, num_terms: int | None) -> None:
+        began_s, block, sums = time.monotonic(), self._blocks[index], self._sums[index]
+        num_terms, dim = (
+            block.num_terms(inputs) if num_terms is None else num_terms,
+            block.example_dim(inputs),
+        )
+        seen = self._sampled(inputs.detach(), dim)
+        with _plain_arithmetic(inputs.device.type):
+            sums.inputs = _plus(sums.inputs, block.input_moment(seen))
+        # as many of each example
+        num_seen = (
+            num_terms if dim is None else num_terms // max(inputs.shape[dim], 1) * seen.shape[dim]
+        )
+        sums.terms.count(num_terms, num_seen, self._pass)
+        self._added(index, "input", began_s)
+
+    def _add_gradient(
+        self, index: int, gradient: torch.Tensor, inputs: torch.Tensor | None, dim: int | None
+    ) -> None:
+        began_s, sums = time.monotonic(), self._sums[index]
+        inputs = None if inputs is None else self._sampled(inputs, dim)
+        with _plain_arithmetic(gradient.device.type):
+            moment = self._blocks[index].output_moment(self._sampled(gradient, dim), inputs)
+            if (scale := self._grad_scale()) != 1:
+                moment.packed.div_(scale**2)
+            sums.outputs = _plus(sums.outputs, moment)
+        self._added(index, "output", began_s)
+
+    def _sampled(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """The examples that are looked at: a view."""
+        assert self._phase is not None
+        if dim is None or self._options.sample_stride == 1:
+            return tensor
+        stride = max(min(self._options.sample_stride, tensor.shape[dim]), 1)
+        return tensor[(*[slice(None)] * dim, slice(self._phase % stride, None, stride))]
+
+    # Hooks are plain functions, which `copy.deepcopy` of a model shares and does not follow; copies
+    # of modules are passed over.
+
+    def _counting(self, model: nn.Module) -> Callable[..., None]:
+        number = id(model)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def begins(module: nn.Module, args: Any) -> None:
+            if id(module) == number and not _inside_backward():
+                self._pass += 1
+
+        return begins  # type: ignore[no-any-return]
+
+    def _watch(self, module: nn.MultiheadAttention) -> None:
+        inside = {
+            index: block
+            for index, block in enumerate(self._blocks)
+            if block.module in (module, module.out_proj)
+        }
+        if inside:
+            watch(module, Projections(self, module, inside))
+            self._watched.append(module)
+
+    def _hook(self, module: nn.Module, index: int) -> list[Any]:
+        number = id(module)
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if id(module) == number:
+                self.saw_inputs(index, args[0] if args else kwargs["input"])
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if id(module) == number:
+                self.saw_output(index, args[0] if args else kwargs["input"], output)
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        ]
+
+
+def _plus(moment: Moment | None, other: Moment) -> Moment:
+    if moment is None:
+        return other
+    return Moment(moment.packed.add_(other.packed), moment.num_rows + other.num_rows)
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def _plain_arithmetic(device_type: str) -> Iterator[None]:
+    """Without gradients, and in the precision of the operands: hooks run in the model's autocast
+    region.
+    """
+    with torch.no_grad(), torch.autocast(device_type, enabled=False):
+        yield

@@ -1,0 +1,145 @@
+"""Eigendecompositions of factors: an alternative to damped inverses.
+
+With A = Q_A diag(v_A) Q_A^T, and G likewise, the damping is added to the eigenvalues of the
+Kronecker product, once, and may be changed without decomposing anew:
+
+    P = Q_G ((Q_G^T grad Q_A) / (v_G v_A^T + damping)) Q_A^T
+
+(arXiv 2007.00784). That is what damping with pi comes near to. Without pi the damping is added to
+v_G and to v_A, as to the factors. A decomposition takes several times as long as a Cholesky
+inverse, twice the memory of a packed one, and applying it takes two more products.
+
+What is kept and travels of one is a row of numbers for each group: 1, eigenvalues, eigenvectors.
+Zeros stand for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+# documented, but not in its __all__
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+from offbeat.kfac.blocks import FactorShape
+from offbeat.kfac.inverses import Form, Inverter, Job, alike, is_there, usual_form
+from offbeat.kfac.packing import unpack
+
+Kept: TypeAlias = Form | Literal["eigen"]
+"""What is kept of factors, to be put to use in several steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eigen:
+    """A factor's eigenvectors and eigenvalues.
+
+    Attributes:
+        vectors: shape (groups, d, d), in columns; None for a diagonal factor, whose vectors are the
+            identity's. Zeros: none.
+        values: shape (groups, d), >= 0. -1: there is no decomposition.
+    """
+
+    vectors: torch.Tensor | None
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, kept: torch.Tensor, shape: FactorShape) -> Eigen:
+        """What `kept`, of the shape that `Decomposer.kept` says, stands for. Views of it, as far as
+        they can be.
+        """
+        values = torch.where(is_there(kept), kept[:, 1 : 1 + shape.dim], -1.0)
+        vectors = (
+            None
+            if shape.is_diagonal
+            else kept[:, 1 + shape.dim :].unflatten(1, (shape.dim, shape.dim))
+        )
+        return cls(vectors, values)
+
+    def row(self) -> torch.Tensor:
+        """The inverse of `of`."""
+        there = (self.values >= 0).all()
+        parts = [torch.ones_like(self.values[:, :1]), self.values]
+        if self.vectors is not None:
+            parts.append(self.vectors.flatten(1))
+        return torch.where(there, torch.cat(parts, dim=1), 0.0)
+
+
+class Decomposer:
+    """Decomposes factors where `Inverter` inverts them.
+
+    Args:
+        warn: is told, once for each, of factors that have no decomposition.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._warned: set[str] = set()
+
+    def kept(self, shape: FactorShape) -> tuple[int, int]:
+        """Shape of what is kept of a factor's decomposition."""
+        return shape.groups, 1 + shape.dim + (0 if shape.is_diagonal else shape.dim**2)
+
+    def invert(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
+        """What stands for the decompositions of the factors, undamped, as `jobs`; zeros where there
+        is none.
+        """
+        return [eigen.row() for eigen in decompose(jobs, self._warn_once)]
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)
+
+
+def form_of(device: torch.device, inverse_interval: int, *, eigen: bool, bfloat16: bool) -> Kept:
+    """What to keep: eigendecompositions, inverses in bfloat16, or in their usual form."""
+    return "eigen" if eigen else "bfloat16" if bfloat16 else usual_form(device, inverse_interval)
+
+
+def make_inverter(form: Kept, warn: Callable[[str], None]) -> Inverter | Decomposer:
+    """What makes it."""
+    return Decomposer(warn) if form == "eigen" else Inverter(warn, form)
+
+
+def decompose(jobs: Sequence[Job], warn: Callable[[str], None]) -> list[Eigen]:
+    """Eigendecompositions of the factors of `jobs`, undamped, those of one size in one call. `warn`
+    is told of failures.
+    """
+    found: list[Eigen | None] = [None] * len(jobs)
+    for numbers in alike(jobs):
+        some = [jobs[number] for number in numbers]
+        for number, eigen in zip(numbers, _decompose(some, warn), strict=True):
+            valid = jobs[number].valid
+            found[number] = Eigen(eigen.vectors, torch.where(valid, eigen.values, -1.0))
+    return [eigen for eigen in found if eigen is not None]
+
+
+def _decompose(jobs: Sequence[Job], warn: Callable[[str], None]) -> list[Eigen]:
+    if jobs[0].shape.is_diagonal:
+        return [Eigen(None, job.packed) for job in jobs]
+    groups = [job.shape.groups for job in jobs]
+    matrices = unpack(torch.cat([job.packed for job in jobs]), jobs[0].shape.dim)
+    try:
+        values, vectors = torch.linalg.eigh(matrices)
+    except LinAlgError:
+        if len(jobs) > 1:
+            return [eigen for job in jobs for eigen in _decompose([job], warn)]
+        return [_carefully(jobs[0], matrices, warn)]
+    pairs = zip(vectors.split(groups), values.clamp_(min=0).split(groups), strict=True)
+    return [Eigen(some_vectors, some_values) for some_vectors, some_values in pairs]
+
+
+def _carefully(job: Job, matrices: torch.Tensor, warn: Callable[[str], None]) -> Eigen:
+    """In float64, or not at all."""
+    try:
+        values, vectors = torch.linalg.eigh(matrices.double())
+    except LinAlgError:
+        warn(
+            f"K-FAC's factor {job.name} has no eigendecomposition, even in float64; its layer gets"
+            " plain gradients until it has"
+        )
+        return Eigen(torch.zeros_like(matrices), torch.full_like(matrices[..., 0], -1.0))
+    return Eigen(vectors.to(matrices), values.clamp_(min=0).to(matrices))

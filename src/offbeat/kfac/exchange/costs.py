@@ -1,0 +1,221 @@
+"""What all-reducing factors, inverting them and broadcasting inverses costs here, agreed on by all
+ranks.
+
+Inversions are timed at the model's own sizes and stand in a table, since no polynomial knows the
+steps in which the time rises with the number of rows. On a CPU it is the processor's time that
+counts: all ranks measure at once, and where they share cores, what each waits for its turn would be
+several times what an owner needs while the others stand still. So a share of a core that is held
+down by a quota is not seen. Between two inversions other memory is written to, since a step's
+inversions do not find theirs in the cache either.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from offbeat.collectives.dense import dense_all_reduce, dense_broadcast
+from offbeat.kfac.lapack import library
+from offbeat.kfac.planning.factor_plan import FactorCosts
+from offbeat.kfac.planning.inversion import TabledInversion, slowest
+from offbeat.kfac.planning.placement import InverseCosts
+from offbeat.planning.costs import Channel, Link, fit_link
+from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.operations import AllGather, Collective
+
+MESSAGE_ELEMENTS = (16, 1 << 18)
+"""Sizes of messages that are timed."""
+
+LARGEST_DIM = 1000
+"""Rows of the largest matrix that is timed. Larger ones count as its time times the cube of how
+much larger they are.
+"""
+
+MAX_SIZES = 8
+"""How many sizes of matrices are timed. What lies between is interpolated."""
+
+CACHE_ELEMENTS = 1 << 20
+"""As much float32 as a core's own caches hold, and more."""
+
+REPEATS = 5
+"""How often everything is timed."""
+
+NUM_AT_ONCE = 8
+"""Broadcasts that are begun without waiting, to see how far their latencies overlap."""
+
+
+def device_kind(device: torch.device) -> str:
+    """What decides how results are rounded: ranks of which this is the same compute the
+    same bits.
+    """
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} {torch.version.cuda} {torch.__version__}"
+    kind = platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability()
+    return " ".join(
+        map(
+            str,
+            (
+                *kind,
+                torch.cpu._is_avx512_bf16_supported(),
+                torch.get_num_threads(),
+                torch.__version__,
+                library(),
+            ),
+        )
+    )
+
+
+def are_alike(driver: Driver, stream: Stream, device: torch.device) -> bool:
+    """Whether all ranks compute on devices of one kind. Collective."""
+    kinds = driver.run(_gather(device_kind(device)), stream.next())
+    return len(set(kinds)) == 1
+
+
+def slowest_ready_s(driver: Driver, stream: Stream, ready_s: Sequence[float]) -> list[float]:
+    """For each factor, when the last rank has it. Collective."""
+    answers = driver.run(_gather(json.dumps(list(ready_s))), stream.next())
+    return [max(times) for times in zip(*map(json.loads, answers), strict=True)]
+
+
+def measure(
+    driver: Driver,
+    stream: Stream,
+    *,
+    dims: Sequence[int],
+    like: torch.Tensor,
+    invert: Callable[[torch.Tensor], object],
+) -> FactorCosts:
+    """Time everything on every rank, and keep what the slowest needed. Collective; takes a fraction
+    of a second.
+
+    Args:
+        driver, stream: carry the messages out.
+        dims: rows of the model's factors, >= 1.
+        like: any tensor of the factors' dtype and device.
+        invert: inverts a matrix of shape (d, d), as training does.
+    """
+    generator = torch.Generator().manual_seed(0)
+    other = torch.zeros(CACHE_ELEMENTS, device=like.device)
+    inversions = {}
+    for dim in sizes_to_time(dims):
+        rows = torch.randn(2 * dim, dim, generator=generator).to(like)
+        matrix = rows.mT @ rows / dim
+        inversions[dim] = _fastest_s(
+            like,
+            lambda matrix=matrix: invert(matrix),  # type: ignore[misc]
+            before=other.zero_,
+            clock=inversion_clock(like.device),
+        )
+    one, many = MESSAGE_ELEMENTS
+    tensors = {size: like.new_zeros(size) for size in MESSAGE_ELEMENTS}
+    reduces = {
+        size: _fastest_s(
+            like,
+            lambda size=size: _run(  # type: ignore[misc]
+                driver, stream, [dense_all_reduce(tensors[size])]
+            ),
+        )
+        for size in (one, many)
+    }
+    sends = {
+        size: _fastest_s(
+            like,
+            lambda size=size: _run(  # type: ignore[misc]
+                driver, stream, [dense_broadcast(tensors[size], 0)]
+            ),
+        )
+        for size in (one, many)
+    }
+    roots = [number % driver.world_size for number in range(NUM_AT_ONCE)]
+    several_s = _fastest_s(
+        like,
+        lambda: _run(
+            driver, stream, [dense_broadcast(like.new_zeros(one), root) for root in roots]
+        ),
+    )
+    mine = {
+        "inversions": inversions,
+        "reduces": reduces,
+        "sends": sends,
+        "several": {NUM_AT_ONCE: several_s},
+    }
+    answers = [
+        json.loads(answer) for answer in driver.run(_gather(json.dumps(mine)), stream.next())
+    ]
+    agreed = {what: slowest(_by_size(answer[what]) for answer in answers) for what in mine}
+    broadcast = _link(agreed["sends"], like)
+    gap_s = (agreed["several"][NUM_AT_ONCE] - agreed["sends"][one]) / (NUM_AT_ONCE - 1)
+    return FactorCosts(
+        all_reduce=_link(agreed["reduces"], like),
+        inverse=InverseCosts(
+            inversion=TabledInversion(
+                dims=tuple(agreed["inversions"]), seconds=tuple(agreed["inversions"].values())
+            ),
+            broadcast=Channel(link=broadcast, gap_s=min(max(gap_s, 0.0), broadcast.alpha_s)),
+            fused=True,
+        ),
+    )
+
+
+def sizes_to_time(dims: Sequence[int]) -> list[int]:
+    """Sizes of matrices that stand for `dims`, ascending: at most `MAX_SIZES`, evenly chosen, none
+    above `LARGEST_DIM`.
+
+    >>> sizes_to_time([4608, 64, 577, 64])
+    [64, 577, 1000]
+    >>> sizes_to_time(range(10, 20))
+    [10, 11, 13, 14, 15, 16, 18, 19]
+    """
+    sizes = sorted({min(dim, LARGEST_DIM) for dim in dims})
+    last, num = len(sizes) - 1, min(len(sizes), MAX_SIZES)
+    return [sizes[round(place * last / max(num - 1, 1))] for place in range(num)]
+
+
+def inversion_clock(device: torch.device) -> Callable[[], float]:
+    """Seconds that inversions on `device` are timed with."""
+    return time.thread_time if device.type == "cpu" else time.perf_counter
+
+
+def _by_size(samples: Mapping[str, float]) -> dict[int, float]:
+    return {int(size): seconds for size, seconds in samples.items()}
+
+
+def _link(samples: Mapping[int, float], like: torch.Tensor) -> Link:
+    return fit_link((size * like.element_size(), seconds) for size, seconds in samples.items())
+
+
+def _run(driver: Driver, stream: Stream, collectives: Sequence[Collective[torch.Tensor]]) -> None:
+    for pending in [driver.launch(collective, stream.next()) for collective in collectives]:
+        pending.wait()
+
+
+def _fastest_s(
+    like: torch.Tensor,
+    call: Callable[[], object],
+    *,
+    before: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """The least seconds by `clock` that `call` takes, each time after `before`: everything else is
+    disturbance.
+    """
+    durations_s = []
+    for _ in range(REPEATS):
+        before()
+        if like.is_cuda:
+            torch.cuda.synchronize(like.device)
+        begin_s = clock()
+        call()
+        if like.is_cuda:
+            torch.cuda.synchronize(like.device)
+        durations_s.append(clock() - begin_s)
+    return max(min(durations_s), 1e-9)
+
+
+def _gather(answer: str) -> Collective[list[str]]:
+    payloads = yield AllGather(answer.encode())
+    return [bytes(payload).decode() for payload in payloads]

@@ -1,0 +1,173 @@
+"""Inverses: each made by its owner as soon as its factors are there and broadcast while the next is
+being made, or made by all.
+
+1. `start`, when gradients are final.
+2. `advance` whenever another message of factors has been taken in: what that completes is inverted
+   by its owners, and sent, in the order that was planned (`kfac.planning.inverse_order`). Messages
+   are begun in this order on every rank.
+3. `fill`, while the next message is still under way: some of what every rank inverts.
+4. `finish`: the rest of it, and the other ranks' inverses.
+
+No thread inverts beside the backward pass: on a CPU it would take its cores from that pass. What
+could be gained by it is what remains exposed of broadcasts.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offbeat.collectives.dense import dense_broadcast
+from offbeat.kfac.blocks import FactorShape
+from offbeat.kfac.eigen import Decomposer
+from offbeat.kfac.exchange.spans import Spans
+from offbeat.kfac.inverses import Inverter, Job
+from offbeat.kfac.planning.inverse_order import InverseBatch
+from offbeat.transport.driver import Driver, Pending, Stream
+
+
+@dataclass(slots=True)
+class InverseTimes:
+    """Seconds so far.
+
+    Attributes:
+        invert_s: computing inverses.
+        wait_s: waiting for the other ranks' inverses.
+    """
+
+    invert_s: float = 0.0
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What an owner inverts in one go, and where these inverses lie side by side."""
+
+    batch: InverseBatch
+    owner: int
+    flat: torch.Tensor
+
+
+class InversePhase:
+    """Where all inverses that this rank has are kept, and how they get there.
+
+    Args:
+        order: who inverts what, and when.
+        shapes: of each slot.
+        likes: for each slot a tensor of its device, and of the dtype in which its inverse is kept.
+        travels: whether owners send inverses. False: a rank has what it owns, and what every rank
+            inverts.
+        driver: carries broadcasts out.
+        stream: of the broadcasts.
+        inverter: inverts, or decomposes.
+        spans: notes what is done when.
+
+    Attributes:
+        packed: what stands for the inverse of each slot; zeros stand for none. None where this rank
+            needs none.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[InverseBatch],
+        shapes: Sequence[FactorShape],
+        likes: Sequence[torch.Tensor],
+        *,
+        travels: bool,
+        driver: Driver,
+        stream: Stream,
+        inverter: Inverter | Decomposer,
+        spans: Spans,
+    ) -> None:
+        self.times, self._spans = InverseTimes(), spans
+        self._driver, self._stream, self._inverter = driver, stream, inverter
+        self._travels = travels
+        self.packed: list[torch.Tensor | None] = [None] * len(shapes)
+        self._messages: list[_Message] = []
+        self._by_all = [batch for batch in order if batch.owner is None]
+        for batch in order:
+            if batch.owner is None or travels or batch.owner == driver.rank:
+                flat = self._make_room(batch.slots, shapes, likes)
+                if batch.owner is not None:
+                    self._messages.append(_Message(batch, batch.owner, flat))
+        self._job: Callable[[int], Job] | None = None
+        self._num_messages: float = 0
+        self._to_send: deque[_Message] = deque()
+        self._to_fill: deque[InverseBatch] = deque()
+        self._pending: list[Pending[torch.Tensor]] = []
+
+    def _make_room(
+        self, slots: Sequence[int], shapes: Sequence[FactorShape], likes: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """For the inverses of `slots`, one after the other in one tensor."""
+        kept = [self._inverter.kept(shapes[slot]) for slot in slots]
+        sizes = [rows * columns for rows, columns in kept]
+        flat = likes[slots[0]].new_zeros(sum(sizes))
+        for slot, part, shape_kept in zip(slots, flat.split(sizes), kept, strict=True):
+            self.packed[slot] = part.view(shape_kept)
+        return flat
+
+    def start(self, job: Callable[[int], Job]) -> None:
+        """From now on every inverse is brought up to date. `job` says what to invert for a slot
+        that this rank inverts.
+        """
+        self._job, self._num_messages = job, 0
+        self._to_send, self._to_fill, self._pending = deque(self._messages), deque(self._by_all), []
+
+    def advance(self, num_messages: float) -> None:
+        """The first `num_messages` messages of factors have been taken in: owners invert and send
+        what needs no more.
+        """
+        self._num_messages = num_messages
+        while self._to_send and self._to_send[0].batch.num_messages <= num_messages:
+            message = self._to_send.popleft()
+            if message.owner == self._driver.rank:
+                self._invert(message.batch.slots)
+            if self._travels:
+                launched_s = time.monotonic()
+                pending = self._driver.launch(
+                    dense_broadcast(message.flat, message.owner), self._stream.next()
+                )
+                self._pending.append(pending)
+                self._spans.launched(
+                    "broadcast", f"from worker {message.owner}", launched_s, [pending]
+                )
+
+    def fill(self, is_over: Callable[[], bool]) -> None:
+        """Until `is_over`, invert of what every rank inverts whatever has arrived.
+
+        Ranks may get differently far here: that changes neither what is inverted together nor the
+        order of messages.
+        """
+        while (
+            self._to_fill and self._to_fill[0].num_messages <= self._num_messages and not is_over()
+        ):
+            self._invert(self._to_fill.popleft().slots)
+
+    def finish(self) -> None:
+        """Until all inverses are there."""
+        self.advance(math.inf)
+        self.fill(lambda: False)
+        begin_s = time.perf_counter()
+        for broadcast in self._pending:
+            with self._spans.timed("wait for inverses"):
+                broadcast.wait()
+            self._spans.arrived()
+        self.times.wait_s += time.perf_counter() - begin_s
+        self._pending = []
+
+    def _invert(self, slots: Sequence[int]) -> None:
+        assert self._job is not None
+        begin_s = time.monotonic()
+        inverses = self._inverter.invert([self._job(slot) for slot in slots])
+        for slot, inverse in zip(slots, inverses, strict=True):
+            kept = self.packed[slot]
+            assert kept is not None
+            kept.copy_(inverse)
+        self.times.invert_s += time.monotonic() - begin_s
+        self._spans.add("invert", f"{len(slots)} factors", begin_s)

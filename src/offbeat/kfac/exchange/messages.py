@@ -1,0 +1,87 @@
+"""A few factors in one flat buffer, all-reduced together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from offbeat.gradients.reductions import launch_sums
+from offbeat.kfac.blocks import FactorShape
+from offbeat.kfac.capture import Increment
+from offbeat.transport.driver import Driver, Pending, Stream
+
+
+class Reduced(NamedTuple):
+    """What all ranks together have seen of a factor in a step.
+
+    Attributes:
+        slot: which factor.
+        mean: weighted by ranks' weights, packed; zeros, or not a number, if the weight is 0.
+        weight: of all ranks, a scalar tensor.
+        num_retired: ranks that cannot watch the layer any more, a scalar tensor.
+    """
+
+    slot: int
+    mean: torch.Tensor
+    weight: torch.Tensor
+    num_retired: torch.Tensor
+
+
+class FactorMessage:
+    """The factors of one group: each times its weight, then the weights, then who was retired.
+
+    Args:
+        slots: which factors, all of one dtype and device.
+        shapes: of each.
+        like: a tensor of their dtype and device.
+    """
+
+    def __init__(
+        self, slots: Sequence[int], shapes: Sequence[FactorShape], like: torch.Tensor
+    ) -> None:
+        self.slots = slots
+        self._shapes = shapes
+        sizes = [shape.num_elements for shape in shapes]
+        self._flat = torch.zeros(sum(sizes) + 2 * len(slots), dtype=like.dtype, device=like.device)
+        *parts, self._tail = self._flat.split([*sizes, 2 * len(slots)])
+        self._views = [part.view(shape.packed) for part, shape in zip(parts, shapes, strict=True)]
+        self._sums: list[Pending[torch.Tensor]] = []
+
+    def launch(
+        self,
+        driver: Driver,
+        stream: Stream,
+        take: Callable[[int], Increment],
+        is_retired: Callable[[int], bool],
+    ) -> Sequence[Pending[torch.Tensor]]:
+        """Begin to sum over all ranks what `take` says of each slot; returns what is under way."""
+        numbers = []
+        for slot, view in zip(self.slots, self._views, strict=True):
+            packed, weight = take(slot)
+            torch.mul(packed, weight, out=view)
+            numbers += [weight, float(is_retired(slot))]
+        self._tail.copy_(torch.tensor(numbers, dtype=self._tail.dtype))
+        self._sums = launch_sums(driver, stream, self._flat)
+        return self._sums
+
+    def is_there(self) -> bool:
+        """Whether `wait` would return at once. Never blocks."""
+        return all(pending.poll() for pending in self._sums)
+
+    def wait(self) -> None:
+        """Until the sums are there."""
+        for pending in self._sums:
+            pending.wait()
+        self._sums = []
+
+    def read(self) -> Iterator[Reduced]:
+        """The sums of each slot, which must have been waited for. May be called once: means are
+        made in place of the sums.
+        """
+        numbers = self._tail.view(-1, 2)
+        for slot, view, (weight, num_retired) in zip(self.slots, self._views, numbers, strict=True):
+            yield Reduced(
+                slot, view.div_(torch.where(weight > 0, weight, 1.0)), weight, num_retired
+            )

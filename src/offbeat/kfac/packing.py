@@ -1,0 +1,68 @@
+"""Symmetric matrices as triangles: d (d + 1) / 2 numbers, the upper triangle row by row.
+
+Flat indices are made once for each size and device and kept as int32; making them anew takes ten
+times as long as using them. They are shared by all factors of one size.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+def num_packed(dim: int) -> int:
+    """Elements of a packed triangle of a `dim` x `dim` matrix."""
+    return dim * (dim + 1) // 2
+
+
+def pack(matrices: torch.Tensor) -> torch.Tensor:
+    """The upper triangles of `matrices`.
+
+    Args:
+        matrices: shape (groups, d, d), any dtype. What lies below the diagonal is not read.
+
+    Returns:
+        Shape (groups, d (d + 1) / 2), a copy.
+    """
+    groups, dim, _ = matrices.shape
+    return matrices.reshape(groups, dim * dim).index_select(1, _upper(dim, matrices.device))
+
+
+def unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
+    """The symmetric matrices, shape (groups, dim, dim), of `packed`, shape (groups, dim (dim + 1) /
+    2).
+    """
+    both: torch.Tensor = packed.index_select(1, _both(dim, packed.device))
+    return both.view(-1, dim, dim)
+
+
+def diagonal(packed: torch.Tensor, dim: int) -> torch.Tensor:
+    """The diagonals, shape (groups, dim), of `packed`, shape (groups, dim (dim + 1) / 2)."""
+    return packed.index_select(1, _diagonal(dim, packed.device))
+
+
+def _flat_upper(dim: int) -> torch.Tensor:
+    rows, columns = torch.triu_indices(dim, dim)
+    return torch.add(columns, rows, alpha=dim)
+
+
+@cache
+def _upper(dim: int, device: torch.device) -> torch.Tensor:
+    """Where the packed elements lie in the flattened square."""
+    return _flat_upper(dim).to(device=device, dtype=torch.int32)
+
+
+@cache
+def _both(dim: int, device: torch.device) -> torch.Tensor:
+    """Where the elements of the flattened square lie among the packed ones."""
+    places = torch.zeros(dim * dim, dtype=torch.int32)
+    places[_flat_upper(dim)] = torch.arange(num_packed(dim), dtype=torch.int32)
+    square = places.view(dim, dim)
+    return torch.maximum(square, square.mT).flatten().to(device)
+
+
+@cache
+def _diagonal(dim: int, device: torch.device) -> torch.Tensor:
+    rows = torch.arange(dim, dtype=torch.int32, device=device)
+    return dim * rows - torch.div(rows * (rows - 1), 2, rounding_mode="floor")

@@ -1,0 +1,1 @@
+"""Which factors travel together, who inverts them, and in which order."""

@@ -1,0 +1,238 @@
+"""From gradients to directions: P = G^-1 grad A^-1, and how long a step along them may be.
+
+The direction of steepest descent per unit of change in what the model predicts, rather than per
+unit of change in its parameters. Its length is limited by KL clipping (arXiv 1708.05509, section
+5): the step lr * P changes predictions by about lr^2 <P, grad>, summed over layers, and is
+shortened where that exceeds a limit:
+
+    nu = min(1, sqrt(kl_clip / |sum of lr^2 <P, grad>|))
+
+Gradients and directions of all layers lie in two flat buffers, so that the sum is one product.
+Layers without an inverse keep their plain gradient, unclipped, and do not count.
+
+Cost for a layer of d_out x d_in: 2 d_out d_in (d_out + d_in) operations. Memory while it lasts:
+twice the gradients, and the largest inverse, unpacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import TypeAlias
+
+import torch
+
+from offbeat.kfac.blocks import Block
+from offbeat.kfac.eigen import Eigen
+from offbeat.kfac.inverses import Form, answers_later, is_there
+from offbeat.kfac.packing import unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Inverses:
+    """Damped inverses of one block's factors, A's and G's, or the triangles that stand for them, as
+    `form` keeps them.
+    """
+
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+    form: Form
+
+    def apply(self, gradient: torch.Tensor, block: Block, *, out: torch.Tensor) -> torch.Tensor:
+        """Write the direction for `gradient` into `out`, both of the block's `matrix_shape`; zeros
+        if there is none.
+
+        Returns:
+            Whether there is one, a scalar tensor.
+        """
+        gradient = gradient.to(self.inputs.dtype)
+        if block.inputs.is_diagonal:
+            half = gradient * self.inputs[:, None, :]
+        else:
+            half = _from_right(gradient, self._square(self.inputs, block.inputs.dim), self.form)
+        outputs = self._square(self.outputs, block.outputs.dim)
+        if self.form == "inverse":
+            torch.bmm(outputs, half, out=out)
+        elif self.form == "bfloat16":
+            out.copy_(outputs @ half)
+        else:
+            out.copy_(_from_right(half.mT, outputs, self.form).mT)
+        there = is_there(self.inputs) & is_there(self.outputs)
+        _keep_if_(there, out)
+        return there
+
+    def _square(self, kept: torch.Tensor, dim: int) -> torch.Tensor:
+        return kept.unflatten(1, (dim, dim)) if self.form == "bfloat16" else unpack(kept, dim)
+
+
+def _keep_if_(there: torch.Tensor, direction: torch.Tensor) -> None:
+    """Zeros for `direction` if there is none."""
+    if answers_later(there.device):
+        direction.masked_fill_(~there, 0)
+    elif not there:
+        direction.zero_()
+
+
+def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: Form) -> torch.Tensor:
+    """`matrices` times the inverse: `symmetric` itself, or that of U^T U for the triangle U in
+    `symmetric`.
+    """
+    groups = max(len(matrices), len(symmetric))
+    if form != "triangle":
+        # one group that serves many is one product, not as many copies
+        return (
+            matrices @ symmetric
+            if groups == len(symmetric)
+            else (matrices.flatten(0, 1) @ symmetric[0]).view_as(matrices)
+        )
+    square = symmetric.expand(groups, -1, -1)
+    half = torch.linalg.solve_triangular(square, matrices, upper=True, left=False)
+    whole: torch.Tensor = torch.linalg.solve_triangular(square.mT, half, upper=False, left=False)
+    return whole
+
+
+@dataclass(frozen=True, slots=True)
+class Eigens:
+    """Eigendecompositions of one block's factors, A's and G's.
+
+    Attributes:
+        damping: of their product, or of each.
+        damps_each: which of the two.
+    """
+
+    inputs: Eigen
+    outputs: Eigen
+    damping: float
+    damps_each: bool = False
+
+    def apply(self, gradient: torch.Tensor, block: Block, *, out: torch.Tensor) -> torch.Tensor:
+        """Write the direction for `gradient` into `out`, both of the block's `matrix_shape`; zeros
+        if there is none.
+
+        Returns:
+            Whether there is one, a scalar tensor.
+        """
+        right, left = self.inputs.vectors, self.outputs.vectors
+        assert left is not None
+        turned = left.mT @ gradient
+        if right is not None:
+            turned = turned @ right
+        of_g, of_a = self.outputs.values[:, :, None], self.inputs.values[:, None, :]
+        if self.damps_each:
+            turned /= (of_g + self.damping) * (of_a + self.damping)
+        else:
+            turned /= of_g * of_a + self.damping
+        if right is not None:
+            turned = turned @ right.mT
+        there = (self.inputs.values >= 0).all() & (self.outputs.values >= 0).all()
+        torch.matmul(left, turned, out=out).mul_(there)
+        return there
+
+
+Curvature: TypeAlias = Inverses | Eigens
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """A matrix for each of some blocks, all in one flat buffer.
+
+    Attributes:
+        flat: the buffer.
+        each: views of it, of the blocks' `matrix_shape`.
+    """
+
+    flat: torch.Tensor
+    each: Sequence[torch.Tensor]
+
+    @classmethod
+    def empty(cls, blocks: Sequence[Block]) -> Matrices:
+        """Uninitialised: float32, or float64 if any weight is."""
+        weights = [block.weight for block in blocks]
+        dtype = reduce(torch.promote_types, (weight.dtype for weight in weights), torch.float32)
+        sizes = [torch.Size(block.matrix_shape).numel() for block in blocks]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=weights[0].device if weights else None)
+        parts = zip(flat.split(sizes), blocks, strict=True)
+        return cls(flat, [part.view(block.matrix_shape) for part, block in parts])
+
+
+@torch.no_grad()
+def read_gradients(blocks: Sequence[Block]) -> Matrices:
+    """Copies of the gradients of `blocks`, all of which must have one."""
+    gradients = Matrices.empty(blocks)
+    for block, matrix in zip(blocks, gradients.each, strict=True):
+        block.read_gradient(matrix)
+    return gradients
+
+
+@torch.no_grad()
+def kl_scale(
+    directions: Matrices,
+    gradients: Matrices,
+    *,
+    lrs: Sequence[float],
+    kl_clip: float,
+    grad_scale: float = 1.0,
+) -> torch.Tensor:
+    """nu: by what to multiply the directions, a scalar tensor in (0, 1].
+
+    Args:
+        directions, gradients: of the same blocks.
+        lrs: the learning rate of each block.
+        kl_clip: the limit, > 0.
+        grad_scale: by what factor gradients are scaled (AMP).
+    """
+    if len(set(lrs)) == 1:
+        change = torch.dot(directions.flat, gradients.flat) * lrs[0] ** 2
+    else:
+        pairs = zip(lrs, directions.each, gradients.each, strict=True)
+        change = sum(
+            (torch.dot(p.flatten(), g.flatten()) * lr**2 for lr, p, g in pairs),
+            directions.flat.new_zeros(()),
+        )
+    return (kl_clip * grad_scale**2 / change.abs()).sqrt().clamp(max=1)
+
+
+@torch.no_grad()
+def precondition_(
+    blocks: Sequence[Block],
+    curvatures: Sequence[Curvature],
+    *,
+    lrs: Sequence[float],
+    kl_clip: float | None,
+    grad_scale: float = 1.0,
+) -> None:
+    """Replace the gradients of `blocks` by directions. Blocks without gradient, or of another shape
+    by now, are passed over.
+
+    Args:
+        blocks: not the retired ones.
+        curvatures: one for each block.
+        lrs: learning rates, one for each block.
+        kl_clip: the limit, > 0; None: directions are not clipped.
+        grad_scale: by what factor gradients are scaled at the moment (AMP).
+    """
+    live = [number for number, block in enumerate(blocks) if block.has_gradient()]
+    if not live:
+        return
+    blocks = [blocks[number] for number in live]
+    gradients, directions = read_gradients(blocks), Matrices.empty(blocks)
+    work = list(zip(blocks, gradients.each, directions.each, strict=True))
+    are_there = [
+        curvatures[number].apply(gradient, block, out=direction)
+        for number, (block, gradient, direction) in zip(live, work, strict=True)
+    ]
+    if kl_clip is not None:
+        nu = kl_scale(
+            directions,
+            gradients,
+            lrs=[lrs[number] for number in live],
+            kl_clip=kl_clip,
+            grad_scale=grad_scale,
+        )
+        directions.flat.mul_(nu)
+    for there, (block, gradient, direction) in zip(are_there, work, strict=True):
+        if answers_later(there.device):
+            block.write_gradient_(torch.where(there, direction, gradient))
+        elif there:
+            block.write_gradient_(direction)

@@ -1,0 +1,1 @@
+"""Adaptive SGD: batches claimed by speed, and models merged after each mega-batch."""

@@ -1,0 +1,315 @@
+"""Batch sizes with which workers of any speed make the same number of updates in a mega-batch.
+
+In a mega-batch whoever is free takes its next batch of b_i samples. A worker of twice the speed
+makes twice as many updates u_i, until its batches are twice as large. Between mega-batches a rule
+looks at u and chooses b:
+
+    paper          b_i + beta (u_i - mean u), if that lies within bounds, else b_i
+    reference      b_i + 32 sign(u_i - mean u)
+    hogbatch       2 b_i where u_i is above the mean of the others, b_i / 2 where it is below
+    proportional   b_i (u_i / mean u)^kappa, scaled so that they sum to n b_base
+
+Adaptive SGD: arXiv 2110.07029; `reference` is its released code, `hogbatch` arXiv 2004.08771. The
+learning rate follows the size, eta_i = eta_0 b_i / b_base.
+
+**Differences from the papers.** `paper` and `reference` are theirs, but for rounding to whole
+samples and bounds of each worker. `paper` corrects b_i by beta u_i / b_i times what is needed,
+which oscillates above 2: with its beta of b_min / 2 and b_min of b_max / 8 that is a worker with
+u_i > 32 at b_max, or fewer at a smaller batch. Where the first step leads out of bounds it never
+makes one. `reference` needs a mega-batch for every 32 samples. `hogbatch` was asked at every batch,
+by workers that never wait for each other. Learning rates are derived from eta_0 each time, not
+multiplied on, so that they cannot drift.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """What a worker's batch may have.
+
+    Attributes:
+        smallest: in samples, >= 1.
+        largest: in samples, >= smallest, such as fit into its memory; None: no limit.
+    """
+
+    smallest: int = 1
+    largest: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.smallest < 1:
+            raise ConfigError(f"the smallest batch is {self.smallest}, allowed is 1 or more")
+        if self.largest is not None and self.largest < self.smallest:
+            raise ConfigError(
+                f"the largest batch is {self.largest}, allowed is the smallest, {self.smallest}, or"
+                " more"
+            )
+
+    def clip(self, size: int) -> int:
+        return max(self.smallest, min(size, self.limit))
+
+    def hold(self, size: float) -> bool:
+        return self.smallest <= size <= self.limit
+
+    @property
+    def limit(self) -> int:
+        """`largest` as a number."""
+        return _NO_LIMIT if self.largest is None else self.largest
+
+
+_NO_LIMIT = 2**62
+
+
+class BatchRule(Protocol):
+    """How batch sizes follow from updates."""
+
+    def resize(
+        self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
+    ) -> tuple[int, ...]:
+        """The sizes for the next mega-batch.
+
+        Args:
+            batch_sizes: of the last one, in samples, by worker, each within its bounds.
+            updates: each worker's in the last one, >= 0. A worker that made none was not there: it
+                is as if it had made as many as the mean of the others.
+            bounds: by worker.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paper:
+    """b_i + beta (u_i - mean u), rounded; a worker for which that is out of bounds stays as it is.
+
+    Attributes:
+        beta: samples for each update of difference, > 0; None: half the worker's smallest size.
+
+    >>> Paper(beta=64).resize([1024, 1024], [40, 60], [Bounds(smallest=128, largest=2048)] * 2)
+    (384, 1664)
+    >>> Paper(beta=64).resize([1024, 1024], [33, 67], [Bounds(smallest=128, largest=1024)] * 2)
+    (1024, 1024)
+    """
+
+    beta: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.beta is not None and not 0 < self.beta < math.inf:
+            raise ConfigError(
+                f"beta is {self.beta}, allowed is any positive number, or None for half the"
+                " smallest batch"
+            )
+
+    def resize(
+        self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
+    ) -> tuple[int, ...]:
+        ahead = _ahead(batch_sizes, updates, bounds)
+
+        def resized(size: int, ahead: float, bound: Bounds) -> int:
+            beta = bound.smallest / 2 if self.beta is None else self.beta
+            proposed = round(size + beta * ahead)
+            return proposed if bound.hold(proposed) else size
+
+        return tuple(map(resized, batch_sizes, ahead, bounds))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """A fixed step towards the mean.
+
+    Attributes:
+        step: in samples, >= 1.
+
+    >>> Reference().resize([1024, 1024], [33, 67], [Bounds(smallest=32, largest=1024)] * 2)
+    (992, 1024)
+    """
+
+    step: int = 32
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ConfigError(f"step is {self.step}, allowed is 1 or more samples")
+
+    def resize(
+        self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
+    ) -> tuple[int, ...]:
+        ahead = _ahead(batch_sizes, updates, bounds)
+        steps = zip(batch_sizes, ahead, bounds, strict=True)
+        return tuple(bound.clip(size + self.step * _sign(by)) for size, by, bound in steps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hogbatch:
+    """Halved or doubled, within bounds.
+
+    >>> Hogbatch().resize([64, 64, 64], [10, 20, 15], [Bounds(largest=100)] * 3)
+    (32, 100, 64)
+    """
+
+    def resize(
+        self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
+    ) -> tuple[int, ...]:
+        # Ahead of the mean of all is ahead of the mean of the others.
+        ahead = _ahead(batch_sizes, updates, bounds)
+
+        def resized(size: int, ahead: float, bound: Bounds) -> int:
+            return bound.clip(2 * size if ahead > 0 else size // 2 if ahead < 0 else size)
+
+        return tuple(map(resized, batch_sizes, ahead, bounds))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proportional:
+    """b_i (u_i / mean u)^kappa, scaled and clipped. One step ends at equal updates if kappa is 1
+    and speeds stay what they are.
+
+    The sizes sum to n b_base, as long as bounds permit: always when none binds; with `keeps="sum"`
+    whenever any sizes within
+    bounds do. With `keeps="ratio"` an upper bound that binds makes the other batches smaller too,
+    so that updates stay equal; the sum is less then. A lower bound that binds takes from the others
+    in both. Sizes are whole: fractions are dropped, and what is missing goes to the largest
+    fractions, among equals to the lowest rank.
+
+    Only ratios of updates count, so updates per second of computing do as well, and are less
+    coarse.
+
+    Attributes:
+        base: b_base, the mean size, in samples, >= 1.
+        kappa: in (0, 1]: the part of a difference, in the logarithm, that one step removes. Above 1
+            it would overshoot.
+        keeps: what stays when an upper bound binds.
+
+    >>> Proportional(base=96).resize([96, 96, 96], [40, 40, 20], [Bounds()] * 3)
+    (115, 115, 58)
+    >>> Proportional(base=96).resize([96, 96, 96], [40, 40, 20], [Bounds(largest=96)] * 3)
+    (96, 96, 48)
+    >>> bounds = [Bounds(largest=100), Bounds(), Bounds()]
+    >>> Proportional(base=96, keeps="sum").resize([96, 96, 96], [40, 40, 20], bounds)
+    (100, 125, 63)
+    """
+
+    base: int
+    kappa: float = 1.0
+    keeps: Literal["ratio", "sum"] = "ratio"
+
+    def __post_init__(self) -> None:
+        if self.base < 1:
+            raise ConfigError(f"base is {self.base}, allowed is 1 or more samples")
+        if not 0 < self.kappa <= 1:
+            raise ConfigError(f"kappa is {self.kappa}, allowed is above 0 and up to 1")
+        if self.keeps not in ("ratio", "sum"):
+            raise ConfigError(f"keeps is {self.keeps!r}, allowed are 'ratio' and 'sum'")
+
+    def resize(
+        self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
+    ) -> tuple[int, ...]:
+        mean = _mean(updates)
+        total = self.base * len(batch_sizes)
+        ratios = 1 + np.array(_ahead(batch_sizes, updates, bounds)) / mean
+        wanted = np.array(batch_sizes) * ratios**self.kappa
+        smallest = np.array([bound.smallest for bound in bounds], dtype=np.float64)
+        largest = np.array(
+            [max(bound.smallest, min(bound.limit, total)) for bound in bounds], dtype=np.float64
+        )
+        scale = _scale(wanted, smallest, largest, total)
+        if self.keeps == "ratio":
+            scale = min(scale, float(np.min(largest / wanted)))
+        return _whole(np.clip(scale * wanted, smallest, largest))
+
+
+def binding(
+    batch_sizes: Sequence[int], bounds: Sequence[Bounds]
+) -> dict[int, Literal["smallest", "largest"]]:
+    """Which workers' sizes are at a bound, and at which: what limits the rule and should be shown.
+
+    >>> binding([8, 16, 32], [Bounds(smallest=8, largest=32)] * 3)
+    {0: 'smallest', 2: 'largest'}
+    """
+    found: dict[int, Literal["smallest", "largest"]] = {}
+    for rank, (size, bound) in enumerate(zip(batch_sizes, bounds, strict=True)):
+        if size == bound.largest:
+            found[rank] = "largest"
+        elif size == bound.smallest:
+            found[rank] = "smallest"
+    return found
+
+
+def learning_rate(eta_0: float, batch_size: int, base: int) -> float:
+    """eta_0 b_i / b_base.
+
+    >>> learning_rate(0.1, 512, 1024)
+    0.05
+    """
+    return eta_0 * batch_size / base
+
+
+def spread(updates: Sequence[float]) -> float:
+    """How far workers' updates are apart: (largest - smallest) / mean; 0 where nobody made any.
+
+    >>> spread([9, 10, 11]), spread([0, 0])
+    (0.2, 0.0)
+    """
+    return (max(updates) - min(updates)) * len(updates) / (sum(updates) or 1)
+
+
+def _mean(updates: Sequence[float]) -> float:
+    """Mean of the workers that were there; 1 if none was."""
+    there = [made for made in updates if made]
+    return sum(there) / len(there) if there else 1.0
+
+
+def _ahead(
+    batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
+) -> list[float]:
+    """u_i - mean u; 0 for a worker that was not there."""
+    if not len(batch_sizes) == len(updates) == len(bounds):
+        raise ConfigError(
+            f"got {len(batch_sizes)} sizes, {len(updates)} numbers of updates and {len(bounds)}"
+            " bounds; give each worker one"
+        )
+    for size, bound in zip(batch_sizes, bounds, strict=True):
+        if not bound.hold(size):
+            raise ConfigError(
+                f"a batch has {size} samples, allowed are {bound.smallest} to {bound.largest}; clip"
+                " it first"
+            )
+    if any(not 0 <= made < math.inf for made in updates):
+        raise ConfigError(f"updates are {list(updates)}, allowed are finite numbers from 0")
+    mean = _mean(updates)
+    return [made - mean if made else 0.0 for made in updates]
+
+
+def _sign(number: float) -> int:
+    return (number > 0) - (number < 0)
+
+
+def _scale(
+    wanted: NDArray[np.float64],
+    smallest: NDArray[np.float64],
+    largest: NDArray[np.float64],
+    total: float,
+) -> float:
+    """The s for which clip(s wanted) sums to `total`, or comes nearest."""
+    # The sum is a straight line between the places where a bound begins to bind.
+    places = np.sort(np.concatenate([smallest / wanted, largest / wanted]))
+    sums = np.clip(places[:, None] * wanted, smallest, largest).sum(axis=1)
+    return float(np.interp(total, sums, places))
+
+
+def _whole(sizes: NDArray[np.float64]) -> tuple[int, ...]:
+    """Whole numbers with the same sum, rounded, each next to its own."""
+    exact = np.round(sizes, 6)  # so that 31.9999999 is no fraction
+    whole = np.floor(exact).astype(np.int64)
+    missing = round(float(exact.sum())) - int(whole.sum())
+    by_fraction = np.argsort(whole - exact, kind="stable")
+    whole[by_fraction[:missing]] += 1
+    return tuple(whole.tolist())

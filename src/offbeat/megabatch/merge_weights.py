@@ -1,0 +1,139 @@
+"""With which weights models are merged after a mega-batch, and what is added to the mean.
+
+    alpha_i = u_i / sum u, or b_i / sum b where all made the same number of updates
+    if every replica is regular: the largest alpha times 1 + delta, the smallest times 1 - delta,
+    divided by their sum
+    w' = sum_i alpha_i w_i + gamma (w - w_before)
+
+Adaptive SGD, arXiv 2110.07029. A replica is regular if ||w_i|| / (number of parameters) is below a
+threshold.
+
+**Differences from the paper and its code.** Perturbed weights are divided by their sum: as
+published they sum to 1 + delta (alpha_max - alpha_min), so the model grows in every merge. There is
+no momentum in the first merge: the released code reads a buffer there that nothing has been written
+to. Equal weights are left alone: there is no largest and no smallest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+Weighting: TypeAlias = Literal["paper", "updates", "batch_sizes", "samples", "equal"]
+
+Values = TypeVar("Values", float, NDArray[np.float64], "torch.Tensor")
+
+
+def normalised(shares: Sequence[float]) -> tuple[float, ...]:
+    """Shares divided by their sum.
+
+    Args:
+        shares: >= 0, not all zero.
+
+    >>> normalised([3, 1])
+    (0.75, 0.25)
+    """
+    total = sum(shares)
+    if not (all(share >= 0 for share in shares) and 0 < total < math.inf):
+        raise ConfigError(
+            f"merge weights are {list(shares)}, allowed are numbers from 0, not all zero"
+        )
+    return tuple(share / total for share in shares)
+
+
+def merge_weights(
+    by: Weighting, *, updates: Sequence[int], batch_sizes: Sequence[int], samples: Sequence[int]
+) -> tuple[float, ...]:
+    """Each worker's weight in the merge; they sum to 1.
+
+    A worker that did nothing in this mega-batch has no weight, except with "equal".
+
+    Args:
+        by: "paper", by updates unless these are equal, and then by batch sizes; "updates", as the
+            released code; "batch_sizes"; "samples", so that every sample counts the same; "equal",
+            as in elastic averaging.
+        updates: of each worker.
+        batch_sizes: of each worker.
+        samples: of each worker.
+
+    >>> merge_weights("paper", updates=[30, 10], batch_sizes=[64, 64], samples=[1920, 640])
+    (0.75, 0.25)
+    >>> merge_weights("paper", updates=[20, 20], batch_sizes=[96, 32], samples=[1920, 640])
+    (0.75, 0.25)
+    """
+    if by == "paper":
+        by = "batch_sizes" if len(set(updates)) == 1 else "updates"
+    if by == "updates":
+        return normalised(updates)
+    if by == "batch_sizes":
+        return normalised(
+            [size if made else 0 for size, made in zip(batch_sizes, updates, strict=True)]
+        )
+    if by == "samples":
+        return normalised(samples)
+    if by == "equal":
+        return normalised([1.0] * len(updates))
+    raise ConfigError(
+        f"merge weights are taken by {by!r}, allowed are 'paper', 'updates', 'batch_sizes',"
+        " 'samples' and 'equal'"
+    )
+
+
+def perturbed(
+    weights: Sequence[float],
+    norms_per_parameter: Sequence[float],
+    *,
+    delta: float = 0.1,
+    threshold: float = 0.1,
+    renormalise: bool = True,
+) -> tuple[float, ...]:
+    """More for the worker that did most and less for the one that did least, if no replica is
+    large.
+
+    Args:
+        weights: of each worker, summing to 1.
+        norms_per_parameter: ||w_i|| / (number of parameters), of each worker's model.
+        delta: in [0, 1).
+        threshold: nothing changes if a norm reaches it.
+        renormalise: False: as published.
+
+    >>> [round(weight, 3) for weight in perturbed([0.5, 0.3, 0.2], [0.01] * 3)]
+    [0.534, 0.291, 0.175]
+    >>> [round(weight, 3) for weight in perturbed([0.5, 0.3, 0.2], [0.01] * 3, renormalise=False)]
+    [0.55, 0.3, 0.18]
+    """
+    if not 0 <= delta < 1:
+        raise ConfigError(f"delta is {delta}, allowed is 0 up to, not including, 1")
+    most, least = max(weights), min(weights)
+    if most == least or max(norms_per_parameter) >= threshold:
+        return tuple(weights)
+    changed = list(weights)
+    changed[changed.index(most)] *= 1 + delta
+    changed[changed.index(least)] *= 1 - delta
+    return normalised(changed) if renormalise else tuple(changed)
+
+
+def with_momentum(
+    merged: Values, latest: Values, before: Values | None, *, gamma: float = 0.9
+) -> Values:
+    """sum_i alpha_i w_i + gamma (w - w_before).
+
+    Args:
+        merged: the weighted mean of the replicas.
+        latest: the model that they began this mega-batch with.
+        before: the model that they began the last one with; None in the first.
+        gamma: in [0, 1).
+
+    >>> with_momentum(3.0, 2.0, 1.0, gamma=0.5), with_momentum(3.0, 2.0, None)
+    (3.5, 3.0)
+    """
+    return merged if before is None else merged + gamma * (latest - before)

@@ -1,0 +1,123 @@
+"""Before anything else is sent: do all ranks mean the same thing?
+
+Each rank describes its model, optimizer and strategy, or says why it refuses; everyone sees every
+description and comes to the same verdict. So a mistake on one rank is one clear error on all of
+them, and nobody hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from offbeat.collectives.control import gather_values
+from offbeat.errors import MismatchError, OffbeatError
+from offbeat.strategies.base import Strategy
+from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.operations import Broadcast, Collective
+
+Description = Mapping[str, Any]
+
+
+def describe(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    *,
+    has_scaler: bool,
+) -> Description:
+    """What must be the same on all ranks, as JSON."""
+    return {
+        "model parameters": {
+            name: (
+                f"{list(p.shape)} {p.dtype} {p.device.type}"
+                f" {'trainable' if p.requires_grad else 'frozen'}"
+            )
+            for name, p in model.named_parameters()
+        },
+        "model buffers": {
+            name: f"{list(b.shape)} {b.dtype} {b.device.type}" for name, b in model.named_buffers()
+        },
+        "optimizer": {"class": type(optimizer).__qualname__, **_hyperparameters(model, optimizer)},
+        "strategy": {"options": repr(strategy), "scaler": str(has_scaler)},
+    }
+
+
+def _hyperparameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    described = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for option, value in group.items():
+            if option == "params":
+                described[f"group {number} params"] = str(
+                    [names[id(parameter)] for parameter in value]
+                )
+            elif not callable(value):  # functions have no name that all processes share
+                described[f"group {number} {option}"] = str(value)
+    return described
+
+
+def agree(driver: Driver, stream: Stream, mine: Description | OffbeatError) -> None:
+    """Compare every rank's description with rank 0's. Collective.
+
+    Raises:
+        OffbeatError: this rank's own refusal, if it had one.
+        MismatchError: another rank refused, or a description differs. On every rank.
+    """
+    require_agreement(
+        mine, dict(enumerate(driver.run(gather_values(answer_of(mine)), stream.next())))
+    )
+
+
+def answer_of(mine: Description | OffbeatError) -> dict[str, Any]:
+    """What this rank says to the others, of JSON's kinds."""
+    return {"refusal": str(mine)} if isinstance(mine, OffbeatError) else {"description": mine}
+
+
+def require_agreement(
+    mine: Description | OffbeatError, answers: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """Compare what all ranks said, `answers` by rank, with what the first of them did; raises as
+    `agree`.
+    """
+    if isinstance(mine, OffbeatError):
+        raise mine
+    for rank, other in answers.items():
+        if "refusal" in other:
+            raise MismatchError(f"rank {rank} refused: {other['refusal']}")
+    first = min(answers)
+    for rank, other in answers.items():
+        difference = _first_difference(answers[first]["description"], other["description"], first)
+        if difference:
+            raise MismatchError(
+                f"rank {rank} differs from rank {first} in {difference}; every rank must build the"
+                " same"
+            )
+
+
+def _first_difference(reference: Description, other: Description, first: int) -> str | None:
+    for section, expected in reference.items():
+        actual = other.get(section, {})
+        for name in [*expected, *(name for name in actual if name not in expected)]:
+            left, right = expected.get(name, "absent"), actual.get(name, "absent")
+            if left != right:
+                return f"its {section}, {name!r}: {right} there, {left} on rank {first}"
+    return None
+
+
+def adopt_rank_0(driver: Driver, stream: Stream, model: torch.nn.Module) -> None:
+    """Overwrite every rank's parameters and buffers with rank 0's. Collective."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            driver.run(_broadcast(tensor), stream.next())
+
+
+def _broadcast(tensor: torch.Tensor) -> Collective[None]:
+    dense = tensor.detach().contiguous()
+    yield Broadcast(
+        dense.reshape(-1).view(torch.uint8), 0
+    )  # as bytes: backends do not know every type
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.copy_(dense)

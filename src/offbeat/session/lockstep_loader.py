@@ -1,0 +1,112 @@
+"""Batches of any map-style dataset for ranks that keep step: of any sizes, the same number on every
+rank, each sample once.
+
+With b_i samples asked for on rank i, an epoch of N samples has ceil(N / sum b) steps of nearly
+equal sizes, so that no step is a remnant; a step's samples are shared out in proportion to b_i, at
+least one to each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from offbeat.errors import CheckpointError, ConfigError
+from offbeat.megabatch.claims import Span
+from offbeat.megabatch.loader import MapStyle, fetch, order_of
+
+
+def num_steps(num_samples: int, batch_sizes: Sequence[int]) -> int:
+    """Of an epoch. Rounded down where, rounded up, a step would have fewer samples than there are
+    ranks.
+
+    Raises:
+        ConfigError: there are fewer samples than ranks.
+    """
+    if num_samples < len(batch_sizes):
+        raise ConfigError(
+            f"{num_samples} samples cannot be shared by {len(batch_sizes)} ranks in step; each"
+            " needs one, so use fewer ranks"
+        )
+    rounded_up = -(-num_samples // sum(batch_sizes))
+    return (
+        rounded_up
+        if num_samples // rounded_up >= len(batch_sizes)
+        else num_samples // len(batch_sizes)
+    )
+
+
+def spans_of(num_samples: int, batch_sizes: Sequence[int], step: int) -> tuple[Span, ...]:
+    """Where each rank's samples of a step lie in the epoch's order.
+
+    >>> spans_of(20, [1, 9], 1)
+    (Span(begin=10, end=11), Span(begin=11, end=20))
+    """
+    count = num_steps(num_samples, batch_sizes)
+    begin, end = num_samples * step // count, num_samples * (step + 1) // count
+    beyond_one = end - begin - len(batch_sizes)
+    wanted = [size - 1 for size in batch_sizes] if max(batch_sizes) > 1 else [1] * len(batch_sizes)
+    passed = [0, *accumulate(wanted)]
+    cuts = [begin + rank + beyond_one * before // passed[-1] for rank, before in enumerate(passed)]
+    return tuple(map(Span, cuts, cuts[1:]))
+
+
+class LockstepLoader:
+    """Iterating over it yields this rank's batches of an epoch, as many as every other rank's. Made
+    by `Session.loader`.
+
+    Iterating again after a stop in the middle of an epoch goes on there.
+
+    Args:
+        dataset: of map style; the same on all ranks.
+        batch_sizes: asked for, by rank, each >= 1.
+        claimed: hears how many samples the next batch has.
+        seed: of the order, >= 0.
+        collate: makes a batch of a list of samples.
+        rank: this rank.
+
+    Attributes:
+        epoch: passes over the data completed.
+        step: batches taken from the pass under way.
+    """
+
+    def __init__(
+        self,
+        dataset: MapStyle,
+        *,
+        batch_sizes: Sequence[int],
+        claimed: Callable[[int], None],
+        seed: int,
+        collate: Callable[[list[Any]], Any],
+        rank: int,
+    ) -> None:
+        self.epoch = self.step = 0
+        self._dataset, self._batch_sizes, self._claimed = dataset, tuple(batch_sizes), claimed
+        self._seed, self._collate, self._rank = seed, collate, rank
+        self._num_steps = num_steps(len(dataset), batch_sizes)
+
+    def __len__(self) -> int:
+        """Steps in an epoch."""
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        order = order_of(len(self._dataset), seed=self._seed, epoch=self.epoch)
+        while self.step < self._num_steps:
+            begin, end = spans_of(len(self._dataset), self._batch_sizes, self.step)[self._rank]
+            self.step += 1
+            self._claimed(end - begin)
+            yield fetch(self._dataset, order[begin:end].tolist(), self._collate)
+        self.epoch, self.step = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        return {"replicated": {"epoch": self.epoch, "step": self.step}}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        saved = state["replicated"]
+        if "step" not in saved:
+            raise CheckpointError("the state lacks 'step'; it was saved by another loader")
+        self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
+
+    def close(self) -> None:
+        """The dataset is the user's."""

@@ -1,0 +1,1 @@
+"""What all that averages weights stands on: model vectors, staging, rows, momenta."""

@@ -1,0 +1,91 @@
+"""No step with a gradient that is not finite: it would spoil this rank's weights and, once
+averaged, everybody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from offbeat.errors import NonFiniteError
+
+
+class GradientGuard:
+    """Before each optimizer step, takes away gradients that hold an infinity or a NaN, so that this
+    rank's step does nothing.
+
+    A rank decides alone: the others' steps and the exchange that follows go on. Cost: one pass over
+    the gradients.
+
+    Args:
+        parameters: by name.
+        max_skipped_steps: raise `NonFiniteError` after more than this many skipped steps in a row.
+        notify: for remarks.
+        rank: for the remarks.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        *,
+        max_skipped_steps: int,
+        notify: Callable[[str], None],
+        rank: int,
+    ) -> None:
+        self._parameters = parameters
+        self._max_skipped_steps = max_skipped_steps
+        self._notify = notify
+        self._rank = rank
+        self._num_steps = 0
+        self._num_skipped = 0
+        self._num_in_a_row = 0
+
+    def on_before_step(self) -> None:
+        self._num_steps += 1
+        gradients = [
+            _entries(p.grad.detach()) for p in self._parameters.values() if p.grad is not None
+        ]
+        if _all_finite(gradients):
+            self._num_in_a_row = 0
+            return
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._num_skipped += 1
+        self._num_in_a_row += 1
+        self._notify(
+            f"step {self._num_steps}: skipped on rank {self._rank} alone, since its gradient was"
+            " not finite"
+        )
+        if self._num_in_a_row > self._max_skipped_steps:
+            raise NonFiniteError(
+                f"rank {self._rank} skipped {self._num_in_a_row} steps in a row because of"
+                f" non-finite gradients; at most {self._max_skipped_steps} are allowed"
+                " (max_skipped_steps). Lower the learning rate or look at its data"
+            )
+
+    def counters(self) -> dict[str, float]:
+        return {"skipped_steps": self._num_skipped}
+
+    def state_dict(self) -> dict[str, dict[str, int]]:
+        return {"local": {"num_steps": self._num_steps, "num_skipped": self._num_skipped}}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        self._num_steps = int(state["local"]["num_steps"])
+        self._num_skipped = int(state["local"]["num_skipped"])
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+def _entries(gradient: torch.Tensor) -> torch.Tensor:
+    """What a gradient holds: of a sparse one, the rows that it has."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def _all_finite(gradients: list[torch.Tensor]) -> bool:
+    """A norm is not finite if an element is not; one that overflows needs a second, slower look."""
+    if not gradients or bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients))):
+        return True
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)

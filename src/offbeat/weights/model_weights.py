@@ -1,0 +1,284 @@
+"""Weights, averaged over ranks in place: what of a model is averaged, and the weighted mean itself.
+
+The parameters' tensors stay the user's: values are copied into them, and nothing is ever rebound.
+Everything travels and is summed in float32, or in float64 where a tensor is of that type, so that
+half precision is rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from offbeat.codec.finite import is_finite
+from offbeat.codec.model_wire import Counters
+from offbeat.collectives.dense import dense_all_reduce
+from offbeat.errors import NonFiniteError
+from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.operations import AllGather, Collective
+
+
+class BufferNames(NamedTuple):
+    """The buffers that training changes, by name.
+
+    Attributes:
+        statistics: of floating-point type, such as BatchNorm's running mean; they are averaged.
+        counters: of an integer type; every rank gets the largest.
+    """
+
+    statistics: tuple[str, ...] = ()
+    counters: tuple[str, ...] = ()
+
+
+def choose_buffers(buffers: Mapping[str, torch.Tensor]) -> BufferNames:
+    """Which of `buffers` are averaged: neither masks of truth values nor tables that hold an
+    infinity, such as masks to add.
+    """
+    return BufferNames(
+        tuple(name for name, b in buffers.items() if b.is_floating_point() and is_finite(b)),
+        tuple(name for name, b in buffers.items() if _is_integer(b)),
+    )
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWeights:
+    """What is averaged of a model.
+
+    Attributes:
+        parameters: by name, the same set on all ranks for good.
+        buffers: the model's buffers by name, at the moment of the call: modules may replace them.
+        chosen: the buffers that are averaged too; chosen while all ranks hold the same values.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Callable[[], Mapping[str, torch.Tensor]]
+    chosen: BufferNames
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors that are averaged."""
+        return [*self.parameters, *self.chosen.statistics]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that are averaged, in the order of `names`."""
+        buffers = self.buffers()
+        return [*self.parameters.values(), *(buffers[name] for name in self.chosen.statistics)]
+
+    def read_counters(self) -> Counters:
+        """The counters, side by side, shape (any,)."""
+        buffers = self.buffers()
+        parts = [
+            buffers[name].detach().reshape(-1).to("cpu", torch.int64)
+            for name in self.chosen.counters
+        ]
+        return torch.cat(parts).numpy() if parts else np.empty(0, np.int64)
+
+    def write_counters(self, counters: Counters) -> None:
+        """Inverse of `read_counters`; what `counters` has beyond them is left."""
+        buffers = self.buffers()
+        tensors = [buffers[name] for name in self.chosen.counters]
+        sizes = [tensor.numel() for tensor in tensors]
+        parts = torch.from_numpy(counters[: sum(sizes)]).split(sizes)
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    def average_(self, driver: Driver, stream: Stream, *, weight: float) -> float:
+        """Replace parameters and statistics by their weighted mean over all ranks, and counters by
+        their maximum. Collective.
+
+        Every rank ends with the same bits.
+
+        Args:
+            driver: carries the sum out.
+            stream: of channels.
+            weight: this rank's, >= 0; over all ranks the sum must be positive.
+
+        Returns:
+            Seconds spent on laying vectors out and writing results, without the waiting.
+
+        Raises:
+            NonFiniteError: this rank's weights hold an infinity or a NaN; nothing has been sent.
+        """
+        tensors, buffers = self.tensors(), self.buffers()
+        encode_s = average_(tensors, tensors, driver=driver, stream=stream, weight=weight)
+        maximum_([buffers[name] for name in self.chosen.counters], driver=driver, stream=stream)
+        return encode_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Piece:
+    """Some tensors that share a vector: their positions, and the vector's type and device."""
+
+    positions: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Pack:
+    """How tensors are laid side by side, in one vector for each device and each of float32 and
+    float64.
+
+    Args:
+        like: tensors of the shapes, types and devices that all later ones have. Complex ones count
+            as pairs of reals.
+
+    Attributes:
+        pieces: what each vector is made of.
+        exact: whether every tensor holds what its vector does; those of half precision round.
+    """
+
+    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        self._shapes = [_real(tensor).shape for tensor in like]
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for position, tensor in enumerate(like):
+            dtype = torch.promote_types(_real(tensor).dtype, torch.float32)
+            kinds.setdefault((dtype, tensor.device), []).append(position)
+        self.exact = all(_real(tensor).dtype in (torch.float32, torch.float64) for tensor in like)
+        self.pieces = [
+            _Piece(positions=tuple(of), dtype=dtype, device=device)
+            for (dtype, device), of in kinds.items()
+        ]
+
+    def vectors(
+        self, tensors: Sequence[torch.Tensor | None], *, with_tails: bool = False
+    ) -> list[torch.Tensor]:
+        """Copies of `tensors` as vectors, shape (n,) each; zeros for None. A tail is a further 0
+        for each tensor.
+        """
+        vectors = []
+        for piece in self.pieces:
+            parts = [self._flat(tensors[position], position, piece) for position in piece.positions]
+            tail = (
+                [torch.zeros(len(parts), dtype=piece.dtype, device=piece.device)]
+                if with_tails
+                else []
+            )
+            vectors.append(torch.cat(parts + tail))
+        return vectors
+
+    def views(self, vectors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Each tensor's place in `vectors`, by position, in its shape. A vector may have more
+        elements at its end.
+        """
+        found: dict[int, torch.Tensor] = {}
+        for piece, vector in zip(self.pieces, vectors, strict=True):
+            sizes = [self._shapes[position].numel() for position in piece.positions]
+            parts = vector[: sum(sizes)].split(sizes)
+            found.update(
+                (p, part.view(self._shapes[p]))
+                for p, part in zip(piece.positions, parts, strict=True)
+            )
+        return [found[position] for position in range(len(self._shapes))]
+
+    def write_(self, vectors: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        """Inverse of `vectors`: copy them into `tensors`."""
+        for view, tensor in zip(self.views(vectors), tensors, strict=True):
+            _real(tensor).copy_(view)
+
+    def add_(self, vectors: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        """Add `vectors` to `tensors`, rounding once."""
+        for view, tensor in zip(self.views(vectors), tensors, strict=True):
+            _real(tensor).add_(view)
+
+    def _flat(self, tensor: torch.Tensor | None, position: int, piece: _Piece) -> torch.Tensor:
+        if tensor is None:
+            return torch.zeros(
+                self._shapes[position].numel(), dtype=piece.dtype, device=piece.device
+            )
+        return _real(tensor).reshape(-1).to(piece.dtype)
+
+
+def average_(
+    tensors: Sequence[torch.Tensor | None],
+    like: Sequence[torch.Tensor],
+    *,
+    driver: Driver,
+    stream: Stream,
+    weight: float,
+) -> float:
+    """Replace each tensor by its weighted mean over the ranks that have it, in place. Collective.
+
+    The weights ride in the vectors' tails and are summed with them. Sums are begun in the same
+    order on all ranks.
+
+    Args:
+        tensors: by position; None where this rank has none, which then counts for nothing and stays
+            None.
+        like: tensors of the same shapes and types, the same on all ranks.
+        driver: carries the sums out.
+        stream: of channels.
+        weight: this rank's, >= 0.
+
+    Returns:
+        Seconds spent on laying vectors out and writing results, without the waiting.
+
+    Raises:
+        NonFiniteError: one of this rank's tensors holds an infinity or a NaN; nothing has been
+            sent.
+    """
+    begin_s = time.perf_counter()
+    pack = Pack(like)
+    vectors = pack.vectors(tensors, with_tails=True)
+    require_finite(vectors, rank=driver.rank)
+    sums = []
+    for piece, vector in zip(pack.pieces, vectors, strict=True):
+        weights = [0.0 if tensors[position] is None else weight for position in piece.positions]
+        vector.mul_(weight)[-len(weights) :] = vector.new_tensor(weights)
+        sums.append(driver.launch(dense_all_reduce(vector), stream.next()))
+    encode_s = time.perf_counter() - begin_s
+    totals = [pending.wait() for pending in sums]
+    begin_s = time.perf_counter()
+    views = pack.views(totals)
+    for piece, total in zip(pack.pieces, totals, strict=True):
+        for position, divisor in zip(
+            piece.positions, total[-len(piece.positions) :].tolist(), strict=True
+        ):
+            if (tensor := tensors[position]) is not None:
+                _real(tensor).copy_(views[position].div_(divisor))
+    return encode_s + time.perf_counter() - begin_s
+
+
+def maximum_(tensors: Sequence[torch.Tensor], *, driver: Driver, stream: Stream) -> None:
+    """Replace each tensor of integers by the elementwise maximum over ranks, in place.
+    Collective.
+    """
+    if not tensors:
+        return
+    mine = torch.cat([tensor.detach().reshape(-1).to("cpu", torch.int64) for tensor in tensors])
+    highest = torch.from_numpy(driver.run(_maximum(mine.numpy()), stream.next()))
+    for tensor, part in zip(
+        tensors, highest.split([tensor.numel() for tensor in tensors]), strict=True
+    ):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _maximum(
+    mine: np.ndarray[tuple[int], np.dtype[np.int64]],
+) -> Collective[np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    payloads = yield AllGather(mine.tobytes())
+    return np.max([np.frombuffer(payload, dtype=np.int64) for payload in payloads], axis=0)  # type: ignore[no-any-return]
+
+
+def require_finite(vectors: Sequence[torch.Tensor], *, rank: int) -> None:
+    """Raise `NonFiniteError` before what is not finite reaches another rank."""
+    if not all(is_finite(vector) for vector in vectors):
+        raise NonFiniteError(
+            f"the weights of rank {rank} are no longer finite, and averaging would spread that to"
+            " the others. Lower the learning rate or look at this rank's data; resume from the"
+            " last checkpoint"
+        )
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's own memory, out of autograd's sight; complex numbers as pairs."""
+    detached = tensor.detach()
+    return torch.view_as_real(detached) if detached.is_complex() else detached

@@ -1,0 +1,3 @@
+"""Data for extreme classification: sparse rows, their files, a generator, layers, optimizers and
+metrics.
+"""

@@ -1,0 +1,137 @@
+"""A linear layer for sparse rows. Its weight's gradient is sparse too: it has the rows of the
+features that a batch has.
+
+1. Forward: each row adds up its features' weights, read where they lie, which
+   `torch.nn.functional.embedding_bag` does well.
+2. Backward: list the batch's features, ascending, and sort its entries by feature.
+3. Each listed feature adds up its rows' gradients. Every row of the gradient is written once.
+
+Time and memory depend on the batch, not on the number of features, but for a counter for each. The
+kernels of the backward pass serve float32 and float64 on the CPU; elsewhere torch's own operations
+work on the listed rows, gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from offbeat.errors import ConfigError
+from offbeat.xmc import layer_kernels
+from offbeat.xmc.row_gradients import RowGradient, as_sparse, densely, take_rows
+from offbeat.xmc.rows import SparseBatch
+
+
+class SparseLinear(nn.Module):
+    """A linear layer whose input is sparse rows.
+
+    Args:
+        num_features: columns of the input.
+        num_outputs: columns of the output.
+        bias: whether to add one.
+
+    Attributes:
+        weight: shape (num_features, num_outputs), so that a feature's weights lie together. Drawn
+            from a normal distribution of deviation 1 / sqrt(num_outputs): outputs of a row of
+            length 1 then have length 1 or so, for any number of features.
+        bias: shape (num_outputs,), zeros at first; or None.
+        dense_gradients: whether the weight's gradient is to be dense all the same, for those that
+            know no other.
+    """
+
+    def __init__(self, num_features: int, num_outputs: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_features, num_outputs).mul_(num_outputs**-0.5))
+        self.bias = nn.Parameter(torch.zeros(num_outputs)) if bias else None
+        self.dense_gradients = False
+
+    def forward(self, batch: SparseBatch) -> torch.Tensor:
+        """Sparse rows times weight, plus bias: shape (rows, num_outputs).
+
+        Raises:
+            ConfigError: a column is out of range.
+        """
+        product = sparse_matmul(
+            batch, densely(self.weight) if self.dense_gradients else self.weight
+        )
+        return product if self.bias is None else product + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}, bias={self.bias is not None}"
+
+
+def sparse_matmul(batch: SparseBatch, weight: torch.Tensor) -> torch.Tensor:
+    """Sparse rows times `weight`, shape (columns, outputs). The gradient of `weight` is sparse, see
+    `row_gradients`.
+
+    Raises:
+        ConfigError: a column is out of range.
+    """
+    if batch.columns.numel():
+        low, high = (int(bound) for bound in batch.columns.aminmax())
+        if low < 0 or high >= weight.shape[0]:
+            raise ConfigError(
+                f"columns run from {low} to {high}; the layer has {weight.shape[0]}: was it made"
+                " for these data?"
+            )
+    if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64):
+        # torch leaves it so
+        product: torch.Tensor = _Product.apply(weight, *batch)  # type: ignore[no-untyped-call]
+        return product
+    return portable_matmul(batch, weight)
+
+
+def portable_matmul(batch: SparseBatch, weight: torch.Tensor) -> torch.Tensor:
+    """What `sparse_matmul` computes, by torch's own operations, on any device and for any type of
+    number.
+    """
+    found, position = torch.unique(batch.columns, return_inverse=True)
+    return _weighted_sums(position, take_rows(weight, found.long()), batch.offsets, batch.values)
+
+
+def _weighted_sums(
+    columns: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    return functional.embedding_bag(
+        columns,
+        weight,
+        offsets.to(columns.dtype),
+        per_sample_weights=values.to(weight.dtype),
+        mode="sum",
+        include_last_offset=True,
+    )
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: torch.Tensor,
+        offsets: torch.Tensor,
+        columns: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(offsets, columns, values)
+        ctx.shape = weight.shape
+        return _weighted_sums(columns, weight, offsets, values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        offsets, columns, values = (tensor.numpy() for tensor in ctx.saved_tensors)
+        gradient = gradients[0].contiguous().numpy()
+        counts = np.zeros(ctx.shape[0], dtype=np.int32)
+        found = np.empty(columns.size + 1, dtype=np.int64)
+        found = np.sort(found[: layer_kernels.count_columns(columns, counts, found)])
+        ends, rows = np.empty(found.size, dtype=np.int64), np.empty(columns.size, dtype=np.int32)
+        sorted_values = np.empty_like(values)
+        layer_kernels.sort_by_column(
+            offsets, columns, values, found, counts, ends, rows, sorted_values
+        )
+        product = np.empty((found.size, ctx.shape[1]), dtype=gradient.dtype)
+        layer_kernels.multiply_transposed(ends, rows, sorted_values, gradient, product)
+        rows_found = RowGradient(torch.from_numpy(found), torch.from_numpy(product))
+        return as_sparse(rows_found, ctx.shape), None, None, None

@@ -1,0 +1,599 @@
+"""Group averages under schedules made by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from group_support.world import GENERATION, SERVE, Schedule, World
+from offbeat.averaging.background.deadlines import Patience
+from offbeat.averaging.background.group_average import arrive, ask, finish, rest, serve
+from offbeat.averaging.background.group_base import Contribution, Happenings, Outcome, Piece, Terms
+from offbeat.codec.model_wire import Kind, ModelMessage
+from offbeat.errors import OffbeatError, WireError
+from offbeat.planning.groups import Meeting, meeting
+from offbeat.transport.operations import Collective, Payload, Post, RecvAny, Send, Sleep
+from offbeat.transport.solo import Solo
+from offbeat.transport.virtual import VirtualCluster, VirtualLink
+
+LATENCY_S = 0.001
+BOTH_WAYS = pytest.mark.parametrize("direct_bytes", [0, 1 << 20], ids=["scattered", "direct"])
+
+
+def run(schedule: Schedule) -> World:
+    world = World(schedule)
+    world.run()
+    return world
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_a_group_of_all_that_arrive_together_is_an_all_reduce(
+    world_size: int, direct_bytes: int
+) -> None:
+    world = run(
+        Schedule(
+            seed=1,
+            world_size=world_size,
+            group_size=max(2, world_size),
+            num_steps=1,
+            direct_bytes=direct_bytes,
+            quorum=1.0,
+            period=1,
+        )
+    )
+    mean = world.total / world_size
+    for model in world.models:
+        np.testing.assert_allclose(model.values[::2], mean, rtol=1e-12)
+        assert model.values.tobytes() == world.models[0].values.tobytes()
+        (outcome,) = model.closed
+        assert all(note.fresh and note.weight == 1.0 for note in outcome.members.values())
+
+
+@BOTH_WAYS
+def test_who_computes_contributes_its_last_snapshot_and_computes_on(direct_bytes: int) -> None:
+    late_s = 100.0
+    world = run(
+        Schedule(
+            seed=2,
+            world_size=3,
+            group_size=3,
+            num_steps=1,
+            direct_bytes=direct_bytes,
+            compute_s=lambda rank, step: late_s if rank == 2 else 1.0 + rank,
+        )
+    )
+    assert [happening.arrivals for happening in world.happenings] == [1, 0, 0]
+    assert [happening.answers for happening in world.happenings] == [0, 1, 1]
+    (outcome,) = world.models[0].closed
+    assert {rank: note.fresh for rank, note in outcome.members.items()} == {
+        0: True,
+        1: False,
+        2: False,
+    }
+    assert outcome.closed_s <= 1.0 + 3 * LATENCY_S + 1e-9
+    assert world.models[2].closed[0].closed_s < late_s
+    assert world.models[2].waits_s == []
+
+
+def test_who_is_twice_as_slow_costs_the_others_nothing() -> None:
+    world = run(
+        Schedule(
+            seed=3,
+            world_size=8,
+            group_size=4,
+            num_steps=20,
+            num_elements=40,
+            compute_s=lambda rank, step: 2.0 if rank == 5 else 1.0,
+        )
+    )
+    for rank in set(range(8)) - {5}:
+        assert sum(wait_s for _, wait_s in world.models[rank].waits_s) <= 20 * 3 * LATENCY_S + 1e-9
+
+
+def sync_of_four(quorum: float, patience: Patience | None = None) -> World:
+    return run(
+        Schedule(
+            seed=4,
+            world_size=4,
+            group_size=2,
+            num_steps=1,
+            period=1,
+            quorum=quorum,
+            patience=patience or Patience(cap_s=1000.0),
+            compute_s=lambda rank, step: [1.0, 2.0, 3.0, 50.0][rank],
+        )
+    )
+
+
+@pytest.mark.parametrize(("quorum", "at_s"), [(0.25, 1.0), (0.5, 2.0), (0.75, 3.0), (1.0, 50.0)])
+def test_a_meeting_of_everyone_waits_for_its_quorum_and_no_longer(
+    quorum: float, at_s: float
+) -> None:
+    for model in sync_of_four(quorum).models:
+        assert at_s <= model.closed[0].closed_s <= at_s + 4 * LATENCY_S
+
+
+def meeting_over_slow_links(quorum: float, **changes: object) -> World:
+    """A model takes 0.2 s to send, the word of an arrival 0.5 ms."""
+    options: dict[str, object] = {
+        "seed": 11,
+        "world_size": 4,
+        "num_elements": 4000,
+        "num_steps": 1,
+        "period": 1,
+        "quorum": quorum,
+        "overlap": True,
+        "patience": Patience(cap_s=1000.0, first_s=1000.0),
+        "link": VirtualLink(latency_s=LATENCY_S, bytes_per_s=4000 * 8 / 0.2),
+        "compute_s": lambda rank, step: [1.0, 2.0, 3.0, 50.0][rank],
+    }
+    # tests name fields that exist
+    return run(Schedule(**(options | changes)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("quorum", "at_s"), [(0.5, 2.0), (0.75, 3.0), (1.0, 50.0)])
+def test_a_trainer_that_overlaps_waits_for_arrivals_and_not_for_the_average(
+    quorum: float, at_s: float
+) -> None:
+    world = meeting_over_slow_links(quorum)
+    words_s = LATENCY_S + 2 * 3 * 0.0005
+    for model, arrived_s in zip(world.models, [1.0, 2.0, 3.0, 50.0], strict=True):
+        outcome = next(outcome for outcome in model.closed if outcome.version == 0)
+        assert outcome.closed_s > at_s + 0.75 * 0.2
+        if arrived_s <= at_s:
+            assert [wait_s for _, wait_s in model.waits_s] == [
+                pytest.approx(at_s - arrived_s, abs=words_s + 1e-9)
+            ]
+
+
+def test_nobody_goes_on_to_a_later_version_before_the_slowest_has_come_to_a_strict_meeting() -> (
+    None
+):
+    def compute_s(rank: int, step: int) -> float:
+        return 5.0 if rank == 3 else 1.0
+
+    world = meeting_over_slow_links(
+        1.0, period=3, num_steps=12, num_elements=400, compute_s=compute_s
+    )
+    slowest = world.models[3]
+    meetings = [
+        version for version in slowest.gathered_at_s if world.meeting(3, version).min_fresh == 4
+    ]
+    assert len(meetings) >= 3
+    for version in meetings:
+        later = [o.opened_s for model in world.models for o in model.closed if o.version > version]
+        assert min(later, default=math.inf) >= slowest.gathered_at_s[version]
+
+
+def test_a_quorum_that_does_not_come_together_in_time_is_done_without() -> None:
+    world = sync_of_four(0.75, Patience(floor_s=0.1, cap_s=0.5))
+    assert all(
+        model.closed[0].closed_s == pytest.approx(1.5, abs=4 * LATENCY_S) for model in world.models
+    )
+    assert [happening.suspicions for happening in world.happenings] == [0] * 4
+
+
+@BOTH_WAYS
+def test_a_stopped_rank_is_waited_for_once_and_taken_back(direct_bytes: int) -> None:
+    patience = Patience(floor_s=0.05, cap_s=0.5, min_samples=3)
+    world = run(
+        Schedule(
+            seed=5,
+            world_size=4,
+            group_size=4,
+            num_steps=12,
+            patience=patience,
+            direct_bytes=direct_bytes,
+            freezes=[(3, 2.5, 4.0)],
+            compute_s=lambda rank, step: 1.0 + 0.01 * rank,
+        )
+    )
+    for rank in range(3):
+        assert (
+            sum(wait_s for _, wait_s in world.models[rank].waits_s) <= 2 * 0.5 + 12 * 4 * LATENCY_S
+        )
+        without = [
+            outcome for outcome in world.models[rank].closed if outcome.members.keys() == {0, 1, 2}
+        ]
+        complete = [
+            outcome
+            for outcome in world.models[rank].closed
+            if outcome.members.keys() == {0, 1, 2, 3}
+        ]
+        assert 1 <= len(without) <= 5
+        assert max(outcome.version for outcome in complete) > max(
+            outcome.version for outcome in without
+        )
+    assert all(not happening.suspected for happening in world.happenings)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_all_but_one_may_die(world_size: int, direct_bytes: int) -> None:
+    world = run(
+        Schedule(
+            seed=6,
+            world_size=world_size,
+            group_size=world_size,
+            num_steps=8,
+            period=3,
+            direct_bytes=direct_bytes,
+            death_notice_s=0.2,
+            kills=[(rank, 0.8 + 0.9 * rank) for rank in range(1, world_size)],
+        )
+    )
+    survivor = world.models[0]
+    assert survivor.step == 8
+    assert world.happenings[0].dead == set(range(1, world_size))
+    assert all(wait_s <= 1.0 for _, wait_s in survivor.waits_s)
+
+
+@BOTH_WAYS
+def test_a_meeting_of_all_waits_for_who_is_suspected(direct_bytes: int) -> None:
+    world = run(
+        Schedule(
+            seed=10,
+            world_size=3,
+            group_size=3,
+            num_steps=2,
+            period=2,
+            quorum=1.0,
+            direct_bytes=direct_bytes,
+            freezes=[(2, 0.5, 10.0)],
+        )
+    )
+    for model, happenings in zip(world.models[:2], world.happenings[:2], strict=True):
+        assert happenings.suspicions >= 1
+        closed = {outcome.version: outcome for outcome in model.closed}
+        assert closed[0].closed_s < 3.0
+        assert closed[1].closed_s > 10.0
+        assert all(closed[1].members[rank].fresh for rank in range(3))
+
+
+def test_who_has_finished_goes_on_answering() -> None:
+    world = run(
+        Schedule(
+            seed=7,
+            world_size=3,
+            group_size=3,
+            num_steps=3,
+            compute_s=lambda rank, step: 0.1 if rank == 0 else 10.0 + rank,
+        )
+    )
+    last = world.models[1].closed[-1]
+    assert last.closed_s > 30.0
+    assert last.members.keys() == {0, 1, 2}
+
+
+@BOTH_WAYS
+def test_who_rests_is_not_waited_for_and_goes_on_answering(direct_bytes: int) -> None:
+    world = run(
+        Schedule(
+            seed=8,
+            world_size=3,
+            group_size=2,
+            num_steps=4,
+            period=1,
+            quorum=1.0,
+            direct_bytes=direct_bytes,
+            rests={2: 1},
+            compute_s=lambda rank, step: [1.0, 2.0, 2.0 if step == 0 else 50.0][rank],
+        )
+    )
+    for model in world.models[:2]:
+        assert sum(wait_s for _, wait_s in model.waits_s) <= 4 * (1.0 + 4 * LATENCY_S)
+        assert all(outcome.members.keys() == {0, 1, 2} for outcome in model.closed)
+        assert model.at_rest.index(2) == 0
+    assert [outcome.members[2].fresh for outcome in world.models[0].closed] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+@BOTH_WAYS
+def test_counters_are_the_largest_of_those_that_are_in(direct_bytes: int) -> None:
+    world = run(
+        Schedule(
+            seed=9,
+            world_size=3,
+            group_size=3,
+            num_steps=2,
+            direct_bytes=direct_bytes,
+            compute_s=lambda rank, step: [1.0, 1.0, 10.0][rank],
+        )
+    )
+    for model in world.models:
+        for version in (0, 1):
+            outcome = next(outcome for outcome in model.closed if outcome.version == version)
+            assert all(piece.counters.tolist() == [version + 1, 0] for piece in outcome.pieces)
+            assert all(not piece.counters.flags.writeable for piece in outcome.pieces)
+
+
+class Recorder:
+    """A replica that contributes the same values every time."""
+
+    def __init__(self, values: np.ndarray[tuple[int], np.dtype[np.float32]]) -> None:
+        self.values = values
+        self.outcomes: list[Outcome] = []
+        self.fresh = True
+        self.invited: list[int] = []
+        self.gathered_at: list[int] = []
+        self.state: Contribution | None = None
+        self.received: dict[int, Contribution | None] = {}
+        self.buried: list[int] = []
+        self.at_rest: list[int] = []
+        self.settled: list[int] = []
+
+    def contribute(self, version: int) -> Contribution | None:
+        return Contribution(values=self.values, step=version + 1, fresh=self.fresh)
+
+    def invite(self, version: int) -> None:
+        self.invited.append(version)
+
+    def gathered(self, version: int) -> None:
+        self.gathered_at.append(version)
+
+    def close(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+    def amend(self, version: int, piece: Piece) -> None:
+        raise AssertionError(f"{piece} of version {version} was not owed")
+
+    def snapshot(self) -> Contribution | None:
+        return self.state
+
+    def receive(self, sender: int, state: Contribution | None) -> None:
+        self.received[sender] = state
+
+    def settle(self, version: int) -> None:
+        self.settled.append(version)
+
+    def bury(self, rank: int) -> None:
+        self.buried.append(rank)
+
+    def rested(self, rank: int) -> None:
+        self.at_rest.append(rank)
+
+
+def terms_of(num_members: int, num_elements: int = 4, rank: int = 0) -> Terms:
+    members = tuple(range(num_members))
+    return Terms(
+        members=members,
+        generation=GENERATION,
+        num_elements=num_elements,
+        meeting=partial(meeting, rank=rank, members=members, group_size=2),
+    )
+
+
+def test_a_world_of_one_averages_with_itself() -> None:
+    solo, replica = Solo(), Recorder(np.arange(4, dtype=np.float32))
+    for version in (0, 1, 0, 1):
+        solo.start(Post(arrive(version, generation=GENERATION)), SERVE)
+    solo.start(Post(finish(generation=GENERATION)), SERVE)
+    happenings = solo.run(serve(0, terms_of(1), replica), SERVE)
+    assert happenings == Happenings(arrivals=2, resting={0})
+    assert [outcome.version for outcome in replica.outcomes] == [0, 1]
+    for outcome in replica.outcomes:
+        assert outcome.pieces[0].average.tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert outcome.pieces[0].sum_of_weights == 1.0
+
+
+def answer_to(message: Payload) -> tuple[Happenings | OffbeatError, Recorder]:
+    """What becomes of rank 0 when rank 1 sends `message` and is gone."""
+    replica = Recorder(np.ones(4, np.float32))
+    cluster = VirtualCluster(2, watch_all=False, link=VirtualLink(latency_s=LATENCY_S))
+
+    def work() -> Collective[Happenings]:
+        yield Post(finish(generation=GENERATION))
+        return (yield from serve(0, terms_of(2), replica))
+
+    def intrude() -> Collective[Happenings]:
+        yield Send(0, message)
+        yield RecvAny(frozenset({0}))
+        cluster.leave(1)
+        return Happenings()
+
+    return cluster.outcomes([work(), intrude()], channel=SERVE)[0], replica
+
+
+def part(**changes: object) -> ModelMessage:
+    options: dict[str, object] = {
+        "kind": Kind.PART,
+        "generation": GENERATION,
+        "version": 0,
+        "step": 1,
+        "weight": 1.0,
+        "party": 0b11,
+        "num_elements": 4,
+        "values": np.zeros(4, np.float32),
+    }
+    # tests name fields that exist
+    return ModelMessage(**(options | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("message", "complaint"),
+    [
+        (b"not a message", "80 bytes or more"),
+        (part().to_bytes()[:-1], "announces"),
+        (part(num_elements=5, values=np.zeros(5, np.float32)).to_bytes(), "same model"),
+        (part(values=np.zeros(4, np.float64)).to_bytes(), "same model"),
+        (part(values=np.zeros(3, np.float32)).to_bytes(), "same model"),
+        (part(counters=np.zeros(1, np.int64)).to_bytes(), "same model"),
+        (part(kind=Kind.AVERAGE).to_bytes(), "without owners"),
+        (part(kind=Kind.STATE, values=np.zeros(3, np.float32)).to_bytes(), "same model"),
+        (part(kind=Kind.STATE, counters=np.zeros(1, np.int64)).to_bytes(), "same model"),
+        (rest(generation=GENERATION), "which it cannot"),
+        (ask(None, generation=GENERATION), "which it cannot"),
+        (arrive(0, generation=GENERATION), "which it cannot"),
+    ],
+)
+def test_a_message_that_cannot_be_right_is_one_clear_error_and_touches_no_model(
+    message: Payload, complaint: str
+) -> None:
+    outcome, replica = answer_to(message)
+    assert isinstance(outcome, WireError)
+    assert complaint in str(outcome)
+    assert replica.outcomes == []
+
+
+def test_a_message_of_another_generation_is_ignored_and_counted() -> None:
+    outcome, replica = answer_to(part(generation=GENERATION + 1).to_bytes())
+    assert outcome == Happenings(foreign=1, dead={1}, resting={0})
+    assert replica.outcomes == []
+
+
+def test_a_message_for_a_group_that_one_is_not_in_is_an_error() -> None:
+    def wrong_meeting(version: int) -> Meeting:
+        return Meeting(group=(0, 2))
+
+    terms = terms_of(3)
+    terms = Terms(
+        members=terms.members, generation=GENERATION, num_elements=4, meeting=wrong_meeting
+    )
+    cluster = VirtualCluster(3, watch_all=False)
+
+    def intrude() -> Collective[Happenings]:
+        yield Send(0, part().to_bytes())
+        return Happenings()
+
+    def idle() -> Collective[Happenings]:
+        yield Post(b"")
+        return Happenings()
+
+    work = [serve(0, terms, Recorder(np.ones(4, np.float32))), intrude(), idle()]
+    outcome = cluster.outcomes(work, channel=SERVE)[0]
+    assert isinstance(outcome, WireError)
+    assert "same options" in str(outcome)
+
+
+def test_ranks_that_wait_for_all_at_different_versions_do_not_wait_for_ever() -> None:
+    cluster = VirtualCluster(2, watch_all=False)
+    replicas = [Recorder(np.full(4, float(rank), np.float32)) for rank in range(2)]
+    terms = Terms(
+        members=(0, 1),
+        generation=GENERATION,
+        num_elements=4,
+        meeting=lambda _: Meeting(group=(0, 1), min_fresh=2),
+    )
+
+    def work(rank: int, versions: tuple[int, ...]) -> Collective[Happenings]:
+        for version in versions:
+            yield Post(arrive(version, generation=GENERATION))
+        yield Post(finish(generation=GENERATION))
+        return (yield from serve(rank, terms, replicas[rank]))
+
+    cluster.run([work(0, (1,)), work(1, (0, 1))], channel=SERVE)
+    for replica in replicas:
+        assert {outcome.version for outcome in replica.outcomes} == {0, 1}
+        assert [outcome.pieces[0].average.tolist() for outcome in replica.outcomes] == [
+            [0.5] * 4
+        ] * 2
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("rests", [False, True])
+def test_who_has_passed_a_meeting_of_all_does_not_count_for_those_who_have_yet_to_come(
+    direct_bytes: int, rests: bool
+) -> None:
+    cluster = VirtualCluster(3, watch_all=False)
+    replicas = [Recorder(np.full(6, float(rank), np.float32)) for rank in range(3)]
+    replicas[0].fresh = False
+    terms = Terms(
+        members=(0, 1, 2),
+        generation=GENERATION,
+        num_elements=6,
+        direct_bytes=direct_bytes,
+        meeting=lambda _: Meeting(group=(0, 1, 2), min_fresh=3),
+    )
+
+    def arrivals(version: int, when_s: float) -> Collective[None]:
+        yield Sleep(when_s)
+        yield Post(arrive(version, generation=GENERATION))
+        if rests:
+            yield Post(rest(generation=GENERATION))
+        yield Sleep(60.0)
+        yield Post(finish(generation=GENERATION))
+
+    for rank, (version, when_s) in enumerate([(5, 1.0), (0, 2.0), (0, 50.0)]):
+        cluster.beside(rank, arrivals(version, when_s), channel=SERVE)
+    cluster.run(
+        [serve(rank, terms, replica) for rank, replica in enumerate(replicas)], channel=SERVE
+    )
+    for replica in replicas:
+        first = next(outcome for outcome in replica.outcomes if outcome.version == 0)
+        assert first.closed_s == 50.0
+        assert {rank: note.fresh for rank, note in first.members.items()} == {
+            0: False,
+            1: True,
+            2: True,
+        }
+
+
+def ask_around(
+    *peers: int | None, dead: tuple[int, ...] = ()
+) -> tuple[list[Recorder], list[Happenings | OffbeatError]]:
+    """Rank 0 of three asks `peers` and finishes; rank 1 has a model and rank 2 has none."""
+    cluster = VirtualCluster(3, watch_all=False, link=VirtualLink(latency_s=LATENCY_S))
+    replicas = [Recorder(np.zeros(4, np.float32)) for _ in range(3)]
+    replicas[1].state = Contribution(
+        values=np.arange(4, dtype=np.float32),
+        step=7,
+        fresh=True,
+        weight=2.5,
+        counters=np.array([3, 2**40]),
+    )
+
+    def work(rank: int) -> Collective[Happenings]:
+        posts = [ask(peer, generation=GENERATION) for peer in peers] if rank == 0 else []
+        for post in [*posts, finish(generation=GENERATION)]:
+            yield Post(post)
+        return (
+            yield from serve(rank, replace(terms_of(3, rank=rank), num_counters=2), replicas[rank])
+        )
+
+    for rank in dead:
+        cluster.kill(rank)
+    return replicas, cluster.outcomes([work(rank) for rank in range(3)], channel=SERVE)
+
+
+@pytest.mark.parametrize(("peer", "who_answers"), [(None, {1, 2}), (1, {1}), (2, {2})])
+def test_who_is_asked_sends_its_whole_model(peer: int | None, who_answers: set[int]) -> None:
+    replicas, _ = ask_around(peer)
+    assert replicas[0].received.keys() == who_answers
+    if 2 in who_answers:
+        assert replicas[0].received[2] is None
+    if 1 in who_answers:
+        state = replicas[0].received[1]
+        assert state is not None
+        assert (state.step, state.fresh, state.weight) == (7, True, 2.5)
+        assert state.values.tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert state.values.dtype == np.float32
+        assert state.counters.tolist() == [3, 2**40]
+    assert all(not replica.received for replica in replicas[1:])
+
+
+def test_of_who_is_dead_or_no_member_one_hears_that_it_is_buried() -> None:
+    replicas, outcomes = ask_around(2, 9, None, 9, dead=(2,))
+    assert sorted(replicas[0].buried) == [2, 9]
+    assert replicas[0].received.keys() == {1}
+    assert outcomes[0] == Happenings(dead={2, 9}, resting={0, 1})
+
+
+def test_who_rests_is_heard_of_once() -> None:
+    replica, solo = Recorder(np.ones(4, np.float32)), Solo()
+    for message in (
+        rest(generation=GENERATION),
+        rest(generation=GENERATION),
+        finish(generation=GENERATION),
+    ):
+        solo.start(Post(message), SERVE)
+    assert solo.run(serve(0, terms_of(1), replica), SERVE).resting == {0}
+    assert replica.at_rest == [0]

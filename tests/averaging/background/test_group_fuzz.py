@@ -1,0 +1,39 @@
+"""Random schedules of arrivals, delays, stops, cuts, rests and deaths. Each is replayed by its
+seed.
+
+In all of them: nobody hangs, every living rank makes all its steps, weights sum to 1 in each
+average and each merge, all that get an average get the same bits, which are the mean of what its
+members gave, nobody waits for who computes, whoever is asked answers, and no more is sent than
+promised. Where nobody is lost, `delta` keeps the mean over ranks, however late averages come.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from group_support.world import World, draw_schedule
+
+
+@pytest.mark.parametrize("first", range(0, 96, 6))
+def test_random_schedules(first: int) -> None:
+    for seed in range(first, first + 6):
+        World(draw_schedule(seed)).run()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(10_000, 20_000, 500))
+def test_ten_thousand_random_schedules(first: int) -> None:
+    for seed in range(first, first + 500):
+        World(draw_schedule(seed)).run()
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 4))
+def test_a_seed_replays_its_schedule(seed: int) -> None:
+    worlds = [World(draw_schedule(seed)) for _ in range(2)]
+    for world in worlds:
+        world.run()
+    assert worlds[0].cluster.now_s == worlds[1].cluster.now_s
+    assert worlds[0].happenings == worlds[1].happenings
+    for first, second in zip(worlds[0].models, worlds[1].models, strict=True):
+        assert first.values.tobytes() == second.values.tobytes()

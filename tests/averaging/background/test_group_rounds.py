@@ -1,0 +1,207 @@
+"""One version among members who suspect each other at will, without a clock or a network.
+
+Messages come in any order that keeps those of one sender in sequence, all come in the end, and
+anybody may stop waiting for anybody at any time. What a member gets late it merges late.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from offbeat.averaging.background.group_base import Contribution, Piece, Terms
+from offbeat.averaging.background.group_merge import merge_delta
+from offbeat.averaging.background.rounds import Direct, Outgoing, Round, Scattered
+from offbeat.codec.model_wire import ModelMessage
+from offbeat.planning.groups import Meeting
+
+BOTH_WAYS = pytest.mark.parametrize("kind", [Scattered, Direct])
+
+
+class Version:
+    """Carries one version out, in an order drawn from a seed."""
+
+    def __init__(self, kind: type[Round], seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.group = tuple(self.draw.sample(range(9), self.draw.randint(2, 6)))
+        self.num_elements = self.draw.choice([1, 4, 11])
+        terms = Terms(
+            members=self.group,
+            generation=0,
+            num_elements=self.num_elements,
+            num_counters=1,
+            dtype=np.dtype(np.float64),
+            meeting=lambda _: Meeting(group=self.group),
+        )
+        self.rounds = {rank: kind(0, self.group, rank=rank, terms=terms) for rank in self.group}
+        self.weights = {rank: float(self.draw.randint(1, 3)) for rank in self.group}
+        self.values = {rank: self._random_values() for rank in self.group}
+        self.total = self.sum_of_values()
+        self.buffers: dict[int, NDArray[np.float64]] = {}
+        self.given: dict[int, Contribution] = {}
+        self.closed: set[int] = set()
+        self.links: dict[tuple[int, int], deque[bytes]] = {}
+        self.averages: dict[int, bytes] = {}
+
+    def run(self) -> None:
+        while moves := self._moves():
+            rank, sender = self.draw.choice(moves)
+            round_ = self.rounds[rank]
+            if sender is not None:
+                self._deliver(sender, rank)
+            elif not round_.contributed:
+                self._contribute(rank)
+            else:
+                self._send(rank, round_.go_on(round_.awaited() | self._some_others(rank)))
+            self._settle(rank)
+
+    def _moves(self) -> list[tuple[int, int | None]]:
+        """Whose turn it may be, and whose message it then takes."""
+        deliveries: list[tuple[int, int | None]] = [
+            (rank, sender) for (sender, rank), link in self.links.items() if link
+        ]
+        not_over = [(rank, None) for rank, round_ in self.rounds.items() if not round_.over]
+        return deliveries * 3 + not_over
+
+    def _contribute(self, rank: int) -> None:
+        mine = None
+        if self.draw.random() < 0.9:
+            self.given[rank] = Contribution(
+                values=self.values[rank].copy(),
+                step=self.draw.randint(0, 9),
+                fresh=self.draw.random() < 0.5,
+                weight=self.weights[rank],
+                counters=np.array([self.draw.randint(-9, 9)]),
+            )
+            self.buffers[rank] = self.values[rank].copy()
+            mine = replace(self.given[rank], values=self.buffers[rank])
+        absent = self._some_others(rank) if self.draw.random() < 0.5 else set()
+        self._send(rank, self.rounds[rank].contribute(mine, absent, arrived=True))
+        update = self._random_values()
+        self.values[rank] += update
+        self.total += self.weights[rank] * update
+
+    def _deliver(self, sender: int, rank: int) -> None:
+        message = ModelMessage.from_bytes(self.links[sender, rank].popleft())
+        if rank not in self.closed or self.rounds[rank].debtors():
+            self.rounds[rank].take(sender, message)
+
+    def _settle(self, rank: int) -> None:
+        round_ = self.rounds[rank]
+        if not round_.over:
+            return
+        assert round_.contributed
+        if rank not in self.closed:
+            self.closed.add(rank)
+            if round_.debtors():
+                round_.keep_for_late_pieces()
+        for piece in round_.take_pieces():
+            self._merge(rank, piece)
+        if rank in self.buffers:
+            self.buffers[rank].fill(np.nan)  # another snapshot takes its place
+
+    def _merge(self, rank: int, piece: Piece) -> None:
+        assert (
+            self.averages.setdefault(piece.begin, piece.average.tobytes())
+            == piece.average.tobytes()
+        )
+        notes = {
+            member: note
+            for member, note in zip(self.group, piece.notes, strict=True)
+            if note.weight
+        }
+        assert notes == {member: self.given[member].note for member in notes}
+        in_it = [self.given[member] for member in notes]
+        regions = [mine.values[piece.begin : piece.end] for mine in in_it]
+        mean = np.average(regions, axis=0, weights=[mine.weight for mine in in_it])
+        np.testing.assert_allclose(piece.average, mean, rtol=1e-9, atol=1e-9)
+        assert piece.counters.tolist() == [max(mine.counters[0] for mine in in_it)]
+        assert (piece.contributed is not None) == (rank in notes)
+        assert piece.fresh == (rank in notes and notes[rank].fresh)
+        self.values[rank][piece.begin : piece.end] = merge_delta(
+            self.values[rank][piece.begin : piece.end], piece
+        )
+
+    def _send(self, rank: int, outgoing: Outgoing) -> None:
+        for peer, message in outgoing:
+            self.links.setdefault((rank, peer), deque()).append(message)
+
+    def _some_others(self, rank: int) -> set[int]:
+        return {other for other in self.group if other != rank and self.draw.random() < 0.4}
+
+    def _random_values(self) -> NDArray[np.float64]:
+        return np.array([float(self.draw.randint(-50, 50)) for _ in range(self.num_elements)])
+
+    def sum_of_values(self) -> NDArray[np.float64]:
+        return np.asarray(sum(self.weights[rank] * self.values[rank] for rank in self.group))
+
+
+@BOTH_WAYS
+@given(seed=st.integers(0, 2**32 - 1))
+def test_the_mean_is_kept_whoever_is_suspected_when(kind: type[Round], seed: int) -> None:
+    version = Version(kind, seed)
+    version.run()
+    np.testing.assert_allclose(version.sum_of_values(), version.total, rtol=1e-9, atol=1e-7)
+    assert all(not round_.debtors() for round_ in version.rounds.values())
+
+
+def a_round(rank: int, kind: type[Round] = Scattered) -> Round:
+    terms = Terms(
+        members=(0, 1, 2), generation=0, num_elements=3, meeting=lambda _: Meeting(group=(0, 1, 2))
+    )
+    return kind(0, (0, 1, 2), rank=rank, terms=terms)
+
+
+def test_a_suspect_whose_contribution_is_in_is_sent_the_average() -> None:
+    mine = Contribution(values=np.ones(3, np.float32), step=0, fresh=True)
+    rounds = [a_round(rank) for rank in range(3)]
+    parts = [dict(round_.contribute(mine, set(), arrived=True)) for round_ in rounds]
+    rounds[0].take(1, ModelMessage.from_bytes(parts[1][0]))
+    sent = {rank: ModelMessage.from_bytes(message) for rank, message in rounds[0].go_on({1, 2})}
+    assert [note.weight for note in sent[1].notes] == [1.0, 1.0, 0.0]
+    assert sent[1].values.tolist() == [1.0]
+    assert sent[2].values.size == 0
+    assert not any(note.weight for note in sent[2].notes)
+
+
+@BOTH_WAYS
+def test_who_is_suspected_is_sent_no_values_but_the_news(kind: type[Round]) -> None:
+    mine = Contribution(values=np.ones(3, np.float32), step=4, fresh=True)
+    outgoing = a_round(0, kind).contribute(mine, {1}, arrived=True)
+    sent = {rank: ModelMessage.from_bytes(message) for rank, message in outgoing}
+    assert (sent[1].weight, sent[1].values.size, sent[1].step, sent[1].fresh, sent[1].arrived) == (
+        0.0,
+        0,
+        4,
+        True,
+        True,
+    )
+    assert (sent[2].weight, sent[2].values.size) == (1.0, 1 if kind is Scattered else 3)
+
+
+def test_a_part_that_comes_after_the_average_is_late() -> None:
+    mine = Contribution(values=np.ones(3, np.float32), step=0, fresh=True)
+    owner = a_round(0)
+    owner.contribute(mine, set(), arrived=True)
+    part = ModelMessage.from_bytes(dict(a_round(1).contribute(mine, set(), arrived=True))[0])
+    assert not owner.take(2, part)
+    owner.go_on({1})
+    assert owner.take(1, part)
+
+
+def test_whoever_has_an_average_is_called_and_sends_nothing_to_its_owner() -> None:
+    mine = Contribution(values=np.ones(3, np.float32), step=0, fresh=True)
+    owner, late = a_round(1), a_round(0)
+    owner.contribute(mine, {0}, arrived=True)
+    average = dict(owner.go_on({0, 2}))[0]
+    assert not late.is_called(3, set(), set())
+    late.take(1, ModelMessage.from_bytes(average))
+    assert late.is_called(3, set(), set())
+    assert [rank for rank, _ in late.contribute(mine, set(), arrived=False)] == [2]

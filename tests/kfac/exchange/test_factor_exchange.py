@@ -1,0 +1,473 @@
+"""K-FAC in a world of one, against a slow reference, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from kfac_support import reference
+from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
+from offbeat.kfac.blocks import SIDES
+from offbeat.kfac.exchange.factors import FactorExchange
+from offbeat.kfac.inverses import is_there
+from offbeat.kfac.planning.factor_plan import FactorCosts
+from offbeat.kfac.planning.inversion import PolynomialInversion
+from offbeat.kfac.planning.placement import InverseCosts
+from offbeat.planning.costs import Channel, Link
+from offbeat.session.session import Session
+from offbeat.strategies.kfac import KFACStrategy
+
+KINDS = [offbeat.DKFAC, offbeat.MPDKFAC, offbeat.SPDKFAC, offbeat.DPKFAC]
+HYPER: list[dict[str, Any]] = [
+    {"damping": 0.01, "decay": 0.9, "kl_clip": None, "factor_interval": 1, "inverse_interval": 1},
+    {"damping": 0.01, "decay": 0.5, "kl_clip": 1e-3, "factor_interval": 2, "inverse_interval": 3},
+    {"damping": 0.1, "decay": 0.0, "kl_clip": 1e-2, "factor_interval": 1, "inverse_interval": 2},
+    {
+        "damping": 0.05,
+        "decay": 0.5,
+        "kl_clip": 1e-2,
+        "factor_interval": 4,
+        "inverse_interval": 6,
+        "ramp": False,
+    },
+    {"damping": 0.05, "decay": 0.5, "kl_clip": 1e-2, "factor_interval": 3, "inverse_interval": 8},
+    {
+        "damping": 0.02,
+        "decay": 0.8,
+        "kl_clip": 1e-2,
+        "factor_interval": 1,
+        "inverse_interval": 2,
+        "inverse": "eigen",
+    },
+]
+HYPER += [hyper | {"pi": False} for hyper in HYPER]
+
+Attach = Callable[..., tuple[nn.Sequential, torch.optim.Optimizer, Session]]
+
+
+@pytest.fixture
+def attached() -> Iterator[Attach]:
+    sessions: list[Session] = []
+
+    def make(
+        strategy: KFACStrategy, **kwargs: Any
+    ) -> tuple[nn.Sequential, torch.optim.Optimizer, Session]:
+        net = reference.make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        sessions.append(offbeat.attach(net, optimizer, strategy, **kwargs))
+        return net, optimizer, sessions[-1]
+
+    yield make
+    for session in sessions:
+        session.close()
+
+
+def part_of(session: Session) -> FactorExchange:
+    return next(part for part in session._parts if isinstance(part, FactorExchange))
+
+
+def batches(steps: range) -> list[reference.Batch]:
+    return [reference.batch_of(0, step, num_examples=3) for step in steps]
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for batch in batches(steps):
+        reference.loss_of(net, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_close(left: nn.Module, right: nn.Module) -> None:
+    for a, b in zip(left.parameters(), right.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hyper", HYPER)
+def test_steps_are_those_of_the_slow_reference(
+    attached: Attach, kind: type[KFACStrategy], hyper: dict[str, Any]
+) -> None:
+    net, optimizer, _ = attached(kind(**hyper))
+    train(net, optimizer, range(6))
+    slow = reference.make_net()
+    reference.train(slow, batches(range(6)), lr=0.05, momentum=0.9, **hyper)
+    assert_close(net, slow)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_of_the_samples_are_enough_if_each_is_there_twice(
+    attached: Attach, kind: type[KFACStrategy]
+) -> None:
+    hyper = {"factor_interval": 2, "inverse_interval": 2, "decay": 0.5}
+    nets = []
+    for stride in (1, 2):
+        net, optimizer, _ = attached(kind(sample_stride=stride, **hyper))
+        for x, y in batches(range(6)):
+            reference.loss_of(
+                net, (x.repeat_interleave(2, 0), y.repeat_interleave(2, 0))
+            ).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        nets.append(net)
+    assert_close(*nets)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hyper", HYPER[2:5])
+def test_in_bfloat16_steps_are_nearly_those_of_the_slow_reference(
+    attached: Attach, kind: type[KFACStrategy], hyper: dict[str, Any]
+) -> None:
+    net, optimizer, _ = attached(kind(inverse_dtype="bfloat16", **hyper))
+    before = torch.cat([p.detach().flatten() for p in net.parameters()])
+    train(net, optimizer, range(3))
+    slow = reference.make_net()
+    reference.train(slow, batches(range(3)), lr=0.05, momentum=0.9, **hyper)
+    mine, theirs = (
+        torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (net, slow)
+    )
+    assert 0 < (mine - theirs).norm() < 0.02 * (theirs - before).norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bfloat16_what_is_kept_is_no_larger_and_comes_back(
+    attached: Attach, kind: type[KFACStrategy]
+) -> None:
+    """Where inverses were kept in another form, all are made anew."""
+    strategy = kind(inverse_dtype="bfloat16", factor_interval=1, inverse_interval=3, ramp=False)
+    net, optimizer, session = attached(strategy)
+    train(net, optimizer, range(2))
+    kept = [inverse for inverse in part_of(session)._inverses.packed if inverse is not None]
+    assert {inverse.dtype for inverse in kept} == {torch.bfloat16}
+    dims = [block.shape(side).dim for block in part_of(session)._blocks for side in SIDES]
+    assert sum(inverse.nbytes for inverse in kept) == sum(2 * dim**2 for dim in dims)
+    again, other, resumed = attached(strategy)
+    again.load_state_dict(net.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.load_state_dict(session.state_dict())
+    for model, stepping in ((net, optimizer), (again, other)):
+        train(model, stepping, range(2, 5))
+    for left, right in zip(net.parameters(), again.parameters(), strict=True):
+        assert torch.equal(left, right)
+    exact, exact_optimizer, plain = attached(replace(strategy, inverse_dtype="float32"))
+    plain.load_state_dict(session.state_dict())
+    train(exact, exact_optimizer, range(1))
+    assert all(bool(is_there(kept)) for kept in part_of(plain)._inverses.packed if kept is not None)
+
+
+def test_eigenvectors_are_not_kept_in_bfloat16() -> None:
+    with pytest.raises(ConfigError, match='use inverse="cholesky"'):
+        offbeat.SPDKFAC(inverse="eigen", inverse_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("ramp", [True, False])
+@pytest.mark.parametrize("interval", [1, 2, 5])
+def test_samples_take_turns_in_steps_with_factors(
+    attached: Attach, ramp: bool, interval: int
+) -> None:
+    net, optimizer, session = attached(
+        offbeat.SPDKFAC(factor_interval=interval, inverse_interval=20, ramp=ramp)
+    )
+    capture, phases = part_of(session)._capture, []
+    for step in range(12):
+        phases.append(capture._phase)
+        train(net, optimizer, range(step, step + 1))
+    assert [phase for phase in phases if phase is not None] == list(
+        range(len(phases) - phases.count(None))
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_closure_is_a_step_like_any_other(attached: Attach, kind: type[KFACStrategy]) -> None:
+    net, optimizer, session = attached(kind(inverse_interval=1))
+    plain, plain_optimizer, _ = attached(kind(inverse_interval=1))
+    train(plain, plain_optimizer, range(3))
+    for batch in batches(range(3)):
+
+        def closure(batch: reference.Batch = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = reference.loss_of(net, batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert_close(net, plain)
+    assert session.stats.steps == session.stats.exchanges == 3
+
+
+def test_gradients_scaled_by_amp_give_the_same_steps(attached: Attach) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    net, optimizer, session = attached(offbeat.SPDKFAC(inverse_interval=1), scaler=scaler)
+    plain, plain_optimizer, _ = attached(offbeat.SPDKFAC(inverse_interval=1))
+    for step, batch in enumerate(batches(range(5))):
+        for model, opt, scale in ((net, optimizer, scaler), (plain, plain_optimizer, None)):
+            if scale is None:
+                if step != 2:
+                    reference.loss_of(model, batch).backward()
+                    opt.step()
+            else:
+                scale.scale(
+                    reference.loss_of(model, batch) * (float("inf") if step == 2 else 1.0)
+                ).backward()
+                scale.step(opt)
+                scale.update()
+            opt.zero_grad()
+    assert_close(net, plain)
+    assert session.stats.skipped_steps == 1
+
+
+def test_factors_leave_during_the_passes_once_it_is_known_what_is_to_come(attached: Attach) -> None:
+    net, optimizer, session = attached(offbeat.SPDKFAC(fusion="none"))
+    launched: list[str] = []
+    part = part_of(session)
+    for slots, message in zip(part.plan.groups, part._messages, strict=True):
+
+        def launch(*args: Any, slots: Any = slots, launch: Any = message.launch) -> Any:
+            launched.append(f"{'AG'[slots[0] % 2]}{slots[0] // 2}")
+            return launch(*args)
+
+        message.launch = launch  # type: ignore[method-assign]
+    batch = reference.batch_of(0, 0)
+    reference.loss_of(net, batch)
+    assert launched == []
+    reference.loss_of(net, batch).backward()
+    optimizer.step()
+    launched.clear()
+    net.eval()
+    net(batch[0])
+    with torch.no_grad():
+        net.train()(batch[0])
+    assert launched == [], "these passes are not for training"
+    net.zero_grad()
+    for _ in range(2):
+        loss = reference.loss_of(net, batch)
+    assert launched == ["A0", "A1", "A2"]
+    loss.backward()
+    assert launched == ["A0", "A1", "A2", "G2", "G1", "G0"]
+
+
+@pytest.mark.parametrize("pi", [False, True])
+def test_inversions_begin_as_their_messages_arrive(attached: Attach, pi: bool) -> None:
+    net, optimizer, session = attached(offbeat.MPDKFAC(pi=pi))
+    part, events = part_of(session), list[str]()
+    invert = part._inverses._invert
+    for number, message in enumerate(part._messages):
+
+        def wait(number: int = number, wait: Callable[[], None] = message.wait) -> None:
+            events.append(f"message {number}")
+            wait()
+
+        message.wait = wait  # type: ignore[method-assign]
+
+    def noted(slots: Sequence[int]) -> None:
+        events.extend("AG"[slot % 2] for slot in slots)
+        invert(slots)
+
+    part._inverses._invert = noted  # type: ignore[method-assign]
+    train(net, optimizer, range(1))
+    if pi:
+        assert events[:2] == ["message 0", "message 1"], (
+            "a factor's damping depends on both factors of its block"
+        )
+        assert sorted(events[2:]) == [*"AAAGGG"]
+    else:
+        assert events == ["message 0", *"AAA", "message 1", *"GGG"]
+
+
+def test_groups_are_planned_of_measured_times(
+    attached: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = FactorCosts(
+        all_reduce=Link(alpha_s=0.0, beta_s_per_byte=1e-12),
+        inverse=InverseCosts(
+            inversion=PolynomialInversion(constant_s=1e-6, square_s=0.0, cube_s=0.0),
+            broadcast=Channel(link=Link(alpha_s=1e-3, beta_s_per_byte=0.0), gap_s=0.0),
+        ),
+    )
+    made = KFACStrategy._setting
+
+    def with_costs(self: KFACStrategy, *args: Any) -> Any:
+        return replace(made(self, *args), costs=costs)
+
+    monkeypatch.setattr(KFACStrategy, "_setting", with_costs)
+    hyper: dict[str, Any] = {"damping": 0.01, "decay": 0.9, "kl_clip": None}
+    net, optimizer, session = attached(offbeat.SPDKFAC(inverse_interval=1, **hyper))
+    assert part_of(session).plan.groups == ((0, 2, 4), (5, 3, 1))
+    train(net, optimizer, range(6))
+    *earlier, last = part_of(session).plan.groups
+    assert earlier
+    assert last == (1,), "what was ready long before has left when the last factor is ready"
+    slow = reference.make_net()
+    reference.train(slow, batches(range(6)), lr=0.05, momentum=0.9, **hyper)
+    assert_close(net, slow)
+
+
+def test_a_factor_without_inverse_means_plain_gradients_for_its_layer(attached: Attach) -> None:
+    net, optimizer, session = attached(offbeat.DKFAC(kl_clip=None, decay=0.5))
+    part = part_of(session)
+    batch = reference.batch_of(0, 0)
+    part._factors[2].mass.fill_(1.0)
+    part._factors[2]._sum.fill_(-1e6)
+    reference.loss_of(net, batch).backward()
+    plain = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    optimizer.step()
+    same = [
+        torch.equal(p.grad, before)
+        for p, before in zip(net.parameters(), plain, strict=True)
+        if p.grad is not None
+    ]
+    assert same == [False, False, True, False, False]
+    assert any("A of '3'" in notice and "plain gradients" in notice for notice in session.notices)
+
+
+def test_layers_that_are_not_covered_are_named_once(attached: Attach) -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    with offbeat.attach(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), offbeat.SPDKFAC()
+    ) as session:
+        for _ in range(2):
+            net(torch.ones(4, 2)).sum().backward()
+        assert sum("1 (LayerNorm is not supported)" in notice for notice in session.notices) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"damping": -1e-3}, "damping must be greater than 0"),
+        ({"damping": float("nan")}, "damping must be greater than 0"),
+        ({"factor_interval": 0}, "factor_interval must be an integer of at least 1"),
+        ({"inverse_interval": 0}, "inverse_interval must be an integer of at least 1"),
+        ({"decay": 1.0}, r"decay must be in \[0, 1\)"),
+        ({"kl_clip": 0.0}, "kl_clip must be greater than 0"),
+        ({"exchange": "gtopp"}, "did you mean 'gtopk'"),
+        ({"exchange": offbeat.LocalSGD()}, "that exchanges gradients"),
+        ({"sharing": "contract"}, "'expand' and 'reduce'"),
+        ({"sample_stride": 0}, "sample_stride must be an integer of at least 1"),
+        ({"inverse_dtype": "float16"}, "inverse_dtype must be one of"),
+        ({"inverse": "newton"}, "inverse must be one of"),
+    ],
+)
+def test_options_outside_their_range_are_refused(
+    kind: type[KFACStrategy], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        kind(**options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (offbeat.SPDKFAC, {"fusion": "some"}),
+        (offbeat.SPDKFAC, {"load": "d"}),
+        (offbeat.DPKFAC, {"factors": "me"}),
+    ],
+)
+def test_choices_that_do_not_exist_are_refused(
+    kind: type[KFACStrategy], options: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="must be one of"):
+        kind(**options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_without_any_layer_for_it_is_refused(kind: type[KFACStrategy]) -> None:
+    net = nn.LayerNorm(3)
+    with pytest.raises(ConfigError, match="finds no layer that it can precondition"):
+        offbeat.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), kind())
+
+
+def test_fused_optimizers_under_a_scaler_are_refused() -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    with pytest.raises(UnsupportedError, match="fused=False"):
+        offbeat.attach(net, optimizer, offbeat.SPDKFAC(), scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_a_state_of_another_model_is_refused_and_changes_nothing(attached: Attach) -> None:
+    net, optimizer, session = attached(offbeat.SPDKFAC())
+    train(net, optimizer, range(2))
+    before = session.state_dict()["parts"]["FactorExchange"]["replicated"]
+    wrong = session.state_dict()
+    wrong["parts"]["FactorExchange"]["replicated"]["3/input/sum"] = torch.ones(1, 3)
+    with pytest.raises(CheckpointError, match="'3/input'"):
+        session.load_state_dict(wrong)
+    after = session.state_dict()["parts"]["FactorExchange"]["replicated"]
+    assert after.keys() == before.keys()
+    for key, value in before.items():
+        assert (
+            torch.equal(after[key], value)
+            if isinstance(value, torch.Tensor)
+            else after[key] == value
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept_is_half_of_the_squares_and_of_their_diagonals(
+    attached: Attach, kind: type[KFACStrategy]
+) -> None:
+    net, optimizer, session = attached(kind())
+    train(net, optimizer, range(2))
+    part = part_of(session)
+    dims = [block.shape(side).dim for block in part._blocks for side in SIDES]
+    triangles = sum(dim**2 + dim for dim in dims) // 2
+    assert state_elements(session) == 2 * triangles + len(dims), (
+        "a running average with its mass, and an inverse"
+    )
+    in_memory = [factor._sum for factor in part._factors.values()] + [
+        kept for kept in part._inverses.packed if kept is not None
+    ]
+    nbytes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in in_memory}
+    assert sum(nbytes.values()) == 8 * 2 * triangles
+
+
+def state_elements(session: Session) -> int:
+    state = session.state_dict()["parts"]["FactorExchange"]
+    return sum(
+        value.numel()
+        for kept in state.values()
+        for value in kept.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_steps_are_looked_at_closely(attached: Attach, kind: type[KFACStrategy]) -> None:
+    net, optimizer, session = attached(kind(factor_interval=2, inverse_interval=10, ramp=False))
+    profiles = {}
+    for step in range(45):
+        train(net, optimizer, range(step, step + 1))
+        if (profile := session.take_profile()) is not None:
+            profiles[step] = profile
+    assert sorted(profiles) == [0, 2, 4, 6, 8, 10, 12, 16, 20, 24, 30, 32, 40]
+    inverting = [
+        step
+        for step, profile in profiles.items()
+        if any(span.kind == "invert" for span in profile.spans)
+    ]
+    assert inverting == [0, 10, 20, 30, 40]
+    for profile in profiles.values():
+        assert sum(span.kind == "factor" for span in profile.spans) == len(part_of(session)._shapes)
+        assert all(span.began_s <= span.ended_s for span in profile.spans)
+    duties = profiles[0].duties
+    assert [duty.factor for duty in duties[:2]] == ["A of '0'", "G of '0'"]
+    assert [duty.rows for duty in duties] == [shape.dim for shape in part_of(session)._shapes]
+    assert [duty.owner for duty in duties] == list(part_of(session).plan.owners)
+    assert {duty.sends for duty in duties} == {
+        {offbeat.MPDKFAC: "inverses", offbeat.DPKFAC: "directions"}.get(kind)
+    }
+
+
+def test_a_step_that_was_skipped_has_no_profile(attached: Attach) -> None:
+    net, optimizer, session = attached(offbeat.SPDKFAC())
+    x, y = reference.batch_of(0, 0)
+    reference.loss_of(net, (x * float("nan"), y)).backward()
+    optimizer.step()
+    assert session.stats.skipped_steps == 1
+    assert session.take_profile() is None

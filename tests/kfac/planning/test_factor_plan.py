@@ -1,0 +1,108 @@
+"""Plans of the K-FAC strategies: every factor travels once, in one order, and A before G."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import offbeat
+from offbeat.kfac.planning.factor_plan import FactorCosts, FactorPlan, Setting, block_owners, turns
+from offbeat.kfac.planning.inversion import PolynomialInversion
+from offbeat.kfac.planning.placement import InverseCosts
+from offbeat.planning.costs import Channel, Link
+from offbeat.strategies.kfac import KFACStrategy
+
+STRATEGIES: dict[str, KFACStrategy] = {
+    "dkfac": offbeat.DKFAC(),
+    "mpdkfac": offbeat.MPDKFAC(),
+    "spdkfac": offbeat.SPDKFAC(),
+    "spdkfac by the paper's rules": offbeat.SPDKFAC(fusion="rule", placement="rule"),
+    "spdkfac, unfused": offbeat.SPDKFAC(fusion="none"),
+    "dpkfac": offbeat.DPKFAC(factors="everyone"),
+}
+COSTS = FactorCosts(
+    all_reduce=Link(alpha_s=1e-3, beta_s_per_byte=1e-8),
+    inverse=InverseCosts(
+        inversion=PolynomialInversion(constant_s=1e-4, square_s=0.0, cube_s=1e-10),
+        broadcast=Channel(link=Link(alpha_s=1e-3, beta_s_per_byte=1e-8), gap_s=5e-4),
+    ),
+)
+
+
+@st.composite
+def settings(draw: st.DrawFn) -> Setting:
+    num_blocks = draw(st.integers(1, 12))
+    num_slots = 2 * num_blocks
+    ready = sorted(draw(st.lists(st.floats(0, 1), min_size=num_slots, max_size=num_slots)))
+    inputs, outputs = ready[:num_blocks], ready[num_blocks:][::-1]
+    dims = draw(st.lists(st.integers(1, 2000), min_size=num_slots, max_size=num_slots))
+    return Setting(
+        world_size=draw(st.sampled_from([1, 2, 3, 4, 64, 1024])),
+        alike=True,
+        dims=dims,
+        sizes_bytes=[2 * dim * (dim + 1) for dim in dims],
+        kinds=draw(
+            st.lists(st.sampled_from(["f32", "f64"]), min_size=num_slots, max_size=num_slots)
+        ),
+        costs=COSTS,
+        ready_s=draw(
+            st.sampled_from(
+                [None, [time for pair in zip(inputs, outputs, strict=True) for time in pair]]
+            )
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@given(setting=settings())
+def test_every_factor_travels_once_and_is_inverted_by_somebody(name: str, setting: Setting) -> None:
+    plan = STRATEGIES[name].plan(setting)
+    sent = [slot for group in plan.groups for slot in group]
+    assert sorted(sent) == list(range(len(setting.dims)))
+    assert all(sent.index(slot) < sent.index(slot + 1) for slot in range(0, len(sent), 2)), (
+        "G of a block leaves before its A"
+    )
+    assert all(len({setting.kinds[slot] for slot in group}) == 1 for group in plan.groups)
+    assert all(owner is None or 0 <= owner < setting.world_size for owner in plan.owners)
+    assert plan == STRATEGIES[name].plan(replace(setting))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@given(setting=settings(), num_buckets=st.integers(1, 5))
+def test_turns_hold_everything_once_and_buckets_in_order(
+    name: str, setting: Setting, num_buckets: int
+) -> None:
+    plan = STRATEGIES[name].plan(setting)
+    firsts = [2 * slot for slot in range(len(setting.dims))]
+    order = turns(plan, firsts, [10 * number for number in reversed(range(num_buckets))])
+    assert [number for kind, number in order if kind == "factors"] == list(range(len(plan.groups)))
+    assert [number for kind, number in order if kind == "gradients"] == list(range(num_buckets))
+    assert order[-1][0] == "factors", (
+        "gradients are there before the last factors, so that those before them are put to use"
+    )
+    assert (order[-2][0] == "gradients") == (plan.streamed or len(plan.groups) == 1)
+
+
+@given(settings())
+def test_both_factors_of_a_block_have_one_owner(setting: Setting) -> None:
+    owners = block_owners(setting)
+    assert owners[::2] == owners[1::2]
+
+
+def test_the_strategies_are_their_papers() -> None:
+    setting = Setting(
+        world_size=2, alike=True, dims=[3, 4, 5, 6], sizes_bytes=[1] * 4, kinds=["f32"] * 4
+    )
+    assert offbeat.DKFAC().plan(setting) == FactorPlan(
+        groups=((0, 2), (3, 1)), streamed=False, owners=(None,) * 4
+    )
+    assert offbeat.MPDKFAC().plan(setting) == FactorPlan(
+        groups=((0, 2), (3, 1)), streamed=False, owners=(0, 1, 0, 1)
+    )
+    assert offbeat.SPDKFAC().plan(setting).streamed
+    assert offbeat.DPKFAC().plan(setting) == FactorPlan(
+        groups=(), streamed=False, owners=(1, 1, 0, 0), by_owner=True
+    )

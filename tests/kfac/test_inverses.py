@@ -1,0 +1,247 @@
+"""Inverses and eigendecompositions, and what happens to matrices that have none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.kfac import eigen, inverses
+from offbeat.kfac.blocks import FactorShape
+from offbeat.kfac.eigen import Decomposer, decompose
+from offbeat.kfac.inverses import Form, Inverter, Job, is_there, usual_form
+from offbeat.kfac.packing import pack, unpack
+
+
+def job(
+    matrices: torch.Tensor, *, damping: float = 0.1, name: str = "layer:input", valid: bool = True
+) -> Job:
+    shape = FactorShape(
+        groups=matrices.shape[0], dim=matrices.shape[-1], is_diagonal=matrices.ndim == 2
+    )
+    return Job(
+        name=name,
+        packed=matrices if shape.is_diagonal else pack(matrices),
+        shape=shape,
+        damping=torch.tensor(damping, dtype=matrices.dtype),
+        valid=torch.tensor(valid),
+    )
+
+
+def moment(groups: int, dim: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    rows = torch.randn(
+        groups, 2 * dim, dim, generator=torch.Generator().manual_seed(seed), dtype=dtype
+    )
+    return rows.mT @ rows / (2 * dim)
+
+
+def inverse_of(packed: torch.Tensor, of: Job, form: Form) -> torch.Tensor:
+    if form == "inverse" or of.shape.is_diagonal:
+        return square(packed, of)
+    if form == "bfloat16":
+        return packed.unflatten(1, (of.shape.dim, of.shape.dim)).float()
+    upper = square(packed, of).triu()
+    return torch.linalg.inv(upper.mT @ upper)
+
+
+def square(packed: torch.Tensor, of: Job) -> torch.Tensor:
+    return torch.diag_embed(packed) if of.shape.is_diagonal else unpack(packed, of.shape.dim)
+
+
+forms = pytest.mark.parametrize("form", ["triangle", "inverse"])
+
+
+@forms
+@given(
+    kinds=st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 6), st.booleans()), min_size=1, max_size=6
+    )
+)
+def test_batches_of_any_mixture_are_inverted_each_with_its_damping(
+    form: Form, kinds: list[tuple[int, int, bool]]
+) -> None:
+    jobs = []
+    for seed, (groups, dim, is_diagonal) in enumerate(kinds):
+        matrices = moment(groups, dim, seed)
+        if is_diagonal:
+            matrices = matrices.diagonal(dim1=1, dim2=2)[:1].contiguous()
+        jobs.append(job(matrices, damping=0.1 * (seed + 1)))
+    for each, inverse in zip(jobs, Inverter(pytest.fail, form).invert(jobs), strict=True):
+        assert inverse.shape == each.shape.packed
+        assert is_there(inverse)
+        damped = square(each.packed, each) + each.damping * torch.eye(
+            each.shape.dim, dtype=torch.float64
+        )
+        np.testing.assert_allclose(
+            inverse_of(inverse, each, form).numpy(),
+            np.linalg.inv(damped.numpy()),
+            rtol=1e-8,
+            atol=1e-10,
+        )
+
+
+def test_matrices_of_one_size_are_inverted_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    attempt = inverses._attempt
+    monkeypatch.setattr(
+        inverses,
+        "_attempt",
+        lambda matrices, *rest: (calls.append(matrices.shape), attempt(matrices, *rest))[1],
+    )
+    Inverter(pytest.fail, "inverse").invert(
+        [job(moment(groups, dim, 1)) for groups, dim in ((1, 4), (2, 3), (3, 4), (1, 3), (1, 4))]
+    )
+    assert calls == [(5, 4, 4), (3, 3, 3)]
+
+
+def indefinite(lowest: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A matrix with one eigenvalue that is negative."""
+    turn, _ = torch.linalg.qr(
+        torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    )
+    values = torch.tensor([lowest, 1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    return (turn * values @ turn.mT).to(dtype)[None]
+
+
+@given(kinds=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=1, max_size=6))
+def test_in_bfloat16_inverses_are_the_same_rounded_and_square(kinds: list[tuple[int, int]]) -> None:
+    jobs = [job(moment(groups, dim, seed)) for seed, (groups, dim) in enumerate(kinds)]
+    exact, rounded = (Inverter(pytest.fail, form).invert(jobs) for form in ("inverse", "bfloat16"))
+    for each, one, other in zip(jobs, exact, rounded, strict=True):
+        assert other.shape == Inverter(pytest.fail, "bfloat16").kept(each.shape)
+        assert is_there(other)
+        assert torch.equal(other, square(one, each).bfloat16().flatten(1))
+
+
+@forms
+def test_ten_times_the_damping_may_help(form: Form) -> None:
+    matrix = indefinite(-0.5)
+    each = job(matrix, damping=0.1)
+    (inverse,) = Inverter(pytest.fail, form).invert([each])
+    expected = torch.linalg.inv(matrix + torch.eye(5))
+    torch.testing.assert_close(inverse_of(inverse, each, form), expected, rtol=1e-4, atol=1e-5)
+
+
+@forms
+def test_float64_may_help(form: Form) -> None:
+    """Beside elements of 2^20, float32 has no room for a damping of 1 / 100."""
+    dim = 6
+    row = torch.tensor([1.0, 2, -1, 4, 2, -2]) * 2**10
+    packed = pack(torch.outer(row, row)[None])
+    rungs = []
+    attempt = inverses._attempt
+
+    def noting(
+        matrices: torch.Tensor, damping: torch.Tensor, form: Form
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        result, good = attempt(matrices, damping, form)
+        rungs.append((matrices.dtype, bool(good.all())))
+        return result, good
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inverses, "_attempt", noting)
+        each = job(unpack(packed, dim), damping=0.01)
+        (inverse,) = Inverter(pytest.fail, form).invert([each])
+    assert rungs == [(torch.float32, False), (torch.float32, False), (torch.float64, True)]
+    assert is_there(inverse)
+    assert (torch.linalg.eigvalsh(inverse_of(inverse.double(), each, form)) > 0).all()
+
+
+@forms
+def test_a_hopeless_factor_has_no_inverse_harms_no_other_and_is_named_once(form: Form) -> None:
+    warnings: list[str] = []
+    inverter = Inverter(warnings.append, form)
+    broken = moment(1, 5, 1, torch.float32)
+    broken[0, 1, 1] = float("nan")
+    good = moment(2, 5, 2, torch.float32)
+    jobs = [job(indefinite(-50.0), name="bad:input"), job(good), job(broken, name="nan:output")]
+    for _ in range(2):
+        found = inverter.invert(jobs)
+        assert not found[0].any()
+        assert not found[2].any()
+        assert not is_there(found[0])
+        damped = good + 0.1 * torch.eye(5)
+        torch.testing.assert_close(
+            inverse_of(found[1], jobs[1], form) @ damped,
+            torch.eye(5).expand(2, 5, 5),
+            rtol=1e-4,
+            atol=1e-5,
+        )
+    assert len(warnings) == 2
+    assert "bad:input" in warnings[0]
+    assert "nan:output" in warnings[1]
+
+
+@pytest.mark.parametrize("form", ["triangle", "bfloat16"])
+def test_one_bad_group_leaves_the_whole_factor_without_an_inverse(form: Form) -> None:
+    matrices = torch.cat([moment(1, 5, 2, torch.float32), indefinite(-50.0)])
+    (inverse,) = Inverter(lambda warning: None, form).invert([job(matrices)])
+    assert not is_there(inverse)
+
+
+@pytest.mark.parametrize("form", ["triangle", "inverse", "bfloat16"])
+def test_what_was_never_averaged_has_no_inverse_and_needs_no_warning(form: Form) -> None:
+    found = Inverter(pytest.fail, form).invert(
+        [job(torch.zeros(1, 3, 3), valid=False), job(torch.zeros(1, 3), valid=False)]
+    )
+    assert not any(inverse.any() for inverse in found)
+    (none,) = decompose([job(torch.zeros(1, 3, 3), valid=False)], pytest.fail)
+    assert (none.values < 0).all()
+
+
+@forms
+def test_where_answers_come_later_a_failure_climbs_the_ladder_the_next_time(
+    form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inverses, "answers_later", lambda device: True)
+    inverter = Inverter(pytest.fail, form)
+    jobs = [job(indefinite(-0.5), name="bad:input"), job(moment(1, 5, 2, torch.float32))]
+    now, later, after = (inverter.invert(jobs) for _ in range(3))
+    assert not now[0].any()
+    assert is_there(now[1])
+    assert is_there(later[0])
+    expected = torch.linalg.inv(indefinite(-0.5) + torch.eye(5))
+    torch.testing.assert_close(inverse_of(later[0], jobs[0], form), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(now[1], later[1])
+    assert torch.equal(later[0], after[0])
+
+
+def test_gpus_multiply_and_so_do_others_where_an_inverse_serves_many_steps() -> None:
+    assert usual_form(torch.device("cuda"), 1) == usual_form(torch.device("cpu"), 100) == "inverse"
+    assert usual_form(torch.device("cpu"), 1) == "triangle"
+
+
+def test_eigendecompositions_put_matrices_together_again() -> None:
+    jobs = [job(moment(2, 4, 0)), job(moment(1, 3, 1)), job(moment(1, 4, 2)), job(torch.rand(1, 6))]
+    for each, found in zip(jobs, decompose(jobs, pytest.fail), strict=True):
+        if found.vectors is None:
+            assert torch.equal(found.values, each.packed)
+        else:
+            again = found.vectors * found.values[:, None] @ found.vectors.mT
+            torch.testing.assert_close(again, square(each.packed, each))
+
+
+def test_an_eigendecomposition_that_fails_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = job(moment(1, 4, 0)), job(moment(1, 4, 1), name="bad:input")
+    real = torch.linalg.eigh
+
+    def eigh(matrices: torch.Tensor) -> object:
+        if any(torch.equal(matrix, square(bad.packed, bad)[0]) for matrix in matrices):
+            raise eigen.LinAlgError("did not converge")
+        return real(matrices)
+
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    warnings: list[str] = []
+    found = decompose([good, bad], warnings.append)
+    assert (found[0].values >= 0).all()
+    assert (found[1].values == -1).all()
+    assert len(warnings) == 1
+    assert "bad:input" in warnings[0]
+    decomposer = Decomposer(warnings.append)
+    for _ in range(2):
+        kept = decomposer.invert([good, bad])
+        assert [is_there(each).item() for each in kept] == [True, False]
+        assert not kept[1].any(), "zeros are what every rank takes for none"
+    assert len(warnings) == 2, "the second one is the decomposer's, said once"

@@ -1,0 +1,133 @@
+"""A trainer and the members it meets: what it hears when it cannot go on. With others, see
+`tests/ranks`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from offbeat.errors import PeerError
+from offbeat.megabatch.assembly import Assembly
+from offbeat.membership.agreement import Generation, Member, StoreLostError
+from offbeat.transport.operations import Collective, Now
+from offbeat.transport.solo import Solo
+
+
+def listed(number: int, *, newcomers: frozenset[int] = frozenset()) -> Generation:
+    return Generation(
+        number=number, members=(Member(rank=4, ticket=number),), newcomers=newcomers, tickets=number
+    )
+
+
+def number_of(generation: Generation, position: int) -> Collective[int]:
+    yield Now()
+    return generation.number
+
+
+class Lost:
+    """Work that loses a member in the generations that are `bad`."""
+
+    def __init__(self, *bad: int, at: Callable[[], None] = lambda: None) -> None:
+        self.bad, self.at = bad, at
+
+    def __call__(self, generation: Generation, position: int) -> Collective[int]:
+        yield Now()
+        if generation.number in self.bad:
+            self.at()
+            raise PeerError("a member died", rank=1)
+        return generation.number
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def store() -> HashStore:
+    return HashStore()
+
+
+@pytest.fixture
+def assembly(told: list[str], store: HashStore) -> Assembly:
+    assembly = Assembly(store, count=lambda driver: driver, notify=told.append, patience_s=10.0)
+    assembly.begin(listed(0), 0, Solo())
+    return assembly
+
+
+def test_work_is_done_again_in_the_next_generation(assembly: Assembly, told: list[str]) -> None:
+    assert assembly.run(number_of) == 0
+    assert assembly.run(Lost(0, at=lambda: assembly.begin(listed(3), 0, Solo()))) == 3
+    assert told == ["generation 3: 1 worker, without worker 4 and with worker 4 come in"]
+
+
+def test_it_waits_for_that_generation(
+    assembly: Assembly, in_thread: Callable[..., threading.Thread]
+) -> None:
+    lost = threading.Event()
+    results: list[int] = []
+    in_thread(lambda: results.append(assembly.run(Lost(0, at=lost.set)))).join(0)
+    assert lost.wait(10)
+    assert results == []
+    thread = in_thread(assembly.begin, listed(1), 0, Solo())
+    thread.join(10)
+    assert assembly.run(number_of) == 1
+
+
+def test_the_store_does_not_grow(assembly: Assembly, store: HashStore) -> None:
+    for _ in range(6):
+        assembly.run(number_of)
+    assert store.num_keys() == 2
+
+
+@pytest.mark.parametrize(
+    ("happens", "error", "said"),
+    [
+        (
+            lambda assembly: assembly.lost_store("gone"),
+            StoreLostError,
+            "without the run's store: gone",
+        ),
+        (
+            lambda assembly: assembly.retired("another one took its place"),
+            PeerError,
+            "another one took its place",
+        ),
+        (lambda assembly: assembly.close(), PeerError, "this session is closed"),
+    ],
+)
+def test_what_ends_the_waiting(
+    assembly: Assembly, happens: Callable[[Assembly], None], error: type[PeerError], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        assembly.run(Lost(0, at=lambda: happens(assembly)))
+
+
+def test_nobody_waits_for_ever(told: list[str], store: HashStore) -> None:
+    impatient = Assembly(store, count=lambda driver: driver, notify=told.append, patience_s=0.01)
+    impatient.begin(listed(0), 0, Solo())
+    with pytest.raises(PeerError, match="no next generation was met within 0.01 s"):
+        impatient.run(Lost(0))
+
+
+def test_one_that_is_left_out_is_new_until_it_has_caught_up(assembly: Assembly) -> None:
+    assembly.expelled()
+    assert assembly.is_new
+    assembly.caught_up(listed(0))  # by what was done before
+    assert assembly.is_new
+    back = listed(2, newcomers=frozenset({0}))
+    assembly.begin(back, 0, Solo())
+    assembly.caught_up(listed(1))
+    assert assembly.is_new
+    assembly.caught_up(back)
+    assert not assembly.is_new
+
+
+def test_the_last_to_close_knows_it(assembly: Assembly) -> None:
+    assert assembly.closes_last()
+    assembly.close()
+    assert not assembly.closes_last()

@@ -1,0 +1,304 @@
+"""Batch sizes end at equal updates, within bounds and with the sum that is documented; and how the
+published rules fail to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from _models.dispatch import dispatch
+from offbeat.errors import ConfigError
+from offbeat.megabatch.batch_sizes import (
+    BatchRule,
+    Bounds,
+    Hogbatch,
+    Paper,
+    Proportional,
+    Reference,
+    binding,
+    learning_rate,
+    spread,
+)
+
+EQUAL = (1.0, 1.0, 1.0, 1.0)
+GAP_OF_32_PERCENT = (1.0, 0.92, 0.84, 0.76)
+TWO_TO_ONE = (1.0, 1.0, 0.5, 0.5)
+FOUR_TO_ONE = (1.0, 1.0, 0.25, 0.25)
+
+PAPERS = [Bounds(smallest=128, largest=1024)] * 4
+REFERENCES = [Bounds(smallest=32, largest=1024)] * 4
+
+
+@st.composite
+def workers(draw: st.DrawFn) -> tuple[list[int], list[int], list[Bounds]]:
+    """(sizes, updates, bounds) of some workers; some were not there."""
+    sizes, updates, bounds = [], [], []
+    for _ in range(draw(st.integers(1, 8))):
+        smallest = draw(st.integers(1, 64))
+        largest = draw(st.none() | st.integers(smallest, 2048))
+        sizes.append(draw(st.integers(smallest, largest or 2048)))
+        updates.append(draw(st.integers(0, 200)))
+        bounds.append(Bounds(smallest=smallest, largest=largest))
+    return sizes, updates, bounds
+
+
+rules: st.SearchStrategy[BatchRule] = st.one_of(
+    st.builds(Paper, beta=st.none() | st.floats(0.1, 200)),
+    st.builds(Reference, step=st.integers(1, 100)),
+    st.builds(Hogbatch),
+    st.builds(
+        Proportional,
+        base=st.integers(1, 2048),
+        kappa=st.floats(0.1, 1),
+        keeps=st.sampled_from(["ratio", "sum"]),
+    ),
+)
+proportional = st.builds(Proportional, base=st.integers(1, 2048), kappa=st.floats(0.1, 1))
+
+
+@given(rules, workers())
+def test_sizes_stay_within_bounds_whatever_the_rule(
+    rule: BatchRule, drawn: tuple[list[int], list[int], list[Bounds]]
+) -> None:
+    sizes, updates, bounds = drawn
+    resized = rule.resize(sizes, updates, bounds)
+    assert len(resized) == len(sizes)
+    assert all(
+        isinstance(size, int) and bound.hold(size)
+        for size, bound in zip(resized, bounds, strict=True)
+    )
+    assert all(
+        resized[rank] == bounds[rank].smallest
+        for rank, which in binding(resized, bounds).items()
+        if which == "smallest"
+    )
+
+
+@given(rules, workers(), st.integers(2, 50))
+def test_nobody_changes_against_the_direction_of_the_updates(
+    rule: BatchRule, drawn: tuple[list[int], list[int], list[Bounds]], made: int
+) -> None:
+    """Whoever made more updates than another of the same size and bounds gets at least as large a
+    batch.
+    """
+    sizes, updates, bounds = drawn
+    sizes, bounds = [*sizes, sizes[0]], [*bounds, bounds[0]]
+    assume(updates[0] > 0)
+    resized = rule.resize(sizes, [*updates, updates[0] + made], bounds)
+    if not isinstance(rule, Paper):  # which makes no step where a step would lead out of bounds
+        assert resized[-1] >= resized[0]
+
+
+@given(
+    st.builds(
+        Proportional, base=st.integers(1, 2048), kappa=st.floats(0.1, 1), keeps=st.just("sum")
+    ),
+    workers(),
+)
+def test_proportional_sizes_sum_to_the_base_wherever_bounds_permit(
+    rule: Proportional, drawn: tuple[list[int], list[int], list[Bounds]]
+) -> None:
+    sizes, updates, bounds = drawn
+    total = rule.base * len(sizes)
+    nearest = min(
+        max(total, sum(bound.smallest for bound in bounds)), sum(bound.limit for bound in bounds)
+    )
+    assert sum(rule.resize(sizes, updates, bounds)) == nearest
+
+
+@given(
+    proportional,
+    st.lists(st.tuples(st.integers(1, 2048), st.integers(0, 200)), min_size=1, max_size=8),
+)
+def test_without_upper_bounds_both_ways_are_the_same_and_sum_to_the_base(
+    rule: Proportional, drawn: list[tuple[int, int]]
+) -> None:
+    sizes, updates = [size for size, _ in drawn], [made for _, made in drawn]
+    resized = rule.resize(sizes, updates, [Bounds()] * len(drawn))
+    by_sum = Proportional(base=rule.base, kappa=rule.kappa, keeps="sum")
+    assert resized == by_sum.resize(sizes, updates, [Bounds()] * len(drawn))
+    assert sum(resized) == rule.base * len(drawn)
+
+
+@given(
+    st.lists(st.floats(0.2, 5.0), min_size=1, max_size=8),
+    st.lists(st.integers(64, 512), min_size=8, max_size=8),
+)
+def test_one_step_ends_at_sizes_in_proportion_to_speeds(
+    speeds: list[float], sizes: list[int]
+) -> None:
+    sizes = sizes[: len(speeds)]
+    updates = [1e6 * speed / size for speed, size in zip(speeds, sizes, strict=True)]
+    resized = Proportional(base=256).resize(sizes, updates, [Bounds()] * len(speeds))
+    for size, speed in zip(resized, speeds, strict=True):
+        assert size == pytest.approx(256 * len(speeds) * speed / sum(speeds), abs=1)
+
+
+@given(st.floats(0.1, 1.0), st.floats(0.2, 5.0))
+def test_kappa_is_the_part_of_a_difference_that_one_step_removes(
+    kappa: float, speed: float
+) -> None:
+    """In the logarithm of the sizes' ratio, which has to become that of the speeds."""
+    fast, slow = Proportional(base=10**6, kappa=kappa).resize(
+        [10**6] * 2, [1e4 * speed, 1e4], [Bounds()] * 2
+    )
+    assert np.log(fast / slow) == pytest.approx(kappa * np.log(speed), abs=1e-4)
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=8), st.integers(100, 1000))
+def test_an_upper_bound_that_binds_makes_the_others_smaller_and_updates_stay_equal(
+    speeds: list[float], limit: int
+) -> None:
+    updates = [1e6 * speed for speed in speeds]
+    bounds = [Bounds(largest=limit)] * len(speeds)
+    resized = Proportional(base=limit).resize([limit] * len(speeds), updates, bounds)
+    assert max(resized) == limit
+    for size, speed in zip(resized, speeds, strict=True):
+        assert size == pytest.approx(limit * speed / max(speeds), abs=1)
+
+
+@given(proportional, workers(), st.floats(0.01, 100))
+def test_only_ratios_of_updates_count(
+    rule: Proportional, drawn: tuple[list[int], list[int], list[Bounds]], factor: float
+) -> None:
+    sizes, updates, bounds = drawn
+    scaled = rule.resize(sizes, [made * factor for made in updates], bounds)
+    assert all(
+        abs(a - b) <= 1 for a, b in zip(scaled, rule.resize(sizes, updates, bounds), strict=True)
+    )
+
+
+@given(proportional, st.lists(st.integers(1, 2048), min_size=1, max_size=8), st.integers(0, 50))
+def test_equal_updates_change_nothing(rule: Proportional, sizes: list[int], made: int) -> None:
+    total = sum(sizes)
+    assume(total % len(sizes) == 0)
+    rule = Proportional(base=total // len(sizes), kappa=rule.kappa)
+    assert rule.resize(sizes, [made] * len(sizes), [Bounds()] * len(sizes)) == tuple(sizes)
+
+
+def test_whoever_was_not_there_keeps_its_size() -> None:
+    bounds = [Bounds(smallest=10, largest=1000)] * 3
+    for rule in (Paper(beta=1), Reference(), Hogbatch(), Proportional(base=100)):
+        assert rule.resize([100, 100, 100], [30, 30, 0], bounds) == (100, 100, 100)
+
+
+def test_the_floor_binds_at_ratios_above_that_of_the_bounds() -> None:
+    bounds = [Bounds(smallest=128, largest=1024)] * 2
+    resized = Proportional(base=1024).resize([1024, 1024], [100, 5], bounds)
+    assert resized == (1024, 128)
+    assert binding(resized, bounds) == {0: "largest", 1: "smallest"}
+
+
+def spreads(
+    rule: BatchRule,
+    speeds: Callable[[int], Sequence[float]],
+    bounds: Sequence[Bounds],
+    *,
+    base: int,
+    num_rounds: int,
+    batches_per_worker: int = 50,
+) -> list[float]:
+    """The spread of updates in each mega-batch, of workers whose batches take 5% more or less at
+    random.
+    """
+    draw = np.random.default_rng(0)
+    sizes: tuple[int, ...] = (base,) * len(bounds)
+    found = []
+    for number in range(num_rounds):
+        now = speeds(number)
+        made = dispatch(
+            sizes,
+            batches_per_worker * base * len(bounds),
+            lambda rank, samples, now=now: (
+                samples / now[rank] * (1 + 0.05 * draw.standard_normal())
+            ),  # type: ignore[misc]
+        ).updates
+        found.append(spread(made))
+        sizes = rule.resize(sizes, made, bounds)
+    return found
+
+
+def flipping(speeds: Sequence[float], at: int) -> Callable[[int], Sequence[float]]:
+    return lambda number: speeds if number < at else tuple(reversed(speeds))
+
+
+@pytest.mark.parametrize("speeds", [EQUAL, GAP_OF_32_PERCENT, TWO_TO_ONE, FOUR_TO_ONE])
+@pytest.mark.parametrize(
+    ("base", "bounds"), [(128, [Bounds()] * 4), (1024, PAPERS)], ids=["unbounded", "bounded"]
+)
+def test_proportional_finds_equal_updates_within_three_mega_batches_and_again_after_a_flip(
+    speeds: Sequence[float], base: int, bounds: list[Bounds]
+) -> None:
+    found = spreads(
+        Proportional(base=base),
+        flipping(speeds, 10),
+        bounds,
+        base=base,
+        num_rounds=20,
+        batches_per_worker=100,
+    )
+    assert max(found[2:10]) <= 0.05
+    assert max(found[12:]) <= 0.05
+
+
+def test_the_published_rule_oscillates() -> None:
+    """32% between the fastest and the slowest: the spread it begins with grows to several times as
+    much.
+    """
+    found = spreads(Paper(), flipping(GAP_OF_32_PERCENT, 99), PAPERS, base=1024, num_rounds=20)
+    assert max(found[10:]) > 3 * found[0]
+
+
+def test_the_published_rule_never_adapts_at_two_to_one() -> None:
+    """Every step it would make leads out of bounds."""
+    updates = dispatch(
+        [1024] * 4, 200 * 1024, lambda rank, samples: samples / TWO_TO_ONE[rank]
+    ).updates
+    assert Paper().resize([1024] * 4, updates, PAPERS) == (1024,) * 4
+    found = spreads(Paper(), flipping(TWO_TO_ONE, 99), PAPERS, base=1024, num_rounds=10)
+    assert min(found) > 0.6
+
+
+def test_the_released_rule_needs_a_mega_batch_for_each_32_samples() -> None:
+    found = spreads(Reference(), flipping(TWO_TO_ONE, 25), REFERENCES, base=1024, num_rounds=40)
+    assert min(found[:12]) > 0.05
+    assert min(found[12:25]) <= 0.05
+    assert min(found[25:35]) > 0.05
+
+
+def test_halving_and_doubling_never_settles_between_powers_of_two() -> None:
+    found = spreads(
+        Hogbatch(), flipping(GAP_OF_32_PERCENT, 99), REFERENCES, base=1024, num_rounds=20
+    )
+    assert min(found[10:]) > 0.25
+
+
+def test_learning_rates_do_not_drift() -> None:
+    rates = [learning_rate(0.3, size, 1000) for size in (1000, 333, 777, 1000)]
+    assert rates[0] == rates[-1] == 0.3
+    assert rates[1] == pytest.approx(0.3 * 0.333)
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: Bounds(smallest=0), "smallest batch is 0"),
+        (lambda: Bounds(smallest=9, largest=8), "largest batch is 8"),
+        (lambda: Paper(beta=0.0), "beta is 0.0"),
+        (lambda: Reference(step=0), "step is 0"),
+        (lambda: Proportional(base=0), "base is 0"),
+        (lambda: Proportional(base=1, kappa=1.5), "kappa is 1.5"),
+        (lambda: Proportional(base=1, keeps="all"), "keeps is 'all'"),  # type: ignore[arg-type]  # misspelt
+        (lambda: Reference().resize([8], [1], []), "1 sizes, 1 numbers of updates and 0 bounds"),
+        (lambda: Reference().resize([8], [1], [Bounds(largest=4)]), "a batch has 8 samples"),
+        (lambda: Reference().resize([8], [-1], [Bounds()]), "updates are"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: Callable[[], object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        make()

@@ -1,0 +1,194 @@
+"""Every sample is merged exactly once, whoever claims when, and whoever dies where."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
+
+from offbeat.megabatch.claims import Claim, ClaimLog, Place, Span, num_positions, part_of, without
+from offbeat.membership.agreement import StoreLostError
+
+disjoint_spans = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
+    lambda cuts: tuple(
+        Span(*pair) for pair in zip(sorted(cuts)[::2], sorted(cuts)[1::2], strict=False)
+    )
+)
+any_spans = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda pair: Span(pair[0], sum(pair))),
+    max_size=6,
+)
+
+
+def positions(spans: tuple[Span, ...] | list[Span]) -> list[int]:
+    return [position for span in spans for position in range(*span)]
+
+
+@given(disjoint_spans, st.integers(0, 70), st.integers(0, 70))
+def test_a_part_is_a_slice(spans: tuple[Span, ...], begin: int, end: int) -> None:
+    assert positions(part_of(spans, begin, end)) == positions(spans)[begin : max(begin, end)]
+    assert num_positions(spans) == len(positions(spans))
+
+
+@given(disjoint_spans, any_spans)
+def test_what_is_left_is_a_difference(spans: tuple[Span, ...], taken: list[Span]) -> None:
+    gone = set(positions(taken))
+    assert positions(without(spans, taken)) == [
+        position for position in positions(spans) if position not in gone
+    ]
+
+
+@given(
+    st.integers(0, 200),
+    st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    st.data(),
+)
+def test_every_sample_is_merged_exactly_once(
+    num_samples: int, batch_sizes: list[int], data: st.DataObject
+) -> None:
+    """Workers claim in any order, die with a claim in hand or with its words half written, and come
+    back.
+    """
+    store = HashStore()
+    merged: Counter[int] = Counter()
+    left = (Span(0, num_samples),)
+    number = 0
+    while left:
+        logs = [ClaimLog(store, prefix="test") for _ in batch_sizes]
+        held: dict[int, list[Claim]] = {rank: [] for rank in range(len(batch_sizes))}
+        for log in logs:
+            log.open(number, left)
+        free = list(held)
+        while free:
+            rank = data.draw(st.sampled_from(free))
+            fate = (
+                data.draw(st.sampled_from(["goes on"] * 6 + ["dies", "dies mute"]))
+                if len(held) > 1
+                else "goes on"
+            )
+            if fate == "dies mute":  # it raised the number and said nothing more
+                store.add(f"test/given/{number}", batch_sizes[rank])
+            if fate != "goes on":
+                free.remove(rank)
+                del held[rank]
+            elif (claim := logs[rank].claim(batch_sizes[rank])) is None:
+                free.remove(rank)
+            else:
+                held[rank].append(claim)
+        final = [claim for claims in held.values() for claim in claims]
+        merged.update(position for claim in final for position in positions(claim.spans))
+        assert all(count == 1 for count in merged.values())
+        left = without(left, [span for claim in final for span in claim.spans])
+        number += 1
+    assert sorted(merged) == list(range(num_samples))
+
+
+@given(st.integers(1, 100), st.lists(st.integers(1, 30), min_size=1, max_size=4))
+def test_nobody_gets_more_than_asked_and_only_the_last_gets_less(
+    num_samples: int, batch_sizes: list[int]
+) -> None:
+    store = HashStore()
+    logs = [ClaimLog(store) for _ in batch_sizes]
+    for log in logs:
+        log.open(0, [Span(0, num_samples)])
+    taken: list[tuple[int, Claim]] = []
+    turn = 0
+    while (claim := logs[turn].claim(batch_sizes[turn])) is not None:
+        taken.append((turn, claim))
+        turn = (turn + 1) % len(logs)
+    assert [claim.num_samples for _, claim in taken[:-1]] == [
+        batch_sizes[rank] for rank, _ in taken[:-1]
+    ]
+    assert taken[-1][1].num_samples <= batch_sizes[taken[-1][0]]
+
+
+@given(st.integers(1, 60), st.integers(1, 4), st.data())
+def test_rounds_lead_through_every_epoch(num_samples: int, count: int, data: st.DataObject) -> None:
+    """Whatever part of each round is merged, epochs end when all of it is, and rounds have numbers
+    of their own.
+    """
+
+    def whole(epoch: int, number: int) -> tuple[Span, ...]:
+        return (Span(num_samples * number // count, num_samples * (number + 1) // count),)
+
+    place = Place(epoch=0, mega_batch=0, round=0, retry=0, spans=whole(0, 0))
+    merged: Counter[tuple[int, int]] = Counter()
+    while place.epoch < 2:
+        taken = (
+            set(data.draw(st.sets(st.sampled_from(positions(place.spans) or [0]))))
+            if place.retry < 3
+            else None
+        )
+        claims = [
+            Claim((Span(p, p + 1),)) for p in positions(place.spans) if taken is None or p in taken
+        ]
+        merged.update((place.epoch, p) for claim in claims for p in positions(claim.spans))
+        following = place.after(claims, whole, count)
+        assert following.round == place.round + 1
+        assert (following.retry > 0) == (
+            sum(claim.num_samples for claim in claims) < num_positions(place.spans)
+        )
+        place = following
+    assert set(merged) == {
+        (epoch, position) for epoch in range(2) for position in range(num_samples)
+    }
+    assert set(merged.values()) == {1}
+
+
+def test_a_claim_may_lie_in_two_spans() -> None:
+    store = HashStore()
+    first, second = (ClaimLog(store) for _ in range(2))
+    for log in (first, second):
+        log.open(0, [Span(0, 4), Span(10, 14)])
+    assert first.claim(3) == Claim((Span(0, 3),))
+    assert second.claim(3) == Claim((Span(3, 4), Span(10, 12)))
+    assert first.claim(3) == Claim((Span(12, 14),))
+    assert second.claim(1) is None
+    assert second.claim(1) is None
+
+
+def test_rounds_do_not_meet() -> None:
+    store = HashStore()
+    log = ClaimLog(store)
+    for number in range(3):
+        log.open(number, [Span(5, 7)])
+        assert log.round == number
+        assert log.claim(2) == Claim((Span(5, 7),))
+        assert log.claim(2) is None
+
+
+def test_a_log_does_not_grow() -> None:
+    store = HashStore()
+    logs = [ClaimLog(store) for _ in range(3)]
+    for number in range(4):
+        for log in logs:
+            log.open(number, [Span(0, 9)], sweeps=log is logs[1])
+        while any([log.claim(2) for log in logs]):  # noqa: C419 - everyone finds out that nothing is left
+            pass
+        assert store.num_keys() == 1
+
+
+def test_an_empty_round_gives_nothing() -> None:
+    log = ClaimLog(HashStore())
+    assert log.claim(1) is None
+    log.open(0, [])
+    assert log.claim(1) is None
+
+
+class Gone:
+    """A store whose process has ended."""
+
+    def add(self, key: str, by: int) -> int:
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("call", [lambda log: log.claim(1)])
+def test_a_lost_store_is_named(call: Callable[[ClaimLog], object]) -> None:
+    log = ClaimLog(Gone())  # type: ignore[arg-type]  # as much of a store as is asked
+    log.open(0, [Span(0, 1)])
+    with pytest.raises(StoreLostError, match="serves it ended"):
+        call(log)

@@ -1,0 +1,338 @@
+"""Samples shared out: each once an epoch, whatever the sizes; what a loader does is told from
+outside.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import offbeat
+from offbeat.errors import CheckpointError, ConfigError
+from offbeat.megabatch.loader import (
+    DispatchLoader,
+    Recording,
+    data_description,
+    mega_batch_span,
+    num_mega_batches,
+    order_of,
+)
+from offbeat.session.lockstep_loader import LockstepLoader, num_steps, spans_of
+from offbeat.session.session import Session
+
+Make = Callable[..., tuple[torch.nn.Module, torch.optim.Optimizer, Session]]
+
+
+@pytest.fixture
+def attached() -> Iterator[Make]:
+    sessions: list[Session] = []
+
+    def make(
+        strategy: Any, lr: float = 0.1
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer, Session]:
+        torch.manual_seed(1)
+        net = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+        sessions.append(offbeat.attach(net, optimizer, strategy))
+        return net, optimizer, sessions[-1]
+
+    yield make
+    for session in sessions:
+        session.close()
+
+
+def numbers(count: int) -> torch.utils.data.TensorDataset:
+    return torch.utils.data.TensorDataset(torch.arange(count, dtype=torch.float32)[:, None])
+
+
+def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> list[int]:
+    (net(x / 100) - 1).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return x.flatten().int().tolist()
+
+
+@given(st.integers(1, 500), st.integers(1, 600))
+def test_mega_batches_cover_an_epoch_and_differ_by_a_sample_at_most(
+    num_samples: int, mega_batch: int
+) -> None:
+    count = num_mega_batches(num_samples, mega_batch)
+    spans = [mega_batch_span(num_samples, mega_batch, number) for number in range(count)]
+    assert [position for span in spans for position in range(*span)] == list(range(num_samples))
+    sizes = [span.end - span.begin for span in spans]
+    assert max(sizes) - min(sizes) <= 1
+    assert count == 1 or max(sizes) <= 2 * mega_batch
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 400))
+def test_in_step_every_rank_has_a_share_of_every_step(batch_sizes: list[int], beyond: int) -> None:
+    num_samples = len(batch_sizes) + beyond
+    seen: list[int] = []
+    for number in range(num_steps(num_samples, batch_sizes)):
+        spans = spans_of(num_samples, batch_sizes, number)
+        assert len(spans) == len(batch_sizes)
+        assert all(end > begin for begin, end in spans)
+        seen += [position for span in spans for position in range(*span)]
+    assert seen == list(range(num_samples))
+
+
+@given(st.integers(1, 6), st.integers(1, 20), st.integers(1, 9))
+def test_in_step_nobody_gets_more_than_it_asked_for_where_all_can_be_served(
+    ranks: int, size: int, steps: int
+) -> None:
+    batch_sizes = [size + rank for rank in range(ranks)]
+    for number in range(steps):
+        spans = spans_of(steps * sum(batch_sizes), batch_sizes, number)
+        assert [end - begin for begin, end in spans] == batch_sizes
+
+
+def test_an_order_belongs_to_a_seed_and_an_epoch() -> None:
+    orders = [tuple(order_of(50, seed=seed, epoch=epoch)) for seed in (0, 1) for epoch in (0, 1)]
+    assert len(set(orders)) == 4
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert orders[0] == tuple(order_of(50, seed=0, epoch=0))
+
+
+@pytest.mark.parametrize("num_samples", [1, 7, 40, 57])
+@pytest.mark.parametrize("name", ["AdaptiveSGD", "ElasticSGD"])
+def test_alone_every_sample_comes_once_an_epoch(
+    attached: Make, num_samples: int, name: str
+) -> None:
+    net, optimizer, session = attached(getattr(offbeat, name)(mega_batch=16, batch_size=3))
+    loader = session.loader(numbers(num_samples))
+    for epoch in range(3):
+        seen = [index for (x,) in loader for index in step(net, optimizer, x)]
+        assert sorted(seen) == list(range(num_samples))
+        assert loader.epoch == epoch + 1
+
+
+def test_a_stop_goes_on_where_it_was(attached: Make) -> None:
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=16, batch_size=3))
+    loader = session.loader(numbers(40))
+    seen: list[int] = []
+    while loader.epoch == 0:
+        for (x,) in loader:
+            seen += step(net, optimizer, x)
+            if len(seen) % 2:
+                break
+    assert sorted(seen) == list(range(40))
+
+
+@pytest.mark.parametrize("stop", range(9))
+def test_a_run_that_was_saved_anywhere_sees_the_rest(attached: Make, stop: int) -> None:
+    strategy = offbeat.AdaptiveSGD(mega_batch=8, batch_size=2, merge_momentum=0.5)
+    net, optimizer, session = attached(strategy)
+    loader = session.loader(numbers(20))
+    batches = iter(loader)
+    seen = [index for _ in range(stop) for index in step(net, optimizer, next(batches)[0])]
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), session.state_dict()))
+    json.dumps(
+        {
+            key: value
+            for key, value in saved[2]["parts"]["DispatchLoader"].items()
+            if key != "additive"
+        }
+    )
+    ends = []
+    for _ in range(2):
+        net, optimizer, session = attached(strategy)
+        loader = session.loader(numbers(20))
+        for target, state in zip((net, optimizer, session), saved, strict=True):
+            target.load_state_dict(state)
+        rest = [index for (x,) in loader for index in step(net, optimizer, x)]
+        assert sorted(seen + rest) == list(range(20))
+        ends.append(net.weight.item())
+    assert ends[0] == ends[1]
+
+
+def test_the_rate_is_that_of_the_batch_and_schedulers_do_not_see_it(attached: Make) -> None:
+    """The last claim is shorter: its rate is, too."""
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=10, batch_size=4), lr=0.8)
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.8)
+    schedulers = []
+    for opt in (optimizer, plain):
+        warm = torch.optim.lr_scheduler.LinearLR(opt, start_factor=0.5, total_iters=3)
+        decay = torch.optim.lr_scheduler.ExponentialLR(opt, gamma=0.9)
+        schedulers.append(torch.optim.lr_scheduler.ChainedScheduler([warm, decay], optimizer=opt))
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
+    for (x,) in session.loader(numbers(10)):
+        expected = plain.param_groups[0]["lr"]
+        assert optimizer.param_groups[0]["lr"] == expected
+        step(net, optimizer, x)
+        assert rates.pop() == pytest.approx(expected * len(x) / 4)
+        plain.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+
+
+def test_in_a_loop_of_ones_own_the_rate_is_left_alone(attached: Make) -> None:
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=8, batch_size=8))
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
+    session.weigh(3)
+    step(net, optimizer, torch.ones(3, 1))
+    assert rates == [0.1]
+    assert session.stats.exchanges == 1
+
+
+def test_the_rate_is_scaled_in_a_step_with_a_closure(attached: Make) -> None:
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=8, batch_size=8))
+    before = net.bias.item()
+    x = next(iter(session.loader(numbers(2))))[0]
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(x).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert net.bias.item() == pytest.approx(before - 0.1 * 2 / 8 * 2)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_step_that_raises_leaves_the_rate_as_it_was(attached: Make) -> None:
+    _, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=8, batch_size=8))
+    batches = iter(session.loader(numbers(4)))
+    next(batches)
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    handle.remove()
+    session.close()
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_bounds_that_bind_are_shown(attached: Make) -> None:
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=20, batch_size=4))
+    loader = session.loader(numbers(40), max_batch_size=3)
+    sizes = [len(x) for (x,) in loader if step(net, optimizer, x)]
+    assert max(sizes) == 3
+    assert any("rank 0 at its largest (3)" in notice for notice in session.notices)
+
+
+def test_claims_are_recorded_and_repeated(attached: Make) -> None:
+    strategy = offbeat.AdaptiveSGD(mega_batch=16, batch_size=3)
+    ends, recording = [], None
+    for sizes in (None, 2):
+        net, optimizer, session = attached(strategy)
+        loader = session.loader(numbers(40), record=recording is None, replay=recording)
+        for _ in range(2):
+            for (x,) in loader:
+                step(net, optimizer, x)
+        ends.append(net.weight.item())
+        if sizes is None:
+            recording = Recording(**json.loads(json.dumps(asdict(loader.recording))))
+    assert ends[0] == ends[1]
+    with pytest.raises(ConfigError, match="the recording ends before mega-batch 2/0"):
+        next(iter(loader))
+
+
+def test_a_recording_of_other_data_is_refused(attached: Make) -> None:
+    _, _, session = attached(offbeat.AdaptiveSGD())
+    with pytest.raises(ConfigError, match="made with num_samples 5, here it is 4"):
+        session.loader(numbers(4), replay=Recording(num_samples=5, seed=0, world_size=1))
+
+
+def test_in_step_a_run_resumes(attached: Make) -> None:
+    _, _, session = attached(offbeat.AllReduce())
+    loader = session.loader(numbers(20), batch_size=6)
+    batches = iter(loader)
+    first = [index for _ in range(2) for index in next(batches)[0].flatten().int().tolist()]
+    state = session.state_dict()
+    _, _, second = attached(offbeat.AllReduce())
+    again = second.loader(numbers(20), batch_size=6)
+    second.load_state_dict(state)
+    rest = [index for (x,) in again for index in x.flatten().int().tolist()]
+    assert sorted(first + rest) == list(range(20))
+    assert (again.epoch, again.step, len(again)) == (1, 0, 4)
+    with pytest.raises(CheckpointError, match="another loader"):
+        again.load_state_dict({"replicated": {}})
+
+
+def test_samples_may_be_fetched_at_once_and_collated_otherwise(attached: Make) -> None:
+    class AtOnce(list[int]):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [10 * index for index in indices]
+
+    _, _, session = attached(offbeat.AllReduce())
+    assert sorted(next(iter(session.loader(AtOnce(range(4)), batch_size=9, collate=list)))) == [
+        0,
+        10,
+        20,
+        30,
+    ]
+
+
+def test_kinds_of_loaders(attached: Make) -> None:
+    _, _, session = attached(offbeat.AdaptiveSGD())
+    assert isinstance(session.loader(numbers(3)), DispatchLoader)
+    with pytest.raises(ConfigError, match="has a loader already"):
+        session.loader(numbers(3))
+    _, _, session = attached(offbeat.LocalSGD())
+    assert isinstance(session.loader(numbers(3), batch_size=1), LockstepLoader)
+
+
+@pytest.mark.parametrize(
+    ("given", "claims", "said"),
+    [
+        ({"dataset": iter([1])}, True, "must be of map style"),
+        ({"dataset": []}, True, "the dataset is empty"),
+        ({"seed": -1}, True, "seed must be an integer of at least 0, got -1"),
+        ({"seed": True}, True, "seed"),
+        ({"max_batch_size": 0}, True, "max_batch_size must be an integer of at least 1"),
+        ({"batch_size": 2}, True, "a batch_size of its own"),
+        ({}, False, "pass batch_size="),
+        ({"batch_size": 2, "max_batch_size": 4}, False, "strategies that claim samples"),
+        ({"batch_size": 2, "recorded": True}, False, "strategies that claim samples"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(
+    given: dict[str, Any], claims: bool, said: str
+) -> None:
+    usual = {
+        "dataset": [1, 2],
+        "seed": 0,
+        "batch_size": None,
+        "max_batch_size": None,
+        "recorded": False,
+    }
+    arguments = usual | given
+    with pytest.raises(ConfigError, match=said):
+        data_description(arguments.pop("dataset"), claims=claims, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (
+            lambda: offbeat.AdaptiveSGD(mega_batch=64),
+            "at least batch_size=128, got 64; 100 batches would be 12800",
+        ),
+        (lambda: offbeat.AdaptiveSGD(batch_size=0), "batch_size must be an integer of at least 1"),
+        (lambda: offbeat.AdaptiveSGD(max_batch_size=100), "allow 16 to 100"),
+        (lambda: offbeat.AdaptiveSGD(min_batch_size=129), "allow 129 to None"),
+        (lambda: offbeat.AdaptiveSGD(min_batch_size=9, max_batch_size=8), "or more"),
+        (lambda: offbeat.AdaptiveSGD(rule="proportionate"), "did you mean 'proportional'"),
+        (lambda: offbeat.AdaptiveSGD(merge="sizes"), "merge"),
+        (lambda: offbeat.AdaptiveSGD(kappa=0.0), "kappa"),
+        (lambda: offbeat.AdaptiveSGD(merge_momentum=1.0), "momentum"),
+        (lambda: offbeat.AdaptiveSGD(perturbation=-0.1), "perturbation"),
+        (lambda: offbeat.ElasticSGD(mega_batch=1), "mega_batch"),
+        (lambda: offbeat.Crossbow(alpha=0.0), r"alpha must be in \(0, 1\]"),
+        (lambda: offbeat.Crossbow(period=0), "period"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(build: Callable[[], object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build()

@@ -1,0 +1,123 @@
+"""Merge weights are a mean's, and what the published ones do to the model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.errors import ConfigError
+from offbeat.megabatch.merge_weights import (
+    Weighting,
+    merge_weights,
+    normalised,
+    perturbed,
+    with_momentum,
+)
+
+KINDS: list[Weighting] = ["paper", "updates", "batch_sizes", "samples", "equal"]
+
+workers = st.lists(
+    st.tuples(st.integers(0, 100), st.integers(1, 100)), min_size=1, max_size=8
+).filter(lambda drawn: any(made for made, _ in drawn))
+weights = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8).map(normalised)
+
+
+@given(st.sampled_from(KINDS), workers)
+def test_weights_sum_to_one_and_who_did_nothing_has_none(
+    by: Weighting, drawn: list[tuple[int, int]]
+) -> None:
+    updates, sizes = [made for made, _ in drawn], [size for _, size in drawn]
+    samples = [made * size for made, size in drawn]
+    found = merge_weights(by, updates=updates, batch_sizes=sizes, samples=samples)
+    assert sum(found) == pytest.approx(1.0)
+    if by != "equal":
+        assert all(weight == 0.0 for weight, made in zip(found, updates, strict=True) if not made)
+
+
+@given(workers)
+def test_equal_updates_make_the_papers_weights_those_of_samples(
+    drawn: list[tuple[int, int]],
+) -> None:
+    sizes = [size for _, size in drawn]
+    given_all = {
+        "updates": [7] * len(sizes),
+        "batch_sizes": sizes,
+        "samples": [7 * size for size in sizes],
+    }
+    assert merge_weights("paper", **given_all) == pytest.approx(
+        merge_weights("samples", **given_all)
+    )
+
+
+def test_the_mean_of_means_is_not_the_mean() -> None:
+    """Gradients of one sample and of nine: equal weights give 1.5 where the mean over samples is
+    1.9.
+    """
+    means = np.array([1.0, 2.0])
+    by_samples = merge_weights("samples", updates=[1, 1], batch_sizes=[1, 9], samples=[1, 9])
+    assert means.mean() == 1.5
+    assert means @ by_samples == pytest.approx(1.9)
+
+
+@given(weights, st.floats(0, 0.99))
+def test_perturbed_weights_are_still_a_means(weights: tuple[float, ...], delta: float) -> None:
+    found = perturbed(weights, [0.0] * len(weights), delta=delta)
+    assert sum(found) == pytest.approx(1.0)
+    assert all(weight >= 0 for weight in found)
+    assert found.index(max(found)) == weights.index(max(weights))
+
+
+@given(weights, st.floats(0, 0.99))
+def test_published_perturbation_sums_to_more_than_one(
+    weights: tuple[float, ...], delta: float
+) -> None:
+    as_published = perturbed(weights, [0.0] * len(weights), delta=delta, renormalise=False)
+    assert sum(as_published) == pytest.approx(1 + delta * (max(weights) - min(weights)))
+
+
+def test_published_perturbation_makes_a_model_grow_that_nobody_trains() -> None:
+    uneven = normalised([33, 33, 17, 17])
+    published = renormalised = 1.0
+    for _ in range(100):
+        published *= sum(perturbed(uneven, [0.0] * 4, renormalise=False))
+        renormalised *= sum(perturbed(uneven, [0.0] * 4))
+    assert published > 4.0
+    assert renormalised == pytest.approx(1.0)
+
+
+def test_large_replicas_and_equal_weights_are_left_alone() -> None:
+    assert perturbed([0.6, 0.4], [0.05, 0.2]) == (0.6, 0.4)
+    assert perturbed([0.5, 0.5], [0.0, 0.0], renormalise=False) == (0.5, 0.5)
+
+
+@given(st.floats(-10, 10), st.floats(0, 0.99))
+def test_a_model_that_nobody_trains_stays_what_it_is(model: float, gamma: float) -> None:
+    assert with_momentum(model, model, None, gamma=gamma) == model
+    assert with_momentum(model, model, model, gamma=gamma) == model
+
+
+def test_a_buffer_that_was_never_written_nearly_doubles_the_model() -> None:
+    assert with_momentum(1.0, 1.0, 0.0) == 1.9
+    assert with_momentum(1.0, 1.0, None) == 1.0
+
+
+def test_momentum_goes_on_in_the_last_direction() -> None:
+    moved = with_momentum(
+        np.array([2.0, 0.0]), np.array([1.0, 0.0]), np.array([0.0, 0.0]), gamma=0.5
+    )
+    np.testing.assert_allclose(moved, [2.5, 0.0])
+
+
+@pytest.mark.parametrize("shares", [[0.0, 0.0], [-1.0, 2.0], [float("inf"), 1.0], []])
+def test_shares_that_are_no_weights_are_refused(shares: list[float]) -> None:
+    with pytest.raises(ConfigError, match="merge weights are"):
+        normalised(shares)
+
+
+def test_unknown_names_and_deltas_are_refused() -> None:
+    with pytest.raises(ConfigError, match="by 'sizes'"):
+        merge_weights("sizes", updates=[1], batch_sizes=[1], samples=[1])  # type: ignore[arg-type]  # misspelt
+    with pytest.raises(ConfigError, match="delta is 1"):
+        perturbed([1.0], [0.0], delta=1)

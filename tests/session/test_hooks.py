@@ -1,0 +1,198 @@
+"""Backward passes are noticed exactly once each, whatever PyTorch does on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from offbeat.errors import UnsupportedError
+from offbeat.session.hooks import BackwardHooks
+
+
+class Diary:
+    """Writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def backward_begins(self) -> None:
+        self.heard.append("begins")
+
+    def gradient_ready(self, index: int) -> None:
+        self.heard.append(f"ready {index}")
+
+    def backward_done(self) -> None:
+        self.heard.append("done")
+
+    def backward_failed(self) -> None:
+        self.heard.append("failed")
+
+
+class Net(torch.nn.Module):
+    """Two layers; `checkpointed` says how the first is run, `skip_second` leaves the
+    other one out.
+    """
+
+    def __init__(self, *, checkpointed: str | None = None) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 3, bias=False)
+        self.second = torch.nn.Linear(3, 1, bias=False)
+        self.checkpointed = checkpointed
+        self.skip_second = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpointed is None:
+            hidden = self.first(x)
+        else:
+            hidden = checkpoint(self.first, x, use_reentrant=self.checkpointed == "reentrant")
+        return hidden if self.skip_second else self.second(hidden)
+
+
+def hooked(net: Net) -> tuple[Diary, BackwardHooks]:
+    diary = Diary()
+    return diary, BackwardHooks(net, list(net.parameters()), diary)
+
+
+def inputs() -> torch.Tensor:
+    return torch.ones(2, 3, requires_grad=True)
+
+
+ONE_PASS = ["begins", "ready 1", "ready 0", "done"]
+
+
+@pytest.mark.parametrize("checkpointed", [None, "plain", "reentrant"])
+def test_one_backward_is_one_pass(checkpointed: str | None) -> None:
+    net = Net(checkpointed=checkpointed)
+    diary, _ = hooked(net)
+    net(inputs()).sum().backward()
+    assert diary.heard == ONE_PASS
+
+
+def test_several_forwards_under_one_loss_are_one_pass() -> None:
+    net = Net()
+    diary, _ = hooked(net)
+    (net(inputs()) + net(2 * inputs())).sum().backward()
+    assert diary.heard == ONE_PASS
+
+
+def test_retained_graphs_are_passes_of_their_own() -> None:
+    net = Net()
+    diary, _ = hooked(net)
+    loss = net(inputs()).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert diary.heard == ONE_PASS * 2
+
+
+def test_a_loss_past_the_roots_outputs_is_noticed_from_a_parameter() -> None:
+    net = Net()
+    diary, _ = hooked(net)
+    net.first(inputs()).sum().backward()
+    assert diary.heard == ["begins", "ready 0", "done"]
+
+
+def test_autograd_grad_accumulates_nothing() -> None:
+    net = Net()
+    diary, _ = hooked(net)
+    x = inputs()
+    torch.autograd.grad(net(x).sum(), x)
+    assert not any("ready" in event for event in diary.heard)
+
+
+def test_a_sparse_gradient_is_heard_of_like_a_dense_one() -> None:
+    net = torch.nn.Sequential(
+        torch.nn.Embedding(5, 3, sparse=True), torch.nn.Linear(3, 1, bias=False)
+    )
+    diary = Diary()
+    BackwardHooks(net, list(net.parameters()), diary)
+    for _ in range(2):
+        net(torch.tensor([1, 4])).sum().backward()
+    assert diary.heard == ["begins", "ready 1", "ready 0", "done"] * 2
+    gradient = net[0].weight.grad
+    assert isinstance(gradient, torch.Tensor)
+    assert gradient.is_sparse
+
+
+def test_a_parameter_without_gradient_is_not_heard_of() -> None:
+    net = Net()
+    net.skip_second = True
+    diary, _ = hooked(net)
+    net(inputs()).sum().backward()
+    assert diary.heard == ["begins", "ready 0", "done"]
+
+
+class Explode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, *gradients: torch.Tensor
+    ) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+
+def test_an_exception_in_backward_is_reported_at_the_next_forward_and_later_passes_work() -> None:
+    net = Net()
+    diary, _ = hooked(net)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        net.second(Explode.apply(net.first(inputs()))).sum().backward()
+    assert diary.heard == ["begins", "ready 1"]
+    net(inputs()).sum().backward()
+    assert diary.heard == ["begins", "ready 1", "failed", *ONE_PASS]
+
+
+def test_what_a_listener_raises_comes_out_of_backward() -> None:
+    class Refusing(Diary):
+        def backward_done(self) -> None:
+            raise ValueError("refused")
+
+    net = Net()
+    BackwardHooks(net, list(net.parameters()), Refusing())
+    with pytest.raises(ValueError, match="refused"):
+        net(inputs()).sum().backward()
+
+
+def test_a_root_inside_a_reentrant_checkpoint_is_refused() -> None:
+    net = Net()
+    hooked(net)
+    with pytest.raises(UnsupportedError, match="use_reentrant=False"):
+        checkpoint(net, inputs(), use_reentrant=True).sum().backward()
+
+
+def test_a_root_inside_a_plain_checkpoint_is_one_pass() -> None:
+    net = Net()
+    diary, _ = hooked(net)
+    checkpoint(net, inputs(), use_reentrant=False).sum().backward()
+    assert diary.heard == ONE_PASS
+
+
+@pytest.mark.parametrize("compile_first", [True, False])
+def test_a_compiled_model_is_heard_like_a_plain_one(compile_first: bool) -> None:
+    net = Net()
+    if compile_first:
+        model = torch.compile(net, backend="aot_eager")
+        diary = Diary()
+        BackwardHooks(model, list(net.parameters()), diary)
+    else:
+        diary, _ = hooked(net)
+        model = torch.compile(net, backend="aot_eager")
+    for _ in range(2):
+        model(inputs()).sum().backward()
+    assert [event for event in diary.heard if event in ("begins", "done")] == ["begins", "done"] * 2
+    assert sorted(set(diary.heard)) == sorted(set(ONE_PASS))
+
+
+def test_after_removal_nothing_is_left() -> None:
+    net = Net()
+    diary, hooks = hooked(net)
+    loss = net(inputs()).sum()
+    hooks.remove()
+    loss.backward()
+    net(inputs()).sum().backward()
+    assert diary.heard == []
+    assert not net._forward_hooks
+    assert not net._forward_pre_hooks
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in net.parameters())

@@ -1,0 +1,156 @@
+"""Tensors come out of a vector as they went in, and averages are weighted by who has what."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.errors import NonFiniteError
+from offbeat.transport.driver import Driver, Finished, Stream, Ticket
+from offbeat.transport.operations import AllGather, AllReduce, Operation
+from offbeat.weights.model_weights import Pack, average_, choose_buffers, maximum_
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
+
+
+class Rehearsed(Driver):
+    """One rank of several that run one after the other: notes what it would send or, given the
+    outcomes, returns them.
+    """
+
+    def __init__(self, rank: int, world_size: int, outcomes: list[object] | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.noted: list[object] = []
+        self._outcomes = None if outcomes is None else iter(outcomes)
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        match operation:
+            case AllReduce(tensor):
+                self.noted.append(tensor.clone())
+                return Finished(
+                    tensor if self._outcomes is None else tensor.copy_(next(self._outcomes))
+                )
+            case AllGather(payload):
+                self.noted.append(payload)
+                return Finished([payload] if self._outcomes is None else next(self._outcomes))
+        raise AssertionError(operation)
+
+    def close(self) -> None:
+        pass
+
+
+def make_tensors(seed: int) -> list[torch.Tensor]:
+    """Of every type, with a scalar, an empty one and one that is laid out unusually."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, 3), (), (0, 4), (2, 3, 2, 2)]
+    tensors = [
+        torch.randn(shape, generator=generator).to(dtype) for dtype in DTYPES for shape in shapes
+    ]
+    return [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in tensors]
+
+
+def test_vectors_are_written_back_to_the_bit() -> None:
+    tensors, others = make_tensors(0), make_tensors(1)
+    layouts = [tensor.stride() for tensor in others]
+    pack = Pack(tensors)
+    vectors = pack.vectors(tensors)
+    assert {vector.dtype for vector in vectors} == {torch.float32, torch.float64}
+    pack.write_(vectors, others)
+    torch.testing.assert_close(others, tensors, rtol=0, atol=0)
+    assert [tensor.stride() for tensor in others] == layouts
+
+
+def test_adding_what_is_missing_leads_to_the_other_one() -> None:
+    tensors, others = make_tensors(0), make_tensors(1)
+    pack = Pack(tensors)
+    changes = [b - a for a, b in zip(pack.vectors(tensors), pack.vectors(others), strict=True)]
+    pack.add_(changes, tensors)
+    for mine, theirs in zip(tensors, others, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.01, atol=0.01)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=5), st.integers(0, 2**31 - 1))
+def test_the_mean_is_weighted_and_counts_only_those_who_have_something(
+    weights: list[float], seed: int
+) -> None:
+    world_size = len(weights)
+    draw = np.random.default_rng(seed)
+    has = draw.random((world_size, len(make_tensors(0)))) < 0.7
+    ranks = [
+        [
+            tensor if there else None
+            for tensor, there in zip(make_tensors(rank), has[rank], strict=True)
+        ]
+        for rank in range(world_size)
+    ]
+    expected = []
+    for position, like in enumerate(make_tensors(0)):
+        owners = [rank for rank in range(world_size) if has[rank, position]]
+        wide = torch.complex128 if like.is_complex() else torch.float64
+        total = sum(
+            (weights[r] * ranks[r][position].to(wide) for r in owners),
+            torch.zeros(like.shape, dtype=wide),
+        )
+        expected.append(total / sum(weights[r] for r in owners) if owners else None)
+
+    def run(rank: int, outcomes: list[object] | None = None) -> list[object]:
+        driver = Rehearsed(rank, world_size, outcomes)
+        mine = (
+            [None if t is None else t.clone() for t in ranks[rank]]
+            if outcomes is None
+            else ranks[rank]
+        )
+        average_(mine, make_tensors(0), driver=driver, stream=Stream(0), weight=weights[rank])
+        return driver.noted
+
+    noted = [run(rank) for rank in range(world_size)]
+    sums = [torch.stack(messages).sum(dim=0) for messages in zip(*noted, strict=True)]
+    for rank in range(world_size):
+        run(rank, sums)
+        for mine, mean, like in zip(ranks[rank], expected, make_tensors(0), strict=True):
+            if mine is not None:
+                tolerance = 1e-2 if like.dtype == torch.bfloat16 else 1e-5
+                torch.testing.assert_close(
+                    mine, mean.to(like.dtype), rtol=tolerance, atol=tolerance
+                )
+
+
+def test_counters_become_the_largest() -> None:
+    ranks = [
+        [torch.tensor(3), torch.tensor([[1], [9]], dtype=torch.int32)],
+        [torch.tensor(5), torch.tensor([[2], [7]]).int()],
+    ]
+    noted = []
+    for rank in range(2):
+        driver = Rehearsed(rank, 2)
+        maximum_([tensor.clone() for tensor in ranks[rank]], driver=driver, stream=Stream(0))
+        noted += driver.noted
+    for rank in range(2):
+        maximum_(ranks[rank], driver=Rehearsed(rank, 2, [noted]), stream=Stream(0))
+        assert [tensor.tolist() for tensor in ranks[rank]] == [5, [[2], [9]]]
+        assert [tensor.dtype for tensor in ranks[rank]] == [torch.int64, torch.int32]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_not_sent(value: float) -> None:
+    driver = Rehearsed(1, 2)
+    tensor = torch.tensor([1.0, value])
+    with pytest.raises(NonFiniteError, match="rank 1"):
+        average_([tensor], [tensor], driver=driver, stream=Stream(0), weight=1.0)
+    assert driver.noted == []
+
+
+def test_only_buffers_that_training_changes_are_chosen() -> None:
+    buffers = {
+        "mean": torch.zeros(2),
+        "half": torch.zeros(2, dtype=torch.float16),
+        "mask": torch.tensor([0.0, float("-inf")]),
+        "seen": torch.tensor(3),
+        "flag": torch.tensor(True),
+        "rotation": torch.zeros(1, dtype=torch.complex64),
+    }
+    assert choose_buffers(buffers) == (("mean", "half"), ("seen",))
