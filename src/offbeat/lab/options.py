@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -196,12 +196,19 @@ def _type_text(hint: object) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(map(str, typing.get_args(hint)))
     if parts := typing.get_args(hint):
-        return " | ".join(_type_text(part) for part in parts)
+        return " | ".join(_type_text(part) for part in parts if _can_be_written(part))
     return (
         names.get(hint, getattr(hint, "__name__", str(hint)).lower())
         if isinstance(hint, type)
         else str(hint)
     )
+
+
+def _can_be_written(hint: object) -> bool:
+    """Whether a value of this type can be given as text: callables and dataclasses, as `LocalSGD`
+    takes for `outer`, are given in Python only.
+    """
+    return typing.get_origin(hint) is not Callable and not dataclasses.is_dataclass(hint)
 
 
 def _argument_help(kind: type) -> dict[str, str]:
