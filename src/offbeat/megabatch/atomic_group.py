@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from offbeat.errors import PeerError
-from offbeat.membership.agreement import Generation, StoreLostError, asking, changes
+from offbeat.membership.agreement import Generation, StoreLostError, changes, store_errors
 from offbeat.membership.commit import all_or_none
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective
@@ -125,7 +125,7 @@ class AtomicGroup:
             active = self._active
         if active is None:
             return False
-        with asking():
+        with store_errors():
             return (
                 self._store.add(f"closing/{active.generation.number}", 1) >= active.generation.size
             )
@@ -252,13 +252,13 @@ class _ActiveGeneration:
         if self.position == 0 and number >= 2:
             # All members have begun the attempt after it, so that none asks for its verdict any
             # more; this keeps the store from growing.
-            with asking():
+            with store_errors():
                 store.delete_key(f"{prefix}/{number - 2}")
 
         def verdict(*, done: bool) -> bool:
             # The first word stands: the entry is written once, and whoever comes later reads it.
             word = _DONE if done else _VOID
-            with asking():
+            with store_errors():
                 return bool(store.compare_set(f"{prefix}/{number}", "", word) == _DONE.encode())
 
         committed = all_or_none(self.position, size, work(self.generation, self.position), verdict)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from offbeat.membership.agreement import asking
+from offbeat.membership.agreement import store_errors
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -220,7 +220,7 @@ class ClaimLog:
         assert number > self._round, f"round {number} after round {self._round}"
         # All workers have merged since the round before, so that none claims from it any more.
         if self._round >= 0 and sweeps:
-            with asking():
+            with store_errors():
                 self._store.delete_key(self._given())
         self._round, self._spans, self._is_exhausted = number, tuple(spans), False
 
@@ -233,7 +233,7 @@ class ClaimLog:
         total = num_positions(self._spans)
         # One atomic addition is the whole claim: two workers never get the same samples, and none
         # needs an answer from another.
-        with asking():
+        with store_errors():
             end = self._store.add(self._given(), num_samples)
         begin, end = end - num_samples, min(end, total)
         self._is_exhausted = begin >= total
