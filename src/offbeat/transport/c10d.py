@@ -22,7 +22,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from offbeat.errors import PeerError, UnsupportedError
 from offbeat.transport.driver import Driver, Finished, Ticket
