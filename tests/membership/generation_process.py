@@ -67,7 +67,7 @@ def main() -> None:
     if orders["joins"]:
         generations.join("{}", timeout_s=60.0)
     else:
-        generations.found("{}")
+        generations.start("{}")
     sys.stdin.read()
     generations.close()
     host.end()

@@ -731,7 +731,7 @@ class Session:
             if self._returns:
                 generations.join(self._description)
             else:
-                generations.found(self._description)
+                generations.start(self._description)
         except BaseException:
             generations.close()
             raise

@@ -27,7 +27,8 @@ from torch.distributed import PrefixStore, Store
 
 from offbeat.errors import ConfigError, PeerError, UnsupportedError
 from offbeat.transport.attendance import await_all, lost_ranks, naming_who_ends
-from offbeat.transport.c10d import C10d, gloo_backend, nccl_backend
+from offbeat.transport.backends import gloo_backend, nccl_backend
+from offbeat.transport.c10d import C10d
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import listen_address
 from offbeat.transport.network import Network, found_network, founded_network, store_client
