@@ -12,12 +12,14 @@ at most: none is a remnant, and a dataset with fewer than M samples is one mega-
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from offbeat.errors import CheckpointError, ConfigError, PeerError
 from offbeat.megabatch.claims import (
@@ -32,6 +34,7 @@ from offbeat.megabatch.claims import (
     part_of,
     without,
 )
+from offbeat.parts.part import Part
 
 
 class MapStyle(Protocol):
@@ -42,9 +45,8 @@ class MapStyle(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-@runtime_checkable
-class DispatchPolicy(Protocol):
-    """What a strategy that shares samples out says to the loader.
+class DispatchPolicy(Part, ABC):
+    """The part of a strategy that shares samples out: what it says to the loader.
 
     Attributes:
         mega_batch: number of samples between merges.
@@ -63,19 +65,16 @@ class DispatchPolicy(Protocol):
     joined_by: MergedRound | None
 
     @property
+    @abstractmethod
     def batch_size(self) -> int:
         """How many samples this rank claims at a time."""
-        ...
 
     @property
+    @abstractmethod
     def is_left_out(self) -> bool:
         """Whether the peers have gone on without this rank: what it has claimed counts no more."""
-        ...
 
-    def on_batch_claimed(self, num_samples: int) -> None:
-        """The next optimizer step will be taken with so many further samples."""
-        ...
-
+    @abstractmethod
     def gather(self, value: Any) -> Mapping[int, Any] | None:
         """Every living rank's value, of JSON's kinds, by rank, ascending. Collective over the ranks
         that live.
@@ -83,8 +82,8 @@ class DispatchPolicy(Protocol):
         None where the peers have gone on without this rank meanwhile; `joined_by` is what they
         merged then.
         """
-        ...
 
+    @abstractmethod
     def set_memory_limits(self, limits: Mapping[int, int | None]) -> None:
         """A loader begins.
 
@@ -94,12 +93,12 @@ class DispatchPolicy(Protocol):
         Raises:
             ConfigError: less fits than the smallest batch allowed, or there is a loader already.
         """
-        ...
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Return when what this rank has begun to compute is done."""
-        ...
 
+    @abstractmethod
     def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
         """Merge models after a round and choose new batch sizes. Collective over the ranks that
         live.
@@ -112,7 +111,6 @@ class DispatchPolicy(Protocol):
             The round that was merged: another one than `claim_round` where the peers had gone on
             without this rank.
         """
-        ...
 
 
 @dataclass(kw_only=True)
@@ -220,7 +218,7 @@ def fetch(dataset: MapStyle, indices: Sequence[int], collate: Callable[[list[Any
     return collate(at_once(list(indices)) if at_once else [dataset[index] for index in indices])
 
 
-class DispatchLoader:
+class DispatchLoader(Part):
     """Iterating over it yields this rank's batches of an epoch; how many, nobody knows before. It
     is made by `Session.loader`.
 
@@ -247,6 +245,8 @@ class DispatchLoader:
         last: what each worker computed of the mega-batch merged last, for the workers in that
             merge, by rank; empty before the first merge.
     """
+
+    state_key: ClassVar[str] = "loader"
 
     def __init__(
         self,
@@ -318,6 +318,7 @@ class DispatchLoader:
 
     # Events
 
+    @override
     def on_after_step(self) -> None:
         if self._handed_out:
             self._computed += self._handed_out
@@ -516,6 +517,7 @@ class DispatchLoader:
 
     # State
 
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """What this rank's model has seen of the mega-batch under way. A claim counts once its
         optimizer step was taken.
@@ -526,6 +528,7 @@ class DispatchLoader:
             "local": {**place, "claims": claims, "updates": self._updates, "busy_s": self._busy_s}
         }
 
+    @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         saved = state["local"]
         if "mega_batch" not in saved:
@@ -536,6 +539,7 @@ class DispatchLoader:
         self._handed_out, self._claimed_at_s = [], None
         self._open_round, self._earlier_shares = None, {}
 
+    @override
     def close(self) -> None:
         """The dataset is the user's."""
 

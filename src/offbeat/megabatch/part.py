@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError
 from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import BatchRule, Bounds, binding, learning_rate
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
+from offbeat.megabatch.loader import DispatchPolicy
 from offbeat.megabatch.merge import MergeOutcome, MergeProtocol
 from offbeat.megabatch.merge_weights import MergeMomentum, Weighting, merge_weights, perturbed
 from offbeat.megabatch.proposal import MergeProposal, TrainerReport
@@ -76,7 +78,7 @@ class ScaledLearningRate:
         self._before = []
 
 
-class MegaBatchPart:
+class MegaBatchPart(DispatchPolicy):
     """Merges models when the loader says that a mega-batch was computed, with all that are members
     of the run then.
 
@@ -104,7 +106,9 @@ class MegaBatchPart:
         start_step: the step at which this rank joined.
     """
 
-    averages_alone = False
+    state_key: ClassVar[str] = "mega_batches"
+
+    averages_models = True
 
     def __init__(
         self,
@@ -157,18 +161,21 @@ class MegaBatchPart:
     # What the loader calls
 
     @property
+    @override
     def batch_size(self) -> int:
         """How many samples this rank claims at a time."""
         sizes = dict(zip(self.ranks, self.batch_sizes, strict=True))
         return self._bounds(self._memory_limit).clip(sizes.get(self._rank, self._plan.base))
 
     @property
+    @override
     def is_left_out(self) -> bool:
         """Whether its peers went on without this rank, so that what it has computed since the last
         merge is lost.
         """
         return self._group.is_new
 
+    @override
     def gather(self, value: Any) -> dict[int, Any] | None:
         """The `value`, of JSON's kinds, of every member that lives, by rank. Collective, between
         merges.
@@ -189,6 +196,7 @@ class MegaBatchPart:
         self.batch_sizes = tuple(sizes.get(rank, self._plan.base) for rank in self.ranks)
         return {rank: values[rank] for rank in self.ranks}
 
+    @override
     def set_memory_limits(self, limits: Mapping[int, int | None]) -> None:
         """A loader feeds this rank from now on.
 
@@ -217,11 +225,13 @@ class MegaBatchPart:
         )
         self._has_loader = True
 
+    @override
     def on_batch_claimed(self, num_samples: int) -> None:
         # Without a loader this is the user's word for a loop whose batches are not ours to scale.
         if self._has_loader:
             self._num_claimed += num_samples
 
+    @override
     def synchronize(self) -> None:
         # A CUDA device computes in the background: without waiting for it, this rank would claim
         # more than it gets done, and look as fast as it can launch kernels.
@@ -229,6 +239,7 @@ class MegaBatchPart:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
+    @override
     def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
         with torch.no_grad():
             merged = self._merge(share, claim_round)
@@ -238,12 +249,14 @@ class MegaBatchPart:
 
     # Events
 
+    @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
         # The model with which the first mega-batch begins is copied as late as possible, since the
         # user may load weights after attaching.
         if self._momentum is not None:
             self._momentum.begin()
 
+    @override
     def on_before_step(self) -> None:
         if self._momentum is not None:
             self._momentum.begin()
@@ -251,9 +264,11 @@ class MegaBatchPart:
         if self._num_claimed and self._plan.rule is not None:
             self._learning_rate.scale(self._num_claimed)
 
+    @override
     def on_closure(self) -> None:
         self.on_before_step()
 
+    @override
     def on_after_step(self) -> None:
         self._learning_rate.restore()
         self._num_claimed = 0
@@ -264,6 +279,7 @@ class MegaBatchPart:
         if self.is_left_out or self._num_steps - self._merged_at_step >= period:
             self._merge(None, None)
 
+    @override
     def on_finish(self) -> None:
         """Take part in the merges of the peers until they have come to the end too."""
         begin_s = time.monotonic()
@@ -272,10 +288,12 @@ class MegaBatchPart:
         self._has_finished = self._group.has_finished = True
         self._record_wait(begin_s, time.monotonic())
 
+    @override
     def on_abandon(self, reason: str) -> None:
         self._group.abort(reason)
         self._close()
 
+    @override
     def average_into(self, weights: ModelWeights) -> None:
         """Write the mean of all members' models into `weights`, a copy of this rank's model.
         Collective, except just after a merge.
@@ -293,6 +311,7 @@ class MegaBatchPart:
         if outcome.kind == "merge":
             self._adopt(outcome)
 
+    @override
     def counters(self) -> dict[str, float]:
         return {"exchanges": self._protocol.num_exchanges, "encode_s": self._protocol.encode_s}
 
@@ -423,6 +442,7 @@ class MegaBatchPart:
 
     # State
 
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         counts = {
             "num_merges": self._protocol.num_merges,
@@ -431,6 +451,7 @@ class MegaBatchPart:
         }
         return {"replicated": counts | ({} if self._momentum is None else self._momentum.state())}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         saved = state["replicated"]
         if "num_merges" not in saved:
@@ -448,6 +469,7 @@ class MegaBatchPart:
             self.batch_sizes = sizes
         self._num_claimed = 0
 
+    @override
     def close(self) -> None:
         self._learning_rate.restore()
         over = False
