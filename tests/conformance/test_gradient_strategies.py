@@ -352,9 +352,7 @@ def test_residuals_are_kept_unscaled(attached: Callable) -> None:
     scaler.scale(loss_of(net, 0)).backward()
     loss_of(other, 0).backward()
     scaled, unscaled = session.state_dict()["parts"], other_session.state_dict()["parts"]
-    torch.testing.assert_close(
-        scaled["gradients"]["additive"], unscaled["gradients"]["additive"]
-    )
+    torch.testing.assert_close(scaled["gradients"]["additive"], unscaled["gradients"]["additive"])
 
 
 def test_chained_schedulers_see_nothing_of_it(
