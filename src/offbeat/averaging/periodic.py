@@ -119,9 +119,7 @@ class PeriodicAverage(Part):
         if "num_steps" not in saved:
             raise CheckpointError("the state lacks 'num_steps'; it was saved by another strategy")
         if self._outer is not None:
-            self._outer.load(
-                {key: value for key, value in saved.items() if isinstance(value, torch.Tensor)}
-            )
+            self._outer.load(saved)
         self._num_steps = int(saved["num_steps"])
         self._num_averages = int(saved["num_averages"])
 
