@@ -27,12 +27,12 @@ import torch
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
 from offbeat.averaging.periodic import PeriodicAverage
-from offbeat.averaging.start_phase import GradientPhase
+from offbeat.averaging.start_phase import StartPhase
 from offbeat.errors import ConfigError
-from offbeat.gradients.exchange import GradientExchange
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.options import (
     require_at_least,
     require_dense_optimizer,
@@ -139,8 +139,4 @@ class LocalSGD(AveragingStrategy):
         exchanges = AllReduce(
             max_skipped_steps=self.max_skipped_steps, replica_check_interval=0
         ).build(workspace)
-        return [
-            GradientPhase(part, num_steps=self.start_step)
-            for part in exchanges
-            if isinstance(part, GradientExchange)
-        ]
+        return [StartPhase(part, num_steps=self.start_step) for part in exchanges]
