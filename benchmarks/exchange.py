@@ -21,7 +21,7 @@ from _measure import Ratio, interleave, main, ratio, timed
 from _ranks import run_ranks
 from offbeat.codec.tally import Tally
 from offbeat.gradients.exchange import ExchangeCounts
-from offbeat.strategies.base import Workspace, stream_counter
+from offbeat.parts.workspace import Workspace, stream_counter
 from offbeat.transport.connect import connect
 from offbeat.transport.operations import AllReduceTensor
 

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 WAIT_LIMIT = timedelta(days=1)
 """A peer may be slow for long; that it is dead shows in its connections."""

@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from offbeat.errors import ConfigError, PeerError, UnsupportedError
 from offbeat.transport.attendance import await_all, lost_ranks, naming_who_ends
