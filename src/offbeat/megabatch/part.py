@@ -96,7 +96,7 @@ class MegaBatches(Part):
         rank: this rank.
         world_size: number of ranks at first.
         notify: for remarks.
-        stood_still: told from when to when the trainer waited, in seconds of the monotonic clock.
+        record_wait: told from when to when the trainer waited, in seconds of the monotonic clock.
 
     Attributes:
         ranks: who takes part, ascending.
@@ -121,7 +121,7 @@ class MegaBatches(Part):
         rank: int,
         world_size: int,
         notify: Callable[[str], None],
-        stood_still: Callable[[float, float], None],
+        record_wait: Callable[[float, float], None],
     ) -> None:
         self.mega_batch = plan.mega_batch
         self.deals_equally = plan.rule is None
@@ -130,7 +130,7 @@ class MegaBatches(Part):
         self.entry: Merged | None = None
         self.start_step = 0
         self._weights, self._plan, self._rank, self._notify = weights, plan, rank, notify
-        self._assembly, self._stood_still = assembly, stood_still
+        self._assembly, self._record_wait = assembly, record_wait
         self._largest: int | None = None
         self._rate = ScaledRate(optimizer, plan.base)
         self._in_hand = 0
@@ -277,7 +277,7 @@ class MegaBatches(Part):
         if self._meetings.finish(self._report(None, None)):
             self._merged_at_step = self._num_steps
         self._has_finished = self._assembly.has_finished = True
-        self._stood_still(begin_s, time.monotonic())
+        self._record_wait(begin_s, time.monotonic())
 
     @override
     def on_abandon(self, reason: str) -> None:
@@ -325,7 +325,7 @@ class MegaBatches(Part):
     def _merge(self, work: Work | None, place: Place | None) -> Merged | None:
         begin_s, encode_s = time.monotonic(), self._meetings.encode_s
         met = self._meetings.merge(self._report(work, place))
-        self._stood_still(begin_s, time.monotonic() - (self._meetings.encode_s - encode_s))
+        self._record_wait(begin_s, time.monotonic() - (self._meetings.encode_s - encode_s))
         return self._follow(met)
 
     def _follow(self, met: Met) -> Merged | None:
