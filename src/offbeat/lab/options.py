@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from offbeat.errors import ConfigError, nearest
 from offbeat.lab.native import NATIVE, Native
@@ -26,6 +26,7 @@ Recipe: TypeAlias = Strategy | Native
 
 RECIPES: Final[Mapping[str, type[Recipe]]] = {**REGISTRY, **NATIVE}
 
+_OBJECTS_TOO: Final = ConfigDict(arbitrary_types_allowed=True)
 
 FROM_TASK: Final = "batch_size"
 """An option of strategies that share samples out; in the lab it is the task's, whatever the
@@ -72,7 +73,9 @@ def build_strategy(name: str, options: Mapping[str, object]) -> Recipe:
             )
         given = None if value == "none" else value
         try:
-            values[option] = TypeAdapter[object](hints[option]).validate_python(given)
+            values[option] = TypeAdapter[object](
+                hints[option], config=_OBJECTS_TOO
+            ).validate_python(given)
         except ValidationError as error:
             allowed, meaning = _type_text(hints[option]), _argument_help(kind).get(option, "")
             hint = f" ({meaning.rstrip('.')})" if meaning else ""
@@ -205,10 +208,12 @@ def _type_text(hint: object) -> str:
 
 
 def _can_be_written(hint: object) -> bool:
-    """Whether a value of this type can be given as text: callables and dataclasses, as `LocalSGD`
-    takes for `outer`, are given in Python only.
+    """Whether a value of this type can be given as text: callables, dataclasses and objects of a
+    user's own, as `LocalSGD` takes for `outer` and `GTopK` for `selection`, are given in Python
+    only.
     """
-    return typing.get_origin(hint) is not Callable and not dataclasses.is_dataclass(hint)
+    in_python_only = dataclasses.is_dataclass(hint) or inspect.isabstract(hint)
+    return typing.get_origin(hint) is not Callable and not in_python_only
 
 
 def _argument_help(kind: type) -> dict[str, str]:
