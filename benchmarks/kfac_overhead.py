@@ -39,11 +39,11 @@ import offbeat
 from _measure import Ratio, interleave, print_rows, ratio, timed
 from _ranks import run_ranks
 from offbeat.kfac.eigen import decompose
-from offbeat.kfac.exchange.factors import FactorExchange
-from offbeat.kfac.inverses import Form, Inverter, Job
+from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter
 from offbeat.kfac.options import FactorOptions
-from offbeat.kfac.packing import pack
+from offbeat.kfac.part import KFACPart
 from offbeat.kfac.survey import survey
+from offbeat.kfac.symmetric import pack
 from offbeat.session.session import Session
 
 STEPS_A_ROUND = 10
@@ -52,7 +52,7 @@ FACTOR_INTERVAL, INVERSE_INTERVAL = 10, 100
 InverseDtype: TypeAlias = Literal["float32", "bfloat16"]
 
 CUBES_OF_EIGEN = 6
-CUBES: dict[Form, float] = {"triangle": 1 / 3, "inverse": 1}
+CUBES: dict[InverseForm, float] = {"triangle": 1 / 3, "inverse": 1}
 """Operations for a factor of d rows, by d^3."""
 
 SIZES = (1024, 1024)
@@ -83,8 +83,8 @@ def make_cnn() -> nn.Module:
     )
 
 
-def part_of(session: Session) -> FactorExchange:
-    return next(part for part in session._parts if isinstance(part, FactorExchange))
+def part_of(session: Session) -> KFACPart:
+    return next(part for part in session._parts if isinstance(part, KFACPart))
 
 
 def floating_operations() -> dict[str, float]:
@@ -167,7 +167,7 @@ def measure(
     return found
 
 
-def jobs() -> list[Job]:
+def tasks() -> list[InversionTask]:
     """The model's factors, some of them."""
     made = []
     generator = torch.Generator().manual_seed(0)
@@ -177,7 +177,9 @@ def jobs() -> list[Job]:
             packed = pack((rows.mT @ rows / len(rows))[None])
             damping, valid = torch.tensor(0.01), torch.tensor(True)
             made.append(
-                Job(name=block.name, packed=packed, shape=shape, damping=damping, valid=valid)
+                InversionTask(
+                    name=block.name, packed=packed, shape=shape, damping=damping, valid=valid
+                )
             )
     return made
 
@@ -219,7 +221,7 @@ def cases(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[Rat
         + floor["factors"] / stride / FACTOR_INTERVAL
         + 3 * floor["inverses"] / INVERSE_INTERVAL,
     )
-    some = jobs()
+    some = tasks()
     for form, cubes in CUBES.items():
         inverter = Inverter(print, form)
         taken = interleave(

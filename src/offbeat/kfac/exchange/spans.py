@@ -1,5 +1,5 @@
-"""What a part does within a step and when, noted in few steps: in all of them it would cost time,
-and fill the record.
+"""Notes what K-FAC does within a step and when. It does so in few steps: in all of them it would
+cost time, and fill the record.
 """
 
 from __future__ import annotations
@@ -7,11 +7,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
+from offbeat.parts.part import Span
 from offbeat.transport.driver import Pending
 from offbeat.transport.lookout import Lookout
 
@@ -19,58 +19,7 @@ MAX_SPANS: Final = 4096
 """Of one step; what comes later is not noted."""
 
 
-class Span(NamedTuple):
-    """One thing that was done.
-
-    Attributes:
-        kind: what sort of thing.
-        what: which one.
-        began_s, ended_s: on the monotonic clock.
-    """
-
-    kind: str
-    what: str
-    began_s: float
-    ended_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Duty:
-    """A factor's place in the plan.
-
-    Attributes:
-        factor: its name, such as ``A of 'conv1'``.
-        rows: of each of its matrices.
-        matrices: how many there are: the groups of a convolution. 0: a diagonal.
-        message: number of the message that sums it over ranks; None where it stays with its owner.
-        owner: who inverts it; None: every rank.
-        sends: what the owner sends: "inverses" or "directions"; None where every rank inverts.
-        predicted_s: how long that was expected to take; None where nothing was measured.
-    """
-
-    factor: str
-    rows: int
-    matrices: int
-    message: int | None
-    owner: int | None
-    sends: str | None
-    predicted_s: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
-    """One step, looked at closely.
-
-    Attributes:
-        spans: what was done in it, in order of ends.
-        duties: the plan, if it is new.
-    """
-
-    spans: Sequence[Span]
-    duties: Sequence[Duty] = ()
-
-
-class Spans:
+class SpanRecorder:
     """Notes what is done, in steps that were chosen for it."""
 
     def __init__(self) -> None:
@@ -129,16 +78,3 @@ class Spans:
         """What was noted in the step that has ended."""
         taken, self._finished = self._finished, []
         return taken
-
-
-def is_round(number: int, digits: int) -> bool:
-    """Whether `number` has at most so many binary digits before its zeros: of n numbers that is
-    about 2^(digits-1) log2 n.
-
-    >>> [number for number in range(40) if is_round(number, 2)]
-    [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
-    """
-    return (
-        number >> max(number.bit_length() - digits, 0) << max(number.bit_length() - digits, 0)
-        == number
-    )
