@@ -7,7 +7,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info
 
-from offbeat.kfac.inverses import cholesky_
+from offbeat.kfac.lapack import cholesky_
 
 
 def positive(num: int, dim: int, dtype: torch.dtype) -> torch.Tensor:

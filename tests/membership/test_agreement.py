@@ -8,7 +8,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch.distributed import HashStore, Store, TCPStore
 
 from offbeat.errors import MismatchError, WireError
 from offbeat.membership.agreement import (
@@ -144,19 +144,19 @@ def test_founding_is_the_same_whoever_comes_first(store: Store) -> None:
     first, second = Membership(store), Membership(store)
     assert first.description() is None
     assert (
-        first.found(3, "a model")
-        == second.found(3, "a model")
+        first.create_run(3, "a model")
+        == second.create_run(3, "a model")
         == generation_of(3)
         == second.latest()
     )
     assert second.description() == "a model"
     with pytest.raises(MismatchError, match="another rank founded"):
-        Membership(store).found(3, "another model")
+        Membership(store).create_run(3, "another model")
 
 
 def test_the_first_proposal_stands(store: Store) -> None:
     first, second = Membership(store), Membership(store)
-    founding = first.found(3, "")
+    founding = first.create_run(3, "")
     without_2, without_1 = (
         successor(founding, me=0, unreachable=frozenset({gone}), silent=NOBODY, requests=())
         for gone in (2, 1)
@@ -171,7 +171,7 @@ def test_the_first_proposal_stands(store: Store) -> None:
 
 def test_requests_are_numbered_without_gaps_and_wait_until_they_are_answered(store: Store) -> None:
     member = Membership(store)
-    founding = member.found(1, "")
+    founding = member.create_run(1, "")
     assert [Membership(store).request(rank) for rank in (4, 4, 0)] == [1, 2, 3]
     assert member.waiting(founding) == (Member(4, 1), Member(4, 2), Member(0, 3))
     assert member.waiting(generation_of(1, tickets=2)) == (Member(0, 3),)
@@ -180,14 +180,14 @@ def test_requests_are_numbered_without_gaps_and_wait_until_they_are_answered(sto
 def test_silence_is_what_this_process_has_listened_to(store: Store) -> None:
     now_s = 100.0
     watching = Membership(store, clock=lambda: now_s)
-    founding = watching.found(3, "")
+    founding = watching.create_run(3, "")
     beating = Membership(store)
     assert watching.silent_s(founding) == (0.0, 0.0, 0.0)
     now_s += 0.5
     beating.beat(founding.members[1])
     assert watching.silent_s(founding) == (0.5, 0.0, 0.5)
     now_s += 3600.0  # stopped, or waiting for the store: it heard nothing because it did not listen
-    beating.farewell(founding.members[2])
+    beating.deregister(founding.members[2])
     assert watching.silent_s(founding) == (0.5 + MAX_GAP_S, MAX_GAP_S, math.inf)
     beating.beat(founding.members[0])
     assert watching.silent_s(founding)[0] == 0.0
@@ -195,7 +195,7 @@ def test_silence_is_what_this_process_has_listened_to(store: Store) -> None:
 
 def test_endpoints_come_one_by_one(store: Store) -> None:
     member = Membership(store)
-    founding = member.found(2, "")
+    founding = member.create_run(2, "")
     assert member.endpoints(founding) == (None, None)
     member.publish_endpoint(founding, 1, "tcp://127.0.0.1:5")
     assert member.endpoints(founding) == (None, "tcp://127.0.0.1:5")
@@ -245,7 +245,7 @@ def test_a_store_that_ended_has_one_name() -> None:
     member = Membership(
         TCPStore("127.0.0.1", serving.port, is_master=False, wait_for_workers=False)
     )
-    founding = member.found(1, "")
+    founding = member.create_run(1, "")
     del serving
     for ask in (
         lambda: member.beat(founding.members[0]),

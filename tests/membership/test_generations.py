@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from offbeat.errors import ConfigError, MismatchError, PeerError
 from offbeat.membership.agreement import Generation, Member, Membership
@@ -28,7 +28,7 @@ from offbeat.transport.operations import Recv, Send
 from offbeat.transport.peers import Peers
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
     from offbeat.transport.driver import Driver
 
@@ -171,7 +171,7 @@ class Run:
 
     def founded(self, world_size: int, *, silence_s: float = LONG_S) -> list[Worker]:
         workers = [self.worker(rank, world_size, silence_s=silence_s) for rank in range(world_size)]
-        all_at_once(*(lambda worker=worker: worker.generations.found("{}") for worker in workers))
+        all_at_once(*(lambda worker=worker: worker.generations.start("{}") for worker in workers))
         return workers
 
 
@@ -280,7 +280,7 @@ def test_the_last_survivor_goes_on_once_the_others_are_silent(run: Run) -> None:
     survivor = run.worker(0, 3, silence_s=0.3)
     others = [run.worker(rank, 3) for rank in (1, 2)]
     all_at_once(
-        *(lambda worker=worker: worker.generations.found("{}") for worker in [survivor, *others])
+        *(lambda worker=worker: worker.generations.start("{}") for worker in [survivor, *others])
     )
     survivor.stopped_seeing = founders(1, 2)
     assert survivor.generation.number == 0  # the others go on beating, and it is one of three
@@ -316,11 +316,11 @@ def test_one_that_has_skipped_a_generation_does_not_take_those_who_began_it_for_
             here.network.open(generation=0, position=position, size=3, limits=BRISK)
             for position in (1, 2)
         ]
-        founding = store.found(3, "{}")
+        founding = store.create_run(3, "{}")
         for mesh in meshes:
             stack.callback(mesh.close)
             store.publish_endpoint(founding, mesh.rank, mesh.endpoint)
-        here.generations.found("{}")
+        here.generations.start("{}")
         for mesh in meshes:
             mesh.connect([endpoint or "" for endpoint in store.endpoints(founding)])
 
@@ -353,7 +353,7 @@ def test_when_the_run_is_over_nobody_is_replaced_and_nobody_joins(run: Run) -> N
 
 def test_a_worker_that_trains_something_else_is_not_let_in(run: Run) -> None:
     founder = run.worker(0, 1)
-    founder.generations.found(json.dumps({"strategy": {"options": "WAGMA(period=10)"}}))
+    founder.generations.start(json.dumps({"strategy": {"options": "WAGMA(period=10)"}}))
     other = run.worker(1, 1)
     with pytest.raises(
         MismatchError,
@@ -367,7 +367,7 @@ def test_a_worker_that_trains_something_else_is_not_let_in(run: Run) -> None:
 def test_joining_nothing_and_nobody_are_clear_errors(run: Run) -> None:
     with pytest.raises(ConfigError, match="has founded no generation"):
         run.worker(1, 2).generations.join("{}")
-    Membership(run.client()).found(1, "{}")
+    Membership(run.client()).create_run(1, "{}")
     with pytest.raises(PeerError, match="no member of the run let this worker in"):
         run.worker(1, 2).generations.join("{}", timeout_s=0.05)
 
@@ -422,7 +422,7 @@ def test_a_killed_process_leaves_the_membership_and_the_one_that_takes_its_place
     here = run.worker(0, 3)
     start_process(1, world_size=3)
     doomed = start_process(2, world_size=3)
-    here.generations.found("{}")
+    here.generations.start("{}")
     doomed.kill()
     assert here.reaches(founders(0, 1)).number == 1
     start_process(2, world_size=3, joins=True)

@@ -35,15 +35,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal, NamedTuple, TypeAlias
 
-import scipy
 import torch
-from scipy.linalg import lapack
-from threadpoolctl import ThreadpoolController
 
 from offbeat.kfac.blocks import FactorShape
+from offbeat.kfac.lapack import cholesky_
 from offbeat.kfac.symmetric import pack, unpack
 
 InverseForm: TypeAlias = Literal["triangle", "inverse", "bfloat16"]
@@ -285,46 +282,3 @@ def _all_finite(matrices: torch.Tensor) -> torch.Tensor:
 def _reciprocals(tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
     """Diagonal factors need no decomposition."""
     return [1 / (task.packed + task.damping) for task in tasks]
-
-
-@cache
-def _blas() -> ThreadpoolController:
-    return ThreadpoolController().select(user_api="blas")
-
-
-def lapack_version() -> str:
-    """What decides how results are rounded on a CPU, besides the number of threads."""
-    return (
-        f"scipy {scipy.__version__}"
-        f" {' '.join(sorted({str(entry.get('architecture')) for entry in _blas().info()}))}"
-    )
-
-
-def cholesky_(matrices: torch.Tensor, *, inverts: bool) -> torch.Tensor:
-    """Decompose symmetric matrices in main memory in place, or invert them, by scipy's LAPACK.
-
-    Torch's takes half as long again on CPUs by AMD. Scipy's LAPACK has threads of its own; here it
-    gets as many as torch has, so that one thread for a worker means one.
-
-    Args:
-        matrices: shape (n, d, d), float32 or float64, contiguous, on the CPU. Upper triangles
-            become those of U, for A = U^T U, or those of the inverses; what lies below means
-            nothing afterwards.
-        inverts: whether to invert.
-
-    Returns:
-        Which were positive definite, as far as LAPACK can tell, shape (n,), bools. What is left of
-        others means nothing.
-    """
-    double = matrices.dtype == torch.float64
-    decompose, invert = (lapack.dpotrf, lapack.dpotri) if double else (lapack.spotrf, lapack.spotri)
-    good = []
-    with _blas().limit(limits=torch.get_num_threads()):
-        for matrix in matrices.numpy():
-            # LAPACK's lower triangles, which are laid out by columns, are upper ones by rows.
-            columns = matrix.T
-            _, info = decompose(columns, lower=1, clean=0, overwrite_a=1)
-            if inverts and info == 0:
-                _, info = invert(columns, lower=1, overwrite_c=1)
-            good.append(info == 0)
-    return torch.tensor(good)

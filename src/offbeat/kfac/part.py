@@ -34,7 +34,8 @@ from offbeat.kfac.exchange.spans import SpanRecorder
 from offbeat.kfac.options import KFACSettings
 from offbeat.kfac.planning.factor_plan import FactorPlan
 from offbeat.kfac.planning.inverse_order import InverseBatch
-from offbeat.parts.part import FactorAssignment, Part, PartState, StepProfile
+from offbeat.parts.part import Part, PartState
+from offbeat.parts.profile import FactorAssignment, StepProfile
 from offbeat.transport.driver import Driver, Stream
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final, NamedTuple, TypeAlias
 
-from offbeat.kfac.exchange.spans import Duty, Span
 from offbeat.lab.profiles import Profiled
+from offbeat.parts.profile import FactorAssignment, Span
 
 Intervals: TypeAlias = list[tuple[float, float]]
 """(began_s, ended_s), ascending and disjoint."""
@@ -63,14 +63,14 @@ class FactorWork:
         duties: the plan.
         num_steps: how many steps the rest was taken from.
         sums: of factors over ranks; None where they stay with their owners.
-        broadcasts: of inverses, or of directions; None where nothing is broadcast.
-        factor_s, precondition_s: computing factors, and turning gradients into directions: mean
+        broadcasts: of inverses, or of preconditioned gradients; None where nothing is broadcast.
+        factor_s, precondition_s: computing factors, and preconditioning gradients: mean
             over ranks and steps that did.
         invert_s: by rank, inverting: median over the steps with inversions; NaN for one that never
             did.
     """
 
-    duties: Sequence[Duty]
+    duties: Sequence[FactorAssignment]
     num_steps: int
     sums: MessageTime | None
     broadcasts: MessageTime | None

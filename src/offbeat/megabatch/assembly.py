@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from offbeat.errors import PeerError
-from offbeat.membership.agreement import Generation, StoreLostError, asking, changes
+from offbeat.membership.agreement import Generation, StoreLostError, changes, store_errors
 from offbeat.membership.commit import all_or_none
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -124,7 +124,7 @@ class Assembly:
             running = self._running
         if running is None:
             return False
-        with asking():
+        with store_errors():
             return (
                 self._store.add(f"closing/{running.generation.number}", 1)
                 >= running.generation.size
@@ -248,12 +248,12 @@ class _Running:
         if (
             self.position == 0 and number >= 2
         ):  # all have begun the one after it, so nobody asks for it any more
-            with asking():
+            with store_errors():
                 store.delete_key(f"{prefix}/{number - 2}")
 
         def verdict(*, done: bool) -> bool:
             word = _DONE if done else _VOID
-            with asking():
+            with store_errors():
                 return bool(store.compare_set(f"{prefix}/{number}", "", word) == _DONE.encode())
 
         together = all_or_none(self.position, size, work(self.generation, self.position), verdict)

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from offbeat.membership.agreement import asking
+from offbeat.membership.agreement import store_errors
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 
 class Span(NamedTuple):
@@ -217,7 +217,7 @@ class ClaimLog:
         """
         assert number > self._round, f"round {number} after round {self._round}"
         if self._round >= 0 and sweeps:  # nobody claims there any more: all have met since
-            with asking():
+            with store_errors():
                 self._store.delete_key(self._given())
         self._round, self._spans, self._arrived = number, tuple(spans), False
 
@@ -228,7 +228,7 @@ class ClaimLog:
         if self._arrived:
             return None
         total = num_positions(self._spans)
-        with asking():
+        with store_errors():
             end = self._store.add(self._given(), num_samples)
         begin, end = end - num_samples, min(end, total)
         self._arrived = begin >= total

@@ -1,1 +1,1 @@
-"""Who is in a run: generations of members, agreement on the next, commits for all or none."""
+"""The members of a run: generations, agreement on the next one, commits for all members or none."""

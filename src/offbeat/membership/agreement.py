@@ -1,15 +1,19 @@
-"""Who takes part: numbered lists of members, kept in the store that the run met through.
+"""The members of a run: numbered lists that are kept in the run's store.
 
-A *generation* is such a list. It never changes; when someone is gone or wants to join, whoever
-notices proposes the next one, the first proposal stands, and all adopt it. Within a generation,
-members are known by their *position* in the list, so whatever runs on a generation never hears of
-ranks that are gone.
+A *generation* is one such list. It never changes. When a member has departed or a new one wants to
+join, any member that notices it proposes the next generation. The first proposal that reaches the
+store is the valid one, and all members adopt it. Within a generation a member is known by its
+*position* in the list, so the protocols that run on a generation never see the ranks of departed
+members.
 
-    founded                 what the run trains, from the first that founded it
-    generation/<n>          its members; n = 0 are the founders
+The keys in the store:
+
+    founded                 what the run trains, written by the first founder
+    generation/<n>          the members of generation n; generation 0 holds the founders
     request/<n>             the n-th request to join, n >= 1
-    beat/<rank>/<ticket>    a counter that a living member raises; -1 once it has left in order
-    endpoint/<n>/<position> where that member of generation n listens
+    beat/<rank>/<ticket>    the heartbeat: a counter that a living member increments, or -1 after
+                            the member has deregistered
+    endpoint/<n>/<position> the address at which that member of generation n listens
 """
 
 from __future__ import annotations
@@ -27,30 +31,32 @@ from offbeat.errors import MismatchError, PeerError, WireError
 from offbeat.transport.network import OVER_KEY
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 T = TypeVar("T")
 
 _VERSION = 1
-_LEFT = -1
+_DEREGISTERED = -1
 
 MAX_GAP_S = 1.0
-"""The most that counts as silence between two looks: who did not look, since it was stopped itself,
-heard no silence.
+"""The most that counts as silence between two readings of the heartbeats. A process that was itself
+suspended did not observe the heartbeats, so that time must not count as silence of its peers.
 """
 
 
 class StoreLostError(PeerError):
-    """The store cannot be asked any more."""
+    """The run's store does not answer any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One incarnation of a rank.
+    """One process that has, or had, a rank of the run.
+
+    A process that is started again as the same rank is another member: it has a higher ticket.
 
     Attributes:
-        rank: >= 0.
-        ticket: the number of the request that let it in; 0 for a founder.
+        rank: the rank, >= 0.
+        ticket: the number of the request with which it joined; 0 for a founder.
     """
 
     rank: int
@@ -59,13 +65,14 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """A list of members.
+    """One list of members.
 
     Attributes:
-        number: 0 for the founders', then one more each time.
-        members: by position; those that have been there longest first.
-        newcomers: positions that joined with this generation and know nothing of the model yet.
-        tickets: requests to join that have been answered, by this generation or an earlier one.
+        number: 0 for the list of the founders; each next generation has the next number.
+        members: the members by position; those that have been in the run longest come first.
+        newcomers: the positions of members that joined with this generation and do not have the
+            model yet.
+        tickets: how many requests to join have been answered, by this generation or an earlier one.
     """
 
     number: int
@@ -78,7 +85,7 @@ class Generation:
         return len(self.members)
 
     def position_of(self, member: Member) -> int | None:
-        """Where `member` stands; None when it is not in."""
+        """The position of `member`; None when it is not in this generation."""
         return self.members.index(member) if member in self.members else None
 
 
@@ -91,28 +98,31 @@ def successor(
     requests: Sequence[Member],
     begun: bool = True,
 ) -> Generation | None:
-    """The generation after `generation` that the member at position `me` may propose; None when it
-    may not, or nothing changes.
+    """The generation after `generation` that the member at position `me` may propose.
 
-    A member that cannot be reached and has stopped beating too is gone. One that still beats is on
-    the other side of a cut, and who is on which side looks alike from both; so only the side with
-    more than half of those that are not gone may go on without the other, at a tie the side of the
-    longest-serving one. A member that is silent in the store but can be reached stays.
+    A member that cannot be reached and whose heartbeat has stopped is dead. A member that cannot be
+    reached but has a heartbeat is on the other side of a network partition, and both sides see the
+    same thing. Therefore only the side with more than half of the living members may continue
+    without the other; at a tie it is the side of the member that has been in the run longest. A
+    member that is silent in the store but can be reached stays.
 
     Args:
-        generation: the current one.
-        me: position of who proposes.
-        unreachable: positions that it cannot reach.
-        silent: positions that have not beaten for long.
-        requests: to join, by ticket, all above `generation.tickets`; of a rank that is a member, to
-            take its place.
-        begun: whether `generation` is at work, so that its newcomers have become members like the
-            others.
+        generation: the current generation.
+        me: the position of the member that proposes.
+        unreachable: the positions that this member cannot reach.
+        silent: the positions whose heartbeat has not changed for long.
+        requests: the requests to join, by ticket, all above `generation.tickets`. A request of a
+            rank that is a member replaces that member.
+        begun: whether `generation` is at work, so that its newcomers have the model.
+
+    Returns:
+        The proposal; None when this member may not propose, or when nothing changes.
     """
     positions = frozenset(range(generation.size))
     reached = (positions - unreachable) | {me}
     alive = reached | (positions - silent)
     majority = 2 * len(reached) - len(alive)
+    # Two sides of a partition must never both continue, since the run would split in two.
     if majority < 0 or (majority == 0 and min(alive) not in reached):
         return None
     joining = {request.rank: request for request in requests}
@@ -138,16 +148,16 @@ def successor(
 
 
 def changes(old: Generation, new: Generation) -> str:
-    """How two generations differ, in words."""
+    """One sentence on how two generations differ, for the user."""
     before, now = (
         {member.rank: member for member in old.members},
         {member.rank: member for member in new.members},
     )
-    gone = sorted(rank for rank, member in before.items() if now.get(rank) != member)
-    come = sorted(rank for rank, member in now.items() if before.get(rank) != member)
+    departed = sorted(rank for rank, member in before.items() if now.get(rank) != member)
+    joined = sorted(rank for rank, member in now.items() if before.get(rank) != member)
     parts = [
-        *([f"without worker {', '.join(map(str, gone))}"] if gone else []),
-        *([f"with worker {', '.join(map(str, come))} come in"] if come else []),
+        *([f"without worker {', '.join(map(str, departed))}"] if departed else []),
+        *([f"with worker {', '.join(map(str, joined))} come in"] if joined else []),
     ]
     return (
         f"generation {new.number}: {len(new.members)} worker{'s' if len(new.members) > 1 else ''},"
@@ -156,10 +166,11 @@ def changes(old: Generation, new: Generation) -> str:
 
 
 class Membership:
-    """One process's view of the lists in the store. Not for several threads at once.
+    """One process's access to the lists in the store.
 
-    No call waits for another member. All raise `StoreLostError` when the store is gone, and
-    `WireError` for an entry that is damaged or of another version.
+    An object must not be used by several threads at once. No call waits for another member. All
+    calls raise `StoreLostError` when the store does not answer, and `WireError` for an entry that
+    is damaged or was written by another version of this library.
     """
 
     def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -167,18 +178,20 @@ class Membership:
         self._clock = clock
         self._latest: Generation | None = None
         self._beats: dict[Member, tuple[int, float]] = {}
-        self._looked_at_s: float | None = None
+        self._read_beats_at_s: float | None = None
 
-    def found(self, world_size: int, description: str) -> Generation:
-        """Begin the run, unless another founder has; the first generation.
+    def create_run(self, world_size: int, description: str) -> Generation:
+        """Begin the run, unless another founder has begun it. Returns the first generation.
 
         Raises:
-            MismatchError: another founder means something else.
+            MismatchError: another founder has another description or number of ranks.
         """
-        card = _dump(description=description, world_size=world_size)
-        with asking():
-            stands = self._store.compare_set("founded", "", card).decode()
-        if stands != card:
+        mine = _dump(description=description, world_size=world_size)
+        with store_errors():
+            # The store writes the entry only if there is none, so all founders compare themselves
+            # with the same one.
+            stored = self._store.compare_set("founded", "", mine).decode()
+        if stored != mine:
             raise MismatchError(
                 "another rank founded this run with another model, strategy or number of ranks"
             )
@@ -186,7 +199,7 @@ class Membership:
         return self._put(Generation(number=0, members=founders, newcomers=frozenset(), tickets=0))
 
     def description(self) -> str | None:
-        """What the run trains; None when nobody founded it."""
+        """What the run trains; None when no founder has begun it."""
         raw = self._peek("founded")
         return (
             None
@@ -195,7 +208,7 @@ class Membership:
         )
 
     def latest(self) -> Generation:
-        """The newest generation. Raises `WireError` when nobody founded the run."""
+        """The newest generation. Raises `WireError` when no founder has begun the run."""
         latest = self._latest or self._read(0)
         if latest is None:
             raise WireError("the store holds no generation 0; nobody founded this run")
@@ -205,26 +218,30 @@ class Membership:
         return latest
 
     def next_of(self, generation: Generation) -> Generation | None:
-        """The generation after `generation`, if there is one."""
+        """The generation after `generation`; None when there is none."""
         return self._read(generation.number + 1)
 
     def propose(self, generation: Generation) -> Generation:
-        """Offer `generation` to all; what stands under its number, which may be
-        another's proposal.
+        """Write `generation` into the store unless its number is taken.
+
+        Returns:
+            The generation that has this number, which may be the proposal of another member.
         """
         return self._put(generation)
 
     def request(self, rank: int) -> int:
-        """Ask to be let in as `rank`; the number of the request."""
+        """Ask to join as `rank`. Returns the number of the request."""
         ticket = self._latest.tickets + 1 if self._latest else 1
+        # The nonce makes the requests of two processes for the same rank differ, so that each knows
+        # which of the numbered entries is its own.
         mine = _dump(rank=rank, nonce=secrets.token_hex(8))
-        with asking():
+        with store_errors():
             while self._store.compare_set(f"request/{ticket}", "", mine).decode() != mine:
                 ticket += 1
         return ticket
 
     def waiting(self, generation: Generation) -> tuple[Member, ...]:
-        """The requests that were not answered up to `generation`, by number."""
+        """The requests to join that no generation up to `generation` has answered, by number."""
         found: list[Member] = []
         while (
             raw := self._peek(key := f"request/{generation.tickets + 1 + len(found)}")
@@ -234,41 +251,42 @@ class Membership:
         return tuple(found)
 
     def beat(self, member: Member) -> None:
-        """Show that `member` lives."""
-        with asking():
+        """Increment the heartbeat of `member`, which shows that it lives."""
+        with store_errors():
             self._store.add(_beat_key(member), 1)
 
-    def farewell(self, member: Member) -> None:
-        """Say that `member` leaves: it counts as silent from now on."""
-        with asking():
-            self._store.set(_beat_key(member), str(_LEFT))
+    def deregister(self, member: Member) -> None:
+        """Record that `member` leaves. It counts as silent from now on."""
+        with store_errors():
+            self._store.set(_beat_key(member), str(_DEREGISTERED))
 
     def silent_s(self, generation: Generation) -> tuple[float, ...]:
-        """For how many seconds each member's beat has stood still before the eyes of this process,
-        by position.
+        """For how many seconds this process has seen no change of each member's heartbeat.
 
-        Infinite for one that has left in order. To be asked every `MAX_GAP_S` or more often; what
-        lies between two calls counts as no more than that.
+        The result is by position, and infinite for a member that has deregistered. Call this at
+        least every `MAX_GAP_S`: the time between two calls counts as no more than that.
         """
         now_s = self._clock()
-        gap_s = 0.0 if self._looked_at_s is None else min(now_s - self._looked_at_s, MAX_GAP_S)
-        self._looked_at_s = now_s
+        gap_s = (
+            0.0 if self._read_beats_at_s is None else min(now_s - self._read_beats_at_s, MAX_GAP_S)
+        )
+        self._read_beats_at_s = now_s
         counts = self._values([_beat_key(member) for member in generation.members])
         before, self._beats = self._beats, {}
         for member, raw in zip(generation.members, counts, strict=True):
             count = 0 if raw is None else _count(_beat_key(member), raw)
             last, silent_s = before.get(member, (None, 0.0))
             silent_s = silent_s + gap_s if count == last else 0.0
-            self._beats[member] = (count, math.inf if count == _LEFT else silent_s)
+            self._beats[member] = (count, math.inf if count == _DEREGISTERED else silent_s)
         return tuple(self._beats[member][1] for member in generation.members)
 
     def publish_endpoint(self, generation: Generation, position: int, endpoint: str) -> None:
-        """Say where the member at `position` listens."""
-        with asking():
+        """Write down the address at which the member at `position` listens."""
+        with store_errors():
             self._store.set(f"endpoint/{generation.number}/{position}", _dump(endpoint=endpoint))
 
     def endpoints(self, generation: Generation) -> tuple[str | None, ...]:
-        """Where each member listens, by position; None for one that has not said so yet."""
+        """The address of each member, by position; None where it is not published yet."""
         keys = [f"endpoint/{generation.number}/{position}" for position in range(generation.size)]
         return tuple(
             None if raw is None else _parsed(key, raw, lambda entry: str(entry["endpoint"]))
@@ -276,12 +294,13 @@ class Membership:
         )
 
     def end_run(self) -> None:
-        """Say that the run is over: nobody is let in any more, and nobody has to be replaced."""
-        with asking():
+        """Record that the run is over: no process may join any more, and no member is replaced."""
+        with store_errors():
             self._store.set(OVER_KEY, "1")
 
     def is_over(self) -> bool:
-        with asking():
+        """Whether a member has called `end_run`."""
+        with store_errors():
             return self._store.check([OVER_KEY])
 
     def _put(self, generation: Generation) -> Generation:
@@ -291,30 +310,32 @@ class Membership:
             newcomers=sorted(generation.newcomers),
             tickets=generation.tickets,
         )
-        with asking():
-            stands = self._store.compare_set(key, "", entry)
-        return _generation(generation.number, stands)
+        with store_errors():
+            # The first proposal wins: the store keeps the entry that is there and returns it.
+            stored = self._store.compare_set(key, "", entry)
+        return _generation(generation.number, stored)
 
     def _read(self, number: int) -> Generation | None:
         raw = self._peek(f"generation/{number}")
         return None if raw is None else _generation(number, raw)
 
     def _peek(self, key: str) -> bytes | None:
-        """The value of `key`. A plain `get` would wait for one."""
-        with asking():
+        """The value of `key`, or None. A plain `get` would block until there is a value."""
+        with store_errors():
             return self._store.get(key) if self._store.check([key]) else None
 
     def _values(self, keys: list[str]) -> list[bytes | None]:
-        with asking():
+        with store_errors():
             if self._store.check(keys):
-                return list(self._store.multi_get(keys))
+                return list(self._store.multi_get(keys))  # one round trip instead of one a key
         return [self._peek(key) for key in keys]
 
 
 @contextmanager
-def asking() -> Iterator[None]:
-    """Calls the store's failures by one name; torch has several classes for them, all of which are
-    RuntimeErrors.
+def store_errors() -> Iterator[None]:
+    """Raise `StoreLostError` where the store fails.
+
+    torch has several classes for these failures; all of them are RuntimeErrors.
     """
     try:
         yield
@@ -335,7 +356,7 @@ def _dump(**entry: object) -> str:
 
 
 def _parsed(key: str, raw: bytes, read: Callable[[dict[str, Any]], T]) -> T:
-    """What `read` makes of the entry `raw`."""
+    """Apply `read` to the JSON entry `raw` of `key`. Raises `WireError` for a damaged entry."""
     try:
         entry = json.loads(raw)
         if (version := entry["version"]) != _VERSION:
@@ -364,7 +385,7 @@ def _generation(number: int, raw: bytes) -> Generation:
             or len(distinct) < generation.size
             or not generation.newcomers <= set(range(generation.size))
         ):
-            raise ValueError("members or newcomers make no sense")
+            raise ValueError("the members or newcomers are inconsistent")
         return generation
 
     return _parsed(f"generation/{number}", raw, read)

@@ -1,19 +1,22 @@
-"""A thread a rank that keeps it in the newest generation: it beats, looks for who is gone and who
-wants in, and moves over.
+"""The membership thread: it keeps a rank in the newest generation.
 
-1. A member that cannot be reached, or a request to join, makes whoever sees it first propose the
-   next generation.
-2. Every member of it opens a mesh of its own for it, says in the store where it listens, and waits
-   until all have, while the work of the old generation goes on.
-3. Then it connects, and hands the mesh to its host. If a member is gone meanwhile, the generation
-   after comes first.
-4. One that finds itself left out (it was stopped or cut off for long) asks to be let in again, as a
-   newcomer.
+The thread sends heartbeats, looks for departed members and for requests to join, and moves its rank
+from one generation to the next:
 
-From a death to the next generation it takes `PeerLimits.grace_s` and a few `interval_s`, or
-`silence_s` where those that are left are not more than half. Training does not wait for it: in the
-old generation, the dead are left out already. When the store is gone, the generation stays as it
-is. A member that dies while a generation gathers delays it by `silence_s`.
+1. The first member that sees an unreachable peer, or a request to join, proposes the next
+   generation.
+2. Every member of the new generation opens a mesh for it, publishes its address in the store, and
+   waits until all members have done so. The work of the old generation continues meanwhile.
+3. The thread then connects the mesh and hands it to its host. If a member of the new generation
+   departs before that, another generation is proposed and takes its place.
+4. A rank that finds itself left out (it was suspended or disconnected for long) asks to join again,
+   as a newcomer.
+
+The time from a death to the next generation is `PeerLimits.grace_s` and a few `interval_s`, or
+`silence_s` where the members that are left are not more than half. Training does not wait for it,
+because the protocols of the old generation already leave the dead out. When the store does not
+answer, the generation stays as it is. A member that dies while a generation assembles delays it by
+`silence_s`.
 """
 
 from __future__ import annotations
@@ -32,23 +35,27 @@ from offbeat.transport.driver import Driver
 from offbeat.transport.link import PeerLimits
 from offbeat.transport.network import MESH_LIMITS, Network
 
-_GATHER_INTERVAL_S = 0.02
+_ASSEMBLE_INTERVAL_S = 0.02
 _RETRY_STORE_S = 5.0
 _CLOSE_WITHIN_S = 10.0
 _MAX_BACKOFF_S = 30.0
-_FORGIVEN_AFTER_S = 60.0
+_RESET_BACKOFF_AFTER_S = 60.0
 
 
 class Host(Protocol):
-    """What works within generations."""
+    """The part of a program that works within generations."""
 
     def begin(self, generation: Generation, position: int, driver: Driver) -> None:
-        """End the work of the old generation, if there is one, and start that of `generation` on
-        `driver`.
+        """End the work of the old generation, if there is one, and start that of `generation`.
 
-        The host closes every driver it was given: this one when the next takes its place, or when
-        it ends itself. Called by
-        `found` and `join` in the caller's thread the first time, then by the thread.
+        The host closes every driver that it was given: the old one when the next takes its place,
+        and the last one when the host itself is closed. The first call comes from the thread that
+        called `start` or `join`, all later ones from the membership thread.
+
+        Args:
+            generation: the new generation.
+            position: this rank's position in it.
+            driver: a connected mesh of its members.
         """
         ...
 
@@ -57,25 +64,25 @@ class Host(Protocol):
         ...
 
     def expelled(self) -> None:
-        """This rank is no member any more, and is about to ask to join again; then comes `begin`,
-        as a newcomer.
+        """This rank is not a member any more. It asks to join again, and `begin` follows when it
+        was let in as a newcomer.
         """
         ...
 
     def lost_store(self, reason: str) -> None:
-        """The store cannot be used; until it can, the generation stays as it is. Called once for
-        each such time.
+        """The store does not answer; the generation stays as it is until it does. Called once each
+        time that this happens.
         """
         ...
 
     def retired(self, reason: str) -> None:
-        """This rank takes part no more, and no `begin` will follow."""
+        """This rank takes part no longer, and no `begin` will follow."""
         ...
 
 
 class Generations:
-    """Keeps this rank in the newest generation, once `found` or `join` has brought it into one.
-    `close` ends that.
+    """Keeps this rank in the newest generation, after `start` or `join` brought it into one, until
+    `close`.
     """
 
     def __init__(
@@ -87,17 +94,18 @@ class Generations:
         silence_s: float = 3.0,
         limits: PeerLimits = MESH_LIMITS,
     ) -> None:
-        """Do nothing yet.
+        """Connect to the store; nothing else happens before `start` or `join`.
 
         Args:
-            network: where the members meet.
-            host: is given the meshes.
-            interval_s: how often the store is looked at, > 0.
-            silence_s: a member whose beat stands still for this long is silent, > 0; the same on
-                every rank.
-            limits: of the meshes, the same on every rank.
+            network: opens meshes and connections to the store.
+            host: receives the meshes and is told what happens.
+            interval_s: the time between two readings of the store, in seconds, > 0.
+            silence_s: a member whose heartbeat does not change for so many seconds is silent, > 0;
+                the same on every rank.
+            limits: the limits of the meshes, the same on every rank.
 
         Raises:
+            ConfigError: `interval_s` or `silence_s` is not above 0.
             PeerError: the store does not answer.
         """
         if not (interval_s > 0 and silence_s > 0):
@@ -109,14 +117,14 @@ class Generations:
         self._host = host
         self._interval_s = interval_s
         self._silence_s = silence_s
-        self._look_interval_s = min(0.5, silence_s / 6)
+        self._beat_interval_s = min(0.5, silence_s / 6)
         self._limits = limits
         self._membership = Membership(network.own_store())
         self._member = Member(network.rank, 0)
         self._is_new = False
         self._current: Generation | None = None
         self._silent: set[Member] = set()
-        self._next_look_s = self._next_beat_s = 0.0
+        self._next_reading_s = self._next_beat_s = 0.0
         self._deadline_s = math.inf
         self._expelled_at_s = -math.inf
         self._backoff_s = 0.0
@@ -126,26 +134,26 @@ class Generations:
             target=self._run, name=f"offbeat-generations-{network.rank}", daemon=True
         )
 
-    def found(self, description: str) -> None:
-        """Begin the run together with the other founders; returns after the host's first `begin`.
+    def start(self, description: str) -> None:
+        """Begin the run as one of its founders. Returns after the host's first `begin`.
 
         Args:
-            description: what the run trains, for those who join later.
+            description: what the run trains; workers that join later compare it with their own.
 
         Raises:
-            MismatchError: another founder means something else.
-            StoreLostError, WireError: the store is gone or damaged.
+            MismatchError: another founder has another description.
+            StoreLostError, WireError: the store does not answer, or an entry is damaged.
         """
-        self._follow(self._membership.found(self._network.world_size, description))
+        self._move_to(self._membership.create_run(self._network.world_size, description))
         self._thread.start()
 
     def join(self, description: str, *, timeout_s: float = 60.0) -> None:
-        """Join the run under way, in the place of a member of the same rank if there is one;
-        returns after the first `begin`.
+        """Join a run that is under way, in place of the member of the same rank if there is one.
+        Returns after the host's first `begin`.
 
         Args:
-            description: what this worker would train: the founders' to the letter.
-            timeout_s: how long to wait for the members to let it in.
+            description: what this worker would train; must equal the founders' description.
+            timeout_s: how long to wait for the members to let this worker in, in seconds.
 
         Raises:
             ConfigError: nobody founded the run, or it has ended.
@@ -164,7 +172,7 @@ class Generations:
                 f" {_difference(founded, description)}"
             )
         self._deadline_s = time.monotonic() + timeout_s
-        self._follow(self._ask_in())
+        self._move_to(self._request_to_join())
         self._deadline_s = math.inf
         self._thread.start()
 
@@ -172,7 +180,8 @@ class Generations:
         """End the thread; no `begin` comes afterwards. Idempotent.
 
         Args:
-            over: the run has ended, for everyone. Else only this rank leaves, and the others go on.
+            over: whether the run has ended for all members; else only this rank leaves, and its
+                peers continue.
         """
         if self._stop.is_set():
             return
@@ -180,50 +189,53 @@ class Generations:
         if self._thread.is_alive():
             self._thread.join(_CLOSE_WITHIN_S)
         if self._thread.is_alive():
-            return  # it hangs in a call to the store, which serves one caller at a time
+            # The thread hangs in a call to the store, and a connection serves one caller at a time.
+            return
         with suppress(OffbeatError):
+            # The end of the run must be known before this heartbeat ends, or a peer would propose
+            # a generation without this rank.
             if over:
                 self._membership.end_run()
-            self._membership.farewell(self._member)
+            self._membership.deregister(self._member)
 
     def _run(self) -> None:
         try:
             while True:
                 try:
                     self._pause(self._interval_s)
-                    self._keep_up()
+                    self._check_once()
                     self._store_is_lost = False
                 except (StoreLostError, WireError) as error:
-                    self._do_without_store(str(error))
+                    self._handle_lost_store(str(error))
         except _Stopped:
             pass
         except _Retired as reason:
             self._host.retired(str(reason))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the trainer must hear that nobody keeps up for it
+        except Exception as error:  # noqa: BLE001 - any failure ends this thread, and the trainer must be told
             self._host.retired(f"{type(error).__name__}: {error}")
 
-    def _keep_up(self) -> None:
-        """Look once whether there is, or should be, a newer generation."""
+    def _check_once(self) -> None:
+        """Move to a newer generation if there is one, or should be one."""
         if self._current is None:
-            self._follow(self._ask_in())
+            self._move_to(self._request_to_join())
             return
         self._beat()
         following = self._membership.next_of(self._current) or self._propose_after(self._current)
         if following is not None:
-            self._follow(following)
+            self._move_to(following)
 
-    def _follow(self, generation: Generation) -> None:
-        """Go over to `generation`, or to one after it."""
+    def _move_to(self, generation: Generation) -> None:
+        """Begin `generation`, or one after it."""
         following: Generation | None = generation
         while following is not None:
             position = following.position_of(self._member)
-            following = (
-                self._ask_in_again() if position is None else self._gather(following, position)
-            )
+            following = self._rejoin() if position is None else self._assemble(following, position)
 
-    def _gather(self, generation: Generation, position: int) -> Generation | None:
-        """Meet the members of `generation` and begin it; None then. If another generation follows
-        before that, that one.
+    def _assemble(self, generation: Generation, position: int) -> Generation | None:
+        """Wait for the members of `generation`, connect with them, and begin the generation.
+
+        Returns:
+            None after `begin`. If another generation was proposed before that, that generation.
         """
         driver = self._network.open(
             generation=generation.number,
@@ -236,7 +248,7 @@ class Generations:
             while not all(endpoints := self._membership.endpoints(generation)):
                 self._beat()
                 missing = frozenset(
-                    other for other, endpoint in enumerate(endpoints) if endpoint is None
+                    peer for peer, endpoint in enumerate(endpoints) if endpoint is None
                 )
                 following = self._membership.next_of(generation) or self._propose_without(
                     generation, position, missing
@@ -244,25 +256,25 @@ class Generations:
                 if following is not None:
                     driver.close()
                     return following
-                self._check_goes_on()
-                self._pause(min(self._interval_s, _GATHER_INTERVAL_S))
+                self._check_run_not_over()
+                self._pause(min(self._interval_s, _ASSEMBLE_INTERVAL_S))
             driver.connect([endpoint for endpoint in endpoints if endpoint is not None])
         except BaseException:
             driver.close()
             raise
-        if (
-            self._is_new
-        ):  # also where this is not the generation that let it in, since that one never began
+        if self._is_new:
+            # The generation that let this rank in may never have begun. Then this one does not
+            # list the rank as a newcomer, although it still has no model.
             generation = replace(generation, newcomers=generation.newcomers | {position})
         self._current, self._is_new = generation, False
         self._host.begin(generation, position, driver)
         return None
 
     def _propose_after(self, current: Generation) -> Generation | None:
-        """What follows `current` by what this rank sees; None while nothing has to."""
+        """The generation after `current`, if what this rank observes calls for one."""
         me = current.position_of(self._member)
-        assert me is not None, "this rank would be looking for a way in"
-        silent = self._look_for_silence(current)
+        assert me is not None, "a rank that is not a member asks to join instead"
+        silent = self._silent_positions(current)
         unreachable = self._host.unreachable()
         requests = self._membership.waiting(current)
         if not unreachable and not requests:
@@ -275,65 +287,73 @@ class Generations:
     def _propose_without(
         self, generation: Generation, me: int, missing: frozenset[int]
     ) -> Generation | None:
-        """What follows `generation`, which waits for `missing`; None while these may still come."""
-        silent = self._look_for_silence(generation)
-        # Only the store tells: on older meshes, those who are further on than this rank look dead
-        # too.
-        gone = missing & silent
-        if not gone:
+        """The generation after `generation`, which waits for `missing`; None while these members
+        may still come.
+        """
+        silent = self._silent_positions(generation)
+        # Only the heartbeats in the store count here: a member that has already left an older mesh
+        # for a newer one looks dead on the older mesh.
+        departed = missing & silent
+        if not departed:
             return None
         return self._propose(
-            successor(generation, me=me, unreachable=gone, silent=silent, requests=(), begun=False)
+            successor(
+                generation, me=me, unreachable=departed, silent=silent, requests=(), begun=False
+            )
         )
 
     def _propose(self, proposal: Generation | None) -> Generation | None:
-        # when the run ends, its members leave one by one, and nobody needs to be replaced
+        # At the end of a run its members leave one by one, and none of them has to be replaced.
         if proposal is None or self._membership.is_over():
             return None
         return self._membership.propose(proposal)
 
-    def _look_for_silence(self, generation: Generation) -> frozenset[int]:
-        """The positions of `generation` that are silent. Looks now and then only, since it asks for
-        every member.
+    def _silent_positions(self, generation: Generation) -> frozenset[int]:
+        """The positions of `generation` that are silent.
+
+        The heartbeats are read only every `_beat_interval_s`, since that is one entry a member.
         """
         now_s = time.monotonic()
-        if now_s >= self._next_look_s:
-            self._next_look_s = now_s + self._look_interval_s
-            # founders come to this at different times
-            patience_s = (
+        if now_s >= self._next_reading_s:
+            self._next_reading_s = now_s + self._beat_interval_s
+            # Before the first generation the founders start at different times, so that a missing
+            # heartbeat is tolerated for as long as a connection may take.
+            limit_s = (
                 self._silence_s if self._current or self._is_new else self._limits.connect_timeout_s
             )
             silences_s = self._membership.silent_s(generation)
             self._silent = {
                 member
-                for member, s in zip(generation.members, silences_s, strict=True)
-                if s > patience_s
+                for member, silence_s in zip(generation.members, silences_s, strict=True)
+                if silence_s > limit_s
             }
         return frozenset(
             position for position, member in enumerate(generation.members) if member in self._silent
         )
 
-    def _ask_in_again(self) -> Generation:
-        """Having been left out: the generation that lets this rank in as a newcomer."""
+    def _rejoin(self) -> Generation:
+        """The generation that lets this rank in as a newcomer, after one that left it out."""
         self._check_not_replaced()
         was_member, self._current = self._current is not None, None
         if was_member:
             self._host.expelled()
         now_s = time.monotonic()
-        if now_s - self._expelled_at_s > _FORGIVEN_AFTER_S:
+        if now_s - self._expelled_at_s > _RESET_BACKOFF_AFTER_S:
             self._backoff_s = 0.0
         self._pause(self._backoff_s)
-        # one that can be let in but not be reached would keep the others busy
+        # A rank that can reach the store but not its peers would be let in and left out again and
+        # again, and each time all members would have to build another mesh.
         self._backoff_s = min(max(1.0, 2 * self._backoff_s), _MAX_BACKOFF_S)
         self._expelled_at_s = now_s
-        return self._ask_in()
+        return self._request_to_join()
 
-    def _ask_in(self) -> Generation:
-        """Ask for a place and wait for it."""
+    def _request_to_join(self) -> Generation:
+        """Request to join, and wait for the generation that has this rank as a member."""
         self._is_new = True
         self._member = Member(self._network.rank, self._membership.request(self._network.rank))
         while (latest := self._membership.latest()).position_of(self._member) is None:
-            self._check_goes_on()
+            self._check_run_not_over()
+            # The request was answered, but a later generation has already left this rank out.
             if latest.tickets >= self._member.ticket:
                 self._check_not_replaced()
                 self._member = Member(
@@ -359,25 +379,23 @@ class Generations:
                 " place"
             )
 
-    def _check_goes_on(self) -> None:
-        """Not every look needs this; who is on the way in must not wait for those who have gone
-        home.
-        """
+    def _check_run_not_over(self) -> None:
+        """Only a rank that is joining needs this: it must not wait for members that have left."""
         if self._current is None and self._membership.is_over():
             raise _Retired("the run ended while this worker was on its way in")
 
     def _beat(self) -> None:
         now_s = time.monotonic()
         if now_s >= self._next_beat_s:
-            self._next_beat_s = now_s + self._look_interval_s
+            self._next_beat_s = now_s + self._beat_interval_s
             self._membership.beat(self._member)
 
     def _pause(self, seconds: float) -> None:
         if self._stop.wait(seconds):
             raise _Stopped
 
-    def _do_without_store(self, reason: str) -> None:
-        """Tell the host once, and try for a new connection now and then."""
+    def _handle_lost_store(self, reason: str) -> None:
+        """Tell the host once, then try every `_RETRY_STORE_S` to connect again."""
         if not self._store_is_lost:
             self._store_is_lost = True
             self._host.lost_store(reason)
@@ -388,16 +406,16 @@ class Generations:
                 self._membership = renewed
 
 
-class _Stopped(Exception):  # noqa: N818 - no error
+class _Stopped(Exception):  # noqa: N818 - it ends the thread and is not an error
     """`close` was called."""
 
 
-class _Retired(ConfigError):  # noqa: N818 - an error only to who joins
-    """This rank takes part no more."""
+class _Retired(ConfigError):  # noqa: N818 - it is an error only for a rank that joins
+    """This rank takes part no longer."""
 
 
 def _difference(founded: str, mine: str) -> str:
-    """The first thing in which two descriptions differ, in words."""
+    """The first entry in which two descriptions differ, for the user."""
     try:
         left, right = json.loads(founded), json.loads(mine)
     except ValueError:

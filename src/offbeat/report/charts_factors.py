@@ -1,8 +1,8 @@
 """What second-order strategies did within a step: computing factors, inverting, preconditioning,
 and messages beside that.
 
-Above, what a worker did itself; below, when factors, and inverses or directions, were under way,
-and in which part of that time the worker stood still. Times are as recorded, in the few steps in
+Above, what a worker did itself; below, when factors, and inverses or preconditioned gradients, were
+under way, and in which part of that time the worker stood still. Times are as recorded, in the few steps in
 which they were.
 """
 
@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from offbeat.kfac.exchange.spans import Span
 from offbeat.lab.factor_work import WAITS, in_force, under_way
+from offbeat.parts.profile import Span
 from offbeat.report.data import Report, Run
 
 MAX_SPANS: Final = 6000

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import IO, TypeAlias
 
 from offbeat.errors import ConfigError, RecordError
-from offbeat.kfac.exchange.spans import Span
 from offbeat.lab.comparison import is_comparison, read_comparison
 from offbeat.lab.profiles import read_profiles
 from offbeat.lab.records import Evaluation, Record, StepEvent
+from offbeat.parts.profile import Span
 from offbeat.session.checkpoint import Json
 from offbeat.transport.wrappers import Arrival
 
@@ -41,7 +41,7 @@ _SECOND_ORDER = 10_001
 _SPAN_NAMES = {
     "factor": "compute a factor",
     "sum": "factors under way",
-    "broadcast": "inverses or directions under way",
+    "broadcast": "inverses or preconditioned gradients under way",
 }
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode

@@ -24,7 +24,8 @@ from offbeat.collectives.dense import dense_all_reduce, dense_broadcast
 from offbeat.kfac.averages import RunningFactor
 from offbeat.kfac.blocks import FactorShape, FactorSlot
 from offbeat.kfac.eigen import StoredForm, form_of, make_inverter
-from offbeat.kfac.inverses import InversionTask, lapack_version
+from offbeat.kfac.inverses import InversionTask
+from offbeat.kfac.lapack import lapack_version
 from offbeat.kfac.options import KFACSettings
 from offbeat.kfac.planning.factor_plan import FactorCosts, PlanInputs
 from offbeat.kfac.planning.inversion import TabledInversion, slowest

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from offbeat.parts.part import Span
+from offbeat.parts.profile import Span
 from offbeat.transport.driver import Pending
 from offbeat.transport.lookout import Lookout
 

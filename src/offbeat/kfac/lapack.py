@@ -1,0 +1,68 @@
+"""Cholesky decompositions and inverses in main memory, by scipy's LAPACK: torch's takes half as
+long again on CPUs by AMD.
+
+scipy's LAPACK has threads of its own; here it gets as many as torch has, so that one thread for a
+worker means one. That needs threadpoolctl, which `offbeat[lab]` and scikit-learn bring; without it
+LAPACK has as many threads as OMP_NUM_THREADS says, which torchrun sets to 1.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import scipy
+import torch
+from scipy.linalg import lapack
+
+try:
+    from threadpoolctl import ThreadpoolController
+except ModuleNotFoundError:
+    ThreadpoolController = None
+
+
+@cache
+def _blas() -> ThreadpoolController | None:
+    if ThreadpoolController is None:
+        return None
+    return ThreadpoolController().select(user_api="blas")
+
+
+def _as_many_threads_as_torch() -> AbstractContextManager[object]:
+    blas = _blas()
+    return nullcontext() if blas is None else blas.limit(limits=torch.get_num_threads())
+
+
+def lapack_version() -> str:
+    """What decides how results are rounded, besides the number of threads."""
+    blas = _blas()
+    kernels = set() if blas is None else {str(entry.get("architecture")) for entry in blas.info()}
+    return f"scipy {scipy.__version__} {' '.join(sorted(kernels))}"
+
+
+def cholesky_(matrices: torch.Tensor, *, inverts: bool) -> torch.Tensor:
+    """Decompose symmetric matrices in place, or invert them.
+
+    Args:
+        matrices: shape (n, d, d), float32 or float64, contiguous, on the CPU. Upper triangles
+            become those of U, for A = U^T U, or those of the inverses; what lies below means
+            nothing afterwards.
+        inverts: whether to invert.
+
+    Returns:
+        Which were positive definite, as far as LAPACK can tell, shape (n,), bools. What is left of
+        others means nothing.
+    """
+    double = matrices.dtype == torch.float64
+    decompose, invert = (lapack.dpotrf, lapack.dpotri) if double else (lapack.spotrf, lapack.spotri)
+    good = []
+    with _as_many_threads_as_torch():
+        for matrix in matrices.numpy():
+            columns = (
+                matrix.T
+            )  # LAPACK's lower triangles, which are laid out by columns, are upper ones by rows
+            _, info = decompose(columns, lower=1, clean=0, overwrite_a=1)
+            if inverts and info == 0:
+                _, info = invert(columns, lower=1, overwrite_c=1)
+            good.append(info == 0)
+    return torch.tensor(good)
