@@ -220,8 +220,8 @@ def precondition_(
     gradients, preconditioned = read_gradients(blocks), BlockMatrices.empty(blocks)
     matrices = list(zip(blocks, gradients.each, preconditioned.each, strict=True))
     are_there = [
-        curvatures[number].apply(gradient, block, out=preconditioned)
-        for number, (block, gradient, preconditioned) in zip(live, matrices, strict=True)
+        curvatures[number].apply(gradient, block, out=out)
+        for number, (block, gradient, out) in zip(live, matrices, strict=True)
     ]
     if kl_clip is not None:
         nu = kl_scale(
@@ -232,8 +232,8 @@ def precondition_(
             grad_scale=grad_scale,
         )
         preconditioned.flat.mul_(nu)
-    for there, (block, gradient, preconditioned) in zip(are_there, matrices, strict=True):
+    for there, (block, gradient, out) in zip(are_there, matrices, strict=True):
         if answers_later(there.device):
-            block.write_gradient_(torch.where(there, preconditioned, gradient))
+            block.write_gradient_(torch.where(there, out, gradient))
         elif there:
-            block.write_gradient_(preconditioned)
+            block.write_gradient_(out)

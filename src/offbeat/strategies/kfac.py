@@ -254,5 +254,9 @@ class KFACStrategy(Strategy):
             if costs is None
             else lambda ready_s: plan(replace(inputs, ready_s=ready_s)),
             inversion_order=partial(inversion_order, inputs=inputs, pairs=pairs),
-            predicted_s=costs and [costs.inverse.inversion.time_s(dim) for dim in inputs.dims],
+            predicted_s=(
+                None
+                if costs is None
+                else [costs.inverse.inversion.time_s(dim) for dim in inputs.dims]
+            ),
         )
