@@ -16,7 +16,7 @@ from offbeat.membership.agreement import Generation
 from offbeat.parts.workspace import Workspace
 from offbeat.planning.groups import Meeting
 from offbeat.weights.model_weights import ModelWeights
-from offbeat.weights.momenta import Momenta
+from offbeat.weights.optimizer_state import Momenta
 from offbeat.weights.staging import Staging
 
 R = TypeVar("R", bound=Replica)

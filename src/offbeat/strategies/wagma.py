@@ -51,7 +51,7 @@ from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.beside import answer
 from offbeat.strategies.options import require_at_least, require_one_of
 from offbeat.weights.model_weights import ModelWeights
-from offbeat.weights.momenta import Momenta, momentum_name
+from offbeat.weights.optimizer_state import Momenta, momentum_name
 
 
 @dataclass(frozen=True, kw_only=True)

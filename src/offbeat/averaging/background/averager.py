@@ -19,7 +19,7 @@ from offbeat.errors import CheckpointError
 from offbeat.membership.generations import Generations
 from offbeat.parts.part import Part
 from offbeat.weights.model_weights import ModelWeights, require_finite
-from offbeat.weights.momenta import Momenta
+from offbeat.weights.optimizer_state import Momenta
 from offbeat.weights.staging import Staging
 
 R = TypeVar("R", bound=Replica)
