@@ -50,7 +50,6 @@ from offbeat.lab.tasks import Batch, Task
 from offbeat.lab.watch import Run, Watch
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.session.session import attach_through
-from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.transport.wrappers.delaying import Delaying, Delivery
 
 
@@ -150,9 +149,7 @@ def _loader(config: RunConfig, attached: Attached, task: Task) -> DispatchLoader
     """Where the strategy shares samples out: what gives this rank's. None where each rank knows its
     own.
     """
-    if not (
-        isinstance(attached, InSession) and isinstance(attached.session.strategy, MegaBatchStrategy)
-    ):
+    if not (isinstance(attached, InSession) and attached.session.strategy.shares_samples):
         return None
 
     def batch(samples: list[int]) -> Batch:
@@ -169,10 +166,10 @@ def _loader(config: RunConfig, attached: Attached, task: Task) -> DispatchLoader
 def _schedule(
     config: RunConfig, task: Task, position: Position, meeting: Meeting
 ) -> Schedule | ClaimedSchedule:
-    recipe = config.build_strategy()
-    if not isinstance(recipe, MegaBatchStrategy):
+    mega_batch = config.build_strategy().samples_between_merges
+    if mega_batch is None:
         return Schedule(config, task, position, rank=meeting.rank, world_size=meeting.world_size)
-    return claimed_schedule(config, task, position, recipe, meeting.world_size)
+    return claimed_schedule(config, task, position, mega_batch, meeting.world_size)
 
 
 def _attach(
