@@ -319,7 +319,7 @@ class Session:
             enter=self._enter,
             own_store=lambda: store_of(self._network),
             count=self._count_in_background,
-            stood_still=self._counting.stood_still,
+            record_wait=self._counting.record_wait,
         )
         self._control = control
         self._parts: Sequence[Part] = strategy.build(workspace)

@@ -100,7 +100,7 @@ class MegaBatchStrategy(AveragingStrategy):
             rank=workspace.driver.rank,
             world_size=workspace.driver.world_size,
             notify=workspace.notify,
-            record_wait=workspace.stood_still,
+            record_wait=workspace.record_wait,
         )
         return [part]
 
