@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from offbeat.lab.attached import Attached, Meter
+from offbeat.lab.native.session import CommunicationMeter, NativeSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,9 @@ class Native(ABC):
         """Raise `ConfigError` if it cannot work with these."""
 
     @abstractmethod
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter) -> Attached:
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
+    ) -> NativeSession:
         """Put it around `model` and `optimizer`, over torch.distributed's default group.
         Collective.
         """
