@@ -48,7 +48,6 @@ from offbeat.lab.tasks import Batch, Task
 from offbeat.lab.watch import Run, Watch
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.session.session import Session
-from offbeat.strategies.adaptive import MegaBatchStrategy
 
 
 def train_rank(
@@ -150,7 +149,7 @@ def _loader(
     """Where the strategy shares samples out: what gives this rank's. None where each rank knows its
     own.
     """
-    if not (isinstance(session, Session) and isinstance(session.strategy, MegaBatchStrategy)):
+    if not (isinstance(session, Session) and session.strategy.shares_samples):
         return None
 
     def batch(samples: list[int]) -> Batch:
@@ -165,10 +164,10 @@ def _loader(
 def _schedule(
     config: RunConfig, task: Task, position: Position, meeting: Meeting
 ) -> Schedule | ClaimedSchedule:
-    recipe = config.build_strategy()
-    if not isinstance(recipe, MegaBatchStrategy):
+    mega_batch = config.build_strategy().samples_between_merges
+    if mega_batch is None:
         return Schedule(config, task, position, rank=meeting.rank, world_size=meeting.world_size)
-    return claimed_schedule(config, task, position, recipe, meeting.world_size)
+    return claimed_schedule(config, task, position, mega_batch, meeting.world_size)
 
 
 @contextmanager
