@@ -20,7 +20,7 @@ from offbeat.kfac.inverses import is_there
 from offbeat.kfac.planning.factor_plan import FactorCosts
 from offbeat.kfac.planning.inversion import PolynomialInversion
 from offbeat.kfac.planning.placement import InverseCosts
-from offbeat.planning.costs import Channel, Link
+from offbeat.planning.costs import Channel, LinkCost
 from offbeat.session.session import Session
 from offbeat.strategies.kfac import KFACStrategy
 
@@ -284,10 +284,10 @@ def test_groups_are_planned_of_measured_times(
     attached: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = FactorCosts(
-        all_reduce=Link(alpha_s=0.0, beta_s_per_byte=1e-12),
+        all_reduce=LinkCost(alpha_s=0.0, beta_s_per_byte=1e-12),
         inverse=InverseCosts(
             inversion=PolynomialInversion(constant_s=1e-6, square_s=0.0, cube_s=0.0),
-            broadcast=Channel(link=Link(alpha_s=1e-3, beta_s_per_byte=0.0), gap_s=0.0),
+            broadcast=Channel(link=LinkCost(alpha_s=1e-3, beta_s_per_byte=0.0), gap_s=0.0),
         ),
     )
     made = KFACStrategy._setting

@@ -13,7 +13,7 @@ from offbeat.kfac.exchange.spans import Spans
 from offbeat.kfac.inverses import Inverter, Job
 from offbeat.kfac.planning.inverse_order import InverseBatch
 from offbeat.transport.driver import Stream
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 
 SHAPE = FactorShape(groups=1, dim=2)
 
@@ -60,7 +60,7 @@ def phase(inverter: Noting) -> InversePhase:
         [SHAPE] * 5,
         likes,
         travels=True,
-        driver=Solo(),
+        driver=SingleRank(),
         stream=Stream(1),
         inverter=inverter,
         spans=Spans(),

@@ -28,7 +28,7 @@ from offbeat.kfac.planning.placement import (
     least_loaded,
     packed_bytes,
 )
-from offbeat.planning.costs import Channel, Link
+from offbeat.planning.costs import Channel, LinkCost
 
 LOADS: list[Load] = ["rows", "squares", "cubes", "time"]
 
@@ -48,7 +48,9 @@ def made_costs(
 ) -> InverseCosts:
     return InverseCosts(
         inversion=PolynomialInversion(constant_s=a, square_s=0.0, cube_s=c),
-        broadcast=Channel(link=Link(alpha_s=alpha_s, beta_s_per_byte=beta_s), gap_s=gap * alpha_s),
+        broadcast=Channel(
+            link=LinkCost(alpha_s=alpha_s, beta_s_per_byte=beta_s), gap_s=gap * alpha_s
+        ),
         pipelined=pipelined,
         fused=fused,
     )

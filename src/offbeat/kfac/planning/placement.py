@@ -29,7 +29,7 @@ from typing import Literal, TypeAlias
 from offbeat.errors import ConfigError
 from offbeat.kfac.planning.inversion import InversionCost
 from offbeat.kfac.planning.overlap import fuse_in_order
-from offbeat.planning.costs import Channel, Link
+from offbeat.planning.costs import Channel, LinkCost
 
 Load: TypeAlias = Literal["rows", "squares", "cubes", "time"]
 Owner: TypeAlias = int | None
@@ -242,7 +242,7 @@ def fused_messages(dims: Sequence[int], world_size: int, costs: InverseCosts) ->
         return [[place] for place in range(len(dims))]
     ready_s = list(accumulate(costs.inversion.time_s(dim) for dim in dims))
     link, gap_s = costs.broadcast.link, costs.broadcast.gap_s
-    shared = Link(alpha_s=world_size * gap_s, beta_s_per_byte=world_size * link.beta_s_per_byte)
+    shared = LinkCost(alpha_s=world_size * gap_s, beta_s_per_byte=world_size * link.beta_s_per_byte)
     return fuse_in_order(ready_s, list(map(packed_bytes, dims)), shared)
 
 
