@@ -21,8 +21,8 @@ from offbeat.membership.generations import Generations
 from offbeat.session import session as session_module
 from offbeat.session.session import attach_through
 from offbeat.strategies.base import Strategy
-from offbeat.transport import rendezvous
 from offbeat.transport import connect as connect_module
+from offbeat.transport import rendezvous
 from offbeat.transport.link import PeerLimits
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -199,14 +199,21 @@ def _type_text(hint: object) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(map(str, typing.get_args(hint)))
     if parts := typing.get_args(hint):
-        # Objects of a user's own cannot be given as text.
-        as_text = [part for part in parts if not inspect.isabstract(part)]
-        return " | ".join(_type_text(part) for part in as_text)
+        return " | ".join(_type_text(part) for part in parts if _can_be_written(part))
     return (
         names.get(hint, getattr(hint, "__name__", str(hint)).lower())
         if isinstance(hint, type)
         else str(hint)
     )
+
+
+def _can_be_written(hint: object) -> bool:
+    """Whether a value of this type can be given as text: callables, dataclasses and objects of a
+    user's own, as `LocalSGD` takes for `outer` and `GTopK` for `selection`, are given in Python
+    only.
+    """
+    in_python_only = dataclasses.is_dataclass(hint) or inspect.isabstract(hint)
+    return typing.get_origin(hint) is not Callable and not in_python_only
 
 
 def _argument_help(kind: type) -> dict[str, str]:

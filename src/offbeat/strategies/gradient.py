@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.collective_choice import BucketKind
 from offbeat.gradients.exchange import ExchangeCounts, GradientExchange, Reduction
+from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.gradients.replica_check import ReplicaCheck
 from offbeat.parts.part import Part
@@ -39,9 +40,6 @@ from offbeat.strategies.options import (
 )
 
 MIB = 1 << 20
-
-Pair: TypeAlias = tuple[Bucket, Reduction]
-"""A bucket and what reduces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +69,19 @@ class GradientStrategy(Strategy):
         """Each bucket with its reduction, and whatever other parts the strategy needs."""
 
     def build(self, workspace: Workspace) -> Sequence[Part]:
-        return self.build_around(workspace, lambda pairs: pairs)
+        exchange, others = self.build_exchange(workspace)
+        return [exchange, *others]
 
-    def build_around(
-        self, workspace: Workspace, wrap: Callable[[list[Pair]], list[Pair]]
-    ) -> Sequence[Part]:
-        """Like `build`, with something around the reductions, for strategies that send more than
-        gradients.
+    def build_exchange(
+        self, workspace: Workspace, *, launch_order: LaunchOrder | None = None
+    ) -> tuple[GradientExchange, list[Part]]:
+        """The exchange of gradients, and the other parts.
+
+        Strategies that send more than gradients share `launch_order` with the exchange, and listen
+        to it (`GradientExchange.add_listener`).
         """
         counts = ExchangeCounts()
         pairs, others = self.parts(workspace, counts)
-        pairs = wrap(pairs)
         exchange = GradientExchange(
             pairs,
             counts=counts,
@@ -89,6 +89,7 @@ class GradientStrategy(Strategy):
             has_scaler=workspace.has_scaler,
             max_skipped_steps=self.max_skipped_steps,
             notify=workspace.notify,
+            launch_order=launch_order,
         )
         if self.replica_check_interval:
             stream, interval = workspace.new_stream(), self.replica_check_interval
@@ -97,7 +98,7 @@ class GradientStrategy(Strategy):
                     workspace.parameters, driver=workspace.driver, stream=stream, interval=interval
                 )
             )
-        return [exchange, *others]
+        return exchange, others
 
 
 Choose = Callable[[BucketKind, int], SparseCollective | None]
