@@ -15,7 +15,7 @@ import offbeat
 from kfac_support import reference
 from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
 from offbeat.kfac.exchange.costs import gather_plan_inputs
-from offbeat.kfac.inverses import InversionTask, Inverter, is_there
+from offbeat.kfac.inverses import InversionTask, Inverter, has_inverse
 from offbeat.kfac.part import KFACPart
 from offbeat.kfac.planning.factor_plan import FactorCosts, PlanInputs
 from offbeat.kfac.planning.inversion import PolynomialInversion
@@ -163,7 +163,7 @@ def test_in_bfloat16_what_is_kept_is_no_larger_and_comes_back(
     plain.load_state_dict(session.state_dict())
     train(exact, exact_optimizer, range(1))
     assert all(
-        bool(is_there(kept))
+        bool(has_inverse(kept))
         for kept in part_of(plain).preconditioner.inverses.packed
         if kept is not None
     )

@@ -111,7 +111,13 @@ def last_end_s(
     sizes_bytes: Sequence[int],
     link: LinkCost,
 ) -> float:
-    """When the last of `groups` has been all-reduced; a group is sent when all of it is ready.
+    """When the last group has been all-reduced; a group is sent when all of it is ready.
+
+    Args:
+        groups: indices of messages that are sent together, in the order in which they are sent.
+        ready_s: when each message is ready, in seconds.
+        sizes_bytes: of each message.
+        link: the all-reduce.
 
     >>> link = LinkCost(alpha_s=1.0, beta_s_per_byte=0.1)
     >>> last_end_s([[0, 1], [2]], [0.0, 0.5, 5.0], [10, 10, 10], link)
