@@ -17,7 +17,7 @@ from golden.write_checkpoints import (
     parameters_of,
     train,
 )
-from offbeat.checkpoint import latest, read_shard
+from offbeat.session.checkpoint import latest, read_shard
 
 
 def read(family: str, rank: int, root: Path = HERE) -> dict[str, Any]:
@@ -39,12 +39,20 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def lost(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+REUSES_THRESHOLDS = ("topk",)
+"""Families that select by the threshold of the step before. All others wrote one and never read
+it.
+"""
+
+
+def lost(before: dict[str, Any], after: dict[str, Any], *, family: str) -> list[str]:
     """The parts of `before` whose state no part of `after` has, whatever parts are called."""
+    unread = () if family in REUSES_THRESHOLDS else ("threshold/",)
     left = [plain(part) for part in after["parts"].values()]
     missing = []
     for name, part in before["parts"].items():
-        found = next((index for index, other in enumerate(left) if same(plain(part), other)), None)
+        wanted = plain(part, unread)
+        found = next((index for index, other in enumerate(left) if same(wanted, other)), None)
         if found is None:
             missing.append(name)
         else:
@@ -52,9 +60,22 @@ def lost(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return missing
 
 
-def plain(part: dict[str, Any]) -> dict[str, Any]:
-    """Without kinds of state that are empty."""
-    return {kind: entries for kind, entries in part.items() if entries}
+RENAMED = {"momentum/": "outer/SGD/momentum_buffer/"}
+"""What entries of a part's state began with, and what they begin with now."""
+
+
+def plain(part: dict[str, Any], unread: tuple[str, ...] = ()) -> dict[str, Any]:
+    """With today's names of entries, and without kinds of state that are empty."""
+    kinds = {
+        kind: {today(name): value for name, value in entries.items() if not name.startswith(unread)}
+        for kind, entries in part.items()
+    }
+    return {kind: entries for kind, entries in kinds.items() if entries}
+
+
+def today(name: str) -> str:
+    old = next((old for old in RENAMED if name.startswith(old)), None)
+    return name if old is None else RENAMED[old] + name.removeprefix(old)
 
 
 def resumed(rank: int, world_size: int, *, family: str) -> dict[str, Any]:
@@ -64,7 +85,7 @@ def resumed(rank: int, world_size: int, *, family: str) -> dict[str, Any]:
     with session:
         for target, name in ((net, "model"), (optimizer, "optimizer"), (session, "session")):
             target.load_state_dict(tree[name])
-        missing = lost(tree["session"], session.state_dict())
+        missing = lost(tree["session"], session.state_dict(), family=family)
         num_steps = STEPS_MORE if how.repeats else 1
         seen = train(
             net,

@@ -27,8 +27,8 @@ from golden.write_checkpoints import (
     parameters_of,
     train_step,
 )
-from offbeat.checkpoint import latest, verify
 from offbeat.errors import CheckpointError
+from offbeat.session.checkpoint import latest, verify
 from ranks_support.launch import RunRanks
 
 LOADERS = sorted(name for name, family in FAMILIES.items() if family.loader is not None)

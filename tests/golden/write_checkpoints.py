@@ -5,7 +5,7 @@
 Those beside this file are of the first layout, in which parts of a session's state go by the names
 of classes. They stay as they are: what users have on disk has to be read by every later version.
 
-    FAMILY/step-00000005/      as `offbeat.checkpoint.write_checkpoint` leaves it
+    FAMILY/step-00000005/      as `offbeat.session.checkpoint.write_checkpoint` leaves it
     FAMILY/expected.json       by rank: parameters after three steps more, in the same session, and
                                the samples that its loader gave out before and after
 """
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import offbeat
-from offbeat.checkpoint import write_checkpoint
+from offbeat.session.checkpoint import write_checkpoint
 
 HERE = Path(__file__).parent / "checkpoints"
 WORLD_SIZE = 2
