@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from offbeat.kfac.blocks import Block
+from offbeat.torch_private import attention_functions
 
 _NOT_SELF_ATTENTION = (
     "it was called with query, key and value that are not one and the same tensor, or without a"
@@ -71,8 +72,8 @@ def watch(module: nn.MultiheadAttention, watcher: ProjectionObserver) -> None:
         return output
 
     functional = {**vars(F), "linear": linear}
-    for name in ("_in_projection_packed", "_in_projection", "multi_head_attention_forward"):
-        functional[name] = _rebound(functional[name], functional)
+    for name, function in attention_functions().items():
+        functional[name] = _rebound(function, functional)
     forward = nn.MultiheadAttention.forward
     _watched[module] = (
         _rebound(forward, {**forward.__globals__, "F": SimpleNamespace(**functional)}),
@@ -97,7 +98,7 @@ def _rebound(function: Any, names: dict[str, Any]) -> FunctionType:
 
 
 class ProjectionSink(Protocol):
-    """What a `Capture` is to attention."""
+    """What attention knows of a `Capture`."""
 
     def saw_inputs(self, index: int, inputs: torch.Tensor, *, num_terms: int | None) -> None: ...
 
@@ -115,7 +116,13 @@ class ProjectionSink(Protocol):
 
 
 class Projections:
-    """A watcher that knows which of `blocks` each projection of `module` belongs to."""
+    """An observer that knows which block each projection of an attention belongs to.
+
+    Args:
+        sink: is told of inputs and outputs of blocks.
+        module: the attention.
+        blocks: its blocks, by the index that `sink` knows them by.
+    """
 
     def __init__(
         self, sink: ProjectionSink, module: nn.MultiheadAttention, blocks: Mapping[int, Block]

@@ -48,7 +48,6 @@ from offbeat.lab.step_recorder import RankRun, StepRecorder
 from offbeat.lab.tasks import Batch, Task
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.session.session import Session
-from offbeat.strategies.adaptive import MegaBatchStrategy
 
 
 def train_rank(
@@ -154,7 +153,7 @@ def _loader(
     """Where the strategy shares samples out: what gives this rank's. None where each rank knows its
     own.
     """
-    if not (isinstance(session, Session) and isinstance(session.strategy, MegaBatchStrategy)):
+    if not (isinstance(session, Session) and session.strategy.shares_samples):
         return None
 
     def batch(samples: list[int]) -> Batch:
@@ -169,12 +168,12 @@ def _loader(
 def _schedule(
     config: RunConfig, task: Task, position: Position, coordinator: Coordinator
 ) -> Schedule | ClaimedSchedule:
-    recipe = config.build_strategy()
-    if not isinstance(recipe, MegaBatchStrategy):
+    mega_batch = config.build_strategy().samples_between_merges
+    if mega_batch is None:
         return Schedule(
             config, task, position, rank=coordinator.rank, world_size=coordinator.world_size
         )
-    return claimed_schedule(config, task, position, recipe, coordinator.world_size)
+    return claimed_schedule(config, task, position, mega_batch, coordinator.world_size)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from offbeat.parts.profile import StepProfile
 from offbeat.parts.workspace import Workspace, stream_counter
 from offbeat.session.agreement import adopt_rank_0, agree, describe
 from offbeat.session.hooks import BackwardHooks
-from offbeat.session.loaders import Feeding
+from offbeat.session.loaders import LoaderFactory
 from offbeat.session.lockstep_loader import LockstepLoader
 from offbeat.strategies.base import Strategy
 from offbeat.transport.connect import (
@@ -41,7 +41,7 @@ from offbeat.transport.connect import (
 )
 from offbeat.transport.driver import Driver
 from offbeat.transport.network import store_of
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.wrappers import Arrival, Counting, Traffic
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
 
@@ -448,7 +448,7 @@ class Session:
             ConfigError: this cannot work, with the reason. Every rank raises.
             MismatchError: the ranks disagree on the data.
         """
-        feeding = Feeding(
+        factory = LoaderFactory(
             parts=self._parts,
             driver=self._counting.inner,
             control=self._control,
@@ -457,7 +457,7 @@ class Session:
             notify=self._notify,
             returns=self._returns,
         )
-        made = feeding.loader(
+        made = factory.loader(
             dataset,
             seed=seed,
             batch_size=batch_size,
@@ -724,7 +724,7 @@ class Session:
             alone = Generation(
                 number=0, members=(Member(rank=0, ticket=0),), newcomers=frozenset(), tickets=0
             )
-            host.begin(alone, 0, Solo())
+            host.begin(alone, 0, SingleRank())
             return None
         generations = Generations(self._network, host)
         try:
