@@ -32,8 +32,8 @@ from offbeat.codec.tally import Tally
 from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import gtopk_tree, sparse_reduce_scatter
 from offbeat.collectives.base import Wire
+from offbeat.parts.workspace import stream_counter
 from offbeat.planning.costs import Link, Network
-from offbeat.strategies.base import stream_counter
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective, Recv, Send
@@ -150,22 +150,19 @@ def measure(
     return rounds
 
 
-def cases() -> Iterator[Ratio]:
-    for where, link in LINKS.items():
-        for world_size in WORLD_SIZES:
-            for name, rounds in run_ranks(measure, world_size, link).items():
-                against = f"its alpha-beta cost, {where}, {world_size} workers"
-                yield ratio(
-                    f"{name} / {against}",
-                    [(whole, cost) for whole, _, cost in rounds],
-                    at_most=GOAL,
-                    bound=1.0,
-                )
-                pairs = [(computing, cost) for _, computing, cost in rounds]
-                yield ratio(
-                    f"{name}, computing alone / {against}", pairs, at_most=GOAL - 1, bound=0.0
-                )
+def cases(where: str) -> Iterator[Ratio]:
+    for world_size in WORLD_SIZES:
+        for name, rounds in run_ranks(measure, world_size, LINKS[where]).items():
+            against = f"its alpha-beta cost, {where}, {world_size} workers"
+            yield ratio(
+                f"{name} / {against}",
+                [(whole, cost) for whole, _, cost in rounds],
+                at_most=GOAL,
+                bound=1.0,
+            )
+            pairs = [(computing, cost) for _, computing, cost in rounds]
+            yield ratio(f"{name}, computing alone / {against}", pairs, at_most=GOAL - 1, bound=0.0)
 
 
 if __name__ == "__main__":
-    main(cases)
+    main({where: partial(cases, where) for where in LINKS})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -88,7 +89,7 @@ def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
     return [(with_s, without_s) for with_s, without_s in blocks.tolist()]
 
 
-def cases() -> list[Ratio]:
+def cases(size: str) -> list[Ratio]:
     torch.set_num_threads(1)
     return [
         ratio(
@@ -97,9 +98,8 @@ def cases() -> list[Ratio]:
             at_most=GOAL,
             bound=1.0,
         )
-        for size in SIZES
     ]
 
 
 if __name__ == "__main__":
-    main(cases)
+    main({size: partial(cases, size) for size in SIZES})

@@ -122,11 +122,5 @@ def on_gpu() -> Iterator[Ratio]:
         )
 
 
-def cases() -> Iterator[Ratio]:
-    yield from on_cpu()
-    if torch.cuda.is_available():
-        yield from on_gpu()
-
-
 if __name__ == "__main__":
-    main(cases)
+    main({"CPU": on_cpu} | ({"GPU": on_gpu} if torch.cuda.is_available() else {}))

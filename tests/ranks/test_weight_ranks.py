@@ -223,6 +223,26 @@ def test_averaging_in_every_step_is_all_reducing_gradients(run_ranks: RunRanks) 
     assert max(run_ranks(like_allreduce, 3)) < 1e-6
 
 
+def weighed_start_phase(rank: int, world_size: int) -> float:
+    """One step of post-local SGD in its start phase, with 1 sample here and 3 on the other rank."""
+    weight = torch.nn.Parameter(torch.zeros(()))
+    model = torch.nn.Module()
+    model.register_parameter("weight", weight)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with offbeat.attach(model, optimizer, offbeat.LocalSGD(start_step=1)) as session:
+        session.weigh(1 + 2 * rank)
+        (weight * 4.0 * rank).backward()
+        applied = float(weight.grad) if weight.grad is not None else float("nan")
+        optimizer.step()
+    assert weight.item() == -applied
+    return applied
+
+
+def test_the_start_phase_averages_over_samples(run_ranks: RunRanks) -> None:
+    """Gradients of 0 over 1 sample and of 4 over 3 samples have the mean 3 over all samples."""
+    assert run_ranks(weighed_start_phase, 2) == [3.0, 3.0]
+
+
 def mean_kept(rank: int, world_size: int) -> dict[str, Any]:
     """Ranks whose weights are apart take steps of length 0. Flat weights before and after, by
     strategy and type.

@@ -22,7 +22,7 @@ from offbeat.lab.progress import ELAPSED_VARIABLE, Paused, Progress, Reporter
 from offbeat.lab.records import Evaluation, EventWriter, MegaBatch, Record, Share, StepEvent
 from offbeat.lab.schedule import ClaimedSchedule, Schedule
 from offbeat.lab.tasks import Task
-from offbeat.megabatch.claims import Work
+from offbeat.megabatch.claims import MegaBatchShare
 
 _REPORT_EVERY_S = 0.1
 
@@ -92,7 +92,9 @@ class Watch:
             self._profiles.add(event.step, profile)
         self._tell_now_and_then()
 
-    def merged(self, works: Sequence[Work], *, number: int, epoch: int, first_step: int) -> None:
+    def merged(
+        self, works: Sequence[MegaBatchShare], *, number: int, epoch: int, first_step: int
+    ) -> None:
         """A mega-batch is merged, and the schedule has moved on.
 
         Args:
@@ -146,7 +148,9 @@ class Watch:
         self.restart(now_s)
         return event
 
-    def _note(self, works: Sequence[Work], *, number: int, epoch: int, waited_s: float) -> None:
+    def _note(
+        self, works: Sequence[MegaBatchShare], *, number: int, epoch: int, waited_s: float
+    ) -> None:
         """Write down what all ranks did in a mega-batch; this one came to its end
         `waited_s` ago.
         """

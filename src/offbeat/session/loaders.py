@@ -10,15 +10,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from offbeat.collectives.control import gather_values
 from offbeat.errors import ConfigError, MismatchError, OffbeatError
 from offbeat.megabatch.claims import ClaimLog
-from offbeat.megabatch.loader import Desk, DispatchLoader, MapStyle, Recording, data_description
+from offbeat.megabatch.loader import (
+    DispatchLoader,
+    DispatchPolicy,
+    MapStyle,
+    Recording,
+    data_description,
+)
+from offbeat.parts.part import Part
 from offbeat.session.agreement import agree, answer_of, require_agreement
 from offbeat.session.lockstep_loader import LockstepLoader
-from offbeat.strategies.base import Part
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.network import Network, store_of
 
@@ -60,7 +66,7 @@ class Feeding:
         replay: Recording | None,
     ) -> DispatchLoader | LockstepLoader:
         """See `Session.loader`."""
-        desk = next((part for part in self.parts if isinstance(part, Desk)), None)
+        policy = next((part for part in self.parts if isinstance(part, DispatchPolicy)), None)
         description: OffbeatError | dict[str, Any]
         try:
             description = data_description(
@@ -68,14 +74,14 @@ class Feeding:
                 seed=seed,
                 batch_size=batch_size,
                 max_batch_size=max_batch_size,
-                claims=desk is not None,
+                claims=policy is not None,
                 recorded=record or replay is not None,
             )
         except ConfigError as error:
             description = error
         rank = self.driver.rank
         collate = torch.utils.data.default_collate if collate is None else collate
-        if desk is None:
+        if policy is None:
             agree(self.driver, self.control, description)
             sizes = self.driver.run(gather_values(batch_size), self.control.next())
             return LockstepLoader(
@@ -87,11 +93,11 @@ class Feeding:
                 rank=rank,
             )
         store = store_of(self.network)
-        desk.limit(self._agree_at(desk, store, description, max_batch_size))
+        policy.set_memory_limits(self._agree_at(policy, store, description, max_batch_size))
         return DispatchLoader(
             dataset,
             log=ClaimLog(store),
-            desk=desk,
+            policy=policy,
             seed=seed,
             collate=collate,
             rank=rank,
@@ -102,7 +108,7 @@ class Feeding:
 
     def _agree_at(
         self,
-        desk: Desk,
+        policy: DispatchPolicy,
         store: Store,
         mine: OffbeatError | dict[str, Any],
         max_batch_size: int | None,
@@ -113,7 +119,7 @@ class Feeding:
         said = None
         if not self.returns:
             fits = None if isinstance(mine, OffbeatError) else max_batch_size
-            said = desk.gather(answer_of(mine) | {"fits": fits})
+            said = policy.gather(answer_of(mine) | {"fits": fits})
         if said is None:
             _agree_with_founders(store, mine)
             return {self.driver.rank: max_batch_size}

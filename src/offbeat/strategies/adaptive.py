@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from offbeat.errors import ConfigError
-from offbeat.megabatch.assembly import Assembly
+from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import (
     BatchRule,
     Bounds,
@@ -41,9 +41,10 @@ from offbeat.megabatch.batch_sizes import (
     Reference,
 )
 from offbeat.megabatch.merge_weights import Weighting
-from offbeat.megabatch.part import MegaBatches, MegaBatchPlan
+from offbeat.megabatch.part import MegaBatchPart, MegaBatchPlan
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.options import require_at_least, require_fraction_below_one, require_one_of
 from offbeat.weights.model_weights import ModelWeights
 
@@ -85,17 +86,17 @@ class MegaBatchStrategy(AveragingStrategy):
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
         assert workspace.optimizer is not None
-        assembly = Assembly(workspace.own_store(), count=workspace.count, notify=workspace.notify)
-        part = MegaBatches(
+        group = AtomicGroup(workspace.own_store(), count=workspace.count, notify=workspace.notify)
+        part = MegaBatchPart(
             weights,
             plan=self.plan(),
             optimizer=workspace.optimizer,
-            assembly=assembly,
-            enter=lambda: workspace.enter(assembly),
+            group=group,
+            enter=lambda: workspace.enter(group),
             rank=workspace.driver.rank,
             world_size=workspace.driver.world_size,
             notify=workspace.notify,
-            stood_still=workspace.stood_still,
+            record_wait=workspace.stood_still,
         )
         return [part]
 
