@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import offbeat
-from offbeat.lab.attached import Attached, InSession, Meter
-from offbeat.lab.native import Native
+from offbeat.lab.attaching import AttachedModel, attach_recipe
 from offbeat.lab.options import build_strategy
 
 
@@ -20,11 +18,9 @@ def attach(
     optimizer: torch.optim.Optimizer,
     rank: int,
     world_size: int,
-) -> Attached:
+) -> AttachedModel:
     recipe = build_strategy(name, options)
-    if isinstance(recipe, Native):
-        return recipe.attach(model, optimizer, Meter(world_size, rank=rank))
-    return InSession(model, optimizer, offbeat.attach(model, optimizer, recipe))
+    return attach_recipe(recipe, model, optimizer, rank=rank, world_size=world_size)
 
 
 def flat_parameters(model: nn.Module) -> list[float]:

@@ -55,9 +55,9 @@ def train_with(
     except UnsupportedError as error:
         return {"refused": str(error)}
     trace = []
-    with attached:
+    with attached.session as session:
         for step in range(1, steps + 1):
-            before = attached.stats
+            before = session.stats
             generator = torch.Generator().manual_seed(100 * step + rank)
             x, y = (
                 torch.randn((8, 16), generator=generator),
@@ -66,20 +66,20 @@ def train_with(
             attached.backward(nn.functional.mse_loss(attached.module(x), y))
             attached.optimizer.step()
             attached.optimizer.zero_grad()
-            after = attached.stats
+            after = session.stats
             trace.append(
                 {
                     "bytes": after.bytes_sent - before.bytes_sent,
                     "messages": after.messages_sent - before.messages_sent,
                     "waited": after.wait_s > before.wait_s,
-                    "ready": attached.take_ready_at_s() is not None,
-                    "channels": [arrival.channel for arrival in attached.take_arrivals()],
+                    "ready": session.take_ready_at_s() is not None,
+                    "channels": [arrival.channel for arrival in session.take_arrivals()],
                     "parameters": flat_parameters(model),
                 }
             )
     return {
         "steps": trace,
-        "counted": attached.stats.steps,
+        "counted": session.stats.steps,
         "num_parameters": len(flat_parameters(model)),
     }
 
