@@ -29,11 +29,10 @@ from _measure import Ratio, main, ratio, timed
 from _ranks import run_ranks
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
-from offbeat.codec.wire import pair_bytes
+from offbeat.codec.wire import Wire
 from offbeat.collectives import gtopk_tree, sparse_reduce_scatter
-from offbeat.collectives.base import Wire
 from offbeat.parts.workspace import stream_counter
-from offbeat.planning.costs import Link, Network
+from offbeat.planning.costs import LinkCost, Network
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective, Recv, Send
@@ -111,7 +110,7 @@ def typical_network(driver: Driver, stream: Stream) -> Network:
     small_s, large_s = (typical_s(num_bytes, times) for num_bytes, times in MESSAGES.items())
     small, large = MESSAGES
     beta = (large_s - small_s) / (large - small)
-    link = Link(alpha_s=small_s - small * beta, beta_s_per_byte=beta)
+    link = LinkCost(alpha_s=small_s - small * beta, beta_s_per_byte=beta)
     return Network(messages=link, dense=link, select_s_per_element=0.0)
 
 
@@ -123,12 +122,7 @@ def measure(
     """
     driver = behind_link(connect().driver, link)
     stream = stream_counter()()
-    wire = Wire(
-        num_elements=NUM_ELEMENTS,
-        num_parameters=1,
-        dtype=np.dtype(np.float32),
-        value_format="float32",
-    )
+    wire = Wire(num_elements=NUM_ELEMENTS, num_parameters=1, dtype=np.dtype(np.float32))
     tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, dtype=np.bool_))
     mine = contribution(rank)
     rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in COLLECTIVES}
@@ -141,9 +135,7 @@ def measure(
             whole_s = timed(partial(driver.run, exchange, stream.next()))
             slowest = torch.tensor([whole_s, sum(spent_s)])
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            cost = cost_of(
-                world_size=world_size, k=K, pair_bytes=pair_bytes("float32"), network=network
-            )
+            cost = cost_of(world_size=world_size, k=K, pair_bytes=wire.pair_bytes, network=network)
             if turn >= 2:
                 rounds[name].append((float(slowest[0]), float(slowest[1]), cost))
     driver.close()

@@ -41,11 +41,11 @@ from _measure import Ratio, Row, add_output_options, interleave, present, ratio,
 from _ranks import run_ranks
 from _results import Figure
 from offbeat.kfac.eigen import decompose
-from offbeat.kfac.exchange.factors import FactorExchange
-from offbeat.kfac.inverses import Form, Inverter, Job
+from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter
 from offbeat.kfac.options import FactorOptions
-from offbeat.kfac.packing import pack
+from offbeat.kfac.part import KFACPart
 from offbeat.kfac.survey import survey
+from offbeat.kfac.symmetric import pack
 from offbeat.session.session import Session
 
 STEPS_A_ROUND = 10
@@ -54,7 +54,7 @@ FACTOR_INTERVAL, INVERSE_INTERVAL = 10, 100
 InverseDtype: TypeAlias = Literal["float32", "bfloat16"]
 
 CUBES_OF_EIGEN = 6
-CUBES: dict[Form, float] = {"triangle": 1 / 3, "inverse": 1}
+CUBES: dict[InverseForm, float] = {"triangle": 1 / 3, "inverse": 1}
 """Operations for a factor of d rows, by d^3."""
 
 SIZES = (1024, 1024)
@@ -85,8 +85,8 @@ def make_cnn() -> nn.Module:
     )
 
 
-def part_of(session: Session) -> FactorExchange:
-    return next(part for part in session._parts if isinstance(part, FactorExchange))
+def part_of(session: Session) -> KFACPart:
+    return next(part for part in session._parts if isinstance(part, KFACPart))
 
 
 def floating_operations() -> dict[str, float]:
@@ -169,7 +169,7 @@ def measure(
     return found
 
 
-def jobs() -> list[Job]:
+def tasks() -> list[InversionTask]:
     """The model's factors, some of them."""
     made = []
     generator = torch.Generator().manual_seed(0)
@@ -179,7 +179,9 @@ def jobs() -> list[Job]:
             packed = pack((rows.mT @ rows / len(rows))[None])
             damping, valid = torch.tensor(0.01), torch.tensor(True)
             made.append(
-                Job(name=block.name, packed=packed, shape=shape, damping=damping, valid=valid)
+                InversionTask(
+                    name=block.name, packed=packed, shape=shape, damping=damping, valid=valid
+                )
             )
     return made
 
@@ -231,7 +233,7 @@ def overhead(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[
 
 def eigendecompositions() -> Iterator[Ratio]:
     """Those of the model's factors against what K-FAC makes of them by Cholesky decomposition."""
-    some = jobs()
+    some = tasks()
     for form, cubes in CUBES.items():
         inverter = Inverter(print, form)
         taken = interleave(

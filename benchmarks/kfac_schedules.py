@@ -33,8 +33,8 @@ from _measure import Cells, Ratio, Row, add_output_options, present, ratio
 from _ranks import run_ranks
 from _results import Figure
 from offbeat.kfac.exchange import costs as factor_costs
-from offbeat.kfac.exchange.factors import FactorExchange
-from offbeat.kfac.inverses import Inverter, Job
+from offbeat.kfac.inverses import InversionTask, Inverter
+from offbeat.kfac.part import KFACPart
 from offbeat.session.session import Session, attach_through
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Driver
@@ -148,9 +148,9 @@ def pad_inversions(s_per_cube: float) -> None:
     """Let inversions of this process take as long as a device would."""
     invert = Inverter.invert
 
-    def padded(self: Inverter, jobs: Sequence[Job]) -> list[torch.Tensor]:
-        time.sleep(s_per_cube * sum(job.shape.groups * job.shape.dim**3 for job in jobs))
-        return invert(self, jobs)
+    def padded(self: Inverter, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+        time.sleep(s_per_cube * sum(task.shape.groups * task.shape.dim**3 for task in tasks))
+        return invert(self, tasks)
 
     Inverter.invert = padded  # type: ignore[method-assign]
     factor_costs.inversion_clock = lambda device: (
@@ -158,8 +158,8 @@ def pad_inversions(s_per_cube: float) -> None:
     )  # a processor's time does not see who sleeps
 
 
-def part_of(session: Session) -> FactorExchange:
-    return next(part for part in session._parts if isinstance(part, FactorExchange))
+def part_of(session: Session) -> KFACPart:
+    return next(part for part in session._parts if isinstance(part, KFACPart))
 
 
 def measure(
@@ -206,8 +206,8 @@ def measure(
                 }
                 after = part_of(sessions[label]).counters()
                 steps[label].append(taken | {what: after[what] - before[what] for what in after})
-        shapes = part_of(next(iter(sessions.values())))._shapes
-        cubes = [shape.groups * shape.dim**3 for shape in shapes]
+        slots = part_of(next(iter(sessions.values()))).slots
+        cubes = [slot.shape.groups * slot.shape.dim**3 for slot in slots]
     return {
         "steps": {label: some[WARM_UP:] for label, some in steps.items()},
         "largest": max(cubes) / sum(cubes),

@@ -21,7 +21,7 @@ import offbeat
 from _measure import Ratio, main, ratio
 from _ranks import run_ranks
 from offbeat.lab import records
-from offbeat.lab.attached import InSession
+from offbeat.lab.attaching import AttachedModel
 from offbeat.lab.config import Request, resolve
 from offbeat.lab.pace import Pace
 from offbeat.lab.watch import Run, Watch
@@ -57,14 +57,12 @@ def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
     ):
         path = records.create(Path(directory) / "run", config)
         records.begin_attempt(path, config, start_step=0)
-        attached = InSession(model, optimizer, session)
+        attached = AttachedModel(model=model, module=model, optimizer=optimizer, session=session)
         schedule = SimpleNamespace(position=SimpleNamespace(step=0), target=10 * NUM_STEPS)
         run = Run(
             record=records.Record(path),
             meeting=cast(Any, SimpleNamespace(rank=rank)),
             task=task,
-            model=model,
-            optimizer=optimizer,
             attached=attached,
             schedule=cast(Any, schedule),
             pace=Pace(None, rank, by_sleeping=False),

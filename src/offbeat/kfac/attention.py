@@ -29,7 +29,7 @@ _NOT_SELF_ATTENTION = (
 )
 
 
-class Watcher(Protocol):
+class ProjectionObserver(Protocol):
     def projected(self, inputs: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
         """`output` is `inputs` times `weight`, transposed, plus a bias."""
         ...
@@ -39,7 +39,9 @@ class Watcher(Protocol):
         ...
 
 
-_watched: WeakKeyDictionary[nn.Module, tuple[FunctionType, Watcher]] = WeakKeyDictionary()
+_watched: WeakKeyDictionary[nn.Module, tuple[FunctionType, ProjectionObserver]] = (
+    WeakKeyDictionary()
+)
 
 
 class _WatchedAttention(nn.MultiheadAttention):
@@ -56,7 +58,7 @@ class _WatchedAttention(nn.MultiheadAttention):
         return nn.MultiheadAttention.__name__
 
 
-def watch(module: nn.MultiheadAttention, watcher: Watcher) -> None:
+def watch(module: nn.MultiheadAttention, watcher: ProjectionObserver) -> None:
     """Show each projection in forward passes with gradients to `watcher`, in the order
     they happen.
     """
@@ -94,8 +96,8 @@ def _rebound(function: Any, names: dict[str, Any]) -> FunctionType:
     return bound
 
 
-class Sink(Protocol):
-    """What a `Capture` is to attention."""
+class ProjectionSink(Protocol):
+    """What attention knows of a `Capture`."""
 
     def saw_inputs(self, index: int, inputs: torch.Tensor, *, num_terms: int | None) -> None: ...
 
@@ -113,10 +115,16 @@ class Sink(Protocol):
 
 
 class Projections:
-    """A watcher that knows which of `blocks` each projection of `module` belongs to."""
+    """An observer that knows which block each projection of an attention belongs to.
+
+    Args:
+        sink: is told of inputs and outputs of blocks.
+        module: the attention.
+        blocks: its blocks, by the index that `sink` knows them by.
+    """
 
     def __init__(
-        self, sink: Sink, module: nn.MultiheadAttention, blocks: Mapping[int, Block]
+        self, sink: ProjectionSink, module: nn.MultiheadAttention, blocks: Mapping[int, Block]
     ) -> None:
         self._sink, self._blocks = sink, blocks
         self._module = module

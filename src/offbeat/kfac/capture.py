@@ -110,11 +110,12 @@ class Capture:
     ) -> None:
         self.retired: set[str] = set()
         """Names of blocks whose layers have changed their shape."""
+        self.phase: int | None = None
+        """How many steps with factors came before this one; None: nothing is summed now."""
         self._blocks = list(blocks)
         self._options = options
         self._warn, self._grad_scale, self._added = warn, grad_scale, added
         self._sums = [_Sums() for _ in blocks]
-        self._phase: int | None = None
         self._pass = 0
         self._handles: list[Any] = [model.register_forward_pre_hook(self._counting(model))]
         self._watched: list[nn.MultiheadAttention] = []
@@ -143,11 +144,11 @@ class Capture:
         """Sum from now on. `phase` counts such steps; where examples are sub-sampled it says which
         are looked at.
         """
-        self._phase = phase
+        self.phase = phase
 
     def stop(self) -> None:
         """See nothing more, and forget what was not taken."""
-        self._phase = None
+        self.phase = None
         self._sums = [_Sums() for _ in self._blocks]
 
     def take(self, index: int, side: Side) -> Increment:
@@ -169,13 +170,17 @@ class Capture:
             )
         if side == "input":
             return Increment(moment.packed.div_(moment.num_rows), float(moment.num_rows))
+        # The backward pass delivers the gradient of a mean over all terms: each term's own gradient
+        # is that times the number of terms, and G is a product of two of them.
         scale = terms.num if self._options.loss == "mean" else 1
         return Increment(moment.packed.mul_(scale**2 / terms.num_seen), float(terms.num_seen))
 
     # Called while the model runs
 
     def saw_inputs(self, index: int, inputs: torch.Tensor, *, num_terms: int | None = None) -> None:
-        """Block `index` is about to be called."""
+        """Block `index` is about to be called with `inputs`, which belong to `num_terms` terms of
+        the loss; None: the block counts them.
+        """
         if self._listens(index, inputs) and not _inside_backward():
             self._add_inputs(index, inputs, num_terms)
 
@@ -188,16 +193,27 @@ class Capture:
         num_terms: int | None = None,
         select: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: gradient,
     ) -> None:
-        """Block `index` was called. `select` picks its part of the output's gradient."""
+        """Block `index` was called.
+
+        Args:
+            index: of the block.
+            inputs: what it was called with.
+            output: what it returned; its gradient is what is looked at.
+            num_terms: terms of the loss that the inputs belong to; None: the block counts them.
+            select: picks the block's part of the output's gradient.
+        """
         if not self._listens(index, inputs) or not output.requires_grad:
             return
+        # A checkpointed forward pass runs again inside the backward pass. What its hooks recorded
+        # the first time must not be recorded twice; a re-entrant checkpoint ran without gradients
+        # then, so its inputs are recorded when the gradient comes.
         recomputing = _inside_backward()
         # Inputs are kept only where they are needed: keeping them would undo what checkpoints save.
         kept = inputs.detach() if recomputing or self._blocks[index].masks_outputs else None
         dim = self._blocks[index].example_dim(inputs)
 
         def saw_gradient(gradient: torch.Tensor) -> None:
-            if self._phase is not None:
+            if self.phase is not None:
                 if recomputing and kept is not None:
                     self._add_inputs(index, kept, num_terms)
                 self._add_gradient(index, select(gradient), kept, dim)
@@ -214,9 +230,13 @@ class Capture:
                 " now on"
             )
 
+    def is_retired(self, index: int) -> bool:
+        """Whether block `index` is watched no longer."""
+        return self._blocks[index].name in self.retired
+
     def _listens(self, index: int, inputs: torch.Tensor) -> bool:
         block = self._blocks[index]
-        if self._phase is None or not torch.is_grad_enabled() or block.name in self.retired:
+        if self.phase is None or not torch.is_grad_enabled() or block.name in self.retired:
             return False
         if not block.fits(inputs):
             _, rows, columns = block.matrix_shape
@@ -237,7 +257,7 @@ class Capture:
         seen = self._sampled(inputs.detach(), dim)
         with _plain_arithmetic(inputs.device.type):
             sums.inputs = _plus(sums.inputs, block.input_moment(seen))
-        # as many of each example
+        # Of each example that is looked at, all terms are.
         num_seen = (
             num_terms if dim is None else num_terms // max(inputs.shape[dim], 1) * seen.shape[dim]
         )
@@ -252,17 +272,18 @@ class Capture:
         with _plain_arithmetic(gradient.device.type):
             moment = self._blocks[index].output_moment(self._sampled(gradient, dim), inputs)
             if (scale := self._grad_scale()) != 1:
+                # G is a product of two gradients, each scaled by AMP.
                 moment.packed.div_(scale**2)
             sums.outputs = _plus(sums.outputs, moment)
         self._added(index, "output", began_s)
 
     def _sampled(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
         """The examples that are looked at: a view."""
-        assert self._phase is not None
+        assert self.phase is not None
         if dim is None or self._options.sample_stride == 1:
             return tensor
         stride = max(min(self._options.sample_stride, tensor.shape[dim]), 1)
-        return tensor[(*[slice(None)] * dim, slice(self._phase % stride, None, stride))]
+        return tensor[(*[slice(None)] * dim, slice(self.phase % stride, None, stride))]
 
     # Hooks are plain functions, which `copy.deepcopy` of a model shares and does not follow; copies
     # of modules are passed over.

@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.grad import conv2d_weight
 
-from offbeat.kfac.moments import gram
+from offbeat.kfac.symmetric import gram
 
-Pair: TypeAlias = tuple[int, int]
+IntPair: TypeAlias = tuple[int, int]
 
 MAX_SUMMED = 4096
 """Positions summed in one call. Convolutions add them up one after the other, and lose precision as
@@ -46,18 +46,18 @@ class Window:
         before, after: zeros added on the top and left, and on the bottom and right.
     """
 
-    taps: Pair
-    stride: Pair = (1, 1)
-    dilation: Pair = (1, 1)
-    before: Pair = (0, 0)
-    after: Pair = (0, 0)
+    taps: IntPair
+    stride: IntPair = (1, 1)
+    dilation: IntPair = (1, 1)
+    before: IntPair = (0, 0)
+    after: IntPair = (0, 0)
 
     @property
-    def reach(self) -> Pair:
+    def reach(self) -> IntPair:
         """Distance from the first to the last tap."""
         return (self.taps[0] - 1) * self.dilation[0], (self.taps[1] - 1) * self.dilation[1]
 
-    def positions(self, size: Pair) -> Pair:
+    def positions(self, size: IntPair) -> IntPair:
         """Output positions over an image of `size`."""
         vertical, horizontal = (
             max(-(-(size[a] + self.before[a] + self.after[a] - self.reach[a]) // self.stride[a]), 0)
@@ -114,7 +114,7 @@ def by_rows(
     images: torch.Tensor, window: Window, *, groups: int = 1, ones: bool = False
 ) -> torch.Tensor:
     """`patch_moment` for any window, one row of taps at a time, each with itself and the rows
-    below.
+    below. The arguments are those of `patch_moment`, the result is its moment.
     """
     taps, stride, dilation, per_group = (
         window.taps,
@@ -165,10 +165,10 @@ def _empty_moment(
 def _weight_gradient(
     images: torch.Tensor,
     gradient: torch.Tensor,
-    kernel: Pair,
+    kernel: IntPair,
     *,
-    stride: Pair,
-    dilation: Pair,
+    stride: IntPair,
+    dilation: IntPair,
     groups: int,
 ) -> torch.Tensor:
     """Sums over images and positions of `gradient` times what each tap of `kernel` sees: (channels,
@@ -177,6 +177,7 @@ def _weight_gradient(
     shape = (gradient.shape[1], images.shape[1] // groups, *kernel)
     step = max(MAX_SUMMED // gradient.shape[2:].numel(), 1)
     products = images.new_zeros(shape)
+    # TF32 would lose the small eigenvalues, on which an inverse depends most.
     with torch.backends.cudnn.flags(allow_tf32=False):
         for some, their in zip(images.split(step), gradient.split(step), strict=True):
             products += conv2d_weight(
@@ -212,7 +213,9 @@ def _windows(images: torch.Tensor, window: Window) -> torch.Tensor:
 def by_shifts(
     images: torch.Tensor, window: Window, *, groups: int = 1, ones: bool = False
 ) -> torch.Tensor:
-    """`patch_moment` for stride 1 and padding within the kernel's reach, one shift at a time."""
+    """`patch_moment` for stride 1 and padding within the kernel's reach, one shift at a time. The
+    arguments are those of `patch_moment`, the result is its moment.
+    """
     total, blocks = _empty_moment(images, window, groups, ones)
     _write_shifts_(blocks, images, window)
     _subtract_frame_(blocks, images, window)

@@ -33,7 +33,7 @@ def _as_many_threads_as_torch() -> AbstractContextManager[object]:
     return nullcontext() if blas is None else blas.limit(limits=torch.get_num_threads())
 
 
-def library() -> str:
+def lapack_version() -> str:
     """What decides how results are rounded, besides the number of threads."""
     blas = _blas()
     kernels = set() if blas is None else {str(entry.get("architecture")) for entry in blas.info()}
@@ -58,9 +58,8 @@ def cholesky_(matrices: torch.Tensor, *, inverts: bool) -> torch.Tensor:
     good = []
     with _as_many_threads_as_torch():
         for matrix in matrices.numpy():
-            columns = (
-                matrix.T
-            )  # LAPACK's lower triangles, which are laid out by columns, are upper ones by rows
+            # LAPACK's lower triangles, which are laid out by columns, are upper ones by rows.
+            columns = matrix.T
             _, info = decompose(columns, lower=1, clean=0, overwrite_a=1)
             if inverts and info == 0:
                 _, info = invert(columns, lower=1, overwrite_c=1)

@@ -94,7 +94,7 @@ def answer(
         generations=generations,
         rank=workspace.driver.rank,
         notify=workspace.notify,
-        stood_still=workspace.stood_still,
+        record_wait=workspace.record_wait,
     )
 
 

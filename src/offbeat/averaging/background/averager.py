@@ -38,7 +38,7 @@ class Beside(Generic[R]):
         generations: the membership; None in a world of one.
         rank: for errors.
         notify: for remarks.
-        stood_still: told from when to when the trainer waited, in seconds of the monotonic clock.
+        record_wait: told from when to when the trainer waited, in seconds of the monotonic clock.
     """
 
     weights: ModelWeights
@@ -49,7 +49,7 @@ class Beside(Generic[R]):
     generations: Generations | None
     rank: int
     notify: Callable[[str], None]
-    stood_still: Callable[[float, float], None]
+    record_wait: Callable[[float, float], None]
 
     def close(self, *, over: bool = False) -> None:
         """End what runs beside. `over`: the run has ended for everyone."""
@@ -168,7 +168,7 @@ class AnsweredPart(Part, Generic[R]):
             self._beside.progress.arrive(version)
             if must_wait(version):
                 self._replica.wait(for_average=for_average)
-        self._beside.stood_still(begin_s, time.monotonic())
+        self._beside.record_wait(begin_s, time.monotonic())
         return version
 
     def _load(self) -> None:
