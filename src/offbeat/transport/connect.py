@@ -5,8 +5,7 @@ one's own.
 CPU, an NCCL one where the model is on CUDA, and a mesh of authenticated ZeroMQ sockets for
 messages.
 
-The ranks find each other through the store of the process group that the user initialised
-(`_get_default_store`, private in PyTorch; there is no public way to it).
+The ranks find each other through the store of the process group that the user initialised.
 `torch.distributed.new_group` would do, but it gives a group that is made after another one of the
 same ranks was destroyed the same name, and with it the dead one's addresses.
 """
@@ -126,7 +125,8 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
     # Keys of an earlier connection of the same ranks lead to sockets that are closed, so each gets
     # keys of its own.
     name = f"offbeat/{'-'.join(map(str, ranks))}/{generation}"
-    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
+    assert dist.group.WORLD is not None
+    store = PrefixStore(name, dist.group.WORLD.get_group_store())
     lost = lost_ranks()
     address = _agree_to_listen(store, rank, ranks, lost)
     with naming_failed_rank(store, rank, world_size, limit_s=1.5 * CONNECT_LIMIT_S):
