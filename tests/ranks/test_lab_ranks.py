@@ -13,14 +13,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import lab_jobs
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import offbeat
 import offbeat.cli.comparing
 import offbeat.cli.main
 from lab_support.data import npz
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.lab import supervisor
 from offbeat.lab.cluster import Cluster, Fault
 from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
@@ -29,15 +31,69 @@ from offbeat.lab.config import Request
 from offbeat.lab.progress import News, Progress
 from offbeat.lab.records import Record, StepEvent
 from offbeat.lab.train import plan, train
+from rank_jobs.lab import attach, flat_parameters
 from ranks_support.launch import RunRanks
 
 __all__ = ["npz"]
-
 pytestmark = pytest.mark.ranks
 
 ENDLESS = 1_000_000
 DEADLINE_S = 20
 STEPS = 8
+
+
+def train_with(
+    rank: int, world_size: int, steps: int, name: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 4)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    try:
+        attached = attach(name, options, model, optimizer, rank, world_size)
+    except UnsupportedError as error:
+        return {"refused": str(error)}
+    trace = []
+    with attached.session as session:
+        for step in range(1, steps + 1):
+            before = session.stats
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            x, y = (
+                torch.randn((8, 16), generator=generator),
+                torch.randn((8, 4), generator=generator),
+            )
+            attached.backward(nn.functional.mse_loss(attached.module(x), y))
+            attached.optimizer.step()
+            attached.optimizer.zero_grad()
+            after = session.stats
+            trace.append(
+                {
+                    "bytes": after.bytes_sent - before.bytes_sent,
+                    "messages": after.messages_sent - before.messages_sent,
+                    "waited": after.wait_s > before.wait_s,
+                    "ready": session.take_ready_at_s() is not None,
+                    "channels": [arrival.channel for arrival in session.take_arrivals()],
+                    "parameters": flat_parameters(model),
+                }
+            )
+    return {
+        "steps": trace,
+        "counted": session.stats.steps,
+        "num_parameters": len(flat_parameters(model)),
+    }
+
+
+def train_with_each(
+    rank: int, world_size: int, *, steps: int, strategies: dict[str, tuple[str, dict[str, Any]]]
+) -> dict[str, dict[str, Any]]:
+    """Train with several strategies, one after the other in the same processes, and say what each
+    did.
+    """
+    return {
+        label: train_with(rank, world_size, steps, name, options)
+        for label, (name, options) in strategies.items()
+    }
 
 
 def test_torchs_strategies_do_what_they_are_called(run_ranks: RunRanks) -> None:
@@ -50,7 +106,7 @@ def test_torchs_strategies_do_what_they_are_called(run_ranks: RunRanks) -> None:
         "local": ("post-localsgd", {"start_step": 2, "period": 3}),
         "alone": ("alone", {}),
     }
-    ranks = run_ranks(lab_jobs.for_each, 2, steps=STEPS, strategies=strategies)
+    ranks = run_ranks(train_with_each, 2, steps=STEPS, strategies=strategies)
     of = {label: [result[label] for result in ranks] for label in strategies}
     num_parameters = of["ddp"][0]["num_parameters"]
     for label, results in of.items():
