@@ -82,7 +82,7 @@ class Bucket:
             and gradient.device == self._flat.device
         )
 
-    def lay_in(self, position: int, gradient: torch.Tensor) -> None:
+    def copy_in(self, position: int, gradient: torch.Tensor) -> None:
         """Copy `gradient`, which may be sparse, into its place, unless it lies there."""
         if gradient.is_sparse:
             self.views[position].zero_().add_(gradient)

@@ -191,7 +191,7 @@ class GradientExchange(Part):
         self._synchronised = synchronised
         for b in range(len(self._pairs)):
             self._ready[b][:] = False
-            self._set_aside(b)
+            self._stash(b)
         if not synchronised and any(aside is not None for aside in self._aside):
             self._restore()
             raise UnsupportedError(
@@ -221,7 +221,7 @@ class GradientExchange(Part):
                 " one backward pass; re-entrant checkpointing does that: use"
                 " torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        self._lay_in(b, position)
+        self._copy_in(b, position)
         # The last bucket waits for the end of backward, so that its tally can still say that this
         # rank failed.
         while self._num_launched < len(self._pairs) - 1 and self._ready[self._num_launched].all():
@@ -301,7 +301,7 @@ class GradientExchange(Part):
         b = self._num_launched
         bucket, reduction = self._pairs[b]
         for position in np.flatnonzero(~self._ready[b]).tolist():
-            self._lay_in(b, position)
+            self._copy_in(b, position)
         self._num_launched += 1
         tally = Tally(
             weight=self._weight_now(),
@@ -321,7 +321,7 @@ class GradientExchange(Part):
             return self._weight
         return 0.0 if self._is_idle else float(self._num_weighed)
 
-    def _lay_in(self, b: int, position: int) -> None:
+    def _copy_in(self, b: int, position: int) -> None:
         """Copy a parameter's local gradient into its bucket, unless it lies there; zeros if there
         is none.
         """
@@ -331,9 +331,9 @@ class GradientExchange(Part):
             bucket.views[position].zero_()
             return
         self._ready[b][position] = True
-        bucket.lay_in(position, gradient.detach())
+        bucket.copy_in(position, gradient.detach())
 
-    def _set_aside(self, b: int) -> None:
+    def _stash(self, b: int) -> None:
         bucket = self._pairs[b][0]
         live = [
             position

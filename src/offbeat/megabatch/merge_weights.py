@@ -233,8 +233,8 @@ class MergeMomentum:
             self.load(state)
         except (safetensors.SafetensorError, CheckpointError) as error:
             raise WireError(
-                f"the merges' momentum came as {memoryview(payload).nbytes} bytes that do not fit the model; do"
-                f" all ranks train the same model? ({error})"
+                f"the merges' momentum came as {memoryview(payload).nbytes} bytes that do not fit"
+                f" the model; do all ranks train the same model? ({error})"
             ) from error
 
 
