@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
-from offbeat.codec.value_codecs import BFloat16, Float32, ValueCodec
+from offbeat.codec.value_codecs import BFloat16Values, Float32Values, ValueCodec
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged, SparseCollective
 from offbeat.collectives.gtopk_tree import gtopk_tree
@@ -25,7 +25,7 @@ from offbeat.collectives.topk_allgather import global_topk, topk_sum
 from offbeat.errors import PeerError
 from offbeat.transport.operations import Recv
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.wrappers import Failing, Fault
+from offbeat.transport.wrappers import Failing, ScriptedFault
 
 CONSERVING: dict[str, SparseCollective] = {
     "tree": gtopk_tree,
@@ -33,7 +33,7 @@ CONSERVING: dict[str, SparseCollective] = {
     "all_gather": global_topk,
     "topk": topk_sum,
 }
-FLOAT32 = Float32()
+FLOAT32 = Float32Values()
 PAPER: SparseCollective = partial(gtopk_tree, variant="paper")
 
 
@@ -106,7 +106,7 @@ cases = st.tuples(
 )
 
 
-@pytest.mark.parametrize("values", [FLOAT32, BFloat16()], ids=repr)
+@pytest.mark.parametrize("values", [FLOAT32, BFloat16Values()], ids=repr)
 @pytest.mark.parametrize("name", CONSERVING)
 @given(case=cases)
 def test_nothing_is_lost(name: str, values: ValueCodec, case: tuple[int, int, float, int]) -> None:
@@ -128,7 +128,7 @@ def test_every_rank_ends_with_the_same_bytes(name: str, case: tuple[int, int, fl
         mine,
         k,
         seed=seed,
-        values=FLOAT32 if name == "paper" else BFloat16(),
+        values=FLOAT32 if name == "paper" else BFloat16Values(),
     )
     for result in results[1:]:
         assert result.kept.indices.tobytes() == results[0].kept.indices.tobytes()
@@ -222,7 +222,7 @@ def test_the_order_of_events_does_not_matter(name: str) -> None:
 def test_a_failing_rank_leaves_nobody_waiting(name: str, victim: int) -> None:
     world_size, wire = 5, wire_for(400)
     mine = contributions(world_size, 400, 40, seed=2)
-    faults = [Fault(rank=victim, step=0, operation=Recv, action="raise")]
+    faults = [ScriptedFault(rank=victim, step=0, operation=Recv, action="raise")]
     outcomes = VirtualCluster(world_size).outcomes(
         [
             CONSERVING[name](rank, world_size, mine[rank], tally_of(rank), 40, wire)

@@ -14,7 +14,7 @@ from offbeat.errors import ConfigError, PeerError, PeerTimeoutError
 from offbeat.transport.driver import Driver
 from offbeat.transport.operations import Collective, Now, Post, Recv, RecvAny, Send, Sleep
 from offbeat.transport.peers import Peers
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.wrappers import (
     Counting,
@@ -22,7 +22,7 @@ from offbeat.transport.wrappers import (
     Delivery,
     Failing,
     Recorded,
-    Recording,
+    RecordingDriver,
     Traffic,
 )
 
@@ -69,8 +69,8 @@ WRAPPINGS: dict[str, Callable[[Driver], Driver]] = {
     "bare": lambda driver: driver,
     "counting": Counting,
     "delaying": lambda driver: Delaying(driver, alpha_beta),
-    "recording": Recording,
-    "all": lambda driver: Counting(Delaying(Failing(Recording(driver), []), alpha_beta)),
+    "recording": RecordingDriver,
+    "all": lambda driver: Counting(Delaying(Failing(RecordingDriver(driver), []), alpha_beta)),
 }
 
 
@@ -96,7 +96,7 @@ def test_sockets_collect_from_everybody(
 
 
 def test_who_is_alone_has_only_itself_to_hear() -> None:
-    solo = Solo()
+    solo = SingleRank()
     assert solo.run(post_and_collect(1), 3) == [(0, b"mine")]
     with pytest.raises(PeerTimeoutError):
         solo.start(RecvAny(frozenset({0}), timeout_s=0.0), 3).wait()
@@ -238,7 +238,7 @@ def test_two_collectives_of_one_rank_talk_by_posting() -> None:
         sender, payload = yield RecvAny(frozenset({0}))
         return sender, payload
 
-    cluster.beside(0, train(), channel=6)
+    cluster.run_in_background(0, train(), channel=6)
     assert cluster.run([serve()], channel=5) == [(0, b"done")]
 
 
@@ -262,10 +262,10 @@ def test_posts_are_no_traffic() -> None:
 
 
 def test_a_recording_names_senders_as_they_come() -> None:
-    recorded: list[Recording] = []
+    recorded: list[RecordingDriver] = []
 
     def wrap(driver: Driver) -> Driver:
-        recorded.append(Recording(driver))
+        recorded.append(RecordingDriver(driver))
         return recorded[-1]
 
     VirtualCluster(3).run([post_and_collect(1), tell(0, []), tell(0, [])], wrap=wrap)

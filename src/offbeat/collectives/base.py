@@ -8,7 +8,7 @@ from typing import Protocol
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
 from offbeat.codec.wire import Wire
-from offbeat.planning.costs import Network
+from offbeat.planning.costs import NetworkCosts
 from offbeat.transport.operations import Collective
 
 
@@ -34,8 +34,19 @@ class SparseCollective(Protocol):
     def __call__(
         self, rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire
     ) -> Collective[Exchanged]:
-        """Args: `mine` has about `k` pairs; the result has at most `k` unless the protocol says
-        otherwise.
+        """Sum every rank's contribution.
+
+        Args:
+            rank: this rank, 0 <= rank < world_size.
+            world_size: number of ranks, >= 1.
+            mine: this rank's contribution, about `k` pairs.
+            tally: this rank's.
+            k: how many pairs the result has at most, >= 1, unless the protocol says otherwise.
+            wire: layout of the messages, the same on all ranks.
+
+        Raises:
+            WireError: a message is damaged, or from a rank with another model or options.
+            PeerError: a rank has failed.
         """
         ...
 
@@ -43,4 +54,6 @@ class SparseCollective(Protocol):
 class CostOf(Protocol):
     """Seconds that a sparse collective takes under the alpha-beta model."""
 
-    def __call__(self, *, world_size: int, k: int, pair_bytes: int, network: Network) -> float: ...
+    def __call__(
+        self, *, world_size: int, k: int, pair_bytes: int, network: NetworkCosts
+    ) -> float: ...

@@ -1,14 +1,17 @@
-"""Dense all-reduce and broadcast: the driver's own collectives.
+"""Collectives of one dense operation each: all-reduce, broadcast, and a gathering of plain values.
 
 Cost per step of an all-reduce (ring): 2(P-1) messages, 2(P-1)/P n elements sent by each rank.
 """
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import torch
 
-from offbeat.planning.costs import Network
-from offbeat.transport.operations import AllReduceTensor, Broadcast, Collective
+from offbeat.planning.costs import NetworkCosts
+from offbeat.transport.operations import AllGather, AllReduceTensor, Broadcast, Collective
 
 
 def dense_all_reduce(tensor: torch.Tensor) -> Collective[torch.Tensor]:
@@ -23,7 +26,13 @@ def dense_broadcast(tensor: torch.Tensor, root: int) -> Collective[torch.Tensor]
     return theirs
 
 
-def cost_s(*, world_size: int, num_bytes: int, network: Network) -> float:
+def gather_values(value: Any) -> Collective[list[Any]]:
+    """Every rank's `value`, of JSON's kinds, by rank: to agree on something, not to train."""
+    payloads = yield AllGather(json.dumps(value).encode())
+    return [json.loads(bytes(payload)) for payload in payloads]
+
+
+def cost_s(*, world_size: int, num_bytes: int, network: NetworkCosts) -> float:
     """2(P-1) alpha + 2(P-1)/P m beta, for a tensor of m = `num_bytes`."""
     hops = 2 * (world_size - 1)
     return network.dense.time_s(num_messages=hops, num_bytes=hops / world_size * num_bytes)

@@ -32,7 +32,7 @@ from offbeat.codec.tally import Tally
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged
 from offbeat.collectives.gather import all_gather
-from offbeat.planning.costs import Network
+from offbeat.planning.costs import NetworkCosts
 from offbeat.planning.trees import num_rounds
 from offbeat.transport.operations import Collective, Recv, Send
 
@@ -45,7 +45,16 @@ EXPECTED_COUNTERS = 128
 def sparse_reduce_scatter(
     rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire
 ) -> Collective[Exchanged]:
-    """At most k entries of the exact sum: its k largest, up to a relative 2**-8 in magnitude."""
+    """At most k entries of the exact sum: its k largest, up to a relative 2**-8 in magnitude.
+
+    Args:
+        rank: as of `SparseCollective`.
+        world_size: likewise.
+        mine: likewise.
+        tally: likewise.
+        k: likewise.
+        wire: likewise.
+    """
     parts = partition(mine, world_size)
     owed, sums = wire.empty(), parts[rank]
     for distance in range(1, world_size):
@@ -71,8 +80,15 @@ def sparse_reduce_scatter(
     return Exchanged(kept=union_disjoint(regions), owed=owed, tally=reduce(Tally.merge, tallies))
 
 
-def cost_s(*, world_size: int, k: int, pair_bytes: int, network: Network) -> float:
-    """(P-1 + 2 log2 P) alpha + (2 (P-1)/P k pairs + (P-1) c counters) beta."""
+def cost_s(*, world_size: int, k: int, pair_bytes: int, network: NetworkCosts) -> float:
+    """(P-1 + 2 log2 P) alpha + (2 (P-1)/P k pairs + (P-1) c counters) beta.
+
+    Args:
+        world_size: P, >= 1.
+        k: how many pairs each rank contributes.
+        pair_bytes: of one pair in a message.
+        network: what messages cost.
+    """
     num_bytes = (
         2 * (world_size - 1) / world_size * k * pair_bytes
         + (world_size - 1) * EXPECTED_COUNTERS * COUNTER_BYTES

@@ -1,4 +1,4 @@
-"""The outgoing connection to one peer, and whether that peer still lives."""
+"""The outgoing connection to one peer, and whether that peer is still alive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from offbeat.errors import ConfigError
-from offbeat.transport.envelope import Kind, pack
+from offbeat.transport.envelope import EnvelopeKind, pack
 from offbeat.transport.keys import KeyPair
 from offbeat.transport.operations import Payload
 
@@ -27,13 +27,13 @@ class PeerLimits:
         max_message_bytes: largest payload of one message, sent or received.
         heartbeat_interval_s: how often an idle connection is probed. The peer's I/O thread answers,
             busy or not.
-        heartbeat_timeout_s: a connection on which nothing is heard for this long is gone. The
+        heartbeat_timeout_s: a connection on which nothing is heard for this long is lost. The
             longest that a peer may be stopped (a debugger, SIGSTOP, a suspended virtual machine)
             without being held dead.
-        grace_s: a peer whose connection is gone and stays gone for this long is dead. Longer than
-            what a closing peer's last messages may take to arrive.
+        grace_s: a peer whose connection is lost and does not come back for this long is dead. Must
+            be longer than a closing peer's last messages may take to arrive.
         connect_timeout_s: how long the first connection to a peer may take.
-        linger_s: how long closing waits for messages already sent to reach peers that still live.
+        linger_s: how long closing waits for messages already sent to reach peers that are alive.
     """
 
     max_message_bytes: int = 1 << 31
@@ -55,8 +55,21 @@ class PeerLimits:
 class Link:
     """Sends to one peer, and learns from the socket's monitor whether the peer can be reached.
 
+    Args:
+        context: the ZeroMQ context to open the socket in.
+        endpoint: where the peer listens, "tcp://address:port".
+        sender: this rank.
+        generation: number of the membership.
+        own_keys: this rank's CURVE keys.
+        peer_key: the peer's public key.
+        limits: when the peer counts as dead.
+        now_s: the monotonic clock.
+
     Attributes:
-        ever_connected: whether there was a connection when it was looked at.
+        ever_connected: whether there was a connection at some call of `watch`.
+
+    Raises:
+        ConfigError: the endpoint is malformed.
     """
 
     def __init__(
@@ -76,7 +89,7 @@ class Link:
         self._limits = limits
         self._next_sequence = 0
         self.ever_connected = False
-        self._gone_since_s: float | None = now_s
+        self._disconnected_since_s: float | None = now_s
         self._refused = False
         self._socket = context.socket(zmq.PUSH)
         self._socket.sndhwm = 0
@@ -99,7 +112,7 @@ class Link:
                 " says, like 'tcp://10.0.0.7:41234'"
             ) from error
 
-    def send(self, kind: Kind, channel: int, payload: Payload) -> None:
+    def send(self, kind: EnvelopeKind, channel: int, payload: Payload) -> None:
         """Queue a message. Never blocks; large payloads are not copied."""
         view = memoryview(payload).cast("B")
         header = pack(
@@ -121,29 +134,31 @@ class Link:
         self._socket.send(view, zmq.NOBLOCK, copy=view.nbytes < _ZERO_COPY_BYTES)
 
     def watch(self, now_s: float) -> None:
-        """Take note of what happened to the connection. Never blocks."""
+        """Read what ZeroMQ reports of the connection. Never blocks."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._gone_since_s = None
+                self._disconnected_since_s = None
                 if self.ever_connected:
-                    self.send(Kind.HELLO, 0, b"")
+                    # Its sequence number shows the peer whether messages were lost with the
+                    # connection, even if this rank sends nothing else for long.
+                    self.send(EnvelopeKind.HELLO, 0, b"")
                 self.ever_connected = True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._refused = True
-            elif self._gone_since_s is None:
-                self._gone_since_s = now_s
+            elif self._disconnected_since_s is None:
+                self._disconnected_since_s = now_s
 
     @property
-    def is_gone(self) -> bool:
+    def is_disconnected(self) -> bool:
         """Whether there was a connection when it was last looked at, and is none any more."""
-        return self.ever_connected and self._gone_since_s is not None
+        return self.ever_connected and self._disconnected_since_s is not None
 
-    def obituary(self, now_s: float) -> str | None:
+    def death_reason(self, now_s: float) -> str | None:
         """Why the peer is held dead ("lost its connection ..."); None while it may live."""
         if self._refused:
             return "refused this rank; do all ranks have the same generation and world size?"
-        if self._patience_s(now_s) > 0:
+        if self._remaining_grace_s(now_s) > 0:
             return None
         if not self.ever_connected:
             return (
@@ -159,16 +174,16 @@ class Link:
         """Close the socket. With `linger`, what was sent goes on being delivered for a while, until
         the context ends.
         """
-        linger_s = min(self._limits.linger_s, self._patience_s(now_s)) if linger else 0.0
+        linger_s = min(self._limits.linger_s, self._remaining_grace_s(now_s)) if linger else 0.0
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=math.ceil(linger_s * 1000))
 
-    def _patience_s(self, now_s: float) -> float:
-        """How much longer the connection may stay away; infinite while it is there."""
+    def _remaining_grace_s(self, now_s: float) -> float:
+        """How much longer the connection may stay lost; infinite while it is there."""
         if self._refused:
             return 0.0
-        if self._gone_since_s is None:
+        if self._disconnected_since_s is None:
             return math.inf
         allowed_s = self._limits.grace_s if self.ever_connected else self._limits.connect_timeout_s
-        return max(0.0, allowed_s - (now_s - self._gone_since_s))
+        return max(0.0, allowed_s - (now_s - self._disconnected_since_s))

@@ -1,4 +1,4 @@
-"""One rank's connections to all others and what it knows of them. Never blocks, knows no threads;
+"""One rank's connections to its peers, and what it knows of them. Never blocks, knows no threads;
 `peers` adds both.
 
 Every rank binds one PULL socket and connects one PUSH socket to each other rank: O(P) sockets a
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import zmq
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError
-from offbeat.transport.envelope import Envelope, Kind
+from offbeat.transport.envelope import Envelope, EnvelopeKind
 from offbeat.transport.inbox import Inbox, split_channel
 from offbeat.transport.keys import Roster
 from offbeat.transport.link import Link, PeerLimits
@@ -38,6 +38,14 @@ _NOBODY = -1
 
 class Mesh:
     """The connections of `rank` within one generation.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        address: numeric address of this host that its peers can route to.
+        secret: the run's.
+        generation: number of the membership.
+        limits: when a peer counts as dead.
 
     Attributes:
         listener: what arrives here.
@@ -103,8 +111,8 @@ class Mesh:
             raise ConfigError(
                 "a message was sent before connect was called; call it with every rank's endpoint"
             )
-        if self._listens(peer):
-            self._links[peer].send(Kind.DATA, channel, payload)
+        if self._reads(peer):
+            self._links[peer].send(EnvelopeKind.DATA, channel, payload)
 
     def abort(self, reason: str, blame: int | None) -> None:
         """Tell everyone that this rank failed."""
@@ -112,27 +120,27 @@ class Mesh:
             _BLAME.pack(_NOBODY if blame is None else blame) + reason.encode()[:_MAX_REASON_BYTES]
         )
         for peer, link in self._links.items():
-            if self._listens(peer):
-                link.send(Kind.ABORT, 0, note)
+            if self._reads(peer):
+                link.send(EnvelopeKind.ABORT, 0, note)
 
-    def say_goodbye(self) -> None:
-        """Tell everyone that this rank sends nothing more; those that failed too, for they may be
-        about to close.
+    def send_goodbye(self) -> None:
+        """Tell all peers that this rank sends nothing more; those that failed too, because they may
+        be about to close.
         """
         for peer in self._links.keys() - self.left:
-            self._links[peer].send(Kind.GOODBYE, 0, b"")
+            self._links[peer].send(EnvelopeKind.GOODBYE, 0, b"")
 
-    def has_met_all(self) -> bool:
+    def has_reached_all(self) -> bool:
         """Whether there has been a connection to every rank that may live."""
         return all(
-            link.ever_connected or not self._listens(peer) for peer, link in self._links.items()
+            link.ever_connected or not self._reads(peer) for peer, link in self._links.items()
         )
 
-    def anyone_listens(self) -> bool:
+    def any_peer_reads(self) -> bool:
         """Whether some rank may still read what is sent to it."""
-        return any(map(self._listens, self._links))
+        return any(map(self._reads, self._links))
 
-    def look_around(self) -> None:
+    def update(self) -> None:
         """Take in what has arrived, and now and then look who still lives."""
         now_s = time.monotonic()
         watch = now_s >= self._next_watch_s
@@ -140,20 +148,20 @@ class Mesh:
             self._next_watch_s = now_s + WATCH_INTERVAL_S
             for link in self._links.values():
                 link.watch(now_s)
-        # a dead rank's last words count, so they are read before it is judged
+        # What a rank sent before it died still counts, so it is read before the rank is judged.
         for message in self.listener.drain():
             for control, payload in self.inbox.put(*message):
-                self._heed(control, payload)
+                self._handle_control(control, payload)
         for sender in self.inbox.senders_with_gaps():
             self.failures.setdefault(
                 sender, "lost messages: its connection broke and came back without them"
             )
         if watch:
             for peer, link in self._links.items():
-                if self._listens(peer) and (obituary := link.obituary(now_s)):
-                    self.failures[peer] = obituary
+                if self._reads(peer) and (reason := link.death_reason(now_s)):
+                    self.failures[peer] = reason
 
-    def verdict(self, peer: int, channel: int) -> OffbeatError | None:
+    def failure_of(self, peer: int, channel: int) -> OffbeatError | None:
         """Why a message that is not here will never come; None when it may."""
         failed = next(iter(self.failures), peer) if self.watch_all else peer
         if failed in self.failures:
@@ -175,7 +183,7 @@ class Mesh:
             )
         return None
 
-    def obituary(self, peers: frozenset[int]) -> PeerError | None:
+    def departure_of(self, peers: frozenset[int]) -> PeerError | None:
         """That one of `peers` will send nothing more; None when all may."""
         for peer in sorted(peers & (self.failures.keys() | self.left)):
             why = self.failures.get(peer, "finished and closed its connections")
@@ -185,11 +193,11 @@ class Mesh:
         return None
 
     def lost(self) -> frozenset[int]:
-        """The ranks whose connection is gone without a word: those that failed and said so live on,
-        as those that left do.
+        """The ranks whose connection was lost without a message. Those that reported a failure, or
+        left in good order, are still running.
         """
-        gone = {peer for peer, link in self._links.items() if link.is_gone}
-        return frozenset(gone - self.left - self._aborted)
+        disconnected = {peer for peer, link in self._links.items() if link.is_disconnected}
+        return frozenset(disconnected - self.left - self._aborted)
 
     def wait_of(self, peer: int, channel: int) -> str:
         """What a receive of `peer`'s message on `channel` waits for, in words."""
@@ -210,13 +218,13 @@ class Mesh:
         self._sending.term()
         self.listener.close()
 
-    def _listens(self, peer: int) -> bool:
+    def _reads(self, peer: int) -> bool:
         return peer not in self.failures and peer not in self.left
 
-    def _heed(self, envelope: Envelope, payload: Payload) -> None:
-        if envelope.kind == Kind.GOODBYE:
+    def _handle_control(self, envelope: Envelope, payload: Payload) -> None:
+        if envelope.kind == EnvelopeKind.GOODBYE:
             self.left.add(envelope.sender)
-        elif envelope.kind == Kind.ABORT and len(payload) >= _BLAME.size:
+        elif envelope.kind == EnvelopeKind.ABORT and len(payload) >= _BLAME.size:
             (blamed,) = _BLAME.unpack_from(payload)
             reason = bytes(payload[_BLAME.size :]).decode(errors="replace")
             if (

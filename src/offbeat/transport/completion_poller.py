@@ -1,5 +1,5 @@
-"""Tells when collectives under way are over, while their rank does something else: a thread looks
-now and then.
+"""Tells when collectives under way are over, while their rank does something else: a thread polls
+them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, Final, TypeAlias
 from offbeat.transport.driver import Pending
 
 EVERY_S: Final = 0.0005
-"""From one look to the next."""
+"""From one poll to the next."""
 
 _Watched: TypeAlias = tuple[Sequence[Pending[Any]], Callable[[float], None]]
 
 
-class Lookout:
+class CompletionPoller:
     """Watches collectives. Its thread lives from the first one until all are over, or
     until `stop`.
     """
@@ -35,18 +35,18 @@ class Lookout:
         """
         with self._lock:
             self._watched.append((pending, over))
-        if not self.look():
+        if not self.poll():
             return
         with self._lock:
             if self._watched and not self._runs:
                 self._runs = True
                 self._thread = threading.Thread(
-                    target=self._run, name="offbeat-lookout", daemon=True
+                    target=self._run, name="offbeat-completion-poller", daemon=True
                 )
                 self._thread.start()
 
-    def look(self) -> bool:
-        """Look now. Returns whether anything is still under way."""
+    def poll(self) -> bool:
+        """Poll now. Returns whether anything is still under way."""
         with self._lock:
             still: list[_Watched] = []
             for pending, over in self._watched:
@@ -58,8 +58,8 @@ class Lookout:
             return bool(still)
 
     def stop(self) -> None:
-        """Look once more and watch nothing any longer. No thread is left."""
-        self.look()
+        """Poll once more and watch nothing any longer. No thread is left."""
+        self.poll()
         with self._lock:
             self._watched = []
         if self._thread is not None:
@@ -70,7 +70,7 @@ class Lookout:
 
     def _run(self) -> None:
         while not self._stopping.wait(EVERY_S):
-            self.look()
+            self.poll()
             with self._lock:
                 if not self._watched:
                     self._runs = False
