@@ -12,7 +12,7 @@ import torch
 
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum
 from offbeat.errors import CheckpointError
-from offbeat.planning.topologies import Peers
+from offbeat.planning.topologies import GraphNeighbours
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.weights.model_weights import ModelWeights, Pack, require_finite
 
@@ -107,7 +107,7 @@ class PushSum:
         *,
         driver: Driver,
         stream: Stream,
-        peers: Callable[[int], Peers],
+        peers: Callable[[int], GraphNeighbours],
     ) -> None:
         self._weights = weights
         self._driver = driver

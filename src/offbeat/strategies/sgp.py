@@ -27,7 +27,7 @@ from typing import ClassVar
 
 from offbeat.averaging.gossip import PushSum
 from offbeat.errors import ConfigError
-from offbeat.planning.topologies import Peers, exponential_peers
+from offbeat.planning.topologies import GraphNeighbours, exponential_peers
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.options import require_at_least
@@ -60,7 +60,7 @@ class SGP(AveragingStrategy):
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
         driver = workspace.driver
 
-        def peers(round_number: int) -> Peers:
+        def peers(round_number: int) -> GraphNeighbours:
             return exponential_peers(
                 driver.rank,
                 driver.world_size,
