@@ -32,8 +32,8 @@ from offbeat.codec.tally import Tally
 from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import gtopk_tree, sparse_reduce_scatter
 from offbeat.collectives.base import Wire
+from offbeat.parts.workspace import stream_counter
 from offbeat.planning.costs import Link, Network
-from offbeat.strategies.base import stream_counter
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective, Recv, Send

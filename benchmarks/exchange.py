@@ -21,9 +21,9 @@ from _measure import Ratio, interleave, main, ratio, timed
 from _ranks import run_ranks
 from offbeat.codec.tally import Tally
 from offbeat.gradients.exchange import ExchangeCounts
-from offbeat.strategies.base import Workspace, stream_counter
+from offbeat.parts.workspace import Workspace, stream_counter
 from offbeat.transport.connect import connect
-from offbeat.transport.operations import AllReduce
+from offbeat.transport.operations import AllReduceTensor
 
 NUM_ELEMENTS = 25_000_000
 WORLD_SIZE = 4
@@ -64,7 +64,7 @@ def measure(rank: int, world_size: int) -> dict[str, list[float]]:
     dense = noise.clone()
 
     def dense_exchange() -> None:
-        driver.start(AllReduce(dense), control.next()).wait()
+        driver.start(AllReduceTensor(dense), control.next()).wait()
 
     def stream() -> None:
         torch.add(noise, dense, out=dense)

@@ -27,8 +27,8 @@ ROOMS = (
     "megabatch",
     "kfac",
     "gradients",
-    "weights",
     "parts",
+    "weights",
     "xmc",
     "membership",
     "collectives",
@@ -56,6 +56,9 @@ BLOCKING = frozenset(
     }
 )
 """What can wait for another process or for the network: the business of `transport`."""
+
+STORES = frozenset({f"torch.distributed.{name}" for name in ("Store", "HashStore", "PrefixStore")})
+"""Types of stores, which other rooms are handed by `transport`."""
 
 MAY_BLOCK = {
     "session/session.py": {
@@ -109,6 +112,8 @@ class Use:
 
     def within(self, names: frozenset[str]) -> str | None:
         """Which of `names` this is or lies in."""
+        if self.name in STORES:
+            return None
         return next((name for name in names if f"{self.name}.".startswith(f"{name}.")), None)
 
 

@@ -15,6 +15,7 @@ Names are loaded when they are first used, so that importing the package is chea
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ __all__ = [
     "attach",
     "reshard",
 ]
+
+# Without the extra `offbeat[lab]` the name can be asked for, and the answer says what to install.
+# It is not listed then, so that `help(offbeat)` and `from offbeat import *` work.
+if find_spec("pydantic") is None:
+    __all__.remove("Cluster")
 
 _HOMES = {
     "ADPSGD": "offbeat.strategies.adpsgd",

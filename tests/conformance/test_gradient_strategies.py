@@ -352,9 +352,7 @@ def test_residuals_are_kept_unscaled(attached: Callable) -> None:
     scaler.scale(loss_of(net, 0)).backward()
     loss_of(other, 0).backward()
     scaled, unscaled = session.state_dict()["parts"], other_session.state_dict()["parts"]
-    torch.testing.assert_close(
-        scaled["GradientExchange"]["additive"], unscaled["GradientExchange"]["additive"]
-    )
+    torch.testing.assert_close(scaled["gradients"]["additive"], unscaled["gradients"]["additive"])
 
 
 def test_chained_schedulers_see_nothing_of_it(
@@ -529,15 +527,15 @@ def test_a_state_that_does_not_fit_changes_nothing(attached: Callable) -> None:
     train(net, optimizer, range(2))
     before = session.state_dict()
     wrong = copy.deepcopy(before)
-    residuals = wrong["parts"]["GradientExchange"]["additive"]
+    residuals = wrong["parts"]["gradients"]["additive"]
     for tensor in residuals.values():
         tensor.fill_(7)
     residuals["residual/conv.weight"] = torch.zeros(1)
     with pytest.raises(CheckpointError, match="conv.weight"):
         session.load_state_dict(wrong)
-    after = session.state_dict()["parts"]["GradientExchange"]["additive"]
-    torch.testing.assert_close(after, before["parts"]["GradientExchange"]["additive"])
-    with pytest.raises(CheckpointError, match="GradientExchange"):
+    after = session.state_dict()["parts"]["gradients"]["additive"]
+    torch.testing.assert_close(after, before["parts"]["gradients"]["additive"])
+    with pytest.raises(CheckpointError, match="gradients"):
         session.load_state_dict({key: value for key, value in before.items() if key != "parts"})
 
 

@@ -7,6 +7,7 @@ A new strategy joins by a row in `STRATEGIES`.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,9 @@ PLAIN: dict[str, AveragingStrategy] = {
 STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     "slowmo": offbeat.LocalSGD(period=2, outer="slowmo"),
     "diloco": offbeat.LocalSGD(period=2, outer="diloco"),
+    "local sgd with an outer adam": offbeat.LocalSGD(
+        period=2, outer=functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True)
+    ),
     "adaptive with momentum": offbeat.AdaptiveSGD(mega_batch=4, batch_size=2, merge_momentum=0.5),
     "crossbow": offbeat.Crossbow(),
     "crossbow with momentum": offbeat.Crossbow(period=2, alpha=0.3, centre_momentum=0.9),
@@ -421,6 +425,7 @@ def test_a_state_of_something_else_is_refused(
         (lambda: offbeat.LocalSGD(start_step=-1), "start_step"),
         (lambda: offbeat.LocalSGD(outer="dilocco"), "did you mean 'diloco'"),
         (lambda: offbeat.LocalSGD(outer=0.7), r"offbeat.Outer\(lr"),
+        (lambda: offbeat.LocalSGD(outer=0.7), "functools.partial"),
         (lambda: offbeat.LocalSGD(optimizer_state="mean"), "optimizer_state"),
         (lambda: offbeat.LocalSGD(buffers="mean"), "buffers"),
         (lambda: offbeat.Outer(lr=0), "outer lr"),
@@ -486,3 +491,115 @@ def test_half_precision_does_not_swallow_an_outer_step() -> None:
             net.weight.grad = torch.full_like(net.weight, 2**-8)
             optimizer.step()
     assert net.weight.item() == 1.0 - 2**-8
+
+
+def old_outer_step_(
+    outer: offbeat.Outer,
+    anchors: list[torch.Tensor],
+    momenta: list[torch.Tensor],
+    means: list[torch.Tensor],
+) -> None:
+    """The formula of SlowMo and DiLoCo, written out as it was before the step was torch.optim's."""
+    for anchor, momentum, mean in zip(anchors, momenta, means, strict=True):
+        change = anchor - mean
+        momentum.mul_(outer.momentum).add_(change)
+        if outer.nesterov:
+            change.add_(momentum, alpha=outer.momentum)
+        else:
+            change = momentum
+        anchor.sub_(change, alpha=outer.lr)
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        offbeat.Outer(),
+        offbeat.Outer(lr=1.0, momentum=0.5, nesterov=False),
+        offbeat.Outer(lr=0.3, momentum=0.0, nesterov=False),
+        functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
+    ],
+)
+def test_outer_steps_are_those_of_the_formula(
+    attached: Callable, outer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    net, optimizer, _ = attached(offbeat.LocalSGD(period=2, outer=outer))
+    plain = Net()
+    plain_optimizer = sgd(plain)
+    formula = outer if isinstance(outer, offbeat.Outer) else offbeat.Outer()
+    moved = [p for p in plain.parameters() if p.requires_grad]
+    anchors = [p.detach().clone() for p in moved]
+    momenta = [torch.zeros_like(anchor) for anchor in anchors]
+    train(net, optimizer, range(12))
+    for begin in range(0, 12, 2):
+        train(plain, plain_optimizer, range(begin, begin + 2))
+        old_outer_step_(formula, anchors, momenta, [p.detach() for p in moved])
+        for parameter, anchor in zip(moved, anchors, strict=True):
+            parameter.detach().copy_(anchor)
+    assert_same(net, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_an_outer_optimizer_may_be_any_of_torch(attached: Callable) -> None:
+    make = functools.partial(torch.optim.AdamW, lr=0.02, betas=(0.8, 0.9))
+    net, optimizer, _ = attached(offbeat.LocalSGD(period=3, outer=make))
+    inner, slow = Net(), Net()
+    inner_optimizer, slow_optimizer = sgd(inner), make(slow.parameters())
+    train(net, optimizer, range(9))
+    for begin in range(0, 9, 3):
+        train(inner, inner_optimizer, range(begin, begin + 3))
+        for mean, anchor in zip(inner.parameters(), slow.parameters(), strict=True):
+            anchor.grad = anchor.detach() - mean.detach() if anchor.requires_grad else None
+        slow_optimizer.step()
+        inner.load_state_dict(slow.state_dict() | dict(inner.named_buffers()))
+    assert_same(net, slow, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda parameters: None, ConfigError, "must return an optimizer of torch.optim"),
+        (lambda parameters: torch.optim.SGD(parameters[:1]), ConfigError, "pass them all on"),
+        (torch.optim.LBFGS, UnsupportedError, "LBFGS needs closures"),
+        (torch.optim.SparseAdam, UnsupportedError, "SparseAdam needs sparse gradients"),
+    ],
+)
+def test_an_outer_optimizer_that_cannot_work_is_refused(
+    attached: Callable, make: Callable[..., object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        attached(offbeat.LocalSGD(outer=make))
+
+
+def test_a_state_from_before_outer_optimizers_were_torchs_is_read(attached: Callable) -> None:
+    strategy = offbeat.LocalSGD(period=2, outer="diloco")
+    straight, straight_optimizer, _ = attached(strategy)
+    train(straight, straight_optimizer, range(9))
+    first, first_optimizer, first_session = attached(strategy)
+    train(first, first_optimizer, range(5))
+    state = copy.deepcopy(first_session.state_dict())
+    for part in state["parts"].values():
+        for entries in part.values():
+            for key in [key for key in entries if key.startswith("outer/SGD/momentum_buffer/")]:
+                name = key.removeprefix("outer/SGD/momentum_buffer/")
+                entries[f"momentum/{name}"] = entries.pop(key)
+            if "anchor/frozen" in entries:  # momenta were kept of frozen parameters too
+                entries["momentum/frozen"] = torch.zeros_like(entries["anchor/frozen"])
+    second, second_optimizer, second_session = attached(strategy)
+    second.load_state_dict(first.state_dict())
+    second_optimizer.load_state_dict(first_optimizer.state_dict())
+    second_session.load_state_dict(state)
+    train(second, second_optimizer, range(5, 9))
+    assert_same(second, straight, rtol=0, atol=0)
+
+
+def test_the_state_of_another_outer_optimizer_is_refused(attached: Callable) -> None:
+    adam = functools.partial(torch.optim.Adam, lr=0.01)
+    net, optimizer, session = attached(offbeat.LocalSGD(period=1, outer=adam))
+    train(net, optimizer, range(2))
+    state = copy.deepcopy(session.state_dict())
+    _, _, other = attached(offbeat.LocalSGD(period=1, outer="diloco"))
+    with pytest.raises(CheckpointError, match="saved with Adam, and this one is SGD"):
+        other.load_state_dict(state)
+    amsgrad = functools.partial(torch.optim.Adam, lr=0.01, amsgrad=True)
+    _, _, other = attached(offbeat.LocalSGD(period=1, outer=amsgrad))
+    with pytest.raises(CheckpointError, match="see 'outer/Adam/max_exp_avg_sq"):
+        other.load_state_dict(state)

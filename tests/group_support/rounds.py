@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from offbeat.codec.model_wire import Values
 from offbeat.collectives.gather import all_gather

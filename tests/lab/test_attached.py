@@ -14,8 +14,7 @@ from torch import nn
 
 from offbeat.lab import attached as attaching
 from offbeat.lab.attached import Meter, Metered
-from offbeat.transport.operations import AllReduce
-from offbeat.transport.wrappers import ring_traffic
+from offbeat.transport.operations import AllReduceTensor
 from offbeat.transport.wrappers.delaying import Delivery
 
 
@@ -42,7 +41,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @given(num_elements=st.integers(1, 1_000), world_size=st.integers(1, 9))
 def test_dense_bytes_count_as_they_do_for_offbeat(num_elements: int, world_size: int) -> None:
     tensor = torch.zeros(num_elements)
-    expected = ring_traffic(AllReduce(tensor), tensor, rank=0, world_size=world_size)
+    operation = AllReduceTensor(tensor)
+    expected = operation.traffic(tensor, rank=0, world_size=world_size)
     meter = Meter(world_size)
     meter.reduced(tensor.nbytes)
     assert (meter.bytes_sent, meter.messages_sent) == (expected.bytes_sent, expected.messages_sent)

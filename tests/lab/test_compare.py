@@ -145,10 +145,10 @@ def test_all_runs_are_as_long_and_measured_as_often() -> None:
 
 @pytest.mark.parametrize(
     ("available_bytes", "at_once"),
-    [(100 * GIGABYTE, 3), (2 * GIGABYTE, 3), (GIGABYTE + GIGABYTE // 5, 2), (None, 1)],
+    [(100 * GIGABYTE, 3), (2 * GIGABYTE, 3), (GIGABYTE + GIGABYTE // 5, 2)],
 )
 def test_as_many_runs_take_turns_as_fit_into_memory(
-    monkeypatch: pytest.MonkeyPatch, available_bytes: int | None, at_once: int
+    monkeypatch: pytest.MonkeyPatch, available_bytes: int, at_once: int
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: available_bytes)
     assert plan_comparison(REQUEST).at_once == at_once

@@ -30,7 +30,7 @@ from offbeat.lab.doctor.facts import Finding, capabilities, find_all
 from offbeat.lab.doctor.kernel import scratch_name, try_kernel, try_writing
 from offbeat.lab.doctor.measure import Host, Measurement
 from offbeat.lab.doctor.pairs import PairLink, measure_pairs, num_rounds, partner, slow_workers
-from offbeat.lab.doctor.sockets import Listening, own_sockets, parse_table
+from offbeat.lab.doctor.sockets import Listening, own_sockets, sockets_at
 from offbeat.planning.costs import Link, Network
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
@@ -191,36 +191,40 @@ def test_a_link_reads_like_one() -> None:
     )
 
 
-TABLE = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
-   0: 00000000:07E8 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 103 1 0 100 0 0 10 0
-   1: 0100007F:D500 0100007F:AD7B 06 00000000:00000000 03:00000C4B 00000000     0        0 0 3 0
-"""
-TABLE_6 = """  sl  local_address remote_address st tx_queue rx_queue tr tm->when retrnsmt uid timeout inode
-   0: 00000000000000000000000001000000:1F90 00000000000000000000000000000000:0000 0A 0:0 0:0 0 0 0 77 1 0 100 0 0 10 0
-"""
-
-
-def test_the_kernels_tables_are_read() -> None:
-    assert list(parse_table(TABLE)) == [("0.0.0.0", 2024, "103")]  # noqa: S104 - read, not bound
-    assert list(parse_table(TABLE_6)) == [("::1", 8080, "77")]
-    for address, is_open in (
+@pytest.mark.parametrize(
+    ("address", "is_open"),
+    [
         ("0.0.0.0", True),  # noqa: S104 - looked at, not bound
         ("::", True),
         ("127.0.0.1", False),
         ("::1", False),
-    ):
-        assert Listening(address=address, port=1).is_open_to_all == is_open
+    ],
+)
+def test_a_socket_is_open_to_all_where_its_address_names_no_interface(
+    address: str, is_open: bool
+) -> None:
+    assert Listening(address=address, port=1).is_open_to_all == is_open
 
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="no /proc")
-
-
-@needs_proc
 def test_a_socket_of_this_process_is_seen_while_it_listens() -> None:
     before = own_sockets()
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert own_sockets() - before == {server.getsockname()}
+        assert server.getsockname() in sockets_at(server.getsockname()[1])
     assert own_sockets() == before
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
+def test_a_socket_of_ipv6_is_seen_too() -> None:
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        assert server.getsockname()[:2] in own_sockets()
+
+
+def test_a_connection_is_no_socket_that_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        before = own_sockets()
+        with socket.create_connection(server.getsockname()):
+            assert own_sockets() == before
 
 
 def test_capabilities_are_read_from_the_mask() -> None:
@@ -335,7 +339,6 @@ def test_without_gloo_the_status_says_so(
 
 
 @pytest.mark.ranks
-@needs_proc
 def test_real_workers_measure_each_other_and_listen_on_loopback_only() -> None:
     found = local.measure_locally(2)
     assert found.world_size == len(found.hosts) == 2

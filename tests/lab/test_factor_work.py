@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.kfac.exchange.spans import Duty, Span
 from offbeat.lab.factor_work import factor_work, under_way
 from offbeat.lab.profiles import Profiled
+from offbeat.parts.profile import FactorAssignment, Span
 
 KINDS = st.sampled_from(
     ["sum", "broadcast", "wait for factors", "wait for gradients", "wait for inverses", "invert"]
@@ -41,12 +41,12 @@ def test_every_moment_is_of_one_sort(noted: list[Span], kind: str) -> None:
         assert [any(a < moment < b for a, b in intervals) for intervals in found] == expected
 
 
-def step(number: int, *noted: Span, duties: tuple[Duty, ...] = ()) -> Profiled:
+def step(number: int, *noted: Span, duties: tuple[FactorAssignment, ...] = ()) -> Profiled:
     return Profiled(attempt=0, step=number, spans=noted, duties=duties)
 
 
-def duty(rows: int, owner: int | None, predicted_s: float | None) -> Duty:
-    return Duty(
+def duty(rows: int, owner: int | None, predicted_s: float | None) -> FactorAssignment:
+    return FactorAssignment(
         factor=f"A of {rows}",
         rows=rows,
         matrices=1,

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from lab_support.made import comparison, contestant, write_run
 from offbeat.errors import RecordError
-from offbeat.kfac.exchange.spans import Profile, Span
 from offbeat.lab.comparison import MEASURES, Comparison, read_comparison, write_comparison
 from offbeat.lab.judge import _common_level, _reach, _Run, judge
 from offbeat.lab.profiles import ProfileWriter
 from offbeat.lab.records import Evaluation, Record
+from offbeat.parts.profile import Span, StepProfile
 
 STEPS = 40
 SECOND_ORDER = {"factors_exposed_s", "inversion_s"}
@@ -313,7 +313,7 @@ def test_second_order_work_is_measured_where_it_was_looked_at(tmp_path: Path) ->
             Span("invert", "", 0.5, 0.5 + wait_s / 2),
         ]
         ProfileWriter(tmp_path / f"runs/spdkfac-seed-{seed}", rank=0, attempt=0).add(
-            7, Profile(spans=spans)
+            7, StepProfile(spans=spans)
         )
     judged = judge(
         tmp_path,

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import RecordError
-from offbeat.kfac.exchange.spans import Duty, Profile, Span
 from offbeat.lab.config import Request, resolve
 from offbeat.lab.profiles import ProfileWriter, read_profiles
 from offbeat.lab.records import Record, begin_attempt, create
+from offbeat.parts.profile import FactorAssignment, Span, StepProfile
 
 CONFIG = resolve(Request(task="digits", strategy="spdkfac", steps=20, workers=2))
-DUTY = Duty(
+DUTY = FactorAssignment(
     factor="A of '0'",
     rows=10,
     matrices=1,
@@ -26,8 +26,8 @@ DUTY = Duty(
 )
 
 
-def profile(began_s: float, duties: tuple[Duty, ...] = ()) -> Profile:
-    return Profile(spans=[Span("invert", "1 factors", began_s, began_s + 0.5)], duties=duties)
+def profile(began_s: float, duties: tuple[FactorAssignment, ...] = ()) -> StepProfile:
+    return StepProfile(spans=[Span("invert", "1 factors", began_s, began_s + 0.5)], duties=duties)
 
 
 @pytest.fixture

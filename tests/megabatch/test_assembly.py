@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from offbeat.errors import PeerError
 from offbeat.megabatch.assembly import Assembly

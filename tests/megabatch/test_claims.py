@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from offbeat.megabatch.claims import Claim, ClaimLog, Place, Span, num_positions, part_of, without
 from offbeat.membership.agreement import StoreLostError

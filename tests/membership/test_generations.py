@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from offbeat.errors import ConfigError, MismatchError, PeerError
 from offbeat.membership.agreement import Generation, Member, Membership
@@ -28,7 +28,7 @@ from offbeat.transport.operations import Recv, Send
 from offbeat.transport.peers import Peers
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
     from offbeat.transport.driver import Driver
 

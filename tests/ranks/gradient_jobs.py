@@ -108,7 +108,7 @@ def conservation(
             optimizer.step()
             optimizer.zero_grad()
             plain.zero_grad()
-        state = session.state_dict()["parts"]["GradientExchange"]["additive"]
+        state = session.state_dict()["parts"]["gradients"]["additive"]
     owed = flat([state[f"residual/{key}"] for key, _ in model.named_parameters()])
     return {"applied": applied.tolist(), "owed": owed.tolist(), "computed": computed.tolist()}
 

@@ -65,7 +65,7 @@ def train(
                 if (profile := session.take_profile()) is not None:
                     noted = Counter(span.kind for span in profile.spans)
             plan = part_of(session).plan
-            state = session.state_dict()["parts"]["FactorExchange"]
+            state = session.state_dict()["parts"]["kfac"]
             results[label] = {
                 "noted": noted,
                 "parameters": torch.cat(

@@ -34,6 +34,11 @@ def assert_bytes_are_those_of_the_docstrings(
             assert num_bytes <= result["bytes_sent"] <= 1.1 * num_bytes, label
 
 
+def test_the_start_phase_averages_over_samples(run_ranks: RunRanks) -> None:
+    """Gradients of 0 over 1 sample and of 4 over 3 samples have the mean 3 over all samples."""
+    assert run_ranks(jobs.weighed_start_phase, 2) == [3.0, 3.0]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_step_is_the_papers(run_ranks: RunRanks, world_size: int) -> None:
     results = by_label(run_ranks(jobs.against_the_paper, world_size))

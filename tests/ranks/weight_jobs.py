@@ -33,6 +33,21 @@ def strategies(world_size: int) -> dict[str, AveragingStrategy]:
     }
 
 
+def weighed_start_phase(rank: int, world_size: int) -> float:
+    """One step of post-local SGD in its start phase, with 1 sample here and 3 on the other rank."""
+    weight = torch.nn.Parameter(torch.zeros(()))
+    model = torch.nn.Module()
+    model.register_parameter("weight", weight)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with offbeat.attach(model, optimizer, offbeat.LocalSGD(start_step=1)) as session:
+        session.weigh(1 + 2 * rank)
+        (weight * 4.0 * rank).backward()
+        applied = float(weight.grad) if weight.grad is not None else float("nan")
+        optimizer.step()
+    assert weight.item() == -applied
+    return applied
+
+
 def make_net(seed: int = 1) -> torch.nn.Sequential:
     torch.manual_seed(seed)
     return torch.nn.Sequential(

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from offbeat.kfac.exchange.spans import Duty, Profile, Span
 from offbeat.lab.cluster import Cluster, LinkSpec
 from offbeat.lab.comparison import Comparison, Contestant, write_comparison
 from offbeat.lab.config import RunConfig
@@ -29,6 +28,7 @@ from offbeat.lab.records import (
     create,
     write_summary,
 )
+from offbeat.parts.profile import FactorAssignment, Span, StepProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +149,7 @@ def write_run(
     return path
 
 
-def profile_of(event: StepEvent, rank: int, *, is_first: bool) -> Profile:
+def profile_of(event: StepEvent, rank: int, *, is_first: bool) -> StepProfile:
     """Factors travel in the second half of computing and for a while longer; then rank 0 inverts,
     and broadcasts.
     """
@@ -176,7 +176,7 @@ def profile_of(event: StepEvent, rank: int, *, is_first: bool) -> Profile:
     ]
     rows = {"A of 'conv'": 145, "G of 'conv'": 32}
     duties = [
-        Duty(
+        FactorAssignment(
             factor=name,
             rows=dim,
             matrices=1,
@@ -187,7 +187,7 @@ def profile_of(event: StepEvent, rank: int, *, is_first: bool) -> Profile:
         )
         for name, dim in rows.items()
     ]
-    return Profile(spans=spans, duties=duties if is_first else ())
+    return StepProfile(spans=spans, duties=duties if is_first else ())
 
 
 def mega_batch_of(number: int, *, step: int, workers: int, merge_s: float = 0.05) -> MegaBatch:

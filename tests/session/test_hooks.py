@@ -16,6 +16,9 @@ class Diary:
     def __init__(self) -> None:
         self.heard: list[str] = []
 
+    def forward_begins(self, *, trains: bool) -> None:
+        """These tests are about backward passes."""
+
     def backward_begins(self) -> None:
         self.heard.append("begins")
 

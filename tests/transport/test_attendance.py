@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError
 from offbeat.transport import attendance

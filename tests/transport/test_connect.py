@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from offbeat.errors import ConfigError, UnsupportedError, WireError
 from offbeat.transport.connect import (
@@ -23,7 +23,7 @@ from offbeat.transport.connect import (
 )
 from offbeat.transport.interface import bound_socket
 from offbeat.transport.network import OVER_KEY, Network, bottom_of, found_network, founded_network
-from offbeat.transport.operations import AllReduce, Now, Post, Recv, RecvAny, Send
+from offbeat.transport.operations import AllReduceTensor, Now, Post, Recv, RecvAny, Send
 from offbeat.transport.solo import Solo
 
 LOOPBACK = "127.0.0.1"
@@ -125,7 +125,7 @@ def test_the_driver_of_a_worker_that_returned_refuses_everything(
     founder(serving)
     driver = reconnect().driver
     assert (driver.rank, driver.world_size) == (3, 2)
-    for operation in (AllReduce(torch.zeros(1)), Now()):
+    for operation in (AllReduceTensor(torch.zeros(1)), Now()):
         with pytest.raises(UnsupportedError, match="joined a run under way and cannot perform"):
             driver.start(operation, 0)
 

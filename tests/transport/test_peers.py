@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError, MismatchError, PeerError, PeerTimeoutError, UnsupportedError
-from offbeat.transport.operations import AllReduce, Now, Payload, Recv, Send, Sleep
+from offbeat.transport.operations import AllReduceTensor, Now, Payload, Recv, Send, Sleep
 from offbeat.transport.peers import PeerLimits, Peers
 
 OpenMesh = Callable[..., list[Peers]]
@@ -114,8 +114,8 @@ def test_sleep_and_now_share_a_clock(open_mesh: OpenMesh) -> None:
 
 
 def test_a_dense_collective_is_refused_with_the_driver_to_use(open_mesh: OpenMesh) -> None:
-    with pytest.raises(UnsupportedError, match=r"got AllReduce.*c10d"):
-        open_mesh(1)[0].start(AllReduce(torch.zeros(1)), 0)
+    with pytest.raises(UnsupportedError, match=r"got AllReduceTensor.*c10d"):
+        open_mesh(1)[0].start(AllReduceTensor(torch.zeros(1)), 0)
 
 
 def test_threads_that_wait_do_not_stop_each_other(open_mesh: OpenMesh) -> None:

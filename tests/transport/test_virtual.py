@@ -10,7 +10,7 @@ import torch
 from offbeat.errors import PeerError, PeerTimeoutError
 from offbeat.transport.operations import (
     AllGather,
-    AllReduce,
+    AllReduceTensor,
     Broadcast,
     Collective,
     Now,
@@ -118,7 +118,7 @@ def test_a_failing_rank_fails_those_who_wait_and_names_itself() -> None:
 
 def test_dense_collectives() -> None:
     def work(rank: int) -> Collective[tuple[float, float, list[bytes]]]:
-        total = yield AllReduce(torch.full((2,), float(rank)))
+        total = yield AllReduceTensor(torch.full((2,), float(rank)))
         root = yield Broadcast(torch.full((2,), float(rank)), 2)
         everyone = yield AllGather(bytes([rank]) * rank)
         return float(total[0]), float(root[1]), everyone
@@ -134,12 +134,12 @@ def test_dense_collectives_meet_in_the_order_in_which_ranks_begin_them_whatever_
     first, second = (torch.zeros(1), torch.ones(1)), (torch.zeros(1), torch.ones(1))
     begun = [
         (
-            cluster.drivers[0].start(AllReduce(first[0]), 5),
-            cluster.drivers[0].start(AllReduce(first[1]), 6),
+            cluster.drivers[0].start(AllReduceTensor(first[0]), 5),
+            cluster.drivers[0].start(AllReduceTensor(first[1]), 6),
         ),
         (
-            cluster.drivers[1].start(AllReduce(second[1]), 6),
-            cluster.drivers[1].start(AllReduce(second[0]), 5),
+            cluster.drivers[1].start(AllReduceTensor(second[1]), 6),
+            cluster.drivers[1].start(AllReduceTensor(second[0]), 5),
         ),
     ]
 

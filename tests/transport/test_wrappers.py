@@ -17,9 +17,10 @@ from offbeat.errors import ConfigError, PeerError, PeerTimeoutError, WireError
 from offbeat.transport.driver import Driver
 from offbeat.transport.operations import (
     AllGather,
-    AllReduce,
+    AllReduceTensor,
     Broadcast,
     Collective,
+    DenseOperation,
     Now,
     Payload,
     Recv,
@@ -37,7 +38,6 @@ from offbeat.transport.wrappers import (
     Recorded,
     Recording,
     Traffic,
-    ring_traffic,
 )
 
 LATENCY_S = 0.5
@@ -80,7 +80,7 @@ def everything(
     yield Sleep(0.25)
     yield Send((rank + 1) % world_size, bytes(rank + 1))
     message = yield Recv((rank - 1) % world_size)
-    total = yield AllReduce(torch.full((3,), float(rank)))
+    total = yield AllReduceTensor(torch.full((3,), float(rank)))
     root = yield Broadcast(torch.tensor(float(rank)), 1)
     gathered = yield AllGather(bytes(rank))
     return bytes(message), total.tolist(), root.item(), [bytes(payload) for payload in gathered]
@@ -149,12 +149,12 @@ def test_over_all_ranks_a_ring_receives_what_it_sends(
     tensor = torch.zeros(num_elements)
     payloads = [bytes(rank * num_elements) for rank in range(world_size)]
     for operation, result in (
-        (AllReduce(tensor), tensor),
+        (AllReduceTensor(tensor), tensor),
         (Broadcast(tensor, root % world_size), tensor),
         (AllGather(b""), payloads),
     ):
         shares = [
-            ring_traffic(operation, result, rank=rank, world_size=world_size)
+            operation.traffic(result, rank=rank, world_size=world_size)
             for rank in range(world_size)
         ]
         assert sum(share.bytes_sent for share in shares) == sum(
@@ -168,13 +168,11 @@ def test_over_all_ranks_a_ring_receives_what_it_sends(
 def test_a_ring_of_four_moves_what_the_formulas_say() -> None:
     tensor = torch.zeros(100)
 
-    def share(
-        operation: AllReduce | Broadcast | AllGather, result: object, rank: int
-    ) -> tuple[int, int, int]:
-        traffic = ring_traffic(operation, result, rank=rank, world_size=4)
+    def share(operation: DenseOperation, result: object, rank: int) -> tuple[int, int, int]:
+        traffic = operation.traffic(result, rank=rank, world_size=4)
         return traffic.bytes_sent, traffic.bytes_received, traffic.messages_sent
 
-    assert share(AllReduce(tensor), tensor, 0) == (600, 600, 6)
+    assert share(AllReduceTensor(tensor), tensor, 0) == (600, 600, 6)
     assert [share(Broadcast(tensor, 1), tensor, rank) for rank in (1, 2, 0)] == [
         (400, 0, 1),
         (400, 400, 1),
@@ -197,7 +195,7 @@ def test_the_late_rank_arrives_late_and_waits_least() -> None:
 
     def work(rank: int) -> Collective[torch.Tensor]:
         yield Sleep(rank * 1.0)
-        return (yield AllReduce(torch.zeros(2)))
+        return (yield AllReduceTensor(torch.zeros(2)))
 
     VirtualCluster(3).run([work(rank) for rank in range(3)], channel=11, wrap=wrap)
     arrivals = [wrapper.take_arrivals() for wrapper in counting]
@@ -237,7 +235,7 @@ def test_a_message_that_is_not_due_in_time_is_left_for_the_next_receive() -> Non
 
 def test_a_dense_collective_takes_as_long_as_a_ring_of_such_links() -> None:
     def work(rank: int) -> Collective[float]:
-        yield AllReduce(torch.zeros(100))
+        yield AllReduceTensor(torch.zeros(100))
         return (yield Now())
 
     # 2 (P - 1) = 4 rounds of 0.5 s, and 4/3 of 400 bytes at 100 bytes a second
@@ -340,7 +338,7 @@ def test_a_killed_rank_dies_as_from_outside() -> None:
     ("operation", "action", "complaint"),
     [
         (Recv, "drop", "Recv cannot be made to drop"),
-        (AllReduce, "corrupt", "AllReduce cannot"),
+        (AllReduceTensor, "corrupt", "AllReduceTensor cannot"),
         (Send, "explode", "allowed are raise"),
     ],
 )

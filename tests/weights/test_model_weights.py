@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import NonFiniteError
 from offbeat.transport.driver import Driver, Finished, Stream, Ticket
-from offbeat.transport.operations import AllGather, AllReduce, Operation
+from offbeat.transport.operations import AllGather, AllReduceTensor, Operation
 from offbeat.weights.model_weights import Pack, average_, choose_buffers, maximum_
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
@@ -29,7 +29,7 @@ class Rehearsed(Driver):
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
-            case AllReduce(tensor):
+            case AllReduceTensor(tensor):
                 self.noted.append(tensor.clone())
                 return Finished(
                     tensor if self._outcomes is None else tensor.copy_(next(self._outcomes))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import CheckpointError
+from offbeat.parts.part import Part
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.weights.model_weights import ModelWeights, Pack, require_finite
 
 
-class CentreAverage:
+class CentreAverage(Part):
     """In every step number `n period` adds alpha (z - x) to the weights x, and the sum over ranks
     of alpha (x - z) to z.
 
@@ -28,6 +30,8 @@ class CentreAverage:
         alpha: how far, in (0, 1].
         momentum: of the centre, in [0, 1).
     """
+
+    state_key: ClassVar[str] = "central_model"
 
     def __init__(
         self,
@@ -49,12 +53,14 @@ class CentreAverage:
         self._num_steps = self._num_averages = 0
         self._encode_s = 0.0
 
+    @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
         """The centre begins where the model does, as late as can be: the user may load weights
         after attaching.
         """
         self._begin()
 
+    @override
     def on_before_step(self) -> None:
         self._begin()
         if (self._num_steps + 1) % self._period:
@@ -73,9 +79,11 @@ class CentreAverage:
         ]
         self._encode_s += time.perf_counter() - begin_s
 
+    @override
     def on_closure(self) -> None:
         self.on_before_step()
 
+    @override
     def on_after_step(self) -> None:
         self._num_steps += 1
         if not self._sums:
@@ -107,9 +115,11 @@ class CentreAverage:
             self._centre = self._pack.vectors(self._weights.tensors())
             self._moved = [torch.zeros_like(centre) for centre in self._centre]
 
+    @override
     def counters(self) -> dict[str, float]:
         return {"exchanges": self._num_averages, "encode_s": self._encode_s}
 
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         kept = {
             f"{kind}/{name}": view
@@ -121,6 +131,7 @@ class CentreAverage:
             "replicated": {"num_steps": self._num_steps, "num_averages": self._num_averages, **kept}
         }
 
+    @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         saved = state["replicated"]
         if "num_steps" not in saved:
@@ -143,6 +154,7 @@ class CentreAverage:
                 tensor.copy_(kept[key])
         self._num_steps, self._num_averages = int(saved["num_steps"]), int(saved["num_averages"])
 
+    @override
     def close(self) -> None:
         """The weights stay as they are: the user's."""
         for pending in self._sums:

@@ -6,18 +6,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum
 from offbeat.errors import CheckpointError
+from offbeat.parts.part import Part
 from offbeat.planning.topologies import GraphNeighbours
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.weights.model_weights import ModelWeights, Pack, require_finite
 
 
-class NeighbourAverage:
+class NeighbourAverage(Part):
     """In every step, adds to the weights how far their neighbours' mean lay from them when the step
     began.
 
@@ -30,6 +32,8 @@ class NeighbourAverage:
         stream: this part's channels.
         row: of the mixing matrix: the weight of each rank to average with, this one included.
     """
+
+    state_key: ClassVar[str] = "neighbour_average"
 
     def __init__(
         self, weights: ModelWeights, *, driver: Driver, stream: Stream, row: Mapping[int, float]
@@ -44,15 +48,18 @@ class NeighbourAverage:
         self._num_rounds = 0
         self._encode_s = 0.0
 
+    @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
         """Of several passes in a step the first one counts: until the step the weights stay what
         they are.
         """
         self._launch()
 
+    @override
     def on_before_step(self) -> None:
         self._launch()  # for a rank that ran no backward
 
+    @override
     def on_after_step(self) -> None:
         mean = self._launch().wait()
         self._pending = None
@@ -73,21 +80,25 @@ class NeighbourAverage:
             self._encode_s += time.perf_counter() - begin_s
         return self._pending
 
+    @override
     def counters(self) -> dict[str, float]:
         return {"exchanges": self._num_rounds, "encode_s": self._encode_s}
 
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         return {"replicated": {"num_rounds": self._num_rounds}}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         self._num_rounds = _num_rounds(state)
 
+    @override
     def close(self) -> None:
         if self._pending is not None:
             self._pending.cancel()
 
 
-class PushSum:
+class PushSum(Part):
     """After every optimizer step, a round of push-sum over weights x and their weight w; the model
     holds z = x / w.
 
@@ -100,6 +111,8 @@ class PushSum:
         stream: this part's channels.
         peers: whom this rank sends to and hears from, by the round's number.
     """
+
+    state_key: ClassVar[str] = "push_sum"
 
     def __init__(
         self,
@@ -119,9 +132,11 @@ class PushSum:
         self._num_rounds = 0
         self._encode_s = 0.0
 
+    @override
     def averaging_weight(self) -> float:
         return self._weight
 
+    @override
     def on_after_step(self) -> None:
         begin_s = time.perf_counter()
         tensors = self._weights.tensors()
@@ -149,9 +164,11 @@ class PushSum:
         beyond = [vector - z for vector, z in zip(x, self._pack.vectors(tensors), strict=True)]
         self._beyond = beyond if any(bool(vector.any()) for vector in beyond) else None
 
+    @override
     def counters(self) -> dict[str, float]:
         return {"exchanges": self._num_rounds, "encode_s": self._encode_s}
 
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         views = [] if self._beyond is None else self._pack.views(self._beyond)
         beyond = {
@@ -163,6 +180,7 @@ class PushSum:
             "replicated": {"num_rounds": self._num_rounds, "world_size": self._driver.world_size},
         }
 
+    @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """With another number of ranks every rank begins anew from the z it holds, with a weight of
         1.
@@ -187,6 +205,7 @@ class PushSum:
             views[key].copy_(value)
         self._num_rounds = num_rounds
 
+    @override
     def close(self) -> None:
         """The model keeps z."""
 

@@ -1,14 +1,12 @@
-"""An outer optimizer: the change that averaged weights made since the last average, treated as a
-gradient.
+"""An outer optimizer: any optimizer of `torch.optim`, whose gradient is the change that averaged
+weights made since the last average.
 
-    change   = anchor - mean
-    momentum = beta momentum + change
-    anchor   = anchor - alpha momentum                     (Nesterov: alpha (change + beta
-    momentum))
+    pseudo-gradient = anchor - mean
+    anchor          = the optimizer's step from the anchor with that gradient
 
-With the mean of models after H local steps this is SlowMo (arXiv 1910.00643, algorithm 1) and, with
-Nesterov's momentum and AdamW as the local optimizer, DiLoCo (arXiv 2311.08105, algorithm 1). alpha
-= 1 and beta = 0 leave the mean as it is.
+With the mean of models after H local steps and SGD with momentum this is SlowMo (arXiv 1910.00643,
+algorithm 1); with Nesterov's momentum, and AdamW as the local optimizer, it is DiLoCo (arXiv
+2311.08105, algorithm 1). SGD with a learning rate of 1 and no momentum leaves the mean as it is.
 
 Difference from SlowMo: it divides the change by the local learning rate and multiplies by it again,
 which is the same as long as that stays what it is. Here a new learning rate does not rescale the
@@ -17,96 +15,191 @@ momentum gathered so far.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 
-from offbeat.errors import CheckpointError
+from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
+
+OuterFactory: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""Makes an optimizer of the parameters it is given, as
+`functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)` does.
+"""
 
 
 class OuterOptimizer:
-    """The anchor and the momentum: the same on every rank, since the means they are made of are.
-    float32 or float64.
+    """The anchor, which is where the last average left the weights, and the optimizer that moves
+    it. Both are the same on every rank, since the means they are made of are.
 
     Args:
-        parameters: by name.
-        lr: alpha, > 0.
-        momentum: beta, in [0, 1).
-        nesterov: Nesterov's momentum in place of plain one.
+        parameters: the model's, by name.
+        make: makes the optimizer of the anchor's parameters, which are float32 or float64.
+
+    Raises:
+        ConfigError: `make` returns no optimizer, or one of other parameters.
+        UnsupportedError: the optimizer cannot take a step with a dense gradient alone.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, torch.Tensor], *, lr: float, momentum: float, nesterov: bool
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, make: OuterFactory) -> None:
         self._parameters = parameters
-        self._lr = lr
-        self._momentum_factor = momentum
-        self._nesterov = nesterov
-        self._anchor: dict[str, torch.Tensor] = {}
-        self._momentum: dict[str, torch.Tensor] = {}
+        self._make = make
+        self._anchor, self._optimizer = self._fresh()
+        self._has_begun = False
 
     def begin(self) -> None:
         """Take the parameters as they are for the anchor, unless there is one. To be called before
         they first move apart.
         """
-        if not self._anchor:
-            self._anchor = {
-                name: _wide(parameter).clone() for name, parameter in self._parameters.items()
-            }
-            self._momentum = {
-                name: torch.zeros_like(anchor) for name, anchor in self._anchor.items()
-            }
+        if not self._has_begun:
+            for name, anchor in self._anchor.items():
+                anchor.detach().copy_(self._parameters[name].detach())
+            self._has_begun = True
 
     def step_(self) -> None:
         """The parameters hold the mean: replace them by where the outer optimizer takes them.
 
-        One that was frozen meanwhile stays at the mean.
+        A parameter that was frozen meanwhile stays at the mean.
         """
-        alpha, beta = self._lr, self._momentum_factor
-        for name, parameter in self._parameters.items():
-            if not parameter.requires_grad:
-                self._anchor[name].copy_(parameter.detach())
-                continue
-            anchor, momentum = self._anchor[name], self._momentum[name]
-            # What local steps began from is the anchor as the parameter's type holds it.
-            change = _wide(anchor.to(parameter.dtype)) - parameter.detach()
-            momentum.mul_(beta).add_(change)
-            anchor.sub_(
-                change.add_(momentum, alpha=beta) if self._nesterov else momentum, alpha=alpha
-            )
-            parameter.detach().copy_(anchor)
+        for name, anchor in self._anchor.items():
+            mean = self._parameters[name].detach()
+            if self._parameters[name].requires_grad:
+                # Local steps began from the anchor as the parameter's own dtype holds it: without
+                # the rounding a bfloat16 weight that did not move would seem to have moved.
+                anchor.grad = _wide(anchor.to(mean.dtype)) - mean
+            else:
+                anchor.detach().copy_(mean)  # and it keeps no gradient, so that it is not stepped
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)  # a gradient weighs as much as the model
+        for name, anchor in self._anchor.items():
+            self._parameters[name].detach().copy_(anchor.detach())
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """By kind and parameter name; empty before `begin`. Tensors are live ones."""
-        anchors = {f"anchor/{name}": tensor for name, tensor in self._anchor.items()}
-        return anchors | {f"momentum/{name}": tensor for name, tensor in self._momentum.items()}
-
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of `state`. Raises `CheckpointError` when it is of another model; nothing has
-        changed then.
-        """
+    def state(self) -> dict[str, Any]:
+        """Everything by kind and parameter name; empty before `begin`. Tensors are live ones."""
+        if not self._has_begun:
+            return {}
+        anchors = {f"anchor/{name}": anchor.detach() for name, anchor in self._anchor.items()}
         kept = {
-            key: tensor for key, tensor in state.items() if key.startswith(("anchor/", "momentum/"))
+            f"{_prefix(self._optimizer)}{key}/{name}": value
+            for name, anchor in self._anchor.items()
+            for key, value in self._optimizer.state.get(anchor, {}).items()
+            if value is not None
         }
-        expected = {
-            f"{kind}/{name}": p.shape
-            for name, p in self._parameters.items()
-            for kind in ("anchor", "momentum")
+        return anchors | kept
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state`; other keys are ignored. Options such as learning rates are not part
+        of the state: they are the strategy's. Momenta written before outer optimizers were those
+        of `torch.optim` are read as SGD's.
+
+        Raises:
+            CheckpointError: the state is of another model or optimizer; nothing has changed then.
+        """
+        saved = {
+            re.sub("^momentum/", "outer/SGD/momentum_buffer/", key): value
+            for key, value in state.items()
+            if key.startswith(("anchor/", "outer/", "momentum/"))
         }
-        if kept and {key: tensor.shape for key, tensor in kept.items()} != expected:
-            odd = next(
-                key
-                for key in [*expected, *kept]
-                if key not in kept or kept[key].shape != expected.get(key)
-            )
-            raise CheckpointError(
-                f"the outer optimizer's state was saved with another model or strategy: see {odd!r}"
-            )
-        self._anchor, self._momentum = {}, {}
-        if kept:
-            self.begin()
-            for key, live in self.state().items():
-                live.copy_(kept[key])
+        anchors, optimizer = self._fresh()
+        for key in saved:
+            if key.startswith("outer/") and not key.startswith(_prefix(optimizer)):
+                raise CheckpointError(
+                    f"the outer optimizer's state was saved with {key.split('/')[1]}, and this one"
+                    f" is {type(optimizer).__name__}; resume with the same one, or start a new run"
+                )
+        if saved:
+            _fill(anchors, optimizer, saved)
+        self._anchor, self._optimizer, self._has_begun = anchors, optimizer, bool(saved)
+
+    def _fresh(self) -> tuple[dict[str, torch.nn.Parameter], torch.optim.Optimizer]:
+        anchors = {
+            name: torch.nn.Parameter(_wide(parameter).clone())
+            for name, parameter in self._parameters.items()
+        }
+        optimizer = self._make(list(anchors.values()))
+        _check(optimizer, anchors.values())
+        return anchors, optimizer
+
+
+def _check(optimizer: object, anchors: Iterable[torch.nn.Parameter]) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"outer must return an optimizer of torch.optim, got {optimizer!r}; pass for example"
+            " functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+        )
+    if sorted(map(id, _members(optimizer))) != sorted(map(id, anchors)):
+        raise ConfigError(
+            "outer must make an optimizer of the very parameters that it is given, each once; pass"
+            " them all on to the optimizer"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+    if needs_closure or isinstance(optimizer, torch.optim.SparseAdam):
+        needs = "closures" if needs_closure else "sparse gradients"
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} needs {needs}, and the change of averaged weights is one"
+            " dense gradient; use for example torch.optim.SGD or torch.optim.Adam as outer"
+            " optimizer"
+        )
+
+
+def _fill(
+    anchors: Mapping[str, torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Any],
+) -> None:
+    """Overwrite what `_fresh` made by what was saved."""
+    shapes = {key: value.shape for key, value in saved.items() if key.startswith("anchor/")}
+    expected = {f"anchor/{name}": anchor.shape for name, anchor in anchors.items()}
+    for key in [*expected, *shapes]:
+        if shapes.get(key) != expected.get(key):
+            raise _mismatch(key)
+    # What an optimizer keeps is known only once it has taken a step. What this one does to the
+    # anchors is overwritten below.
+    for anchor in anchors.values():
+        anchor.grad = torch.zeros_like(anchor)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for name, anchor in anchors.items():
+        anchor.detach().copy_(saved[f"anchor/{name}"])
+        kept = optimizer.state.get(anchor, {})
+        keys = {
+            key: f"{_prefix(optimizer)}{key}/{name}"
+            for key, value in kept.items()
+            if value is not None
+        }
+        if not any(key in saved for key in keys.values()):
+            optimizer.state.pop(anchor, None)  # it was never stepped, as frozen ones are not
+            continue
+        for key, full_key in keys.items():
+            value, live = saved.get(full_key), kept[key]
+            if isinstance(live, torch.Tensor):
+                if not isinstance(value, torch.Tensor) or value.shape != live.shape:
+                    raise _mismatch(full_key)
+                live.copy_(value)
+            elif full_key not in saved:
+                raise _mismatch(full_key)
+            else:
+                kept[key] = value
+
+
+def _mismatch(key: str) -> CheckpointError:
+    return CheckpointError(
+        f"the outer optimizer's state was saved with another model or strategy: see {key!r}"
+    )
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _prefix(optimizer: torch.optim.Optimizer) -> str:
+    """What the names of its state begin with. The class is among them, since two optimizers may
+    keep tensors of the same name that mean different things.
+    """
+    return f"outer/{type(optimizer).__name__}/"
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

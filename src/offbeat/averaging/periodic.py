@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from offbeat.averaging.outer import OuterOptimizer
 from offbeat.errors import CheckpointError
+from offbeat.parts.part import Part
 from offbeat.transport.driver import Driver, Stream
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import average_optimizer_state_
 
 
-class PeriodicAverage:
+class PeriodicAverage(Part):
     """After the optimizer's step number `start_step + n period`, n = 1, 2, ..., replaces the
     weights by their mean.
 
@@ -30,6 +32,8 @@ class PeriodicAverage:
         optimizer: whose state is averaged with the weights; None: it stays local.
         weight: this rank's in the mean.
     """
+
+    state_key: ClassVar[str] = "periodic_average"
 
     def __init__(
         self,
@@ -55,16 +59,20 @@ class PeriodicAverage:
         self._num_averages = 0
         self._encode_s = 0.0
 
+    @override
     def averaging_weight(self) -> float:
         return self._weight
 
+    @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
         """The anchor is taken as late as can be: the user may load weights after attaching."""
         self._begin()
 
+    @override
     def on_before_step(self) -> None:
         self._begin()
 
+    @override
     def on_after_step(self) -> None:
         self._num_steps += 1
         num_local = self._num_steps - self._start_step
@@ -90,9 +98,11 @@ class PeriodicAverage:
         if self._outer is not None and self._num_steps >= self._start_step:
             self._outer.begin()
 
+    @override
     def counters(self) -> dict[str, float]:
         return {"exchanges": self._num_averages, "encode_s": self._encode_s}
 
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         outer = {} if self._outer is None else self._outer.state()
         return {
@@ -103,16 +113,16 @@ class PeriodicAverage:
             }
         }
 
+    @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         saved = state["replicated"]
         if "num_steps" not in saved:
             raise CheckpointError("the state lacks 'num_steps'; it was saved by another strategy")
         if self._outer is not None:
-            self._outer.load(
-                {key: value for key, value in saved.items() if isinstance(value, torch.Tensor)}
-            )
+            self._outer.load(saved)
         self._num_steps = int(saved["num_steps"])
         self._num_averages = int(saved["num_averages"])
 
+    @override
     def close(self) -> None:
         """The weights stay as they are: the user's."""

@@ -1,7 +1,26 @@
-"""`python -m offbeat.cli`: the `offbeat` command where no script is installed, as under
-torchrun.
+"""Where the `offbeat` command begins, also as `python -m offbeat.cli` where no script is installed,
+as under torchrun.
 """
 
-from offbeat.cli.main import start
+from __future__ import annotations
 
-start()
+import sys
+
+from offbeat.errors import ConfigError
+
+
+def start() -> None:
+    """Run the command line, or say in one sentence what it needs where `offbeat[lab]` is not
+    installed.
+    """
+    try:
+        import offbeat.lab  # noqa: F401 - refuses where a package is missing
+    except ConfigError as error:
+        sys.exit(f"offbeat: {error}")
+    from offbeat.cli.main import start as start_command_line
+
+    start_command_line()
+
+
+if __name__ == "__main__":
+    start()

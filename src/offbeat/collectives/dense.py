@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 
 from offbeat.planning.costs import Network
-from offbeat.transport.operations import AllReduce, Broadcast, Collective
+from offbeat.transport.operations import AllReduceTensor, Broadcast, Collective
 
 
 def dense_all_reduce(tensor: torch.Tensor) -> Collective[torch.Tensor]:
     """Sum `tensor` over all ranks, in place."""
-    total: torch.Tensor = yield AllReduce(tensor)
+    total: torch.Tensor = yield AllReduceTensor(tensor)
     return total
 
 

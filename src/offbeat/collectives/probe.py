@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from offbeat.planning.costs import Link, Network
-from offbeat.transport.operations import AllGather, AllReduce, Collective, Now, Recv, Send
+from offbeat.transport.operations import AllGather, AllReduceTensor, Collective, Now, Recv, Send
 
 _REPORT = struct.Struct("<5d")
 MESSAGE_BYTES = (64, 1 << 20)
@@ -94,7 +94,7 @@ def _pass_on(rank: int, world_size: int, num_bytes: int) -> Collective[None]:
 
 
 def _reduce(num_bytes: int, device: torch.device) -> Collective[None]:
-    total = yield AllReduce(torch.zeros(num_bytes // 4, device=device))
+    total = yield AllReduceTensor(torch.zeros(num_bytes // 4, device=device))
     float(total[0])  # on a GPU the sum is over only when the host can read it
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.collectives import dense, sparse_reduce_scatter, topk_allgather
 from offbeat.collectives.base import CostOf
 from offbeat.collectives.probe import probe
+from offbeat.parts.part import Part
 from offbeat.planning.costs import Link, Network, cheapest
 from offbeat.transport.driver import Driver, Stream
 
@@ -42,12 +44,14 @@ class BucketKind:
     pair_bytes: int
 
 
-class CheapestCollective:
+class CheapestCollective(Part):
     """The part behind `collective="auto"`.
 
     The choice steers the numbers that training sees, so it is state: a resumed run uses the
     measurements of the first one.
     """
+
+    state_key: ClassVar[str] = "collective_choice"
 
     def __init__(self, network: Network, *, world_size: int, notify: Callable[[str], None]) -> None:
         self.network = network
@@ -104,9 +108,11 @@ class CheapestCollective:
             )
         return name
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {"replicated": {"world_size": self._world_size, "network": self.network.to_dict()}}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = state["replicated"]
         if (
@@ -118,9 +124,6 @@ class CheapestCollective:
                 dense=Link(**network["dense"]),
                 select_s_per_element=network["select_s_per_element"],
             )
-
-    def close(self) -> None:
-        """There is nothing to give back."""
 
 
 def _select_s_per_element(sample: torch.Tensor) -> float:

@@ -23,14 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from offbeat.codec.tally import Tally
 from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
+from offbeat.parts.part import Part
 
 
 class Reduction(Protocol):
@@ -87,7 +89,7 @@ class ExchangeCounts:
     skipped_in_a_row: int = 0
 
 
-class GradientExchange:
+class GradientExchange(Part):
     """The part that exchanges gradients.
 
     Args:
@@ -102,6 +104,8 @@ class GradientExchange:
         weight: this rank's weight in the mean, until `on_batch_claimed` says how many samples it
             has.
     """
+
+    state_key: ClassVar[str] = "gradients"
 
     def __init__(
         self,
@@ -139,6 +143,7 @@ class GradientExchange:
 
     # Events
 
+    @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
         """Set aside the results of an earlier exchange, so that this pass accumulates only what is
         new.
@@ -156,6 +161,7 @@ class GradientExchange:
                 " last one, as with DistributedDataParallel"
             )
 
+    @override
     def on_batch_claimed(self, num_samples: int) -> None:
         """The coming step's gradient is the mean over so many further samples; weights are samples
         from now on.
@@ -163,6 +169,7 @@ class GradientExchange:
         self._num_weighed = num_samples + (self._num_weighed or 0 if self._is_weighed else 0)
         self._is_weighed = True
 
+    @override
     def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
         self._num_accumulated += 1
         if not synchronised:
@@ -181,6 +188,7 @@ class GradientExchange:
         while self._num_launched < len(self._pairs) - 1 and self._ready[self._num_launched].all():
             self._launch_next()
 
+    @override
     def on_backward_done(self, *, synchronised: bool) -> None:
         """Exchange, unless nothing was accumulated: then it was no pass for training, or the next
         step joins the others.
@@ -190,6 +198,7 @@ class GradientExchange:
         elif synchronised:
             self._exchange()
 
+    @override
     def on_backward_failed(self) -> None:
         """Join the exchange that the peers are in, with nothing but the news that this rank failed.
 
@@ -198,10 +207,12 @@ class GradientExchange:
         if self._synchronised:
             self._exchange(failed=True)
 
+    @override
     def on_before_step(self) -> None:
         if not self._exchanged_since_step or self._unsent:
             self.on_join()
 
+    @override
     def on_join(self) -> None:
         """Exchange without a backward pass: what has been accumulated without being sent, or
         nothing.
@@ -213,6 +224,7 @@ class GradientExchange:
         self._exchange()
         self._is_idle = False
 
+    @override
     def on_after_step(self) -> None:
         self._exchanged_since_step = self._is_weighed = False
 
@@ -347,6 +359,7 @@ class GradientExchange:
                 for position, parameter in enumerate(bucket.parameters):
                     parameter.grad = bucket.views[position]
 
+    @override
     def counters(self) -> dict[str, float]:
         encode_s = sum(reduction.encode_s for _, reduction in self._pairs)
         return {
@@ -357,6 +370,7 @@ class GradientExchange:
 
     # State
 
+    @override
     def state_dict(self) -> dict[str, dict[str, object]]:
         additive: dict[str, object] = {}
         local: dict[str, object] = {}
@@ -369,6 +383,7 @@ class GradientExchange:
         }
         return {"additive": additive, "local": local, "replicated": replicated}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, object]]) -> None:
         expected = {name for _, reduction in self._pairs for name in reduction.additive_state()}
         if expected != set(state["additive"]):
@@ -392,6 +407,7 @@ class GradientExchange:
         self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]
         self.counts.skipped = int(state["replicated"]["skipped"])  # type: ignore[call-overload]
 
+    @override
     def close(self) -> None:
         """Gradients stay where they are: the user's references keep their buffers alive."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from offbeat.errors import DivergedError
+from offbeat.parts.part import Part
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -33,11 +35,13 @@ def checksum(parameters: Sequence[torch.Tensor]) -> int:
     return total - (1 << 63)
 
 
-class ReplicaCheck:
+class ReplicaCheck(Part):
     """After every `interval` optimizer steps, compares a checksum of the parameters over all ranks.
 
     Cost: one pass over the parameters and one 8-byte all-gather, each `interval` steps.
     """
+
+    state_key: ClassVar[str] = "replica_check"
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class ReplicaCheck:
         self._interval = interval
         self._num_steps = 0
 
+    @override
     def on_after_step(self) -> None:
         self._num_steps += 1
         if self._num_steps % self._interval == 0:
@@ -74,11 +79,10 @@ class ReplicaCheck:
         payloads = yield AllGather(_CHECKSUM.pack(checksum(self._parameters)))
         return [_CHECKSUM.unpack(payload)[0] for payload in payloads]
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {"replicated": {"num_steps": self._num_steps}}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._num_steps = int(state["replicated"]["num_steps"])
-
-    def close(self) -> None:
-        """There is nothing to give back."""

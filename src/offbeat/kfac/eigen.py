@@ -22,7 +22,7 @@ from typing import Literal, TypeAlias
 import torch
 
 # documented, but not in its __all__
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+from torch.linalg import LinAlgError
 
 from offbeat.kfac.blocks import FactorShape
 from offbeat.kfac.inverses import Form, Inverter, Job, alike, is_there, usual_form

@@ -2,30 +2,42 @@
 long again on CPUs by AMD.
 
 scipy's LAPACK has threads of its own; here it gets as many as torch has, so that one thread for a
-worker means one.
+worker means one. That needs threadpoolctl, which `offbeat[lab]` and scikit-learn bring; without it
+LAPACK has as many threads as OMP_NUM_THREADS says, which torchrun sets to 1.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import scipy
 import torch
 from scipy.linalg import lapack
-from threadpoolctl import ThreadpoolController
+
+try:
+    from threadpoolctl import ThreadpoolController
+except ModuleNotFoundError:
+    ThreadpoolController = None
 
 
 @cache
-def _blas() -> ThreadpoolController:
+def _blas() -> ThreadpoolController | None:
+    if ThreadpoolController is None:
+        return None
     return ThreadpoolController().select(user_api="blas")
+
+
+def _as_many_threads_as_torch() -> AbstractContextManager[object]:
+    blas = _blas()
+    return nullcontext() if blas is None else blas.limit(limits=torch.get_num_threads())
 
 
 def library() -> str:
     """What decides how results are rounded, besides the number of threads."""
-    return (
-        f"scipy {scipy.__version__}"
-        f" {' '.join(sorted({str(entry.get('architecture')) for entry in _blas().info()}))}"
-    )
+    blas = _blas()
+    kernels = set() if blas is None else {str(entry.get("architecture")) for entry in blas.info()}
+    return f"scipy {scipy.__version__} {' '.join(sorted(kernels))}"
 
 
 def cholesky_(matrices: torch.Tensor, *, inverts: bool) -> torch.Tensor:
@@ -44,7 +56,7 @@ def cholesky_(matrices: torch.Tensor, *, inverts: bool) -> torch.Tensor:
     double = matrices.dtype == torch.float64
     decompose, invert = (lapack.dpotrf, lapack.dpotri) if double else (lapack.spotrf, lapack.spotri)
     good = []
-    with _blas().limit(limits=torch.get_num_threads()):
+    with _as_many_threads_as_torch():
         for matrix in matrices.numpy():
             columns = (
                 matrix.T

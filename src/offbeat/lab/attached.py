@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from offbeat.kfac.exchange.spans import Profile
+from offbeat.parts.profile import StepProfile
 from offbeat.session.session import Session, Stats
 from offbeat.transport.wrappers import Arrival
 from offbeat.transport.wrappers.delaying import Delivery
@@ -54,7 +54,7 @@ class Attached(ABC):
         monotonic clock.
         """
 
-    def take_profile(self) -> Profile | None:
+    def take_profile(self) -> StepProfile | None:
         """What the strategy did within the step that has just ended, if it is one that was looked
         at closely.
         """
@@ -124,7 +124,7 @@ class InSession(Attached):
     def take_ready_at_s(self) -> float | None:
         return self.session.take_ready_at_s()
 
-    def take_profile(self) -> Profile | None:
+    def take_profile(self) -> StepProfile | None:
         return self.session.take_profile()
 
     @property

@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+
+import psutil
 
 from offbeat.errors import OffbeatError, RecordError
 from offbeat.lab import records
@@ -133,7 +134,7 @@ def _machine() -> dict[str, Json]:
     return {
         "host": platform.node(),
         "cpu": next(_cpu_models(), platform.machine()),
-        "memory_bytes": _total_bytes(),
+        "memory_bytes": psutil.virtual_memory().total,
     }
 
 
@@ -143,7 +144,3 @@ def _cpu_models() -> Iterator[str]:
     except OSError:
         return
     yield from (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-
-
-def _total_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

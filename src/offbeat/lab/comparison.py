@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, JsonValue
 
 from offbeat.errors import RecordError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.emulation import EmulationReport
 from offbeat.lab.records import read_versioned
 from offbeat.lab.statistics import Estimate, Ratio
-from offbeat.session.checkpoint import Json
 
 SCHEMA = 1
 KIND = "offbeat comparison"
@@ -92,7 +91,7 @@ class Contestant(BaseModel):
 
     label: str
     strategy: str
-    options: dict[str, Json]
+    options: dict[str, JsonValue]
     summary: str
     runs: list[str]
     notices: list[str] = []
@@ -120,7 +119,7 @@ class Comparison(BaseModel):
     command: str
     created_at: str
     task: str
-    task_options: dict[str, Json]
+    task_options: dict[str, JsonValue]
     metric_name: str
     higher_is_better: bool
     target: float | None
@@ -131,7 +130,7 @@ class Comparison(BaseModel):
     num_parameters: int
     cluster: Cluster
     emulation: EmulationReport
-    environment: dict[str, Json]
+    environment: dict[str, JsonValue]
     contestants: list[Contestant]
     differences: list[Difference] = []
     verdict: str = ""

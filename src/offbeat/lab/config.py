@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster
@@ -24,7 +24,6 @@ from offbeat.lab.options import (
 )
 from offbeat.lab.tasks import Task, build_task
 from offbeat.lab.tasks.base import AbsolutePath
-from offbeat.session.checkpoint import Json
 from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.strategies.base import Strategy
 
@@ -54,9 +53,9 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str
-    task_options: dict[str, Json]
+    task_options: dict[str, JsonValue]
     strategy: str
-    strategy_options: dict[str, Json]
+    strategy_options: dict[str, JsonValue]
     workers: int = Field(ge=1)
     epochs: int | None = Field(ge=1)
     steps: int | None = Field(ge=1)

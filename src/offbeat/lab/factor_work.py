@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final, NamedTuple, TypeAlias
 
-from offbeat.kfac.exchange.spans import Duty, Span
 from offbeat.lab.profiles import Profiled
+from offbeat.parts.profile import FactorAssignment, Span
 
 Intervals: TypeAlias = list[tuple[float, float]]
 """(began_s, ended_s), ascending and disjoint."""
@@ -70,7 +70,7 @@ class FactorWork:
             did.
     """
 
-    duties: Sequence[Duty]
+    duties: Sequence[FactorAssignment]
     num_steps: int
     sums: MessageTime | None
     broadcasts: MessageTime | None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from offbeat.errors import PeerError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 _PREFIX: Final = "offbeat-lab"
 _STOP: Final = f"{_PREFIX}/stop"

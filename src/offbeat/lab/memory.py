@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import psutil
 
 from offbeat.errors import ConfigError
 
@@ -16,8 +16,6 @@ def how_many_fit(wanted: int, workers: int, num_parameters: int) -> int:
     """How many runs fit into memory at a time. Raises `ConfigError` if not even one does."""
     each = workers * (_WORKER_BYTES + num_parameters * _BYTES_PER_PARAMETER)
     available = available_bytes()
-    if available is None:
-        return 1
     if each > available:
         raise ConfigError(
             f"{workers} workers with {num_parameters:,} parameters need about {each / 1e9:.1f} GB,"
@@ -26,11 +24,6 @@ def how_many_fit(wanted: int, workers: int, num_parameters: int) -> int:
     return min(wanted, int(available * 0.8 // each) or 1)
 
 
-def available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next(
-        (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None
-    )
+def available_bytes() -> int:
+    """What processes may take before the machine swaps."""
+    return int(psutil.virtual_memory().available)

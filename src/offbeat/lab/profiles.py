@@ -17,8 +17,8 @@ from pathlib import Path
 import pydantic
 
 from offbeat.errors import RecordError
-from offbeat.kfac.exchange.spans import Duty, Profile, Span
 from offbeat.lab.records import Record
+from offbeat.parts.profile import FactorAssignment, Span, StepProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Profiled:
     attempt: int
     step: int
     spans: Sequence[Span]
-    duties: Sequence[Duty] = ()
+    duties: Sequence[FactorAssignment] = ()
 
 
 _PROFILED = pydantic.TypeAdapter(Profiled)
@@ -51,7 +51,7 @@ class ProfileWriter:
             "\n" if self._path.exists() else ""
         )  # the last line of a killed process has no end
 
-    def add(self, step: int, profile: Profile) -> None:
+    def add(self, step: int, profile: StepProfile) -> None:
         spans = [
             [kind, what, round(began_s, 7), round(ended_s, 7)]
             for kind, what, began_s, ended_s in profile.spans

@@ -19,7 +19,7 @@ from offbeat.transport.connect import RETURN_VARIABLE
 from offbeat.transport.interface import bound_socket
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 LOOPBACK = "127.0.0.1"
 _SUPERVISED = "OFFBEAT_STORE_PORT"
@@ -44,7 +44,7 @@ class StoreServer:
         with bound_socket(address) as listener:
             self.port: int = listener.getsockname()[1]
             # Given only an address, the store would listen on every interface.
-            self._store: Store | None = dist.TCPStore(  # type: ignore[attr-defined]
+            self._store: Store | None = dist.TCPStore(
                 address,
                 self.port,
                 is_master=True,
@@ -94,7 +94,7 @@ def join() -> Meeting:
         )
     supervised, life = _SUPERVISED in os.environ, int(os.environ.get(RETURN_VARIABLE) or 0)
     if supervised:
-        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+        store: Store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ[_SUPERVISED]),
             is_master=False,

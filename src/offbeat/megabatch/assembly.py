@@ -22,7 +22,7 @@ from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -14,10 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from offbeat.errors import CheckpointError, ConfigError, PeerError
 from offbeat.megabatch.claims import (
@@ -32,6 +33,7 @@ from offbeat.megabatch.claims import (
     part_of,
     without,
 )
+from offbeat.parts.part import Part
 
 
 class MapStyle(Protocol):
@@ -209,7 +211,7 @@ def fetch(dataset: MapStyle, indices: Sequence[int], collate: Callable[[list[Any
     return collate(at_once(list(indices)) if at_once else [dataset[index] for index in indices])
 
 
-class DispatchLoader:
+class DispatchLoader(Part):
     """Iterating over it yields this rank's batches of an epoch; how many, nobody knows before. Made
     by `Session.loader`.
 
@@ -236,6 +238,8 @@ class DispatchLoader:
         last: the work in the mega-batch merged last, of each worker that is in it, by rank; empty
             before the first.
     """
+
+    state_key: ClassVar[str] = "loader"
 
     def __init__(
         self,
@@ -307,6 +311,7 @@ class DispatchLoader:
 
     # Events
 
+    @override
     def on_after_step(self) -> None:
         if self._in_hand:
             self._computed += self._in_hand
@@ -497,6 +502,7 @@ class DispatchLoader:
 
     # State
 
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """What this rank's model has seen of the mega-batch under way; a claim counts once its
         optimizer step was taken.
@@ -507,6 +513,7 @@ class DispatchLoader:
             "local": {**place, "claims": claims, "updates": self._updates, "busy_s": self._busy_s}
         }
 
+    @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         saved = state["local"]
         if "mega_batch" not in saved:
@@ -516,6 +523,7 @@ class DispatchLoader:
         self._updates, self._busy_s = int(saved["updates"]), float(saved["busy_s"])
         self._in_hand, self._claimed_at_s, self._place, self._works = [], None, None, {}
 
+    @override
     def close(self) -> None:
         """The dataset is the user's."""
 

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError
 from offbeat.megabatch.assembly import Assembly
@@ -22,6 +23,7 @@ from offbeat.megabatch.merge_momentum import MergeMomentum
 from offbeat.megabatch.merge_weights import Weighting, merge_weights, perturbed
 from offbeat.megabatch.proposal import Report, Statement
 from offbeat.membership.generations import Generations
+from offbeat.parts.part import Part
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -77,7 +79,7 @@ class ScaledRate:
         self._before = []
 
 
-class MegaBatches:
+class MegaBatches(Part):
     """Merges when the loader says that a mega-batch is computed; with whoever is a member of the
     run then.
 
@@ -104,7 +106,9 @@ class MegaBatches:
         start_step: the step at which this rank came in.
     """
 
-    averages_alone = False
+    state_key: ClassVar[str] = "mega_batches"
+
+    averages_models = True
 
     def __init__(
         self,
@@ -213,6 +217,7 @@ class MegaBatches:
         )
         self._is_fed = True
 
+    @override
     def on_batch_claimed(self, num_samples: int) -> None:
         """One that the loader has claimed; those of a user's own loop are as large as the user
         likes.
@@ -235,6 +240,7 @@ class MegaBatches:
 
     # Events
 
+    @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
         """Where the first mega-batch begins is seen as late as can be: the user may load weights
         after attaching.
@@ -242,15 +248,18 @@ class MegaBatches:
         if self._momentum is not None:
             self._momentum.begin()
 
+    @override
     def on_before_step(self) -> None:
         if self._momentum is not None:
             self._momentum.begin()
         self._meetings.rows.look_at_gradients()
         self._scale_rate()
 
+    @override
     def on_closure(self) -> None:
         self.on_before_step()
 
+    @override
     def on_after_step(self) -> None:
         self._rate.restore()
         self._in_hand = 0
@@ -261,6 +270,7 @@ class MegaBatches:
         if self.is_left_out or self._num_steps - self._merged_at_step >= period:
             self._merge(None, None)
 
+    @override
     def on_finish(self) -> None:
         """No more steps: take part in the others' merges until they have come to the end too."""
         begin_s = time.monotonic()
@@ -269,11 +279,13 @@ class MegaBatches:
         self._has_finished = self._assembly.has_finished = True
         self._stood_still(begin_s, time.monotonic())
 
+    @override
     def on_abandon(self, reason: str) -> None:
         """This rank has failed: nobody is to wait for it."""
         self._assembly.abort(reason)
         self._close()
 
+    @override
     def average_into(self, weights: ModelWeights) -> None:
         """Write the mean of all members' models into `weights`, a copy of this rank's. Collective,
         but just after a merge.
@@ -291,6 +303,7 @@ class MegaBatches:
         if met.kind == "merge":
             self._follow(met)
 
+    @override
     def counters(self) -> dict[str, float]:
         return {"exchanges": self._meetings.num_exchanges, "encode_s": self._meetings.encode_s}
 
@@ -411,6 +424,7 @@ class MegaBatches:
 
     # State
 
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         counts = {
             "num_merges": self._meetings.num_merges,
@@ -419,6 +433,7 @@ class MegaBatches:
         }
         return {"replicated": counts | ({} if self._momentum is None else self._momentum.state())}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         saved = state["replicated"]
         if "num_merges" not in saved:
@@ -435,6 +450,7 @@ class MegaBatches:
             self.batch_sizes = sizes
         self._in_hand = 0
 
+    @override
     def close(self) -> None:
         self._rate.restore()
         over = False

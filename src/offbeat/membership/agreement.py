@@ -31,7 +31,7 @@ from offbeat.errors import MismatchError, PeerError, WireError
 from offbeat.transport.network import OVER_KEY
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 T = TypeVar("T")
 

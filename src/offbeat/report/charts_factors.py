@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from offbeat.kfac.exchange.spans import Span
 from offbeat.lab.factor_work import WAITS, in_force, under_way
+from offbeat.parts.profile import Span
 from offbeat.report.data import Report, Run
 
 MAX_SPANS: Final = 6000

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from offbeat.kfac.exchange.spans import Duty
 from offbeat.lab.factor_work import FactorWork, MessageTime
+from offbeat.parts.profile import FactorAssignment
 from offbeat.report.data import Report
 from offbeat.report.page_sections import Bar, Bars
 from offbeat.report.style import NOTHING, SECONDS, SHARE, capital, write
@@ -137,7 +137,7 @@ def _rows(work: FactorWork) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _operations(duty: Duty) -> int:
+def _operations(duty: FactorAssignment) -> int:
     """What inverting takes, up to a factor."""
     return duty.rows if duty.matrices == 0 else duty.matrices * duty.rows**3
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import IO, TypeAlias
 
 from offbeat.errors import ConfigError, RecordError
-from offbeat.kfac.exchange.spans import Span
 from offbeat.lab.comparison import is_comparison, read_comparison
 from offbeat.lab.profiles import read_profiles
 from offbeat.lab.records import Evaluation, Record, StepEvent
+from offbeat.parts.profile import Span
 from offbeat.session.checkpoint import Json
 from offbeat.transport.wrappers import Arrival
 

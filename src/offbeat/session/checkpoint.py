@@ -31,14 +31,13 @@ import safetensors
 import safetensors.torch
 import torch
 from numpy.typing import NDArray
-from pydantic import JsonValue
 
 from offbeat.errors import CheckpointError
 
 SCHEMA = 1
 """Version of the layout. A reader refuses a newer one."""
 
-Json: TypeAlias = JsonValue
+Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 Leaf: TypeAlias = None | bool | int | float | str | torch.Tensor | NDArray[np.generic]
 Tree: TypeAlias = (
     "Leaf | list[Tree] | tuple[Tree, ...] | dict[str | int, Tree] | Mapping[str, Tree]"

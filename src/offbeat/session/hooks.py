@@ -37,6 +37,8 @@ from offbeat.errors import UnsupportedError
 class BackwardListener(Protocol):
     """Whoever wants to know."""
 
+    def forward_begins(self, *, trains: bool) -> None: ...
+
     def backward_begins(self) -> None: ...
 
     def gradient_ready(self, index: int) -> None: ...
@@ -52,7 +54,8 @@ class BackwardHooks:
     Args:
         model: the root module.
         parameters: its trainable parameters.
-        listener: is told of events, in the order backward_begins, gradient_ready for each parameter
+        listener: is told of events, in the order forward_begins (at each call of the root module,
+            for training or not), backward_begins, gradient_ready for each parameter
             that got one, and backward_done or, when the pass ended in an exception,
             backward_failed.
     """
@@ -102,9 +105,12 @@ class BackwardHooks:
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def begins(module: torch.nn.Module, args: Any) -> None:
-            if id(module) == number and torch.is_grad_enabled():
+            if id(module) != number:
+                return
+            if torch.is_grad_enabled():
                 self.report_failed_pass()
                 self._recomputing_pass = torch._C._current_graph_task_id()
+            self._listener.forward_begins(trains=module.training and torch.is_grad_enabled())
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def ends(module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from offbeat.collectives.control import gather_values
 from offbeat.errors import ConfigError, MismatchError, OffbeatError
 from offbeat.megabatch.claims import ClaimLog
 from offbeat.megabatch.loader import Desk, DispatchLoader, MapStyle, Recording, data_description
+from offbeat.parts.part import Part
 from offbeat.session.agreement import agree, answer_of, require_agreement
 from offbeat.session.lockstep_loader import LockstepLoader
-from offbeat.strategies.base import Part
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.network import Network, store_of
 

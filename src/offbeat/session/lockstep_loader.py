@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.megabatch.claims import Span
 from offbeat.megabatch.loader import MapStyle, fetch, order_of
+from offbeat.parts.part import Part
 
 
 def num_steps(num_samples: int, batch_sizes: Sequence[int]) -> int:
@@ -52,7 +55,7 @@ def spans_of(num_samples: int, batch_sizes: Sequence[int], step: int) -> tuple[S
     return tuple(map(Span, cuts, cuts[1:]))
 
 
-class LockstepLoader:
+class LockstepLoader(Part):
     """Iterating over it yields this rank's batches of an epoch, as many as every other rank's. Made
     by `Session.loader`.
 
@@ -70,6 +73,8 @@ class LockstepLoader:
         epoch: passes over the data completed.
         step: batches taken from the pass under way.
     """
+
+    state_key: ClassVar[str] = "lockstep_loader"
 
     def __init__(
         self,
@@ -99,14 +104,17 @@ class LockstepLoader:
             yield fetch(self._dataset, order[begin:end].tolist(), self._collate)
         self.epoch, self.step = self.epoch + 1, 0
 
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         return {"replicated": {"epoch": self.epoch, "step": self.step}}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         saved = state["replicated"]
         if "step" not in saved:
             raise CheckpointError("the state lacks 'step'; it was saved by another loader")
         self.epoch, self.step = int(saved["epoch"]), int(saved["step"])
 
+    @override
     def close(self) -> None:
         """The dataset is the user's."""

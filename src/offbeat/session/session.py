@@ -20,37 +20,17 @@ import torch
 import torch.distributed as dist
 
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError, UnsupportedError
-from offbeat.kfac.exchange.spans import Profile
 from offbeat.megabatch.loader import DispatchLoader, MapStyle, Recording
 from offbeat.membership.agreement import Generation, Member
 from offbeat.membership.generations import Generations, Host
+from offbeat.parts.part import Part, PartState
+from offbeat.parts.profile import StepProfile
+from offbeat.parts.workspace import Workspace, stream_counter
 from offbeat.session.agreement import adopt_rank_0, agree, describe
 from offbeat.session.hooks import BackwardHooks
 from offbeat.session.loaders import Feeding
 from offbeat.session.lockstep_loader import LockstepLoader
-from offbeat.strategies.base import (
-    HasCounters,
-    HasProfile,
-    HasWeight,
-    KnowsMean,
-    OnAbandon,
-    OnAfterStep,
-    OnBackwardBegins,
-    OnBackwardDone,
-    OnBackwardFailed,
-    OnBatchClaimed,
-    OnBeforeStep,
-    OnBeforeUpdate,
-    OnClosure,
-    OnFinish,
-    OnGradientReady,
-    OnJoin,
-    Part,
-    PartState,
-    Strategy,
-    Workspace,
-    stream_counter,
-)
+from offbeat.strategies.base import Strategy
 from offbeat.transport.connect import (
     RETURN_VARIABLE,
     Connection,
@@ -66,6 +46,25 @@ from offbeat.transport.wrappers import Arrival, Counting, Traffic
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
 
 MAX_NOTICES = 100
+
+STATE_KEYS_OF_0_1 = {
+    "CentreAverage": "central_model",
+    "CheapestCollective": "collective_choice",
+    "DispatchLoader": "loader",
+    "FactorExchange": "kfac",
+    "GradientExchange": "gradients",
+    "GradientGuard": "gradient_guard",
+    "GradientPhase": "start_phase",
+    "GroupAverage": "group_average",
+    "LockstepLoader": "lockstep_loader",
+    "MegaBatches": "mega_batches",
+    "NeighbourAverage": "neighbour_average",
+    "PartialExchange": "partial_gradients",
+    "PeriodicAverage": "periodic_average",
+    "PushSum": "push_sum",
+    "ReplicaCheck": "replica_check",
+}
+"""Version 0.1 kept the state of a part under the name of its class; this is its `state_key` now."""
 
 _attached: WeakSet[torch.nn.Module] = WeakSet()
 """Models with a session, which exchanges their gradients; a second one would do so twice."""
@@ -336,30 +335,7 @@ class Session:
         self._counting.restart()
         if self._in_background is not None:
             self._in_background.restart()
-        self._hear_backward_begins = [
-            part for part in self._parts if isinstance(part, OnBackwardBegins)
-        ]
-        self._hear_gradient_ready = [
-            part for part in self._parts if isinstance(part, OnGradientReady)
-        ]
-        self._hear_backward_done = [
-            part for part in self._parts if isinstance(part, OnBackwardDone)
-        ]
-        self._hear_backward_failed = [
-            part for part in self._parts if isinstance(part, OnBackwardFailed)
-        ]
-        self._hear_join = [part for part in self._parts if isinstance(part, OnJoin)]
-        self._hear_before_step = [part for part in self._parts if isinstance(part, OnBeforeStep)]
-        self._hear_closure = [part for part in self._parts if isinstance(part, OnClosure)]
-        self._hear_before_update = [
-            part for part in self._parts if isinstance(part, OnBeforeUpdate)
-        ]
-        self._hear_after_step: list[OnAfterStep] = [
-            part for part in self._parts if isinstance(part, OnAfterStep)
-        ]
-        self._counted = [part for part in self._parts if isinstance(part, HasCounters)]
-        self._knows_mean = next((part for part in self._parts if isinstance(part, KnowsMean)), None)
-        self._profiled = next((part for part in self._parts if isinstance(part, HasProfile)), None)
+        self._mean_source = next((part for part in self._parts if part.averages_models), None)
         self._hooks = BackwardHooks(model, list(self._parameters.values()), self)
         self._step_handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -375,7 +351,7 @@ class Session:
         """Totals so far."""
         traffic = self._traffic()
         exchanges = skipped_steps = encode_s = 0.0
-        for part in self._counted:
+        for part in self._parts:
             counters = part.counters()
             exchanges += counters.get("exchanges", 0.0)
             skipped_steps += counters.get("skipped_steps", 0.0)
@@ -406,11 +382,12 @@ class Session:
         """
         return self._counting.take_ready_at_s()
 
-    def take_profile(self) -> Profile | None:
+    def take_profile(self) -> StepProfile | None:
         """What the strategy did within the step that has just ended, if it is one that was looked
         at closely.
         """
-        return None if self._profiled is None else self._profiled.take_profile()
+        profiles = [part.take_profile() for part in self._parts]
+        return next((profile for profile in profiles if profile is not None), None)
 
     def join(self) -> None:
         """Take part in the other ranks' exchange without a backward pass, contributing nothing new.
@@ -420,7 +397,7 @@ class Session:
         looks for gradients first: there, call this in the place of `backward()`.
         """
         with torch.no_grad():
-            for part in self._hear_join:
+            for part in self._parts:
                 part.on_join()
 
     def weigh(self, num_samples: int) -> None:
@@ -433,8 +410,7 @@ class Session:
         1, such as samples over the usual batch.
         """
         for part in self._parts:
-            if isinstance(part, OnBatchClaimed):
-                part.on_batch_claimed(num_samples)
+            part.on_batch_claimed(num_samples)
 
     def loader(
         self,
@@ -490,8 +466,6 @@ class Session:
             record=record,
             replay=replay,
         )
-        if isinstance(made, OnAfterStep):
-            self._hear_after_step.append(made)
         self._parts = [*self._parts, made]
         return made
 
@@ -537,9 +511,9 @@ class Session:
             buffers=lambda: _persistent_buffers(copied),
             chosen=self._chosen_buffers,
         )
-        if self._knows_mean is not None:
+        if self._mean_source is not None:
             with torch.no_grad():
-                self._knows_mean.average_into(weights)
+                self._mean_source.average_into(weights)
             return copied
         with torch.no_grad():
             weights.average_(self._counting.inner, self._control, weight=self.averaging_weight)
@@ -548,21 +522,20 @@ class Session:
     @property
     def averages_alone(self) -> bool:
         """Whether `averaged_model` is no collective: the other ranks answer beside training."""
-        return self._knows_mean is not None and self._knows_mean.averages_alone
+        return self._mean_source is not None and self._mean_source.averages_alone
 
     @property
     def start_step(self) -> int:
         """The step at which this rank came in: 0, or that of the rank whose model it took when it
         joined a run under way.
         """
-        return 0 if self._knows_mean is None else self._knows_mean.start_step
+        return 0 if self._mean_source is None else self._mean_source.start_step
 
     @property
     def averaging_weight(self) -> float:
         """This rank's weight in the mean of all ranks' models."""
-        return next(
-            (part.averaging_weight() for part in self._parts if isinstance(part, HasWeight)), 1.0
-        )
+        weights = (part.averaging_weight() for part in self._parts)
+        return next((weight for weight in weights if weight is not None), 1.0)
 
     def finish(self) -> None:
         """Say that this rank takes no more steps. Returns when every living rank has said so.
@@ -575,14 +548,13 @@ class Session:
         self._check_open("finish")
         with torch.no_grad():
             for part in self._parts:
-                if isinstance(part, OnFinish):
-                    part.on_finish()
+                part.on_finish()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momenta, counters. Tensors are copies, keyed by parameter
         name.
         """
-        parts = {type(part).__name__: _copied(part.state_dict()) for part in self._parts}
+        parts = {part.state_key: _copied(part.state_dict()) for part in self._parts}
         return {
             "strategy": self.strategy.name,
             "world_size": self.world_size,
@@ -608,15 +580,17 @@ class Session:
                 raise CheckpointError(
                     f"the state was saved with {key} {state.get(key)!r}, here it is {here!r}{fix}"
                 )
-        parts = state.get("parts", {})
+        parts = {
+            STATE_KEYS_OF_0_1.get(key, key): saved for key, saved in state.get("parts", {}).items()
+        }
         for part in self._parts:
-            if type(part).__name__ not in parts:
+            if part.state_key not in parts:
                 raise CheckpointError(
-                    f"the state lacks {type(part).__name__!r}; it was saved with other options of"
-                    " the strategy"
+                    f"the state lacks {part.state_key!r}; it was saved with other options of the"
+                    " strategy"
                 )
         for part in self._parts:
-            part.load_state_dict(parts[type(part).__name__])
+            part.load_state_dict(parts[part.state_key])
 
     def close(self) -> None:
         """Take every hook out and give back sockets and groups. Idempotent."""
@@ -668,14 +642,18 @@ class Session:
         with suppress(OffbeatError):
             self._driver.abort(reason, blame=blame)
         for part in self._parts:
-            if isinstance(part, OnAbandon):
-                with suppress(OffbeatError):
-                    part.on_abandon(reason)
+            with suppress(OffbeatError):
+                part.on_abandon(reason)
 
     # Events, from the hooks
 
     # Under backward(create_graph=True) autograd records; what is done with finished gradients is
     # not to be recorded.
+
+    @torch.no_grad()
+    def forward_begins(self, *, trains: bool) -> None:
+        for part in self._parts:
+            part.on_forward_begins(trains=trains)
 
     @torch.no_grad()
     def backward_begins(self) -> None:
@@ -685,22 +663,22 @@ class Session:
                     f"parameter {name!r} was frozen when the session was attached and requires a"
                     " gradient now; close the session and attach again after unfreezing"
                 )
-        for part in self._hear_backward_begins:
+        for part in self._parts:
             part.on_backward_begins(synchronised=self._synchronised)
 
     @torch.no_grad()
     def gradient_ready(self, index: int) -> None:
-        for part in self._hear_gradient_ready:
+        for part in self._parts:
             part.on_gradient_ready(index, synchronised=self._synchronised)
 
     @torch.no_grad()
     def backward_done(self) -> None:
-        for part in self._hear_backward_done:
+        for part in self._parts:
             part.on_backward_done(synchronised=self._synchronised)
 
     @torch.no_grad()
     def backward_failed(self) -> None:
-        for part in self._hear_backward_failed:
+        for part in self._parts:
             part.on_backward_failed()
 
     @torch.no_grad()
@@ -710,12 +688,10 @@ class Session:
         self._hooks.report_failed_pass()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):  # it will run backward, and that exchanges
-            for refusing in self._hear_closure:
-                refusing.on_closure()
-            if not self._hear_before_update:
-                return None
+            for part in self._parts:
+                part.on_closure()
             return args[:1], {**kwargs, "closure": self._then_update(closure)}
-        for part in self._hear_before_step:
+        for part in self._parts:
             part.on_before_step()
         self._before_update()
         return None
@@ -730,13 +706,13 @@ class Session:
 
     @torch.no_grad()
     def _before_update(self) -> None:
-        for part in self._hear_before_update:
+        for part in self._parts:
             part.on_before_update()
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         self._steps += 1
-        for part in self._hear_after_step:
+        for part in self._parts:
             part.on_after_step()
         self._driver.mark_step(self._steps)
 

@@ -42,8 +42,9 @@ from offbeat.megabatch.batch_sizes import (
 )
 from offbeat.megabatch.merge_weights import Weighting
 from offbeat.megabatch.part import MegaBatches, MegaBatchPlan
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.options import require_at_least, require_fraction_below_one, require_one_of
 from offbeat.weights.model_weights import ModelWeights
 

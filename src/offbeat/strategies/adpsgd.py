@@ -27,9 +27,10 @@ from offbeat.averaging.background import pair_average
 from offbeat.averaging.background.averager import GroupAverage
 from offbeat.averaging.background.merge_rules import DeltaIterate
 from offbeat.averaging.background.published_model import Replica
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
 from offbeat.planning.groups import Meeting
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.beside import answer
 from offbeat.strategies.options import require_at_least
 from offbeat.weights.model_weights import ModelWeights

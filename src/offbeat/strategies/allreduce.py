@@ -18,7 +18,8 @@ from typing import ClassVar
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.exchange import ExchangeCounts, Reduction
 from offbeat.gradients.reductions import DenseReduction
-from offbeat.strategies.base import Part, Workspace
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
 from offbeat.strategies.gradient import MIB, GradientStrategy
 from offbeat.strategies.options import require_positive
 

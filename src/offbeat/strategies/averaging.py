@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from offbeat.errors import UnsupportedError
-from offbeat.strategies.base import Part, Strategy, Workspace
+from offbeat.gradients.gradient_guard import GradientGuard
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
+from offbeat.strategies.base import Strategy
 from offbeat.strategies.options import require_at_least, require_one_of
-from offbeat.weights.gradient_guard import GradientGuard
 from offbeat.weights.model_weights import BufferNames, ModelWeights, choose_buffers
 
 

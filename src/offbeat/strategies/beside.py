@@ -13,8 +13,8 @@ from offbeat.averaging.background.progress import Progress, Service
 from offbeat.averaging.background.published_model import Replica
 from offbeat.errors import UnsupportedError
 from offbeat.membership.agreement import Generation
+from offbeat.parts.workspace import Workspace
 from offbeat.planning.groups import Meeting
-from offbeat.strategies.base import Workspace
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.momenta import Momenta
 from offbeat.weights.staging import Staging

@@ -19,8 +19,9 @@ from typing import ClassVar
 
 from offbeat.averaging.central_model import CentreAverage
 from offbeat.errors import ConfigError
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.options import require_at_least, require_fraction_below_one
 from offbeat.weights.model_weights import ModelWeights
 

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.averaging.gossip import NeighbourAverage
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
 from offbeat.planning.topologies import ring_weights
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.base import Part, Workspace
 from offbeat.weights.model_weights import ModelWeights
 
 

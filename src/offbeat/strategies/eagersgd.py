@@ -32,9 +32,10 @@ from offbeat.averaging.background import group_average
 from offbeat.averaging.background.gradient_ledger import GradientReplica
 from offbeat.averaging.background.merge_rules import DeltaIterate
 from offbeat.averaging.background.partial_gradients import PartialExchange
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
 from offbeat.planning.groups import Meeting
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.beside import answer
 from offbeat.strategies.options import require_at_least, require_dense_optimizer, require_one_of
 from offbeat.weights.model_weights import ModelWeights

@@ -22,7 +22,9 @@ from offbeat.gradients.collective_choice import BucketKind
 from offbeat.gradients.exchange import ExchangeCounts, GradientExchange, Reduction
 from offbeat.gradients.reductions import Plan, SparseReduction
 from offbeat.gradients.replica_check import ReplicaCheck
-from offbeat.strategies.base import Part, Strategy, Workspace
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
+from offbeat.strategies.base import Strategy
 from offbeat.strategies.options import (
     require_at_least,
     require_dense_optimizer,

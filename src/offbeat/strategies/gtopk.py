@@ -39,7 +39,8 @@ from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.collectives.topk_allgather import global_topk
 from offbeat.errors import ConfigError
 from offbeat.gradients.collective_choice import CheapestCollective
-from offbeat.strategies.base import Part, Workspace
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
 from offbeat.strategies.gradient import Choose, SparseGradientStrategy
 from offbeat.strategies.options import require_one_of
 

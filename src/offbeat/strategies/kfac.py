@@ -42,8 +42,10 @@ from offbeat.kfac.packing import pack
 from offbeat.kfac.planning.factor_plan import FactorCosts, FactorPlan, Setting, block_owners
 from offbeat.kfac.planning.inverse_order import inversion_order
 from offbeat.kfac.survey import survey
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
 from offbeat.strategies.allreduce import AllReduce
-from offbeat.strategies.base import Part, Strategy, Workspace
+from offbeat.strategies.base import Strategy
 from offbeat.strategies.gradient import GradientStrategy, Pair
 from offbeat.strategies.gtopk import GTopK
 from offbeat.strategies.options import (

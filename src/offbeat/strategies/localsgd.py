@@ -6,8 +6,8 @@
         x = mean of all ranks' x
 
 With `start_step` it is post-local SGD (arXiv 1808.07217): gradients are all-reduced in the first
-steps, as in `AllReduce`. With `outer` the mean goes through an optimizer of its own, which makes it
-SlowMo or DiLoCo; see `averaging.outer`.
+steps, as in `AllReduce`. With `outer` the mean goes through an optimizer of its own, any of
+`torch.optim`, which makes it SlowMo or DiLoCo; see `averaging.outer`.
 
 Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, after the
 step and overlapped with nothing. So a step costs 1/H of S-SGD's bytes, and ranks wait for each
@@ -20,19 +20,19 @@ its own step; SlowMo's outer momentum is not rescaled when the learning rate cha
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
-from offbeat.averaging.outer import OuterOptimizer
+from offbeat.averaging.outer import OuterFactory, OuterOptimizer
 from offbeat.averaging.periodic import PeriodicAverage
-from offbeat.averaging.start_phase import GradientPhase
+from offbeat.averaging.start_phase import StartPhase
 from offbeat.errors import ConfigError
-from offbeat.gradients.exchange import GradientExchange
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.options import (
     require_at_least,
     require_dense_optimizer,
@@ -45,8 +45,8 @@ from offbeat.weights.model_weights import ModelWeights
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """An optimizer of averaged weights: their change since the last average is its gradient. The
-    defaults are DiLoCo's.
+    """Makes the optimizer of averaged weights, whose gradient is their change since the last
+    average: `torch.optim.SGD` with these options. The defaults are DiLoCo's.
 
     Args:
         lr: of the outer optimizer, > 0; 1 without momentum takes the mean as it is.
@@ -66,6 +66,12 @@ class Outer:
                 "nesterov=True needs an outer momentum greater than 0, got 0; pass nesterov=False"
             )
 
+    def __call__(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of `parameters`."""
+        return torch.optim.SGD(
+            parameters, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov
+        )
+
 
 OUTERS = {
     "slowmo": Outer(lr=1.0, momentum=0.5, nesterov=False),
@@ -81,8 +87,10 @@ class LocalSGD(AveragingStrategy):
     Args:
         period: local steps between averages, >= 1.
         start_step: steps with all-reduced gradients before the first local one, >= 0.
-        outer: "slowmo", "diloco" or an `offbeat.Outer(lr=..., momentum=..., nesterov=...)` that is
-            applied to the mean; None takes the mean as it is.
+        outer: the optimizer that is applied to the mean: "slowmo", "diloco", an
+            `offbeat.Outer(lr=..., momentum=..., nesterov=...)`, or any callable that makes an
+            optimizer of the parameters it is given, such as
+            `functools.partial(torch.optim.Adam, lr=1e-3)`; None takes the mean as it is.
         optimizer_state: "local": momentum and second moments stay the rank's own; "averaged": they
             are averaged with the weights, which multiplies the bytes.
     """
@@ -91,7 +99,7 @@ class LocalSGD(AveragingStrategy):
 
     period: int = 10
     start_step: int = 0
-    outer: Outer | Literal["slowmo", "diloco"] | None = None
+    outer: Outer | OuterFactory | Literal["slowmo", "diloco"] | None = None
     optimizer_state: Literal["local", "averaged"] = "local"
 
     def __post_init__(self) -> None:
@@ -101,10 +109,11 @@ class LocalSGD(AveragingStrategy):
         require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
         if isinstance(self.outer, str):
             require_one_of("outer", self.outer, tuple(OUTERS))
-        elif not isinstance(self.outer, Outer | None):
+        elif self.outer is not None and not callable(self.outer):
             raise ConfigError(
-                "outer must be 'slowmo', 'diloco', None or an offbeat.Outer(lr=..., momentum=...),"
-                f" got {self.outer!r}"
+                "outer must be 'slowmo', 'diloco', None, an offbeat.Outer(lr=..., momentum=...) or"
+                " a callable that makes an optimizer, such as functools.partial(torch.optim.SGD,"
+                f" lr=0.7), got {self.outer!r}"
             )
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -119,7 +128,7 @@ class LocalSGD(AveragingStrategy):
             stream=workspace.new_stream(),
             period=self.period,
             start_step=self.start_step,
-            outer=None if outer is None else OuterOptimizer(workspace.parameters, **asdict(outer)),
+            outer=None if outer is None else OuterOptimizer(workspace.parameters, make=outer),
             optimizer=workspace.optimizer if self.optimizer_state == "averaged" else None,
         )
         return [*self._gradient_phase(workspace), average]
@@ -130,8 +139,4 @@ class LocalSGD(AveragingStrategy):
         exchanges = AllReduce(
             max_skipped_steps=self.max_skipped_steps, replica_check_interval=0
         ).build(workspace)
-        return [
-            GradientPhase(part, num_steps=self.start_step)
-            for part in exchanges
-            if isinstance(part, GradientExchange)
-        ]
+        return [StartPhase(part, num_steps=self.start_step) for part in exchanges]

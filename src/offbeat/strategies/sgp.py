@@ -27,9 +27,10 @@ from typing import ClassVar
 
 from offbeat.averaging.gossip import PushSum
 from offbeat.errors import ConfigError
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
 from offbeat.planning.topologies import GraphNeighbours, exponential_peers
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.options import require_at_least
 from offbeat.weights.model_weights import ModelWeights
 

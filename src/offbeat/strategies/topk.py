@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from offbeat.collectives.topk_allgather import topk_sum
-from offbeat.strategies.base import Part, Workspace
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
 from offbeat.strategies.gradient import Choose, SparseGradientStrategy
 
 

@@ -44,9 +44,10 @@ from offbeat.averaging.background.averager import GroupAverage
 from offbeat.averaging.background.merge_rules import DeltaIterate, PaperIterate
 from offbeat.averaging.background.published_model import Replica
 from offbeat.errors import ConfigError
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
 from offbeat.planning.groups import Meeting, default_group_size, meeting
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.base import Part, Workspace
 from offbeat.strategies.beside import answer
 from offbeat.strategies.options import require_at_least, require_one_of
 from offbeat.weights.model_weights import ModelWeights

@@ -20,7 +20,7 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from offbeat.errors import MismatchError, OffbeatError, PeerError
 

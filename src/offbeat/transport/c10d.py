@@ -16,20 +16,15 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from offbeat.errors import PeerError, UnsupportedError
+from offbeat.transport.backends import Backend, BackendWork
 from offbeat.transport.driver import Driver, Finished, Ticket
 from offbeat.transport.operations import (
-    AllGather,
-    AllReduce,
-    Broadcast,
+    DenseOperation,
     Now,
     Operation,
     Payload,
@@ -38,72 +33,13 @@ from offbeat.transport.operations import (
     RecvAny,
     Send,
     Sleep,
+    bytes_as_tensor,
 )
 
+T = TypeVar("T")
 
-class Work(Protocol):
-    """torch's handle of an operation under way."""
-
-    def wait(self) -> bool: ...
-
-    def is_completed(self) -> bool: ...
-
-
-class Backend(Protocol):
-    """What gloo's and NCCL's process groups have in common, which torch's stubs do not say."""
-
-    def rank(self) -> int: ...
-
-    def size(self) -> int: ...
-
-    def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> Work: ...
-
-    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> Work: ...
-
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Work: ...
-
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
-
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
-
-
-WAIT_LIMIT = timedelta(days=1)
-"""A peer may be slow for long; that it is dead shows in its connections."""
 
 _TAG = 0
-
-
-def gloo_backend(
-    store: Store, rank: int, world_size: int, *, address: str, connect_limit_s: float
-) -> Backend:
-    """A gloo backend whose sockets are bound to `address`. Collective: returns when all ranks have
-    made theirs.
-
-    Args:
-        store: where the ranks find each other; its keys must not have been used by an earlier
-            backend.
-        rank: this rank.
-        world_size: number of ranks.
-        address: numeric address of this host.
-        connect_limit_s: how long that may take, > 0.
-
-    Raises:
-        RuntimeError: it took longer.
-    """
-    # absent from the stubs
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=connect_limit_s)
-    backend = dist.ProcessGroupGloo(store, rank, world_size, options)
-    backend._set_default_timeout(WAIT_LIMIT)
-    return cast(Backend, backend)
-
-
-def nccl_backend(store: Store, rank: int, world_size: int) -> Backend:
-    """An NCCL backend, for the current CUDA device."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = WAIT_LIMIT
-    return cast(Backend, dist.ProcessGroupNCCL(store, rank, world_size, options))
 
 
 class C10d(Driver):
@@ -120,24 +56,12 @@ class C10d(Driver):
         self.rank = cpu.rank()
         self.world_size = cpu.size()
         self._inbox: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)
-        self._in_flight: list[tuple[Work, torch.Tensor]] = []
+        self._in_flight: list[tuple[BackendWork, torch.Tensor]] = []
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
-            case AllReduce(tensor):
-                backend = self._backend_of(tensor)
-                return _Work(
-                    lambda: backend.allreduce([tensor], dist.AllreduceOptions()),
-                    tensor,
-                    "all-reduce",
-                )
-            case Broadcast(tensor, root):
-                options = dist.BroadcastOptions()
-                options.rootRank, options.rootTensor = root, 0
-                backend = self._backend_of(tensor)
-                return _Work(lambda: backend.broadcast([tensor], options), tensor, "broadcast")
-            case AllGather(payload):
-                return _Later(lambda: self._all_gather(payload), "all-gather")
+            case DenseOperation():
+                return _DenseTicket(self, operation)
             case Send(peer, payload):
                 self._send(peer, channel, payload)
                 return Finished()
@@ -162,7 +86,8 @@ class C10d(Driver):
         self._cpu = self._cuda = None
         self._in_flight.clear()
 
-    def _backend_of(self, tensor: torch.Tensor) -> Backend:
+    def backend_for(self, tensor: torch.Tensor) -> Backend:
+        """The backend that carries `tensor`. Raises `PeerError` when this driver is closed."""
         backend = self._cuda if tensor.is_cuda and self._cuda is not None else self._cpu
         if backend is None:
             raise PeerError(
@@ -171,26 +96,10 @@ class C10d(Driver):
             )
         return backend
 
-    def _all_gather(self, payload: Payload) -> list[bytes]:
-        mine = _as_tensor(payload)
-        backend = self._backend_of(mine)
-        lengths = torch.zeros(self.world_size, dtype=torch.int64)
-        lengths[self.rank] = mine.numel()
-        backend.allreduce([lengths], dist.AllreduceOptions()).wait()
-        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-        padded[: mine.numel()] = mine
-        gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
-        if padded.numel():
-            backend.allgather([gathered], [padded]).wait()
-        return [
-            block[:length].numpy().tobytes()
-            for block, length in zip(gathered, lengths.tolist(), strict=True)
-        ]
-
     def _send(self, peer: int, channel: int, payload: Payload) -> None:
-        body = _as_tensor(payload)
+        body = bytes_as_tensor(payload)
         header = torch.tensor([channel, body.numel()], dtype=torch.int64)
-        backend = self._backend_of(body)
+        backend = self.backend_for(body)
         self._in_flight = [
             (work, tensor) for work, tensor in self._in_flight if not work.is_completed()
         ]
@@ -204,7 +113,7 @@ class C10d(Driver):
         waiting = self._inbox[peer, channel]
         while not waiting:
             header = torch.empty(2, dtype=torch.int64)
-            backend = self._backend_of(header)
+            backend = self.backend_for(header)
             backend.recv([header], peer, _TAG).wait()
             body = torch.empty(int(header[1]), dtype=torch.uint8)
             backend.recv([body], peer, _TAG).wait()
@@ -218,12 +127,7 @@ class C10d(Driver):
         return bool(self._inbox[peer, channel])
 
 
-def _as_tensor(payload: Payload) -> torch.Tensor:
-    """A copy of the bytes, shape (len(payload),), uint8."""
-    return torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy())
-
-
-def _mapped(what: str, call: Callable[[], Any]) -> Any:
+def _mapped(what: str, call: Callable[[], T]) -> T:
     """Run a c10d call, turning its RuntimeErrors, which mean that some connection failed, into
     `PeerError`.
     """
@@ -235,34 +139,25 @@ def _mapped(what: str, call: Callable[[], Any]) -> Any:
         ) from error
 
 
-class _Work:
-    """A dense collective begun asynchronously."""
+class _DenseTicket:
+    """A dense operation under way on a backend."""
 
-    def __init__(self, begin: Callable[[], Work], tensor: torch.Tensor, what: str) -> None:
-        self._what = what
-        self._tensor = tensor
-        self._work = _mapped(what, begin)
-
-    def done(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def wait(self) -> torch.Tensor:
-        _mapped(self._what, self._work.wait)
-        return self._tensor
-
-
-class _Later:
-    """An operation that is carried out when somebody waits for it."""
-
-    def __init__(self, call: Callable[[], Any], what: str) -> None:
-        self._call = call
-        self._what = what
+    def __init__(self, driver: C10d, operation: DenseOperation) -> None:
+        self._driver = driver
+        self._operation = operation
+        self._work = self._mapped(lambda: operation.begin(driver))
 
     def done(self) -> bool:
-        return False
+        # What has not begun is carried out inside `wait`, which then blocks.
+        return self._work is not None and bool(self._work.is_completed())
 
     def wait(self) -> Any:
-        return _mapped(self._what, self._call)
+        if self._work is not None:
+            self._mapped(self._work.wait)
+        return self._mapped(lambda: self._operation.finish(self._driver))
+
+    def _mapped(self, call: Callable[[], T]) -> T:
+        return _mapped(self._operation.kind, call)
 
 
 class _Receive:

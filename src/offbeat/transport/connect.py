@@ -23,11 +23,12 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from offbeat.errors import ConfigError, PeerError, UnsupportedError
 from offbeat.transport.attendance import await_all, lost_ranks, naming_who_ends
-from offbeat.transport.c10d import C10d, gloo_backend, nccl_backend
+from offbeat.transport.backends import gloo_backend, nccl_backend
+from offbeat.transport.c10d import C10d
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import listen_address
 from offbeat.transport.network import Network, found_network, founded_network, store_client

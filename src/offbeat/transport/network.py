@@ -15,7 +15,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from offbeat.errors import ConfigError, PeerError, WireError
 from offbeat.transport.link import PeerLimits

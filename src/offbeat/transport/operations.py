@@ -15,11 +15,16 @@ Messages between two ranks on one channel arrive in the order they were sent.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
+import numpy as np
 import torch
+import torch.distributed as dist
+
+from offbeat.transport.backends import Backends, BackendWork
 
 T = TypeVar("T")
 
@@ -75,36 +80,6 @@ class Post:
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce:
-    """Replace `tensor` (contiguous, any numeric dtype) by its sum over all ranks, in place. Result:
-    the tensor.
-    """
-
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Broadcast:
-    """Replace `tensor` (contiguous) by rank `root`'s, in place. Result: the tensor."""
-
-    tensor: torch.Tensor
-    root: int
-
-
-@dataclass(frozen=True, slots=True)
-class AllGather:
-    """Give `payload` to every rank. Result: a list of every rank's payload, by rank. Lengths may
-    differ.
-
-    For control (comparing configurations, agreeing on a plan), where the driver's own dense
-    collective serves. Sparse collectives use `collectives.gather`, which is made of `Send` and
-    `Recv`.
-    """
-
-    payload: Payload
-
-
-@dataclass(frozen=True, slots=True)
 class Sleep:
     """Let `seconds` pass. Result: None."""
 
@@ -116,9 +91,252 @@ class Now:
     """Result: the driver's monotonic clock, in seconds (virtual under the virtual driver)."""
 
 
-Operation: TypeAlias = (
-    Send | Recv | RecvAny | Post | AllReduce | Broadcast | AllGather | Sleep | Now
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What one rank has moved.
+
+    Attributes:
+        bytes_sent: payload bytes; headers and encryption come on top.
+        bytes_received: payload bytes.
+        messages_sent: number of messages.
+        messages_received: number of messages.
+        wait_s: time in which this rank did nothing but wait for its peers, in seconds.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    wait_s: float = 0.0
+
+    def plus(self, other: Traffic) -> Traffic:
+        return Traffic(
+            bytes_sent=self.bytes_sent + other.bytes_sent,
+            bytes_received=self.bytes_received + other.bytes_received,
+            messages_sent=self.messages_sent + other.messages_sent,
+            messages_received=self.messages_received + other.messages_received,
+            wait_s=self.wait_s + other.wait_s,
+        )
+
+
+class DenseOperation(ABC):
+    """An operation of all ranks together, such as an all-reduce, that a backend of PyTorch carries
+    out as a whole.
+
+    A subclass says everything that drivers and wrappers have to know of it, so that a new operation
+    is one class. All ranks begin their dense operations in the same order, whatever the channel.
+    """
+
+    __slots__ = ()
+
+    kind: ClassVar[str]
+    """The name in records; that of the class unless a subclass sets another one."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" not in cls.__dict__:
+            cls.kind = cls.__name__
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of the tensor or payload that this rank brings."""
+
+    @property
+    def root_rank(self) -> int | None:
+        """The rank whose tensor everyone gets, where there is one."""
+        return None
+
+    @abstractmethod
+    def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
+        """What rank `rank` moves when the operation is carried out on a ring of `world_size` ranks.
+
+        A backend may use another algorithm; these are the bytes that any bandwidth-optimal one
+        moves.
+
+        Args:
+            result: what the operation returned on that rank; None while it is under way, which is
+                asked in order to delay it.
+            rank: whose share is asked for.
+            world_size: number of ranks, >= 1.
+        """
+
+    def num_hops(self, world_size: int) -> int:
+        """How many messages of 1 / `world_size` of the bytes follow each other on the ring. This is
+        how long the operation takes on the virtual network.
+        """
+        return 2 * (world_size - 1)
+
+    @classmethod
+    @abstractmethod
+    def combine(cls, operations: Sequence[Self]) -> list[Any]:
+        """The results of all ranks' operations, by rank, for drivers that hold all of them in one
+        process: the virtual cluster and a world of one rank.
+
+        Args:
+            operations: one of each rank, by rank. Sums are formed in this order.
+        """
+
+    def begin(self, backends: Backends) -> BackendWork | None:
+        """Begin the operation on a backend of PyTorch without waiting; None begins nothing, and
+        leaves all of it to `finish`.
+        """
+        return None
+
+    @abstractmethod
+    def finish(self, backends: Backends) -> Any:
+        """The result, once the work that `begin` returned is over. May block."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceTensor(DenseOperation):
+    """Replace `tensor` (contiguous, any numeric dtype) by its sum over all ranks, in place. Result:
+    the tensor.
+    """
+
+    kind: ClassVar[str] = "AllReduce"
+
+    tensor: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.nbytes
+
+    def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
+        """Of n bytes, on P ranks: 2 (P - 1) messages and ceil(2 (P - 1) n / P) bytes, both sent and
+        received.
+        """
+        hops = 2 * (world_size - 1)
+        num_bytes = -(-hops * self.num_bytes // world_size)
+        return Traffic(
+            bytes_sent=num_bytes,
+            bytes_received=num_bytes,
+            messages_sent=hops,
+            messages_received=hops,
+        )
+
+    @classmethod
+    def combine(cls, operations: Sequence[Self]) -> list[Any]:
+        tensors = [operation.tensor for operation in operations]
+        if len(tensors) == 1:
+            return tensors
+        total = torch.stack(tensors).sum(dim=0)
+        return [tensor.copy_(total) for tensor in tensors]
+
+    def begin(self, backends: Backends) -> BackendWork:
+        backend = backends.backend_for(self.tensor)
+        return backend.allreduce([self.tensor], dist.AllreduceOptions())
+
+    def finish(self, backends: Backends) -> torch.Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast(DenseOperation):
+    """Replace `tensor` (contiguous) by rank `root`'s, in place. Result: the tensor."""
+
+    tensor: torch.Tensor
+    root: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.nbytes
+
+    @property
+    def root_rank(self) -> int:
+        return self.root
+
+    def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
+        """The tensor is passed on from rank to rank: each rank but the last one sends it, and each
+        but the root receives it.
+        """
+        place = (rank - self.root) % world_size
+        sends, receives = int(place < world_size - 1), int(place > 0)
+        return Traffic(
+            bytes_sent=sends * self.num_bytes,
+            bytes_received=receives * self.num_bytes,
+            messages_sent=sends,
+            messages_received=receives,
+        )
+
+    @classmethod
+    def combine(cls, operations: Sequence[Self]) -> list[Any]:
+        source = operations[operations[0].root].tensor
+        return [operation.tensor.copy_(source) for operation in operations]
+
+    def begin(self, backends: Backends) -> BackendWork:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self.root, 0
+        return backends.backend_for(self.tensor).broadcast([self.tensor], options)
+
+    def finish(self, backends: Backends) -> torch.Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(DenseOperation):
+    """Give `payload` to every rank. Result: a list of every rank's payload, by rank. Lengths may
+    differ.
+
+    For control (comparing configurations, agreeing on a plan), where the driver's own dense
+    operation serves. Sparse collectives use `collectives.gather`, which is made of `Send` and
+    `Recv`.
+    """
+
+    payload: Payload
+
+    @property
+    def num_bytes(self) -> int:
+        return memoryview(self.payload).nbytes
+
+    def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
+        """Each rank sends every payload but its successor's, and receives every one but its own.
+
+        While the result is not there, all payloads are taken to be as long as this rank's.
+        """
+        payloads = [self.payload] * world_size if result is None else result
+        sizes = [memoryview(payload).nbytes for payload in payloads]
+        return Traffic(
+            bytes_sent=sum(sizes) - sizes[(rank + 1) % world_size],
+            bytes_received=sum(sizes) - sizes[rank],
+            messages_sent=world_size - 1,
+            messages_received=world_size - 1,
+        )
+
+    @classmethod
+    def combine(cls, operations: Sequence[Self]) -> list[Any]:
+        payloads = [bytes(operation.payload) for operation in operations]
+        return [payloads] * len(payloads)
+
+    def finish(self, backends: Backends) -> list[bytes]:
+        mine = bytes_as_tensor(self.payload)
+        backend = backends.backend_for(mine)
+        # A backend gathers tensors of one length: first the lengths, then payloads with padding.
+        lengths = torch.zeros(backends.world_size, dtype=torch.int64)
+        lengths[backends.rank] = mine.numel()
+        backend.allreduce([lengths], dist.AllreduceOptions()).wait()
+        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        gathered = [torch.empty_like(padded) for _ in range(backends.world_size)]
+        if padded.numel():
+            backend.allgather([gathered], [padded]).wait()
+        return [
+            tensor[:length].numpy().tobytes()
+            for tensor, length in zip(gathered, lengths.tolist(), strict=True)
+        ]
+
+
+Operation: TypeAlias = Send | Recv | RecvAny | Post | Sleep | Now | DenseOperation
 
 Collective: TypeAlias = Generator[Operation, Any, T]
 """A protocol in progress that will return a `T`."""
+
+
+def kind_of(operation: Operation) -> str:
+    """The name of an operation in records."""
+    return operation.kind if isinstance(operation, DenseOperation) else type(operation).__name__
+
+
+def bytes_as_tensor(payload: Payload) -> torch.Tensor:
+    """A copy of the bytes, shape (len(payload),), uint8."""
+    return torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy())

@@ -13,7 +13,7 @@ from typing import Any
 from offbeat.errors import PeerError
 from offbeat.transport.c10d import C10d
 from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.operations import AllGather, AllReduce, Broadcast, Operation
+from offbeat.transport.operations import DenseOperation, Operation
 from offbeat.transport.peers import Peers
 
 BLAME_TIMEOUT_S = 5.0
@@ -41,7 +41,7 @@ class Routed(Driver):
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
-            case AllReduce() | Broadcast() | AllGather():
+            case DenseOperation():
                 try:
                     return _Blaming(self._dense.start(operation, channel), self._messages)
                 except PeerError as error:

@@ -9,9 +9,7 @@ from queue import Empty, SimpleQueue
 from offbeat.errors import PeerTimeoutError, UnsupportedError
 from offbeat.transport.driver import Driver, Finished, Ticket
 from offbeat.transport.operations import (
-    AllGather,
-    AllReduce,
-    Broadcast,
+    DenseOperation,
     Now,
     Operation,
     Payload,
@@ -32,10 +30,8 @@ class Solo(Driver):
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
-            case AllReduce(tensor) | Broadcast(tensor, _):
-                return Finished(tensor)
-            case AllGather(payload):
-                return Finished([bytes(payload)])
+            case DenseOperation():
+                return Finished(operation.combine([operation])[0])
             case Now():
                 return Finished(time.monotonic())
             case Sleep(seconds):

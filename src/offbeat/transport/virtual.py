@@ -22,18 +22,9 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
-from offbeat.errors import OffbeatError, PeerError
+from offbeat.errors import MismatchError, OffbeatError, PeerError
 from offbeat.transport.driver import Driver, Pending
-from offbeat.transport.operations import (
-    AllGather,
-    AllReduce,
-    Broadcast,
-    Collective,
-    Operation,
-    Payload,
-)
+from offbeat.transport.operations import Collective, DenseOperation, Payload
 from offbeat.transport.virtual_driver import VirtualDriver
 
 T = TypeVar("T")
@@ -94,8 +85,8 @@ class VirtualCluster:
         self._death_notice_s = death_notice_s
         self._inbox: dict[tuple[int, int, int], deque[bytes]] = defaultdict(deque)
         self._senders: dict[tuple[int, int], set[int]] = defaultdict(set)
-        self._meetings: dict[int, dict[int, Operation]] = {}
-        self._results: dict[int, dict[int, Any]] = {}
+        self._dense_begun: dict[int, dict[int, DenseOperation]] = {}
+        self._dense_results: dict[int, dict[int, Any]] = {}
         self._failed: dict[int, OffbeatError] = {}
         self._failed_at_s: dict[int, float] = {}
         self._dead: dict[int, str] = {}
@@ -320,33 +311,37 @@ class VirtualCluster:
             else None
         )
 
-    def meet(self, rank: int, key: int, operation: Operation) -> None:
-        """Rank `rank` enters the dense collective `key`; the last one to come computes the result
-        for all.
+    def begin_dense(self, rank: int, number: int, operation: DenseOperation) -> None:
+        """Rank `rank` begins its dense operation `number`. The last rank to begin it computes the
+        results of all.
         """
-        here = self._meetings.setdefault(key, {})
-        here[rank] = operation
-        if len(here) == self.world_size:
-            everyone = [here[r] for r in range(self.world_size)]
-            num_bytes = max(_num_bytes(op) for op in everyone)
-            del self._meetings[key]
+        begun = self._dense_begun.setdefault(number, {})
+        begun[rank] = operation
+        if len(begun) == self.world_size:
+            del self._dense_begun[number]
+            operations = [begun[r] for r in range(self.world_size)]
+            if len(kinds := {type(one) for one in operations}) > 1:
+                raise MismatchError(
+                    f"the ranks' dense operation {number} is not the same one on all of them:"
+                    f" {', '.join(sorted(kind.kind for kind in kinds))}"
+                )
 
             def conclude() -> None:
-                self._results[key] = dict(enumerate(_combine(everyone)))
+                self._dense_results[number] = dict(enumerate(operation.combine(operations)))
                 self.touch(*range(self.world_size))
 
-            self.at(self.now_s + self._dense_s(num_bytes), conclude)
+            self.at(self.now_s + self._dense_s(operations), conclude)
 
-    def has_met(self, key: int) -> bool:
-        """Whether the dense collective is over."""
-        return key in self._results
+    def has_dense_result(self, number: int) -> bool:
+        """Whether the dense operation is over."""
+        return number in self._dense_results
 
-    def take_result(self, rank: int, key: int) -> Any:
-        """Rank `rank`'s result of a dense collective that is over, once."""
-        results = self._results[key]
+    def take_dense_result(self, rank: int, number: int) -> Any:
+        """Rank `rank`'s result of a dense operation that is over, once."""
+        results = self._dense_results[number]
         result = results.pop(rank)
         if not results:
-            del self._results[key]
+            del self._dense_results[number]
         return result
 
     def _arrive(self, source: int, target: int, channel: int, message: bytes) -> None:
@@ -354,31 +349,8 @@ class VirtualCluster:
         self._senders[target, channel].add(source)
         self.touch(target)
 
-    def _dense_s(self, num_bytes: int) -> float:
-        hops = 2 * (self.world_size - 1)
-        return hops * (self._link.latency_s + num_bytes / self.world_size / self._link.bytes_per_s)
-
-
-def _num_bytes(operation: Operation) -> int:
-    match operation:
-        case AllReduce(tensor) | Broadcast(tensor, _):
-            return tensor.nbytes
-        case AllGather(payload):
-            return len(payload)
-        case _:
-            raise AssertionError(f"{operation} is no dense collective")
-
-
-def _combine(everyone: Sequence[Operation]) -> list[Any]:
-    """The results of one dense collective, by rank. Sums in the order of ranks."""
-    match everyone[0]:
-        case AllReduce():
-            tensors = [op.tensor for op in everyone if isinstance(op, AllReduce)]
-            total = torch.stack(tensors).sum(dim=0)
-            return [tensor.copy_(total) for tensor in tensors]
-        case Broadcast(_, root):
-            tensors = [op.tensor for op in everyone if isinstance(op, Broadcast)]
-            return [tensor.copy_(tensors[root]) for tensor in tensors]
-        case _:
-            payloads = [bytes(op.payload) for op in everyone if isinstance(op, AllGather)]
-            return [payloads] * len(payloads)
+    def _dense_s(self, operations: Sequence[DenseOperation]) -> float:
+        """How long a dense operation takes on a ring of such links."""
+        num_bytes = max(operation.num_bytes for operation in operations)
+        hop_s = self._link.latency_s + num_bytes / self.world_size / self._link.bytes_per_s
+        return operations[0].num_hops(self.world_size) * hop_s

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.errors import PeerError, PeerTimeoutError
 from offbeat.transport.driver import Driver, Finished, Ticket
 from offbeat.transport.operations import (
-    AllGather,
-    AllReduce,
-    Broadcast,
+    DenseOperation,
     Now,
     Operation,
     Post,
@@ -34,7 +32,7 @@ class VirtualDriver(Driver):
         self.world_size = cluster.world_size
         self.waiting_for = "nothing"
         self._cluster = cluster
-        self._num_meetings = 0
+        self._num_dense = 0
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         cluster = self._cluster
@@ -56,13 +54,13 @@ class VirtualDriver(Driver):
                 return Finished(cluster.now_s)
             case Sleep(seconds):
                 return _VirtualSleep(cluster, self.rank, seconds)
-            case AllReduce() | Broadcast() | AllGather():
-                # Dense collectives meet in the order in which each rank begins them, whatever their
-                # channel, as over gloo.
-                key = self._num_meetings
-                self._num_meetings += 1
-                cluster.meet(self.rank, key, operation)
-                return _VirtualMeeting(cluster, self.rank, key)
+            case DenseOperation():
+                # The n-th dense operation of one rank belongs to the n-th of every other rank,
+                # whatever its channel, as over gloo.
+                number = self._num_dense
+                self._num_dense += 1
+                cluster.begin_dense(self.rank, number, operation)
+                return _VirtualDense(cluster, self.rank, number)
 
     def close(self) -> None:
         self._cluster.leave(self.rank)
@@ -171,19 +169,21 @@ class _VirtualSleep:
         assert self._over, "a virtual sleep was waited for before it was done"
 
 
-class _VirtualMeeting:
-    def __init__(self, cluster: VirtualCluster, rank: int, key: int) -> None:
-        self._cluster, self._rank, self._key = cluster, rank, key
+class _VirtualDense:
+    """A dense operation under way."""
+
+    def __init__(self, cluster: VirtualCluster, rank: int, number: int) -> None:
+        self._cluster, self._rank, self._number = cluster, rank, number
 
     def done(self) -> bool:
         return (
-            self._cluster.has_met(self._key)
+            self._cluster.has_dense_result(self._number)
             or self._cluster.dead_among(self._everyone()) is not None
         )
 
     def wait(self) -> Any:
-        if self._cluster.has_met(self._key):
-            return self._cluster.take_result(self._rank, self._key)
+        if self._cluster.has_dense_result(self._number):
+            return self._cluster.take_dense_result(self._rank, self._number)
         death = self._cluster.dead_among(self._everyone())
         assert death is not None, "a virtual collective was waited for before it was done"
         raise PeerError(f"rank {death[0]} failed during a collective: {death[1]}", rank=death[0])

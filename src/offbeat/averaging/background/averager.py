@@ -7,15 +7,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from typing_extensions import override
 
 from offbeat.averaging.background.progress import Progress
 from offbeat.averaging.background.published_model import Replica
 from offbeat.codec.model_wire import Values
 from offbeat.errors import CheckpointError
 from offbeat.membership.generations import Generations
+from offbeat.parts.part import Part
 from offbeat.weights.model_weights import ModelWeights, require_finite
 from offbeat.weights.momenta import Momenta
 from offbeat.weights.staging import Staging
@@ -65,7 +67,7 @@ def averaged_tensors(weights: ModelWeights, momenta: Momenta | None) -> list[tor
     return [*weights.tensors(), *([] if momenta is None else momenta.tensors())]
 
 
-class AnsweredPart(Generic[R]):
+class AnsweredPart(Part, Generic[R]):
     """A part of a rank that is answered for beside its training.
 
     Attributes:
@@ -73,6 +75,7 @@ class AnsweredPart(Generic[R]):
             took.
     """
 
+    averages_models = True
     averages_alone = True
 
     def __init__(self, beside: Beside[R]) -> None:
@@ -83,10 +86,12 @@ class AnsweredPart(Generic[R]):
         if beside.replica.ready:  # a newcomer has taken a model over
             self._load()
 
+    @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
         """The model is shown as late as can be: the user may load weights after attaching."""
         self._begin()
 
+    @override
     def on_finish(self) -> None:
         """No more steps: return when no living rank takes any."""
         self._begin()
@@ -99,11 +104,13 @@ class AnsweredPart(Generic[R]):
                 " were made of came from workers that were computing"
             )
 
+    @override
     def on_abandon(self, reason: str) -> None:
         """This rank has failed: the others need not wait for it to part."""
         self._beside.progress.abort(reason)
         self._beside.close()
 
+    @override
     def average_into(self, weights: ModelWeights) -> None:
         """Write the mean of all living ranks' models into `weights`, another model's of the same
         shape. Not collective.
@@ -116,18 +123,22 @@ class AnsweredPart(Generic[R]):
         staging.write_(values.astype(staging.dtype), [*weights.tensors(), *aside])
         weights.write_counters(counters)
 
+    @override
     def counters(self) -> dict[str, float]:
         return {"exchanges": self._replica.averages.made, "encode_s": self._encode_s}
 
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         return {"local": {"num_steps": self._num_steps}}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         if "num_steps" not in state.get("local", {}):
             raise CheckpointError("the state lacks 'num_steps'; it was saved by another strategy")
         self._num_steps = int(state["local"]["num_steps"])
         self._replica.forget()  # the model was loaded as well, or is about to be
 
+    @override
     def close(self) -> None:
         """The weights stay as they are: the user's."""
         self._beside.close(over=self._beside.progress.part())
@@ -188,14 +199,18 @@ class GroupAverage(AnsweredPart[Replica]):
             one, and finds the average at the end of a later step; else it waits for the network.
     """
 
+    state_key: ClassVar[str] = "group_average"
+
     def __init__(self, beside: Beside[Replica], *, interval: int, overlap: bool) -> None:
         super().__init__(beside)
         self._interval = interval
         self._overlap = overlap
 
+    @override
     def on_before_step(self) -> None:
         self._begin()
 
+    @override
     def on_after_step(self) -> None:
         self._advance()
         if self._num_steps % self._interval == 0:

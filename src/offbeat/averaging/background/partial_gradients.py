@@ -5,10 +5,11 @@ nothing is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from offbeat.averaging.background.averager import AnsweredPart, Beside
 from offbeat.averaging.background.gradient_ledger import GradientReplica, Used
@@ -26,6 +27,8 @@ class PartialExchange(AnsweredPart[GradientReplica]):
         averages_models: whether a version averages models in the place of gradients.
     """
 
+    state_key: ClassVar[str] = "partial_gradients"
+
     def __init__(
         self,
         beside: Beside[GradientReplica],
@@ -37,6 +40,7 @@ class PartialExchange(AnsweredPart[GradientReplica]):
         self._parameters = list(parameters.values())
         self._averages_models = averages_models
 
+    @override
     def on_before_step(self) -> None:
         self._begin()
         gradients = [None if p.grad is None else _dense(p.grad) for p in self._parameters]
@@ -53,16 +57,19 @@ class PartialExchange(AnsweredPart[GradientReplica]):
             pass  # there is a gradient to average, too
         self._show(*self._replica.take_update())
 
+    @override
     def on_closure(self) -> None:
         raise UnsupportedError(
             "EagerSGD exchanges gradients when optimizer.step() is called, and step(closure)"
             " computes them only then; call backward() first and step() without a closure"
         )
 
+    @override
     def on_after_step(self) -> None:
         self._advance()
         self._load()
 
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """A gradient that no average has taken in is still owed; an average that has come may still
         have to be applied.
@@ -72,6 +79,7 @@ class PartialExchange(AnsweredPart[GradientReplica]):
         local = {f"to_apply/{name}": tensor for name, tensor in self._by_name(to_apply).items()}
         return {"local": state["local"] | local, "additive": self._by_name(owed)}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         owed = state.get("additive", {})
         shapes = {name: tensor.shape for name, tensor in self._by_name(None).items()}

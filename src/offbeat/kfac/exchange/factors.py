@@ -24,10 +24,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from offbeat.errors import CheckpointError
 from offbeat.kfac.averages import RunningFactor, damping_of
@@ -39,12 +40,14 @@ from offbeat.kfac.exchange.directions import precondition_by_owners_
 from offbeat.kfac.exchange.inverses import InversePhase
 from offbeat.kfac.exchange.launch_order import Turns
 from offbeat.kfac.exchange.messages import FactorMessage
-from offbeat.kfac.exchange.spans import Duty, Profile, Spans, is_round
+from offbeat.kfac.exchange.spans import Spans, is_round
 from offbeat.kfac.inverses import Job, dtype_of
 from offbeat.kfac.options import FactorOptions
 from offbeat.kfac.planning.factor_plan import FactorPlan, turns
 from offbeat.kfac.planning.inverse_order import InverseBatch
 from offbeat.kfac.precondition import Curvature, Eigens, Inverses, precondition_
+from offbeat.parts.part import Part
+from offbeat.parts.profile import FactorAssignment, StepProfile
 from offbeat.transport.driver import Driver, Stream
 
 PROFILED_STEPS = range(1, 4)
@@ -114,7 +117,7 @@ class FactorTimes:
     precondition_s: float = 0.0
 
 
-class FactorExchange:
+class FactorExchange(Part):
     """The part that does it. Comes after the exchange of gradients in the order of parts, and is
     told of it as its `Rounds`.
 
@@ -137,6 +140,8 @@ class FactorExchange:
         predicted_s: for each slot, how long its inversion is expected to take; None where nothing
             was measured.
     """
+
+    state_key: ClassVar[str] = "kfac"
 
     def __init__(
         self,
@@ -205,7 +210,6 @@ class FactorExchange:
             grad_scale=grad_scale,
             added=lambda place, side, began_s: self._added(watched[place], side, began_s),
         )
-        self._handle = model.register_forward_pre_hook(self._watch_root(model))
         self._inverses = self._make_inverses(plan)
         self._adopt(plan)
         self._begin_step()
@@ -382,6 +386,12 @@ class FactorExchange:
 
     # Events
 
+    @override
+    def on_forward_begins(self, *, trains: bool) -> None:
+        """Factors leave early in passes for training only."""
+        self._streams = trains
+
+    @override
     def on_before_update(self) -> None:
         """Gradients become directions, once what this step brought has been taken in."""
         if not self._good:
@@ -402,6 +412,7 @@ class FactorExchange:
             self._precondition()
         self.times.precondition_s += time.perf_counter() - begin_s
 
+    @override
     def on_after_step(self) -> None:
         if not self._good:
             return
@@ -532,19 +543,7 @@ class FactorExchange:
         )
         return Eigens(a, g, self._settings.damping, damps_each=not self._settings.pi)
 
-    def _watch_root(self, model: nn.Module) -> Callable[..., None]:
-        """Factors leave early in passes for training only. A plain function, which copies of the
-        model pass over.
-        """
-        number = id(model)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def begins(module: nn.Module, args: Any) -> None:
-            if id(module) == number:
-                self._streams = module.training and torch.is_grad_enabled()
-
-        return begins  # type: ignore[no-any-return]
-
+    @override
     def counters(self) -> dict[str, float]:
         """Seconds, beside what the exchange of gradients counts."""
         return {
@@ -554,17 +553,18 @@ class FactorExchange:
             "precondition_s": self.times.precondition_s,
         }
 
-    def take_profile(self) -> Profile | None:
+    @override
+    def take_profile(self) -> StepProfile | None:
         """What this step brought, if it is one that was looked at."""
         spans = self._spans.take()
         if not spans:
             return None
         is_new, self._is_new_plan = self._is_new_plan, False
-        return Profile(spans=spans, duties=self._duties() if is_new else ())
+        return StepProfile(spans=spans, duties=self._duties() if is_new else ())
 
-    def _duties(self) -> list[Duty]:
+    def _duties(self) -> list[FactorAssignment]:
         return [
-            Duty(
+            FactorAssignment(
                 factor=self._name_of(slot),
                 rows=shape.dim,
                 matrices=0 if shape.is_diagonal else shape.groups,
@@ -584,6 +584,7 @@ class FactorExchange:
 
     # State
 
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Factors and inverses: the same on all ranks, or the owner's own. What is under way in a
         step is not in it.
@@ -611,6 +612,7 @@ class FactorExchange:
         }
         return {"replicated": replicated, "local": local}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """In a world of another size owners change: an inverse that is missing here is made in the
         next step that inverts.
@@ -670,10 +672,10 @@ class FactorExchange:
     def _key(self, slot: int) -> str:
         return f"{self._names[slot // 2]}/{SIDES[slot % 2]}"
 
+    @override
     def close(self) -> None:
         """Take the hooks out."""
         self._spans.close()
-        self._handle.remove()
         self._capture.remove()
 
 

@@ -7,67 +7,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
+from offbeat.parts.profile import Span
 from offbeat.transport.driver import Pending
 from offbeat.transport.lookout import Lookout
 
 MAX_SPANS: Final = 4096
 """Of one step; what comes later is not noted."""
-
-
-class Span(NamedTuple):
-    """One thing that was done.
-
-    Attributes:
-        kind: what sort of thing.
-        what: which one.
-        began_s, ended_s: on the monotonic clock.
-    """
-
-    kind: str
-    what: str
-    began_s: float
-    ended_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Duty:
-    """A factor's place in the plan.
-
-    Attributes:
-        factor: its name, such as ``A of 'conv1'``.
-        rows: of each of its matrices.
-        matrices: how many there are: the groups of a convolution. 0: a diagonal.
-        message: number of the message that sums it over ranks; None where it stays with its owner.
-        owner: who inverts it; None: every rank.
-        sends: what the owner sends: "inverses" or "directions"; None where every rank inverts.
-        predicted_s: how long that was expected to take; None where nothing was measured.
-    """
-
-    factor: str
-    rows: int
-    matrices: int
-    message: int | None
-    owner: int | None
-    sends: str | None
-    predicted_s: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Profile:
-    """One step, looked at closely.
-
-    Attributes:
-        spans: what was done in it, in order of ends.
-        duties: the plan, if it is new.
-    """
-
-    spans: Sequence[Span]
-    duties: Sequence[Duty] = ()
 
 
 class Spans:

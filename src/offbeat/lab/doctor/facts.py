@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -135,12 +136,12 @@ def _machine() -> Iterator[Finding]:
         value=str(cores),
         means=f"at most {cores} workers compute at once here",
     )
-    total, available = (_memory_bytes(key) for key in ("MemTotal", "MemAvailable"))
+    memory = psutil.virtual_memory()
     yield Finding(
         name="memory",
         purpose="training",
-        state="ok" if total else "unknown",
-        value=f"{available / 2**30:.1f} GiB free of {total / 2**30:.1f}" if total else "",
+        state="ok",
+        value=f"{memory.available / 2**30:.1f} GiB free of {memory.total / 2**30:.1f}",
         means="a worker takes about 0.3 GiB besides its model",
     )
 
@@ -252,14 +253,6 @@ def _there(
         means=no,
         remedy=remedy,
     )
-
-
-def _memory_bytes(key: str) -> int:
-    line = next(
-        (line for line in _read(Path("/proc/meminfo")).splitlines() if line.startswith(f"{key}:")),
-        "",
-    )
-    return int(line.split()[1]) * 1024 if line else 0
 
 
 def _read(path: Path) -> str:

@@ -66,7 +66,7 @@ class TorchftLocalSGD(Native):
             store.set("offbeat-lab/lighthouse", f"http://{address}:{port}")
         where = store.get("offbeat-lab/lighthouse").decode()
         with bound_socket(address) as listener:
-            own_store = dist.TCPStore(  # type: ignore[attr-defined]
+            own_store = dist.TCPStore(
                 address,
                 listener.getsockname()[1],
                 is_master=True,

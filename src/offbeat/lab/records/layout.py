@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, JsonValue
 
 from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import EmulationReport
-from offbeat.session.checkpoint import Json
 from offbeat.transport.wrappers import Arrival
 
 SCHEMA: Final = 2
@@ -247,4 +246,4 @@ class RunHead(BaseModel):
     schema_version: int
     config: RunConfig
     attempts: list[Attempt]
-    environment: dict[str, Json]
+    environment: dict[str, JsonValue]

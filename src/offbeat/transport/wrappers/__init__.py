@@ -4,8 +4,9 @@ They nest in any order and work under the virtual driver too, since they take th
 inner driver's `Now` and let it pass with the inner driver's `Sleep`.
 """
 
+from offbeat.transport.operations import Traffic
 from offbeat.transport.wrappers.base import Wrapper
-from offbeat.transport.wrappers.counting import Arrival, Counting, Traffic, ring_traffic
+from offbeat.transport.wrappers.counting import Arrival, Counting
 from offbeat.transport.wrappers.delaying import Delaying, Delivery
 from offbeat.transport.wrappers.failing import Failing, Fault
 from offbeat.transport.wrappers.recording import Recorded, Recording
@@ -21,5 +22,4 @@ __all__ = [
     "Recording",
     "Traffic",
     "Wrapper",
-    "ring_traffic",
 ]

@@ -24,9 +24,7 @@ from typing import Any
 from offbeat.errors import OffbeatError, PeerTimeoutError, WireError
 from offbeat.transport.driver import Driver, Finished, Ticket
 from offbeat.transport.operations import (
-    AllGather,
-    AllReduce,
-    Broadcast,
+    DenseOperation,
     Operation,
     Payload,
     Recv,
@@ -35,7 +33,6 @@ from offbeat.transport.operations import (
     Sleep,
 )
 from offbeat.transport.wrappers.base import Raised, Wrapper
-from offbeat.transport.wrappers.counting import ring_traffic
 
 _DUE = struct.Struct("<d")
 
@@ -90,7 +87,7 @@ class Delaying(Wrapper):
                 return _LateMessage(self, operation, channel, self._arrived[peer, channel])
             case RecvAny():
                 return _LateMessageOfAny(self, operation, channel)
-            case AllReduce() | Broadcast() | AllGather():
+            case DenseOperation():
                 ticket = self.inner.start(operation, channel)
                 return _LateResult(
                     self, ticket, channel, self._occupy_link(self._share(operation), channel)
@@ -133,13 +130,8 @@ class Delaying(Wrapper):
         self._link_free_s = max(self.now_s(channel), self._link_free_s) + self._delay(delivery)
         return self._link_free_s
 
-    def _share(self, operation: Operation) -> Delivery:
-        # the others' payloads are not known before they are here; ranks gather payloads of about
-        # equal size
-        payloads = (
-            [operation.payload] * self.world_size if isinstance(operation, AllGather) else None
-        )
-        traffic = ring_traffic(operation, payloads, rank=self.rank, world_size=self.world_size)
+    def _share(self, operation: DenseOperation) -> Delivery:
+        traffic = operation.traffic(None, rank=self.rank, world_size=self.world_size)
         return Delivery(
             sender=self.rank,
             receiver=None,

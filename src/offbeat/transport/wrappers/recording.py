@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.operations import (
-    AllGather,
-    AllReduce,
-    Broadcast,
+    DenseOperation,
     Now,
     Operation,
     Post,
@@ -16,6 +14,7 @@ from offbeat.transport.operations import (
     RecvAny,
     Send,
     Sleep,
+    kind_of,
 )
 from offbeat.transport.wrappers.base import Wrapper
 
@@ -24,7 +23,7 @@ class Recorded(NamedTuple):
     """One operation.
 
     Attributes:
-        kind: class name of the operation.
+        kind: what `kind_of` says of the operation.
         peer: the other rank of a message, the root of a broadcast, else None.
         num_bytes: bytes of the payload or tensor; 0 for a sleep.
         channel: channel of the collective.
@@ -50,7 +49,7 @@ class Recording(Wrapper):
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         ticket = self.inner.start(operation, channel)
-        kind = type(operation).__name__
+        kind = kind_of(operation)
         match operation:
             case Recv(peer, _):
                 return _Taken(ticket, self.operations, peer, channel)
@@ -58,12 +57,10 @@ class Recording(Wrapper):
                 return _Taken(ticket, self.operations, None, channel)
             case Send(peer, payload):
                 self.operations.append(Recorded(kind, peer, memoryview(payload).nbytes, channel))
-            case AllGather(payload):
-                self.operations.append(Recorded(kind, None, memoryview(payload).nbytes, channel))
-            case AllReduce(tensor):
-                self.operations.append(Recorded(kind, None, tensor.nbytes, channel))
-            case Broadcast(tensor, root):
-                self.operations.append(Recorded(kind, root, tensor.nbytes, channel))
+            case DenseOperation():
+                self.operations.append(
+                    Recorded(kind, operation.root_rank, operation.num_bytes, channel)
+                )
             case Sleep():
                 self.operations.append(Recorded(kind, None, 0, channel))
             case Post(payload):

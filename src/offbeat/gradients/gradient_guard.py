@@ -5,14 +5,16 @@ averaged, everybody's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from offbeat.errors import NonFiniteError
+from offbeat.parts.part import Part
 
 
-class GradientGuard:
+class GradientGuard(Part):
     """Before each optimizer step, takes away gradients that hold an infinity or a NaN, so that this
     rank's step does nothing.
 
@@ -25,6 +27,8 @@ class GradientGuard:
         notify: for remarks.
         rank: for the remarks.
     """
+
+    state_key: ClassVar[str] = "gradient_guard"
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class GradientGuard:
         self._num_skipped = 0
         self._num_in_a_row = 0
 
+    @override
     def on_before_step(self) -> None:
         self._num_steps += 1
         gradients = [
@@ -65,18 +70,18 @@ class GradientGuard:
                 " (max_skipped_steps). Lower the learning rate or look at its data"
             )
 
+    @override
     def counters(self) -> dict[str, float]:
         return {"skipped_steps": self._num_skipped}
 
+    @override
     def state_dict(self) -> dict[str, dict[str, int]]:
         return {"local": {"num_steps": self._num_steps, "num_skipped": self._num_skipped}}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         self._num_steps = int(state["local"]["num_steps"])
         self._num_skipped = int(state["local"]["num_skipped"])
-
-    def close(self) -> None:
-        """There is nothing to give back."""
 
 
 def _entries(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,253 @@
+"""`Part`: what a strategy puts into a training loop, and the events that a part can act on.
+
+A strategy builds parts; a session calls their event methods and keeps their state, and does nothing
+else with them. A part overrides the events that it needs. The order within one training step is
+
+    batch claimed -> forward begins -> backward begins -> gradient ready (for each parameter)
+    -> backward done -> before step -> before update -> after step
+
+where batches are claimed only if the loader is the session's or if the user calls `weigh`. In a
+step whose closure runs the backward pass, `on_closure` takes the place of `on_before_step`. Parts
+get each event in the order in which the strategy built them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeAlias
+
+from typing_extensions import override
+
+from offbeat.errors import nearest
+from offbeat.parts.profile import StepProfile
+from offbeat.weights.model_weights import ModelWeights
+
+PartState: TypeAlias = dict[str, dict[str, Any]]
+"""A part's state. Its keys say what becomes of an entry when the number of workers changes:
+
+- "additive": tensors by name whose sum over ranks matters (residuals); they are shared out anew,
+  and the sum is preserved;
+- "replicated": the same on every rank; copied;
+- "local": a rank's own; handed to the rank of the same number modulo the old world size.
+"""
+
+
+class Part:
+    """A component of a strategy. All methods do nothing unless a subclass overrides them.
+
+    A subclass that keeps state sets `state_key`. A misspelt event is refused when the class is
+    defined: every public method whose name begins with `on_` must be one of those below.
+
+    Attributes:
+        state_key: the part's name in checkpoints; unique within a strategy, and never changed.
+        averages_models: whether `average_into` gives the mean of all living ranks' models.
+        averages_alone: whether `average_into` needs no call on the other ranks.
+        start_step: the step at which this rank came in, for one that joined a run which was under
+            way; else 0.
+    """
+
+    state_key: ClassVar[str]
+
+    averages_models: bool = False
+    averages_alone: bool = False
+    start_step: int = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls):
+            if name.startswith("on_") and name not in EVENTS:
+                raise TypeError(
+                    f"{cls.__name__}.{name} is no event, so no session would call it; the events"
+                    f" are {', '.join(EVENTS)}{nearest(name, EVENTS)}"
+                )
+
+    # Events
+
+    def on_batch_claimed(self, num_samples: int) -> None:
+        """The coming optimizer step is taken with `num_samples` further samples."""
+
+    def on_forward_begins(self, *, trains: bool) -> None:
+        """The root module is called. `trains`: it is in training mode, and gradients are on."""
+
+    def on_backward_begins(self, *, synchronised: bool) -> None:
+        """An outermost backward pass begins and has accumulated nothing; `synchronised` is False
+        inside `no_sync`.
+        """
+
+    def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
+        """Parameter `index`, in the model's order, has its gradient of this backward pass."""
+
+    def on_backward_done(self, *, synchronised: bool) -> None:
+        """The backward pass is over. What this raises comes out of the user's `backward()`."""
+
+    def on_backward_failed(self) -> None:
+        """An earlier backward pass ended in an exception on this rank; its peers may be waiting."""
+
+    def on_join(self) -> None:
+        """This rank takes part in its peers' exchange although it ran no backward pass."""
+
+    def on_before_step(self) -> None:
+        """`optimizer.step()` has been called without a closure."""
+
+    def on_closure(self) -> None:
+        """`optimizer.step(closure)` has been called; the closure runs the backward pass."""
+
+    def on_before_update(self) -> None:
+        """Gradients are final: all parts have acted on `on_before_step`, or the closure that was
+        given to `step()` has returned.
+        """
+
+    def on_after_step(self) -> None:
+        """`optimizer.step()` is about to return."""
+
+    def on_finish(self) -> None:
+        """This rank takes no more steps. Returns when no living rank does."""
+
+    def on_abandon(self, reason: str) -> None:
+        """This rank has failed, and `close` follows: no peer must wait for it."""
+
+    # Answers
+
+    def counters(self) -> Mapping[str, float]:
+        """Totals so far, summed over parts: "exchanges", "skipped_steps", "encode_s" (seconds)."""
+        return {}
+
+    def averaging_weight(self) -> float | None:
+        """This rank's weight in the mean of all ranks' models; None: this part does not say."""
+        return None
+
+    def average_into(self, weights: ModelWeights) -> None:
+        """Write the mean of all living ranks' models into `weights`, which belong to a copy of the
+        model. Called only if `averages_models`. Collective unless `averages_alone`.
+        """
+        raise NotImplementedError
+
+    def take_profile(self) -> StepProfile | None:
+        """The step that has just ended, if it is one that was looked at closely."""
+        return None
+
+    # State
+
+    def state_dict(self) -> PartState:
+        """All that a resumed run needs to go on as if it had never stopped. Tensors may be live."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Inverse of `state_dict`. Raises `CheckpointError` when the state does not fit."""
+
+    def close(self) -> None:
+        """Put back whatever the part changed in the user's objects."""
+
+
+EVENTS = tuple(name for name in vars(Part) if name.startswith("on_"))
+"""The names of all events."""
+
+
+class WrappedPart(Part):
+    """A part that stands around another one and hands everything on to it.
+
+    A subclass overrides what it does differently. While `forwards_events` is False the inner part
+    gets no events, apart from the two that end a session.
+
+    Args:
+        inner: the part that is wrapped.
+    """
+
+    def __init__(self, inner: Part) -> None:
+        self.inner = inner
+
+    @property
+    def forwards_events(self) -> bool:
+        """Whether the inner part gets events at the moment."""
+        return True
+
+    @override
+    def on_batch_claimed(self, num_samples: int) -> None:
+        if self.forwards_events:
+            self.inner.on_batch_claimed(num_samples)
+
+    @override
+    def on_forward_begins(self, *, trains: bool) -> None:
+        if self.forwards_events:
+            self.inner.on_forward_begins(trains=trains)
+
+    @override
+    def on_backward_begins(self, *, synchronised: bool) -> None:
+        if self.forwards_events:
+            self.inner.on_backward_begins(synchronised=synchronised)
+
+    @override
+    def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
+        if self.forwards_events:
+            self.inner.on_gradient_ready(index, synchronised=synchronised)
+
+    @override
+    def on_backward_done(self, *, synchronised: bool) -> None:
+        if self.forwards_events:
+            self.inner.on_backward_done(synchronised=synchronised)
+
+    @override
+    def on_backward_failed(self) -> None:
+        if self.forwards_events:
+            self.inner.on_backward_failed()
+
+    @override
+    def on_join(self) -> None:
+        if self.forwards_events:
+            self.inner.on_join()
+
+    @override
+    def on_before_step(self) -> None:
+        if self.forwards_events:
+            self.inner.on_before_step()
+
+    @override
+    def on_closure(self) -> None:
+        if self.forwards_events:
+            self.inner.on_closure()
+
+    @override
+    def on_before_update(self) -> None:
+        if self.forwards_events:
+            self.inner.on_before_update()
+
+    @override
+    def on_after_step(self) -> None:
+        if self.forwards_events:
+            self.inner.on_after_step()
+
+    @override
+    def on_finish(self) -> None:
+        self.inner.on_finish()
+
+    @override
+    def on_abandon(self, reason: str) -> None:
+        self.inner.on_abandon(reason)
+
+    @override
+    def counters(self) -> Mapping[str, float]:
+        return self.inner.counters()
+
+    @override
+    def averaging_weight(self) -> float | None:
+        return self.inner.averaging_weight()
+
+    @override
+    def average_into(self, weights: ModelWeights) -> None:
+        self.inner.average_into(weights)
+
+    @override
+    def take_profile(self) -> StepProfile | None:
+        return self.inner.take_profile()
+
+    @override
+    def state_dict(self) -> PartState:
+        return self.inner.state_dict()
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        self.inner.load_state_dict(state)
+
+    @override
+    def close(self) -> None:
+        self.inner.close()

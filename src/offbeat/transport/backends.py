@@ -1,0 +1,105 @@
+"""The process groups of PyTorch that dense operations are carried out on: gloo for CPU tensors and
+NCCL for CUDA tensors.
+
+They belong to one session and are never the user's own process group, so that nothing that is done
+on them is ordered against the user's collectives.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+
+WAIT_LIMIT = timedelta(days=1)
+"""A peer may be slow for long; that it is dead shows in its connections."""
+
+
+class BackendWork(Protocol):
+    """PyTorch's handle of an operation under way."""
+
+    def wait(self) -> bool: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Backend(Protocol):
+    """What the process groups of gloo and NCCL have in common, which PyTorch's stubs do not say."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def allreduce(
+        self, tensors: list[torch.Tensor], options: dist.AllreduceOptions
+    ) -> BackendWork: ...
+
+    def broadcast(
+        self, tensors: list[torch.Tensor], options: dist.BroadcastOptions
+    ) -> BackendWork: ...
+
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]
+    ) -> BackendWork: ...
+
+    def reduce_scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        options: dist.ReduceScatterOptions,
+    ) -> BackendWork: ...
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> BackendWork: ...
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> BackendWork: ...
+
+
+class Backends(Protocol):
+    """This rank's place among all ranks, and the backend for each device."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def backend_for(self, tensor: torch.Tensor) -> Backend:
+        """The backend that carries `tensor`. Raises `PeerError` when it has been closed."""
+        ...
+
+
+def gloo_backend(
+    store: Store, rank: int, world_size: int, *, address: str, connect_limit_s: float
+) -> Backend:
+    """A gloo backend whose sockets are bound to `address`. Collective: it returns when all ranks
+    have made theirs.
+
+    Args:
+        store: where the ranks find each other; its keys must not have been used by an earlier
+            backend.
+        rank: this rank.
+        world_size: number of ranks.
+        address: numeric address of this host.
+        connect_limit_s: how long that may take, > 0.
+
+    Raises:
+        RuntimeError: it took longer.
+    """
+    # absent from the stubs
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=connect_limit_s)
+    backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+    # Only connecting has a short limit: a wait that times out closes its pair for good.
+    backend._set_default_timeout(WAIT_LIMIT)
+    return cast(Backend, backend)
+
+
+def nccl_backend(store: Store, rank: int, world_size: int) -> Backend:
+    """An NCCL backend, for the current CUDA device."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = WAIT_LIMIT
+    return cast(Backend, dist.ProcessGroupNCCL(store, rank, world_size, options))
