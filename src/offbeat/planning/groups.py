@@ -125,9 +125,7 @@ def groups(version: int, members: Sequence[int], group_size: int) -> list[tuple[
     ([(3, 4, 6), (8, 9)], [(3, 4, 8), (6, 9)])
     """
     _check(version, members, group_size)
-    groups_of_positions = _groups_of_positions(
-        len(members), min(group_size, len(members)), version
-    )
+    groups_of_positions = _groups_of_positions(len(members), min(group_size, len(members)), version)
     return [tuple(members[position] for position in group) for group in groups_of_positions]
 
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.averaging.background.group_base import Piece
-from offbeat.averaging.background.group_merge import merge_delta, merge_paper
+from offbeat.averaging.background.interface import Piece
+from offbeat.averaging.background.merge_rules import merge_delta, merge_paper
 from offbeat.codec.model_wire import ABSENT, Note, Values
 
 

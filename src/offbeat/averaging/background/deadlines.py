@@ -56,7 +56,9 @@ class DeadlineRule:
                 )
         for name in ("window", "min_samples"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"DeadlineRule.{name} is {getattr(self, name)}, allowed is 1 or more")
+                raise ConfigError(
+                    f"DeadlineRule.{name} is {getattr(self, name)}, allowed is 1 or more"
+                )
         if not 0 < self.floor_s <= self.cap_s:
             raise ConfigError(
                 f"DeadlineRule.floor_s is {self.floor_s}, allowed is above 0 and up to cap_s,"

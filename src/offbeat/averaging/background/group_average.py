@@ -285,9 +285,7 @@ class RoundManager(ProtocolMember):
         Where all wait for all, an announcement does not count here: the chunks are waited for
         without a deadline, so that all that take part get the same average.
         """
-        return self._is_quorum(
-            managed, frozenset() if managed.waits_for_all else managed.announced
-        )
+        return self._is_quorum(managed, frozenset() if managed.waits_for_all else managed.announced)
 
     def _is_quorum(self, managed: _ManagedRound, announced: Set[int]) -> bool:
         """Whether enough members have arrived; members that will not arrive are not waited for."""

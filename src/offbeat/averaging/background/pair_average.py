@@ -18,9 +18,9 @@ Differences from the paper:
 - The average of the paper is atomic: both models are locked until both have the average. That needs
   a bipartite graph, or ranks that ask each other wait for ever. Here the rank that is asked never
   waits, and the rank that asked adds what it did since to the average that comes back (average +
-  now - then). The mean over ranks is the same, and any two ranks may be partners. Two ranks that ask
-  each other at once would only exchange their models: therefore the lower rank declines, and one
-  average serves both.
+  now - then). The mean over ranks is the same, and any two ranks may be partners. Two ranks that
+  ask each other at once would only exchange their models: therefore the lower rank declines, and
+  one average serves both.
 - Averages have weights, and partners may be slow, stop or die. A partner that does not answer
   within a deadline is suspected: its answer is merged when it arrives, and it is not asked again
   until a message of it arrives.

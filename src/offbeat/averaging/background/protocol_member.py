@@ -37,9 +37,7 @@ def arrive(version: int, *, generation: int) -> bytes:
     """A rank posts this to its own member when it has ended a step. From then on, and until the
     version is closed, `ProtocolPort.contribute` must be fresh.
     """
-    return ModelMessage(
-        kind=MessageKind.ARRIVE, generation=generation, version=version
-    ).to_bytes()
+    return ModelMessage(kind=MessageKind.ARRIVE, generation=generation, version=version).to_bytes()
 
 
 def fetch_model(peer: int | None, *, generation: int) -> bytes:

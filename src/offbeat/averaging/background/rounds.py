@@ -3,15 +3,15 @@
 There are two ways to average. With both, all members that get an average get the same bits.
 
 - `DirectRound`: every member sends its model to every other one and adds up all models in the order
-  of the group. That is one message a peer and (S-1) N bytes for a group of S and a model of N bytes.
+  of the group. That is one message a peer and (S-1) N bytes, for a group of S and a model of N.
   Either all of the participants have the average or none has. Participants average among themselves
   only when each of them knows that all of them mean to average among exactly these participants,
   and when these are more than half of the group.
 - `ScatteredRound`: a reduce-scatter and an all-gather. The model is cut into as many regions as
   there are members, and each member owns one. Every member sends its chunk of a region to the
-  owner. The owner averages the chunks that it has and sends the average to all. That is two messages
-  a peer and 2 N (S-1) / S bytes. A missing owner costs its region only; a missing contribution is
-  not in that owner's average.
+  owner. The owner averages the chunks that it has and sends the average to all. That is two
+  messages a peer and 2 N (S-1) / S bytes. A missing owner costs its region only; a missing
+  contribution is not in that owner's average.
 """
 
 from __future__ import annotations
