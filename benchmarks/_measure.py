@@ -1,21 +1,30 @@
 """What the benchmarks share: pairs measured by turns, their ratio with a bootstrap interval, and
-how cases are printed.
+how figures are printed and kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
+import platform
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from scipy.stats import bootstrap
+
+import offbeat
+from _results import CASES, Figure, Origin, ResultFile, rows_of
 
 VERDICTS = {True: "holds", False: "missed", "undecided": "undecided"}
 
@@ -32,6 +41,7 @@ class Ratio:
         holds: whether the goal is met; "undecided" when the interval straddles it.
         bound: the best that physics or arithmetic allow.
         interval: of `value`, 95%.
+        table: the table of the benchmark's page that shows it.
     """
 
     case: str
@@ -41,6 +51,7 @@ class Ratio:
     holds: bool | Literal["undecided"]
     bound: float
     interval: tuple[float, float]
+    table: str = CASES
 
 
 def ratio(
@@ -50,6 +61,7 @@ def ratio(
     bound: float,
     at_most: float | None = None,
     at_least: float | None = None,
+    table: str = CASES,
 ) -> Ratio:
     """The first members of `pairs` over the second ones, against one goal.
 
@@ -82,6 +94,7 @@ def ratio(
         holds="undecided" if low < limit < high else met,
         bound=bound,
         interval=(low, high),
+        table=table,
     )
 
 
@@ -117,6 +130,118 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - begin_s
 
 
+Row: TypeAlias = Ratio | Figure
+"""What a benchmark finds: a ratio with its goal, or one more figure of a table."""
+Cells: TypeAlias = Mapping[str, Callable[[], Iterable[Row]]]
+"""By name, what is measured in one go."""
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per case and line"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help="also keep all figures in DIR/NAME.jsonl, cell by cell; cells that are there are"
+        " skipped, so that a benchmark which was stopped goes on",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="with --results: measure cells that are there anew"
+    )
+
+
+def present(cells: Cells, asked: argparse.Namespace, *, seeds: int | None = None) -> None:
+    """Measure the cells, and print and keep what they find as `add_output_options` has asked.
+
+    Args:
+        cells: by name, what to measure.
+        asked: the command line.
+        seeds: how many runs stand behind each figure, if the benchmark has seeds.
+    """
+    if asked.results is not None and getattr(asked, "quick", False):
+        raise SystemExit("figures of --quick mean nothing; leave out --quick or --results")
+    kept = None if asked.results is None else ResultFile(asked.results / f"{_name()}.jsonl")
+    print_rows(_measured(cells, kept, seeds, again=asked.again), as_json=asked.json)
+
+
+def _measured(
+    cells: Cells, kept: ResultFile | None, seeds: int | None, *, again: bool
+) -> Iterator[Ratio]:
+    for cell, measure in cells.items():
+        if kept is not None and cell in kept.cells and not again:
+            print(f"{cell}: is in {kept.path}; --again measures it anew", file=sys.stderr)
+            continue
+        rows: list[Row] = []
+        for row in measure():
+            rows.append(row)
+            if isinstance(row, Ratio):
+                yield row
+        _tell([row for row in rows if isinstance(row, Figure)])
+        if kept is not None:
+            kept.replace(cell, map(figure_of, rows), origin(seeds))
+
+
+def figure_of(row: Row) -> Figure:
+    if isinstance(row, Figure):
+        return row
+    return Figure(
+        case=row.case,
+        table=row.table,
+        value=row.value,
+        unit=row.unit,
+        interval=row.interval,
+        goal=row.goal,
+        holds=row.holds,
+        bound=row.bound if np.isfinite(row.bound) else None,
+    )
+
+
+def origin(seeds: int | None) -> Origin:
+    """This run of this benchmark."""
+    processor = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [
+            line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        processor = models[0].partition(": ")[2] if models else processor
+    return Origin(
+        recorded=offbeat.__version__,
+        command=_command(),
+        seeds=seeds,
+        machine=f"{processor}, {os.cpu_count()} cores",
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        versions={"python": platform.python_version(), "torch": version("torch")},
+    )
+
+
+def _name() -> str:
+    return Path(sys.argv[0]).stem
+
+
+def _command() -> str:
+    """The command line without what says where output goes, and without directories."""
+    words, options = [f"python benchmarks/{_name()}.py"], iter(sys.argv[1:])
+    for option in options:
+        if option == "--results":
+            next(options, None)
+        elif option not in ("--json", "--again") and not option.startswith("--results="):
+            words.append(Path(option).name if Path(option).exists() else option)
+    return " ".join(words)
+
+
+def _tell(figures: Sequence[Figure]) -> None:
+    """Print tables that have no goals to standard error."""
+    for name in dict.fromkeys(figure.table for figure in figures):
+        heading, *rows = rows_of([figure for figure in figures if figure.table == name])
+        table = Table(*heading, title=name, title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        Console(stderr=True, width=140).print(table)
+
+
 def print_rows(rows: Iterable[Ratio], *, as_json: bool) -> None:
     """One JSON object a line, each as soon as it is there; or a table."""
     if as_json:
@@ -131,10 +256,8 @@ def print_rows(rows: Iterable[Ratio], *, as_json: bool) -> None:
     Console().print(table)
 
 
-def main(cases: Callable[[], Iterable[Ratio]]) -> None:
-    """Measure and print, as the command line says."""
+def main(cells: Cells) -> None:
+    """Measure and print, as the command line says, a benchmark without options of its own."""
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per case and line"
-    )
-    print_rows(cases(), as_json=parser.parse_args().json)
+    add_output_options(parser)
+    present(cells, parser.parse_args())

@@ -17,12 +17,12 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from typing import Literal, Protocol
@@ -32,7 +32,8 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import bootstrap
 
-from _measure import Ratio, print_rows
+from _measure import Ratio, Row, add_output_options, present
+from _results import Figure
 from offbeat.lab.tasks import build_task
 from offbeat.transport.operations import Recv, Send
 from offbeat.transport.peers import Peers
@@ -41,7 +42,8 @@ Kind = Literal["thread", "process"]
 
 TASK = {"size": "medium", "batch_size": "64"}
 NUM_RANKS = (2, 4)
-ANSWER_BYTES = (64, 1_000_000)
+ANSWER_NAMES = {64: "64 bytes", 1_000_000: "1 MB"}
+ANSWER_BYTES = tuple(ANSWER_NAMES)
 REQUESTS_A_BLOCK = 250
 NUM_BLOCKS = 4
 MEAN_PAUSE_S = 0.01
@@ -224,27 +226,22 @@ def _ask(asker: Peers, num_ranks: int, samples: dict[int, Samples], num_requests
                 found.answer_s.append(time.perf_counter() - begin_s)
 
 
-def cases(*, num_blocks: int, num_requests: int) -> Iterator[Ratio]:
-    for num_ranks in NUM_RANKS:
-        measured: dict[Kind, dict[int, Samples]] = {
-            kind: {size: Samples() for size in ANSWER_BYTES} for kind in ("thread", "process")
-        }
-        order: list[Kind] = ["thread", "process"]
-        for _ in range(num_blocks):
-            for kind in order:
-                block(kind, num_ranks, measured[kind], num_requests)
-            order.reverse()
-        thread, process = measured["thread"], measured["process"]
-        for size in ANSWER_BYTES:
-            _tell(num_ranks, size, measured)
-            what = (
-                f"99th percentile answer of {size:,} bytes, thread over process, {num_ranks} ranks"
-            )
-            yield _no_worse(what, thread[size].answer_s, process[size].answer_s, late)
-        steps = thread[ANSWER_BYTES[0]].step_s, process[ANSWER_BYTES[0]].step_s
-        yield _no_worse(
-            f"mean training step, thread over process, {num_ranks} ranks", *steps, np.mean
-        )
+def cases(num_ranks: int, *, num_blocks: int, num_requests: int) -> Iterator[Row]:
+    measured: dict[Kind, dict[int, Samples]] = {
+        kind: {size: Samples() for size in ANSWER_BYTES} for kind in ("thread", "process")
+    }
+    order: list[Kind] = ["thread", "process"]
+    for _ in range(num_blocks):
+        for kind in order:
+            block(kind, num_ranks, measured[kind], num_requests)
+        order.reverse()
+    thread, process = measured["thread"], measured["process"]
+    for size in ANSWER_BYTES:
+        yield from figures(num_ranks, size, measured)
+        what = f"99th percentile answer of {size:,} bytes, thread over process, {num_ranks} ranks"
+        yield _no_worse(what, thread[size].answer_s, process[size].answer_s, late)
+    steps = thread[ANSWER_BYTES[0]].step_s, process[ANSWER_BYTES[0]].step_s
+    yield _no_worse(f"mean training step, thread over process, {num_ranks} ranks", *steps, np.mean)
 
 
 def late(answer_s: NDArray[np.float64], axis: int = -1) -> NDArray[np.float64]:
@@ -279,23 +276,25 @@ def _no_worse(
     )
 
 
-def _tell(num_ranks: int, size: int, measured: dict[Kind, dict[int, Samples]]) -> None:
+def figures(
+    num_ranks: int, size: int, measured: dict[Kind, dict[int, Samples]]
+) -> Iterator[Figure]:
+    """Milliseconds of answers of `size` bytes, and of the training steps beside them."""
+    of_answers = f"{ANSWER_NAMES[size]}: median, 99th percentile"
     for kind, by_size in measured.items():
-        middle, last = 1e3 * np.quantile(by_size[size].answer_s, [0.5, 0.99])
-        step_ms, count = 1e3 * float(np.mean(by_size[size].step_s)), len(by_size[size].answer_s)
-        what = (
-            f"{num_ranks} ranks, {size:,} bytes, {kind}: median {middle:.2f} ms, 99th percentile"
-            f" {last:.2f} ms of {count}"
-        )
-        print(f"{what}; a training step {step_ms:.1f} ms", file=sys.stderr)
+        answer_ms = tuple(map(float, 1e3 * np.quantile(by_size[size].answer_s, [0.5, 0.99])))
+        step_ms = 1e3 * float(np.mean(by_size[size].step_s))
+        table, case = "answers and steps, ms", f"{num_ranks} ranks, {kind}"
+        yield Figure(table=table, case=case, column=of_answers, value=answer_ms)
+        if size == ANSWER_BYTES[-1]:
+            yield Figure(table=table, case=case, column="a training step", value=step_ms)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per case and line"
-    )
+    add_output_options(parser)
     parser.add_argument("--quick", action="store_true", help="only to see that it runs")
     arguments = parser.parse_args()
     num_blocks, num_requests = (1, 40) if arguments.quick else (NUM_BLOCKS, REQUESTS_A_BLOCK)
-    print_rows(cases(num_blocks=num_blocks, num_requests=num_requests), as_json=arguments.json)
+    times = {"num_blocks": num_blocks, "num_requests": num_requests}
+    present({f"{n} ranks": partial(cases, n, **times) for n in NUM_RANKS}, arguments)

@@ -25,13 +25,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from _measure import Ratio, print_rows
+from _measure import Ratio, Row, add_output_options, present
+from _results import Figure
 from links import Quiet
 from offbeat.lab.cluster import Cluster, Straggling
 from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
@@ -195,35 +195,27 @@ def target_of(case: Case, baseline: Found) -> float:
     )
 
 
-def show(case: Case, found: dict[str, Found], seeds: Sequence[int]) -> None:
+def figures(case: Case, found: dict[str, Found], seeds: Sequence[int]) -> Iterator[Figure]:
+    """What the page shows of each strategy; a failed one is said on standard error."""
     baseline = found[BASELINE]
     target = target_of(case, baseline)
-    title = f"{case.task}, {case.steps} steps, {len(seeds)} seeds; target {target:.4f}"
-    columns = (
-        "",
-        "metric",
-        f"worse than {BASELINE}, {case.unit}",
-        "interval",
-        "steps to target",
-        "missed it",
-    )
-    table = Table(*columns, title=title, title_justify="left")
+    print(f"{case.task}, {case.steps} steps, target {target:.4f}", file=sys.stderr)
     for spec, one in found.items():
         metrics = [metric for seed in seeds if (metric := one.metric(seed)) is not None]
         if one.failure or not metrics:
-            table.add_row(spec, f"failed: {one.failure}")
+            print(f"{case.task}: {spec} failed: {one.failure}", file=sys.stderr)
             continue
+        cell = partial(Figure, table=case.task, case=spec)
         gap, steps = gaps(case, one, baseline, seeds), steps_to_target(case, one, target, seeds)
-        mean_gap = np.mean([value for value in gap.values if value is not None])
-        table.add_row(
-            spec,
-            f"{np.mean(metrics):.4f}",
-            f"{mean_gap:+.2f}",
-            "" if gap.low is None else f"{gap.low:+.2f} to {gap.high:+.2f}",
-            "" if steps.median is None else f"{steps.median:.0f}",
-            str(steps.values.count(None)),
+        yield cell(column="metric", value=float(np.mean(metrics)), decimals=4)
+        yield cell(
+            column=f"worse than {BASELINE}, {case.unit}",
+            value=float(np.mean([value for value in gap.values if value is not None])),
+            interval=None if gap.low is None or gap.high is None else (gap.low, gap.high),
+            decimals=2,
         )
-    Console(stderr=True, width=140).print(table)
+        yield cell(column="steps to the target", value=steps.median, decimals=0)
+        yield cell(column="seeds that missed the target", value=float(steps.values.count(None)))
 
 
 def goals(case: Case, found: dict[str, Found], seeds: Sequence[int]) -> Iterator[Ratio]:
@@ -270,22 +262,17 @@ def _ratio(case: str, value: Estimate, at_most: float, unit: str, *, bound: floa
     )
 
 
-def run(
-    cases: Sequence[Case], specs: Sequence[str], seeds: Sequence[int], directory: Path
-) -> Iterator[Ratio]:
-    for case in cases:
-        found = measure(case, specs, seeds, directory)
-        if found[BASELINE].failure:
-            raise SystemExit(f"{BASELINE} failed: {found[BASELINE].failure}")
-        show(case, found, seeds)
-        yield from goals(case, found, seeds)
+def run(case: Case, specs: Sequence[str], seeds: Sequence[int], directory: Path) -> Iterator[Row]:
+    found = measure(case, specs, seeds, directory)
+    if found[BASELINE].failure:
+        raise SystemExit(f"{BASELINE} failed: {found[BASELINE].failure}")
+    yield from figures(case, found, seeds)
+    yield from goals(case, found, seeds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per case and line"
-    )
+    add_output_options(parser)
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -311,10 +298,9 @@ def main() -> None:
     if asked.quick:
         cases = [Case(task="digits", steps=40)]
     with tempfile.TemporaryDirectory() as temporary:
-        rows = run(
-            cases, specs, range(1 if asked.quick else asked.seeds), asked.keep or Path(temporary)
-        )
-        print_rows(rows, as_json=asked.json)
+        seeds, directory = 1 if asked.quick else asked.seeds, asked.keep or Path(temporary)
+        cells = {case.task: partial(run, case, specs, range(seeds), directory) for case in cases}
+        present(cells, asked, seeds=seeds)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,8 @@ from _measure import Ratio, main, ratio, timed
 from _ranks import run_ranks
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
-from offbeat.codec.wire import pair_bytes
+from offbeat.codec.wire import Wire
 from offbeat.collectives import gtopk_tree, sparse_reduce_scatter
-from offbeat.collectives.base import Wire
 from offbeat.parts.workspace import stream_counter
 from offbeat.planning.costs import Link, Network
 from offbeat.transport.connect import connect
@@ -123,12 +122,7 @@ def measure(
     """
     driver = behind_link(connect().driver, link)
     stream = stream_counter()()
-    wire = Wire(
-        num_elements=NUM_ELEMENTS,
-        num_parameters=1,
-        dtype=np.dtype(np.float32),
-        value_format="float32",
-    )
+    wire = Wire(num_elements=NUM_ELEMENTS, num_parameters=1, dtype=np.dtype(np.float32))
     tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, dtype=np.bool_))
     mine = contribution(rank)
     rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in COLLECTIVES}
@@ -141,31 +135,26 @@ def measure(
             whole_s = timed(partial(driver.run, exchange, stream.next()))
             slowest = torch.tensor([whole_s, sum(spent_s)])
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            cost = cost_of(
-                world_size=world_size, k=K, pair_bytes=pair_bytes("float32"), network=network
-            )
+            cost = cost_of(world_size=world_size, k=K, pair_bytes=wire.pair_bytes, network=network)
             if turn >= 2:
                 rounds[name].append((float(slowest[0]), float(slowest[1]), cost))
     driver.close()
     return rounds
 
 
-def cases() -> Iterator[Ratio]:
-    for where, link in LINKS.items():
-        for world_size in WORLD_SIZES:
-            for name, rounds in run_ranks(measure, world_size, link).items():
-                against = f"its alpha-beta cost, {where}, {world_size} workers"
-                yield ratio(
-                    f"{name} / {against}",
-                    [(whole, cost) for whole, _, cost in rounds],
-                    at_most=GOAL,
-                    bound=1.0,
-                )
-                pairs = [(computing, cost) for _, computing, cost in rounds]
-                yield ratio(
-                    f"{name}, computing alone / {against}", pairs, at_most=GOAL - 1, bound=0.0
-                )
+def cases(where: str) -> Iterator[Ratio]:
+    for world_size in WORLD_SIZES:
+        for name, rounds in run_ranks(measure, world_size, LINKS[where]).items():
+            against = f"its alpha-beta cost, {where}, {world_size} workers"
+            yield ratio(
+                f"{name} / {against}",
+                [(whole, cost) for whole, _, cost in rounds],
+                at_most=GOAL,
+                bound=1.0,
+            )
+            pairs = [(computing, cost) for _, computing, cost in rounds]
+            yield ratio(f"{name}, computing alone / {against}", pairs, at_most=GOAL - 1, bound=0.0)
 
 
 if __name__ == "__main__":
-    main(cases)
+    main({where: partial(cases, where) for where in LINKS})

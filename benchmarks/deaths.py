@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from _measure import Ratio, print_rows
+from _measure import Cells, Ratio, Row, add_output_options, present
+from _results import Figure
 from offbeat.errors import OffbeatError
 from offbeat.lab.cluster import Cluster, Fault, LinkSpec
 from offbeat.lab.config import Request
@@ -241,63 +240,45 @@ def _case(
     )
 
 
-def show(all_found: dict[str, Found], references: dict[int, list[float | None]]) -> None:
-    columns = (
-        "",
-        "finished",
-        "stall: median",
-        "99th percentile",
-        "longest",
-        "steps lost",
-        "metric",
-        "of the world left",
-    )
-    table = Table(*columns)
-    for name, found in all_found.items():
-        middle, late, longest = (
-            np.quantile(found.stalls_s, [0.5, 0.99, 1.0]) if found.stalls_s else (np.nan,) * 3
-        )
-        table.add_row(
-            name,
-            f"{len(found.metrics) - len(found.failures)} of {len(found.metrics)}",
-            *(f"{1e3 * seconds:.1f} ms" for seconds in (middle, late, longest)),
-            str(max(found.steps_lost, default="")),
-            _listed(found.metrics),
-            _listed(references[SCENARIOS[name].num_left]),
-        )
-    Console(stderr=True, width=140).print(table)
-    for name, found in all_found.items():
-        for failure in found.failures:
-            print(f"{name}: {failure}", file=sys.stderr)
+def figures(name: str, found: Found, references: Sequence[float | None]) -> Iterator[Figure]:
+    """What the page shows of a scenario; failures are said on standard error."""
+    for failure in found.failures:
+        print(f"{name}: {failure}", file=sys.stderr)
+    cell = partial(Figure, table="scenarios", case=name)
+    num_runs = len(found.metrics)
+    finished = f"{num_runs - len(found.failures)} of {num_runs}"
+    yield cell(column="runs that finished", value=finished)
+    if found.stalls_s:
+        late_s, longest_s = map(float, np.quantile(found.stalls_s, [0.99, 1.0]))
+        yield cell(column="stall: 99th percentile, s", value=late_s, decimals=2)
+        yield cell(column="stall: longest, s", value=longest_s, decimals=2)
+        yield cell(column="steps lost", value=float(max(found.steps_lost)), decimals=0)
+    yield cell(column="metric by seed", value=tuple(found.metrics), decimals=3)
+    yield cell(column="metric of the world that was left", value=tuple(references), decimals=3)
 
 
-def _listed(metrics: Sequence[float | None]) -> str:
-    return " ".join("none" if metric is None else f"{metric:.4f}" for metric in metrics)
-
-
-def cases(
+def cells(
     spec: str, names: Sequence[str], seeds: Sequence[int], steps: int, directory: Path
-) -> Iterator[Ratio]:
+) -> Cells:
     references: dict[int, list[float | None]] = {}
-    all_found: dict[str, Found] = {}
-    for name in names:
+
+    def cases(name: str) -> Iterator[Row]:
         scenario = SCENARIOS[name]
-        found = all_found[name] = measure(spec, scenario, seeds, steps, directory / name)
-        if scenario.num_left not in references:
-            references[scenario.num_left] = reference(
-                spec, scenario.num_left, seeds, steps, directory
-            )
-        pairs = zip(references[scenario.num_left], found.metrics, strict=True)
+        found = measure(spec, scenario, seeds, steps, directory / name)
+        left = scenario.num_left
+        if left not in references:
+            references[left] = reference(spec, left, seeds, steps, directory)
+        pairs = zip(references[left], found.metrics, strict=True)
         worse = [None if a is None or b is None else 100 * (a - b) for a, b in pairs]
+        yield from figures(name, found, references[left])
         yield from goals(name, found, estimate(worse), len(seeds))
-    show(all_found, references)
+
+    return {name: partial(cases, name) for name in names}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per case and line"
-    )
+    add_output_options(parser)
     parser.add_argument(
         "--quick", action="store_true", help="one seed, 60 steps: only to see that it runs"
     )
@@ -309,11 +290,10 @@ def main() -> None:
     )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        seeds, steps = range(1 if asked.quick else asked.seeds), 60 if asked.quick else STEPS
-        rows = cases(
-            asked.strategy, asked.scenarios.split(","), seeds, steps, asked.keep or Path(temporary)
-        )
-        print_rows(rows, as_json=asked.json)
+        seeds, steps = 1 if asked.quick else asked.seeds, 60 if asked.quick else STEPS
+        names, directory = asked.scenarios.split(","), asked.keep or Path(temporary)
+        found_cells = cells(asked.strategy, names, range(seeds), steps, directory)
+        present(found_cells, asked, seeds=seeds)
 
 
 if __name__ == "__main__":

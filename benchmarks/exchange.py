@@ -109,4 +109,4 @@ def cases() -> Iterator[Ratio]:
 
 
 if __name__ == "__main__":
-    main(cases)
+    main({f"{WORLD_SIZE} workers": cases})

@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -38,7 +40,8 @@ from rich.console import Console
 from rich.table import Table
 
 import offbeat
-from _measure import Ratio, print_rows, ratio
+from _measure import Row, add_output_options, present, ratio
+from _results import Figure
 from offbeat.errors import NonFiniteError
 from offbeat.lab.options import build_strategy, parse_spec
 from offbeat.lab.tasks import Task, build_task
@@ -241,7 +244,7 @@ def tune(case: Case, kept: Path | None) -> dict[str, Trial]:
 
 def judge(
     case: Case, chosen: Mapping[str, Trial], seeds: Sequence[int], kept: Path | None
-) -> Iterator[Ratio]:
+) -> Iterator[Row]:
     curves = [curves_of(case, chosen, seed=seed, kept=kept) for seed in seeds]
     target = max(
         float(np.mean([found[name].at(TARGET_AT * case.steps) for found in curves]))
@@ -255,36 +258,18 @@ def judge(
         ]
         for name in chosen
     }
-    title = (
-        f"{case.task}, {case.steps} steps of {case.options['batch_size']} samples, {len(seeds)}"
-        f" seeds; target {target:.4f}"
-    )
-    table = Table(
-        "",
-        "setting",
-        "ms a step",
-        "ends with",
-        "steps",
-        "seconds",
-        "missed it",
-        title=title,
-        title_justify="left",
-    )
+    print(f"{case.task}, {case.steps} steps, target {target:.4f}", file=sys.stderr)
     for name, trial in chosen.items():
         ms = 1e3 * np.median([found[name].seconds[-1] / found[name].steps[-1] for found in curves])
         steps, seconds = np.median(reached[name], axis=0)
         ends = np.mean([found[name].best()[-1] for found in curves])
         missed = sum(found[name].reached(target) is None for found in curves)
-        table.add_row(
-            name,
-            str(trial),
-            f"{ms:.2f}",
-            f"{ends:.4f}",
-            f"{steps:.0f}",
-            f"{seconds:.2f}",
-            str(missed),
-        )
-    Console(stderr=True, width=140).print(table)
+        cell = partial(Figure, table=case.task, case=str(trial))
+        yield cell(column="ms a step", value=float(ms), decimals=2)
+        yield cell(column="ends with", value=float(ends), decimals=4)
+        yield cell(column="steps", value=float(steps), decimals=0)
+        yield cell(column="seconds", value=float(seconds), decimals=2)
+        yield cell(column="seeds that missed the target", value=float(missed))
     faster = min(BASELINES, key=lambda name: np.median(reached[name], axis=0)[1])
     pairs = [
         (mine[1], theirs[1]) for mine, theirs in zip(reached[JUDGED], reached[faster], strict=True)
@@ -336,19 +321,16 @@ def cases_of(mnist: Path | None, text: Path | None) -> Iterator[Case]:
         yield Case(task="charlm", steps=300, measurements=20, options=options, trials=characters)
 
 
-def run(cases: Sequence[Case], asked: argparse.Namespace, seeds: Sequence[int]) -> Iterator[Ratio]:
-    for case in cases:
-        chosen = tune(case, asked.curves)
-        for more in filter(None, asked.others.split(",")):
-            chosen[more] = replace(chosen[JUDGED], strategy=f"{chosen[JUDGED].strategy}:{more}")
-        yield from judge(case, chosen, seeds, asked.curves)
+def run(case: Case, asked: argparse.Namespace, seeds: Sequence[int]) -> Iterator[Row]:
+    chosen = tune(case, asked.curves)
+    for more in filter(None, asked.others.split(",")):
+        chosen[more] = replace(chosen[JUDGED], strategy=f"{chosen[JUDGED].strategy}:{more}")
+    yield from judge(case, chosen, seeds, asked.curves)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per case and line"
-    )
+    add_output_options(parser)
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -379,9 +361,9 @@ def main() -> None:
     if asked.quick:
         few = {name: trials[1:2] for name, trials in cases[0].trials.items()}
         cases = [replace(cases[0], steps=cases[0].measurements, trials=few)]
-    print_rows(
-        run(cases, asked, range(1, 1 + (2 if asked.quick else asked.seeds))), as_json=asked.json
-    )
+    seeds = 2 if asked.quick else asked.seeds
+    cells = {case.task: partial(run, case, asked, range(1, 1 + seeds)) for case in cases}
+    present(cells, asked, seeds=seeds)
 
 
 if __name__ == "__main__":

@@ -30,20 +30,22 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
 
 import offbeat
-from _measure import Ratio, interleave, print_rows, ratio, timed
+from _measure import Ratio, Row, add_output_options, interleave, present, ratio, timed
 from _ranks import run_ranks
+from _results import Figure
 from offbeat.kfac.eigen import decompose
-from offbeat.kfac.exchange.factors import FactorExchange
-from offbeat.kfac.inverses import Form, Inverter, Job
+from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter
 from offbeat.kfac.options import FactorOptions
-from offbeat.kfac.packing import pack
+from offbeat.kfac.part import KFACPart
 from offbeat.kfac.survey import survey
+from offbeat.kfac.symmetric import pack
 from offbeat.session.session import Session
 
 STEPS_A_ROUND = 10
@@ -52,7 +54,7 @@ FACTOR_INTERVAL, INVERSE_INTERVAL = 10, 100
 InverseDtype: TypeAlias = Literal["float32", "bfloat16"]
 
 CUBES_OF_EIGEN = 6
-CUBES: dict[Form, float] = {"triangle": 1 / 3, "inverse": 1}
+CUBES: dict[InverseForm, float] = {"triangle": 1 / 3, "inverse": 1}
 """Operations for a factor of d rows, by d^3."""
 
 SIZES = (1024, 1024)
@@ -83,8 +85,8 @@ def make_cnn() -> nn.Module:
     )
 
 
-def part_of(session: Session) -> FactorExchange:
-    return next(part for part in session._parts if isinstance(part, FactorExchange))
+def part_of(session: Session) -> KFACPart:
+    return next(part for part in session._parts if isinstance(part, KFACPart))
 
 
 def floating_operations() -> dict[str, float]:
@@ -167,7 +169,7 @@ def measure(
     return found
 
 
-def jobs() -> list[Job]:
+def tasks() -> list[InversionTask]:
     """The model's factors, some of them."""
     made = []
     generator = torch.Generator().manual_seed(0)
@@ -177,12 +179,19 @@ def jobs() -> list[Job]:
             packed = pack((rows.mT @ rows / len(rows))[None])
             damping, valid = torch.tensor(0.01), torch.tensor(True)
             made.append(
-                Job(name=block.name, packed=packed, shape=shape, damping=damping, valid=valid)
+                InversionTask(
+                    name=block.name, packed=packed, shape=shape, damping=damping, valid=valid
+                )
             )
     return made
 
 
-def cases(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[Ratio]:
+def kind_of(stride: int, inverse_dtype: InverseDtype) -> str:
+    kind = f", factors of one example in {stride}" if stride > 1 else ""
+    return kind + (f", inverses in {inverse_dtype}" if inverse_dtype != "float32" else "")
+
+
+def overhead(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[Row]:
     found = run_ranks(measure, 1, rounds, stride, inverse_dtype)
     plain_s = [row["step_s"] for row in found["ssgd"]]
     usual_s, rate = sorted(plain_s)[len(plain_s) // 2], found["ssgd"][0]["rate"]
@@ -190,8 +199,9 @@ def cases(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[Rat
         what: operations / rate / usual_s for what, operations in floating_operations().items()
     }
     floor["precondition"] *= rate / found["ssgd"][0]["rate_of_products"]
-    kind = f", factors of one example in {stride}" if stride > 1 else ""
-    kind += f", inverses in {inverse_dtype}" if inverse_dtype != "float32" else ""
+    kind = kind_of(stride, inverse_dtype)
+    every = f"what K-FAC in every step adds to a step of S-SGD{kind}"
+    seldom = f"the same at intervals of {FACTOR_INTERVAL} and {INVERSE_INTERVAL}{kind}"
     of_one = CUBES["triangle" if inverse_dtype == "float32" else "inverse"] / CUBES["triangle"]
     inverting_s = sum(row["invert_s"] for row in found["at intervals"])
     pairs = [
@@ -199,8 +209,7 @@ def cases(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[Rat
         for row, plain in zip(found["every step"], plain_s, strict=True)
     ]
     yield ratio(
-        "what K-FAC in every step adds to a step of"
-        f" S-SGD{kind}{parts(found['every step'], usual_s)}",
+        every,
         pairs,
         at_most=GOAL_EVERY_STEP if stride == 1 else GOAL_SAMPLED,
         bound=floor["precondition"] + floor["factors"] / stride + of_one * floor["inverses"],
@@ -211,15 +220,20 @@ def cases(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[Rat
         for row, plain in zip(found["at intervals"], plain_s, strict=True)
     ]
     yield ratio(
-        f"the same at intervals of {FACTOR_INTERVAL} and"
-        f" {INVERSE_INTERVAL}{kind}{parts(found['at intervals'], usual_s)}",
+        seldom,
         pairs,
         at_most=GOAL_AT_INTERVALS,
         bound=floor["precondition"]
         + floor["factors"] / stride / FACTOR_INTERVAL
         + 3 * floor["inverses"] / INVERSE_INTERVAL,
     )
-    some = jobs()
+    yield from parts(every, found["every step"], usual_s)
+    yield from parts(seldom, found["at intervals"], usual_s)
+
+
+def eigendecompositions() -> Iterator[Ratio]:
+    """Those of the model's factors against what K-FAC makes of them by Cholesky decomposition."""
+    some = tasks()
     for form, cubes in CUBES.items():
         inverter = Inverter(print, form)
         taken = interleave(
@@ -238,20 +252,18 @@ def cases(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[Rat
         )
 
 
-def parts(rows: list[dict[str, float]], usual_s: float) -> str:
-    """What of a step goes where, as text."""
-    mean = {
-        what: sum(row[what] for row in rows) / len(rows) / usual_s
-        for what in ("precondition_s", "invert_s")
-    }
-    return f"; preconditioning {mean['precondition_s']:.2f}, inverses {mean['invert_s']:.3f}"
+def parts(case: str, rows: list[dict[str, float]], usual_s: float) -> Iterator[Figure]:
+    """What of a step goes where, in steps of S-SGD."""
+    for column, what in (("preconditioning", "precondition_s"), ("inverses", "invert_s")):
+        mean = sum(row[what] for row in rows) / len(rows) / usual_s
+        yield Figure(
+            table="parts of what is added", case=case, column=column, value=mean, decimals=2
+        )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per case and line"
-    )
+    add_output_options(parser)
     parser.add_argument("--rounds", type=int, default=10, help="of ten steps of each")
     parser.add_argument(
         "--stride", type=int, default=1, help="factors are of every n-th example of a batch"
@@ -264,6 +276,9 @@ if __name__ == "__main__":
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print_rows(
-        cases(arguments.rounds, arguments.stride, arguments.inverse_dtype), as_json=arguments.json
-    )
+    options = arguments.stride, arguments.inverse_dtype
+    found_cells = {
+        f"overhead{kind_of(*options)}": partial(overhead, arguments.rounds, *options),
+        "eigendecompositions": eigendecompositions,
+    }
+    present(found_cells, arguments)

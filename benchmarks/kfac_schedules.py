@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -28,11 +29,12 @@ import torch.distributed as dist
 from torch import nn
 
 import offbeat
-from _measure import Ratio, print_rows, ratio
+from _measure import Cells, Ratio, Row, add_output_options, present, ratio
 from _ranks import run_ranks
+from _results import Figure
 from offbeat.kfac.exchange import costs as factor_costs
-from offbeat.kfac.exchange.factors import FactorExchange
-from offbeat.kfac.inverses import Inverter, Job
+from offbeat.kfac.inverses import InversionTask, Inverter
+from offbeat.kfac.part import KFACPart
 from offbeat.session.session import Session, attach_through
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Driver
@@ -146,9 +148,9 @@ def pad_inversions(s_per_cube: float) -> None:
     """Let inversions of this process take as long as a device would."""
     invert = Inverter.invert
 
-    def padded(self: Inverter, jobs: Sequence[Job]) -> list[torch.Tensor]:
-        time.sleep(s_per_cube * sum(job.shape.groups * job.shape.dim**3 for job in jobs))
-        return invert(self, jobs)
+    def padded(self: Inverter, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+        time.sleep(s_per_cube * sum(task.shape.groups * task.shape.dim**3 for task in tasks))
+        return invert(self, tasks)
 
     Inverter.invert = padded  # type: ignore[method-assign]
     factor_costs.inversion_clock = lambda device: (
@@ -156,8 +158,8 @@ def pad_inversions(s_per_cube: float) -> None:
     )  # a processor's time does not see who sleeps
 
 
-def part_of(session: Session) -> FactorExchange:
-    return next(part for part in session._parts if isinstance(part, FactorExchange))
+def part_of(session: Session) -> KFACPart:
+    return next(part for part in session._parts if isinstance(part, KFACPart))
 
 
 def measure(
@@ -204,15 +206,15 @@ def measure(
                 }
                 after = part_of(sessions[label]).counters()
                 steps[label].append(taken | {what: after[what] - before[what] for what in after})
-        shapes = part_of(next(iter(sessions.values())))._shapes
-        cubes = [shape.groups * shape.dim**3 for shape in shapes]
+        slots = part_of(next(iter(sessions.values()))).slots
+        cubes = [slot.shape.groups * slot.shape.dim**3 for slot in slots]
     return {
         "steps": {label: some[WARM_UP:] for label, some in steps.items()},
         "largest": max(cubes) / sum(cubes),
     }
 
 
-def schedules(name: str, turns: int) -> Iterator[Ratio]:
+def schedules(name: str, turns: int) -> Iterator[Row]:
     """SPD-KFAC against D-KFAC and MPD-KFAC, and what of the arithmetic remains."""
     rate = BENCHES[name].rate_bit_per_s
     measured = run_ranks(measure, WORLD_SIZE, name, SCHEDULES, rate, turns)
@@ -223,74 +225,69 @@ def schedules(name: str, turns: int) -> Iterator[Ratio]:
     usual_s, saved_s = sorted(step["step_s"] for step in d)[middle], sorted(saved)[middle]
     where = f"{name}, {rate / 1e6:g} Mbit/s"
     really = sum(step["cpu_s"] for step in d) / sum(step["step_s"] for step in d)
-    share = (
-        f"{saved_s / usual_s:.0%} of D-KFAC's step could be saved, {really:.0%} of it is not"
-        " padding"
-    )
+    percent = partial(Figure, table="what could be saved", case=name, unit="%", decimals=0)
+    yield percent(column="of D-KFAC's step", value=100 * saved_s / usual_s)
+    yield percent(column="not padded, of D-KFAC's step", value=100 * really)
+    scheduled = partial(ratio, table="schedules")
     steps_s = {
         label: [step["step_s"] for step in some] for label, some in measured["steps"].items()
     }
     bound = usual_s / (usual_s - saved_s)
     pairs = list(zip(steps_s["dkfac"], steps_s["spdkfac"], strict=True))
-    yield ratio(
-        f"dkfac over spdkfac, step time, {where}, {share}", pairs, at_least=1.25, bound=bound
-    )
+    yield scheduled(f"dkfac over spdkfac, step time, {where}", pairs, at_least=1.25, bound=bound)
     pairs = list(zip(steps_s["mpdkfac"], steps_s["spdkfac"], strict=True))
-    yield ratio(
+    yield scheduled(
         f"mpdkfac over spdkfac, step time, {where}", pairs, at_least=1.15, bound=float("inf")
     )
     pairs = [(a["step_s"] - b["step_s"], could) for a, b, could in zip(d, spd, saved, strict=True)]
-    yield ratio(
+    yield scheduled(
         f"what spdkfac saves of what could be saved, {where}", pairs, at_least=0.9, bound=1.0
     )
     pairs = [(b["factor_wait_s"], a["factor_wait_s"]) for a, b in zip(d, spd, strict=True)]
-    yield ratio(
+    yield scheduled(
         f"spdkfac over dkfac, exposed communication of factors, {where}",
         pairs,
         at_most=0.2,
         bound=0.0,
     )
     pairs = [(b["invert_s"], a["invert_s"] * evenly) for a, b in zip(d, spd, strict=True)]
-    yield ratio(
+    yield scheduled(
         f"spdkfac's inversions over the best division, {where}", pairs, at_most=1.1, bound=1.0
     )
     pairs = [
         (b["invert_s"] + b["inverse_wait_s"], a["invert_s"] * evenly)
         for a, b in zip(d, spd, strict=True)
     ]
-    yield ratio(f"the same with the broadcasts, {where}", pairs, at_most=1.1, bound=1.0)
+    yield scheduled(f"the same with the broadcasts, {where}", pairs, at_most=1.1, bound=1.0)
 
 
-def fusions(name: str, turns: int) -> Iterator[Ratio]:
+def fusions(name: str, rate: float, turns: int) -> Iterator[Ratio]:
     """SPD-KFAC's groups against one message for each factor, and one for all A and one
     for all G.
     """
-    for rate in FUSION_RATES_BIT_PER_S:
-        steps = run_ranks(measure, WORLD_SIZE, name, FUSIONS, rate, turns)["steps"]
-        for other in ("unfused", "fully fused"):
-            pairs = [
-                (a["step_s"], b["step_s"])
-                for a, b in zip(steps[other], steps["spdkfac"], strict=True)
-            ]
-            case = f"{other} over spdkfac, step time, {name}, {rate / 1e6:g} Mbit/s"
-            yield ratio(case, pairs, at_least=NO_SLOWER, bound=float("inf"))
+    steps = run_ranks(measure, WORLD_SIZE, name, FUSIONS, rate, turns)["steps"]
+    for other in ("unfused", "fully fused"):
+        pairs = [
+            (a["step_s"], b["step_s"]) for a, b in zip(steps[other], steps["spdkfac"], strict=True)
+        ]
+        case = f"{other} over spdkfac, step time, {name}, {rate / 1e6:g} Mbit/s"
+        yield ratio(case, pairs, at_least=NO_SLOWER, bound=float("inf"), table="fusion")
 
 
-def cases(
-    models: Sequence[str], turns: int, *, with_schedules: bool, with_fusions: bool
-) -> Iterator[Ratio]:
+def cells(models: Sequence[str], turns: int, *, with_schedules: bool, with_fusions: bool) -> Cells:
+    found: Cells = {}
     for name in models:
         if with_schedules:
-            yield from schedules(name, turns)
-        if with_fusions:
-            yield from fusions(name, turns)
+            found[f"schedules, {name}"] = partial(schedules, name, turns)
+        for rate in FUSION_RATES_BIT_PER_S if with_fusions else ():
+            cell = f"fusion, {name}, {rate / 1e6:g} Mbit/s"
+            found[cell] = partial(fusions, name, rate, turns)
+    return found
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per case and line"
-    )
+    add_output_options(parser)
     parser.add_argument("--turns", type=int, default=12, help="timed steps of each strategy")
     parser.add_argument("--models", default=",".join(MAKE), help="which, separated by commas")
     which = parser.add_mutually_exclusive_group()
@@ -303,10 +300,10 @@ if __name__ == "__main__":
         "--fusion", action="store_true", help="only SPD-KFAC's groups against none and one"
     )
     arguments = parser.parse_args()
-    rows = cases(
+    found_cells = cells(
         arguments.models.split(","),
         arguments.turns,
         with_schedules=not arguments.fusion,
         with_fusions=not arguments.schedules,
     )
-    print_rows(rows, as_json=arguments.json)
+    present(found_cells, arguments)

@@ -17,11 +17,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from _measure import Ratio, print_rows
+from _measure import Cells, Ratio, Row, add_output_options, present
+from _results import Figure
 from offbeat.lab.cluster import Cluster, LinkSpec
 from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
 from offbeat.lab.comparison import Comparison
@@ -197,28 +199,45 @@ def faster(comparison: Comparison, slow: str, at_least: float, case: str) -> Rat
     )
 
 
-def cases(directory: Path, *, line_only: bool) -> Iterator[Ratio]:
-    yield from fan_outs(1e9)
-    for rate_bit_per_s, goal in GOALS.items():
+def strategies(rate_bit_per_s: float, directory: Path) -> Iterator[Row]:
+    """Steps of gTop-k against those of all its peers behind links of one rate."""
+    name = f"{rate_bit_per_s / 1e6:g} Mbit/s"
+    comparison = compared(
+        rate_bit_per_s, STEPS[rate_bit_per_s], directory / f"{rate_bit_per_s / 1e6:g}mbit"
+    )
+    print(f"{name}: {comparison.verdict}", file=sys.stderr)
+    yield faster(comparison, "ddp", GOALS[rate_bit_per_s], name)
+    for contestant in comparison.contestants:
+        if contestant.label not in ("ddp", "gtopk"):
+            yield faster(comparison, contestant.label, 1.0, name)
+    for contestant in comparison.contestants:
+        label = contestant.label
+        median_s = contestant.measures["step_s"].median
+        yield Figure(table="seconds a step", case=label, column=name, value=median_s)
+        if label != "gtopk":
+            found = faster(comparison, label, 1.0, name)
+            yield Figure(
+                table="how many times faster gTop-k's steps are",
+                case=label,
+                column=name,
+                value=found.value,
+                interval=found.interval,
+            )
+
+
+def cells(directory: Path, *, line_only: bool) -> Cells:
+    found: Cells = {"several receivers": partial(fan_outs, 1e9)}
+    for rate_bit_per_s in GOALS:
         name = f"{rate_bit_per_s / 1e6:g} Mbit/s"
-        yield line_rate(rate_bit_per_s)
-        if line_only:
-            continue
-        comparison = compared(
-            rate_bit_per_s, STEPS[rate_bit_per_s], directory / f"{rate_bit_per_s / 1e6:g}mbit"
-        )
-        print(f"{name}: {comparison.verdict}", file=sys.stderr)
-        yield faster(comparison, "ddp", goal, name)
-        for contestant in comparison.contestants:
-            if contestant.label not in ("ddp", "gtopk"):
-                yield faster(comparison, contestant.label, 1.0, name)
+        found[f"line of {name}"] = partial(lambda rate: [line_rate(rate)], rate_bit_per_s)
+        if not line_only:
+            found[f"strategies at {name}"] = partial(strategies, rate_bit_per_s, directory)
+    return found
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per case and line"
-    )
+    add_output_options(parser)
     parser.add_argument(
         "--keep", type=Path, help="directory for the comparisons; by default they are thrown away"
     )
@@ -227,7 +246,5 @@ if __name__ == "__main__":
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        print_rows(
-            cases(arguments.keep or Path(temporary), line_only=arguments.line_only),
-            as_json=arguments.json,
-        )
+        directory = arguments.keep or Path(temporary)
+        present(cells(directory, line_only=arguments.line_only), arguments, seeds=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +21,7 @@ import offbeat
 from _measure import Ratio, main, ratio
 from _ranks import run_ranks
 from offbeat.lab import records
-from offbeat.lab.attached import InSession
+from offbeat.lab.attaching import AttachedModel
 from offbeat.lab.config import Request, resolve
 from offbeat.lab.pace import Pace
 from offbeat.lab.watch import Run, Watch
@@ -56,14 +57,12 @@ def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
     ):
         path = records.create(Path(directory) / "run", config)
         records.begin_attempt(path, config, start_step=0)
-        attached = InSession(model, optimizer, session)
+        attached = AttachedModel(model=model, module=model, optimizer=optimizer, session=session)
         schedule = SimpleNamespace(position=SimpleNamespace(step=0), target=10 * NUM_STEPS)
         run = Run(
             record=records.Record(path),
             meeting=cast(Any, SimpleNamespace(rank=rank)),
             task=task,
-            model=model,
-            optimizer=optimizer,
             attached=attached,
             schedule=cast(Any, schedule),
             pace=Pace(None, rank, by_sleeping=False),
@@ -88,7 +87,7 @@ def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
     return [(with_s, without_s) for with_s, without_s in blocks.tolist()]
 
 
-def cases() -> list[Ratio]:
+def cases(size: str) -> list[Ratio]:
     torch.set_num_threads(1)
     return [
         ratio(
@@ -97,9 +96,8 @@ def cases() -> list[Ratio]:
             at_most=GOAL,
             bound=1.0,
         )
-        for size in SIZES
     ]
 
 
 if __name__ == "__main__":
-    main(cases)
+    main({size: partial(cases, size) for size in SIZES})

@@ -112,7 +112,7 @@ def main() -> None:
     scripts = {
         path.stem: path
         for path in sorted(HERE.glob("*.py"))
-        if path.stem != "run_all" and path.name[0] != "_"
+        if path.stem not in ("run_all", "pages") and path.name[0] != "_"
     }
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"only these: {', '.join(scripts)}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import Literal
 
 import torch
 
 from _measure import Ratio, interleave, main, ratio, timed
 from offbeat.codec import kernels
 from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.selectors import Exact, Selector, ThresholdReuse
 
 NUM_ELEMENTS = 25_000_000
 K = NUM_ELEMENTS // 1000
@@ -29,13 +29,13 @@ class Staging:
 
     def __init__(
         self,
-        selection: Literal["exact", "reuse"],
+        selector: Selector,
         gradients: list[torch.Tensor],
         residual: torch.Tensor,
     ) -> None:
         self._gradients = gradients
         self._feedback = ErrorFeedback(
-            residual.numel(), dtype=residual.dtype, device=residual.device, selection=selection
+            residual.numel(), dtype=residual.dtype, device=residual.device, selector=selector
         )
         self._feedback.residual.copy_(residual)
         self._buffer = torch.empty_like(residual)
@@ -48,7 +48,7 @@ class Staging:
         return timed(self._stage)
 
     def _stage(self) -> None:
-        self._feedback.threshold = self._feedback.stage(self._buffer, K).threshold
+        self._feedback.selector_state = dict(self._feedback.stage(self._buffer, K).state)
         self._feedback.discard()
         synchronize(self._buffer)
 
@@ -74,8 +74,8 @@ def on_cpu() -> Iterator[Ratio]:
         {
             "topk": lambda: timed(lambda: torch.topk(magnitudes, K)),
             "add_": lambda: timed(lambda: target.add_(gradients[0])),
-            "exact": Staging("exact", gradients, residual).seconds,
-            "reuse": Staging("reuse", gradients, residual).seconds,
+            "exact": Staging(Exact(), gradients, residual).seconds,
+            "reuse": Staging(ThresholdReuse(), gradients, residual).seconds,
         },
         num_rounds=NUM_ROUNDS,
     )
@@ -110,8 +110,8 @@ def on_gpu() -> Iterator[Ratio]:
 
     measured = {
         "copy": lambda: timed(copy) * 12 / 8,
-        "exact": Staging("exact", gradients, residual).seconds,
-        "reuse": Staging("reuse", gradients, residual).seconds,
+        "exact": Staging(Exact(), gradients, residual).seconds,
+        "reuse": Staging(ThresholdReuse(), gradients, residual).seconds,
     }
     seconds = interleave(measured, num_rounds=NUM_ROUNDS)
     device = torch.cuda.get_device_name()
@@ -122,11 +122,5 @@ def on_gpu() -> Iterator[Ratio]:
         )
 
 
-def cases() -> Iterator[Ratio]:
-    yield from on_cpu()
-    if torch.cuda.is_available():
-        yield from on_gpu()
-
-
 if __name__ == "__main__":
-    main(cases)
+    main({"CPU": on_cpu} | ({"GPU": on_gpu} if torch.cuda.is_available() else {}))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from statistics import median
 
@@ -86,27 +86,31 @@ def stepping(
     return lambda: cpu_seconds(step)
 
 
-def cases() -> Iterator[Ratio]:
+@cache
+def read_batches() -> list[SparseBatch]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     samples = AMAZON_670K.read(BATCH_SIZE * NUM_BATCHES, num_rows=BATCH_SIZE)
-    batches = [chunk.features.to_batch() for chunk in samples]
-    for name, (of_rows, of_torch) in OPTIMIZERS.items():
-        layer = SparseLinear(AMAZON_670K.num_features, NUM_OUTPUTS, bias=False)
-        seconds = interleave(
-            {
-                "dense": stepping(Bag(), of_torch, batches),
-                "sparse": stepping(layer, of_rows, batches),
-                "forward": partial(cpu_seconds, partial(layer, batches[0])),
-            },
-            num_rounds=NUM_ROUNDS,
-        )
-        pairs = list(zip(seconds["dense"], seconds["sparse"], strict=True))
-        bound = median(seconds["dense"]) / median(seconds["forward"])
-        yield ratio(
-            f"a step with {name}: EmbeddingBag over SparseLinear", pairs, at_least=3, bound=bound
-        )
+    return [chunk.features.to_batch() for chunk in samples]
+
+
+def cases(name: str) -> Iterator[Ratio]:
+    batches, (of_rows, of_torch) = read_batches(), OPTIMIZERS[name]
+    layer = SparseLinear(AMAZON_670K.num_features, NUM_OUTPUTS, bias=False)
+    seconds = interleave(
+        {
+            "dense": stepping(Bag(), of_torch, batches),
+            "sparse": stepping(layer, of_rows, batches),
+            "forward": partial(cpu_seconds, partial(layer, batches[0])),
+        },
+        num_rounds=NUM_ROUNDS,
+    )
+    pairs = list(zip(seconds["dense"], seconds["sparse"], strict=True))
+    bound = median(seconds["dense"]) / median(seconds["forward"])
+    yield ratio(
+        f"a step with {name}: EmbeddingBag over SparseLinear", pairs, at_least=3, bound=bound
+    )
 
 
 if __name__ == "__main__":
-    main(cases)
+    main({name: partial(cases, name) for name in OPTIMIZERS})

@@ -23,15 +23,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
-from _measure import Ratio, print_rows
+from _measure import Cells, Ratio, Row, add_output_options, present
 from _models.ceilings import Durations, Utilisation, called, met, paired
+from _results import Figure
 from links import Quiet
 from offbeat.lab.breakdown import Steps, read_steps
 from offbeat.lab.cluster import Cluster, LinkSpec, Straggling
@@ -237,38 +237,25 @@ def allowed_bytes(spec: str, model_bytes: int) -> float | None:
     return 2 * model_bytes * share
 
 
-def show(title: str, found: dict[str, Found], model_bytes: int) -> None:
-    columns = (
-        "",
-        "of ideal",
-        "interval",
-        "ceiling",
-        "of ceiling",
-        "bytes/N",
-        "allowed",
-        "wait: median",
-        "99th percentile",
-    )
-    table = Table(*columns, title=f"{title}, N = {model_bytes / 1e6:.2f} MB", title_justify="left")
+def figures(title: str, found: dict[str, Found], model_bytes: int) -> Iterator[Figure]:
+    """What the page shows of each strategy; a failed one is said on standard error."""
     for spec, one in found.items():
         if one.failure or not one.fractions:
-            table.add_row(spec, f"failed: {one.failure}")
+            print(f"{title}: {spec} failed: {one.failure}", file=sys.stderr)
             continue
+        cell = partial(Figure, table=title, case=spec)
         fraction, ceiling = one.fraction, float(np.mean(one.ceilings))
-        allowed = allowed_bytes(spec, model_bytes)
-        median_s, late_s = np.quantile(one.waits_s, [0.5, 0.99])
-        table.add_row(
-            spec,
-            f"{fraction.median:.3f}",
-            "" if fraction.low is None else f"{fraction.low:.3f} to {fraction.high:.3f}",
-            f"{ceiling:.3f}",
-            f"{(fraction.median or 0.0) / ceiling:.3f}",
-            f"{np.mean(one.bytes_per_step) / model_bytes:.3f}",
-            "" if allowed is None else f"{allowed / model_bytes:.3f}",
-            f"{median_s * 1e3:.1f} ms",
-            f"{late_s * 1e3:.1f} ms",
+        known = (
+            None if fraction.low is None or fraction.high is None else (fraction.low, fraction.high)
         )
-    Console(stderr=True, width=140).print(table)
+        ideal = fraction.median or 0.0
+        yield cell(column="of the ideal", value=ideal, interval=known, decimals=3)
+        yield cell(column="ceiling", value=ceiling, decimals=3)
+        yield cell(column="share of the ceiling", value=ideal / ceiling, decimals=3)
+        sent = float(np.mean(one.bytes_per_step)) / model_bytes
+        yield cell(column="bytes sent a step, by N", value=sent, decimals=3)
+        waits_ms = tuple(map(float, 1e3 * np.quantile(one.waits_s, [0.5, 0.99])))
+        yield cell(column="wait: median, 99th percentile, ms", value=waits_ms, decimals=1)
 
 
 def goals(
@@ -312,21 +299,27 @@ def goals(
         )
 
 
-def cases(
+def cells(
     specs: Sequence[str], seeds: Sequence[int], steps: int, sizes: Sequence[str], directory: Path
-) -> Iterator[Ratio]:
+) -> Cells:
     situations: list[tuple[Part, str, float | None, Sequence[str]]] = [
-        (random_stragglers(), s, None, specs) for s in sizes
+        (random_stragglers(), size, None, specs) for size in sizes
     ]
     slow_ones = [spec for spec in AGAINST_A_SLOW_ONE if spec in specs]
     situations += [(slow_worker(), sizes[0], 0.9, slow_ones)] if slow_ones else []
-    for part, size, at_least, those in situations:
+
+    def cases(part: Part, size: str, at_least: float | None, those: Sequence[str]) -> Iterator[Row]:
         title = f"{part.name}, {size}"
         keep = directory / title.replace(" ", "-").replace(",", "").replace(":", "-")
         found = measure(part, size, those, seeds, steps, keep)
         model_bytes = 4 * _num_parameters(size)
-        show(title, found, model_bytes)
+        yield from figures(title, found, model_bytes)
         yield from goals(title, found, model_bytes, at_least=at_least)
+
+    return {
+        f"{part.name}, {size}": partial(cases, part, size, *rest)
+        for part, size, *rest in situations
+    }
 
 
 def _num_parameters(size: str) -> int:
@@ -339,9 +332,7 @@ def _num_parameters(size: str) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per case and line"
-    )
+    add_output_options(parser)
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -359,11 +350,12 @@ if __name__ == "__main__":
     for asked_spec in asked.strategies.split(","):
         build_strategy(*parse_spec(asked_spec))  # before an hour is spent on the others
     with tempfile.TemporaryDirectory() as temporary:
-        found_cases = cases(
+        seeds = 1 if asked.quick else asked.seeds
+        found_cells = cells(
             asked.strategies.split(","),
-            range(1 if asked.quick else asked.seeds),
+            range(seeds),
             30 if asked.quick else STEPS,
             asked.sizes.split(",")[: 1 if asked.quick else None],
             asked.keep or Path(temporary),
         )
-        print_rows(found_cases, as_json=asked.json)
+        present(found_cells, asked, seeds=seeds)

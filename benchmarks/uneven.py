@@ -29,6 +29,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -36,8 +37,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from _measure import Ratio, print_rows
+from _measure import Ratio, Row, add_output_options, present
 from _models.dispatch import dispatch
+from _results import Figure
 from links import Quiet
 from offbeat.lab.breakdown import read_steps
 from offbeat.lab.cluster import Cluster, LinkSpec, SpeedChange
@@ -83,6 +85,8 @@ class Found:
         spread: of updates, the largest where it should have settled.
         foretold_spread: likewise.
         merge_share: of the time of the mega-batches that count.
+        spreads: of updates, of each mega-batch.
+        batch_sizes: in the last mega-batch, by rank.
     """
 
     fraction: float
@@ -90,6 +94,8 @@ class Found:
     spread: float
     foretold_spread: float
     merge_share: float
+    spreads: tuple[float, ...]
+    batch_sizes: tuple[int, ...]
 
 
 def cluster(
@@ -211,6 +217,8 @@ def judge(
         spread=max(spread_of(mega_batch) for mega_batch in settled),
         foretold_spread=max(spreads[mega_batch.number - 1] for mega_batch in settled),
         merge_share=sum(mega_batch.merge_s for mega_batch in counting) / seconds,
+        spreads=tuple(map(spread_of, done)),
+        batch_sizes=tuple(share.batch_size for share in done[-1].by_rank),
     )
 
 
@@ -270,7 +278,7 @@ def cases(
     mega_batches: int,
     step_s: float | None,
     keep: Path,
-) -> Iterator[Ratio]:
+) -> Iterator[Row]:
     if situation == BUNDLED:
         yield from bundled(seeds, mega_batches, keep)
         return
@@ -308,6 +316,12 @@ def cases(
         yield goal(
             f"{title}: share of merges", [one.merge_share for one in those], 0.0, at_most=0.05
         )
+        cell = partial(Figure, table="rules", case=title)
+        fraction = float(np.median([one.fraction for one in those]))
+        yield cell(column="of the summed speed", value=fraction, decimals=2)
+        spreads = tuple(100 * one for one in those[0].spreads)
+        yield cell(column="spread of updates, by mega-batch, %", value=spreads, decimals=0)
+        yield cell(column="batch sizes in the end", value=those[0].batch_sizes)
     if overheads:
         bound = 1 / float(
             np.mean([one.foretold for one in found[rules[0]]])
@@ -332,11 +346,15 @@ def bundled(seeds: Sequence[int], mega_batches: int, keep: Path) -> Iterator[Rat
     yield goal(f"{BUNDLED}, adaptive: share of merges", shares, 0.0, at_most=0.05)
 
 
+def _cell(situation: str, rules: Sequence[str], *, quotas: bool) -> str:
+    if situation == BUNDLED:
+        return situation
+    return f"{situation}: with quotas" if quotas else f"{situation}: {','.join(rules)}"
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per case and line"
-    )
+    add_output_options(parser)
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -365,16 +383,13 @@ if __name__ == "__main__":
     )
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        found_cases = (
-            case
+        rules = RULES[:1] if asked.quick else tuple(asked.rules.split(","))
+        seeds = 1 if asked.quick else asked.seeds
+        step_s = 0.01 if asked.quick else None if asked.quotas else STEP_S
+        directory = asked.keep or Path(temporary)
+        shared = (rules, range(seeds), asked.mega_batches, step_s, directory)
+        cells = {
+            _cell(situation, rules, quotas=asked.quotas): partial(cases, situation, *shared)
             for situation in (("half",) if asked.quick else asked.situations.split(","))
-            for case in cases(
-                situation,
-                RULES[:1] if asked.quick else asked.rules.split(","),
-                range(1 if asked.quick else asked.seeds),
-                asked.mega_batches,
-                0.01 if asked.quick else None if asked.quotas else STEP_S,
-                asked.keep or Path(temporary),
-            )
-        )
-        print_rows(found_cases, as_json=asked.json)
+        }
+        present(cells, asked, seeds=seeds)

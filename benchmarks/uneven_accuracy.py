@@ -30,18 +30,19 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import offbeat
-from _measure import Ratio, print_rows
+from _measure import Ratio, Row, add_output_options, present
 from _models.dispatch import gain
 from _ranks import run_ranks
+from _results import Figure
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.pace import Pace
 from offbeat.lab.tasks import Batch, build_task, num_samples_of
@@ -170,7 +171,7 @@ def first_to(curves: Mapping[float, Curve], target: float) -> float:
     return min(curves, key=lambda lr: (time_to(curves[lr], target), -best_of(curves[lr])))
 
 
-def cases(asked: Asked, lrs: Sequence[float], seeds: Sequence[int]) -> Iterator[Ratio]:
+def cases(asked: Asked, lrs: Sequence[float], seeds: Sequence[int]) -> Iterator[Row]:
     trials = {name: {lr: run(name, asked, lr, seeds[0]) for lr in lrs} for name in CONTESTANTS}
     rates = {"one": max(lrs, key=lambda lr: best_of(trials["one"][lr]))}
 
@@ -187,7 +188,7 @@ def cases(asked: Asked, lrs: Sequence[float], seeds: Sequence[int]) -> Iterator[
         curves[name] = curves_of(name)
     best = {name: [best_of(curve) for curve in those] for name, those in curves.items()}
     times = {name: [time_to(curve, target) for curve in those] for name, those in curves.items()}
-    show(target, rates, best, times)
+    yield from figures(target, rates, best, times)
     for other, limit, bound in (("ddp", 1 / 1.4, 1 / gain(SPEEDS)), ("tuned", 1.0, 1.0)):
         ratios = [mine / its for mine, its in zip(times["adaptive"], times[other], strict=True)]
         value = float(np.median(times["adaptive"]) / np.median(times[other]))
@@ -211,26 +212,25 @@ def row(
     )
 
 
-def show(
+def figures(
     target: float,
     rates: Mapping[str, float],
     best: Mapping[str, Sequence[float]],
     times: Mapping[str, Sequence[float]],
-) -> None:
-    table = Table("", "learning rate", "best precision", f"seconds to {target:.4f}")
+) -> Iterator[Figure]:
+    """What the page shows of each contestant. Nobody looks at the time of one device."""
     for name in CONTESTANTS:
-        reached = " ".join(f"{seconds:.1f}" for seconds in times[name])
-        table.add_row(
-            name, f"{rates[name]:g}", " ".join(f"{metric:.4f}" for metric in best[name]), reached
-        )
-    Console(stderr=True).print(table)
+        cell = partial(Figure, table="contestants", case=name)
+        yield cell(column="learning rate", value=rates[name])
+        yield cell(column="best precision, by seed", value=tuple(best[name]), decimals=4)
+        if name != "one":
+            reached = tuple(s if np.isfinite(s) else None for s in times[name])
+            yield cell(column=f"seconds to {target:.4f}", value=reached, decimals=1)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object per case and line"
-    )
+    add_output_options(parser)
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -252,16 +252,15 @@ if __name__ == "__main__":
     )
     parser.add_argument("--test", help="data held out; needed with --train")
     given = parser.parse_args()
-    found_cases = cases(
-        Asked(
-            paths={} if given.train is None else {"path": given.train, "test_path": given.test},
-            optimizer=given.optimizer,
-            epochs=2 if given.quick else given.epochs,
-            mega_batch=given.mega_batch,
-            step_s=0.005 if given.quick else STEP_S,
-            rate_bit_per_s=given.mbit_per_s * 1e6,
-        ),
-        [float(lr) for lr in given.lrs.split(",")][: 1 if given.quick else None],
-        range(1 if given.quick else given.seeds),
+    asked = Asked(
+        paths={} if given.train is None else {"path": given.train, "test_path": given.test},
+        optimizer=given.optimizer,
+        epochs=2 if given.quick else given.epochs,
+        mega_batch=given.mega_batch,
+        step_s=0.005 if given.quick else STEP_S,
+        rate_bit_per_s=given.mbit_per_s * 1e6,
     )
-    print_rows(found_cases, as_json=given.json)
+    lrs = [float(lr) for lr in given.lrs.split(",")][: 1 if given.quick else None]
+    seeds = 1 if given.quick else given.seeds
+    cell = "bundled data" if given.train is None else Path(given.train).name
+    present({cell: partial(cases, asked, lrs, range(seeds))}, given, seeds=seeds)

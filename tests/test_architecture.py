@@ -71,7 +71,7 @@ MAY_BLOCK = {
     "lab/doctor/facts.py": {"torch.distributed"},  # asks which backends there are
     "lab/doctor/kernel.py": {"subprocess"},  # asks ip and tc
     "lab/doctor/local.py": {"subprocess"},  # starts workers to measure between
-    "lab/attached.py": {
+    "lab/native/session.py": {
         "time.sleep"
     },  # holds torch's own collectives back where links are imitated in user space
     "lab/native/ddp.py": {"torch.distributed"},  # what torch ships, as torch ships it

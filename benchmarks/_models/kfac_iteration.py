@@ -17,16 +17,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from offbeat.kfac.planning.overlap import fuse_in_order, last_end_s
+from offbeat.kfac.planning.overlap import fuse_for_earliest_end, last_end_s
 from offbeat.kfac.planning.placement import (
     InverseCosts,
-    InversePhase,
     Owner,
-    balanced,
-    everywhere,
-    in_turn,
-    inverse_phase,
+    PlacementTime,
+    by_every_rank,
     packed_bytes,
+    place_for_shortest_phase,
+    placement_time,
+    round_robin,
 )
 from offbeat.planning.costs import Link
 
@@ -34,10 +34,10 @@ FORWARD_SHARE = 1 / 3
 """Backward multiplies twice as often as forward."""
 
 Fusion: TypeAlias = Callable[[Sequence[float], Sequence[int], Link], list[list[int]]]
-"""`overlap.fuse_in_order`, or another with the same arguments."""
+"""`overlap.fuse_for_earliest_end`, or another with the same arguments."""
 
 Placement: TypeAlias = Callable[[Sequence[int], int, InverseCosts], tuple[Owner, ...]]
-"""`placement.balanced`, or another with the same arguments."""
+"""`placement.place_for_shortest_phase`, or another with the same arguments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class Iteration:
     computing_s: float
     gradients_s: float
     factors_s: float
-    inverse: InversePhase
+    inverse: PlacementTime
     groups: list[list[int]]
     owners: tuple[Owner, ...]
 
@@ -102,13 +102,13 @@ class Iteration:
 
 def dkfac(layers: Sequence[Layer], world_size: int, costs: IterationCosts) -> Iteration:
     """Everything in sequence, everything inverted by every rank."""
-    return _in_sequence(factor_dims(layers), world_size, costs, everywhere(2 * len(layers)))
+    return _in_sequence(factor_dims(layers), world_size, costs, by_every_rank(2 * len(layers)))
 
 
 def mpdkfac(layers: Sequence[Layer], world_size: int, costs: IterationCosts) -> Iteration:
     """Everything in sequence, factors inverted in turn."""
     return _in_sequence(
-        factor_dims(layers), world_size, costs, in_turn(2 * len(layers), world_size)
+        factor_dims(layers), world_size, costs, round_robin(2 * len(layers), world_size)
     )
 
 
@@ -117,12 +117,12 @@ def spdkfac(
     world_size: int,
     costs: IterationCosts,
     *,
-    fusion: Fusion = fuse_in_order,
-    placement: Placement = balanced,
+    fusion: Fusion = fuse_for_earliest_end,
+    placement: Placement = place_for_shortest_phase,
 ) -> Iteration:
     """Factors exchanged while computing goes on, inverted where that is cheapest.
 
-    With `fusion=fuse_by_rule` and `placement=cheaper_by_all` as the paper has it.
+    With `fusion=fuse_by_rule` and `placement=place_by_rule` as the paper has it.
     """
     dims = factor_dims(layers)
     ready_s = ready_times(layers, costs)
@@ -197,7 +197,7 @@ def _iteration(
         computing_s=computing_s,
         gradients_s=costs.gradients_s,
         factors_s=max(0.0, exchanged_s - computing_s),
-        inverse=inverse_phase(owners, dims, world_size, costs.inverse),
+        inverse=placement_time(owners, dims, world_size, costs.inverse),
         groups=groups,
         owners=owners,
     )

@@ -28,7 +28,7 @@ from _models.kfac_published import (
 )
 from offbeat.kfac.planning.inversion import PolynomialInversion
 from offbeat.kfac.planning.overlap import fuse_by_rule
-from offbeat.kfac.planning.placement import InverseCosts, cheaper_by_all, packed_elements
+from offbeat.kfac.planning.placement import InverseCosts, packed_elements, place_by_rule
 from offbeat.planning.costs import Channel, Link
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "spdkfac-planning.md"
@@ -174,7 +174,7 @@ def test_the_published_rules_on_the_published_constants_lose_to_mpdkfac() -> Non
     """
     for costs in (as_printed(latencies_overlap=True), fitted_to_baselines()):
         by_rules = spdkfac(
-            resnet50(), WORLD_SIZE, costs, fusion=fuse_by_rule, placement=cheaper_by_all
+            resnet50(), WORLD_SIZE, costs, fusion=fuse_by_rule, placement=place_by_rule
         )
         assert len(by_rules.groups) == 1
         assert sum(owner is not None for owner in by_rules.owners) == 3
@@ -206,7 +206,7 @@ def test_the_page_shows_what_the_model_says() -> None:
         expected += [f"{method(resnet50(), WORLD_SIZE, costs).total_s:.3f}" for costs in readings]
         assert rows[method.__name__].split(" | ") == expected
     by_rules = [
-        spdkfac(resnet50(), WORLD_SIZE, c, fusion=fuse_by_rule, placement=cheaper_by_all)
+        spdkfac(resnet50(), WORLD_SIZE, c, fusion=fuse_by_rule, placement=place_by_rule)
         for c in readings
     ]
     assert rows["by_rules"].split(" | ") == [

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.codec import cuda, residual
+from offbeat.codec import cuda, selectors
 from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.select import THRESHOLD
+from offbeat.codec.selectors import SELECTORS
 from offbeat.codec.sparse import Sparse, keep_largest
 
 CPU = torch.device("cpu")
-Selecting = Literal["exact", "reuse"]
 
 
 def feedback(
     num_elements: int,
     dtype: torch.dtype = torch.float32,
-    selection: Selecting = "exact",
+    selection: str = "exact",
     momentum: float | None = None,
     masking: bool = True,
 ) -> ErrorFeedback:
@@ -29,7 +28,7 @@ def feedback(
         num_elements,
         dtype=dtype,
         device=CPU,
-        selection=selection,
+        selector=SELECTORS[selection],
         momentum=momentum,
         masking=masking,
     )
@@ -49,13 +48,13 @@ def nothing(num_elements: int, dtype: torch.dtype) -> Sparse:
 @pytest.fixture(params=["kernels", "torch"])
 def either_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr(residual, "select", cuda)
+        monkeypatch.setattr(selectors, "select", cuda)
 
 
 @pytest.mark.usefixtures("either_path")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("selection", ["exact", "reuse"])
-def test_over_steps_nothing_is_lost(dtype: torch.dtype, selection: Selecting) -> None:
+def test_over_steps_nothing_is_lost(dtype: torch.dtype, selection: str) -> None:
     n, k = 6000, 60
     state = feedback(n, dtype, selection)
     gradients, sent, flat = torch.zeros(n), torch.zeros(n), torch.zeros(n, dtype=dtype)
@@ -163,7 +162,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype) -> No
     state.stage(integers(n, 0, dtype), 50)
     flat = state.commit(nothing(n, dtype))
     assert state.velocity is not None
-    before = state.residual.clone(), state.velocity.clone(), state.threshold
+    before = state.residual.clone(), state.velocity.clone(), state.selector_state
     for densely in (False, True):
         flat.copy_(integers(n, 1, dtype))
         flat[1234] = float("nan")
@@ -171,7 +170,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype) -> No
         state.discard()
         assert torch.equal(state.residual, before[0])
         assert torch.equal(state.velocity, before[1])
-        assert state.threshold == before[2]
+        assert state.selector_state == before[2]
 
 
 def test_reuse_resumes_from_its_state() -> None:
@@ -188,21 +187,21 @@ def test_reuse_resumes_from_its_state() -> None:
         step(first, seed)
     resumed = feedback(n, selection="reuse")
     resumed.residual.copy_(first.residual)
-    resumed.threshold = first.threshold
+    resumed.selector_state.update(first.selector_state)
     for seed in range(4, 8):
         np.testing.assert_array_equal(step(resumed, seed).indices, step(first, seed).indices)
 
 
 def test_sending_everything_keeps_the_threshold() -> None:
     state = feedback(100, selection="reuse")
-    state.threshold = 2.5
+    state.selector_state[THRESHOLD] = 2.5
     assert state.stage_all(integers(100, 0))
     state.commit_all()
-    assert state.threshold == 2.5
+    assert state.selector_state == {THRESHOLD: 2.5}
 
 
 @pytest.mark.parametrize("selection", ["exact", "reuse"])
-def test_an_empty_bucket_is_no_trouble(selection: Selecting) -> None:
+def test_an_empty_bucket_is_no_trouble(selection: str) -> None:
     state, flat = feedback(0, selection=selection), torch.zeros(0)
     assert len(state.stage(flat, 1).sparse) == 0
     flat = state.commit(nothing(0, flat.dtype))

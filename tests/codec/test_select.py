@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from offbeat.codec import cuda, kernels, select
 from offbeat.codec.jit import COMPILED
-from offbeat.codec.select import Selection
+from offbeat.codec.select import THRESHOLD, Selection
 
 NUM_ELEMENTS = 20_011
 """More than `select.SMALL`, so that a threshold is guessed; and no multiple of any block."""
@@ -182,7 +182,7 @@ def test_reuse_adapts_instead_of_starting_over(reuse: Reuse) -> None:
         flat = torch.from_numpy(rng.standard_normal(NUM_ELEMENTS).astype(np.float32) * 1.01**step)
         selection = reuse(flat, residual, k=k, weight=1.0, threshold=threshold)
         reused += len(selection.sparse) != k
-        threshold = selection.threshold
+        threshold = selection.state[THRESHOLD]
     assert reused >= 20
 
 
@@ -210,6 +210,7 @@ def test_kernels_are_compiled_for_all_that_is_used() -> None:
     for name in ("normal", "all equal"):
         for dtype in (torch.float32, torch.float64):
             flat, residual = drawn(name, dtype)
-            threshold = select.exact(flat, residual, k=100, weight=0.5).threshold
-            select.reuse(flat, residual, k=300, weight=0.5, threshold=threshold)
+            select.exact(flat, residual, k=100, weight=0.5)
+            state = select.reuse(flat, residual, k=300, weight=0.5, threshold=0.0).state
+            select.reuse(flat, residual, k=300, weight=0.5, threshold=state[THRESHOLD])
     assert [len(kernel.signatures) for kernel in COMPILED] == before  # type: ignore[attr-defined]

@@ -11,7 +11,8 @@ from offbeat.codec.histogram import histogram, quotas
 from offbeat.codec.jit import COMPILED
 from offbeat.codec.sparse import Sparse, add, keep_largest, partition, split_by_index
 from offbeat.codec.tally import Tally
-from offbeat.codec.wire import ValueFormat, decode, encode
+from offbeat.codec.value_codecs import BFloat16, Float32, Float64, ValueCodec
+from offbeat.codec.wire import Wire
 
 SETS = st.sets(st.integers(0, 200), max_size=100)
 
@@ -36,20 +37,21 @@ def test_warming_up_compiles_all_that_is_used() -> None:
     kernels.warm()
     before = [len(kernel.signatures) for kernel in COMPILED]  # type: ignore[attr-defined]
     tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, dtype=np.bool_))
-    formats: dict[type[np.floating], list[ValueFormat]] = {
-        np.float32: ["float32", "bfloat16"],
-        np.float64: ["float32", "float64"],
+    codecs: dict[type[np.floating], list[ValueCodec]] = {
+        np.float32: [Float32(), BFloat16()],
+        np.float64: [Float32(), Float64()],
     }
-    for dtype, value_formats in formats.items():
+    for dtype, value_codecs in codecs.items():
         sparse = Sparse(
             indices=np.arange(0, 900, 3),
             values=np.linspace(-1, 2, 300).astype(dtype),
             num_elements=1000,
         )
         mine, others = partition(sparse, 2)
-        for value_format in value_formats:
-            payload, rounding = encode(mine, tally, value_format=value_format)
-            theirs, _ = decode(payload, num_elements=1000, num_parameters=1, dtype=np.dtype(dtype))
+        for values in value_codecs:
+            wire = Wire(num_elements=1000, num_parameters=1, dtype=np.dtype(dtype), values=values)
+            payload, rounding = wire.encode(mine, tally)
+            theirs, _ = wire.decode(payload)
             kept, _ = keep_largest(add(add(theirs, others), rounding), 100)
             split_by_index(kept, mine.indices)
             quotas([histogram(kept, 50, 2), histogram(theirs, 50, 2)], 50)

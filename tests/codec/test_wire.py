@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from offbeat.codec.sparse import Sparse, add
 from offbeat.codec.tally import Tally
-from offbeat.codec.wire import ValueFormat, decode, encode, pair_bytes
+from offbeat.codec.value_codecs import BFloat16, Float32, Float64, ValueCodec
+from offbeat.codec.wire import Wire
 from offbeat.errors import WireError
 
 FINITE_FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
-VALUE_BYTES: dict[ValueFormat, int] = {"float32": 4, "float64": 8, "bfloat16": 2}
+FLOAT32, FLOAT64, BFLOAT16 = Float32(), Float64(), BFloat16()
+VALUE_BYTES: dict[ValueCodec, int] = {FLOAT32: 4, FLOAT64: 8, BFLOAT16: 2}
 HEAD_BYTES = 28
 
 
@@ -28,6 +30,21 @@ def messages(draw: st.DrawFn, dtype: type[np.floating] = np.float32) -> Sparse:
     )
     values = draw(hnp.arrays(dtype, indices.size, elements=FINITE_FLOATS))
     return Sparse(indices=indices, values=values, num_elements=num_elements)
+
+
+def wire_of(
+    num_elements: int,
+    values: ValueCodec = FLOAT32,
+    *,
+    num_parameters: int = 3,
+    dtype: type[np.floating] = np.float32,
+) -> Wire:
+    return Wire(
+        num_elements=num_elements,
+        num_parameters=num_parameters,
+        dtype=np.dtype(dtype),
+        values=values,
+    )
 
 
 def tally_of(num_parameters: int = 3) -> Tally:
@@ -53,38 +70,30 @@ def assert_same(a: Sparse, b: Sparse) -> None:
 
 @given(messages())
 def test_float32_is_lossless(message: Sparse) -> None:
-    payload, rounding = encode(message, tally_of(), value_format="float32")
-    decoded, tally = decode(
-        payload, num_elements=message.num_elements, num_parameters=3, dtype=np.dtype(np.float32)
-    )
+    payload, rounding = wire_of(message.num_elements, FLOAT32).encode(message, tally_of())
+    decoded, tally = wire_of(message.num_elements).decode(payload)
     assert len(rounding) == 0
     assert_same(decoded, without_zeros(message))
     assert tally.to_bytes() == tally_of().to_bytes()
 
 
-@given(messages(), st.sampled_from(["float32", "bfloat16"]))
+@given(messages(), st.sampled_from([FLOAT32, BFLOAT16]))
 def test_what_is_decoded_and_what_was_rounded_off_make_up_the_message(
-    message: Sparse, value_format: ValueFormat
+    message: Sparse, values: ValueCodec
 ) -> None:
-    payload, rounding = encode(message, tally_of(), value_format=value_format)
-    decoded, _ = decode(
-        payload, num_elements=message.num_elements, num_parameters=3, dtype=np.dtype(np.float32)
-    )
+    payload, rounding = wire_of(message.num_elements, values).encode(message, tally_of())
+    decoded, _ = wire_of(message.num_elements, values).decode(payload)
     assert_same(without_zeros(add(decoded, rounding)), without_zeros(message))
 
 
 @given(messages(np.float64))
 def test_double_precision_is_owed_what_single_precision_loses(message: Sparse) -> None:
     precise = message.scaled(1 + 2**-40)
-    payload, rounding = encode(precise, tally_of(), value_format="float32")
-    decoded, _ = decode(
-        payload, num_elements=message.num_elements, num_parameters=3, dtype=np.dtype(np.float64)
-    )
+    payload, rounding = wire_of(precise.num_elements, FLOAT32).encode(precise, tally_of())
+    decoded, _ = wire_of(message.num_elements, dtype=np.float64).decode(payload)
     assert_same(without_zeros(add(decoded, rounding)), without_zeros(precise))
-    payload, rounding = encode(precise, tally_of(), value_format="float64")
-    decoded, _ = decode(
-        payload, num_elements=message.num_elements, num_parameters=3, dtype=np.dtype(np.float64)
-    )
+    payload, rounding = wire_of(precise.num_elements, FLOAT64).encode(precise, tally_of())
+    decoded, _ = wire_of(message.num_elements, FLOAT64, dtype=np.float64).decode(payload)
     assert len(rounding) == 0
     assert_same(decoded, without_zeros(precise))
 
@@ -97,10 +106,8 @@ def test_bfloat16_rounds_as_torch_does(values: NDArray[np.float32], halfway: boo
     if halfway:
         values = (values.view(np.uint32) & 0xFFFF_0000 | 0x8000).view(np.float32)
     message = Sparse(indices=np.arange(values.size), values=values, num_elements=values.size)
-    payload, _ = encode(message, tally_of(), value_format="bfloat16")
-    decoded, _ = decode(
-        payload, num_elements=values.size, num_parameters=3, dtype=np.dtype(np.float32)
-    )
+    payload, _ = wire_of(message.num_elements, BFLOAT16).encode(message, tally_of())
+    decoded, _ = wire_of(values.size, BFLOAT16).decode(payload)
     np.testing.assert_array_equal(
         decoded.to_dense(), torch.from_numpy(values).bfloat16().float().numpy()
     )
@@ -108,8 +115,8 @@ def test_bfloat16_rounds_as_torch_does(values: NDArray[np.float32], halfway: boo
 
 def test_values_beyond_bfloat16_become_its_largest() -> None:
     message = Sparse.from_dense(np.array([3.4e38, -3.4e38], dtype=np.float32))
-    payload, rounding = encode(message, tally_of(), value_format="bfloat16")
-    decoded, _ = decode(payload, num_elements=2, num_parameters=3, dtype=np.dtype(np.float32))
+    payload, rounding = wire_of(message.num_elements, BFLOAT16).encode(message, tally_of())
+    decoded, _ = wire_of(2, BFLOAT16).decode(payload)
     assert np.isfinite(decoded.values).all()
     assert_same(add(decoded, rounding), message)
 
@@ -117,31 +124,28 @@ def test_values_beyond_bfloat16_become_its_largest() -> None:
 @pytest.mark.parametrize("bits", [0x7FC0_0000, 0x7FFF_FFFF, 0xFFFF_FFFF, 0x7F80_0001])
 def test_nan_stays_nan_in_bfloat16(bits: int) -> None:
     message = Sparse.from_dense(np.array([bits], dtype=np.uint32).view(np.float32))
-    payload, _ = encode(message, tally_of(), value_format="bfloat16")
-    decoded, _ = decode(payload, num_elements=1, num_parameters=3, dtype=np.dtype(np.float32))
+    payload, _ = wire_of(message.num_elements, BFLOAT16).encode(message, tally_of())
+    decoded, _ = wire_of(1, BFLOAT16).decode(payload)
     assert np.isnan(decoded.values).all()
     assert len(decoded) == 1
 
 
 @given(messages(), st.sampled_from(list(VALUE_BYTES)))
-def test_a_pair_takes_at_most_four_bytes_and_its_value(
-    message: Sparse, value_format: ValueFormat
-) -> None:
-    payload, _ = encode(message, tally_of(), value_format=value_format)
+def test_a_pair_takes_at_most_four_bytes_and_its_value(message: Sparse, values: ValueCodec) -> None:
+    payload, _ = wire_of(message.num_elements, values).encode(message, tally_of())
     index_bytes = 4 if message.num_elements <= 1 << 32 else 8
-    most = (
-        HEAD_BYTES + Tally.num_bytes(3) + len(message) * (index_bytes + VALUE_BYTES[value_format])
-    )
+    most = HEAD_BYTES + Tally.num_bytes(3) + len(message) * (index_bytes + VALUE_BYTES[values])
     assert len(payload) <= most
 
 
-@pytest.mark.parametrize("value_format", VALUE_BYTES)
-def test_the_usual_pair_takes_a_two_byte_gap(value_format: ValueFormat) -> None:
+@pytest.mark.parametrize("values", VALUE_BYTES, ids=repr)
+def test_the_usual_pair_takes_a_two_byte_gap(values: ValueCodec) -> None:
     num_elements = 1_000_000
     indices = np.flatnonzero(np.random.default_rng(0).random(num_elements) < 0.001)
     message = Sparse(indices=indices, values=np.ones(indices.size), num_elements=num_elements)
-    payload, _ = encode(message, tally_of(), value_format=value_format)
-    assert len(payload) == HEAD_BYTES + Tally.num_bytes(3) + len(message) * pair_bytes(value_format)
+    wire = wire_of(num_elements, values)
+    payload, _ = wire.encode(message, tally_of())
+    assert len(payload) == HEAD_BYTES + Tally.num_bytes(3) + len(message) * wire.pair_bytes
 
 
 @pytest.mark.parametrize("gap", [65535, 65536, 65537, 131072, 131073, 200_000])
@@ -150,26 +154,24 @@ def test_large_gaps_are_bridged(gap: int) -> None:
     message = Sparse(
         indices=indices, values=np.arange(1.0, 32.0, dtype=np.float32), num_elements=1 << 20
     )
-    payload, _ = encode(message, tally_of(), value_format="float32")
+    payload, _ = wire_of(message.num_elements, FLOAT32).encode(message, tally_of())
     assert len(payload) < HEAD_BYTES + Tally.num_bytes(3) + len(message) * 8
-    decoded, _ = decode(payload, num_elements=1 << 20, num_parameters=3, dtype=np.dtype(np.float32))
+    decoded, _ = wire_of(1 << 20).decode(payload)
     assert_same(decoded, message)
 
 
-def good_payload(value_format: ValueFormat = "float32", *, far: bool = False) -> tuple[bytes, int]:
+def good_payload(values: ValueCodec = FLOAT32, *, far: bool = False) -> tuple[bytes, int]:
     indices = np.array([0, 3, 1 << 20, 1 << 21] if far else [0, 3, 7, 9], dtype=np.int64)
     message = Sparse(
         indices=indices, values=np.array([1, -2, 3, 4], dtype=np.float32), num_elements=1 << 22
     )
-    return encode(message, tally_of(), value_format=value_format)[0], 1 << 22
+    return wire_of(message.num_elements, values).encode(message, tally_of())[0], 1 << 22
 
 
-def reads_or_refuses(payload: bytes, num_elements: int) -> None:
+def reads_or_refuses(payload: bytes, num_elements: int, values: ValueCodec) -> None:
     """Anything but a `WireError` fails the test; what is accepted must be well formed."""
     try:
-        sparse, tally = decode(
-            payload, num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32)
-        )
+        sparse, tally = wire_of(num_elements, values).decode(payload)
     except WireError:
         return
     assert (np.diff(sparse.indices) > 0).all()
@@ -181,18 +183,18 @@ def reads_or_refuses(payload: bytes, num_elements: int) -> None:
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(payload: bytes) -> None:
     with pytest.raises(WireError):
-        decode(payload, num_elements=100, num_parameters=3, dtype=np.dtype(np.float32))
+        wire_of(100).decode(payload)
 
 
-@given(st.data(), st.sampled_from(["float32", "bfloat16"]), st.booleans())
+@given(st.data(), st.sampled_from([FLOAT32, BFLOAT16]), st.booleans())
 def test_flipped_bits_raise_nothing_else(
-    data: st.DataObject, value_format: ValueFormat, far: bool
+    data: st.DataObject, values: ValueCodec, far: bool
 ) -> None:
-    payload, num_elements = good_payload(value_format, far=far)
+    payload, num_elements = good_payload(values, far=far)
     damaged = bytearray(payload)
     for bit in data.draw(st.lists(st.integers(0, 8 * len(payload) - 1), min_size=1, max_size=4)):
         damaged[bit // 8] ^= 1 << bit % 8
-    reads_or_refuses(bytes(damaged), num_elements)
+    reads_or_refuses(bytes(damaged), num_elements, values)
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -200,7 +202,7 @@ def test_truncated_and_overlong_messages_are_refused(far: bool) -> None:
     payload, num_elements = good_payload(far=far)
     for damaged in [payload[:length] for length in range(len(payload))] + [payload + b"\0"]:
         with pytest.raises(WireError):
-            decode(damaged, num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32))
+            wire_of(num_elements).decode(damaged)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +210,8 @@ def test_truncated_and_overlong_messages_are_refused(far: bool) -> None:
     [
         (0, 0, "begins with"),
         (4, 9, "version 9"),
-        (5, 7, "formats"),
-        (6, 7, "formats"),
+        (5, 7, "value codec 7"),
+        (6, 7, "index layout 7"),
         (8, 1, "elements reached a bucket"),
     ],
 )
@@ -218,7 +220,7 @@ def test_errors_say_what_is_wrong(position: int, value: int, says: str) -> None:
     damaged = bytearray(payload)
     damaged[position] = value
     with pytest.raises(WireError, match=says):
-        decode(damaged, num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32))
+        wire_of(num_elements).decode(damaged)
 
 
 def test_indices_must_ascend_and_stay_within_bounds() -> None:
@@ -230,36 +232,34 @@ def test_indices_must_ascend_and_stay_within_bounds() -> None:
     ):
         damaged = plain[:at] + np.array(indices, dtype="<u4").tobytes() + plain[at + 16 :]
         with pytest.raises(WireError, match=says):
-            decode(damaged, num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32))
+            wire_of(num_elements).decode(damaged)
     gaps, _ = good_payload()
     damaged = gaps[:at] + np.array([0xFFFF] * 4, dtype="<u2").tobytes() + gaps[at + 8 :]
     damaged = damaged[:8] + (200_000).to_bytes(8, "little") + damaged[16:]
     with pytest.raises(WireError, match="allowed are those below 200000"):
-        decode(damaged, num_elements=200_000, num_parameters=3, dtype=np.dtype(np.float32))
+        wire_of(200_000).decode(damaged)
 
 
 def test_another_dtype_or_model_is_refused() -> None:
-    payload, num_elements = good_payload("float64")
-    with pytest.raises(WireError, match="float64 values"):
-        decode(payload, num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32))
+    payload, num_elements = good_payload(FLOAT64)
+    with pytest.raises(WireError, match="value codec 1, this rank reads 0.*different dtypes"):
+        wire_of(num_elements).decode(payload)
     with pytest.raises(WireError, match="same model"):
-        decode(payload, num_elements=num_elements, num_parameters=300, dtype=np.dtype(np.float64))
+        wire_of(num_elements, FLOAT64, num_parameters=300, dtype=np.float64).decode(payload)
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
 def test_a_weight_that_is_none_is_refused(weight: float) -> None:
     tally = Tally(weight=weight, num_nonfinite=0, num_failed=0, used=np.zeros(3, dtype=np.bool_))
-    payload, _ = encode(Sparse.empty(5, np.float32), tally, value_format="float32")
+    payload, _ = wire_of(5).encode(Sparse.empty(5, np.float32), tally)
     with pytest.raises(WireError, match="weight"):
-        decode(payload, num_elements=5, num_parameters=3, dtype=np.dtype(np.float32))
+        wire_of(5).decode(payload)
 
 
 def test_views_are_read_like_bytes() -> None:
     payload, num_elements = good_payload()
     padded = memoryview(b"x" + payload)[1:]
-    decoded, _ = decode(
-        padded, num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32)
-    )
+    decoded, _ = wire_of(num_elements).decode(padded)
     assert decoded.indices.tolist() == [0, 3, 7, 9]
     assert decoded.indices.flags.writeable
     assert decoded.values.flags.writeable

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
-from offbeat.collectives.base import Exchanged, SparseCollective, ValueFormat, Wire
+from offbeat.codec.value_codecs import BFloat16, Float32, ValueCodec
+from offbeat.codec.wire import Wire
+from offbeat.collectives.base import Exchanged, SparseCollective
 from offbeat.collectives.gtopk_tree import gtopk_tree
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.collectives.topk_allgather import global_topk, topk_sum
@@ -31,15 +33,16 @@ CONSERVING: dict[str, SparseCollective] = {
     "all_gather": global_topk,
     "topk": topk_sum,
 }
+FLOAT32 = Float32()
 PAPER: SparseCollective = partial(gtopk_tree, variant="paper")
 
 
-def wire_for(num_elements: int, value_format: ValueFormat = "float32") -> Wire:
+def wire_for(num_elements: int, values: ValueCodec = FLOAT32) -> Wire:
     return Wire(
         num_elements=num_elements,
         num_parameters=3,
         dtype=np.dtype(np.float32),
-        value_format=value_format,
+        values=values,
     )
 
 
@@ -73,9 +76,9 @@ def exchange(
     k: int,
     *,
     seed: int = 0,
-    value_format: ValueFormat = "float32",
+    values: ValueCodec = FLOAT32,
 ) -> list[Exchanged]:
-    world_size, wire = len(mine), wire_for(mine[0].num_elements, value_format)
+    world_size, wire = len(mine), wire_for(mine[0].num_elements, values)
     cluster = VirtualCluster(world_size, seed=seed, link=VirtualLink(latency_s=1e-3, jitter_s=1e-2))
     return cluster.run(
         [
@@ -103,16 +106,14 @@ cases = st.tuples(
 )
 
 
-@pytest.mark.parametrize("value_format", ["float32", "bfloat16"])
+@pytest.mark.parametrize("values", [FLOAT32, BFloat16()], ids=repr)
 @pytest.mark.parametrize("name", CONSERVING)
 @given(case=cases)
-def test_nothing_is_lost(
-    name: str, value_format: ValueFormat, case: tuple[int, int, float, int]
-) -> None:
+def test_nothing_is_lost(name: str, values: ValueCodec, case: tuple[int, int, float, int]) -> None:
     world_size, num_elements, density, seed = case
     k = max(1, round(density * num_elements))
     mine = contributions(world_size, num_elements, k, seed)
-    results = exchange(CONSERVING[name], mine, k, seed=seed, value_format=value_format)
+    results = exchange(CONSERVING[name], mine, k, seed=seed, values=values)
     assert imbalance(mine, results) <= 1e-6
 
 
@@ -127,7 +128,7 @@ def test_every_rank_ends_with_the_same_bytes(name: str, case: tuple[int, int, fl
         mine,
         k,
         seed=seed,
-        value_format="float32" if name == "paper" else "bfloat16",
+        values=FLOAT32 if name == "paper" else BFloat16(),
     )
     for result in results[1:]:
         assert result.kept.indices.tobytes() == results[0].kept.indices.tobytes()

@@ -12,7 +12,8 @@ import pytest
 
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
-from offbeat.collectives.base import SparseCollective, Wire
+from offbeat.codec.wire import Wire
+from offbeat.collectives.base import SparseCollective
 from offbeat.collectives.gtopk_tree import gtopk_tree
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.collectives.topk_allgather import global_topk
@@ -56,9 +57,7 @@ REDUCE_SCATTER_OF_5 = {
 def test_who_sends_to_whom_in_which_order(
     collective: SparseCollective, golden: dict[int, str]
 ) -> None:
-    wire = Wire(
-        num_elements=1000, num_parameters=1, dtype=np.dtype(np.float32), value_format="float32"
-    )
+    wire = Wire(num_elements=1000, num_parameters=1, dtype=np.dtype(np.float32))
     tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, dtype=np.bool_))
     mine = Sparse(
         indices=np.arange(0, 1000, 50), values=np.ones(20, dtype=np.float32), num_elements=1000

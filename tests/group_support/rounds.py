@@ -24,7 +24,7 @@ from offbeat.codec.model_wire import Values
 from offbeat.collectives.gather import all_gather
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import PeerError, PeerTimeoutError
-from offbeat.megabatch.claims import Claim, ClaimLog, Place, Span, Spans
+from offbeat.megabatch.claims import Claim, ClaimLog, ClaimRound, Span, Spans
 from offbeat.membership.commit import all_or_none
 from offbeat.transport.operations import Collective, Operation, Recv, Send, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
@@ -95,7 +95,7 @@ class Worker:
         self.world, self.rank = world, rank
         self.is_new = rank >= world.script.founders
         self.model: Values = np.zeros(NUM_ELEMENTS, np.float64)
-        self.history: list[tuple[Place, Spans, bytes]] = []
+        self.history: list[tuple[ClaimRound, Spans, bytes]] = []
         self.was_left_out = self.came_to_the_end = False
         self._log = ClaimLog(world.store)
         self._stashed: dict[int, deque[bytes]] = defaultdict(deque)
@@ -122,7 +122,7 @@ class Worker:
         except Over:
             pass
 
-    def _meet(self, place: Place | None, held: list[Claim]) -> Collective[Place]:
+    def _meet(self, place: ClaimRound | None, held: list[Claim]) -> Collective[ClaimRound]:
         tried = -1
         while True:
             listed = yield from self._next_generation(tried)
@@ -132,7 +132,7 @@ class Worker:
             except PeerError:
                 continue
             theirs = next(statement for statement in stated if not statement["is_new"])["place"]
-            place = Place(**theirs | {"spans": tuple(Span(*span) for span in theirs["spans"])})
+            place = ClaimRound(**theirs | {"spans": tuple(Span(*span) for span in theirs["spans"])})
             merged = [
                 Claim(tuple(Span(*span) for span in spans))
                 for s in stated
@@ -147,7 +147,7 @@ class Worker:
             return following
 
     def _work(
-        self, listed: Listed, place: Place | None, held: list[Claim]
+        self, listed: Listed, place: ClaimRound | None, held: list[Claim]
     ) -> Collective[tuple[list[dict[str, Any]], Values]]:
         position, size = listed.ranks.index(self.rank), len(listed.ranks)
         mine = {
@@ -286,8 +286,8 @@ class World:
         self.cluster.outcomes([worker.live() for worker in self.workers], channel=CHANNEL)
         self._check()
 
-    def first_place(self) -> Place:
-        return Place(epoch=0, mega_batch=0, round=0, retry=0, spans=self.whole(0, 0))
+    def first_place(self) -> ClaimRound:
+        return ClaimRound(epoch=0, mega_batch=0, round=0, retry=0, spans=self.whole(0, 0))
 
     def whole(self, epoch: int, number: int) -> Spans:
         count = self.script.num_samples, self.script.mega_batches

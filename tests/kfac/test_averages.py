@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offbeat.errors import CheckpointError
 from offbeat.kfac.averages import RunningFactor, damping_of
 from offbeat.kfac.blocks import FactorShape
-from offbeat.kfac.packing import pack
+from offbeat.kfac.symmetric import pack
 
 SHAPE = FactorShape(groups=2, dim=3)
 

@@ -190,7 +190,7 @@ def test_passes_are_told_apart_even_if_their_backward_passes_come_later() -> Non
     def at_once() -> None:
         (loss(x) * 3).backward()
 
-    def in_turn() -> None:
+    def round_robin() -> None:
         for rows in x.split(2):
             loss(rows).backward()
 
@@ -199,7 +199,7 @@ def test_passes_are_told_apart_even_if_their_backward_passes_come_later() -> Non
             each.backward()
 
     expected = increments(model, at_once)[:2]
-    for run in (in_turn, afterwards):
+    for run in (round_robin, afterwards):
         assert_same(increments(model, run)[:2], expected)
 
 

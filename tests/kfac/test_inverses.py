@@ -1,4 +1,4 @@
-"""Inverses and eigendecompositions, and what happens to matrices that have none."""
+"""InversePair and eigendecompositions, and what happens to matrices that have none."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from offbeat.kfac import eigen, inverses
 from offbeat.kfac.blocks import FactorShape
 from offbeat.kfac.eigen import Decomposer, decompose
-from offbeat.kfac.inverses import Form, Inverter, Job, is_there, usual_form
-from offbeat.kfac.packing import pack, unpack
+from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter, is_there, usual_form
+from offbeat.kfac.symmetric import pack, unpack
 
 
-def job(
+def task(
     matrices: torch.Tensor, *, damping: float = 0.1, name: str = "layer:input", valid: bool = True
-) -> Job:
+) -> InversionTask:
     shape = FactorShape(
         groups=matrices.shape[0], dim=matrices.shape[-1], is_diagonal=matrices.ndim == 2
     )
-    return Job(
+    return InversionTask(
         name=name,
         packed=matrices if shape.is_diagonal else pack(matrices),
         shape=shape,
@@ -37,7 +37,7 @@ def moment(groups: int, dim: int, seed: int, dtype: torch.dtype = torch.float64)
     return rows.mT @ rows / (2 * dim)
 
 
-def inverse_of(packed: torch.Tensor, of: Job, form: Form) -> torch.Tensor:
+def inverse_of(packed: torch.Tensor, of: InversionTask, form: InverseForm) -> torch.Tensor:
     if form == "inverse" or of.shape.is_diagonal:
         return square(packed, of)
     if form == "bfloat16":
@@ -46,7 +46,7 @@ def inverse_of(packed: torch.Tensor, of: Job, form: Form) -> torch.Tensor:
     return torch.linalg.inv(upper.mT @ upper)
 
 
-def square(packed: torch.Tensor, of: Job) -> torch.Tensor:
+def square(packed: torch.Tensor, of: InversionTask) -> torch.Tensor:
     return torch.diag_embed(packed) if of.shape.is_diagonal else unpack(packed, of.shape.dim)
 
 
@@ -60,15 +60,15 @@ forms = pytest.mark.parametrize("form", ["triangle", "inverse"])
     )
 )
 def test_batches_of_any_mixture_are_inverted_each_with_its_damping(
-    form: Form, kinds: list[tuple[int, int, bool]]
+    form: InverseForm, kinds: list[tuple[int, int, bool]]
 ) -> None:
-    jobs = []
+    tasks = []
     for seed, (groups, dim, is_diagonal) in enumerate(kinds):
         matrices = moment(groups, dim, seed)
         if is_diagonal:
             matrices = matrices.diagonal(dim1=1, dim2=2)[:1].contiguous()
-        jobs.append(job(matrices, damping=0.1 * (seed + 1)))
-    for each, inverse in zip(jobs, Inverter(pytest.fail, form).invert(jobs), strict=True):
+        tasks.append(task(matrices, damping=0.1 * (seed + 1)))
+    for each, inverse in zip(tasks, Inverter(pytest.fail, form).invert(tasks), strict=True):
         assert inverse.shape == each.shape.packed
         assert is_there(inverse)
         damped = square(each.packed, each) + each.damping * torch.eye(
@@ -84,14 +84,14 @@ def test_batches_of_any_mixture_are_inverted_each_with_its_damping(
 
 def test_matrices_of_one_size_are_inverted_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    attempt = inverses._attempt
+    attempt = inverses.damp_and_invert_
     monkeypatch.setattr(
         inverses,
-        "_attempt",
+        "damp_and_invert_",
         lambda matrices, *rest: (calls.append(matrices.shape), attempt(matrices, *rest))[1],
     )
     Inverter(pytest.fail, "inverse").invert(
-        [job(moment(groups, dim, 1)) for groups, dim in ((1, 4), (2, 3), (3, 4), (1, 3), (1, 4))]
+        [task(moment(groups, dim, 1)) for groups, dim in ((1, 4), (2, 3), (3, 4), (1, 3), (1, 4))]
     )
     assert calls == [(5, 4, 4), (3, 3, 3)]
 
@@ -107,42 +107,42 @@ def indefinite(lowest: float, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 @given(kinds=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=1, max_size=6))
 def test_in_bfloat16_inverses_are_the_same_rounded_and_square(kinds: list[tuple[int, int]]) -> None:
-    jobs = [job(moment(groups, dim, seed)) for seed, (groups, dim) in enumerate(kinds)]
-    exact, rounded = (Inverter(pytest.fail, form).invert(jobs) for form in ("inverse", "bfloat16"))
-    for each, one, other in zip(jobs, exact, rounded, strict=True):
-        assert other.shape == Inverter(pytest.fail, "bfloat16").kept(each.shape)
+    tasks = [task(moment(groups, dim, seed)) for seed, (groups, dim) in enumerate(kinds)]
+    exact, rounded = (Inverter(pytest.fail, form).invert(tasks) for form in ("inverse", "bfloat16"))
+    for each, one, other in zip(tasks, exact, rounded, strict=True):
+        assert other.shape == Inverter(pytest.fail, "bfloat16").stored_shape(each.shape)
         assert is_there(other)
         assert torch.equal(other, square(one, each).bfloat16().flatten(1))
 
 
 @forms
-def test_ten_times_the_damping_may_help(form: Form) -> None:
+def test_ten_times_the_damping_may_help(form: InverseForm) -> None:
     matrix = indefinite(-0.5)
-    each = job(matrix, damping=0.1)
+    each = task(matrix, damping=0.1)
     (inverse,) = Inverter(pytest.fail, form).invert([each])
     expected = torch.linalg.inv(matrix + torch.eye(5))
     torch.testing.assert_close(inverse_of(inverse, each, form), expected, rtol=1e-4, atol=1e-5)
 
 
 @forms
-def test_float64_may_help(form: Form) -> None:
+def test_float64_may_help(form: InverseForm) -> None:
     """Beside elements of 2^20, float32 has no room for a damping of 1 / 100."""
     dim = 6
     row = torch.tensor([1.0, 2, -1, 4, 2, -2]) * 2**10
     packed = pack(torch.outer(row, row)[None])
     rungs = []
-    attempt = inverses._attempt
+    attempt = inverses.damp_and_invert_
 
     def noting(
-        matrices: torch.Tensor, damping: torch.Tensor, form: Form
+        matrices: torch.Tensor, damping: torch.Tensor, form: InverseForm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         result, good = attempt(matrices, damping, form)
         rungs.append((matrices.dtype, bool(good.all())))
         return result, good
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inverses, "_attempt", noting)
-        each = job(unpack(packed, dim), damping=0.01)
+        patch.setattr(inverses, "damp_and_invert_", noting)
+        each = task(unpack(packed, dim), damping=0.01)
         (inverse,) = Inverter(pytest.fail, form).invert([each])
     assert rungs == [(torch.float32, False), (torch.float32, False), (torch.float64, True)]
     assert is_there(inverse)
@@ -150,21 +150,23 @@ def test_float64_may_help(form: Form) -> None:
 
 
 @forms
-def test_a_hopeless_factor_has_no_inverse_harms_no_other_and_is_named_once(form: Form) -> None:
+def test_a_hopeless_factor_has_no_inverse_harms_no_other_and_is_named_once(
+    form: InverseForm,
+) -> None:
     warnings: list[str] = []
     inverter = Inverter(warnings.append, form)
     broken = moment(1, 5, 1, torch.float32)
     broken[0, 1, 1] = float("nan")
     good = moment(2, 5, 2, torch.float32)
-    jobs = [job(indefinite(-50.0), name="bad:input"), job(good), job(broken, name="nan:output")]
+    tasks = [task(indefinite(-50.0), name="bad:input"), task(good), task(broken, name="nan:output")]
     for _ in range(2):
-        found = inverter.invert(jobs)
+        found = inverter.invert(tasks)
         assert not found[0].any()
         assert not found[2].any()
         assert not is_there(found[0])
         damped = good + 0.1 * torch.eye(5)
         torch.testing.assert_close(
-            inverse_of(found[1], jobs[1], form) @ damped,
+            inverse_of(found[1], tasks[1], form) @ damped,
             torch.eye(5).expand(2, 5, 5),
             rtol=1e-4,
             atol=1e-5,
@@ -175,35 +177,35 @@ def test_a_hopeless_factor_has_no_inverse_harms_no_other_and_is_named_once(form:
 
 
 @pytest.mark.parametrize("form", ["triangle", "bfloat16"])
-def test_one_bad_group_leaves_the_whole_factor_without_an_inverse(form: Form) -> None:
+def test_one_bad_group_leaves_the_whole_factor_without_an_inverse(form: InverseForm) -> None:
     matrices = torch.cat([moment(1, 5, 2, torch.float32), indefinite(-50.0)])
-    (inverse,) = Inverter(lambda warning: None, form).invert([job(matrices)])
+    (inverse,) = Inverter(lambda warning: None, form).invert([task(matrices)])
     assert not is_there(inverse)
 
 
 @pytest.mark.parametrize("form", ["triangle", "inverse", "bfloat16"])
-def test_what_was_never_averaged_has_no_inverse_and_needs_no_warning(form: Form) -> None:
+def test_what_was_never_averaged_has_no_inverse_and_needs_no_warning(form: InverseForm) -> None:
     found = Inverter(pytest.fail, form).invert(
-        [job(torch.zeros(1, 3, 3), valid=False), job(torch.zeros(1, 3), valid=False)]
+        [task(torch.zeros(1, 3, 3), valid=False), task(torch.zeros(1, 3), valid=False)]
     )
     assert not any(inverse.any() for inverse in found)
-    (none,) = decompose([job(torch.zeros(1, 3, 3), valid=False)], pytest.fail)
+    (none,) = decompose([task(torch.zeros(1, 3, 3), valid=False)], pytest.fail)
     assert (none.values < 0).all()
 
 
 @forms
 def test_where_answers_come_later_a_failure_climbs_the_ladder_the_next_time(
-    form: Form, monkeypatch: pytest.MonkeyPatch
+    form: InverseForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inverses, "answers_later", lambda device: True)
     inverter = Inverter(pytest.fail, form)
-    jobs = [job(indefinite(-0.5), name="bad:input"), job(moment(1, 5, 2, torch.float32))]
-    now, later, after = (inverter.invert(jobs) for _ in range(3))
+    tasks = [task(indefinite(-0.5), name="bad:input"), task(moment(1, 5, 2, torch.float32))]
+    now, later, after = (inverter.invert(tasks) for _ in range(3))
     assert not now[0].any()
     assert is_there(now[1])
     assert is_there(later[0])
     expected = torch.linalg.inv(indefinite(-0.5) + torch.eye(5))
-    torch.testing.assert_close(inverse_of(later[0], jobs[0], form), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(inverse_of(later[0], tasks[0], form), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(now[1], later[1])
     assert torch.equal(later[0], after[0])
 
@@ -214,8 +216,13 @@ def test_gpus_multiply_and_so_do_others_where_an_inverse_serves_many_steps() -> 
 
 
 def test_eigendecompositions_put_matrices_together_again() -> None:
-    jobs = [job(moment(2, 4, 0)), job(moment(1, 3, 1)), job(moment(1, 4, 2)), job(torch.rand(1, 6))]
-    for each, found in zip(jobs, decompose(jobs, pytest.fail), strict=True):
+    tasks = [
+        task(moment(2, 4, 0)),
+        task(moment(1, 3, 1)),
+        task(moment(1, 4, 2)),
+        task(torch.rand(1, 6)),
+    ]
+    for each, found in zip(tasks, decompose(tasks, pytest.fail), strict=True):
         if found.vectors is None:
             assert torch.equal(found.values, each.packed)
         else:
@@ -224,7 +231,7 @@ def test_eigendecompositions_put_matrices_together_again() -> None:
 
 
 def test_an_eigendecomposition_that_fails_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = job(moment(1, 4, 0)), job(moment(1, 4, 1), name="bad:input")
+    good, bad = task(moment(1, 4, 0)), task(moment(1, 4, 1), name="bad:input")
     real = torch.linalg.eigh
 
     def eigh(matrices: torch.Tensor) -> object:

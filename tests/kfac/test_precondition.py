@@ -1,4 +1,4 @@
-"""Directions against the whole Kronecker product, inverted."""
+"""Preconditioned gradients against the whole Kronecker product, inverted."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kfac_maths_support.reference import capture_all, square
 from offbeat.kfac.averages import damping_of
 from offbeat.kfac.blocks import Block, FactorShape
 from offbeat.kfac.capture import Capture
-from offbeat.kfac.eigen import Decomposer, Eigen
-from offbeat.kfac.inverses import Inverter, Job
+from offbeat.kfac.eigen import Decomposer, Eigendecomposition
+from offbeat.kfac.inverses import InversionTask, Inverter
 from offbeat.kfac.precondition import (
+    BlockMatrices,
     Curvature,
-    Eigens,
-    Inverses,
-    Matrices,
+    EigenPair,
+    InversePair,
     kl_scale,
     precondition_,
     read_gradients,
@@ -59,7 +59,9 @@ def trained() -> tuple[nn.Module, list[Block], Capture]:
     return model, blocks, capture
 
 
-def jobs_of(capture: Capture, blocks: list[Block], *, pi: bool = False) -> list[tuple[Job, Job]]:
+def tasks_of(
+    capture: Capture, blocks: list[Block], *, pi: bool = False
+) -> list[tuple[InversionTask, InversionTask]]:
     pairs = []
     for index, block in enumerate(blocks):
         a, g = (capture.take(index, side).packed for side in ("input", "output"))  # type: ignore[arg-type]
@@ -67,14 +69,14 @@ def jobs_of(capture: Capture, blocks: list[Block], *, pi: bool = False) -> list[
         valid = torch.tensor(True)
         pairs.append(
             (
-                Job(
+                InversionTask(
                     name=f"{block.name}:input",
                     packed=a,
                     shape=block.inputs,
                     damping=damping[0],
                     valid=valid,
                 ),
-                Job(
+                InversionTask(
                     name=f"{block.name}:output",
                     packed=g,
                     shape=block.outputs,
@@ -87,31 +89,32 @@ def jobs_of(capture: Capture, blocks: list[Block], *, pi: bool = False) -> list[
     return pairs
 
 
-def curvatures(pairs: list[tuple[Job, Job]], how: How) -> list[Curvature]:
-    jobs = [job for pair in pairs for job in pair]
+def curvatures(pairs: list[tuple[InversionTask, InversionTask]], how: How) -> list[Curvature]:
+    tasks = [task for pair in pairs for task in pair]
     if how == "triangle" or how == "inverse" or how == "bfloat16":
-        found = Inverter(pytest.fail, how).invert(jobs)
-        return [Inverses(a, g, how) for a, g in zip(found[::2], found[1::2], strict=True)]
+        found = Inverter(pytest.fail, how).invert(tasks)
+        return [InversePair(a, g, how) for a, g in zip(found[::2], found[1::2], strict=True)]
     decomposer = Decomposer(pytest.fail)
     eigens = [
-        Eigen.of(kept, job.shape) for kept, job in zip(decomposer.invert(jobs), jobs, strict=True)
+        Eigendecomposition.of(kept, task.shape)
+        for kept, task in zip(decomposer.invert(tasks), tasks, strict=True)
     ]
     return [
-        Eigens(a, g, DAMPING, how == "eigen of each")
+        EigenPair(a, g, DAMPING, how == "eigen of each")
         for a, g in zip(eigens[::2], eigens[1::2], strict=True)
     ]
 
 
-def expected_directions(
-    blocks: list[Block], pairs: list[tuple[Job, Job]], how: How
+def expected_gradients(
+    blocks: list[Block], pairs: list[tuple[InversionTask, InversionTask]], how: How
 ) -> list[torch.Tensor]:
     """vec(P) = (G x A)^-1 vec(grad), with the Kronecker product written out."""
     found = []
-    for block, (a_job, g_job), gradient in zip(
+    for block, (a_task, g_task), gradient in zip(
         blocks, pairs, read_gradients(blocks).each, strict=True
     ):
-        a, g = square(block, "input", a_job.packed), square(block, "output", g_job.packed)
-        direction = torch.empty_like(gradient)
+        a, g = square(block, "input", a_task.packed), square(block, "output", g_task.packed)
+        preconditioned = torch.empty_like(gradient)
         for group in range(block.outputs.groups):
             a_, g_ = a[group % a.shape[0]], g[group]
             if how == "eigen of each":
@@ -120,25 +123,25 @@ def expected_directions(
                 )
             elif how != "eigen":
                 product = torch.kron(
-                    g_ + g_job.damping * torch.eye(len(g_), dtype=g_.dtype),
-                    a_ + a_job.damping * torch.eye(len(a_), dtype=a_.dtype),
+                    g_ + g_task.damping * torch.eye(len(g_), dtype=g_.dtype),
+                    a_ + a_task.damping * torch.eye(len(a_), dtype=a_.dtype),
                 )
             else:
                 product = torch.kron(g_, a_)
                 product = product + DAMPING * torch.eye(len(product), dtype=product.dtype)
-            direction[group] = torch.linalg.solve(product, gradient[group].flatten()).view_as(
-                direction[group]
+            preconditioned[group] = torch.linalg.solve(product, gradient[group].flatten()).view_as(
+                preconditioned[group]
             )
-        found.append(direction)
+        found.append(preconditioned)
     return found
 
 
 @pytest.mark.parametrize("how", ["triangle", "inverse", "eigen", "eigen of each"])
 @pytest.mark.parametrize("pi", [False, True])
-def test_directions_solve_the_whole_kronecker_product(how: How, pi: bool) -> None:
+def test_preconditioned_gradients_solve_the_whole_kronecker_product(how: How, pi: bool) -> None:
     model, blocks, capture = trained()
-    pairs = jobs_of(capture, blocks, pi=pi)
-    expected = expected_directions(blocks, pairs, how)
+    pairs = tasks_of(capture, blocks, pi=pi)
+    expected = expected_gradients(blocks, pairs, how)
     plain = [parameter.grad.clone() for parameter in model.norm.parameters()]
     precondition_(blocks, curvatures(pairs, how), lrs=[0.1] * len(blocks), kl_clip=None)
     for matrix, wanted in zip(read_gradients(blocks).each, expected, strict=True):
@@ -150,11 +153,11 @@ def test_directions_solve_the_whole_kronecker_product(how: How, pi: bool) -> Non
 
 
 @pytest.mark.parametrize("pi", [False, True])
-def test_in_bfloat16_directions_are_as_long_and_lie_the_same_way(pi: bool) -> None:
+def test_in_bfloat16_preconditioned_gradients_are_as_long_and_lie_the_same_way(pi: bool) -> None:
     """To a few times 2^-9 of their length, in the gradients' own dtype."""
     _, blocks, capture = trained()
-    pairs = jobs_of(capture, blocks, pi=pi)
-    expected = expected_directions(blocks, pairs, "bfloat16")
+    pairs = tasks_of(capture, blocks, pi=pi)
+    expected = expected_gradients(blocks, pairs, "bfloat16")
     precondition_(blocks, curvatures(pairs, "bfloat16"), lrs=[0.1] * len(blocks), kl_clip=None)
     for matrix, wanted in zip(read_gradients(blocks).each, expected, strict=True):
         assert matrix.dtype == wanted.dtype == torch.float64
@@ -165,12 +168,13 @@ def test_in_bfloat16_directions_are_as_long_and_lie_the_same_way(pi: bool) -> No
 @pytest.mark.parametrize("grad_scale", [1.0, 1024.0])
 def test_steps_are_clipped_together_at_the_limit(lrs: str, grad_scale: float) -> None:
     model, blocks, capture = trained()
-    pairs = jobs_of(capture, blocks)
+    pairs = tasks_of(capture, blocks)
     rates = [0.1 * (1 + number * (lrs == "different")) for number in range(len(blocks))]
     gradients = read_gradients(blocks).each
-    directions = expected_directions(blocks, pairs, "triangle")
+    preconditioned = expected_gradients(blocks, pairs, "triangle")
     change = sum(
-        lr**2 * float((p * g).sum()) for lr, p, g in zip(rates, directions, gradients, strict=True)
+        lr**2 * float((p * g).sum())
+        for lr, p, g in zip(rates, preconditioned, gradients, strict=True)
     )
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -179,15 +183,18 @@ def test_steps_are_clipped_together_at_the_limit(lrs: str, grad_scale: float) ->
     precondition_(
         blocks, curvatures(pairs, "triangle"), lrs=rates, kl_clip=limit, grad_scale=grad_scale
     )
-    for matrix, wanted in zip(read_gradients(blocks).each, directions, strict=True):
+    for matrix, wanted in zip(read_gradients(blocks).each, preconditioned, strict=True):
         torch.testing.assert_close(matrix / grad_scale, wanted / 3)
 
 
 def test_short_steps_are_not_lengthened() -> None:
     _, blocks, _ = trained()
     gradients = read_gradients(blocks)
-    for directions in (gradients, Matrices(torch.zeros_like(gradients.flat), gradients.each)):
-        assert kl_scale(directions, gradients, lrs=[1e-6] * len(blocks), kl_clip=1.0) == 1
+    for preconditioned in (
+        gradients,
+        BlockMatrices(torch.zeros_like(gradients.flat), gradients.each),
+    ):
+        assert kl_scale(preconditioned, gradients, lrs=[1e-6] * len(blocks), kl_clip=1.0) == 1
     full = kl_scale(gradients, gradients, lrs=[1.0] * len(blocks), kl_clip=1e-6)
     assert float(full) == pytest.approx(math.sqrt(1e-6 / float(gradients.flat.square().sum())))
 
@@ -195,38 +202,38 @@ def test_short_steps_are_not_lengthened() -> None:
 @pytest.mark.parametrize("how", ["triangle", "inverse", "bfloat16", "eigen"])
 def test_a_layer_without_an_inverse_keeps_its_gradient_and_counts_for_nothing(how: How) -> None:
     _, blocks, capture = trained()
-    pairs = jobs_of(capture, blocks)
+    pairs = tasks_of(capture, blocks)
     found = curvatures(pairs, how)
-    before, directions = read_gradients(blocks).each, expected_directions(blocks, pairs, how)
+    before, preconditioned = read_gradients(blocks).each, expected_gradients(blocks, pairs, how)
     lost = found[1]
-    if isinstance(lost, Inverses):
-        found[1] = Inverses(lost.inputs, torch.zeros_like(lost.outputs), lost.form)
+    if isinstance(lost, InversePair):
+        found[1] = InversePair(lost.inputs, torch.zeros_like(lost.outputs), lost.form)
     else:
-        found[1] = Eigens(
+        found[1] = EigenPair(
             lost.inputs,
             type(lost.outputs)(lost.outputs.vectors, torch.full_like(lost.outputs.values, -1)),
             DAMPING,
         )
     counted = [number for number in range(len(blocks)) if number != 1]
-    change = sum(float((directions[number] * before[number]).sum()) for number in counted)
+    change = sum(float((preconditioned[number] * before[number]).sum()) for number in counted)
     precondition_(blocks, found, lrs=[1.0] * len(blocks), kl_clip=change / 4)
     after = read_gradients(blocks).each
     assert torch.equal(after[1], before[1])
     for number in counted:
         tolerance = (
-            {"atol": 2**-6 * float(directions[number].norm()), "rtol": 0.0}
+            {"atol": 2**-6 * float(preconditioned[number].norm()), "rtol": 0.0}
             if how == "bfloat16"
             else {}
         )
-        torch.testing.assert_close(after[number], directions[number] / 2, **tolerance)  # type: ignore[arg-type]
+        torch.testing.assert_close(after[number], preconditioned[number] / 2, **tolerance)  # type: ignore[arg-type]
 
 
 def test_layers_without_a_gradient_or_of_another_shape_are_passed_over() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     blocks, capture = capture_all(model)
     model(torch.randn(4, 3)).sum().backward()
-    pairs = jobs_of(capture, blocks)
-    expected = expected_directions(blocks, pairs, "triangle")[2]
+    pairs = tasks_of(capture, blocks)
+    expected = expected_gradients(blocks, pairs, "triangle")[2]
     model[0].bias.grad = None
     model[1].weight = nn.Parameter(torch.randn(3, 5))
     model[1].weight.grad = torch.ones(3, 5)
@@ -240,8 +247,8 @@ def test_half_precision_gradients_are_preconditioned_in_float32() -> None:
     model = nn.Linear(3, 2).bfloat16()
     blocks, capture = capture_all(model)
     model(torch.randn(4, 3).bfloat16()).sum().backward()
-    pairs = jobs_of(capture, blocks)
-    (expected,) = expected_directions(blocks, pairs, "triangle")
+    pairs = tasks_of(capture, blocks)
+    (expected,) = expected_gradients(blocks, pairs, "triangle")
     precondition_(blocks, curvatures(pairs, "triangle"), lrs=[0.1], kl_clip=None)
     assert expected.dtype == torch.float32
     assert model.weight.grad.dtype == torch.bfloat16
@@ -254,7 +261,7 @@ def test_one_group_of_inputs_serves_all_projections() -> None:
     assert shapes["mix.in_proj"] == (FactorShape(groups=1, dim=7), FactorShape(groups=3, dim=6))
 
 
-def test_directions_do_not_depend_on_how_inputs_are_laid_out() -> None:
+def test_preconditioned_gradients_do_not_depend_on_how_inputs_are_laid_out() -> None:
     """Without damping, the change of the outputs is the same for inputs x and T x."""
     torch.manual_seed(0)
     turn = torch.randn(4, 4).double() + 2 * torch.eye(4).double()
@@ -270,7 +277,7 @@ def test_directions_do_not_depend_on_how_inputs_are_laid_out() -> None:
                 replace(a, damping=torch.tensor(1e-12).double()),
                 replace(g, damping=torch.tensor(1e-12).double()),
             )
-            for a, g in jobs_of(capture, blocks)
+            for a, g in tasks_of(capture, blocks)
         ]
         precondition_(blocks, curvatures(pairs, "triangle"), lrs=[0.1], kl_clip=None)
         steps.append(inputs @ model.weight.grad.mT)

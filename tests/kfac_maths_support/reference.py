@@ -13,8 +13,8 @@ from torch import nn
 from offbeat.kfac.blocks import Block, Side
 from offbeat.kfac.capture import Capture, Increment
 from offbeat.kfac.options import FactorOptions
-from offbeat.kfac.packing import unpack
 from offbeat.kfac.survey import survey
+from offbeat.kfac.symmetric import unpack
 
 Losses = Callable[[torch.Tensor], torch.Tensor]
 """The loss of each example, shape (N,), from a layer's output."""

@@ -82,15 +82,15 @@ def train(
         optimizer.zero_grad()
         loss_of(net, batch).backward()
         gradients = {place: _gradient(net[place]) for place in places}
-        directions = {place: directed[place](gradients[place]) for place in places}
-        change = sum(lr**2 * (directions[place] * gradients[place]).sum() for place in places)
+        preconditioned = {place: directed[place](gradients[place]) for place in places}
+        change = sum(lr**2 * (preconditioned[place] * gradients[place]).sum() for place in places)
         nu = (
             1.0
             if kl_clip is None
             else min(1.0, float((kl_clip / torch.as_tensor(change).abs()).sqrt()))
         )
         for place in places:
-            _set_gradient(net[place], nu * directions[place])
+            _set_gradient(net[place], nu * preconditioned[place])
         optimizer.step()
 
 

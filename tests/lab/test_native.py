@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offbeat.errors import ConfigError
-from offbeat.lab.attached import Meter, Metered
+from offbeat.lab.attaching import attach_recipe
 from offbeat.lab.config import Request, resolve, resolve_resume
 from offbeat.lab.native import NATIVE, Native
 from offbeat.lab.native.ddp import PowerSGD
@@ -100,15 +100,15 @@ def test_state_that_would_be_lost_is_known() -> None:
 def test_alone_leaves_the_model_and_the_network_alone() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Alone().attach(model, optimizer, Meter(8)) as attached:
-        assert isinstance(attached, Metered)
-        assert attached.module is model
+    attached = attach_recipe(Alone(), model, optimizer, rank=0, world_size=8)
+    with attached.session as session:
+        assert attached.module is attached.averaged_model() is model
         attached.backward(attached.module(torch.ones(1, 2)).sum())
         attached.optimizer.step()
-        assert (attached.stats.bytes_sent, attached.stats.messages_sent, attached.stats.wait_s) == (
+        assert (session.stats.bytes_sent, session.stats.messages_sent, session.stats.wait_s) == (
             0,
             0,
             0.0,
         )
-        assert attached.take_ready_at_s() is None
-        assert attached.take_arrivals() == []
+        assert session.take_ready_at_s() is None
+        assert session.take_arrivals() == []

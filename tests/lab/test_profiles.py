@@ -21,13 +21,15 @@ DUTY = FactorAssignment(
     matrices=1,
     message=None,
     owner=1,
-    sends="directions",
+    sends="preconditioned gradients",
     predicted_s=0.25,
 )
 
 
 def profile(began_s: float, duties: tuple[FactorAssignment, ...] = ()) -> StepProfile:
-    return StepProfile(spans=[Span("invert", "1 factors", began_s, began_s + 0.5)], duties=duties)
+    return StepProfile(
+        spans=[Span("invert", "1 factors", began_s, began_s + 0.5)], assignments=duties
+    )
 
 
 @pytest.fixture

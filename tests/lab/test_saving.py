@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import offbeat
 from offbeat.errors import CheckpointError
-from offbeat.lab.attached import InSession
+from offbeat.lab.attaching import attach_recipe
 from offbeat.lab.config import Request
 from offbeat.lab.meeting import Meeting
 from offbeat.lab.records import Record, begin_attempt
@@ -79,10 +79,10 @@ def test_another_number_of_workers_begins_from_the_mean_of_models_that_differ(
     task = resumed.config.build_task()
     model = task.build_model(seed=99)
     optimizer = task.optimizer(model)
-    with InSession(
-        model, optimizer, offbeat.attach(model, optimizer, offbeat.LocalSGD(period=4))
-    ) as attached:
-        position = restore(record, Meeting(dist.HashStore(), 0, 1), model, optimizer, attached)
+    recipe = offbeat.LocalSGD(period=4)
+    attached = attach_recipe(recipe, model, optimizer, rank=0, world_size=1)
+    with attached.session:
+        position = restore(record, Meeting(dist.HashStore(), 0, 1), attached)
     assert position.step == 6
     parts: list[Any] = [
         read_shard(latest(record.checkpoint_root), rank)["model"] for rank in range(2)

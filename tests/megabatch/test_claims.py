@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from offbeat.megabatch.claims import Claim, ClaimLog, Place, Span, num_positions, part_of, without
+from offbeat.megabatch.claims import (
+    Claim,
+    ClaimLog,
+    ClaimRound,
+    Span,
+    num_positions,
+    part_of,
+    without,
+)
 from offbeat.membership.agreement import StoreLostError
 
 disjoint_spans = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
@@ -115,7 +123,7 @@ def test_rounds_lead_through_every_epoch(num_samples: int, count: int, data: st.
     def whole(epoch: int, number: int) -> tuple[Span, ...]:
         return (Span(num_samples * number // count, num_samples * (number + 1) // count),)
 
-    place = Place(epoch=0, mega_batch=0, round=0, retry=0, spans=whole(0, 0))
+    place = ClaimRound(epoch=0, mega_batch=0, round=0, retry=0, spans=whole(0, 0))
     merged: Counter[tuple[int, int]] = Counter()
     while place.epoch < 2:
         taken = (

@@ -1,46 +1,60 @@
-"""What those who meet conclude from what all say, and when a rank that is new has come in."""
+"""A merge among virtual ranks: what members conclude from their proposals, what they are left with,
+and how one that is new comes in.
+"""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
 
-from offbeat.errors import ConfigError, MismatchError, WireError
-from offbeat.megabatch.assembly import Assembly, Work
-from offbeat.megabatch.claims import Work as Done
-from offbeat.megabatch.merge import Meetings, Met
-from offbeat.megabatch.proposal import Kind, Report, Statement, purpose
+from offbeat.errors import ConfigError, MismatchError, NonFiniteError, OffbeatError, WireError
+from offbeat.megabatch.atomic_group import AtomicGroup, GroupWork
+from offbeat.megabatch.claims import MegaBatchShare
+from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, agreed_kind
+from offbeat.megabatch.merge_weights import MergeMomentum
+from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport
 from offbeat.membership.agreement import Generation, Member
+from offbeat.transport.operations import Collective
+from offbeat.transport.virtual import VirtualCluster
+from offbeat.transport.wrappers import Counting
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
 
-GENERATION = Generation(number=0, members=(Member(0, 0),), newcomers=frozenset(), tickets=0)
+
+def report_of(rank: int, *, updates: int = 0, since_merge: int = 0) -> TrainerReport:
+    share = MegaBatchShare(rank=rank, claims=(), updates=updates, batch_size=1, busy_s=0.0)
+    return TrainerReport(
+        share=share, claim_round=None, memory_limit=None, num_steps=0, since_merge=since_merge
+    )
 
 
-def statement(kind: Kind, *, rank: int = 0, is_new: bool = False, said: str = "") -> Statement:
-    done = Done(rank=rank, claims=(), updates=0, batch_size=1, busy_s=0.0)
-    return Statement(
+def proposal(
+    kind: ProposalKind, *, rank: int = 0, is_new: bool = False, payload: str = ""
+) -> MergeProposal:
+    return MergeProposal(
         kind=kind,
         is_new=is_new,
-        report=Report(work=done, place=None, largest=None, num_steps=0, since_merge=0),
+        report=report_of(rank),
         norm=0.0,
         num_elements=1,
         dtype="float32",
         num_counters=0,
         num_merges=0,
-        kept=None,
+        rows_known_since=None,
         sparse=(),
         touched=((0, 3),),
-        said=said,
+        payload=payload,
     )
 
 
-def test_a_statement_arrives_as_it_was() -> None:
-    sent = statement("agree", rank=2, said='{"fits": null}')
-    assert Statement.from_bytes(sent.to_bytes()) == sent
-    with pytest.raises(WireError, match="is damaged"):
-        Statement.from_bytes(b"{}")
+def test_a_proposal_arrives_as_it_was() -> None:
+    sent = proposal("agree", rank=2, payload='{"fits": null}')
+    assert MergeProposal.from_bytes(sent.to_bytes()) == sent
+    for damaged in (b"{}", b"[]", b"1", sent.to_bytes()[:-1]):
+        with pytest.raises(WireError, match="is damaged"):
+            MergeProposal.from_bytes(damaged)
 
 
 @pytest.mark.parametrize(
@@ -56,61 +70,219 @@ def test_a_statement_arrives_as_it_was() -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(kinds: list[Kind], said: str) -> None:
+def test_what_does_not_go_together_is_refused(kinds: list[ProposalKind], said: str) -> None:
     with pytest.raises(MismatchError, match=said):
-        purpose([statement(kind, rank=rank) for rank, kind in enumerate(kinds)])
+        agreed_kind([proposal(kind, rank=rank) for rank, kind in enumerate(kinds)])
 
 
 @pytest.mark.parametrize("kind", ["merge", "mean", "agree"])
-def test_who_has_finished_or_is_new_follows_the_others(kind: Kind) -> None:
-    others = [statement("finish", rank=1), statement("merge", rank=2, is_new=True)]
-    assert purpose([statement(kind), *others]) == kind
-    assert purpose(others) == "finish"
-    assert purpose(others[1:]) is None
+def test_who_has_finished_or_is_new_follows_its_peers(kind: ProposalKind) -> None:
+    peers = [proposal("finish", rank=1), proposal("merge", rank=2, is_new=True)]
+    assert agreed_kind([proposal(kind), *peers]) == kind
+    assert agreed_kind(peers) == "finish"
+    assert agreed_kind(peers[1:]) is None
 
 
-class Scripted:
-    """An assembly whose meetings come out as told."""
+class VirtualGroup:
+    """In the place of an `AtomicGroup`: keeps the work, for a virtual rank to carry out, and then
+    returns its outcome. Commits always succeed.
+    """
 
-    def __init__(self, *kinds: Kind, is_new: bool) -> None:
-        self.kinds = list(kinds)
+    def __init__(self, *, is_new: bool) -> None:
         self.is_new = is_new
+        self.work: GroupWork[MergeOutcome] | None = None
+        self.outcomes: list[MergeOutcome] = []
 
-    def run(self, work: Work[Met]) -> Met:
-        mine = statement("merge", is_new=self.is_new)
-        return Met(kind=self.kinds.pop(0), mine=mine, generation=GENERATION, stated=(mine,))
+    def run(self, work: GroupWork[MergeOutcome]) -> MergeOutcome:
+        if self.outcomes:
+            return self.outcomes.pop(0)
+        self.work = work
+        raise _NotCarriedOutError
 
-
-def meetings(assembly: Scripted, monkeypatch: pytest.MonkeyPatch) -> Meetings:
-    monkeypatch.setattr(Meetings, "_write", lambda self, met: None)
-    weights = ModelWeights(
-        parameters={"w": torch.nn.Parameter(torch.zeros(1))},
-        buffers=dict,
-        chosen=choose_buffers({}),
-    )
-    return Meetings(
-        weights,
-        assembly=cast(Assembly, assembly),
-        shares=lambda stated: (),
-        momentum=None,
-        norm=lambda: 0.0,
-        rank=0,
-    )
+    def caught_up(self, generation: Generation) -> None:
+        self.is_new = False
 
 
-def test_who_is_new_comes_in_by_a_merge_and_not_by_what_the_others_agree_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assembly = Scripted("agree", "mean", "merge", is_new=True)
-    met = meetings(assembly, monkeypatch).agree(statement("agree").report, "1")
-    assert (met.kind, assembly.kinds) == ("merge", [])
-    with pytest.raises(ConfigError, match="ended while this worker was on its way in"):
-        meetings(Scripted("agree", "finish", is_new=True), monkeypatch).agree(
-            statement("agree").report, "1"
+class _NotCarriedOutError(Exception):
+    """The work waits for its virtual rank."""
+
+
+class Rank:
+    """A model of 20 x 3 sparse rows, two dense weights and a counter, and its protocol."""
+
+    def __init__(self, number: int, *, is_new: bool, gamma: float) -> None:
+        self.number = number
+        self.rows = torch.nn.Parameter(torch.full((20, 3), float(number)))
+        self.dense = torch.nn.Parameter(torch.full((2,), 10.0 * number, dtype=torch.bfloat16))
+        self.count = torch.tensor([number])
+        parameters = {"rows": self.rows, "dense": self.dense}
+        buffers = {"count": self.count}
+        weights = ModelWeights(
+            parameters=parameters, buffers=lambda: buffers, chosen=choose_buffers(buffers)
+        )
+        self.group = VirtualGroup(is_new=is_new)
+        self.momentum = MergeMomentum(parameters, gamma=gamma) if gamma else None
+        self.protocol = MergeProtocol(
+            weights,
+            group=cast(AtomicGroup, self.group),
+            weigh=lambda proposals: [each.report.share.updates for each in proposals],
+            momentum=self.momentum,
+            norm=lambda: 0.0,
+            rank=number,
         )
 
+    @property
+    def state(self) -> tuple[list[list[float]], list[float], int]:
+        return self.rows.tolist(), self.dense.tolist(), int(self.count)
 
-def test_who_is_not_new_agrees_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assembly = Scripted("agree", "merge", is_new=False)
-    assert meetings(assembly, monkeypatch).agree(statement("agree").report, "1").kind == "agree"
-    assert assembly.kinds == ["merge"]
+    def set_sparse_gradient(self) -> None:
+        self.rows.grad = torch.sparse_coo_tensor(
+            torch.tensor([[self.number]]),
+            torch.ones(1, 3),
+            self.rows.shape,
+            check_invariants=True,
+        )
+        self.protocol.rows.note_sparse_gradients()
+
+    def carry_out(self, call: Callable[[], Any], generation: Generation) -> Collective[Any]:
+        """What `call`, of the protocol, returns."""
+        done: list[MergeOutcome] = []
+        while True:
+            self.group.outcomes = list(done)
+            try:
+                return call()
+            except _NotCarriedOutError:
+                assert self.group.work is not None
+                done.append((yield from self.group.work(generation, self.number)))
+
+
+def make_ranks(size: int, *, new: Sequence[int] = (), gamma: float = 0.0) -> list[Rank]:
+    return [Rank(number, is_new=number in new, gamma=gamma) for number in range(size)]
+
+
+def together(ranks: Sequence[Rank], calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], int]:
+    """What the ranks' calls return, or raise, and how many bytes were sent."""
+    generation = Generation(
+        number=0,
+        members=tuple(Member(rank.number, 0) for rank in ranks),
+        newcomers=frozenset(),
+        tickets=0,
+    )
+    cluster = VirtualCluster(len(ranks))
+    drivers: list[Counting] = []
+
+    def wrap(driver: Any) -> Counting:
+        drivers.append(Counting(driver))
+        return drivers[-1]
+
+    outcomes = cluster.outcomes(
+        [rank.carry_out(call, generation) for rank, call in zip(ranks, calls, strict=True)],
+        wrap=wrap,
+    )
+    return outcomes, sum(driver.traffic.bytes_sent for driver in drivers)
+
+
+def merging(ranks: Sequence[Rank], updates: Sequence[int]) -> list[Callable[[], MergeOutcome]]:
+    def call_of(rank: Rank, number: int) -> Callable[[], MergeOutcome]:
+        return lambda: rank.protocol.merge(report_of(rank.number, updates=number, since_merge=1))
+
+    return [call_of(rank, number) for rank, number in zip(ranks, updates, strict=True)]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5])
+def test_a_merge_leaves_all_members_with_the_weighted_mean(gamma: float) -> None:
+    ranks = make_ranks(4, new=[2], gamma=gamma)
+    outcomes, _ = together(ranks, merging(ranks, [1, 3, 7, 0]))
+    assert [outcome.mean.weights for outcome in outcomes] == [[1, 3, 0, 0]] * 4
+    assert ranks[0].rows.unique().tolist() == [0.75]
+    assert ranks[0].dense.tolist() == [7.5, 7.5]
+    assert int(ranks[0].count) == 3
+    assert all(rank.state == ranks[0].state for rank in ranks)
+    assert not any(rank.group.is_new for rank in ranks)
+    assert [rank.protocol.num_merges for rank in ranks] == [1] * 4
+
+
+def test_one_that_joins_goes_on_with_the_momentum_of_its_peers() -> None:
+    ranks = make_ranks(3, new=[1], gamma=0.5)
+    momenta = [rank.momentum for rank in ranks if rank.momentum is not None]
+    for rank, momentum in zip(ranks, momenta, strict=True):
+        rank.rows.detach().zero_()
+        rank.dense.detach().zero_()
+        momentum.begin()
+    together(ranks, merging(ranks, [1, 1, 1]))
+    for _ in range(2):
+        ranks[0].rows.detach().add_(1.0)
+        together(ranks, merging(ranks, [1, 1, 1]))
+        assert all(rank.state == ranks[0].state for rank in ranks)
+    states = [{key: each.tolist() for key, each in m.state().items()} for m in momenta]
+    assert states[0] == states[1] == states[2]
+
+
+def test_only_rows_that_changed_are_sent_and_all_ranks_hold_the_same() -> None:
+    ranks = make_ranks(2)
+    for rank in ranks:
+        rank.set_sparse_gradient()
+    _, whole = together(ranks, merging(ranks, [1, 1]))
+    ranks[0].rows.detach()[4] += 2
+    ranks[1].rows.detach()[5] -= 4
+    _, some = together(ranks, merging(ranks, [1, 1]))
+    assert ranks[0].rows[3:7, 0].tolist() == [0.5, 1.5, -1.5, 0.5]
+    assert ranks[0].state == ranks[1].state
+    assert whole - some > 20 * 3 * 4 // 2  # of 20 rows in float32, each rank sends half
+
+
+def test_a_member_that_has_finished_takes_part_with_its_peers() -> None:
+    ranks = make_ranks(3)
+    calls: list[Callable[[], Any]] = [*merging(ranks, [1, 1, 1])]
+    finish = ranks[2].protocol.finish
+
+    def merge_and_finish(rank: Rank) -> Callable[[], Any]:
+        return lambda: (
+            rank.protocol.merge(report_of(rank.number, updates=1)),
+            rank.protocol.finish(report_of(rank.number)),
+        )
+
+    calls = [merge_and_finish(rank) for rank in ranks[:2]]
+    outcomes, _ = together(ranks, [*calls, lambda: finish(report_of(2))])
+    assert [outcome[1] for outcome in outcomes[:2]] == [False, False]
+    assert outcomes[2]
+    assert ranks[2].rows.unique().tolist() == [0.5]
+
+
+def test_one_that_is_new_comes_in_by_a_merge_and_not_by_what_its_peers_agree_on() -> None:
+    ranks = make_ranks(2, new=[1])
+
+    def agree_and_merge() -> Any:
+        agreed = ranks[0].protocol.agree(report_of(0), "1")
+        return agreed, ranks[0].protocol.merge(report_of(0, updates=1))
+
+    outcomes, _ = together(
+        ranks, [agree_and_merge, lambda: ranks[1].protocol.agree(report_of(1), "2")]
+    )
+    agreed, merged = outcomes[0]
+    assert [each.payload for each in agreed.proposals if not each.is_new] == ["1"]
+    assert (agreed.kind, merged.kind, outcomes[1].kind) == ("agree", "merge", "merge")
+    assert ranks[1].state == ranks[0].state
+
+
+def test_one_that_is_new_hears_that_the_run_has_ended() -> None:
+    ranks = make_ranks(2, new=[1])
+    outcomes, _ = together(
+        ranks,
+        [
+            lambda: ranks[0].protocol.finish(report_of(0)),
+            lambda: ranks[1].protocol.agree(report_of(1), "1"),
+        ],
+    )
+    assert not outcomes[0]
+    assert isinstance(outcomes[1], ConfigError)
+    assert "ended while this worker was on its way in" in str(outcomes[1])
+
+
+def test_a_model_that_is_not_finite_reaches_nobody() -> None:
+    ranks = make_ranks(2)
+    ranks[1].rows.detach()[0, 0] = torch.nan
+    outcomes, _ = together(ranks, merging(ranks, [1, 1]))
+    assert isinstance(outcomes[1], NonFiniteError)
+    assert isinstance(outcomes[0], OffbeatError)
+    assert ranks[0].rows.unique().tolist() == [0.0]

@@ -260,8 +260,8 @@ def drawn_together(rank: int, world_size: int) -> dict[str, float]:
     optimizer = sgd(net)
     nets = [make_net() for _ in range(world_size)]
     optimizers = [sgd(other) for other in nets]
-    centre = [p.detach().clone() for p in nets[0].parameters()]
-    moved = [torch.zeros_like(p) for p in centre]
+    central = [p.detach().clone() for p in nets[0].parameters()]
+    moved = [torch.zeros_like(p) for p in central]
     data = Numbers()
     with offbeat.attach(net, optimizer, strategy):
         for number in range(6):
@@ -273,7 +273,7 @@ def drawn_together(rank: int, world_size: int) -> dict[str, float]:
             optimizer.step()
             optimizer.zero_grad()
             pulls = [
-                [0.4 * (p.detach() - z) for p, z in zip(other.parameters(), centre, strict=True)]
+                [0.4 * (p.detach() - z) for p, z in zip(other.parameters(), central, strict=True)]
                 for other in nets
             ]
             for other, opt, part in zip(nets, optimizers, chosen, strict=True):
@@ -284,7 +284,7 @@ def drawn_together(rank: int, world_size: int) -> dict[str, float]:
                 for other, pull in zip(nets, pulls, strict=True):
                     for p, by in zip(other.parameters(), pull, strict=True):
                         p.detach().sub_(by)
-                for position, (z, v) in enumerate(zip(centre, moved, strict=True)):
+                for position, (z, v) in enumerate(zip(central, moved, strict=True)):
                     v.mul_(0.3).add_(sum(pull[position] for pull in pulls))
                     z.add_(v)
     mine = torch.cat([p.detach().flatten() for p in net.parameters()])

@@ -13,7 +13,7 @@ from gradient_jobs import fingerprint
 
 import offbeat
 from kfac_support.reference import batch_of, loss_of, make_net
-from offbeat.kfac.exchange.factors import FactorExchange
+from offbeat.kfac.part import KFACPart
 from offbeat.session.session import Session
 from offbeat.strategies import REGISTRY
 
@@ -34,8 +34,8 @@ def several(
     return results
 
 
-def part_of(session: Session) -> FactorExchange:
-    return next(part for part in session._parts if isinstance(part, FactorExchange))
+def part_of(session: Session) -> KFACPart:
+    return next(part for part in session._parts if isinstance(part, KFACPart))
 
 
 def step_(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
@@ -81,10 +81,13 @@ def train(
                     if isinstance(t, torch.Tensor)
                 ),
                 "num_in_memory": sum(
-                    factor._sum.numel() for factor in part_of(session)._factors.values()
+                    factor.weighted_sum.numel()
+                    for factor in part_of(session).accumulator.factors.values()
                 )
                 + sum(
-                    kept.numel() for kept in part_of(session)._inverses.packed if kept is not None
+                    kept.numel()
+                    for kept in part_of(session).preconditioner.inverses.packed
+                    if kept is not None
                 ),
                 "notices": session.notices,
             }
@@ -124,17 +127,16 @@ def trouble(rank: int, world_size: int, *, strategies: Strategies, kind: str) ->
         model = make_net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         with offbeat.attach(model, optimizer, REGISTRY[name](**options)) as session:
-            part = part_of(session)
+            scheduler = part_of(session).scheduler
             for step in range(5):
-                if step == 2 and kind == "retired" and rank == 1 and 1 in part._watched:
-                    part._capture.retire(part._watched[1], "it was told to")
+                if step == 2 and kind == "retired" and rank == 1 and 1 in scheduler.watched:
+                    scheduler.capture.retire(scheduler.watched[1], "it was told to")
                 if step == 2 and kind == "indefinite":
-                    for factor in part._factors.values():
-                        factor._sum.fill_(-1e3)
-                if step == 2 and kind == "nan factor" and rank == 1 and 0 in part._watched:
-                    part._capture._sums[0].inputs = part._blocks[0].input_moment(
-                        torch.full((1, 2, 3, 3), float("nan"), dtype=torch.float64)
-                    )
+                    for factor in part_of(session).accumulator.factors.values():
+                        factor.weighted_sum.fill_(-1e3)
+                if step == 2 and kind == "nan factor" and rank == 1 and 0 in scheduler.watched:
+                    broken = torch.full((1, 2, 3, 3), float("nan"), dtype=torch.float64)
+                    scheduler.capture.saw_inputs(scheduler.watched[0], broken)
                 step_(model, optimizer, rank, step)
             finite = all(bool(p.isfinite().all()) for p in model.parameters())
             results[label] = {

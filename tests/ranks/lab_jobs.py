@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import offbeat
 from offbeat.errors import UnsupportedError
-from offbeat.lab.attached import Attached, InSession, Meter
-from offbeat.lab.native import Native
+from offbeat.lab.attaching import AttachedModel, attach_recipe
 from offbeat.lab.options import build_strategy
 
 
@@ -39,9 +37,9 @@ def train(
     except UnsupportedError as error:
         return {"refused": str(error)}
     trace = []
-    with attached:
+    with attached.session as session:
         for step in range(1, steps + 1):
-            before = attached.stats
+            before = session.stats
             generator = torch.Generator().manual_seed(100 * step + rank)
             x, y = (
                 torch.randn((8, 16), generator=generator),
@@ -50,20 +48,20 @@ def train(
             attached.backward(nn.functional.mse_loss(attached.module(x), y))
             attached.optimizer.step()
             attached.optimizer.zero_grad()
-            after = attached.stats
+            after = session.stats
             trace.append(
                 {
                     "bytes": after.bytes_sent - before.bytes_sent,
                     "messages": after.messages_sent - before.messages_sent,
                     "waited": after.wait_s > before.wait_s,
-                    "ready": attached.take_ready_at_s() is not None,
-                    "channels": [arrival.channel for arrival in attached.take_arrivals()],
+                    "ready": session.take_ready_at_s() is not None,
+                    "channels": [arrival.channel for arrival in session.take_arrivals()],
                     "parameters": parameters(model),
                 }
             )
     return {
         "steps": trace,
-        "counted": attached.stats.steps,
+        "counted": session.stats.steps,
         "num_parameters": len(parameters(model)),
     }
 
@@ -75,11 +73,9 @@ def attach(
     optimizer: torch.optim.Optimizer,
     rank: int,
     world_size: int,
-) -> Attached:
+) -> AttachedModel:
     recipe = build_strategy(name, options)
-    if isinstance(recipe, Native):
-        return recipe.attach(model, optimizer, Meter(world_size, rank=rank))
-    return InSession(model, optimizer, offbeat.attach(model, optimizer, recipe))
+    return attach_recipe(recipe, model, optimizer, rank=rank, world_size=world_size)
 
 
 def parameters(model: nn.Module) -> list[float]:

@@ -32,7 +32,8 @@ def exchange(
     for label, (name, options) in strategies.items():
         net, plain = SparseNet(), SparseNet()
         optimizer, plain_optimizer = (RowAdagrad(each.parameters(), 0.1) for each in (net, plain))
-        with attach(name, options, net, optimizer, rank, world_size) as attached:
+        attached = attach(name, options, net, optimizer, rank, world_size)
+        with attached.session:
             for step in range(NUM_STEPS):
                 attached.backward(attached.module(*batch(10 * step + rank)))
                 attached.optimizer.step()
@@ -51,7 +52,8 @@ def average(rank: int, world_size: int, *, period: int) -> dict[str, Any]:
     nets = [SparseNet() for _ in range(world_size)]
     optimizer, *optimizers = (RowSGD(each.parameters(), 0.1, momentum=0.9) for each in (net, *nets))
     distances = []
-    with attach("localsgd", {"period": period}, net, optimizer, rank, world_size) as attached:
+    attached = attach("localsgd", {"period": period}, net, optimizer, rank, world_size)
+    with attached.session:
         for step in range(NUM_STEPS):
             attached.backward(attached.module(*batch(10 * step + rank)))
             attached.optimizer.step()

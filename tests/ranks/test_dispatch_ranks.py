@@ -120,7 +120,7 @@ def test_a_rank_without_samples_has_no_weight(run_ranks: RunRanks) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_models_are_drawn_to_the_centre_as_in_the_paper(
+def test_models_are_drawn_to_the_central_model_as_in_the_paper(
     run_ranks: RunRanks, world_size: int
 ) -> None:
     assert max(result["error"] for result in run_ranks(jobs.drawn_together, world_size)) < 1e-5

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from offbeat.lab.breakdown import Steps
-from offbeat.report.data import Better, Contestant, Curve, Difference, Estimate, Report, Run
+from offbeat.lab.comparison import Difference
+from offbeat.lab.statistics import Estimate
+from offbeat.report.data import Better, Contestant, Curve, Report, Run
 from offbeat.report.data_waiting import lateness
 from offbeat.report.page_sections import Row, lateness_bars, rows, step_bars, traffic_bars
 
@@ -16,10 +18,16 @@ NOTHING = np.empty(0)
 NO_CURVE = Curve(steps=NOTHING, seconds=NOTHING, bytes_sent=NOTHING, metric=NOTHING)
 
 
+def estimated(
+    median: float | None, *, low: float | None = None, high: float | None = None
+) -> Estimate:
+    return Estimate(values=[median], median=median, low=low, high=high)
+
+
 def contestant(label: str, step_s: float | None, **more: object) -> Contestant:
     measures = {
-        "step_s": Estimate(median=step_s, low=step_s, high=step_s),
-        "bytes_per_step": Estimate(median=8.0),
+        "step_s": estimated(step_s, low=step_s, high=step_s),
+        "bytes_per_step": estimated(8.0),
     }
     return replace(Contestant(label=label, strategy=label, options={}, measures=measures), **more)  # type: ignore[arg-type]
 
@@ -69,15 +77,15 @@ def test_who_failed_is_said_to_have() -> None:
 
 
 def test_a_target_nobody_reached_is_no_row_and_one_not_reached_is_said() -> None:
-    reached = contestant("a", 1.0, measures={"time_to_target_s": Estimate(median=4.0)})
-    missed = contestant("b", 1.0, measures={"time_to_target_s": Estimate(median=None)})
+    reached = contestant("a", 1.0, measures={"time_to_target_s": estimated(4.0)})
+    missed = contestant("b", 1.0, measures={"time_to_target_s": estimated(None)})
     (row,) = rows(report([reached, missed], []))
     assert [cell.text for cell in row.cells] == ["4 s", "not reached"]
     assert list(rows(report([missed], []))) == []
 
 
 def test_bars_are_as_long_as_the_values() -> None:
-    shares = {"share_compute": Estimate(median=0.75), "share_transfer": Estimate(median=0.25)}
+    shares = {"share_compute": estimated(0.75), "share_transfer": estimated(0.25)}
     two = [contestant("a", 4.0), contestant("b", 1.0)]
     two = [replace(one, measures={**one.measures, **shares}) for one in two]
     found = step_bars(report(two, []))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.report.data import Estimate
+from offbeat.lab.statistics import Estimate
 from offbeat.report.style import (
     BYTES,
     COUNT,
@@ -64,7 +64,9 @@ def test_a_value_alone(value: float | None, unit: Unit, text: str) -> None:
 def test_the_interval_decides_the_digits(
     median: float, low: float | None, high: float | None, unit: Unit, text: tuple[str, str]
 ) -> None:
-    assert write_estimate(Estimate(median=median, low=low, high=high), unit) == text
+    assert (
+        write_estimate(Estimate(values=[median], median=median, low=low, high=high), unit) == text
+    )
 
 
 @given(st.floats(1.0, 9e14))
@@ -77,7 +79,8 @@ def test_what_is_written_is_the_value(value: float) -> None:
 def test_no_more_digits_than_the_interval_supports(median: float, spread: float) -> None:
     half_width = median * spread
     text, interval = write_estimate(
-        Estimate(median=median, low=median - half_width, high=median + half_width), NUMBER
+        Estimate(values=[median], median=median, low=median - half_width, high=median + half_width),
+        NUMBER,
     )
     decimals = len(text.partition(".")[2])
     assert (

@@ -187,7 +187,7 @@ def profile_of(event: StepEvent, rank: int, *, is_first: bool) -> StepProfile:
         )
         for name, dim in rows.items()
     ]
-    return StepProfile(spans=spans, duties=duties if is_first else ())
+    return StepProfile(spans=spans, assignments=duties if is_first else ())
 
 
 def mega_batch_of(number: int, *, step: int, workers: int, merge_s: float = 0.05) -> MegaBatch:

@@ -1,4 +1,6 @@
-"""All ranks' weights drawn towards a centre that moves with them: synchronous model averaging."""
+"""Synchronous model averaging: all ranks' weights are drawn towards a central average model, which
+moves with them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.weights.model_weights import ModelWeights, Pack, require_finite
 
 
-class CentreAverage(Part):
+class CentralModelAverage(Part):
     """In every step number `n period` adds alpha (z - x) to the weights x, and the sum over ranks
     of alpha (x - z) to z.
 
@@ -28,7 +30,7 @@ class CentreAverage(Part):
         stream: this part's channels.
         period: steps between averages, >= 1.
         alpha: how far, in (0, 1].
-        momentum: of the centre, in [0, 1).
+        momentum: of the central average model, in [0, 1).
     """
 
     state_key: ClassVar[str] = "central_model"
@@ -46,7 +48,7 @@ class CentreAverage(Part):
         self._weights, self._driver, self._stream = weights, driver, stream
         self._period, self._alpha, self._momentum = period, alpha, momentum
         self._pack = Pack(weights.tensors())
-        self._centre: list[torch.Tensor] = []
+        self._central: list[torch.Tensor] = []
         self._moved: list[torch.Tensor] = []
         self._corrections: list[torch.Tensor] = []
         self._sums: list[Pending[torch.Tensor]] = []
@@ -55,9 +57,8 @@ class CentreAverage(Part):
 
     @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
-        """The centre begins where the model does, as late as can be: the user may load weights
-        after attaching.
-        """
+        # The central model begins where the model does, copied as late as possible, since the user
+        # may load weights after attaching.
         self._begin()
 
     @override
@@ -69,8 +70,8 @@ class CentreAverage(Part):
         vectors = self._pack.vectors(self._weights.tensors())
         require_finite(vectors, rank=self._driver.rank)
         self._corrections = [
-            vector.sub_(centre).mul_(self._alpha)
-            for vector, centre in zip(vectors, self._centre, strict=True)
+            vector.sub_(central).mul_(self._alpha)
+            for vector, central in zip(vectors, self._central, strict=True)
         ]
         travelling = [correction.clone() for correction in self._corrections]
         self._sums = [
@@ -91,9 +92,9 @@ class CentreAverage(Part):
         totals = [pending.wait() for pending in self._sums]
         begin_s = time.perf_counter()
         self._sums = []
-        for centre, moved, total in zip(self._centre, self._moved, totals, strict=True):
+        for central, moved, total in zip(self._central, self._moved, totals, strict=True):
             moved.mul_(self._momentum).add_(total)
-            centre.add_(moved)
+            central.add_(moved)
         tensors = self._weights.tensors()
         frozen = [
             name in self._weights.parameters and not self._weights.parameters[name].requires_grad
@@ -111,9 +112,9 @@ class CentreAverage(Part):
         self._encode_s += time.perf_counter() - begin_s
 
     def _begin(self) -> None:
-        if not self._centre:
-            self._centre = self._pack.vectors(self._weights.tensors())
-            self._moved = [torch.zeros_like(centre) for centre in self._centre]
+        if not self._central:
+            self._central = self._pack.vectors(self._weights.tensors())
+            self._moved = [torch.zeros_like(central) for central in self._central]
 
     @override
     def counters(self) -> dict[str, float]:
@@ -123,7 +124,7 @@ class CentreAverage(Part):
     def state_dict(self) -> dict[str, dict[str, Any]]:
         kept = {
             f"{kind}/{name}": view
-            for kind, vectors in (("centre", self._centre), ("moved", self._moved))
+            for kind, vectors in (("centre", self._central), ("moved", self._moved))
             if vectors
             for name, view in zip(self._weights.names, self._pack.views(vectors), strict=True)
         }
@@ -137,7 +138,7 @@ class CentreAverage(Part):
         if "num_steps" not in saved:
             raise CheckpointError("the state lacks 'num_steps'; it was saved by another strategy")
         kept = {key: value for key, value in saved.items() if isinstance(value, torch.Tensor)}
-        self._centre = []
+        self._central = []
         if kept:
             self._begin()
             live = {
@@ -148,8 +149,8 @@ class CentreAverage(Part):
             if {key: tensor.shape for key, tensor in kept.items()} != {
                 key: tensor.shape for key, tensor in live.items()
             }:
-                self._centre = []
-                raise CheckpointError("the centre was saved with another model or strategy")
+                self._central = []
+                raise CheckpointError("the central model was saved with another model or strategy")
             for key, tensor in live.items():
                 tensor.copy_(kept[key])
         self._num_steps, self._num_averages = int(saved["num_steps"]), int(saved["num_averages"])

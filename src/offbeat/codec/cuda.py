@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from dataclasses import replace
 
+import numpy as np
 import torch
 
-from offbeat.codec.select import GAIN, REUSE_SLACK, Selection, sample_plan
+from offbeat.codec.select import GAIN, REUSE_SLACK, THRESHOLD, Selection, sample_plan
 from offbeat.codec.sparse import Sparse
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -50,12 +52,15 @@ def reuse(
     `select.reuse`.
     """
     if not 0 < threshold < math.inf:
-        return exact(flat, residual, k=k, weight=weight)
+        return _with_threshold(exact(flat, residual, k=k, weight=weight))
     candidates = accumulate(flat, residual, weight, flat.new_full((), threshold), 4 * k)
     count = candidates.numel()
     if (1 - REUSE_SLACK) * k <= count <= (1 + REUSE_SLACK) * k:
-        return _finish(flat, candidates, count, threshold * (count / k) ** GAIN)
-    return _finish(flat, candidates if count >= k else flat.nonzero().squeeze(1), k)
+        state = {THRESHOLD: threshold * (count / k) ** GAIN}
+        return replace(_finish(flat, candidates, count), state=state)
+    return _with_threshold(
+        _finish(flat, candidates if count >= k else flat.nonzero().squeeze(1), k)
+    )
 
 
 def accumulate(
@@ -83,9 +88,7 @@ def accumulate(
     return (flat.abs() < threshold).logical_not_().nonzero().squeeze(1)
 
 
-def _finish(
-    flat: torch.Tensor, indices: torch.Tensor, k: int, threshold: float | None = None
-) -> Selection:
+def _finish(flat: torch.Tensor, indices: torch.Tensor, k: int) -> Selection:
     """Take the `k` largest of the entries at the ascending `indices`, the first ones among equals,
     out of `flat`.
 
@@ -93,9 +96,7 @@ def _finish(
     """
     values = flat[indices]
     if not bool(values.isfinite().all()):
-        return Selection(
-            sparse=_to_host(indices[:0], values[:0], flat.numel()), finite=False, threshold=0.0
-        )
+        return Selection(sparse=_to_host(indices[:0], values[:0], flat.numel()), finite=False)
     if k < indices.numel():
         magnitudes = values.abs()
         kth = magnitudes.topk(k, sorted=False).values.min()
@@ -103,11 +104,14 @@ def _finish(
         taken = above | equal & (equal.cumsum(0) <= k - above.sum())
         indices, values = indices[taken], values[taken]
     flat[indices] = 0
-    if threshold is None:
-        threshold = float(values.abs().min()) if values.numel() else 0.0
-    return Selection(
-        sparse=_to_host(indices, values, flat.numel()), finite=True, threshold=threshold
-    )
+    return Selection(sparse=_to_host(indices, values, flat.numel()), finite=True)
+
+
+def _with_threshold(selection: Selection) -> Selection:
+    """The selection, with the least magnitude picked as the next step's threshold."""
+    magnitudes = np.abs(selection.sparse.values)
+    threshold = float(magnitudes.min()) if magnitudes.size else 0.0
+    return replace(selection, state={THRESHOLD: threshold})
 
 
 def _to_host(indices: torch.Tensor, values: torch.Tensor, num_elements: int) -> Sparse:

@@ -18,13 +18,14 @@ momentum.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
 
 import torch
 
-from offbeat.codec import cuda, kernels, select
+from offbeat.codec import kernels
 from offbeat.codec.finite import is_finite
 from offbeat.codec.select import Selection
+from offbeat.codec.selectors import Selector
 from offbeat.codec.sparse import Sparse
 
 
@@ -38,12 +39,12 @@ class ErrorFeedback:
         dtype: of its gradients: float32 or float64, or bfloat16 or float16, whose state is kept in
             float32.
         device: of its gradients.
-        selection: "exact", or "reuse" of the last step's threshold.
+        selector: picks what is sent.
         momentum: DGC's momentum correction, in [0, 1); None: none.
         masking: DGC's factor masking; matters with `momentum` only.
 
     Attributes:
-        threshold: state of "reuse"; 0 before the first step.
+        selector_state: what the selector has remembered; a checkpoint may replace values in it.
     """
 
     def __init__(
@@ -52,12 +53,13 @@ class ErrorFeedback:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        selection: Literal["exact", "reuse"],
+        selector: Selector,
         momentum: float | None = None,
         masking: bool = True,
     ) -> None:
-        self.threshold = 0.0
-        self._selection = selection
+        self.selector_state = dict(selector.initial_state())
+        self._new_selector_state: Mapping[str, float] = self.selector_state
+        self._selector = selector
         self._momentum = momentum
         self._masking = masking
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -72,8 +74,7 @@ class ErrorFeedback:
             buffer(momentum is not None),
             buffer(momentum is not None),
         )
-        self._gradient: torch.Tensor | None = None
-        self._new_threshold = 0.0
+        self._gradient: torch.Tensor | None = None  # the caller's buffer, while a step is staged
 
     @property
     def residual(self) -> torch.Tensor:
@@ -98,17 +99,14 @@ class ErrorFeedback:
             weight: of the gradient.
         """
         accumulated, weight = self._begin(gradient, weight)
-        on_cpu = accumulated.device.type == "cpu"
-        k = min(k, accumulated.numel())
-        if self._selection == "exact":
-            exact = select.exact if on_cpu else cuda.exact
-            selection = exact(accumulated, self._residual, k=k, weight=weight)
-        else:
-            reuse = select.reuse if on_cpu else cuda.reuse
-            selection = reuse(
-                accumulated, self._residual, k=k, weight=weight, threshold=self.threshold
-            )
-            self._new_threshold = selection.threshold
+        selection = self._selector.select(
+            accumulated,
+            self._residual,
+            k=min(k, accumulated.numel()),
+            weight=weight,
+            state=self.selector_state,
+        )
+        self._new_selector_state = selection.state
         if self._momentum is not None and self._masking:
             self._new_velocity[torch.from_numpy(selection.sparse.indices).to(gradient.device)] = 0
         return selection
@@ -166,7 +164,7 @@ class ErrorFeedback:
         """
         assert self._gradient is None, "the last step was neither committed nor discarded"
         self._gradient = gradient
-        self._new_threshold = self.threshold
+        self._new_selector_state = self.selector_state
         accumulated = self._accumulator.copy_(gradient) if self._is_half else gradient
         if self._momentum is None:
             return accumulated, weight
@@ -179,7 +177,7 @@ class ErrorFeedback:
 
     def _finish(self) -> None:
         self._velocity, self._new_velocity = self._new_velocity, self._velocity
-        self.threshold = self._new_threshold
+        self.selector_state = dict(self._new_selector_state)
         self._gradient = None
 
 

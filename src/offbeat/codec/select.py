@@ -21,7 +21,8 @@ candidate, of which there are about 1.5 k at density 0.001.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -35,6 +36,10 @@ SMALL = 4096
 """With so few elements every nonzero is a candidate."""
 
 REUSE_SLACK = 0.2
+THRESHOLD = "threshold"
+"""The name of the last step's threshold in the state of reuse: a magnitude; 0 when there was none.
+"""
+
 GAIN = 0.1
 """Exponent that turns the ratio of counts into that of thresholds; around density 0.001 of a
 bell-shaped distribution the count falls with the 7th to 12th power of the threshold.
@@ -48,12 +53,12 @@ class Selection:
     Attributes:
         sparse: the pairs; empty unless `finite`.
         finite: whether residual + gradient held neither infinities nor NaNs.
-        threshold: for the next step's reuse; state.
+        state: what the selector wants to be given in the next step.
     """
 
     sparse: Sparse
     finite: bool
-    threshold: float
+    state: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +79,8 @@ def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) 
         k: in [1, n].
         weight: of `flat`.
     """
-    values, owed = flat.numpy(), residual.numpy()
-    scale = values.dtype.type(weight)
-    guess = _guess(values, owed, scale, k)
-    indices, found = _room(guess.capacity, values.dtype)
-    count, finite = kernels.accumulate(values, owed, scale, guess.threshold, indices, found)
-    if not finite:
-        return _nothing(values)
-    if _suffices(guess, count, k):
-        return _finish(values, _largest(indices[:count], found[:count], values.size, k))
-    return _finish(values, _by_digits(values, k))
+    picked = _k_largest(flat, residual, k=k, weight=weight)
+    return _not_finite(flat.numpy()) if picked is None else Selection(sparse=picked, finite=True)
 
 
 def reuse(
@@ -97,25 +94,48 @@ def reuse(
     values = flat.numpy()
     last = values.dtype.type(threshold)
     if not 0 < last < np.inf:
-        return exact(flat, residual, k=k, weight=weight)
+        picked = _k_largest(flat, residual, k=k, weight=weight)
+        return _not_finite(values) if picked is None else _with_threshold(picked)
     guess = Guess(last, min(values.size, 4 * k))
     indices, found = _room(guess.capacity, values.dtype)
     count, finite = kernels.accumulate(
         values, residual.numpy(), values.dtype.type(weight), last, indices, found
     )
     if not finite:
-        return _nothing(values)
+        return _not_finite(values)
     if (1 - REUSE_SLACK) * k <= count <= (1 + REUSE_SLACK) * k:
-        picked = Sparse(
+        near_k = Sparse(
             indices=indices[:count].copy(), values=found[:count].copy(), num_elements=values.size
         )
-        return _finish(values, picked, threshold=float(last) * (count / k) ** GAIN)
+        return _with_threshold(
+            _taken_out(values, near_k), threshold=float(last) * (count / k) ** GAIN
+        )
     if k <= count <= guess.capacity:
-        return _finish(values, _largest(indices[:count], found[:count], values.size, k))
-    return _finish(values, _again(values, k))
+        largest = _largest(indices[:count], found[:count], values.size, k)
+    else:
+        largest = _k_largest_of_sum(values, k)
+    return _with_threshold(_taken_out(values, largest))
 
 
-def _again(values: NDArray[np.floating], k: int) -> Sparse:
+def _k_largest(
+    flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float
+) -> Sparse | None:
+    """The `k` largest, taken out of `flat`; None where something is not finite. Arguments as of
+    `exact`.
+    """
+    values, owed = flat.numpy(), residual.numpy()
+    scale = values.dtype.type(weight)
+    guess = _guess(values, owed, scale, k)
+    indices, found = _room(guess.capacity, values.dtype)
+    count, finite = kernels.accumulate(values, owed, scale, guess.threshold, indices, found)
+    if not finite:
+        return None
+    if _suffices(guess, count, k):
+        return _taken_out(values, _largest(indices[:count], found[:count], values.size, k))
+    return _taken_out(values, _by_digits(values, k))
+
+
+def _k_largest_of_sum(values: NDArray[np.floating], k: int) -> Sparse:
     """The `k` largest of what has been added up already."""
     guess = _guess(values, values, values.dtype.type(0), k)
     indices, found = _room(guess.capacity, values.dtype)
@@ -127,17 +147,23 @@ def _again(values: NDArray[np.floating], k: int) -> Sparse:
     )
 
 
-def _finish(
-    values: NDArray[np.floating], picked: Sparse, threshold: float | None = None
-) -> Selection:
+def _taken_out(values: NDArray[np.floating], picked: Sparse) -> Sparse:
+    """`picked`, after what it holds was set to zero in `values`."""
     values[picked.indices] = 0
+    return picked
+
+
+def _with_threshold(picked: Sparse, threshold: float | None = None) -> Selection:
+    """What reuse returns. Unless it adapted the threshold, the next one is the least magnitude
+    picked.
+    """
     if threshold is None:
         threshold = float(np.abs(picked.values).min()) if len(picked) else 0.0
-    return Selection(sparse=picked, finite=True, threshold=threshold)
+    return Selection(sparse=picked, finite=True, state={THRESHOLD: threshold})
 
 
-def _nothing(values: NDArray[np.floating]) -> Selection:
-    return Selection(sparse=Sparse.empty(values.size, values.dtype), finite=False, threshold=0.0)
+def _not_finite(values: NDArray[np.floating]) -> Selection:
+    return Selection(sparse=Sparse.empty(values.size, values.dtype), finite=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,52 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol
 
-import numpy as np
-
-from offbeat.codec import wire
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
+from offbeat.codec.wire import Wire
 from offbeat.planning.costs import Network
-from offbeat.transport.operations import Collective, Payload
-
-ValueFormat: TypeAlias = Literal["float32", "float64", "bfloat16"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wire:
-    """How the messages of one bucket are laid out.
-
-    Attributes:
-        num_elements: elements of the bucket.
-        num_parameters: parameters of the bucket, the length of `Tally.used`.
-        dtype: of the values in memory, float32 or float64.
-        value_format: of the values on the wire.
-    """
-
-    num_elements: int
-    num_parameters: int
-    dtype: np.dtype[np.floating]
-    value_format: ValueFormat
-
-    def encode(self, sparse: Sparse, tally: Tally) -> tuple[bytes, Sparse]:
-        """The message, and what its receivers will not see of `sparse` because the
-        format rounds.
-        """
-        return wire.encode(sparse, tally, value_format=self.value_format)
-
-    def decode(self, payload: Payload) -> tuple[Sparse, Tally]:
-        """Inverse of `encode`. Raises `WireError`."""
-        return wire.decode(
-            payload,
-            num_elements=self.num_elements,
-            num_parameters=self.num_parameters,
-            dtype=self.dtype,
-        )
-
-    def empty(self) -> Sparse:
-        return Sparse.empty(self.num_elements, self.dtype)
+from offbeat.transport.operations import Collective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,8 @@ from typing import Literal
 
 from offbeat.codec.sparse import Sparse, add_all, merge, split_by_index
 from offbeat.codec.tally import Tally
-from offbeat.collectives.base import Exchanged, Wire
+from offbeat.codec.wire import Wire
+from offbeat.collectives.base import Exchanged
 from offbeat.planning.costs import Network
 from offbeat.planning.trees import broadcast_rounds, num_rounds, reduce_rounds
 from offbeat.transport.operations import Collective, Payload, Recv, Send

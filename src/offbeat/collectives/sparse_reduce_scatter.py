@@ -29,7 +29,8 @@ from functools import reduce
 from offbeat.codec.histogram import COUNTER_BYTES, Histogram, histogram, quotas
 from offbeat.codec.sparse import Sparse, add, keep_largest, partition, union_disjoint
 from offbeat.codec.tally import Tally
-from offbeat.collectives.base import Exchanged, Wire
+from offbeat.codec.wire import Wire
+from offbeat.collectives.base import Exchanged
 from offbeat.collectives.gather import all_gather
 from offbeat.planning.costs import Network
 from offbeat.planning.trees import num_rounds

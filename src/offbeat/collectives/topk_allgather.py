@@ -14,7 +14,8 @@ from functools import reduce
 
 from offbeat.codec.sparse import Sparse, add, add_all, keep_largest, split_by_index
 from offbeat.codec.tally import Tally
-from offbeat.collectives.base import Exchanged, Wire
+from offbeat.codec.wire import Wire
+from offbeat.collectives.base import Exchanged
 from offbeat.collectives.gather import all_gather
 from offbeat.planning.costs import Network
 from offbeat.planning.trees import num_rounds

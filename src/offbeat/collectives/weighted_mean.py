@@ -1,10 +1,10 @@
 """The weighted mean of vectors, over messages between two ranks: the same bits on every rank.
 
-1. The vector is cut into one region a rank. Everyone who has a weight sends each owner its part of
-   that region.
-2. The owner adds the parts up, by rank, each times its weight, and divides by the sum of the
-   weights.
-3. It sends the mean of its region to everyone.
+1. The vector is cut into one region a rank. Every rank with a weight sends each owner its part of
+   the owner's region.
+2. The owner adds up the parts, each times its weight divided by the sum of the weights, in the
+   order of the ranks.
+3. It sends the mean of its region to all peers.
 
 Cost: 2(P-1) messages, 2(P-1)/P n elements sent by each rank; two messages in sequence.
 """
@@ -33,9 +33,9 @@ def weighted_mean(
 
     Args:
         rank: this rank.
-        weights: of each rank, >= 0, not all zero; the same on all.
-        values: this rank's, shape (num_elements,); not looked at, and may be None, where its weight
-            is 0. Must not change before all ranks have the result.
+        weights: of each rank, >= 0, not all zero; the same on all ranks.
+        values: this rank's, shape (num_elements,); not read, and may be None, where its weight is
+            0. They must not change before all ranks have the result.
         num_elements: the same on all ranks.
         dtype: of all values, float32 or float64.
 
@@ -46,27 +46,29 @@ def weighted_mean(
         WireError: a rank sent another number of bytes.
     """
     size, total = len(weights), sum(weights)
-    assert total > 0, "somebody has to count"
+    assert total > 0, "at least one rank needs a weight"
     bounds = [num_elements * owner // size for owner in range(size + 1)]
     regions = [slice(begin, end) for begin, end in pairwise(bounds)]
-    others = [(rank + hop) % size for hop in range(1, size)]  # not all begin with the same receiver
+    # Each rank begins with its successor, so that not all send to the same receiver at once.
+    peers = [(rank + hop) % size for hop in range(1, size)]
     if weights[rank]:
         assert values is not None
-        for peer in others:
+        for peer in peers:
             yield Send(peer, _bytes_of(values[regions[peer]]))
     own = np.zeros(bounds[rank + 1] - bounds[rank], dtype)
-    for giver in (giver for giver, weight in enumerate(weights) if weight):
-        if giver == rank:
+    # In the order of the ranks, not of arrival, since floating-point sums depend on it.
+    for sender in (sender for sender, weight in enumerate(weights) if weight):
+        if sender == rank:
             assert values is not None
             part = values[regions[rank]]
         else:
-            part = _read((yield Recv(giver)), dtype, own.size, giver)
-        own += part * dtype.type(weights[giver] / total)
+            part = _read((yield Recv(sender)), dtype, own.size, sender)
+        own += part * dtype.type(weights[sender] / total)
     result = np.empty(num_elements, dtype)
     result[regions[rank]] = own
-    for peer in others:
+    for peer in peers:
         yield Send(peer, _bytes_of(own))
-    for peer in others:
+    for peer in peers:
         result[regions[peer]] = _read(
             (yield Recv(peer)), dtype, bounds[peer + 1] - bounds[peer], peer
         )

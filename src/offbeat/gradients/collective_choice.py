@@ -13,6 +13,7 @@ import torch
 from typing_extensions import override
 
 from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.selectors import Exact
 from offbeat.collectives import dense, sparse_reduce_scatter, topk_allgather
 from offbeat.collectives.base import CostOf
 from offbeat.collectives.probe import probe
@@ -129,7 +130,7 @@ class CheapestCollective(Part):
 def _select_s_per_element(sample: torch.Tensor) -> float:
     """Local cost of residual and selection at density 0.001, measured on noise."""
     feedback = ErrorFeedback(
-        SAMPLE_ELEMENTS, dtype=sample.dtype, device=sample.device, selection="exact"
+        SAMPLE_ELEMENTS, dtype=sample.dtype, device=sample.device, selector=Exact()
     )
     generator = torch.Generator(device=sample.device).manual_seed(0)
     durations_s = []

@@ -32,6 +32,7 @@ from typing_extensions import override
 from offbeat.codec.tally import Tally
 from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.parts.part import Part
 
 
@@ -80,6 +81,30 @@ class Reduction(Protocol):
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None: ...
 
 
+class ExchangeListener:
+    """Something that sends messages of its own with each exchange of gradients, such as K-FAC.
+
+    The methods do nothing; a listener overrides those that it needs.
+    """
+
+    def on_bucket_sealed(self, number: int, *, is_last: bool, failed: bool) -> None:
+        """A bucket holds all that this rank contributes, and is handed to the launch order next.
+
+        Args:
+            number: the bucket's, in the order in which buckets are launched.
+            is_last: whether it is the last one, which is sealed when everything else of this rank's
+                exchange is complete. What the listener wants to send with this exchange it must
+                hand to the launch order before it returns: the last bucket may stand behind it.
+            failed: whether this rank joins only so that no peer waits for it; what it sends is of
+                no worth.
+        """
+
+    def on_exchange_settled(self, *, good: bool) -> None:
+        """The exchange is over, and all ranks know the same: every one of them applies the step
+        (`good`), or every one of them drops it.
+        """
+
+
 @dataclass(slots=True)
 class ExchangeCounts:
     """What happened so far."""
@@ -103,6 +128,8 @@ class GradientExchange(Part):
         notify: for remarks.
         weight: this rank's weight in the mean, until `on_batch_claimed` says how many samples it
             has.
+        launch_order: decides when a bucket that is ready is launched, where other collectives are
+            under way beside the buckets; None: at once.
     """
 
     state_key: ClassVar[str] = "gradients"
@@ -117,8 +144,11 @@ class GradientExchange(Part):
         max_skipped_steps: int,
         notify: Callable[[str], None],
         weight: float = 1.0,
+        launch_order: LaunchOrder | None = None,
     ) -> None:
         self.counts = counts
+        self._launch_order = launch_order or LaunchOrder()
+        self._listeners: list[ExchangeListener] = []
         self._pairs = list(pairs)
         self._grad_scale = grad_scale
         self._has_scaler = has_scaler
@@ -140,6 +170,15 @@ class GradientExchange(Part):
         self._synchronised = True
         self._exchanged_since_step = False
         self._unsent = False
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """In the order in which they are launched."""
+        return [bucket for bucket, _ in self._pairs]
+
+    def add_listener(self, listener: ExchangeListener) -> None:
+        """Tell `listener` of every exchange from now on."""
+        self._listeners.append(listener)
 
     # Events
 
@@ -238,6 +277,10 @@ class GradientExchange(Part):
         self._exchanged_since_step = True
         self._unsent = False
         self.counts.exchanges += 1
+        # Every rank holds the same tallies, so listeners on all ranks are told the same.
+        is_good = all(tally.good for tally in tallies)
+        for listener in self._listeners:
+            listener.on_exchange_settled(good=is_good)
         if any(tally.num_failed for tally in tallies):
             self._discard()
             if not failed:
@@ -246,7 +289,7 @@ class GradientExchange(Part):
                     f" backward in exchange {self.counts.exchanges}; their own output says why."
                     " This step was discarded on every rank"
                 )
-        elif any(not tally.good for tally in tallies):
+        elif not is_good:
             self._skip(max(tally.num_nonfinite for tally in tallies))
         else:
             self.counts.skipped_in_a_row = 0
@@ -266,7 +309,12 @@ class GradientExchange(Part):
             num_failed=int(failed),
             used=self._ready[b].copy(),
         )
-        reduction.launch(bucket, tally, grad_scale=self._grad_scale())
+        for listener in self._listeners:
+            listener.on_bucket_sealed(b, is_last=b == len(self._pairs) - 1, failed=failed)
+        grad_scale = self._grad_scale()
+        self._launch_order.launch(
+            ("gradients", b), lambda: reduction.launch(bucket, tally, grad_scale=grad_scale)
+        )
 
     def _weight_now(self) -> float:
         if self._num_weighed is None:

@@ -15,7 +15,8 @@ from offbeat.codec.finite import is_finite
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import NUM_COUNTERS, Tally
-from offbeat.collectives.base import Exchanged, SparseCollective, Wire
+from offbeat.codec.wire import Wire
+from offbeat.collectives.base import Exchanged, SparseCollective
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.gradients.buckets import Bucket
 from offbeat.transport.driver import Driver, Pending, Stream
@@ -196,12 +197,24 @@ class SparseReduction:
         return state
 
     def local_state(self) -> dict[str, float]:
-        return {f"threshold/{self._bucket.names[0]}": self._feedback.threshold}
+        return {
+            self._local_name(key): value for key, value in self._feedback.selector_state.items()
+        }
 
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None:
         for name, live in self.additive_state().items():
             live.copy_(additive[name])
-        self._feedback.threshold = local.get(f"threshold/{self._bucket.names[0]}", 0.0)
+        state = self._feedback.selector_state
+        # A run that resumes with another selector lacks some keys; they keep their initial value.
+        state.update(
+            {key: local[name] for key in state if (name := self._local_name(key)) in local}
+        )
+
+    def _local_name(self, key: str) -> str:
+        """What a number that belongs to the whole bucket is called in a checkpoint: after the
+        bucket's first parameter, because buckets have no names.
+        """
+        return f"{key}/{self._bucket.names[0]}"
 
     def _named(self, kind: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a flat state tensor by parameter name, in the parameters' shapes."""

@@ -29,7 +29,7 @@ _NOT_SELF_ATTENTION = (
 )
 
 
-class Watcher(Protocol):
+class ProjectionObserver(Protocol):
     def projected(self, inputs: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
         """`output` is `inputs` times `weight`, transposed, plus a bias."""
         ...
@@ -39,7 +39,9 @@ class Watcher(Protocol):
         ...
 
 
-_watched: WeakKeyDictionary[nn.Module, tuple[FunctionType, Watcher]] = WeakKeyDictionary()
+_watched: WeakKeyDictionary[nn.Module, tuple[FunctionType, ProjectionObserver]] = (
+    WeakKeyDictionary()
+)
 
 
 class _WatchedAttention(nn.MultiheadAttention):
@@ -56,7 +58,7 @@ class _WatchedAttention(nn.MultiheadAttention):
         return nn.MultiheadAttention.__name__
 
 
-def watch(module: nn.MultiheadAttention, watcher: Watcher) -> None:
+def watch(module: nn.MultiheadAttention, watcher: ProjectionObserver) -> None:
     """Show each projection in forward passes with gradients to `watcher`, in the order
     they happen.
     """
@@ -94,7 +96,7 @@ def _rebound(function: Any, names: dict[str, Any]) -> FunctionType:
     return bound
 
 
-class Sink(Protocol):
+class ProjectionSink(Protocol):
     """What a `Capture` is to attention."""
 
     def saw_inputs(self, index: int, inputs: torch.Tensor, *, num_terms: int | None) -> None: ...
@@ -116,7 +118,7 @@ class Projections:
     """A watcher that knows which of `blocks` each projection of `module` belongs to."""
 
     def __init__(
-        self, sink: Sink, module: nn.MultiheadAttention, blocks: Mapping[int, Block]
+        self, sink: ProjectionSink, module: nn.MultiheadAttention, blocks: Mapping[int, Block]
     ) -> None:
         self._sink, self._blocks = sink, blocks
         self._module = module

@@ -4,8 +4,9 @@ The exponential average is kept free of damping: damping is added to what is inv
 is averaged, so that it does not build up. It starts from nothing and not from the identity, and is
 divided by the sum of its weights:
 
-    sum <- decay * sum + (1 - decay) * F        mass <- decay * mass + (1 - decay)        average =
-    sum / mass
+    sum  <- decay * sum  + (1 - decay) * F
+    mass <- decay * mass + (1 - decay)
+    average = sum / mass
 
 so early averages are means of what was seen. An increment with an infinity or a NaN in it, or of
 weight 0, leaves no trace. All of it happens on the factor's device, on a GPU without asking for a
@@ -21,7 +22,7 @@ import torch
 from offbeat.errors import CheckpointError
 from offbeat.kfac.blocks import FactorShape
 from offbeat.kfac.inverses import answers_later
-from offbeat.kfac.packing import diagonal
+from offbeat.kfac.symmetric import diagonal
 
 
 class RunningFactor:
@@ -33,12 +34,13 @@ class RunningFactor:
         device: where it lives.
 
     Attributes:
+        weighted_sum: sum of the steps' factors, each times its weight.
         mass: sum of the weights, a scalar tensor; 0 as long as nothing was averaged.
     """
 
     def __init__(self, shape: FactorShape, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
-        self._sum = torch.zeros(shape.packed, dtype=dtype, device=device)
+        self.weighted_sum = torch.zeros(shape.packed, dtype=dtype, device=device)
         self.mass = torch.zeros((), dtype=dtype, device=device)
 
     def update_(
@@ -57,27 +59,27 @@ class RunningFactor:
         if not answers_later(increment.device):
             if counts:
                 self.mass.lerp_(torch.ones_like(self.mass), 1 - decay)
-                self._sum.lerp_(increment, 1 - decay)
+                self.weighted_sum.lerp_(increment, 1 - decay)
             return
         self.mass.lerp_(torch.where(counts, 1.0, self.mass), 1 - decay)
-        self._sum.lerp_(torch.where(counts, increment, self._sum), 1 - decay)
+        self.weighted_sum.lerp_(torch.where(counts, increment, self.weighted_sum), 1 - decay)
 
     def average(self) -> torch.Tensor:
         """The average, packed; zeros as long as there is none."""
-        return self._sum / torch.where(self.mass > 0, self.mass, 1.0)
+        return self.weighted_sum / torch.where(self.mass > 0, self.mass, 1.0)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"sum": self._sum, "mass": self.mass}
+        return {"sum": self.weighted_sum, "mass": self.mass}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Inverse of `state_dict`. Raises `CheckpointError` for a factor of another shape."""
         total, mass = state["sum"], state["mass"]
-        if total.shape != self._sum.shape:
+        if total.shape != self.weighted_sum.shape:
             raise CheckpointError(
-                f"a factor was saved as {tuple(total.shape)}, here it is {tuple(self._sum.shape)};"
-                " is it the same model?"
+                f"a factor was saved as {tuple(total.shape)}, here it is"
+                f" {tuple(self.weighted_sum.shape)}; is it the same model?"
             )
-        self._sum.copy_(total)
+        self.weighted_sum.copy_(total)
         self.mass.copy_(mass)
 
 

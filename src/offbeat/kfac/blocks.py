@@ -19,13 +19,14 @@ dimension, `groups`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
-from offbeat.kfac.packing import num_packed
+from offbeat.kfac.symmetric import num_packed
 
 Side: TypeAlias = Literal["input", "output"]
 """Which factor of a block: "input" is A, "output" is G."""
@@ -58,6 +59,50 @@ class FactorShape:
     def num_elements(self) -> int:
         """Elements of the packed factor."""
         return self.packed[0] * self.packed[1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FactorSlot:
+    """One factor of the model, and its place in what all ranks plan.
+
+    Attributes:
+        index: the slot's number. Slot 2 l is A of block l, slot 2 l + 1 its G.
+        side: "input" for A, "output" for G.
+        block_name: the block's name, without what `torch.compile` puts before it.
+        shape: of the factor.
+        dtype, device: of the factor. Factors are summed in float32, or in float64 where the weight
+            is.
+    """
+
+    index: int
+    side: Side
+    block_name: str
+    shape: FactorShape
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def block_index(self) -> int:
+        return self.index // 2
+
+    @property
+    def name(self) -> str:
+        """For people, such as ``A of 'conv1'``."""
+        return f"{'A' if self.side == 'input' else 'G'} of {self.block_name!r}"
+
+    @property
+    def key(self) -> str:
+        """For checkpoints, such as ``conv1/input``."""
+        return f"{self.block_name}/{self.side}"
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the packed factor."""
+        return self.shape.num_elements * self.dtype.itemsize
+
+    def zeros(self) -> torch.Tensor:
+        """A packed factor of zeros."""
+        return torch.zeros(self.shape.packed, dtype=self.dtype, device=self.device)
 
 
 class Moment(NamedTuple):
@@ -203,3 +248,19 @@ def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Factors are summed in float32, or in float64 where the model is."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def slots_of(blocks: Sequence[Block]) -> list[FactorSlot]:
+    """The factors of `blocks`, A before G, in the order of the blocks."""
+    return [
+        FactorSlot(
+            index=2 * number + (side == "output"),
+            side=side,
+            block_name=block.name.replace("_orig_mod.", ""),
+            shape=block.shape(side),
+            dtype=torch.promote_types(block.weight.dtype, torch.float32),
+            device=block.weight.device,
+        )
+        for number, block in enumerate(blocks)
+        for side in SIDES
+    ]

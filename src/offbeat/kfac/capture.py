@@ -110,11 +110,12 @@ class Capture:
     ) -> None:
         self.retired: set[str] = set()
         """Names of blocks whose layers have changed their shape."""
+        self.phase: int | None = None
+        """How many steps with factors came before this one; None: nothing is summed now."""
         self._blocks = list(blocks)
         self._options = options
         self._warn, self._grad_scale, self._added = warn, grad_scale, added
         self._sums = [_Sums() for _ in blocks]
-        self._phase: int | None = None
         self._pass = 0
         self._handles: list[Any] = [model.register_forward_pre_hook(self._counting(model))]
         self._watched: list[nn.MultiheadAttention] = []
@@ -143,11 +144,11 @@ class Capture:
         """Sum from now on. `phase` counts such steps; where examples are sub-sampled it says which
         are looked at.
         """
-        self._phase = phase
+        self.phase = phase
 
     def stop(self) -> None:
         """See nothing more, and forget what was not taken."""
-        self._phase = None
+        self.phase = None
         self._sums = [_Sums() for _ in self._blocks]
 
     def take(self, index: int, side: Side) -> Increment:
@@ -197,7 +198,7 @@ class Capture:
         dim = self._blocks[index].example_dim(inputs)
 
         def saw_gradient(gradient: torch.Tensor) -> None:
-            if self._phase is not None:
+            if self.phase is not None:
                 if recomputing and kept is not None:
                     self._add_inputs(index, kept, num_terms)
                 self._add_gradient(index, select(gradient), kept, dim)
@@ -214,9 +215,13 @@ class Capture:
                 " now on"
             )
 
+    def is_retired(self, index: int) -> bool:
+        """Whether block `index` is watched no longer."""
+        return self._blocks[index].name in self.retired
+
     def _listens(self, index: int, inputs: torch.Tensor) -> bool:
         block = self._blocks[index]
-        if self._phase is None or not torch.is_grad_enabled() or block.name in self.retired:
+        if self.phase is None or not torch.is_grad_enabled() or block.name in self.retired:
             return False
         if not block.fits(inputs):
             _, rows, columns = block.matrix_shape
@@ -258,11 +263,11 @@ class Capture:
 
     def _sampled(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
         """The examples that are looked at: a view."""
-        assert self._phase is not None
+        assert self.phase is not None
         if dim is None or self._options.sample_stride == 1:
             return tensor
         stride = max(min(self._options.sample_stride, tensor.shape[dim]), 1)
-        return tensor[(*[slice(None)] * dim, slice(self._phase % stride, None, stride))]
+        return tensor[(*[slice(None)] * dim, slice(self.phase % stride, None, stride))]
 
     # Hooks are plain functions, which `copy.deepcopy` of a model shares and does not follow; copies
     # of modules are passed over.

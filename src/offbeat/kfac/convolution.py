@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.grad import conv2d_weight
 
-from offbeat.kfac.moments import gram
+from offbeat.kfac.symmetric import gram
 
-Pair: TypeAlias = tuple[int, int]
+IntPair: TypeAlias = tuple[int, int]
 
 MAX_SUMMED = 4096
 """Positions summed in one call. Convolutions add them up one after the other, and lose precision as
@@ -46,18 +46,18 @@ class Window:
         before, after: zeros added on the top and left, and on the bottom and right.
     """
 
-    taps: Pair
-    stride: Pair = (1, 1)
-    dilation: Pair = (1, 1)
-    before: Pair = (0, 0)
-    after: Pair = (0, 0)
+    taps: IntPair
+    stride: IntPair = (1, 1)
+    dilation: IntPair = (1, 1)
+    before: IntPair = (0, 0)
+    after: IntPair = (0, 0)
 
     @property
-    def reach(self) -> Pair:
+    def reach(self) -> IntPair:
         """Distance from the first to the last tap."""
         return (self.taps[0] - 1) * self.dilation[0], (self.taps[1] - 1) * self.dilation[1]
 
-    def positions(self, size: Pair) -> Pair:
+    def positions(self, size: IntPair) -> IntPair:
         """Output positions over an image of `size`."""
         vertical, horizontal = (
             max(-(-(size[a] + self.before[a] + self.after[a] - self.reach[a]) // self.stride[a]), 0)
@@ -165,10 +165,10 @@ def _empty_moment(
 def _weight_gradient(
     images: torch.Tensor,
     gradient: torch.Tensor,
-    kernel: Pair,
+    kernel: IntPair,
     *,
-    stride: Pair,
-    dilation: Pair,
+    stride: IntPair,
+    dilation: IntPair,
     groups: int,
 ) -> torch.Tensor:
     """Sums over images and positions of `gradient` times what each tap of `kernel` sees: (channels,

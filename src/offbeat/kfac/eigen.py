@@ -25,15 +25,22 @@ import torch
 from torch.linalg import LinAlgError
 
 from offbeat.kfac.blocks import FactorShape
-from offbeat.kfac.inverses import Form, Inverter, Job, alike, is_there, usual_form
-from offbeat.kfac.packing import unpack
+from offbeat.kfac.inverses import (
+    InverseForm,
+    InversionTask,
+    Inverter,
+    batches_of_one_shape,
+    is_there,
+    usual_form,
+)
+from offbeat.kfac.symmetric import unpack
 
-Kept: TypeAlias = Form | Literal["eigen"]
+StoredForm: TypeAlias = InverseForm | Literal["eigen"]
 """What is kept of factors, to be put to use in several steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class Eigen:
+class Eigendecomposition:
     """A factor's eigenvectors and eigenvalues.
 
     Attributes:
@@ -46,9 +53,9 @@ class Eigen:
     values: torch.Tensor
 
     @classmethod
-    def of(cls, kept: torch.Tensor, shape: FactorShape) -> Eigen:
-        """What `kept`, of the shape that `Decomposer.kept` says, stands for. Views of it, as far as
-        they can be.
+    def of(cls, kept: torch.Tensor, shape: FactorShape) -> Eigendecomposition:
+        """What `kept`, of the shape that `Decomposer.stored_shape` says, stands for. The results
+        are views of it, as far as they can be.
         """
         values = torch.where(is_there(kept), kept[:, 1 : 1 + shape.dim], -1.0)
         vectors = (
@@ -78,15 +85,15 @@ class Decomposer:
         self._warn = warn
         self._warned: set[str] = set()
 
-    def kept(self, shape: FactorShape) -> tuple[int, int]:
+    def stored_shape(self, shape: FactorShape) -> tuple[int, int]:
         """Shape of what is kept of a factor's decomposition."""
         return shape.groups, 1 + shape.dim + (0 if shape.is_diagonal else shape.dim**2)
 
-    def invert(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
-        """What stands for the decompositions of the factors, undamped, as `jobs`; zeros where there
-        is none.
+    def invert(self, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+        """What stands for the decompositions of the factors, undamped, in the order of `tasks`;
+        zeros where there is none.
         """
-        return [eigen.row() for eigen in decompose(jobs, self._warn_once)]
+        return [eigen.row() for eigen in decompose(tasks, self._warn_once)]
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -94,52 +101,64 @@ class Decomposer:
             self._warn(message)
 
 
-def form_of(device: torch.device, inverse_interval: int, *, eigen: bool, bfloat16: bool) -> Kept:
+def form_of(
+    device: torch.device, inverse_interval: int, *, eigen: bool, bfloat16: bool
+) -> StoredForm:
     """What to keep: eigendecompositions, inverses in bfloat16, or in their usual form."""
     return "eigen" if eigen else "bfloat16" if bfloat16 else usual_form(device, inverse_interval)
 
 
-def make_inverter(form: Kept, warn: Callable[[str], None]) -> Inverter | Decomposer:
+def make_inverter(form: StoredForm, warn: Callable[[str], None]) -> Inverter | Decomposer:
     """What makes it."""
     return Decomposer(warn) if form == "eigen" else Inverter(warn, form)
 
 
-def decompose(jobs: Sequence[Job], warn: Callable[[str], None]) -> list[Eigen]:
-    """Eigendecompositions of the factors of `jobs`, undamped, those of one size in one call. `warn`
-    is told of failures.
+def decompose(
+    tasks: Sequence[InversionTask], warn: Callable[[str], None]
+) -> list[Eigendecomposition]:
+    """Eigendecompositions of the factors of `tasks`, undamped, those of one size in one call.
+    `warn` is told of failures.
     """
-    found: list[Eigen | None] = [None] * len(jobs)
-    for numbers in alike(jobs):
-        some = [jobs[number] for number in numbers]
+    found: list[Eigendecomposition | None] = [None] * len(tasks)
+    for numbers in batches_of_one_shape(tasks):
+        some = [tasks[number] for number in numbers]
         for number, eigen in zip(numbers, _decompose(some, warn), strict=True):
-            valid = jobs[number].valid
-            found[number] = Eigen(eigen.vectors, torch.where(valid, eigen.values, -1.0))
+            valid = tasks[number].valid
+            found[number] = Eigendecomposition(
+                eigen.vectors, torch.where(valid, eigen.values, -1.0)
+            )
     return [eigen for eigen in found if eigen is not None]
 
 
-def _decompose(jobs: Sequence[Job], warn: Callable[[str], None]) -> list[Eigen]:
-    if jobs[0].shape.is_diagonal:
-        return [Eigen(None, job.packed) for job in jobs]
-    groups = [job.shape.groups for job in jobs]
-    matrices = unpack(torch.cat([job.packed for job in jobs]), jobs[0].shape.dim)
+def _decompose(
+    tasks: Sequence[InversionTask], warn: Callable[[str], None]
+) -> list[Eigendecomposition]:
+    if tasks[0].shape.is_diagonal:
+        return [Eigendecomposition(None, task.packed) for task in tasks]
+    groups = [task.shape.groups for task in tasks]
+    matrices = unpack(torch.cat([task.packed for task in tasks]), tasks[0].shape.dim)
     try:
         values, vectors = torch.linalg.eigh(matrices)
     except LinAlgError:
-        if len(jobs) > 1:
-            return [eigen for job in jobs for eigen in _decompose([job], warn)]
-        return [_carefully(jobs[0], matrices, warn)]
+        if len(tasks) > 1:
+            return [eigen for task in tasks for eigen in _decompose([task], warn)]
+        return [_carefully(tasks[0], matrices, warn)]
     pairs = zip(vectors.split(groups), values.clamp_(min=0).split(groups), strict=True)
-    return [Eigen(some_vectors, some_values) for some_vectors, some_values in pairs]
+    return [Eigendecomposition(some_vectors, some_values) for some_vectors, some_values in pairs]
 
 
-def _carefully(job: Job, matrices: torch.Tensor, warn: Callable[[str], None]) -> Eigen:
+def _carefully(
+    task: InversionTask, matrices: torch.Tensor, warn: Callable[[str], None]
+) -> Eigendecomposition:
     """In float64, or not at all."""
     try:
         values, vectors = torch.linalg.eigh(matrices.double())
     except LinAlgError:
         warn(
-            f"K-FAC's factor {job.name} has no eigendecomposition, even in float64; its layer gets"
+            f"K-FAC's factor {task.name} has no eigendecomposition, even in float64; its layer gets"
             " plain gradients until it has"
         )
-        return Eigen(torch.zeros_like(matrices), torch.full_like(matrices[..., 0], -1.0))
-    return Eigen(vectors.to(matrices), values.clamp_(min=0).to(matrices))
+        return Eigendecomposition(
+            torch.zeros_like(matrices), torch.full_like(matrices[..., 0], -1.0)
+        )
+    return Eigendecomposition(vectors.to(matrices), values.clamp_(min=0).to(matrices))

@@ -13,15 +13,15 @@ multiplying by the inverse, but more time. So triangles are for those who make n
 
 In bfloat16 an inverse is kept as a square, which has as many bytes as a float32 triangle, can be
 multiplied by as it is, and is several times as fast to multiply by where the hardware knows
-bfloat16. Against directions in float64 of the same factors and gradients, with damping 0.003 and
-0.01, those of a convolutional network on images of 32 x 32 were off by 0.4 to 0.5% of their length
-after 12 and 60 steps, those on `digits` by 1.1 to 1.7% after 20 to 200, and <direction, gradient>
-by at most 0.15%; the worst layer, a factor with condition number 300, by 2.4%. Rounding gradients
-alone makes half to five sixths of that. Keeping the diagonal apart in float32, or 1 - damping *
-inverse in place of the inverse, takes off an eighth to two thirds: not worth a form of its own. The
-error is relative to the largest eigenvalue of the inverse; so where a damped factor's condition
-number is above 2^8 or so, little but rounding is left of a direction along the eigenvectors with
-its largest eigenvalues.
+bfloat16. Against preconditioned gradients P in float64 of the same factors and gradients, with
+damping 0.003 and 0.01, those of a convolutional network on images of 32 x 32 were off by 0.4 to
+0.5% of their length after 12 and 60 steps, those on `digits` by 1.1 to 1.7% after 20 to 200, and
+<P, gradient> by at most 0.15%; the worst layer, a factor with condition number 300, by 2.4%.
+Rounding gradients alone makes half to five sixths of that. Keeping the diagonal apart in float32,
+or 1 - damping * inverse in place of the inverse, takes off an eighth to two thirds: not worth a
+form of its own. The error is relative to the largest eigenvalue of the inverse; so where a damped
+factor's condition number is above 2^8 or so, little but rounding is left of P along the
+eigenvectors with its largest eigenvalues.
 
 Whether a decomposition succeeded is known on the device at once and on the host later. On a CPU
 that makes no difference. On a GPU nothing waits: the verdict is copied while work goes on and read
@@ -41,9 +41,9 @@ import torch
 
 from offbeat.kfac.blocks import FactorShape
 from offbeat.kfac.lapack import cholesky_
-from offbeat.kfac.packing import pack, unpack
+from offbeat.kfac.symmetric import pack, unpack
 
-Form: TypeAlias = Literal["triangle", "inverse", "bfloat16"]
+InverseForm: TypeAlias = Literal["triangle", "inverse", "bfloat16"]
 """What is kept of an inverse; "bfloat16": itself, rounded, and square."""
 
 LADDER: tuple[tuple[float, torch.dtype | None], ...] = (
@@ -55,7 +55,7 @@ LADDER: tuple[tuple[float, torch.dtype | None], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class InversionTask:
     """One factor to be inverted.
 
     Attributes:
@@ -77,14 +77,14 @@ STEPS_OF_A_TRIANGLE = 25
 """On a CPU an inverse is worth its making if it serves more steps than this."""
 
 
-def usual_form(device: torch.device, inverse_interval: int) -> Form:
+def usual_form(device: torch.device, inverse_interval: int) -> InverseForm:
     """Inverses, except where a CPU makes new ones often. GPUs are slow at solving."""
     return (
         "inverse" if answers_later(device) or inverse_interval > STEPS_OF_A_TRIANGLE else "triangle"
     )
 
 
-def dtype_of(form: Form | Literal["eigen"], dtype: torch.dtype) -> torch.dtype:
+def dtype_of(form: InverseForm | Literal["eigen"], dtype: torch.dtype) -> torch.dtype:
     """In what dtype inverses, or eigenvectors, of factors in `dtype` are kept."""
     return torch.bfloat16 if form == "bfloat16" else dtype
 
@@ -109,14 +109,14 @@ class Inverter:
         form: what to keep of inverses; diagonal factors have reciprocals in either form.
     """
 
-    def __init__(self, warn: Callable[[str], None], form: Form) -> None:
+    def __init__(self, warn: Callable[[str], None], form: InverseForm) -> None:
         self._warn = warn
         self._form = form
         self._warned: set[str] = set()
         self._verdicts: list[_Verdict] = []
         self._suspects: set[str] = set()
 
-    def kept(self, shape: FactorShape) -> tuple[int, int]:
+    def stored_shape(self, shape: FactorShape) -> tuple[int, int]:
         """Shape of what is kept of a factor's inverse."""
         return (
             (shape.groups, shape.dim**2)
@@ -124,28 +124,28 @@ class Inverter:
             else shape.packed
         )
 
-    def invert(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
-        """What stands for the inverses of (factor + damping * identity), as `jobs`; zeros where
-        there is none.
+    def invert(self, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+        """What stands for the inverses of (factor + damping * identity), in the order of `tasks`;
+        zeros where there is none.
         """
         self._read_verdicts()
-        inverses: list[torch.Tensor] = [job.packed for job in jobs]
-        for numbers in alike(jobs):
-            some = [jobs[number] for number in numbers]
+        inverses: list[torch.Tensor] = [task.packed for task in tasks]
+        for numbers in batches_of_one_shape(tasks):
+            some = [tasks[number] for number in numbers]
             results = _reciprocals(some) if some[0].shape.is_diagonal else self._decompose(some)
             for number, exact in zip(numbers, results, strict=True):
-                valid, result = jobs[number].valid, exact.to(dtype_of(self._form, exact.dtype))
+                valid, result = tasks[number].valid, exact.to(dtype_of(self._form, exact.dtype))
                 looks = not answers_later(result.device)
                 inverses[number] = result if looks and valid else torch.where(valid, result, 0.0)
         return inverses
 
-    def _decompose(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
-        dim, groups = jobs[0].shape.dim, [job.shape.groups for job in jobs]
-        packed = jobs[0].packed if len(jobs) == 1 else torch.cat([job.packed for job in jobs])
-        damping = torch.cat([job.damping.expand(job.shape.groups) for job in jobs])
-        results, good = _attempt(unpack(packed, dim), damping, self._form)
-        counted = torch.cat([job.valid.expand(job.shape.groups) for job in jobs])
-        verdict = _Verdict.of([job.name for job in jobs], groups, good | ~counted)
+    def _decompose(self, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+        dim, groups = tasks[0].shape.dim, [task.shape.groups for task in tasks]
+        packed = tasks[0].packed if len(tasks) == 1 else torch.cat([task.packed for task in tasks])
+        damping = torch.cat([task.damping.expand(task.shape.groups) for task in tasks])
+        results, good = damp_and_invert_(unpack(packed, dim), damping, self._form)
+        counted = torch.cat([task.valid.expand(task.shape.groups) for task in tasks])
+        verdict = _Verdict.of([task.name for task in tasks], groups, good | ~counted)
         if not answers_later(packed.device) or self._suspects.intersection(verdict.names):
             failed = verdict.failed()
             self._suspects.difference_update(verdict.names)
@@ -167,7 +167,9 @@ class Inverter:
         """
         for times, dtype in LADDER[1:]:
             matrix = unpack(packed[None].to(dtype or packed.dtype), dim)
-            result, good = _attempt(matrix, (damping * times).to(matrix.dtype)[None], self._form)
+            result, good = damp_and_invert_(
+                matrix, (damping * times).to(matrix.dtype)[None], self._form
+            )
             if good:
                 return result[0].to(packed.dtype)
         if name not in self._warned:
@@ -221,17 +223,17 @@ class _Verdict(NamedTuple):
         ][place]
 
 
-def alike(jobs: Sequence[Job]) -> Iterator[list[int]]:
-    """Numbers of the jobs that can be done in one call."""
+def batches_of_one_shape(tasks: Sequence[InversionTask]) -> Iterator[list[int]]:
+    """Numbers of the tasks that can be done in one call."""
     kinds: dict[object, list[int]] = {}
-    for number, job in enumerate(jobs):
-        kind = job.shape.dim, job.shape.is_diagonal, job.packed.dtype, job.packed.device
+    for number, task in enumerate(tasks):
+        kind = task.shape.dim, task.shape.is_diagonal, task.packed.dtype, task.packed.device
         kinds.setdefault(kind, []).append(number)
     yield from kinds.values()
 
 
-def _attempt(
-    matrices: torch.Tensor, damping: torch.Tensor, form: Form
+def damp_and_invert_(
+    matrices: torch.Tensor, damping: torch.Tensor, form: InverseForm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Invert `matrices`, shape (n, d, d), which are overwritten, after adding `damping`, shape
     (n,), to their diagonals.
@@ -246,7 +248,7 @@ def _attempt(
     )
 
 
-def _on_host(matrices: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+def _on_host(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor, torch.Tensor]:
     """Looking costs nothing here."""
     good = cholesky_(matrices, inverts=form != "triangle") & _all_finite(matrices)
     if form == "bfloat16":
@@ -256,7 +258,7 @@ def _on_host(matrices: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Te
     return matrices, good
 
 
-def _on_device(matrices: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+def _on_device(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor, torch.Tensor]:
     """Every matrix is masked, and nothing is called that asks for values."""
     result, info = torch.linalg.cholesky_ex(matrices)
     good = (info == 0) & _all_finite(result)
@@ -277,6 +279,6 @@ def _all_finite(matrices: torch.Tensor) -> torch.Tensor:
     return torch.isfinite(matrices.diagonal(dim1=1, dim2=2).sum(dim=1))
 
 
-def _reciprocals(jobs: Sequence[Job]) -> list[torch.Tensor]:
+def _reciprocals(tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
     """Diagonal factors need no decomposition."""
-    return [1 / (job.packed + job.damping) for job in jobs]
+    return [1 / (task.packed + task.damping) for task in tasks]

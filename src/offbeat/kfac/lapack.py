@@ -33,7 +33,7 @@ def _as_many_threads_as_torch() -> AbstractContextManager[object]:
     return nullcontext() if blas is None else blas.limit(limits=torch.get_num_threads())
 
 
-def library() -> str:
+def lapack_version() -> str:
     """What decides how results are rounded, besides the number of threads."""
     blas = _blas()
     kernels = set() if blas is None else {str(entry.get("architecture")) for entry in blas.info()}

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from offbeat.kfac.blocks import EVERYTHING, Block, FactorShape, Moment, as_real
-from offbeat.kfac.convolution import Pair, Window, patch_moment
-from offbeat.kfac.moments import gram
+from offbeat.kfac.convolution import IntPair, Window, patch_moment
 from offbeat.kfac.options import FactorOptions
-from offbeat.kfac.packing import pack
+from offbeat.kfac.symmetric import gram, pack
 
 
 class LinearBlock(Block):
@@ -92,7 +91,7 @@ class ConvBlock(Block):
         self._conv = module
         num_outputs, per_group, *_ = self._weight_shape
         groups = module.groups
-        self._taps: Pair = (self._weight_shape[2], self._weight_shape[3])
+        self._taps: IntPair = (self._weight_shape[2], self._weight_shape[3])
         self.inputs = FactorShape(
             groups=groups, dim=per_group * self._taps[0] * self._taps[1] + self.has_bias
         )
@@ -132,7 +131,7 @@ class ConvBlock(Block):
         )
         return Moment(pack(gram(rows)), rows.shape[1])
 
-    def _padding(self) -> tuple[Pair, Pair]:
+    def _padding(self) -> tuple[IntPair, IntPair]:
         """Above and left, below and right. "same" puts the odd one below and right, as
         Conv2d does.
         """

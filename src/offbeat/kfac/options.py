@@ -66,3 +66,72 @@ class FactorOptions:
         for name, lowest in (("batch_dim", 0), ("sample_stride", 1), ("max_dim", 1)):
             if getattr(self, name) < lowest:
                 raise ConfigError(f"{name} is {getattr(self, name)}, allowed is {lowest} or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KFACSettings:
+    """What all K-FAC strategies do alike: how factors are taken, averaged, damped and used.
+
+    Attributes:
+        damping: as of `kfac.averages.damping_of`, > 0.
+        pi: the same.
+        eigen: whether factors are decomposed instead of inverted. With `pi` their product is damped
+            then, without it each.
+        bfloat16: whether inverses are kept in bfloat16.
+        decay: how much of the running averages to keep in each step with factors, in [0, 1).
+        kl_clip: limit of a step's predicted change, > 0; None: no limit.
+        factor_interval: steps from one with factors to the next, >= 1.
+        inverse_interval: steps from one with inversions to the next, >= 1.
+        ramp: whether the first steps, as many as an interval has, are denser.
+        options: how factors are counted.
+    """
+
+    damping: float
+    pi: bool
+    eigen: bool
+    bfloat16: bool
+    decay: float
+    kl_clip: float | None
+    factor_interval: int
+    inverse_interval: int
+    ramp: bool
+    options: FactorOptions
+
+    def has_factors(self, step: int) -> bool:
+        """Whether factors are averaged in `step`."""
+        return step % self.factor_interval == 0 or (self.ramp and step < self.factor_interval)
+
+    def num_with_factors(self, step: int) -> int:
+        """How many steps before `step`, which has factors, had them too."""
+        if self.ramp:
+            return min(step, self.factor_interval - 1 + step // self.factor_interval)
+        return step // self.factor_interval
+
+    def has_inversions(self, step: int) -> bool:
+        """Whether factors are inverted in `step`. On the ramp that is in steps 0, 1, 2,
+        4, 8, ...
+        """
+        is_power_of_two = not step & (step - 1)
+        return step % self.inverse_interval == 0 or (
+            self.ramp and step < self.inverse_interval and is_power_of_two
+        )
+
+    def is_noted(self, step: int) -> bool:
+        """Whether the record says what happens in `step`: some steps with inversions, and some with
+        factors, ever more rarely.
+        """
+        return any(
+            step % interval == 0 and has_few_digits(step // interval, digits)
+            for interval, digits in ((self.inverse_interval, 3), (self.factor_interval, 2))
+        )
+
+
+def has_few_digits(number: int, digits: int) -> bool:
+    """Whether `number` has at most so many binary digits before its zeros: of n numbers that is
+    about 2^(digits-1) log2 n.
+
+    >>> [number for number in range(40) if has_few_digits(number, 2)]
+    [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    """
+    num_zeros = max(number.bit_length() - digits, 0)
+    return number >> num_zeros << num_zeros == number

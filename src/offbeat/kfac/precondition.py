@@ -1,14 +1,15 @@
-"""From gradients to directions: P = G^-1 grad A^-1, and how long a step along them may be.
+"""From gradients to preconditioned gradients: P = G^-1 grad A^-1, and how long a step along them
+may be.
 
-The direction of steepest descent per unit of change in what the model predicts, rather than per
-unit of change in its parameters. Its length is limited by KL clipping (arXiv 1708.05509, section
-5): the step lr * P changes predictions by about lr^2 <P, grad>, summed over layers, and is
+P is the direction of steepest descent per unit of change in what the model predicts, rather than
+per unit of change in its parameters. Its length is limited by KL clipping (arXiv 1708.05509,
+section 5): the step lr * P changes predictions by about lr^2 <P, grad>, summed over layers, and is
 shortened where that exceeds a limit:
 
     nu = min(1, sqrt(kl_clip / |sum of lr^2 <P, grad>|))
 
-Gradients and directions of all layers lie in two flat buffers, so that the sum is one product.
-Layers without an inverse keep their plain gradient, unclipped, and do not count.
+Gradients and preconditioned gradients of all layers lie in two flat buffers, so that the sum is one
+product. Layers without an inverse keep their plain gradient, unclipped, and do not count.
 
 Cost for a layer of d_out x d_in: 2 d_out d_in (d_out + d_in) operations. Memory while it lasts:
 twice the gradients, and the largest inverse, unpacked.
@@ -24,24 +25,24 @@ from typing import TypeAlias
 import torch
 
 from offbeat.kfac.blocks import Block
-from offbeat.kfac.eigen import Eigen
-from offbeat.kfac.inverses import Form, answers_later, is_there
-from offbeat.kfac.packing import unpack
+from offbeat.kfac.eigen import Eigendecomposition
+from offbeat.kfac.inverses import InverseForm, answers_later, is_there
+from offbeat.kfac.symmetric import unpack
 
 
 @dataclass(frozen=True, slots=True)
-class Inverses:
+class InversePair:
     """Damped inverses of one block's factors, A's and G's, or the triangles that stand for them, as
     `form` keeps them.
     """
 
     inputs: torch.Tensor
     outputs: torch.Tensor
-    form: Form
+    form: InverseForm
 
     def apply(self, gradient: torch.Tensor, block: Block, *, out: torch.Tensor) -> torch.Tensor:
-        """Write the direction for `gradient` into `out`, both of the block's `matrix_shape`; zeros
-        if there is none.
+        """Write the preconditioned `gradient` into `out`, both of the block's `matrix_shape`; zeros
+        where there is no inverse.
 
         Returns:
             Whether there is one, a scalar tensor.
@@ -59,22 +60,22 @@ class Inverses:
         else:
             out.copy_(_from_right(half.mT, outputs, self.form).mT)
         there = is_there(self.inputs) & is_there(self.outputs)
-        _keep_if_(there, out)
+        _zero_unless_(there, out)
         return there
 
     def _square(self, kept: torch.Tensor, dim: int) -> torch.Tensor:
         return kept.unflatten(1, (dim, dim)) if self.form == "bfloat16" else unpack(kept, dim)
 
 
-def _keep_if_(there: torch.Tensor, direction: torch.Tensor) -> None:
-    """Zeros for `direction` if there is none."""
+def _zero_unless_(there: torch.Tensor, preconditioned: torch.Tensor) -> None:
+    """Zeros, unless there is an inverse. On a GPU that is masked rather than asked."""
     if answers_later(there.device):
-        direction.masked_fill_(~there, 0)
+        preconditioned.masked_fill_(~there, 0)
     elif not there:
-        direction.zero_()
+        preconditioned.zero_()
 
 
-def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: Form) -> torch.Tensor:
+def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: InverseForm) -> torch.Tensor:
     """`matrices` times the inverse: `symmetric` itself, or that of U^T U for the triangle U in
     `symmetric`.
     """
@@ -93,7 +94,7 @@ def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: Form) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Eigens:
+class EigenPair:
     """Eigendecompositions of one block's factors, A's and G's.
 
     Attributes:
@@ -101,14 +102,14 @@ class Eigens:
         damps_each: which of the two.
     """
 
-    inputs: Eigen
-    outputs: Eigen
+    inputs: Eigendecomposition
+    outputs: Eigendecomposition
     damping: float
     damps_each: bool = False
 
     def apply(self, gradient: torch.Tensor, block: Block, *, out: torch.Tensor) -> torch.Tensor:
-        """Write the direction for `gradient` into `out`, both of the block's `matrix_shape`; zeros
-        if there is none.
+        """Write the preconditioned `gradient` into `out`, both of the block's `matrix_shape`; zeros
+        where there is no inverse.
 
         Returns:
             Whether there is one, a scalar tensor.
@@ -130,11 +131,11 @@ class Eigens:
         return there
 
 
-Curvature: TypeAlias = Inverses | Eigens
+Curvature: TypeAlias = InversePair | EigenPair
 
 
 @dataclass(frozen=True, slots=True)
-class Matrices:
+class BlockMatrices:
     """A matrix for each of some blocks, all in one flat buffer.
 
     Attributes:
@@ -146,7 +147,7 @@ class Matrices:
     each: Sequence[torch.Tensor]
 
     @classmethod
-    def empty(cls, blocks: Sequence[Block]) -> Matrices:
+    def empty(cls, blocks: Sequence[Block]) -> BlockMatrices:
         """Uninitialised: float32, or float64 if any weight is."""
         weights = [block.weight for block in blocks]
         dtype = reduce(torch.promote_types, (weight.dtype for weight in weights), torch.float32)
@@ -157,9 +158,9 @@ class Matrices:
 
 
 @torch.no_grad()
-def read_gradients(blocks: Sequence[Block]) -> Matrices:
+def read_gradients(blocks: Sequence[Block]) -> BlockMatrices:
     """Copies of the gradients of `blocks`, all of which must have one."""
-    gradients = Matrices.empty(blocks)
+    gradients = BlockMatrices.empty(blocks)
     for block, matrix in zip(blocks, gradients.each, strict=True):
         block.read_gradient(matrix)
     return gradients
@@ -167,28 +168,28 @@ def read_gradients(blocks: Sequence[Block]) -> Matrices:
 
 @torch.no_grad()
 def kl_scale(
-    directions: Matrices,
-    gradients: Matrices,
+    preconditioned: BlockMatrices,
+    gradients: BlockMatrices,
     *,
     lrs: Sequence[float],
     kl_clip: float,
     grad_scale: float = 1.0,
 ) -> torch.Tensor:
-    """nu: by what to multiply the directions, a scalar tensor in (0, 1].
+    """nu: by what to multiply the preconditioned gradients, a scalar tensor in (0, 1].
 
     Args:
-        directions, gradients: of the same blocks.
+        preconditioned, gradients: of the same blocks.
         lrs: the learning rate of each block.
         kl_clip: the limit, > 0.
         grad_scale: by what factor gradients are scaled (AMP).
     """
     if len(set(lrs)) == 1:
-        change = torch.dot(directions.flat, gradients.flat) * lrs[0] ** 2
+        change = torch.dot(preconditioned.flat, gradients.flat) * lrs[0] ** 2
     else:
-        pairs = zip(lrs, directions.each, gradients.each, strict=True)
+        pairs = zip(lrs, preconditioned.each, gradients.each, strict=True)
         change = sum(
             (torch.dot(p.flatten(), g.flatten()) * lr**2 for lr, p, g in pairs),
-            directions.flat.new_zeros(()),
+            preconditioned.flat.new_zeros(()),
         )
     return (kl_clip * grad_scale**2 / change.abs()).sqrt().clamp(max=1)
 
@@ -202,37 +203,37 @@ def precondition_(
     kl_clip: float | None,
     grad_scale: float = 1.0,
 ) -> None:
-    """Replace the gradients of `blocks` by directions. Blocks without gradient, or of another shape
-    by now, are passed over.
+    """Replace the gradients of `blocks` by preconditioned gradients. Blocks without gradient, or of
+    another shape by now, are passed over.
 
     Args:
         blocks: not the retired ones.
         curvatures: one for each block.
         lrs: learning rates, one for each block.
-        kl_clip: the limit, > 0; None: directions are not clipped.
+        kl_clip: the limit, > 0; None: no limit.
         grad_scale: by what factor gradients are scaled at the moment (AMP).
     """
     live = [number for number, block in enumerate(blocks) if block.has_gradient()]
     if not live:
         return
     blocks = [blocks[number] for number in live]
-    gradients, directions = read_gradients(blocks), Matrices.empty(blocks)
-    work = list(zip(blocks, gradients.each, directions.each, strict=True))
+    gradients, preconditioned = read_gradients(blocks), BlockMatrices.empty(blocks)
+    matrices = list(zip(blocks, gradients.each, preconditioned.each, strict=True))
     are_there = [
-        curvatures[number].apply(gradient, block, out=direction)
-        for number, (block, gradient, direction) in zip(live, work, strict=True)
+        curvatures[number].apply(gradient, block, out=out)
+        for number, (block, gradient, out) in zip(live, matrices, strict=True)
     ]
     if kl_clip is not None:
         nu = kl_scale(
-            directions,
+            preconditioned,
             gradients,
             lrs=[lrs[number] for number in live],
             kl_clip=kl_clip,
             grad_scale=grad_scale,
         )
-        directions.flat.mul_(nu)
-    for there, (block, gradient, direction) in zip(are_there, work, strict=True):
+        preconditioned.flat.mul_(nu)
+    for there, (block, gradient, out) in zip(are_there, matrices, strict=True):
         if answers_later(there.device):
-            block.write_gradient_(torch.where(there, direction, gradient))
+            block.write_gradient_(torch.where(there, out, gradient))
         elif there:
-            block.write_gradient_(direction)
+            block.write_gradient_(out)

@@ -31,22 +31,18 @@ def conclude(run: Run, watch: Watch) -> Summary | None:
     """Compare the replicas, measure the model on the leader, and write the summary. Returns it
     there.
     """
-    config, step, last, apart = (
-        run.record.config,
-        run.schedule.position.step,
-        run.attached.stats,
-        run.attached.averages_alone,
-    )
+    config, step, session = run.record.config, run.schedule.position.step, run.attached.session
+    last, apart = session.stats, session.averages_alone
     final = None if apart else run.attached.averaged_model()
     num_steps = max(1, step - watch.first_step)
     mine = {
-        "digest": digest(run.model),
+        "digest": digest(run.attached.model),
         "bytes_per_step": (last.bytes_sent - watch.first.bytes_sent) / num_steps,
         "messages_per_step": (last.messages_sent - watch.first.messages_sent) / num_steps,
         "samples_per_s": watch.num_samples / watch.seconds if watch.seconds else 0.0,
         "peak_memory_bytes": _peak_memory_bytes(),
         "notices": [
-            *run.attached.notices,
+            *session.notices,
             *run.notices,
             *_length_notices(run),
             *_pace_notices(run, num_steps),
@@ -85,7 +81,7 @@ def conclude(run: Run, watch: Watch) -> Summary | None:
         messages_sent_per_step=sum(end["messages_per_step"] for end in ends) / len(ends),
         peak_memory_bytes=[end["peak_memory_bytes"] for end in ends],
         skipped_steps=last.skipped_steps - watch.first.skipped_steps,
-        num_parameters=sum(parameter.numel() for parameter in run.model.parameters()),
+        num_parameters=sum(parameter.numel() for parameter in run.attached.model.parameters()),
         parameters_sha256=digest(final),
         replicas_identical=identical,
         resumed_from_step=run.record.attempts[-1].start_step or None,
@@ -118,7 +114,7 @@ def digest(model: nn.Module) -> str:
 def _replica_notices(run: Run, final: nn.Module, *, identical: bool) -> list[str]:
     return (
         []
-        if final is run.model or identical
+        if final is run.attached.model or identical
         else ["the workers' models differ on purpose; the metric is that of their mean"]
     )
 

@@ -24,7 +24,6 @@ from offbeat.lab.options import (
 )
 from offbeat.lab.tasks import Task, build_task
 from offbeat.lab.tasks.base import AbsolutePath
-from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.strategies.base import Strategy
 
 _DEFAULT_WORKERS = 4
@@ -121,7 +120,7 @@ def resolve(request: Request) -> RunConfig:
     )
     if "warmup" in for_strategy:  # counted in epochs, and only the task knows how long they are
         for_strategy.setdefault("steps_per_epoch", str(task.steps_per_epoch(workers)))
-    if issubclass(strategy_type(request.strategy), MegaBatchStrategy):
+    if strategy_type(request.strategy).shares_samples:
         for_strategy[FROM_TASK] = str(task.options.batch_size)
     config = RunConfig(
         task=request.task,
@@ -210,12 +209,14 @@ def _check_together(config: RunConfig, task: Task) -> None:
     recipe.check(model, task.optimizer(model))
     if isinstance(recipe, Strategy):
         recipe.check_world(config.workers)
-    if isinstance(recipe, MegaBatchStrategy):
-        least = _LEAST_STEPS_A_MERGE * config.workers * recipe.batch_size
-        if recipe.samples_between_merges < least:
+    mega_batch = recipe.samples_between_merges
+    if mega_batch is not None:
+        batch_size = task.options.batch_size
+        least = _LEAST_STEPS_A_MERGE * config.workers * batch_size
+        if mega_batch < least:
             raise ConfigError(
-                f"mega_batch is {recipe.samples_between_merges}, but {config.workers} workers with"
-                f" batches of {recipe.batch_size} need {least} samples or more between merges for"
+                f"mega_batch is {mega_batch}, but {config.workers} workers with"
+                f" batches of {batch_size} need {least} samples or more between merges for"
                 f" {_LEAST_STEPS_A_MERGE} batches each; raise mega_batch, or lower batch_size"
             )
 

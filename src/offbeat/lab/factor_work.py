@@ -63,8 +63,8 @@ class FactorWork:
         duties: the plan.
         num_steps: how many steps the rest was taken from.
         sums: of factors over ranks; None where they stay with their owners.
-        broadcasts: of inverses, or of directions; None where nothing is broadcast.
-        factor_s, precondition_s: computing factors, and turning gradients into directions: mean
+        broadcasts: of inverses, or of preconditioned gradients; None where nothing is broadcast.
+        factor_s, precondition_s: computing factors, and preconditioning gradients: mean
             over ranks and steps that did.
         invert_s: by rank, inverting: median over the steps with inversions; NaN for one that never
             did.

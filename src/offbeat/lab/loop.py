@@ -43,7 +43,9 @@ class Pauses:
             self._watch.restart()
         self.pass_on_request(steps_done)
         agreed = self._run.meeting.stop_step()
-        return agreed is not None and (steps_done >= agreed or self._run.attached.averages_alone)
+        return agreed is not None and (
+            steps_done >= agreed or self._run.attached.session.averages_alone
+        )
 
     def pass_on_request(self, steps_done: int) -> None:
         """If this rank has been asked to stop, let all ranks do so after the coming step.
@@ -125,7 +127,11 @@ def evaluate(run: Run, watch: Watch) -> None:
     """Measure the metric on the leader, in nobody's training time. Where it averages alone, nobody
     waits for it.
     """
-    meeting, step, apart = run.meeting, run.schedule.position.step, run.attached.averages_alone
+    meeting, step, apart = (
+        run.meeting,
+        run.schedule.position.step,
+        run.attached.session.averages_alone,
+    )
     # A leader before this one may have been ahead.
     leads = meeting.leader == meeting.rank and step > int(meeting.noted("measured") or -1)
     if leads or not apart:

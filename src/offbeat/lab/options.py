@@ -8,11 +8,11 @@ import dataclasses
 import inspect
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from offbeat.errors import ConfigError, nearest
 from offbeat.lab.native import NATIVE, Native
@@ -26,6 +26,7 @@ Recipe: TypeAlias = Strategy | Native
 
 RECIPES: Final[Mapping[str, type[Recipe]]] = {**REGISTRY, **NATIVE}
 
+_OBJECTS_TOO: Final = ConfigDict(arbitrary_types_allowed=True)
 
 FROM_TASK: Final = "batch_size"
 """An option of strategies that share samples out; in the lab it is the task's, whatever the
@@ -72,7 +73,9 @@ def build_strategy(name: str, options: Mapping[str, object]) -> Recipe:
             )
         given = None if value == "none" else value
         try:
-            values[option] = TypeAdapter[object](hints[option]).validate_python(given)
+            values[option] = TypeAdapter[object](
+                hints[option], config=_OBJECTS_TOO
+            ).validate_python(given)
         except ValidationError as error:
             allowed, meaning = _type_text(hints[option]), _argument_help(kind).get(option, "")
             hint = f" ({meaning.rstrip('.')})" if meaning else ""
@@ -196,12 +199,21 @@ def _type_text(hint: object) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(map(str, typing.get_args(hint)))
     if parts := typing.get_args(hint):
-        return " | ".join(_type_text(part) for part in parts)
+        return " | ".join(_type_text(part) for part in parts if _can_be_written(part))
     return (
         names.get(hint, getattr(hint, "__name__", str(hint)).lower())
         if isinstance(hint, type)
         else str(hint)
     )
+
+
+def _can_be_written(hint: object) -> bool:
+    """Whether a value of this type can be given as text: callables, dataclasses and objects of a
+    user's own, as `LocalSGD` takes for `outer` and `GTopK` for `selection`, are given in Python
+    only.
+    """
+    in_python_only = dataclasses.is_dataclass(hint) or inspect.isabstract(hint)
+    return typing.get_origin(hint) is not Callable and not in_python_only
 
 
 def _argument_help(kind: type) -> dict[str, str]:

@@ -60,7 +60,7 @@ class ProfileWriter:
             "attempt": self._attempt,
             "step": step,
             "spans": spans,
-            "duties": [asdict(duty) for duty in profile.duties],
+            "duties": [asdict(duty) for duty in profile.assignments],
         }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(self._before + json.dumps(line) + "\n")

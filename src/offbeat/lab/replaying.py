@@ -14,7 +14,6 @@ from offbeat.lab.records import Record
 from offbeat.lab.schedule import Position, claimed_schedule
 from offbeat.lab.tasks import Task
 from offbeat.megabatch.loader import Recording
-from offbeat.strategies.adaptive import MegaBatchStrategy
 
 _ALIKE = ("task", "task_options", "strategy", "strategy_options", "workers", "seed")
 
@@ -23,8 +22,8 @@ def check_replay(config: RunConfig, path: Path) -> None:
     """Raise `ConfigError` unless the run in `path` can be repeated as `config`, and `RecordError`
     if there is none.
     """
-    recipe = config.build_strategy()
-    if not isinstance(recipe, MegaBatchStrategy):
+    mega_batch = config.build_strategy().samples_between_merges
+    if mega_batch is None:
         raise ConfigError(
             f"{config.strategy} claims nothing, so there is nothing to replay; leave --replay out"
         )
@@ -37,12 +36,12 @@ def check_replay(config: RunConfig, path: Path) -> None:
                 " use the same"
             )
     done = record.mega_batches()
-    if [mega_batch.number for mega_batch in done] != list(range(1, len(done) + 1)):
+    if [each.number for each in done] != list(range(1, len(done) + 1)):
         raise RecordError(
             f"{path} lacks mega-batches, so it cannot be replayed; record another run"
         )
     target = claimed_schedule(
-        config, config.build_task(), Position(), recipe, config.workers
+        config, config.build_task(), Position(), mega_batch, config.workers
     ).target
     last = done[-1].step if done else 0
     if last < target:

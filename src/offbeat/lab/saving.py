@@ -18,16 +18,15 @@ from pathlib import Path
 from typing import Any, Final, TypedDict, cast
 
 import torch
-from torch import nn
 
 from offbeat.errors import CheckpointError, PeerError
-from offbeat.lab.attached import Attached, InSession
+from offbeat.lab.attaching import AttachedModel
 from offbeat.lab.meeting import Meeting
 from offbeat.lab.records import Record
 from offbeat.lab.schedule import Position
 from offbeat.lab.watch import Run
 from offbeat.session.checkpoint import Manifest, Tree, latest, read_shard, write_checkpoint
-from offbeat.session.session import reshard
+from offbeat.session.session import Session, reshard
 
 LATE_S: Final = 0.5
 """Where ranks do not keep step: for how long the others wait for a late one before they write
@@ -59,7 +58,8 @@ def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
         name: of the occasion, the same on all ranks.
         patience_s: how long to wait for late ones, where ranks do not keep step.
     """
-    meeting, position, apart = run.meeting, run.schedule.position, run.attached.averages_alone
+    meeting, position, session = run.meeting, run.schedule.position, run.attached.session
+    apart = session.averages_alone
     positions = meeting.gather(
         f"{name}/writers",
         json.dumps(position.to_json()),
@@ -74,10 +74,10 @@ def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
         return
     place = {"world_size": len(writers), "rank": writers.index(meeting.rank)}
     tree = _State(
-        model=run.model.state_dict(),
-        optimizer=run.optimizer.state_dict(),
-        session=run.attached.state_dict() | place,
-        weight=run.attached.averaging_weight,
+        model=run.attached.model.state_dict(),
+        optimizer=run.attached.optimizer.state_dict(),
+        session=session.state_dict() | place,
+        weight=session.averaging_weight,
         random=torch.get_rng_state(),
     )
     moments = iter(("written", "complete"))
@@ -94,9 +94,7 @@ def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
             metadata={"position": of_first.to_json(), "task": run.record.config.task},
         )
     except PeerError as error:
-        if not (
-            isinstance(run.attached, InSession) and run.attached.session.strategy.survives_death
-        ):
+        if not (isinstance(session, Session) and session.strategy.survives_death):
             raise
         run.notices.append(f"the checkpoint of step {of_first.step} was given up: {error}")
 
@@ -111,13 +109,7 @@ def _is_past(root: Path, step: int) -> bool:
         return False
 
 
-def restore(
-    record: Record,
-    meeting: Meeting,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    attached: Attached,
-) -> Position:
+def restore(record: Record, meeting: Meeting, attached: AttachedModel) -> Position:
     """Load what this rank needs of the newest checkpoint, and say where the run stands. Raises
     `CheckpointError`.
     """
@@ -128,8 +120,9 @@ def restore(
             f" {start_step}; start it again"
         )
     tree = _part(manifest, meeting.rank % manifest.world_size)
-    optimizer.load_state_dict(tree["optimizer"])
-    session = attached.session if isinstance(attached, InSession) else None
+    model = attached.model
+    attached.optimizer.load_state_dict(tree["optimizer"])
+    session = attached.session if isinstance(attached.session, Session) else None
     if manifest.world_size == meeting.world_size:
         model.load_state_dict(tree["model"])
         if session is not None:

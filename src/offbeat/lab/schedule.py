@@ -12,7 +12,6 @@ from offbeat.lab.config import RunConfig
 from offbeat.lab.tasks import Batch, Task
 from offbeat.megabatch.loader import num_mega_batches
 from offbeat.session.checkpoint import Json
-from offbeat.strategies.adaptive import MegaBatchStrategy
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,14 +110,14 @@ class ClaimedSchedule:
 
 
 def claimed_schedule(
-    config: RunConfig, task: Task, position: Position, recipe: MegaBatchStrategy, world_size: int
+    config: RunConfig, task: Task, position: Position, mega_batch: int, world_size: int
 ) -> ClaimedSchedule:
-    """That of a run of `recipe` on `task`."""
+    """That of a run on `task` with `mega_batch` samples between merges."""
     return ClaimedSchedule(
         config,
         position,
         num_samples=task.num_samples,
-        mega_batch=recipe.samples_between_merges,
+        mega_batch=mega_batch,
         samples_per_step=world_size * task.options.batch_size,
     )
 

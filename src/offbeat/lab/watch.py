@@ -10,10 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import nn
-
-from offbeat.lab.attached import Attached
+from offbeat.lab.attaching import AttachedModel
 from offbeat.lab.breakdown import together
 from offbeat.lab.meeting import Meeting
 from offbeat.lab.pace import Pace
@@ -22,7 +19,7 @@ from offbeat.lab.progress import ELAPSED_VARIABLE, Paused, Progress, Reporter
 from offbeat.lab.records import Evaluation, EventWriter, MegaBatch, Record, Share, StepEvent
 from offbeat.lab.schedule import ClaimedSchedule, Schedule
 from offbeat.lab.tasks import Task
-from offbeat.megabatch.claims import Work
+from offbeat.megabatch.claims import MegaBatchShare
 
 _REPORT_EVERY_S = 0.1
 
@@ -34,9 +31,7 @@ class Run:
     record: Record
     meeting: Meeting
     task: Task
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    attached: Attached
+    attached: AttachedModel
     schedule: Schedule | ClaimedSchedule
     pace: Pace
     notices: list[str] = field(default_factory=list)
@@ -57,7 +52,7 @@ class Watch:
         self._profiles = ProfileWriter(
             run.record.path, rank=run.meeting.rank, attempt=len(run.record.attempts) - 1
         )
-        self._before = self.first = run.attached.stats
+        self._before = self.first = run.attached.session.stats
         self.first_step = run.schedule.position.step
         self.seconds = 0.0
         self.num_samples = 0
@@ -88,11 +83,13 @@ class Watch:
             self._unmerged.append(event)
         else:
             self._events.add(event)
-        if (profile := self._run.attached.take_profile()) is not None:
+        if (profile := self._run.attached.session.take_profile()) is not None:
             self._profiles.add(event.step, profile)
         self._tell_now_and_then()
 
-    def merged(self, works: Sequence[Work], *, number: int, epoch: int, first_step: int) -> None:
+    def merged(
+        self, works: Sequence[MegaBatchShare], *, number: int, epoch: int, first_step: int
+    ) -> None:
         """A mega-batch is merged, and the schedule has moved on.
 
         Args:
@@ -119,7 +116,7 @@ class Watch:
     def _event(self, *, loss: float | None, batch_size: int, padded_s: float) -> StepEvent:
         """What has happened since the event before."""
         now_s = time.monotonic()
-        run, stats, before = self._run, self._run.attached.stats, self._before
+        run, stats, before = self._run, self._run.attached.session.stats, self._before
         step_s, encode_s, wait_s = (
             now_s - self._since_s,
             stats.encode_s - before.encode_s,
@@ -130,7 +127,7 @@ class Watch:
             loss=loss if loss is not None and math.isfinite(loss) else None,
             batch_size=batch_size,
             began_s=self._since_s,
-            ready_s=run.attached.take_ready_at_s(),
+            ready_s=run.attached.session.take_ready_at_s(),
             duration_s=step_s,
             compute_s=max(0.0, step_s - encode_s - wait_s),
             encode_s=encode_s,
@@ -139,14 +136,16 @@ class Watch:
             bytes_sent=stats.bytes_sent - before.bytes_sent,
             messages_sent=stats.messages_sent - before.messages_sent,
             skipped=stats.skipped_steps > before.skipped_steps,
-            arrivals=run.attached.take_arrivals(),
+            arrivals=run.attached.session.take_arrivals(),
         )
         self.seconds += step_s
         self._before = stats
         self.restart(now_s)
         return event
 
-    def _note(self, works: Sequence[Work], *, number: int, epoch: int, waited_s: float) -> None:
+    def _note(
+        self, works: Sequence[MegaBatchShare], *, number: int, epoch: int, waited_s: float
+    ) -> None:
         """Write down what all ranks did in a mega-batch; this one came to its end
         `waited_s` ago.
         """

@@ -14,24 +14,22 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 import numpy as np
 import torch
-from torch import nn
 
 from offbeat.errors import OffbeatError
-from offbeat.lab.attached import Attached, InSession, Meter
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.attaching import AttachedModel, attach_recipe
 from offbeat.lab.conclusion import HANGS_S, conclude
 from offbeat.lab.config import RunConfig
 from offbeat.lab.gate import Gate
 from offbeat.lab.loop import Pauses, train, train_on_claims
 from offbeat.lab.meeting import Meeting
-from offbeat.lab.native import Native
+from offbeat.lab.native import NativeSession
 from offbeat.lab.pace import Pace
 from offbeat.lab.progress import (
     EXIT_STOPPED,
@@ -49,9 +47,7 @@ from offbeat.lab.schedule import ClaimedSchedule, Position, Schedule, claimed_sc
 from offbeat.lab.tasks import Batch, Task
 from offbeat.lab.watch import Run, Watch
 from offbeat.megabatch.loader import DispatchLoader
-from offbeat.session.session import attach_through
-from offbeat.strategies.adaptive import MegaBatchStrategy
-from offbeat.transport.wrappers.delaying import Delaying, Delivery
+from offbeat.session.session import Session
 
 
 def train_rank(
@@ -80,18 +76,21 @@ def train_rank(
     model = task.build_model(config.seed)
     optimizer = task.optimizer(model)
     in_user_space = record.emulation is not None and record.emulation.kind == "delaying"
-    with (
-        _attach(config, meeting, model, optimizer, in_user_space=in_user_space) as attached,
-        _stop_requests() as stop_requested,
-    ):
-        loader = _loader(config, attached, task)  # before what is saved of it is restored
-        position = _position(record, meeting, model, optimizer, attached, task, loader)
+    attached = attach_recipe(
+        config.build_strategy(),
+        model,
+        optimizer,
+        rank=meeting.rank,
+        world_size=meeting.world_size,
+        cluster=config.cluster if in_user_space else None,
+    )
+    with attached.session as session, _stop_requests() as stop_requested:
+        loader = _loader(config, session, task)  # before what is saved of it is restored
+        position = _position(record, meeting, attached, task, loader)
         run = Run(
             record=record,
             meeting=meeting,
             task=task,
-            model=model,
-            optimizer=optimizer,
             attached=attached,
             schedule=_schedule(config, task, position, meeting),
             pace=Pace(
@@ -112,7 +111,7 @@ def train_rank(
                 train_on_claims(run, watch, pauses, loader)
         finally:
             watch.close()
-        attached.finish()
+        session.finish()
         if config.checkpoint_every is not None:
             save(run, "end", patience_s=HANGS_S)
         return conclude(run, watch)
@@ -121,9 +120,7 @@ def train_rank(
 def _position(
     record: Record,
     meeting: Meeting,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    attached: Attached,
+    attached: AttachedModel,
     task: Task,
     loader: DispatchLoader | None,
 ) -> Position:
@@ -137,31 +134,29 @@ def _position(
             assert loader is not None
             schedule.merged(loader.epoch, loader.num_samples_merged)
             return schedule.position
-        while schedule.position.step < attached.start_step:
+        while schedule.position.step < attached.session.start_step:
             schedule.advance()
         return schedule.position
     resumes = record.attempts[-1].start_step > 0
-    position = restore(record, meeting, model, optimizer, attached) if resumes else Position()
+    position = restore(record, meeting, attached) if resumes else Position()
     meeting.note("origin", json.dumps(position.to_json()))
     return position
 
 
-def _loader(config: RunConfig, attached: Attached, task: Task) -> DispatchLoader | None:
+def _loader(
+    config: RunConfig, session: Session | NativeSession, task: Task
+) -> DispatchLoader | None:
     """Where the strategy shares samples out: what gives this rank's. None where each rank knows its
     own.
     """
-    if not (
-        isinstance(attached, InSession) and isinstance(attached.session.strategy, MegaBatchStrategy)
-    ):
+    if not (isinstance(session, Session) and session.strategy.shares_samples):
         return None
 
     def batch(samples: list[int]) -> Batch:
         return task.batch(np.array(samples, dtype=np.int64))
 
     replay = None if config.replay is None else recording_of(Record(config.replay), task)
-    loader = attached.session.loader(
-        range(task.num_samples), seed=config.seed, collate=batch, replay=replay
-    )
+    loader = session.loader(range(task.num_samples), seed=config.seed, collate=batch, replay=replay)
     assert isinstance(loader, DispatchLoader)
     return loader
 
@@ -169,40 +164,10 @@ def _loader(config: RunConfig, attached: Attached, task: Task) -> DispatchLoader
 def _schedule(
     config: RunConfig, task: Task, position: Position, meeting: Meeting
 ) -> Schedule | ClaimedSchedule:
-    recipe = config.build_strategy()
-    if not isinstance(recipe, MegaBatchStrategy):
+    mega_batch = config.build_strategy().samples_between_merges
+    if mega_batch is None:
         return Schedule(config, task, position, rank=meeting.rank, world_size=meeting.world_size)
-    return claimed_schedule(config, task, position, recipe, meeting.world_size)
-
-
-def _attach(
-    config: RunConfig,
-    meeting: Meeting,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    in_user_space: bool,
-) -> Attached:
-    """Put the run's strategy to work; `in_user_space` imitates the cluster's links there."""
-    recipe = config.build_strategy()
-    delay = (
-        None
-        if config.cluster is None or not in_user_space
-        else _link_delay(config.cluster, meeting.rank)
-    )
-    if isinstance(recipe, Native):
-        return recipe.attach(
-            model, optimizer, Meter(meeting.world_size, rank=meeting.rank, delay=delay)
-        )
-    wrap = (lambda driver: driver) if delay is None else (lambda driver: Delaying(driver, delay))
-    return InSession(model, optimizer, attach_through(wrap, model, optimizer, recipe))
-
-
-def _link_delay(cluster: Cluster, rank: int) -> Callable[[Delivery], float]:
-    link = cluster.link_of(rank)
-    return lambda delivery: (
-        delivery.num_messages * link.latency_s + delivery.num_bytes / link.bytes_per_s
-    )
+    return claimed_schedule(config, task, position, mega_batch, meeting.world_size)
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """Batch sizes with which workers of any speed make the same number of updates in a mega-batch.
 
-In a mega-batch whoever is free takes its next batch of b_i samples. A worker of twice the speed
-makes twice as many updates u_i, until its batches are twice as large. Between mega-batches a rule
-looks at u and chooses b:
+In a mega-batch a worker that is free takes its next batch of b_i samples. A worker of twice the
+speed makes twice as many updates u_i, until its batches are twice as large. Between mega-batches a
+rule looks at u and chooses b:
 
     paper          b_i + beta (u_i - mean u), if that lies within bounds, else b_i
     reference      b_i + 32 sign(u_i - mean u)
-    hogbatch       2 b_i where u_i is above the mean of the others, b_i / 2 where it is below
+    hogbatch       2 b_i where u_i is above the mean of the peers, b_i / 2 where it is below
     proportional   b_i (u_i / mean u)^kappa, scaled so that they sum to n b_base
 
 Adaptive SGD: arXiv 2110.07029; `reference` is its released code, `hogbatch` arXiv 2004.08771. The
@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +71,13 @@ _NO_LIMIT = 2**62
 
 
 class BatchRule(Protocol):
-    """How batch sizes follow from updates."""
+    """How batch sizes follow from updates.
+
+    Attributes:
+        only_ratios_count: whether updates may be given in any unit, such as updates per second.
+    """
+
+    only_ratios_count: ClassVar[bool]
 
     def resize(
         self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
@@ -81,7 +87,7 @@ class BatchRule(Protocol):
         Args:
             batch_sizes: of the last one, in samples, by worker, each within its bounds.
             updates: each worker's in the last one, >= 0. A worker that made none was not there: it
-                is as if it had made as many as the mean of the others.
+                is as if it had made as many as the mean of its peers.
             bounds: by worker.
         """
         ...
@@ -99,6 +105,8 @@ class Paper:
     >>> Paper(beta=64).resize([1024, 1024], [33, 67], [Bounds(smallest=128, largest=1024)] * 2)
     (1024, 1024)
     """
+
+    only_ratios_count: ClassVar[bool] = False
 
     beta: float | None = None
 
@@ -133,6 +141,8 @@ class Reference:
     (992, 1024)
     """
 
+    only_ratios_count: ClassVar[bool] = False
+
     step: int = 32
 
     def __post_init__(self) -> None:
@@ -155,10 +165,12 @@ class Hogbatch:
     (32, 100, 64)
     """
 
+    only_ratios_count: ClassVar[bool] = False
+
     def resize(
         self, batch_sizes: Sequence[int], updates: Sequence[float], bounds: Sequence[Bounds]
     ) -> tuple[int, ...]:
-        # Ahead of the mean of all is ahead of the mean of the others.
+        # A worker above the mean of all is above the mean of its peers too.
         ahead = _ahead(batch_sizes, updates, bounds)
 
         def resized(size: int, ahead: float, bound: Bounds) -> int:
@@ -175,8 +187,8 @@ class Proportional:
     The sizes sum to n b_base, as long as bounds permit: always when none binds; with `keeps="sum"`
     whenever any sizes within
     bounds do. With `keeps="ratio"` an upper bound that binds makes the other batches smaller too,
-    so that updates stay equal; the sum is less then. A lower bound that binds takes from the others
-    in both. Sizes are whole: fractions are dropped, and what is missing goes to the largest
+    so that updates stay equal; the sum is less then. A lower bound that binds takes from the other
+    batches in both. Sizes are whole: fractions are dropped, and what is missing goes to the largest
     fractions, among equals to the lowest rank.
 
     Only ratios of updates count, so updates per second of computing do as well, and are less
@@ -196,6 +208,8 @@ class Proportional:
     >>> Proportional(base=96, keeps="sum").resize([96, 96, 96], [40, 40, 20], bounds)
     (100, 125, 63)
     """
+
+    only_ratios_count: ClassVar[bool] = True
 
     base: int
     kappa: float = 1.0

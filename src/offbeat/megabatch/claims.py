@@ -1,15 +1,15 @@
-"""Which worker takes which samples, agreed through the store that all share: no master deals them
-out, and nobody waits.
+"""Which worker takes which samples, agreed through the store that all workers share: no master
+deals them out, and nobody waits for another worker.
 
-A *round* is a list of spans, each of which is to be given out once; all workers know it. Whoever is
-free claims the next part of it, by one number in the store:
+A *round* is a list of spans, each of which is to be given out once; all workers know it. A worker
+that is free claims the next part of it, by one number in the store:
 
     given/<round>           samples that were claimed so far, raised atomically by whoever claims
 
-A claim is *claimed*, then *computed* by its worker, which says so when all meet, then *merged* with
-its worker's model, and only that is final. What was not merged is the round's spans without the
-merged ones: it is found without a word from a worker that died, wherever it died, and is the next
-round (`Place.after`). So every sample is merged exactly once.
+A claim is *claimed*, then *computed* by its worker, which says so when all workers merge, then
+*merged* with its worker's model, and only that is final. What was not merged is the round's spans
+without the merged ones. It is found without a message from a worker that died, wherever it died,
+and it is the next round (`ClaimRound.after`). So every sample is merged exactly once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """Positions `begin` to `end`, the latter excluded, of an epoch's order."""
+    """Positions from `begin` up to, not including, `end` of an epoch's order."""
 
     begin: int
     end: int
@@ -62,12 +62,12 @@ def without(spans: Iterable[Span], taken: Iterable[Span]) -> Spans:
     """
     left, by_begin = [], sorted(taken)
     for begin, end in spans:
-        for gone in by_begin:
-            if gone.end <= begin or gone.begin >= end:
+        for hole in by_begin:
+            if hole.end <= begin or hole.begin >= end:
                 continue
-            if begin < gone.begin:
-                left.append(Span(begin, gone.begin))
-            begin = max(begin, gone.end)
+            if begin < hole.begin:
+                left.append(Span(begin, hole.begin))
+            begin = max(begin, hole.end)
         if begin < end:
             left.append(Span(begin, end))
     return tuple(left)
@@ -79,7 +79,7 @@ class Claim:
 
     Attributes:
         spans: where they stand in the epoch's order; more than one where a round was made of what
-            others had left.
+            departed workers had claimed.
     """
 
     spans: Spans
@@ -90,16 +90,16 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What one worker did in a mega-batch.
+class MegaBatchShare:
+    """What one worker computed of a mega-batch.
 
     Attributes:
         rank: of the worker.
         claims: that it computed, in order.
         updates: optimizer steps taken with them.
-        batch_size: what it was to claim at a time, in samples.
-        busy_s: from each claim to the next, without waiting for the others.
-        weight: of its model in the merge; they sum to 1. 0.0 before that.
+        batch_size: how many samples it was to claim at a time.
+        busy_s: time from each claim to the next, without waiting for peers, in seconds.
+        weight: of its model in the merge; all weights sum to 1. 0.0 before the merge.
     """
 
     rank: int
@@ -113,8 +113,8 @@ class Work:
     def samples(self) -> int:
         return sum(claim.num_samples for claim in self.claims)
 
-    def plus(self, later: Work) -> Work:
-        """This and what the worker did in a later round of the same mega-batch."""
+    def plus(self, later: MegaBatchShare) -> MegaBatchShare:
+        """This and what the worker computed in a later round of the same mega-batch."""
         return replace(
             self,
             claims=self.claims + later.claims,
@@ -124,15 +124,15 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """A round, and where in the data it stands.
+class ClaimRound:
+    """A list of spans to be claimed, and where in the data it stands.
 
     Attributes:
-        epoch: passes over the data completed.
-        mega_batch: its number in the epoch.
-        round: its number in the log.
-        retry: which round of the mega-batch it is; above 0, it gives out again what others have
-            left.
+        epoch: number of completed passes over the data.
+        mega_batch: number of the mega-batch in the epoch.
+        round: number of the round in the log.
+        retry: which round of the mega-batch it is; above 0, it gives out again what was claimed
+            and not merged.
         spans: that it gives out.
     """
 
@@ -144,11 +144,11 @@ class Place:
 
     def after(
         self, merged: Iterable[Claim], whole: Callable[[int, int], Spans], num_mega_batches: int
-    ) -> Place:
+    ) -> ClaimRound:
         """The round after this one, of which the claims `merged` are final.
 
         Args:
-            merged: by whomever.
+            merged: by any worker.
             whole: the spans of a mega-batch, by epoch and number.
             num_mega_batches: of an epoch.
         """
@@ -157,7 +157,7 @@ class Place:
             return replace(self, round=self.round + 1, retry=self.retry + 1, spans=left)
         ends = self.mega_batch + 1 == num_mega_batches
         epoch, number = (self.epoch + 1, 0) if ends else (self.epoch, self.mega_batch + 1)
-        return Place(
+        return ClaimRound(
             epoch=epoch,
             mega_batch=number,
             round=self.round + 1,
@@ -167,30 +167,30 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Merged:
+class MergedRound:
     """A round that is over, for all workers alike.
 
     Attributes:
-        place: which.
-        works: what each worker did that is in the merge, by rank, ascending.
+        claim_round: the round that was merged.
+        shares: what each worker computed of it, for the workers in the merge, by rank, ascending.
         ranks: who takes part in the next round, ascending.
     """
 
-    place: Place
-    works: tuple[Work, ...]
+    claim_round: ClaimRound
+    shares: tuple[MegaBatchShare, ...]
     ranks: tuple[int, ...]
 
     @property
     def claims(self) -> Iterator[Claim]:
-        return (claim for work in self.works for claim in work.claims)
+        return (claim for share in self.shares for claim in share.claims)
 
 
 class ClaimLog:
-    """One worker's view of the log. Not for several threads at once. No call waits for another
-    worker.
+    """One worker's view of the log. It may be used by one thread at a time. No call waits for
+    another worker.
 
-    All calls raise `StoreLostError` when the store is gone. A round's number is deleted when the
-    next one begins.
+    All calls raise `StoreLostError` when the store cannot be reached any more. A round's number is
+    deleted when the next one begins.
 
     Args:
         store: which all workers share.
@@ -202,7 +202,7 @@ class ClaimLog:
         self._prefix = prefix
         self._round = -1
         self._spans: Spans = ()
-        self._arrived = True
+        self._is_exhausted = True
 
     @property
     def round(self) -> int:
@@ -210,29 +210,34 @@ class ClaimLog:
         return self._round
 
     def open(self, number: int, spans: Sequence[Span], *, sweeps: bool = False) -> None:
-        """Begin round `number`, which gives `spans` out; the same on all workers, and above the
-        number before.
+        """Begin a round.
 
-        `sweeps`: on one worker, which deletes what the round before has left.
+        Args:
+            number: of the round, the same on all workers, and above the number before.
+            spans: that it gives out, the same on all workers.
+            sweeps: True on one worker, which deletes the store's entry of the round before.
         """
         assert number > self._round, f"round {number} after round {self._round}"
-        if self._round >= 0 and sweeps:  # nobody claims there any more: all have met since
+        # All workers have merged since the round before, so that none claims from it any more.
+        if self._round >= 0 and sweeps:
             with store_errors():
                 self._store.delete_key(self._given())
-        self._round, self._spans, self._arrived = number, tuple(spans), False
+        self._round, self._spans, self._is_exhausted = number, tuple(spans), False
 
     def claim(self, num_samples: int) -> Claim | None:
-        """Take the next `num_samples` of the round, or what is left; None, for good, when nothing
-        is.
+        """Take the next `num_samples` of the round, or what is left of it. None when nothing is
+        left, from then on for good.
         """
-        if self._arrived:
+        if self._is_exhausted:
             return None
         total = num_positions(self._spans)
+        # One atomic addition is the whole claim: two workers never get the same samples, and none
+        # needs an answer from another.
         with store_errors():
             end = self._store.add(self._given(), num_samples)
         begin, end = end - num_samples, min(end, total)
-        self._arrived = begin >= total
-        return None if self._arrived else Claim(part_of(self._spans, begin, end))
+        self._is_exhausted = begin >= total
+        return None if self._is_exhausted else Claim(part_of(self._spans, begin, end))
 
     def _given(self) -> str:
         return f"{self._prefix}/given/{self._round}"

@@ -1,20 +1,21 @@
-"""Batches of any map-style dataset, claimed by whoever is free: each sample once an epoch, in an
-order of (seed, epoch).
+"""Batches of any map-style dataset, claimed by the ranks that are free: each sample once an epoch,
+in an order drawn from (seed, epoch).
 
     for each mega-batch of the epoch
         while samples are left: claim the next b_i, compute with them
         when nothing is left: merge models, and choose new b_i
 
-An epoch of N samples has round(N / M) mega-batches, at least one, whose sizes differ by one sample
-at most: none is a remnant, and a dataset smaller than M is one mega-batch.
+An epoch of N samples has round(N / M) mega-batches, at least one. Their sizes differ by one sample
+at most: none is a remnant, and a dataset with fewer than M samples is one mega-batch.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +25,11 @@ from offbeat.errors import CheckpointError, ConfigError, PeerError
 from offbeat.megabatch.claims import (
     Claim,
     ClaimLog,
-    Merged,
-    Place,
+    ClaimRound,
+    MegaBatchShare,
+    MergedRound,
     Span,
     Spans,
-    Work,
     num_positions,
     part_of,
     without,
@@ -37,82 +38,88 @@ from offbeat.parts.part import Part
 
 
 class MapStyle(Protocol):
-    """A dataset with a length whose samples can be had by number."""
+    """A dataset that has a length, and whose samples can be read by number."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-@runtime_checkable
-class Desk(Protocol):
-    """What a strategy that dispatches does for the loader.
+class DispatchPolicy(Part, ABC):
+    """The part of a strategy that shares samples out: what it says to the loader.
 
     Attributes:
-        mega_batch: samples between merges.
+        mega_batch: number of samples between merges.
         ranks: who takes part, ascending.
-        batch_sizes: what each of them claims at a time, in samples.
-        deals_equally: whether each rank gets an equal share of each mega-batch, in place of what it
-            claims.
-        entry: the merge by which this rank has come into a run that was under way, and which its
-            loader has not heard of.
+        batch_sizes: how many samples each of them claims at a time.
+        shares_equally: whether each rank gets an equal share of each mega-batch, in place of what
+            it claims.
+        joined_by: the merge by which this rank has joined a run that was under way, until the
+            loader has taken note of it.
     """
 
     mega_batch: int
     ranks: tuple[int, ...]
     batch_sizes: tuple[int, ...]
-    deals_equally: bool
-    entry: Merged | None
+    shares_equally: bool
+    joined_by: MergedRound | None
 
     @property
+    @abstractmethod
     def batch_size(self) -> int:
-        """What this rank claims at a time."""
-        ...
+        """How many samples this rank claims at a time."""
 
     @property
+    @abstractmethod
     def is_left_out(self) -> bool:
-        """Whether the others have gone on without this rank: what it has in hand counts no more."""
-        ...
+        """Whether the peers have gone on without this rank: what it has claimed counts no more."""
 
-    def on_batch_claimed(self, num_samples: int) -> None:
-        """The next optimizer step will be taken with so many further samples."""
-        ...
-
+    @abstractmethod
     def gather(self, value: Any) -> Mapping[int, Any] | None:
-        """Every living rank's value, of JSON's kinds, by rank, ascending. Collective over those who
+        """Every living rank's value, of JSON's kinds, by rank, ascending. Collective over the ranks
+        that live.
+
+        None where the peers have gone on without this rank meanwhile; `joined_by` is what they
+        merged then.
+        """
+
+    @abstractmethod
+    def set_memory_limits(self, limits: Mapping[int, int | None]) -> None:
+        """A loader begins.
+
+        Args:
+            limits: how many samples fit into a rank's memory at once, by rank; None: any number.
+
+        Raises:
+            ConfigError: less fits than the smallest batch allowed, or there is a loader already.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return when what this rank has begun to compute is done."""
+
+    @abstractmethod
+    def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
+        """Merge models after a round and choose new batch sizes. Collective over the ranks that
         live.
 
-        None where the others have gone on without this rank meanwhile; `entry` is what they merged
-        then.
+        Args:
+            share: what this rank has computed since the last merge.
+            claim_round: the round that has come to its end.
+
+        Returns:
+            The round that was merged: another one than `claim_round` where the peers had gone on
+            without this rank.
         """
-        ...
-
-    def limit(self, largest: Mapping[int, int | None]) -> None:
-        """A loader begins; a rank's memory holds a batch of so many samples, by rank. Raises
-        `ConfigError`.
-        """
-        ...
-
-    def settle(self) -> None:
-        """Return when what this rank has begun to compute is done."""
-        ...
-
-    def merge(self, work: Work, place: Place) -> Merged:
-        """Merge models after a round and choose new batch sizes. Collective over those who live.
-
-        The round that was merged: another one than `place` where the others had gone on without
-        this rank.
-        """
-        ...
 
 
 @dataclass(kw_only=True)
 class Recording:
-    """Who claimed what, to be repeated: of JSON's kinds throughout, so that `dataclasses.asdict`
-    can be written to a file.
+    """Who claimed what, to be repeated. All values are of JSON's kinds, so that what
+    `dataclasses.asdict` returns can be written to a file.
 
     Attributes:
-        num_samples: of the dataset.
+        num_samples: length of the dataset.
         seed: of the order.
         world_size: number of ranks.
         mega_batches: by epoch and number, such as "0/3": the batch sizes, and each rank's claims as
@@ -126,7 +133,7 @@ class Recording:
 
 
 def order_of(num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The samples' numbers in the order of an epoch, shape (num_samples,)."""
+    """The numbers of the samples in the order of an epoch, shape (num_samples,)."""
     return np.random.default_rng((seed, epoch)).permutation(num_samples)
 
 
@@ -141,13 +148,13 @@ def mega_batch_span(num_samples: int, mega_batch: int, number: int) -> Span:
 
 
 def num_mega_batches(num_samples: int, mega_batch: int) -> int:
-    """In an epoch: samples over samples, rounded, at least 1."""
+    """How many mega-batches an epoch has: num_samples / mega_batch, rounded, at least 1."""
     return max(1, (2 * num_samples + mega_batch) // (2 * mega_batch))
 
 
 def require_map_style(dataset: object) -> int:
-    """Number of samples. Raises `ConfigError` for what has no length, no samples by number, or none
-    at all.
+    """The number of samples. Raises `ConfigError` for a dataset without a length, without samples
+    by number, or without any samples.
     """
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
@@ -212,31 +219,31 @@ def fetch(dataset: MapStyle, indices: Sequence[int], collate: Callable[[list[Any
 
 
 class DispatchLoader(Part):
-    """Iterating over it yields this rank's batches of an epoch; how many, nobody knows before. Made
-    by `Session.loader`.
+    """Iterating over it yields this rank's batches of an epoch; how many, nobody knows before. It
+    is made by `Session.loader`.
 
-    All ranks must iterate. One that stops in the middle of an epoch goes on there when it iterates
-    again; the others wait for it at the next merge. To stop all ranks together, take
+    All ranks must iterate. A rank that stops in the middle of an epoch goes on there when it
+    iterates again; its peers wait for it at the next merge. To stop all ranks together, take
     `one_mega_batch()` at a time.
 
     Args:
         dataset: of map style; the same on all ranks.
         log: of claims.
-        desk: the strategy's part.
+        policy: the strategy's part.
         seed: of the order, >= 0.
         collate: makes a batch of a list of samples.
         rank: this rank.
         notify: for remarks.
         record: keep `recording`.
         replay: claims to repeat.
-        clock: seconds, monotonic.
+        clock: returns seconds, monotonic.
 
     Attributes:
-        epoch: passes over the data completed.
-        mega_batch: mega-batches of the pass under way that have been merged.
+        epoch: number of completed passes over the data.
+        mega_batch: number of merged mega-batches of the pass under way.
         recording: of this loader's mega-batches so far; None unless asked for.
-        last: the work in the mega-batch merged last, of each worker that is in it, by rank; empty
-            before the first.
+        last: what each worker computed of the mega-batch merged last, for the workers in that
+            merge, by rank; empty before the first merge.
     """
 
     state_key: ClassVar[str] = "loader"
@@ -246,7 +253,7 @@ class DispatchLoader(Part):
         dataset: MapStyle,
         *,
         log: ClaimLog,
-        desk: Desk,
+        policy: DispatchPolicy,
         seed: int,
         collate: Callable[[list[Any]], Any],
         rank: int,
@@ -256,8 +263,8 @@ class DispatchLoader(Part):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.epoch = self.mega_batch = 0
-        self.last: Sequence[Work] = ()
-        world_size = len(desk.ranks)
+        self.last: Sequence[MegaBatchShare] = ()
+        world_size = len(policy.ranks)
         self.recording = (
             Recording(num_samples=len(dataset), seed=seed, world_size=world_size)
             if record
@@ -266,18 +273,20 @@ class DispatchLoader(Part):
         if replay is not None:
             _require_fit(replay, num_samples=len(dataset), seed=seed, world_size=world_size)
         self._dataset, self._collate, self._seed = dataset, collate, seed
-        self._log, self._desk, self._notify, self._clock = log, desk, notify, clock
+        self._log, self._policy, self._notify, self._clock = log, policy, notify, clock
         self._rank = rank
         self._replay = replay
         self._order: tuple[int, NDArray[np.int64]] | None = None
-        self._place: Place | None = None
-        self._works: dict[int, Work] = {}
-        self._deal: Iterator[Claim] | None = None
-        self._in_hand: list[Claim] = []
+        self._open_round: ClaimRound | None = None
+        # Of the mega-batch under way: what was merged in its earlier rounds, by rank.
+        self._earlier_shares: dict[int, MegaBatchShare] = {}
+        self._fixed_claims: Iterator[Claim] | None = None
+        # A claim is handed to the user, then computed, once the optimizer has stepped.
+        self._handed_out: list[Claim] = []
         self._computed: list[Claim] = []
         self._updates, self._busy_s = 0, 0.0
         self._claimed_at_s: float | None = None
-        if desk.entry is not None:
+        if policy.joined_by is not None:
             self._begin()
 
     def __iter__(self) -> Iterator[Any]:
@@ -287,25 +296,23 @@ class DispatchLoader(Part):
 
     @property
     def num_merged(self) -> int:
-        """Mega-batches that have been merged, of all passes."""
-        return (
-            self.epoch * num_mega_batches(len(self._dataset), self._desk.mega_batch)
-            + self.mega_batch
-        )
+        """How many mega-batches have been merged, over all passes."""
+        return self.epoch * self._num_mega_batches + self.mega_batch
 
     @property
     def num_samples_merged(self) -> int:
-        """Samples of the pass under way that are in the merged model."""
+        """How many samples of the pass under way are in the merged model."""
         return self._whole(self.epoch, self.mega_batch)[0].begin
 
     def one_mega_batch(self) -> Iterator[Any]:
         """This rank's batches of the next mega-batch, or of what is left of the one under way."""
         self._begin()
         under_way = self.epoch, self.mega_batch
+        # A round that lost a worker is followed by one of the same mega-batch.
         while (self.epoch, self.mega_batch) == under_way:
             while (claim := self._take()) is not None:
-                self._in_hand.append(claim)
-                self._desk.on_batch_claimed(claim.num_samples)
+                self._handed_out.append(claim)
+                self._policy.on_batch_claimed(claim.num_samples)
                 yield fetch(self._dataset, self._indices(claim), self._collate)
             self._merge()
 
@@ -313,23 +320,23 @@ class DispatchLoader(Part):
 
     @override
     def on_after_step(self) -> None:
-        if self._in_hand:
-            self._computed += self._in_hand
-            self._in_hand = []
+        if self._handed_out:
+            self._computed += self._handed_out
+            self._handed_out = []
             self._updates += 1
 
     # One mega-batch
 
     def _begin(self) -> None:
         """Agree on where to begin, unless that is known."""
-        if self._desk.entry is not None:
-            self._follow(self._desk.entry)
-            self._desk.entry = None
-        elif self._place is None:
-            self._agree()
+        if self._policy.joined_by is not None:
+            self._go_on_after(self._policy.joined_by)
+            self._policy.joined_by = None
+        elif self._open_round is None:
+            self._agree_on_round()
 
-    def _agree(self) -> None:
-        """Begin with what no rank's model has seen: all of a mega-batch, or what was not computed
+    def _agree_on_round(self) -> None:
+        """Begin with what no rank's model has seen: a whole mega-batch, or what was not computed
         when a run was saved.
         """
         mine = {
@@ -337,106 +344,107 @@ class DispatchLoader(Part):
             "round": self._log.round,
             "computed": [span for claim in self._computed for span in claim.spans],
         }
-        stated = self._desk.gather(mine)
-        if stated is None:
-            assert self._desk.entry is not None, "the others have loaders too"
+        by_rank = self._policy.gather(mine)
+        if by_rank is None:
+            assert self._policy.joined_by is not None, "the peers have loaders too"
             self._begin()
             return
-        places = {rank: tuple(other["place"]) for rank, other in stated.items()}
+        places = {rank: tuple(theirs["place"]) for rank, theirs in by_rank.items()}
         if len(set(places.values())) > 1:
             raise CheckpointError(
                 "the ranks' states were saved in different mega-batches (epoch and number by rank:"
                 f" {places}); save them on all ranks after the same merge, or in the middle of the"
                 " same mega-batch"
             )
-        computed = [Span(*span) for other in stated.values() for span in other["computed"]]
+        computed = [Span(*span) for theirs in by_rank.values() for span in theirs["computed"]]
         spans = without(self._whole(self.epoch, self.mega_batch), computed)
-        number = 1 + max(other["round"] for other in stated.values())
+        # Above every rank's number, so that no entry of an earlier round is read.
+        number = 1 + max(theirs["round"] for theirs in by_rank.values())
         self._open(
-            Place(epoch=self.epoch, mega_batch=self.mega_batch, round=number, retry=0, spans=spans)
+            ClaimRound(
+                epoch=self.epoch, mega_batch=self.mega_batch, round=number, retry=0, spans=spans
+            )
         )
 
-    def _open(self, place: Place) -> None:
-        ranks = self._desk.ranks
-        self._log.open(place.round, place.spans, sweeps=self._rank == min(ranks))
-        self._place = place
-        self._deal = None
+    def _open(self, claim_round: ClaimRound) -> None:
+        ranks = self._policy.ranks
+        self._log.open(claim_round.round, claim_round.spans, sweeps=self._rank == min(ranks))
+        self._open_round = claim_round
+        self._fixed_claims = None
         if self._replay is not None:
-            self._deal = iter(self._replayed(len(self._computed)))
-        elif self._desk.deals_equally:
-            self._deal = iter(self._share(place.spans))
+            self._fixed_claims = iter(self._replayed(len(self._computed)))
+        elif self._policy.shares_equally:
+            self._fixed_claims = iter(self._equal_share(claim_round.spans))
 
     def _take(self) -> Claim | None:
-        self._desk.settle()
+        # The time between two claims is what this rank computes; it must not be counted as waiting.
+        self._policy.synchronize()
         now_s = self._clock()
         if self._claimed_at_s is not None:
             self._busy_s += now_s - self._claimed_at_s
         self._claimed_at_s = None
-        if self._desk.is_left_out or self._desk.entry is not None:
+        if self._policy.is_left_out or self._policy.joined_by is not None:
             return None
-        size = self._desk.batch_size
-        claim = self._log.claim(size) if self._deal is None else next(self._deal, None)
+        size = self._policy.batch_size
+        claim = (
+            self._log.claim(size) if self._fixed_claims is None else next(self._fixed_claims, None)
+        )
         self._claimed_at_s = None if claim is None else now_s
         return claim
 
     def _merge(self) -> None:
-        if self._desk.entry is not None:  # what this rank had in hand was lost when it was left out
+        if self._policy.joined_by is not None:
+            # What this rank had claimed was lost when it was left out.
             self._begin()
             return
-        assert self._place is not None, "no round is open"
-        self._computed += self._in_hand  # the user chose not to step with these
-        work = Work(
+        assert self._open_round is not None, "no round is open"
+        # The user chose not to step with these. They count as computed, else they would be given
+        # out again for ever.
+        self._computed += self._handed_out
+        share = MegaBatchShare(
             rank=self._rank,
             claims=tuple(self._computed),
             updates=self._updates,
-            batch_size=self._desk.batch_size,
+            batch_size=self._policy.batch_size,
             busy_s=self._busy_s,
         )
-        ranks, sizes = self._desk.ranks, self._desk.batch_sizes
-        merged = self._desk.merge(work, self._place)
+        ranks, sizes = self._policy.ranks, self._policy.batch_sizes
+        merged = self._policy.merge(share, self._open_round)
         if merged.ranks != ranks:
-            self._go_on_with_others(ranks, merged)
+            self._note_other_workers(ranks, merged)
         if self.recording is not None:
             claims = [
-                [[list(span) for span in claim.spans] for claim in work.claims]
-                for work in merged.works
+                [[list(span) for span in claim.spans] for claim in share.claims]
+                for share in merged.shares
             ]
             self.recording.mega_batches[self._name] = {"batch_sizes": list(sizes), "claims": claims}
-        self._follow(merged)
+        self._go_on_after(merged)
 
-    def _follow(self, merged: Merged) -> None:
+    def _go_on_after(self, merged: MergedRound) -> None:
         """A round is over: go on with the one after it."""
-        place = merged.place
-        before = (
-            self._works
-            if place.retry and self._place is not None and place.round == self._place.round
-            else {}
-        )
-        works = {
-            work.rank: before[work.rank].plus(work) if work.rank in before else work
-            for work in merged.works
-        }
-        works = {rank: works.get(rank, before.get(rank)) for rank in sorted({*before, *works})}  # type: ignore[misc]
-        self._in_hand, self._computed, self._updates, self._busy_s, self._claimed_at_s = (
-            [],
-            [],
-            0,
-            0.0,
-            None,
-        )
-        following = place.after(
-            merged.claims, self._whole, num_mega_batches(len(self._dataset), self._desk.mega_batch)
-        )
-        self.epoch, self.mega_batch, self._works = following.epoch, following.mega_batch, works
+        over = merged.claim_round
+        shares: dict[int, MegaBatchShare] = {}
+        # Shares of earlier rounds are added up, unless this rank was left out between them.
+        if over.retry and self._open_round is not None and over.round == self._open_round.round:
+            shares = dict(self._earlier_shares)
+        for share in merged.shares:
+            shares[share.rank] = shares[share.rank].plus(share) if share.rank in shares else share
+        self._handed_out, self._computed = [], []
+        self._updates, self._busy_s, self._claimed_at_s = 0, 0.0, None
+        following = over.after(merged.claims, self._whole, self._num_mega_batches)
+        self.epoch, self.mega_batch = following.epoch, following.mega_batch
         if following.retry == 0:
-            self.last, self._works = tuple(works.values()), {}
+            self.last = tuple(shares[rank] for rank in sorted(shares))
+            self._earlier_shares = {}
+        else:
+            self._earlier_shares = shares
         if self._replay is not None and self._name not in self._replay.mega_batches:
-            self._place = None  # there may be nothing more to do
+            self._open_round = None  # There may be nothing more to do.
         else:
             self._open(following)
 
-    def _go_on_with_others(self, ranks: Sequence[int], merged: Merged) -> None:
-        """The workers of the next round are not those of the last."""
+    def _note_other_workers(self, ranks: Sequence[int], merged: MergedRound) -> None:
+        """The workers of the next round are not `ranks`, those of the last one."""
         if self._replay is not None:
             raise PeerError(
                 f"a recording of workers {list(ranks)} cannot be replayed by workers"
@@ -445,31 +453,38 @@ class DispatchLoader(Part):
         if self.recording is not None:
             self.recording = None
             self._notify(
-                "the recording is given up, since workers have come or gone: claims of others"
-                " cannot be replayed"
+                "the recording is given up, since workers have joined or departed: claims of"
+                " others cannot be replayed"
             )
-        gone = sorted(set(ranks) - {work.rank for work in merged.works})
+        departed = sorted(set(ranks) - {share.rank for share in merged.shares})
         left = num_positions(
-            without(merged.place.spans, [span for claim in merged.claims for span in claim.spans])
+            without(
+                merged.claim_round.spans,
+                [span for claim in merged.claims for span in claim.spans],
+            )
         )
-        if gone and left:
-            which = f"worker{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
+        if departed and left:
+            which = f"worker{'s' if len(departed) > 1 else ''} {', '.join(map(str, departed))}"
             self._notify(
                 f"mega-batch {self._name}: {left} samples that {which} had taken are given out"
                 " again"
             )
 
-    def _whole(self, epoch: int, number: int) -> Spans:
-        return (mega_batch_span(len(self._dataset), self._desk.mega_batch, number),)
+    @property
+    def _num_mega_batches(self) -> int:
+        return num_mega_batches(len(self._dataset), self._policy.mega_batch)
 
-    def _share(self, spans: Spans) -> Iterator[Claim]:
+    def _whole(self, epoch: int, number: int) -> Spans:
+        return (mega_batch_span(len(self._dataset), self._policy.mega_batch, number),)
+
+    def _equal_share(self, spans: Spans) -> Iterator[Claim]:
         """This rank's equal share of `spans`, in batches."""
-        total, ranks = num_positions(spans), self._desk.ranks
+        total, ranks = num_positions(spans), self._policy.ranks
         if self._rank not in ranks:
             return
         place = ranks.index(self._rank)
         begin, last = (total * number // len(ranks) for number in (place, place + 1))
-        size = self._desk.batch_size
+        size = self._policy.batch_size
         for first in range(begin, last, size):
             yield Claim(part_of(spans, first, min(first + size, last)))
 
@@ -481,7 +496,7 @@ class DispatchLoader(Part):
                 f"the recording ends before mega-batch {self._name} (epoch/number); train for less,"
                 " or without it"
             )
-        self._desk.batch_sizes = tuple(recorded["batch_sizes"])
+        self._policy.batch_sizes = tuple(recorded["batch_sizes"])
         claims = [
             Claim(tuple(Span(*span) for span in spans)) for spans in recorded["claims"][self._rank]
         ]
@@ -504,7 +519,7 @@ class DispatchLoader(Part):
 
     @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """What this rank's model has seen of the mega-batch under way; a claim counts once its
+        """What this rank's model has seen of the mega-batch under way. A claim counts once its
         optimizer step was taken.
         """
         claims = [[list(span) for span in claim.spans] for claim in self._computed]
@@ -521,7 +536,8 @@ class DispatchLoader(Part):
         self.epoch, self.mega_batch = int(saved["epoch"]), int(saved["mega_batch"])
         self._computed = [Claim(tuple(Span(*span) for span in spans)) for spans in saved["claims"]]
         self._updates, self._busy_s = int(saved["updates"]), float(saved["busy_s"])
-        self._in_hand, self._claimed_at_s, self._place, self._works = [], None, None, {}
+        self._handed_out, self._claimed_at_s = [], None
+        self._open_round, self._earlier_shares = None, {}
 
     @override
     def close(self) -> None:

@@ -1,26 +1,33 @@
-"""Models merged by those who live, for all of them or for none: with weights of their own, packed
-where few rows have changed.
+"""One merge of all members' models: propose, agree, average, commit.
 
-    statements:     everyone says what it did (`weights_statement`), and each concludes what is to
-        be done
-    rows:           where it is worth it, everyone says which rows have changed; their union is
-        merged
-    mean:           `collectives.weighted_mean`, into a vector aside
-    news:           who has come in is told what else it needs
-    all or none:    `megabatch.assembly`; only then the model is written
+Adaptive SGD (arXiv 2110.07029) merges the workers' models after every mega-batch, each with a
+weight of its own. Here a worker may die, fall behind or join the run while that happens. So a merge
+is a transaction of the members of one generation:
 
-A rank that has come in weighs nothing, and has the others' model afterwards. One that has come to
-the end of its training goes on to take part, and weighs nothing either, until all have. What ranks
-agree on without merging, they say in statements.
+    propose     Every member tells its peers what it wants to do, what it has computed since the
+                last merge, and how its model is laid out (`MergeProposal`).
+    agree       Each member concludes from these proposals, without another message, what all of
+                them do, and with which weights.
+    average     The weighted mean of the models, into memory of its own. Where few rows of a sparse
+                parameter have changed, members first exchange which, and average their union alone.
+    commit      The outcome is final for all members or for none (`AtomicGroup.run`). Only then is
+                the model written. An outcome that is void is dropped, and everything is done again
+                with those that are left, in the next generation.
+
+A member that is new has weight 0, and holds its peers' model afterwards. One that has come to the
+end of its training goes on to take part, also with weight 0, until all have, since the collectives
+need every member. What members agree on without averaging, such as the place at which a loader
+begins, they put into their proposals.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -29,61 +36,34 @@ from offbeat.codec.model_wire import Counters, Values, no_counters
 from offbeat.codec.row_sets import RowSet, decode_rows, encode_rows
 from offbeat.collectives.gather import all_gather
 from offbeat.collectives.weighted_mean import weighted_mean
-from offbeat.errors import ConfigError, PeerError
-from offbeat.megabatch.assembly import Assembly
-from offbeat.megabatch.merge_momentum import MergeMomentum
-from offbeat.megabatch.proposal import Kind, Report, Statement, hold_the_same, purpose
-from offbeat.megabatch.row_packing import packs
+from offbeat.errors import ConfigError, MismatchError, PeerError
+from offbeat.megabatch.atomic_group import AtomicGroup
+from offbeat.megabatch.merge_weights import MergeMomentum
+from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport
+from offbeat.megabatch.touched_rows import TouchedRows, rows_are_cheaper
 from offbeat.membership.agreement import Generation
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 from offbeat.weights.model_weights import ModelWeights, require_finite
-from offbeat.weights.rows import TouchedRows
 from offbeat.weights.staging import Staging
 
-Shares: TypeAlias = Callable[[Sequence[Statement]], Sequence[float]]
-"""Merge weights of those who have come to merge, in order."""
+Weigh: TypeAlias = Callable[[Sequence[MergeProposal]], Sequence[float]]
+"""The merge weights of the members that propose to merge, in the order of their proposals."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Met:
-    """What has come of a meeting, kept aside until it is final.
+class ModelMean:
+    """The mean of models, in memory of its own until it is committed.
 
     Attributes:
-        kind: what was done; None: nobody knew anything.
-        mine: what this rank said.
-        generation: whose members have met.
-        stated: what they said, by position.
-        mean: of the models; None where nobody needs it.
-    """
-
-    kind: Kind | None
-    mine: Statement
-    generation: Generation
-    stated: tuple[Statement, ...]
-    mean: Mean | None = None
-
-    @property
-    def elder(self) -> Statement:
-        """What the first said that knows the run and does what is done."""
-        return next(
-            statement
-            for statement in self.stated
-            if not statement.is_new and statement.kind == self.kind
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Mean:
-    """The mean of models.
-
-    Attributes:
-        values: laid out by `staging`.
-        staging: None where this rank was there for something else, and does not know the layout.
-        tensors: where they belong; those of packed parameters are copies of `rows`.
-        rows: of packed parameters, by position in the model.
-        counters: the largest of each integer buffer.
-        scales: with which weight each was in it, by position.
-        news: what a rank that is new needs besides; None elsewhere.
+        values: the mean, shape (num_elements,), laid out by `staging`.
+        staging: how `values` is laid out; None at a member that does not know, since it proposed
+            something else.
+        tensors: where the values belong; those of parameters in `rows` are copies of these rows.
+        rows: of the parameters of which only some rows are merged: which rows, by the parameter's
+            position.
+        counters: the largest value of each integer buffer.
+        weights: of each member's model in the mean, by position in the generation.
+        joiner_state: what a member that is new needs besides the model; None elsewhere.
     """
 
     values: Values
@@ -91,25 +71,61 @@ class Mean:
     tensors: Sequence[torch.Tensor]
     rows: Mapping[int, torch.Tensor]
     counters: Counters
-    scales: Sequence[float]
-    news: Payload | None
+    weights: Sequence[float]
+    joiner_state: Payload | None
 
 
-class Meetings:
-    """One rank's model, and how it is merged with the others'.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MergeOutcome:
+    """What comes of the members' proposals.
+
+    Attributes:
+        kind: what was done; None: nothing, since all members are new.
+        mine: this member's proposal.
+        generation: of the members.
+        proposals: of all members, by position in the generation.
+        mean: of their models; None where nobody needs it.
+    """
+
+    kind: ProposalKind | None
+    mine: MergeProposal
+    generation: Generation
+    proposals: tuple[MergeProposal, ...]
+    mean: ModelMean | None = None
+
+    @property
+    def parties(self) -> list[bool]:
+        """By position: whether the member's own model is in what was done."""
+        return [proposal.kind == self.kind and not proposal.is_new for proposal in self.proposals]
+
+    @property
+    def reference_member(self) -> int:
+        """The position of the first member whose model is in what was done. Where members must take
+        something from one of them, they take it from this one.
+        """
+        return self.parties.index(True)
+
+    @property
+    def reference(self) -> MergeProposal:
+        """The proposal of `reference_member`."""
+        return self.proposals[self.reference_member]
+
+
+class MergeProtocol:
+    """One rank's model, and how it is merged with its peers' models.
 
     Args:
         weights: what is merged.
-        assembly: with whom.
-        shares: with which weights.
+        group: the members with which it is merged.
+        weigh: says with which weights.
         momentum: added in each merge; None: none.
-        norm: of the model, per parameter, where somebody asks for it.
+        norm: computes the norm of this rank's model, per parameter, or 0.0 where nobody uses it.
         rank: this rank.
 
     Attributes:
-        rows: those that have changed.
-        num_merges: so far, in the run.
-        num_exchanges: that this rank has been in.
+        rows: those that have changed since the last merge.
+        num_merges: number of merges in the run so far.
+        num_exchanges: number of merges that this rank took part in.
         encode_s: seconds spent on laying vectors out and writing results.
     """
 
@@ -117,8 +133,8 @@ class Meetings:
         self,
         weights: ModelWeights,
         *,
-        assembly: Assembly,
-        shares: Shares,
+        group: AtomicGroup,
+        weigh: Weigh,
         momentum: MergeMomentum | None,
         norm: Callable[[], float],
         rank: int,
@@ -127,209 +143,239 @@ class Meetings:
         self.rows = TouchedRows(self._parameters)
         self.num_merges = self.num_exchanges = 0
         self.encode_s = 0.0
-        self._weights, self._assembly, self._shares = weights, assembly, shares
+        self._weights, self._group, self._weigh = weights, group, weigh
         self._momentum, self._norm, self._rank = momentum, norm, rank
-        self._whole = Staging(weights.tensors())
+        self._layout = Staging(weights.tensors())
 
-    def merge(self, report: Report) -> Met:
-        """Merge with all members. A rank that is new comes out of the first merge that the others
-        make.
+    # What a trainer can ask for
+
+    def merge(self, report: TrainerReport) -> MergeOutcome:
+        """Merge this rank's model with those of all members. A rank that is new comes back with
+        the first merge that its peers make.
 
         Raises:
             PeerError: no member has a model, or this rank can take part no more.
-            ConfigError: the others have ended their training while this rank was on its way in.
-            MismatchError: the ranks have come for what does not go together.
+            ConfigError: its peers have ended their training while this rank was joining.
+            MismatchError: the members' proposals do not go together.
             NonFiniteError: this rank's weights hold an infinity or a NaN.
         """
-        return self._come("merge", self._weights, self._whole, report)
+        return self._join_merge(partial(self._propose, "merge", report))
 
-    def agree(self, report: Report, said: str) -> Met:
-        """Hear what all members say. One that is new merges in the place of it."""
-        return self._come("agree", self._weights, self._whole, report, said=said)
+    def agree(self, report: TrainerReport, payload: str) -> MergeOutcome:
+        """Exchange `payload`, JSON, with all members. A rank that is new merges instead."""
+        return self._join_merge(partial(self._propose, "agree", report, payload))
 
-    def finish(self, report: Report) -> bool:
+    def finish(self, report: TrainerReport) -> bool:
         """Take part until all members have come to the end of their training. Returns whether
-        others have merged meanwhile.
+        models were merged meanwhile.
         """
-        kinds: set[Kind | None] = set()
+        kinds: set[ProposalKind | None] = set()
         while "finish" not in kinds:
-            kinds.add(self._meet("finish", self._weights, self._whole, report).kind)
+            kinds.add(self._run_once(partial(self._propose, "finish", report)).kind)
         return "merge" in kinds
 
-    def mean_into(self, weights: ModelWeights, report: Report) -> Met:
-        """Write the mean of all members' models into `weights`, a copy of this rank's own. One that
-        is new merges first.
+    def mean_into(self, weights: ModelWeights, report: TrainerReport) -> MergeOutcome:
+        """Write the mean of all members' models into `weights`, a copy of this rank's model. A rank
+        that is new merges first, and then has the mean.
         """
-        met = self._come("mean", weights, Staging(weights.tensors()), report)
-        if met.kind == "merge":
+        layout = Staging(weights.tensors())
+        outcome = self._join_merge(
+            partial(self._propose, "mean", report, copy=weights, copy_layout=layout)
+        )
+        if outcome.kind == "merge":
             for source, target in zip(self._weights.tensors(), weights.tensors(), strict=False):
                 target.copy_(source)
-        elif met.mean is not None:
-            assert met.mean.staging is not None
-            met.mean.staging.write_(met.mean.values, met.mean.tensors)
-            weights.write_counters(met.mean.counters)
-        return met
+        elif outcome.mean is not None:
+            assert outcome.mean.staging is not None
+            outcome.mean.staging.write_(outcome.mean.values, outcome.mean.tensors)
+            weights.write_counters(outcome.mean.counters)
+        return outcome
 
-    def _come(
-        self, kind: Kind, weights: ModelWeights, staging: Staging, report: Report, *, said: str = ""
-    ) -> Met:
-        """Meet for `kind`. A rank that is new comes out of the first merge that the others make."""
+    # The pipeline
+
+    def _join_merge(self, propose: Callable[[], _OwnProposal]) -> MergeOutcome:
+        """Run the pipeline until it has done something for this rank. One that is new has to wait
+        for the first merge, since nothing else brings it the model.
+        """
         while True:
-            met = self._meet(kind, weights, staging, report, said=said)
-            if met.kind == "merge" or not met.mine.is_new:
-                return met
-            if met.kind == "finish":
+            outcome = self._run_once(propose)
+            if outcome.kind == "merge" or not outcome.mine.is_new:
+                return outcome
+            if outcome.kind == "finish":
                 raise ConfigError(
                     "the run ended while this worker was on its way in; start a new one"
                 )
 
-    def _meet(
-        self,
-        kind: Kind,
-        weights: ModelWeights,
-        staging: Staging,
-        report: Report,
-        *,
-        said: str = "",
-    ) -> Met:
-        def part(generation: Generation, position: int) -> Collective[Met]:
-            is_new = self._assembly.is_new
-            joins = is_new and kind in (
-                "mean",
-                "agree",
-            )  # it has nothing to add, and has to come into the run first
-            model, layout = (self._weights, self._whole) if joins else (weights, staging)
-            touched = {} if is_new else self.rows.touched()
-            mine = Statement(
-                kind="merge" if joins else kind,
-                is_new=is_new,
-                report=report,
-                norm=0.0 if is_new else self._norm(),
-                num_elements=layout.num_elements,
-                dtype=layout.dtype.name,
-                num_counters=model.read_counters().size,
-                num_merges=self.num_merges,
-                kept=None if is_new else self.rows.merge,
-                sparse=tuple(sorted(self.rows.sparse)),
-                touched=tuple((row, int(rows.sum())) for row, rows in touched.items()),
-                said=said,
-            )
-            stated = yield from all_gather(
-                position, generation.size, mine.to_bytes(), Statement.from_bytes
-            )
-            met = Met(kind=purpose(stated), mine=mine, generation=generation, stated=tuple(stated))
-            if met.kind in (None, "agree", "finish") or (
-                met.kind == "mean" and hold_the_same(stated)
-            ):
-                return met
-            return replace(met, mean=(yield from self._mean(met, position, model, layout, touched)))
+    def _run_once(self, propose: Callable[[], _OwnProposal]) -> MergeOutcome:
+        """Propose, agree, average, commit; and then write the model, if it was merged."""
 
-        met = self._assembly.run(part)
-        if met.kind is None:
+        def work(generation: Generation, position: int) -> Collective[MergeOutcome]:
+            # 1. Propose. The proposal is made anew in each try: this rank may be new by now.
+            own = propose()
+            proposals = yield from all_gather(
+                position, generation.size, own.proposal.to_bytes(), MergeProposal.from_bytes
+            )
+            # 2. Agree. All members hold the same proposals, so that they conclude the same.
+            outcome = MergeOutcome(
+                kind=agreed_kind(proposals),
+                mine=own.proposal,
+                generation=generation,
+                proposals=tuple(proposals),
+            )
+            if not needs_mean(outcome):
+                return outcome
+            # 3. Average. Nothing that this rank trains with is changed: the outcome may be void.
+            mean = yield from self._average(outcome, own, position)
+            return replace(outcome, mean=mean)
+
+        # 4. Commit: `run` returns what is final for all members.
+        outcome = self._group.run(work)
+        if outcome.kind is None:
             raise PeerError("no member of the run has a model to give to this worker")
-        if met.kind == "merge":
-            self._write(met)
-        return met
+        if outcome.kind == "merge":
+            self._write(outcome)
+        return outcome
 
-    def _mean(
+    def _propose(
         self,
-        met: Met,
-        position: int,
-        weights: ModelWeights,
-        staging: Staging,
-        touched: Mapping[int, RowSet],
-    ) -> Collective[Mean]:
-        counts = [statement.kind == met.kind and not statement.is_new for statement in met.stated]
-        parties = [statement for statement, does in zip(met.stated, counts, strict=True) if does]
-        shares = iter(self._shares(parties) if met.kind == "merge" else [1.0] * len(parties))
-        scales = [next(shares) if does else 0.0 for does in counts]
-        num_elements, dtype = met.elder.num_elements, np.dtype(met.elder.dtype)
-        rows: dict[int, torch.Tensor] = {}
+        kind: ProposalKind,
+        report: TrainerReport,
+        payload: str = "",
+        *,
+        copy: ModelWeights | None = None,
+        copy_layout: Staging | None = None,
+    ) -> _OwnProposal:
+        """Step 1: this rank's proposal, and what of it stays here.
+
+        Args:
+            kind: what this rank wants to do.
+            report: what its trainer has done.
+            payload: what it tells its peers, as JSON.
+            copy: the model in whose place the mean is wanted; None: this rank's own.
+            copy_layout: its layout; None: that of this rank's own.
+        """
+        is_new = self._group.is_new
+        if is_new and kind in ("mean", "agree"):
+            # It has nothing to contribute, and must be given the run's model first.
+            kind, copy, copy_layout = "merge", None, None
+        model, layout = copy or self._weights, copy_layout or self._layout
+        touched = {} if is_new else self.rows.touched()
+        proposal = MergeProposal(
+            kind=kind,
+            is_new=is_new,
+            report=report,
+            norm=0.0 if is_new else self._norm(),
+            num_elements=layout.num_elements,
+            dtype=layout.dtype.name,
+            num_counters=model.read_counters().size,
+            num_merges=self.num_merges,
+            rows_known_since=None if is_new else self.rows.known_since,
+            sparse=tuple(sorted(self.rows.sparse)),
+            touched=tuple((number, int(rows.sum())) for number, rows in touched.items()),
+            payload=payload,
+        )
+        return _OwnProposal(proposal=proposal, model=model, layout=layout, touched=touched)
+
+    def _average(
+        self, outcome: MergeOutcome, own: _OwnProposal, position: int
+    ) -> Collective[ModelMean]:
+        """Step 3: the weighted mean of the members' models."""
+        proposals, parties = outcome.proposals, outcome.parties
+        merging = [each for each, is_party in zip(proposals, parties, strict=True) if is_party]
+        of_parties = iter(self._weigh(merging) if outcome.kind == "merge" else [1.0] * len(merging))
+        weights = [next(of_parties) if is_party else 0.0 for is_party in parties]
+        # A member that has finished takes part in the mean that its peers want for a copy of
+        # their model. It has no such copy, and takes the layout from one that has.
+        num_elements = outcome.reference.num_elements
+        dtype = np.dtype(outcome.reference.dtype)
+        layout: Staging | None = None
         tensors: Sequence[torch.Tensor] = ()
-        knows = met.stated[position].kind == met.kind or met.kind == "merge"
-        if knows:
-            if met.kind == "merge":
-                rows = yield from self._union(met, position, touched)
+        rows: dict[int, torch.Tensor] = {}
+        if outcome.kind in ("merge", own.proposal.kind):
+            if outcome.kind == "merge":
+                rows = yield from self._union_of_rows(outcome, own.touched, position)
             begin_s = time.perf_counter()
             tensors = [
                 tensor.detach().index_select(0, rows[number]) if number in rows else tensor
-                for number, tensor in enumerate(weights.tensors())
+                for number, tensor in enumerate(own.model.tensors())
             ]
-            staging = Staging(tensors) if rows else staging
-            num_elements, dtype = staging.num_elements, staging.dtype
+            layout = Staging(tensors) if rows else own.layout
+            num_elements, dtype = layout.num_elements, layout.dtype
             self.encode_s += time.perf_counter() - begin_s
-        values = self._read(staging, tensors, position) if scales[position] else None
+        values = None
+        if weights[position]:
+            assert layout is not None, "a member with a weight has proposed what is done"
+            values = self._read(layout, tensors)
         mean = yield from weighted_mean(
-            position, scales, values, num_elements=num_elements, dtype=dtype
+            position, weights, values, num_elements=num_elements, dtype=dtype
         )
         counters = no_counters()
-        if met.elder.num_counters:
-            own = weights.read_counters().tobytes() if counts[position] else b""
-            payloads = yield from all_gather(position, len(scales), own, bytes)
-            counters = np.max(
-                [np.frombuffer(payload, np.int64) for payload in payloads if payload], axis=0
-            )
-        news = yield from self._tell_the_new(met, position)
-        return Mean(
+        if outcome.reference.num_counters:
+            counters = yield from _largest_counters(parties, own.model, position)
+        joiner_state = yield from self._send_to_joiners(outcome, position)
+        return ModelMean(
             values=mean,
-            staging=staging if knows else None,
+            staging=layout,
             tensors=tensors,
             rows=rows,
             counters=counters,
-            scales=scales,
-            news=news,
+            weights=weights,
+            joiner_state=joiner_state,
         )
 
-    def _read(self, staging: Staging, tensors: Sequence[torch.Tensor], position: int) -> Values:
-        begin_s = time.perf_counter()
-        values = staging.read(tensors)
-        require_finite([torch.from_numpy(values)], rank=self._rank)
-        self.encode_s += time.perf_counter() - begin_s
-        return values
-
-    def _union(
-        self, met: Met, position: int, touched: Mapping[int, RowSet]
+    def _union_of_rows(
+        self, outcome: MergeOutcome, touched: Mapping[int, RowSet], position: int
     ) -> Collective[dict[int, torch.Tensor]]:
-        """Which rows of which parameters are merged, by the parameter's position; the
-        others whole.
+        """The rows that any member has changed, by the parameter's position, of those parameters of
+        which it is cheaper to merge these rows alone. All other parameters are merged whole.
         """
-        stated = met.stated
-        known = {statement.kept for statement in stated}
-        if len(known) > 1 or None in known:
+        proposals = outcome.proposals
+        # Rows that nobody has changed are equal only if all members compare with the same merge.
+        if len({proposal.rows_known_since for proposal in proposals}) > 1:
+            return {}
+        if outcome.reference.rows_known_since is None:
             return {}
         union: dict[int, torch.Tensor] = {}
-        for number in dict(met.elder.touched):
+        for number, _ in outcome.reference.touched:
             parameter = self._parameters[number]
-            counts = [dict(statement.touched)[number] for statement in stated]
+            counts = [dict(proposal.touched)[number] for proposal in proposals]
             row_bytes = parameter[:1].numel() * max(parameter.element_size(), 4)
-            if packs(counts, num_rows=len(parameter), row_bytes=row_bytes):
+            if rows_are_cheaper(counts, num_rows=len(parameter), row_bytes=row_bytes):
                 read = partial(decode_rows, num_rows=len(parameter))
                 sets = yield from all_gather(
-                    position, len(stated), encode_rows(touched[number]), read
+                    position, len(proposals), encode_rows(touched[number]), read
                 )
                 union[number] = torch.from_numpy(np.flatnonzero(np.logical_or.reduce(sets))).to(
                     parameter.device
                 )
         return union
 
-    def _tell_the_new(self, met: Met, position: int) -> Collective[Payload | None]:
-        new = [number for number, statement in enumerate(met.stated) if statement.is_new]
-        if met.kind != "merge" or self._momentum is None or not new:
+    def _read(self, layout: Staging, tensors: Sequence[torch.Tensor]) -> Values:
+        begin_s = time.perf_counter()
+        values = layout.read(tensors)
+        # Checked before anything is sent: one bad model would spoil the models of all peers.
+        require_finite([torch.from_numpy(values)], rank=self._rank)
+        self.encode_s += time.perf_counter() - begin_s
+        return values
+
+    def _send_to_joiners(self, outcome: MergeOutcome, position: int) -> Collective[Payload | None]:
+        """The reference member sends the state of the momentum to the members that are new."""
+        joiners = [number for number, each in enumerate(outcome.proposals) if each.is_new]
+        if outcome.kind != "merge" or self._momentum is None or not joiners:
             return None
-        teller = met.stated.index(met.elder)
-        if position == teller:
+        if position == outcome.reference_member:
             payload = self._momentum.to_bytes()
-            for number in new:
-                yield Send(number, payload)
-        if position in new:
-            told: Payload = yield Recv(teller)
-            return told
+            for joiner in joiners:
+                yield Send(joiner, payload)
+        if position in joiners:
+            state: Payload = yield Recv(outcome.reference_member)
+            return state
         return None
 
-    def _write(self, met: Met) -> None:
-        """The merge is final: take it."""
+    def _write(self, outcome: MergeOutcome) -> None:
+        """After step 4: the merge is final, so this rank's model becomes the merged one."""
         begin_s = time.perf_counter()
-        mean = met.mean
+        mean = outcome.mean
         assert mean is not None
         assert mean.staging is not None
         mean.staging.write_(mean.values, mean.tensors)
@@ -337,13 +383,104 @@ class Meetings:
             self._parameters[number].detach().index_copy_(0, rows, mean.tensors[number])
         self._weights.write_counters(mean.counters)
         if self._momentum is not None:
-            if mean.news is not None:
-                self._momentum.from_bytes(mean.news)
+            if mean.joiner_state is not None:
+                self._momentum.from_bytes(mean.joiner_state)
             self._momentum.add_()
-        self.num_merges = met.elder.num_merges + 1
+        self.num_merges = outcome.reference.num_merges + 1
         self.num_exchanges += 1
-        self.rows.keep(
-            {number for statement in met.stated for number in statement.sparse}, self.num_merges
+        # Last, since rows are compared with what the momentum has left too.
+        self.rows.copy(
+            {number for proposal in outcome.proposals for number in proposal.sparse},
+            self.num_merges,
         )
-        self._assembly.caught_up(met.generation)
+        self._group.caught_up(outcome.generation)
         self.encode_s += time.perf_counter() - begin_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _OwnProposal:
+    """A proposal, and what of it stays with the member that makes it.
+
+    Attributes:
+        proposal: that is sent.
+        model: whose mean it wants.
+        layout: of that model.
+        touched: the rows that have changed, by the parameter's position.
+    """
+
+    proposal: MergeProposal
+    model: ModelWeights
+    layout: Staging
+    touched: Mapping[int, RowSet]
+
+
+# Step 2: what members conclude from their proposals, each of them alone.
+
+_ACTIONS: Final[dict[ProposalKind, str]] = {
+    "merge": "merge",
+    "mean": "call averaged_model()",
+    "agree": "begin with a loader",
+}
+
+
+def agreed_kind(proposals: Sequence[MergeProposal]) -> ProposalKind | None:
+    """What members with these proposals do. None: nothing, since all of them are new, so that
+    nobody has a model.
+
+    Members that have finished, or are new, go along with their peers.
+
+    Raises:
+        MismatchError: the proposals do not go together.
+        ConfigError: a member's clock cannot be used.
+    """
+    for proposal in proposals:
+        if not math.isfinite(proposal.report.share.busy_s):
+            raise ConfigError(
+                f"a rank was busy for {proposal.report.share.busy_s} seconds; its clock cannot be"
+                " used"
+            )
+    knowing = [proposal for proposal in proposals if not proposal.is_new]
+    kinds = {proposal.kind for proposal in knowing}
+    if len(kinds & _ACTIONS.keys()) > 1:
+        ranks = {kind: sorted(each.rank for each in knowing if each.kind == kind) for kind in kinds}
+        different = " while ".join(
+            f"ranks {ranks[kind]} {action}" for kind, action in _ACTIONS.items() if kind in kinds
+        )
+        raise MismatchError(f"{different}; do the same on all ranks, after the same merge")
+    claim_rounds = {each.report.claim_round for each in knowing if each.kind == "merge"}
+    if len(claim_rounds) > 1:
+        raise MismatchError(
+            f"ranks merge different rounds, {claim_rounds}; do all of them iterate over the loader?"
+        )
+    order: tuple[ProposalKind, ...] = (*_ACTIONS, "finish")
+    return next((kind for kind in order if kind in kinds), None)
+
+
+def needs_mean(outcome: MergeOutcome) -> bool:
+    """Whether models must be averaged for what was agreed."""
+    if outcome.kind == "mean":
+        return not hold_the_same(outcome.proposals)
+    return outcome.kind == "merge"
+
+
+def hold_the_same(proposals: Sequence[MergeProposal]) -> bool:
+    """Whether no model has changed since the last merge, which left them all the same."""
+    knowing = [proposal for proposal in proposals if not proposal.is_new]
+    merged = {proposal.num_merges for proposal in knowing}
+    return (
+        len(merged) == 1
+        and 0 not in merged
+        and not any(proposal.report.since_merge for proposal in knowing)
+    )
+
+
+def _largest_counters(
+    parties: Sequence[bool], model: ModelWeights, position: int
+) -> Collective[Counters]:
+    """The largest value of each integer buffer, over the members whose models are averaged."""
+    own = model.read_counters().tobytes() if parties[position] else b""
+    payloads = yield from all_gather(position, len(parties), own, bytes)
+    counters: Counters = np.max(
+        [np.frombuffer(payload, np.int64) for payload in payloads if payload], axis=0
+    )
+    return counters

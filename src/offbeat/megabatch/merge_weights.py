@@ -1,4 +1,5 @@
-"""With which weights models are merged after a mega-batch, and what is added to the mean.
+"""With which weights models are merged after a mega-batch, and the momentum that is added to
+their mean.
 
     alpha_i = u_i / sum u, or b_i / sum b where all made the same number of updates
     if every replica is regular: the largest alpha times 1 + delta, the smallest times 1 - delta,
@@ -17,20 +18,21 @@ to. Equal weights are left alone: there is no largest and no smallest.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
+import safetensors
+import safetensors.torch
+import torch
 from numpy.typing import NDArray
 
-from offbeat.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
+from offbeat.errors import CheckpointError, ConfigError, WireError
+from offbeat.transport.operations import Payload
 
 Weighting: TypeAlias = Literal["paper", "updates", "batch_sizes", "samples", "equal"]
 
-Values = TypeVar("Values", float, NDArray[np.float64], "torch.Tensor")
+ModelT = TypeVar("ModelT", float, NDArray[np.float64], torch.Tensor)
 
 
 def normalised(shares: Sequence[float]) -> tuple[float, ...]:
@@ -123,8 +125,8 @@ def perturbed(
 
 
 def with_momentum(
-    merged: Values, latest: Values, before: Values | None, *, gamma: float = 0.9
-) -> Values:
+    merged: ModelT, latest: ModelT, before: ModelT | None, *, gamma: float = 0.9
+) -> ModelT:
     """sum_i alpha_i w_i + gamma (w - w_before).
 
     Args:
@@ -137,3 +139,102 @@ def with_momentum(
     (3.5, 3.0)
     """
     return merged if before is None else merged + gamma * (latest - before)
+
+
+class MergeMomentum:
+    """The models of the last two merges, in float32 or float64, the same on every rank.
+
+    Args:
+        parameters: by name.
+        gamma: in [0, 1).
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], *, gamma: float) -> None:
+        self._parameters = parameters
+        self._gamma = gamma
+        self._latest: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """The first mega-batch begins with the parameters as they are now, unless a merge has
+        already said with which it began.
+        """
+        if not self._latest:
+            self._latest = {
+                name: _widened(parameter).clone() for name, parameter in self._parameters.items()
+            }
+
+    def add_(self) -> None:
+        """Add the momentum to the parameters, which hold the mean. A parameter that was frozen
+        meanwhile stays at the mean.
+        """
+        self.begin()
+        for name, parameter in self._parameters.items():
+            latest, before = self._latest[name], self._before.get(name)
+            merged = _widened(parameter)
+            if parameter.requires_grad:
+                merged = with_momentum(merged, latest, before, gamma=self._gamma)
+                parameter.detach().copy_(merged)
+            self._before[name], self._latest[name] = latest, merged.clone()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The models, with keys "latest/<name>" and "before/<name>". Tensors are live ones."""
+        models = {"latest": self._latest, "before": self._before}
+        return {
+            f"{model}/{name}": tensor
+            for model, tensors in models.items()
+            for name, tensor in tensors.items()
+        }
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of `state`. Raises `CheckpointError` when it does not fit the parameters."""
+        models: dict[str, dict[str, torch.Tensor]] = {"latest": {}, "before": {}}
+        for key, tensor in state.items():
+            model, _, name = key.partition("/")
+            if (
+                model not in models
+                or name not in self._parameters
+                or tensor.shape != self._parameters[name].shape
+            ):
+                raise CheckpointError(
+                    f"the merges' momentum was saved with another model or strategy: see {key!r}"
+                )
+            models[model][name] = tensor.to(_widened(self._parameters[name])).clone()
+        for model, tensors in models.items():
+            if tensors and (missing := self._parameters.keys() - tensors.keys()):
+                raise CheckpointError(
+                    "the merges' momentum was saved with another model or strategy: it lacks"
+                    f" '{model}/{min(missing)}'"
+                )
+        self._latest, self._before = models["latest"], models["before"]
+
+    def to_bytes(self) -> bytes:
+        """The state in the format of safetensors, for a worker that joins the run."""
+        # The format has no complex128, so complex numbers travel as pairs.
+        real = {
+            key: torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            for key, tensor in self.state().items()
+        }
+        return safetensors.torch.save(
+            {key: tensor.cpu().contiguous() for key, tensor in real.items()}
+        )
+
+    def from_bytes(self, payload: Payload) -> None:
+        """Inverse of `to_bytes`. Raises `WireError` for what does not fit the parameters."""
+        try:
+            state = safetensors.torch.load(bytes(payload))
+            for key, tensor in state.items():
+                parameter = self._parameters.get(key.partition("/")[2])
+                if parameter is not None and parameter.is_complex() and tensor.shape[-1:] == (2,):
+                    state[key] = torch.view_as_complex(tensor)
+            self.load(state)
+        except (safetensors.SafetensorError, CheckpointError) as error:
+            raise WireError(
+                f"the merges' momentum came as {len(payload)} bytes that do not fit the model; do"
+                f" all ranks train the same model? ({error})"
+            ) from error
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the type in which means are computed: at least float32."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))

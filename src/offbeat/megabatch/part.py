@@ -1,5 +1,5 @@
-"""All ranks' weights, merged after every mega-batch with weights of their own; batch sizes and
-learning rates follow speeds.
+"""The part of a strategy with mega-batches: it merges models after each of them, and lets batch
+sizes and learning rates follow the workers' speeds.
 """
 
 from __future__ import annotations
@@ -15,30 +15,29 @@ import torch
 from typing_extensions import override
 
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError
-from offbeat.megabatch.assembly import Assembly
-from offbeat.megabatch.batch_sizes import BatchRule, Bounds, Proportional, binding, learning_rate
-from offbeat.megabatch.claims import Merged, Place, Work
-from offbeat.megabatch.merge import Meetings, Met
-from offbeat.megabatch.merge_momentum import MergeMomentum
-from offbeat.megabatch.merge_weights import Weighting, merge_weights, perturbed
-from offbeat.megabatch.proposal import Report, Statement
+from offbeat.megabatch.atomic_group import AtomicGroup
+from offbeat.megabatch.batch_sizes import BatchRule, Bounds, binding, learning_rate
+from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
+from offbeat.megabatch.loader import DispatchPolicy
+from offbeat.megabatch.merge import MergeOutcome, MergeProtocol
+from offbeat.megabatch.merge_weights import MergeMomentum, Weighting, merge_weights, perturbed
+from offbeat.megabatch.proposal import MergeProposal, TrainerReport
 from offbeat.membership.generations import Generations
-from offbeat.parts.part import Part
 from offbeat.weights.model_weights import ModelWeights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MegaBatchPlan:
-    """How mega-batches are dealt out and merged.
+    """How mega-batches are shared out and merged.
 
     Attributes:
-        mega_batch: samples between merges, >= 1.
+        mega_batch: number of samples between merges, >= 1.
         base: b_base, the batch size that the user's learning rate is for, >= 1.
         bounds: of every rank's batch size.
         rule: how batch sizes follow speeds; None: they stay, and each rank gets an equal share.
         weighting: what merge weights follow.
         delta: of the perturbation, in [0, 1); 0: none.
-        threshold: no perturbation where a model's norm per parameter reaches it.
+        threshold: there is no perturbation where a model's norm per parameter reaches it.
         momentum: gamma, in [0, 1).
     """
 
@@ -52,9 +51,9 @@ class MegaBatchPlan:
     momentum: float = 0.0
 
 
-class ScaledRate:
-    """eta_0 b_i / b_base during one optimizer step, and eta_0 before and after it, so that
-    schedulers see what they set.
+class ScaledLearningRate:
+    """Sets learning rates to eta_0 b_i / b_base for one optimizer step at a time. Before and after
+    the step they are eta_0, so that schedulers see what they have set.
 
     Args:
         optimizer: the user's.
@@ -67,43 +66,44 @@ class ScaledRate:
         self._before: list[Any] = []
 
     def scale(self, num_samples: int) -> None:
+        # A step that raised was not followed by `restore`.
         self.restore()
         self._before = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(group["lr"], num_samples, self._base)
 
     def restore(self) -> None:
-        """Also after a step that raised, which has no end that anybody is told of."""
         for group, before in zip(self._optimizer.param_groups, self._before, strict=False):
             group["lr"] = before
         self._before = []
 
 
-class MegaBatches(Part):
-    """Merges when the loader says that a mega-batch is computed; with whoever is a member of the
-    run then.
+class MegaBatchPart(DispatchPolicy):
+    """Merges models when the loader says that a mega-batch was computed, with all that are members
+    of the run then.
 
-    Without a loader the ranks feed themselves, with batches of b_base samples as far as this part
-        knows: it merges after every
-    `mega_batch / (ranks x b_base)` steps, with equal weights, and batch sizes stay what they are.
+    Without a loader the user's loop feeds each rank, with batches of b_base samples as far as this
+    part knows. Then models are merged after every `mega_batch / (ranks x b_base)` steps, with equal
+    weights, and batch sizes stay what they are.
 
     Args:
         weights: what is merged.
         plan: how.
         optimizer: the user's, for its learning rates.
-        assembly: the members.
-        enter: brings this rank into the run's generations; None in a world of one.
+        group: the members.
+        enter: makes this rank a member of the run's generations; None in a world of one.
         rank: this rank.
         world_size: number of ranks at first.
         notify: for remarks.
-        stood_still: told from when to when the trainer waited, in seconds of the monotonic clock.
+        record_wait: is told from when to when the trainer waited, in seconds of the monotonic
+            clock.
 
     Attributes:
         ranks: who takes part, ascending.
-        batch_sizes: what each of them claims at a time.
-        entry: the merge by which this rank came into the run since anybody asked; None: it has been
-            there.
-        start_step: the step at which this rank came in.
+        batch_sizes: how many samples each of them claims at a time.
+        joined_by: the merge by which this rank has joined the run, until its loader has taken note
+            of it; None: it was there.
+        start_step: the step at which this rank joined.
     """
 
     state_key: ClassVar[str] = "mega_batches"
@@ -116,34 +116,34 @@ class MegaBatches(Part):
         *,
         plan: MegaBatchPlan,
         optimizer: torch.optim.Optimizer,
-        assembly: Assembly,
+        group: AtomicGroup,
         enter: Callable[[], Generations | None],
         rank: int,
         world_size: int,
         notify: Callable[[str], None],
-        stood_still: Callable[[float, float], None],
+        record_wait: Callable[[float, float], None],
     ) -> None:
         self.mega_batch = plan.mega_batch
-        self.deals_equally = plan.rule is None
+        self.shares_equally = plan.rule is None
         self.ranks: tuple[int, ...] = tuple(range(world_size))
         self.batch_sizes: tuple[int, ...] = (plan.base,) * world_size
-        self.entry: Merged | None = None
+        self.joined_by: MergedRound | None = None
         self.start_step = 0
         self._weights, self._plan, self._rank, self._notify = weights, plan, rank, notify
-        self._assembly, self._stood_still = assembly, stood_still
-        self._largest: int | None = None
-        self._rate = ScaledRate(optimizer, plan.base)
-        self._in_hand = 0
-        self._is_fed = self._has_finished = False
+        self._group, self._record_wait = group, record_wait
+        self._memory_limit: int | None = None
+        self._learning_rate = ScaledLearningRate(optimizer, plan.base)
+        self._num_claimed = 0
+        self._has_loader = self._has_finished = False
         self._num_steps = self._merged_at_step = 0
         self._binding: Mapping[int, str] = {}
         self._momentum = (
             MergeMomentum(weights.parameters, gamma=plan.momentum) if plan.momentum else None
         )
-        self._meetings = Meetings(
+        self._protocol = MergeProtocol(
             weights,
-            assembly=assembly,
-            shares=self._shares,
+            group=group,
+            weigh=self._merge_weights,
             momentum=self._momentum,
             norm=self._norm,
             rank=rank,
@@ -151,100 +151,108 @@ class MegaBatches(Part):
         self._generations: Generations | None = None
         try:
             self._generations = enter()
-            if assembly.is_new:
+            if group.is_new:
+                # Other parts and the user's loop need the model of the run from the beginning.
                 self._merge(None, None)
         except BaseException:
             self._close()
             raise
 
-    # The loader's side
+    # What the loader calls
 
     @property
+    @override
     def batch_size(self) -> int:
-        """What this rank claims at a time."""
+        """How many samples this rank claims at a time."""
         sizes = dict(zip(self.ranks, self.batch_sizes, strict=True))
-        return self._bounds(self._largest).clip(sizes.get(self._rank, self._plan.base))
+        return self._bounds(self._memory_limit).clip(sizes.get(self._rank, self._plan.base))
 
     @property
+    @override
     def is_left_out(self) -> bool:
-        """Whether the others went on without this rank, so that what it has computed since the last
+        """Whether its peers went on without this rank, so that what it has computed since the last
         merge is lost.
         """
-        return self._assembly.is_new
+        return self._group.is_new
 
+    @override
     def gather(self, value: Any) -> dict[int, Any] | None:
-        """What all members that live say: `value`, of JSON's kinds, by rank. Collective, between
+        """The `value`, of JSON's kinds, of every member that lives, by rank. Collective, between
         merges.
 
-        None where this rank was left out meanwhile and has come in again, by a merge of the others.
+        None where this rank was left out meanwhile and has joined again, by a merge of its peers.
         """
-        met = self._meetings.agree(self._report(None, None), json.dumps(value))
-        if met.kind == "merge":
-            self._follow(met)
+        outcome = self._protocol.agree(self._report(None, None), json.dumps(value))
+        if outcome.kind == "merge":
+            self._adopt(outcome)
             return None
-        said = {
-            s.report.work.rank: json.loads(s.said)
-            for s in met.stated
-            if s.kind == "agree" and not s.is_new
+        values = {
+            proposal.rank: json.loads(proposal.payload)
+            for proposal in outcome.proposals
+            if proposal.kind == "agree" and not proposal.is_new
         }
         sizes = dict(zip(self.ranks, self.batch_sizes, strict=True))
-        self.ranks = tuple(sorted(said))
+        self.ranks = tuple(sorted(values))
         self.batch_sizes = tuple(sizes.get(rank, self._plan.base) for rank in self.ranks)
-        return {rank: said[rank] for rank in self.ranks}
+        return {rank: values[rank] for rank in self.ranks}
 
-    def limit(self, largest: Mapping[int, int | None]) -> None:
-        """A loader feeds this rank from now on. `largest`: what fits into a rank's memory, by rank;
-        of this one at least.
+    @override
+    def set_memory_limits(self, limits: Mapping[int, int | None]) -> None:
+        """A loader feeds this rank from now on.
+
+        Args:
+            limits: how many samples fit into a rank's memory at once, by rank, at least for this
+                one; None: any number.
 
         Raises:
-            ConfigError: less fits than the smallest batch allowed, or a loader is there already.
+            ConfigError: less fits than the smallest batch allowed, or there is a loader already.
         """
-        if self._is_fed:
+        if self._has_loader:
             raise ConfigError(
                 "the session has a loader already, which merges the models; attach once for each"
             )
         smallest = self._plan.bounds.smallest
-        for rank, most in largest.items():
-            if most is not None and most < smallest:
+        for rank, limit in limits.items():
+            if limit is not None and limit < smallest:
                 raise ConfigError(
-                    f"rank {rank} can hold batches of {most} samples, but min_batch_size is"
+                    f"rank {rank} can hold batches of {limit} samples, but min_batch_size is"
                     f" {smallest}; lower it"
                 )
-        self._largest = largest[self._rank]
-        bounds = [self._bounds(largest.get(rank)) for rank in self.ranks]
+        self._memory_limit = limits[self._rank]
+        bounds = [self._bounds(limits.get(rank)) for rank in self.ranks]
         self.batch_sizes = tuple(
             bound.clip(size) for bound, size in zip(bounds, self.batch_sizes, strict=True)
         )
-        self._is_fed = True
+        self._has_loader = True
 
     @override
     def on_batch_claimed(self, num_samples: int) -> None:
-        """One that the loader has claimed; those of a user's own loop are as large as the user
-        likes.
-        """
-        if self._is_fed:
-            self._in_hand += num_samples
+        # Without a loader this is the user's word for a loop whose batches are not ours to scale.
+        if self._has_loader:
+            self._num_claimed += num_samples
 
-    def settle(self) -> None:
-        """A device that computes in the background must not claim more than it gets done."""
+    @override
+    def synchronize(self) -> None:
+        # A CUDA device computes in the background: without waiting for it, this rank would claim
+        # more than it gets done, and look as fast as it can launch kernels.
         device = next(iter(self._weights.parameters.values())).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    def merge(self, work: Work, place: Place) -> Merged:
+    @override
+    def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
         with torch.no_grad():
-            merged = self._merge(work, place)
-        self.entry = None
-        assert merged is not None, "whoever has a loader merges with ranks that have one"
+            merged = self._merge(share, claim_round)
+        self.joined_by = None
+        assert merged is not None, "a rank with a loader merges with ranks that have one"
         return merged
 
     # Events
 
     @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
-        """Where the first mega-batch begins is seen as late as can be: the user may load weights
-        after attaching.
-        """
+        # The model with which the first mega-batch begins is copied as late as possible, since the
+        # user may load weights after attaching.
         if self._momentum is not None:
             self._momentum.begin()
 
@@ -252,8 +260,9 @@ class MegaBatches(Part):
     def on_before_step(self) -> None:
         if self._momentum is not None:
             self._momentum.begin()
-        self._meetings.rows.look_at_gradients()
-        self._scale_rate()
+        self._protocol.rows.note_sparse_gradients()
+        if self._num_claimed and self._plan.rule is not None:
+            self._learning_rate.scale(self._num_claimed)
 
     @override
     def on_closure(self) -> None:
@@ -261,10 +270,10 @@ class MegaBatches(Part):
 
     @override
     def on_after_step(self) -> None:
-        self._rate.restore()
-        self._in_hand = 0
+        self._learning_rate.restore()
+        self._num_claimed = 0
         self._num_steps += 1
-        if self._is_fed:
+        if self._has_loader:
             return
         period = max(1, round(self.mega_batch / (len(self.ranks) * self._plan.base)))
         if self.is_left_out or self._num_steps - self._merged_at_step >= period:
@@ -272,151 +281,160 @@ class MegaBatches(Part):
 
     @override
     def on_finish(self) -> None:
-        """No more steps: take part in the others' merges until they have come to the end too."""
+        """Take part in the merges of the peers until they have come to the end too."""
         begin_s = time.monotonic()
-        if self._meetings.finish(self._report(None, None)):
+        if self._protocol.finish(self._report(None, None)):
             self._merged_at_step = self._num_steps
-        self._has_finished = self._assembly.has_finished = True
-        self._stood_still(begin_s, time.monotonic())
+        self._has_finished = self._group.has_finished = True
+        self._record_wait(begin_s, time.monotonic())
 
     @override
     def on_abandon(self, reason: str) -> None:
-        """This rank has failed: nobody is to wait for it."""
-        self._assembly.abort(reason)
+        self._group.abort(reason)
         self._close()
 
     @override
     def average_into(self, weights: ModelWeights) -> None:
-        """Write the mean of all members' models into `weights`, a copy of this rank's. Collective,
-        but just after a merge.
+        """Write the mean of all members' models into `weights`, a copy of this rank's model.
+        Collective, except just after a merge.
         """
         just_merged = (
-            self._meetings.num_merges
+            self._protocol.num_merges
             and self._num_steps == self._merged_at_step
             and not self._has_finished
         )
         if just_merged and not self.is_left_out:
-            return  # all hold the same
-        encode_s = self._meetings.encode_s
-        met = self._meetings.mean_into(weights, self._report(None, None))
-        self._meetings.encode_s = encode_s  # this was no training
-        if met.kind == "merge":
-            self._follow(met)
+            return  # All members hold the same model, and the copy is one of it.
+        encode_s = self._protocol.encode_s
+        outcome = self._protocol.mean_into(weights, self._report(None, None))
+        self._protocol.encode_s = encode_s  # Only training counts.
+        if outcome.kind == "merge":
+            self._adopt(outcome)
 
     @override
     def counters(self) -> dict[str, float]:
-        return {"exchanges": self._meetings.num_exchanges, "encode_s": self._meetings.encode_s}
+        return {"exchanges": self._protocol.num_exchanges, "encode_s": self._protocol.encode_s}
 
     # One merge
 
-    def _report(self, work: Work | None, place: Place | None) -> Report:
-        """`work`: None: none that counts."""
-        nothing = Work(
+    def _report(
+        self, share: MegaBatchShare | None, claim_round: ClaimRound | None
+    ) -> TrainerReport:
+        """What this rank tells of itself; without a `share` it has computed nothing that counts."""
+        nothing = MegaBatchShare(
             rank=self._rank, claims=(), updates=0, batch_size=self.batch_size, busy_s=0.0
         )
-        return Report(
-            work=work or nothing,
-            place=place,
-            largest=self._largest,
+        return TrainerReport(
+            share=share or nothing,
+            claim_round=claim_round,
+            memory_limit=self._memory_limit,
             num_steps=self._num_steps,
             since_merge=self._num_steps - self._merged_at_step,
         )
 
-    def _merge(self, work: Work | None, place: Place | None) -> Merged | None:
-        begin_s, encode_s = time.monotonic(), self._meetings.encode_s
-        met = self._meetings.merge(self._report(work, place))
-        self._stood_still(begin_s, time.monotonic() - (self._meetings.encode_s - encode_s))
-        return self._follow(met)
+    def _merge(
+        self, share: MegaBatchShare | None, claim_round: ClaimRound | None
+    ) -> MergedRound | None:
+        begin_s, encode_s = time.monotonic(), self._protocol.encode_s
+        outcome = self._protocol.merge(self._report(share, claim_round))
+        # Laying vectors out is work of this rank, and no wait.
+        self._record_wait(begin_s, time.monotonic() - (self._protocol.encode_s - encode_s))
+        return self._adopt(outcome)
 
-    def _follow(self, met: Met) -> Merged | None:
-        """Go on from a merge as all others do."""
-        place = met.elder.report.place
-        assert met.mean is not None
-        total = sum(met.mean.scales)
-        works = [
-            replace(statement.report.work, weight=scale / total)
-            for statement, scale in zip(met.stated, met.mean.scales, strict=True)
-            if statement.kind == "merge" and not statement.is_new
-        ]
+    def _adopt(self, outcome: MergeOutcome) -> MergedRound | None:
+        """Take over from a merge what all members go on with: who they are, their batch sizes, and
+        the round that is over.
+        """
+        assert outcome.mean is not None
+        claim_round = outcome.reference.report.claim_round
         staying = sorted(
-            (s for s in met.stated if s.kind == "merge"), key=lambda s: s.report.work.rank
+            (proposal for proposal in outcome.proposals if proposal.kind == "merge"),
+            key=lambda proposal: proposal.rank,
         )
-        self.ranks = tuple(statement.report.work.rank for statement in staying)
-        if place is None or place.retry == 0:
+        self.ranks = tuple(proposal.rank for proposal in staying)
+        if claim_round is None or claim_round.retry == 0:
             self._resize(staying)
         else:
-            self.batch_sizes = tuple(statement.report.work.batch_size for statement in staying)
-        if met.mine.is_new and not self._num_steps:
-            self.start_step = self._num_steps = met.elder.report.num_steps
+            # What departed workers had claimed is given out again in small rounds, which say
+            # nothing about speeds.
+            self.batch_sizes = tuple(proposal.report.share.batch_size for proposal in staying)
+        if outcome.mine.is_new and not self._num_steps:
+            self.start_step = self._num_steps = outcome.reference.report.num_steps
         self._merged_at_step = self._num_steps
-        self._in_hand = 0
+        self._num_claimed = 0
         merged = None
-        if place is not None:
-            works.sort(key=lambda work: work.rank)
-            merged = Merged(place=place, works=tuple(works), ranks=self.ranks)
-        self.entry = merged if met.mine.is_new else self.entry
+        if claim_round is not None:
+            total = sum(outcome.mean.weights)
+            shares = [
+                replace(proposal.report.share, weight=weight / total)
+                for proposal, weight, is_party in zip(
+                    outcome.proposals, outcome.mean.weights, outcome.parties, strict=True
+                )
+                if is_party
+            ]
+            shares.sort(key=lambda share: share.rank)
+            merged = MergedRound(claim_round=claim_round, shares=tuple(shares), ranks=self.ranks)
+        self.joined_by = merged if outcome.mine.is_new else self.joined_by
         return merged
 
-    def _shares(self, stated: Sequence[Statement]) -> Sequence[float]:
-        works = [statement.report.work for statement in stated]
-        updates = [work.updates for work in works]
+    def _merge_weights(self, proposals: Sequence[MergeProposal]) -> Sequence[float]:
+        shares = [proposal.report.share for proposal in proposals]
+        updates = [share.updates for share in shares]
         if not any(updates):
-            return (1.0,) * len(works)
-        shares = merge_weights(
+            return (1.0,) * len(shares)
+        weights = merge_weights(
             self._plan.weighting,
             updates=updates,
-            batch_sizes=[work.batch_size for work in works],
-            samples=[work.samples for work in works],
+            batch_sizes=[share.batch_size for share in shares],
+            samples=[share.samples for share in shares],
         )
-        norms = [statement.norm for statement in stated]
-        return perturbed(shares, norms, delta=self._plan.delta, threshold=self._plan.threshold)
+        norms = [proposal.norm for proposal in proposals]
+        return perturbed(weights, norms, delta=self._plan.delta, threshold=self._plan.threshold)
 
-    def _resize(self, stated: Sequence[Statement]) -> None:
-        works = [statement.report.work for statement in stated]
-        bounds = [self._bounds(statement.report.largest) for statement in stated]
-        sizes = [bound.clip(work.batch_size) for bound, work in zip(bounds, works, strict=True)]
-        if self._plan.rule is None or all(statement.report.place is None for statement in stated):
+    def _resize(self, proposals: Sequence[MergeProposal]) -> None:
+        shares = [proposal.report.share for proposal in proposals]
+        bounds = [self._bounds(proposal.report.memory_limit) for proposal in proposals]
+        sizes = [bound.clip(share.batch_size) for bound, share in zip(bounds, shares, strict=True)]
+        rule = self._plan.rule
+        if rule is None or all(proposal.report.claim_round is None for proposal in proposals):
             self.batch_sizes = tuple(sizes)
             return
-        # Updates a second of computing say the same as updates, less coarsely.
-        finely = isinstance(self._plan.rule, Proportional) and all(
-            work.busy_s > 0 for work in works if work.updates
+        # Where only ratios count, updates per second of computing say the same as updates do, and
+        # are less coarse.
+        by_time = rule.only_ratios_count and all(
+            share.busy_s > 0 for share in shares if share.updates
         )
-        made = [
+        updates = [
             (
-                work.samples / work.batch_size / work.busy_s
-                if finely and work.updates
-                else work.updates
+                share.samples / share.batch_size / share.busy_s
+                if by_time and share.updates
+                else share.updates
             )
-            for work in works
+            for share in shares
         ]
-        self.batch_sizes = self._plan.rule.resize(sizes, made, bounds)
-        bound_ones = {
+        self.batch_sizes = rule.resize(sizes, updates, bounds)
+        now_binding = {
             self.ranks[number]: end for number, end in binding(self.batch_sizes, bounds).items()
         }
-        if bound_ones != self._binding:
+        if now_binding != self._binding:
             sized = dict(zip(self.ranks, self.batch_sizes, strict=True))
             which = ", ".join(
-                f"rank {rank} at its {end} ({sized[rank]})" for rank, end in bound_ones.items()
+                f"rank {rank} at its {end} ({sized[rank]})" for rank, end in now_binding.items()
             )
             self._notify(
-                f"merge {self._meetings.num_merges}: batch sizes are held by bounds:"
+                f"merge {self._protocol.num_merges}: batch sizes are held by bounds:"
                 f" {which or 'none any more'}"
             )
-        self._binding = bound_ones
+        self._binding = now_binding
 
-    def _bounds(self, largest: int | None) -> Bounds:
-        """Of a rank whose memory holds so much."""
+    def _bounds(self, memory_limit: int | None) -> Bounds:
+        """Of the batch size of a rank with this memory limit."""
         given = self._plan.bounds
-        limit = given.limit if largest is None else min(largest, given.limit)
+        limit = given.limit if memory_limit is None else min(memory_limit, given.limit)
         return Bounds(smallest=given.smallest, largest=None if limit == Bounds().limit else limit)
 
-    def _scale_rate(self) -> None:
-        if self._in_hand and self._plan.rule is not None:
-            self._rate.scale(self._in_hand)
-
     def _norm(self) -> float:
-        """||w|| / (number of parameters); 0 where nobody asks."""
+        """||w|| / (number of parameters); 0 where the plan does not ask for it."""
         if not self._plan.delta:
             return 0.0
         parameters = [p.detach() for p in self._weights.parameters.values() if p.numel()]
@@ -427,7 +445,7 @@ class MegaBatches(Part):
     @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         counts = {
-            "num_merges": self._meetings.num_merges,
+            "num_merges": self._protocol.num_merges,
             "since_merge": self._num_steps - self._merged_at_step,
             "batch_sizes": list(self.batch_sizes),
         }
@@ -442,23 +460,25 @@ class MegaBatches(Part):
             self._momentum.load(
                 {key: value for key, value in saved.items() if isinstance(value, torch.Tensor)}
             )
-        self._meetings.num_merges = int(saved["num_merges"])
-        self._meetings.rows.forget()  # the ranks' models may be apart
+        self._protocol.num_merges = int(saved["num_merges"])
+        self._protocol.rows.forget()  # The ranks' models may differ.
         self._num_steps = self._merged_at_step + int(saved["since_merge"])
         sizes = tuple(map(int, saved["batch_sizes"]))
-        if len(sizes) == len(self.batch_sizes):  # other workers have other speeds: begin anew
+        # With another number of workers, sizes begin anew: other workers have other speeds.
+        if len(sizes) == len(self.batch_sizes):
             self.batch_sizes = sizes
-        self._in_hand = 0
+        self._num_claimed = 0
 
     @override
     def close(self) -> None:
-        self._rate.restore()
+        self._learning_rate.restore()
         over = False
+        # The run is over once all members have closed; until then those that are left go on.
         with suppress(OffbeatError):
-            over = self._assembly.closes_last()
+            over = self._group.closes_last()
         self._close(over=over)
 
     def _close(self, *, over: bool = False) -> None:
         if self._generations is not None:
             self._generations.close(over=over)
-        self._assembly.close()
+        self._group.close()

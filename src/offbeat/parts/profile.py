@@ -32,7 +32,8 @@ class FactorAssignment:
         matrices: how many there are: the groups of a convolution. 0: a diagonal.
         message: number of the message that sums it over ranks; None where it stays with its owner.
         owner: the rank that inverts it; None: every rank.
-        sends: what the owner sends: "inverses" or "directions"; None where every rank inverts.
+        sends: what the owner sends: "inverses" or "preconditioned gradients"; None where every rank
+            inverts.
         predicted_s: how long the inversion was expected to take; None where nothing was measured.
     """
 
@@ -51,8 +52,8 @@ class StepProfile:
 
     Attributes:
         spans: what was done in it, in order of ends.
-        duties: the plan, if it is new.
+        assignments: the plan, if it is new.
     """
 
     spans: Sequence[Span]
-    duties: Sequence[FactorAssignment] = ()
+    assignments: Sequence[FactorAssignment] = ()

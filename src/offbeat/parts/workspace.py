@@ -36,7 +36,7 @@ class Workspace:
             that nobody shares.
         count: wraps a driver that a thread of its own uses, so that its traffic is counted with the
             session's.
-        stood_still: counts a wait of the training thread, from when to when on the monotonic clock.
+        record_wait: counts a wait of the training thread, from when to when on the monotonic clock.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
@@ -51,7 +51,7 @@ class Workspace:
     enter: Callable[[Host], Generations | None] = lambda host: None
     own_store: Callable[[], Store] = HashStore
     count: Callable[[Driver], Driver] = lambda driver: driver
-    stood_still: Callable[[float, float], None] = lambda begin_s, end_s: None
+    record_wait: Callable[[float, float], None] = lambda begin_s, end_s: None
 
 
 def stream_counter() -> Callable[[], Stream]:

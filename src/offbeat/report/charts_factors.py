@@ -1,9 +1,9 @@
 """What second-order strategies did within a step: computing factors, inverting, preconditioning,
 and messages beside that.
 
-Above, what a worker did itself; below, when factors, and inverses or directions, were under way,
-and in which part of that time the worker stood still. Times are as recorded, in the few steps in
-which they were.
+Above, what a worker did itself; below, when factors, and inverses or preconditioned gradients, were
+under way, and in which part of that time the worker stood still. Times are as recorded, in the few
+steps in which they were.
 """
 
 from __future__ import annotations

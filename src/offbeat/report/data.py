@@ -12,9 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.lab.breakdown import Steps
+from offbeat.lab.comparison import Difference
+from offbeat.lab.emulation import LinkCheck
 from offbeat.lab.factor_work import FactorWork
 from offbeat.lab.profiles import Profiled
 from offbeat.lab.records import Loss, MegaBatch
+from offbeat.lab.statistics import Estimate
 
 Floats = NDArray[np.float64]
 
@@ -25,17 +28,6 @@ class Better(Enum):
     LOWER = -1
     HIGHER = 1
     NEITHER = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
-    """A measure over seeds. None where nothing was measured, or, for the interval, where one value
-    is all there is.
-    """
-
-    median: float | None
-    low: float | None = None
-    high: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -102,41 +94,6 @@ class Contestant:
     measures: Mapping[str, Estimate] = field(default_factory=dict)
     notices: Sequence[str] = ()
     failure: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """How contestant `a` compares with `b`: the ratio of their medians, a over b, with its
-    interval, if there is one.
-    """
-
-    measure: str
-    a: str
-    b: str
-    ratio: float
-    low: float | None
-    high: float | None
-    decided: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkCheck:
-    """What an emulated link was found to carry before anything was measured on it.
-
-    Attributes:
-        worker: whose link.
-        asked_bit_per_s: None where it is not limited.
-        measured_bit_per_s: the worse of the two directions.
-        share: of what the links at both its ends allow; None where neither is limited.
-        together: whether all workers were sending meanwhile.
-    """
-
-    worker: int
-    asked_bit_per_s: float | None
-    measured_bit_per_s: float
-    share: float | None
-    round_trip_s: float
-    together: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from offbeat.errors import RecordError
 from offbeat.lab.comparison import Contestant as Compared
 from offbeat.lab.comparison import read_comparison
 from offbeat.lab.records import Record
-from offbeat.report.data import Better, Contestant, Difference, Estimate, Report
+from offbeat.report.data import Better, Contestant, Report
 from offbeat.report.data_records import count_workers, read_run, rows, setting, words
 from offbeat.report.style import write_option
 
@@ -32,18 +32,7 @@ def report_of_comparison(directory: Path) -> Report:
         metric_better=Better.HIGHER if comparison.higher_is_better else Better.LOWER,
         target=comparison.target,
         contestants=[_contestant(directory, compared) for compared in comparison.contestants],
-        differences=[
-            Difference(
-                measure=found.measure,
-                a=found.a,
-                b=found.b,
-                ratio=found.ratio,
-                low=found.low,
-                high=found.high,
-                decided=found.decided,
-            )
-            for found in comparison.differences
-        ],
+        differences=comparison.differences,
         setting=setting(comparison.emulation, comparison.cluster),
         details=[
             ("task", comparison.task),
@@ -71,10 +60,7 @@ def _contestant(directory: Path, compared: Compared) -> Contestant:
         options=compared.options,
         summary=compared.summary,
         runs=[run for run in runs if run.steps.num_steps],
-        measures={
-            name: Estimate(median=measured.median, low=measured.low, high=measured.high)
-            for name, measured in compared.measures.items()
-        },
+        measures={str(name): measured for name, measured in compared.measures.items()},
         notices=[*compared.notices, *missing],
         failure=compared.failure,
     )

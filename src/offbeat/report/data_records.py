@@ -15,7 +15,7 @@ from offbeat.lab.emulation import EmulationReport
 from offbeat.lab.factor_work import factor_work
 from offbeat.lab.profiles import Profiled, read_profiles
 from offbeat.lab.records import Evaluation, Record
-from offbeat.report.data import Curve, LinkCheck, Run, Setting
+from offbeat.report.data import Curve, Run, Setting
 from offbeat.report.style import BYTES, write, write_option
 
 
@@ -92,17 +92,7 @@ def setting(emulation: EmulationReport | None, cluster: Cluster | None) -> Setti
         described,
         network=emulation.network,
         compute=emulation.compute,
-        checks=[
-            LinkCheck(
-                worker=check.worker,
-                asked_bit_per_s=check.asked_bit_per_s,
-                measured_bit_per_s=check.measured_bit_per_s,
-                share=check.share,
-                round_trip_s=check.round_trip_s,
-                together=check.together,
-            )
-            for check in emulation.checks
-        ],
+        checks=emulation.checks,
         notices=emulation.notices,
     )
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from offbeat.lab.breakdown import Steps
 from offbeat.lab.records import Record, Summary
-from offbeat.report.data import Better, Contestant, Estimate, Report
+from offbeat.lab.statistics import Estimate
+from offbeat.report.data import Better, Contestant, Report
 from offbeat.report.data_records import count_workers, read_run, rows, setting, words
 from offbeat.report.style import BYTES, NUMBER, SECONDS, capital, write
 
@@ -116,7 +117,10 @@ def _measures(steps: Steps, summary: Summary | None) -> dict[str, Estimate]:
             "messages_per_step": summary.messages_sent_per_step,
             "peak_memory_bytes": max(summary.peak_memory_bytes, default=None),
         }
-    return {name: Estimate(median=value) for name, value in found.items()}
+    return {
+        name: Estimate(values=[value], median=value, low=None, high=None)
+        for name, value in found.items()
+    }
 
 
 def _command(record: Record) -> str:

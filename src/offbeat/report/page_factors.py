@@ -80,7 +80,7 @@ def message_bars(report: Report) -> Iterator[Bars]:
     """How long messages were under way in a step, and what of it was hidden."""
     for heading, kind in (
         ("Factors under way", "sums"),
-        ("Inverses or directions under way", "broadcasts"),
+        ("Inverses or preconditioned gradients under way", "broadcasts"),
     ):
         times = [(number, label, getattr(work, kind)) for number, label, work in works(report)]
         known = [(number, label, time) for number, label, time in times if time is not None]
@@ -156,8 +156,8 @@ def _placed(work: FactorWork) -> str:
         parts = [f"All {by_all} factors are inverted by every worker"]
     if owned:
         what = (
-            "sends its layers' directions"
-            if _carried(work) == "directions"
+            "sends its layers' preconditioned gradients"
+            if _carried(work) != "inverses"
             else "broadcasts the inverses"
         )
         parts.append(f"{owned} {'more ' if by_all else ''}by one worker each, which {what}")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.report.data import Better, Contestant, Difference, Report
+from offbeat.lab.comparison import Difference
+from offbeat.report.data import Better, Contestant, Report
 from offbeat.report.data_waiting import lateness
 from offbeat.report.style import (
     MEASURES,

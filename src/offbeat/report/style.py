@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from offbeat.report.data import Better, Estimate
+from offbeat.lab.statistics import Estimate
+from offbeat.report.data import Better
 
 NOTHING: Final = "–"
 """What stands where nothing was measured."""

@@ -41,7 +41,7 @@ _SECOND_ORDER = 10_001
 _SPAN_NAMES = {
     "factor": "compute a factor",
     "sum": "factors under way",
-    "broadcast": "inverses or directions under way",
+    "broadcast": "inverses or preconditioned gradients under way",
 }
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode

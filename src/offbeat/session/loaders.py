@@ -1,5 +1,5 @@
-"""Loaders of a session: all ranks mean the same data, and the strategy says whether samples are
-claimed or dealt in step.
+"""Makes the loaders of a session: checks that all ranks read the same data, and lets the strategy
+say whether samples are claimed or shared out step by step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from torch.distributed import Store
 from offbeat.collectives.control import gather_values
 from offbeat.errors import ConfigError, MismatchError, OffbeatError
 from offbeat.megabatch.claims import ClaimLog
-from offbeat.megabatch.loader import Desk, DispatchLoader, MapStyle, Recording, data_description
+from offbeat.megabatch.loader import (
+    DispatchLoader,
+    DispatchPolicy,
+    MapStyle,
+    Recording,
+    data_description,
+)
 from offbeat.parts.part import Part
 from offbeat.session.agreement import agree, answer_of, require_agreement
 from offbeat.session.lockstep_loader import LockstepLoader
@@ -23,21 +29,22 @@ from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.network import Network, store_of
 
 _DATA_KEY = "data"
-"""What the loaders of those who began the run read, in their store."""
+"""The key in the store for the description of what the founders' loaders read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Feeding:
+class LoaderFactory:
     """What a session lends to its loaders.
 
     Attributes:
         parts: of the strategy.
-        driver: not counted, since dealing samples out is no training.
+        driver: whose traffic is not counted, since sharing samples out is no training.
         control: channels for it.
-        network: the ranks met there; None in a world of one.
+        network: through which the ranks are connected; None in a world of one.
         weigh: tells the parts how many samples the next batch has.
         notify: for remarks.
-        returns: whether this rank has joined a run under way, and cannot ask the others together.
+        returns: whether this rank has joined a run under way, so that its peers do not make their
+            loaders together with it.
     """
 
     parts: Sequence[Part]
@@ -59,8 +66,8 @@ class Feeding:
         record: bool,
         replay: Recording | None,
     ) -> DispatchLoader | LockstepLoader:
-        """See `Session.loader`."""
-        desk = next((part for part in self.parts if isinstance(part, Desk)), None)
+        """A loader for this rank. See `Session.loader`, which has the arguments and errors."""
+        policy = next((part for part in self.parts if isinstance(part, DispatchPolicy)), None)
         description: OffbeatError | dict[str, Any]
         try:
             description = data_description(
@@ -68,14 +75,14 @@ class Feeding:
                 seed=seed,
                 batch_size=batch_size,
                 max_batch_size=max_batch_size,
-                claims=desk is not None,
+                claims=policy is not None,
                 recorded=record or replay is not None,
             )
         except ConfigError as error:
             description = error
         rank = self.driver.rank
         collate = torch.utils.data.default_collate if collate is None else collate
-        if desk is None:
+        if policy is None:
             agree(self.driver, self.control, description)
             sizes = self.driver.run(gather_values(batch_size), self.control.next())
             return LockstepLoader(
@@ -87,11 +94,11 @@ class Feeding:
                 rank=rank,
             )
         store = store_of(self.network)
-        desk.limit(self._agree_at(desk, store, description, max_batch_size))
+        policy.set_memory_limits(self._memory_limits(policy, store, description, max_batch_size))
         return DispatchLoader(
             dataset,
             log=ClaimLog(store),
-            desk=desk,
+            policy=policy,
             seed=seed,
             collate=collate,
             rank=rank,
@@ -100,36 +107,42 @@ class Feeding:
             replay=replay,
         )
 
-    def _agree_at(
+    def _memory_limits(
         self,
-        desk: Desk,
+        policy: DispatchPolicy,
         store: Store,
         mine: OffbeatError | dict[str, Any],
         max_batch_size: int | None,
     ) -> dict[int, int | None]:
-        """Raise unless those who live, or began the run, read the same data; what fits into their
-        memories, by rank.
+        """How many samples fit into each rank's memory. Raises unless the ranks that live, or that
+        founded the run, read the same data.
+
+        Args:
+            policy: of the strategy.
+            store: of the run.
+            mine: what this rank's loader is to read, or why it cannot.
+            max_batch_size: what fits into this rank's memory.
         """
-        said = None
+        answers = None
         if not self.returns:
             fits = None if isinstance(mine, OffbeatError) else max_batch_size
-            said = desk.gather(answer_of(mine) | {"fits": fits})
-        if said is None:
+            answers = policy.gather(answer_of(mine) | {"fits": fits})
+        if answers is None:
+            # This rank came later than its peers: what they read stands in the store.
             _agree_with_founders(store, mine)
             return {self.driver.rank: max_batch_size}
-        require_agreement(mine, said)
+        require_agreement(mine, answers)
         store.set(_DATA_KEY, json.dumps(mine))
-        return {rank: answer["fits"] for rank, answer in said.items()}
+        return {rank: answer["fits"] for rank, answer in answers.items()}
 
 
 def _agree_with_founders(store: Store, mine: OffbeatError | dict[str, Any]) -> None:
-    """Raise unless the loaders of those who began the run read the same data."""
+    """Raise unless the founders' loaders read the same data."""
     if isinstance(mine, OffbeatError):
         raise mine
     if not store.check([_DATA_KEY]):
         raise ConfigError(
-            "the run that this worker has joined has no loader; feed your own loop, as the"
-            " others do"
+            "the run that this worker has joined has no loader; feed your own loop, as its peers do"
         )
     theirs = json.loads(store.get(_DATA_KEY))
     if theirs != mine:

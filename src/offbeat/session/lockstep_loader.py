@@ -21,8 +21,8 @@ from offbeat.parts.part import Part
 
 
 def num_steps(num_samples: int, batch_sizes: Sequence[int]) -> int:
-    """Of an epoch. Rounded down where, rounded up, a step would have fewer samples than there are
-    ranks.
+    """How many steps an epoch has: samples over samples of a step, rounded up; rounded down where a
+    step would otherwise have fewer samples than there are ranks.
 
     Raises:
         ConfigError: there are fewer samples than ranks.
@@ -56,22 +56,22 @@ def spans_of(num_samples: int, batch_sizes: Sequence[int], step: int) -> tuple[S
 
 
 class LockstepLoader(Part):
-    """Iterating over it yields this rank's batches of an epoch, as many as every other rank's. Made
-    by `Session.loader`.
+    """Iterating over it yields this rank's batches of an epoch, as many as every other rank's. It
+    is made by `Session.loader`.
 
-    Iterating again after a stop in the middle of an epoch goes on there.
+    A loop that stopped in the middle of an epoch goes on there when it iterates again.
 
     Args:
         dataset: of map style; the same on all ranks.
         batch_sizes: asked for, by rank, each >= 1.
-        claimed: hears how many samples the next batch has.
+        claimed: is told how many samples the next batch has.
         seed: of the order, >= 0.
         collate: makes a batch of a list of samples.
         rank: this rank.
 
     Attributes:
-        epoch: passes over the data completed.
-        step: batches taken from the pass under way.
+        epoch: number of completed passes over the data.
+        step: number of batches taken from the pass under way.
     """
 
     state_key: ClassVar[str] = "lockstep_loader"

@@ -28,7 +28,7 @@ from offbeat.parts.profile import StepProfile
 from offbeat.parts.workspace import Workspace, stream_counter
 from offbeat.session.agreement import adopt_rank_0, agree, describe
 from offbeat.session.hooks import BackwardHooks
-from offbeat.session.loaders import Feeding
+from offbeat.session.loaders import LoaderFactory
 from offbeat.session.lockstep_loader import LockstepLoader
 from offbeat.strategies.base import Strategy
 from offbeat.transport.connect import (
@@ -319,7 +319,7 @@ class Session:
             enter=self._enter,
             own_store=lambda: store_of(self._network),
             count=self._count_in_background,
-            stood_still=self._counting.stood_still,
+            record_wait=self._counting.record_wait,
         )
         self._control = control
         self._parts: Sequence[Part] = strategy.build(workspace)
@@ -448,7 +448,7 @@ class Session:
             ConfigError: this cannot work, with the reason. Every rank raises.
             MismatchError: the ranks disagree on the data.
         """
-        feeding = Feeding(
+        factory = LoaderFactory(
             parts=self._parts,
             driver=self._counting.inner,
             control=self._control,
@@ -457,7 +457,7 @@ class Session:
             notify=self._notify,
             returns=self._returns,
         )
-        made = feeding.loader(
+        made = factory.loader(
             dataset,
             seed=seed,
             batch_size=batch_size,

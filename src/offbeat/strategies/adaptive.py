@@ -7,13 +7,13 @@
         w_before, w = w, sum over i of alpha_i w_i + gamma (w - w_before);  w_i = w
         b_i follows u_i
 
-Samples are claimed in a log that all ranks share through the store they met by; `Session.loader`
-does it. The rules by which batch sizes follow updates are those of `megabatch.batch_sizes`, merge
+Samples are claimed in a log that all ranks share through the run's store; `Session.loader` does
+it. The rules by which batch sizes follow updates are those of `megabatch.batch_sizes`, merge
 weights those of `megabatch.merge_weights`.
 
-Ranks are the members of a generation (`membership.generations`), and a merge is final for all of
-them or for none (`membership.commit`): when a worker dies, the others go on, and what it had not
-merged is given out again.
+Ranks are the members of a generation (`membership.generations`). A merge is one pipeline
+(`megabatch.merge`): propose, agree, average, commit. It is final for all members or for none: when
+a worker dies, its peers go on, and what it had not merged is given out again.
 
 Cost per mega-batch: one mean of the weights, of sparse parameters the rows that have changed; for
 each batch a short message to the store and its answer.
@@ -30,8 +30,10 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from typing_extensions import override
+
 from offbeat.errors import ConfigError
-from offbeat.megabatch.assembly import Assembly
+from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.batch_sizes import (
     BatchRule,
     Bounds,
@@ -41,7 +43,7 @@ from offbeat.megabatch.batch_sizes import (
     Reference,
 )
 from offbeat.megabatch.merge_weights import Weighting
-from offbeat.megabatch.part import MegaBatches, MegaBatchPlan
+from offbeat.megabatch.part import MegaBatchPart, MegaBatchPlan
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.strategies.averaging import AveragingStrategy
@@ -60,6 +62,7 @@ class MegaBatchStrategy(AveragingStrategy):
     """
 
     survives_death: ClassVar[bool] = True
+    shares_samples: ClassVar[bool] = True
 
     mega_batch: int | None = None
     batch_size: int = 128
@@ -76,35 +79,36 @@ class MegaBatchStrategy(AveragingStrategy):
             )
 
     @property
+    @override
     def samples_between_merges(self) -> int:
         """`mega_batch` as a number."""
         return 100 * self.batch_size if self.mega_batch is None else self.mega_batch
 
     @abstractmethod
     def plan(self) -> MegaBatchPlan:
-        """How mega-batches are dealt out and merged."""
+        """How mega-batches are shared out and merged."""
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
         assert workspace.optimizer is not None
-        assembly = Assembly(workspace.own_store(), count=workspace.count, notify=workspace.notify)
-        part = MegaBatches(
+        group = AtomicGroup(workspace.own_store(), count=workspace.count, notify=workspace.notify)
+        part = MegaBatchPart(
             weights,
             plan=self.plan(),
             optimizer=workspace.optimizer,
-            assembly=assembly,
-            enter=lambda: workspace.enter(assembly),
+            group=group,
+            enter=lambda: workspace.enter(group),
             rank=workspace.driver.rank,
             world_size=workspace.driver.world_size,
             notify=workspace.notify,
-            stood_still=workspace.stood_still,
+            record_wait=workspace.record_wait,
         )
         return [part]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveSGD(MegaBatchStrategy):
-    """Batches claimed by whoever is free, of sizes that follow speeds; models merged after every
-    mega-batch.
+    """Each rank claims its next batch as soon as it is free, batch sizes follow speeds, and models
+    are merged after every mega-batch.
 
     Args:
         rule: how batch sizes follow: "proportional", the published "paper", its code's "reference",

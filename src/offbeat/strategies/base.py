@@ -26,6 +26,17 @@ class Strategy(ABC):
     """Whether the ranks' models are apart between steps, on purpose; `Session.averaged_model` is
     what they stand for.
     """
+    shares_samples: ClassVar[bool] = False
+    """Whether ranks share samples out among themselves, through `Session.loader`, so that nobody
+    knows beforehand which rank computes which batch.
+    """
+
+    @property
+    def samples_between_merges(self) -> int | None:
+        """How many samples ranks share out before they merge their models; None unless
+        `shares_samples`.
+        """
+        return None
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with everything
         """Raise `ConfigError` if the strategy cannot work with these. Runs before any

@@ -1,5 +1,5 @@
-"""CROSSBOW's synchronous model averaging: every model is drawn towards a centre (PVLDB 12(11),
-2019).
+"""CROSSBOW's synchronous model averaging: every model is drawn towards a central average model z
+(PVLDB 12(11), 2019; arXiv 1901.02244).
 
     every tau steps, on each rank j:  c_j = alpha (x_j - z)
         x_j = x_j - eta gradient(x_j) - c_j
@@ -7,8 +7,8 @@
 
 Cost per average: one all-reduce of the weights, beside the optimizer's step; in lock-step.
 
-Differences from the paper: the centre is not copied into the models when the learning rate falls,
-since nobody says that it does; `Session.averaged_model` is the mean of the models, not the centre;
+Differences from the paper: the central model is not copied into the models when the learning rate
+falls, since nothing here sees that; `Session.averaged_model` is the mean of the models, not z;
 floating-point buffers are drawn along.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.averaging.central_model import CentreAverage
+from offbeat.averaging.central_model import CentralModelAverage
 from offbeat.errors import ConfigError
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
@@ -32,9 +32,9 @@ class Crossbow(AveragingStrategy):
 
     Args:
         period: tau, steps between averages, >= 1.
-        alpha: how far a model is drawn to the centre, in (0, 1]; None: one over the number of
-            ranks, at most 1/2.
-        centre_momentum: mu, of the centre, in [0, 1).
+        alpha: how far a model is drawn to the central average model, in (0, 1]; None: one over the
+            number of ranks, at most 1/2.
+        centre_momentum: mu, of the central average model, in [0, 1).
     """
 
     name: ClassVar[str] = "crossbow"
@@ -57,7 +57,7 @@ class Crossbow(AveragingStrategy):
         alpha = 1 / max(driver.world_size, 2) if self.alpha is None else self.alpha
         stream = workspace.new_stream()
         return [
-            CentreAverage(
+            CentralModelAverage(
                 weights,
                 driver=driver,
                 stream=stream,

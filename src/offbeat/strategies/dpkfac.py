@@ -1,8 +1,9 @@
 """DP-KFAC: each layer has an owner, which alone looks at its factors.
 
-    forward, backward, gradients as in S-SGD
-    the owner of a layer averages, over steps, the factors of its own batch, and inverts them
-    the owner broadcasts G^-1 gradient A^-1; optimizer step
+    forward and backward pass, gradients all-reduced, as in S-SGD
+    the owner of layer l: averages A_l and G_l of its own batch over steps, and inverts them
+                          dL/dW_l <- G_l^-1 (dL/dW_l) A_l^-1, which it broadcasts
+    the optimizer steps
 
 Zhang, Shi and Li, "Scalable K-FAC Training for Deep Neural Networks with Distributed
 Preconditioning", arXiv 2206.15143.
@@ -20,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from offbeat.kfac.planning.factor_plan import FactorPlan, Setting, block_owners, two_messages
+from offbeat.kfac.planning.factor_plan import FactorPlan, PlanInputs, block_owners, two_messages
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.options import require_one_of
 
@@ -43,8 +44,6 @@ class DPKFAC(KFACStrategy):
         super().__post_init__()
         require_one_of("factors", self.factors, ("owner", "everyone"))
 
-    def plan(self, setting: Setting) -> FactorPlan:
-        groups = () if self.factors == "owner" else two_messages(setting.kinds)
-        return FactorPlan(
-            groups=groups, streamed=False, owners=block_owners(setting), by_owner=True
-        )
+    def plan(self, inputs: PlanInputs) -> FactorPlan:
+        groups = () if self.factors == "owner" else two_messages(inputs.kinds)
+        return FactorPlan(groups=groups, streamed=False, owners=block_owners(inputs), by_owner=True)

@@ -7,25 +7,30 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 import torch
 
+from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
 from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.selectors import SELECTORS, Selector
+from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
 from offbeat.codec.warmup import Warmup
-from offbeat.codec.wire import pair_bytes
-from offbeat.collectives.base import SparseCollective, Wire
+from offbeat.codec.wire import Wire
+from offbeat.collectives.base import SparseCollective
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.collective_choice import BucketKind
 from offbeat.gradients.exchange import ExchangeCounts, GradientExchange, Reduction
+from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.reductions import Plan, SparseReduction
 from offbeat.gradients.replica_check import ReplicaCheck
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.options import (
+    object_of,
     require_at_least,
     require_dense_optimizer,
     require_density,
@@ -35,9 +40,6 @@ from offbeat.strategies.options import (
 )
 
 MIB = 1 << 20
-
-Pair: TypeAlias = tuple[Bucket, Reduction]
-"""A bucket and what reduces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,17 +69,19 @@ class GradientStrategy(Strategy):
         """Each bucket with its reduction, and whatever other parts the strategy needs."""
 
     def build(self, workspace: Workspace) -> Sequence[Part]:
-        return self.build_around(workspace, lambda pairs: pairs)
+        exchange, others = self.build_exchange(workspace)
+        return [exchange, *others]
 
-    def build_around(
-        self, workspace: Workspace, wrap: Callable[[list[Pair]], list[Pair]]
-    ) -> Sequence[Part]:
-        """Like `build`, with something around the reductions, for strategies that send more than
-        gradients.
+    def build_exchange(
+        self, workspace: Workspace, *, launch_order: LaunchOrder | None = None
+    ) -> tuple[GradientExchange, list[Part]]:
+        """The exchange of gradients, and the other parts.
+
+        Strategies that send more than gradients share `launch_order` with the exchange, and listen
+        to it (`GradientExchange.add_listener`).
         """
         counts = ExchangeCounts()
         pairs, others = self.parts(workspace, counts)
-        pairs = wrap(pairs)
         exchange = GradientExchange(
             pairs,
             counts=counts,
@@ -85,6 +89,7 @@ class GradientStrategy(Strategy):
             has_scaler=workspace.has_scaler,
             max_skipped_steps=self.max_skipped_steps,
             notify=workspace.notify,
+            launch_order=launch_order,
         )
         if self.replica_check_interval:
             stream, interval = workspace.new_stream(), self.replica_check_interval
@@ -93,7 +98,7 @@ class GradientStrategy(Strategy):
                     workspace.parameters, driver=workspace.driver, stream=stream, interval=interval
                 )
             )
-        return [exchange, *others]
+        return exchange, others
 
 
 Choose = Callable[[BucketKind, int], SparseCollective | None]
@@ -107,32 +112,37 @@ class SparseGradientStrategy(GradientStrategy):
     Args:
         density: fraction of entries that travel, in (0, 1].
         selection: "exact" takes exactly the k largest; "reuse" adapts the last step's threshold and
-            takes 0.8 k to 1.2 k, in fewer passes.
+            takes 0.8 k to 1.2 k, in fewer passes; or a `Selector` of your own.
         momentum_correction: DGC's momentum (arXiv 1712.01887, section 3.1), in [0, 1): momentum is
             applied before selection. The optimizer's own momentum must be 0 then. None: leave
             momentum to the optimizer.
         momentum_masking: DGC's factor masking: momentum stops where an entry was sent.
         warmup: "paper" (0.25, 0.0725, 0.015, 0.004 in epochs 0 to 3), "exponential" (DGC), or None.
         steps_per_epoch: exchanges in an epoch, >= 1; needed with `warmup`, which counts epochs.
-        values: "float32", or "bfloat16" on the wire; what rounding loses is owed.
+        values: "float32", or "bfloat16" on the wire, or a `ValueCodec` of your own; what rounding
+            loses is owed.
+        indices: "gaps" between indices in 2 bytes, or plain indices where those are shorter; or an
+            `IndexCodec` of your own.
         bucket_mib: exchange in buckets of this size, each with its own top-k, whose first messages
             leave during backward; None: all in one, after it.
     """
 
     density: float = 0.001
-    selection: Literal["exact", "reuse"] = "exact"
+    selection: Literal["exact", "reuse"] | Selector = "exact"
     momentum_correction: float | None = None
     momentum_masking: bool = True
     warmup: Literal["paper", "exponential"] | None = None
     steps_per_epoch: int | None = None
-    values: Literal["float32", "bfloat16"] = "float32"
+    values: Literal["float32", "bfloat16"] | ValueCodec = "float32"
+    indices: Literal["gaps"] | IndexCodec = "gaps"
     bucket_mib: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_density("density", self.density)
-        require_one_of("selection", self.selection, ("exact", "reuse"))
-        require_one_of("values", self.values, ("float32", "bfloat16"))
+        object_of("selection", self.selection, SELECTORS, Selector)
+        object_of("values", self.values, VALUE_CODECS, ValueCodec)
+        object_of("indices", self.indices, INDEX_CODECS, IndexCodec)
         if self.momentum_correction is not None:
             require_fraction_below_one("momentum_correction", self.momentum_correction)
         if self.bucket_mib is not None:
@@ -202,7 +212,7 @@ class SparseGradientStrategy(GradientStrategy):
         kind = BucketKind(
             num_elements=bucket.num_elements,
             element_bytes=bucket.flat.element_size(),
-            pair_bytes=pair_bytes(wire.value_format),
+            pair_bytes=wire.pair_bytes,
         )
 
         def plan() -> Plan:
@@ -213,7 +223,7 @@ class SparseGradientStrategy(GradientStrategy):
             bucket.num_elements,
             dtype=bucket.flat.dtype,
             device=bucket.flat.device,
-            selection=self.selection,
+            selector=object_of("selection", self.selection, SELECTORS, Selector),
             momentum=self.momentum_correction,
             masking=self.momentum_masking,
         )
@@ -227,10 +237,13 @@ class SparseGradientStrategy(GradientStrategy):
         )
 
     def _wire(self, bucket: Bucket) -> Wire:
+        # Half-precision gradients are selected, owed and merged in float32.
         double = bucket.flat.dtype == torch.float64
+        dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
         return Wire(
             num_elements=bucket.num_elements,
             num_parameters=len(bucket.indices),
-            dtype=np.dtype(np.float64 if double else np.float32),
-            value_format="float64" if double and self.values == "float32" else self.values,
+            dtype=dtype,
+            values=object_of("values", self.values, VALUE_CODECS, ValueCodec).suited_to(dtype),
+            indices=object_of("indices", self.indices, INDEX_CODECS, IndexCodec),
         )

@@ -3,20 +3,22 @@
 For the weight matrix W of each layer, with inputs a and output gradients g,
 
     A <- decay A + (1 - decay) mean of a a^T        G <- decay G + (1 - decay) mean of g g^T
-    P = (G + sqrt(damping) / pi)^-1 (dL/dW) (A + sqrt(damping) pi)^-1        pi^2 = mean eigenvalue
-    of A / of G gradient = P min(1, sqrt(kl_clip / sum over layers of lr^2 <P, dL/dW>))
+    pi^2 = mean eigenvalue of A / mean eigenvalue of G
+    P = (G + sqrt(damping) / pi)^-1 (dL/dW) (A + sqrt(damping) pi)^-1
+    gradient = P min(1, sqrt(kl_clip / sum over layers of lr^2 <P, dL/dW>))
 
 and the optimizer steps with that (arXiv 1503.05671, 1602.01407). Means are over the examples of all
 ranks. `DKFAC`, `MPDKFAC`, `SPDKFAC` and `DPKFAC` differ only in what their `plan` returns: which
 factors travel together and when, which rank inverts them, and whether inverses travel or
-directions.
+preconditioned gradients.
 
 Differences from the papers: gradients may be exchanged by any gradient strategy; running averages
 are kept free of damping, which the released code adds to them in each step, and start from nothing
 in place of the identity; factors do not depend on the batch size; a layer whose factor has no
 inverse gets plain gradients until it has; the first steps are denser (`ramp`). SPD-KFAC's code adds
 the whole damping to each factor (`pi=False`). Ranks on devices of different kinds round
-differently: there each layer has one owner, which sends directions, whatever the strategy.
+differently: there each layer has one owner, which sends preconditioned gradients, whatever
+the strategy.
 """
 
 from __future__ import annotations
@@ -30,23 +32,19 @@ from typing import ClassVar, Literal
 import torch
 
 from offbeat.errors import ConfigError, UnsupportedError, nearest
-from offbeat.kfac.averages import RunningFactor
-from offbeat.kfac.blocks import SIDES, Block, FactorShape
-from offbeat.kfac.eigen import Kept, form_of, make_inverter
-from offbeat.kfac.exchange.costs import are_alike, measure
-from offbeat.kfac.exchange.factors import FactorExchange, FactorSettings
-from offbeat.kfac.exchange.launch_order import InTurn, Turns
-from offbeat.kfac.inverses import Job
-from offbeat.kfac.options import FactorOptions
-from offbeat.kfac.packing import pack
-from offbeat.kfac.planning.factor_plan import FactorCosts, FactorPlan, Setting, block_owners
+from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.kfac.blocks import slots_of
+from offbeat.kfac.exchange.costs import gather_plan_inputs
+from offbeat.kfac.options import FactorOptions, KFACSettings
+from offbeat.kfac.part import KFACPart, KFACPlanner
+from offbeat.kfac.planning.factor_plan import FactorPlan, PlanInputs, block_owners
 from offbeat.kfac.planning.inverse_order import inversion_order
 from offbeat.kfac.survey import survey
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.gradient import GradientStrategy, Pair
+from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.gtopk import GTopK
 from offbeat.strategies.options import (
     require_at_least,
@@ -139,8 +137,23 @@ class KFACStrategy(Strategy):
         self.options()
 
     @abstractmethod
-    def plan(self, setting: Setting) -> FactorPlan:
-        """What this strategy is. Pure: the same setting yields the same plan on every rank."""
+    def plan(self, inputs: PlanInputs) -> FactorPlan:
+        """What this strategy is. Pure: the same inputs yield the same plan on every rank."""
+
+    def settings(self) -> KFACSettings:
+        """What all K-FAC strategies do alike."""
+        return KFACSettings(
+            damping=self.damping,
+            pi=self.pi,
+            eigen=self.inverse == "eigen",
+            bfloat16=self.inverse_dtype == "bfloat16",
+            decay=self.decay,
+            kl_clip=self.kl_clip,
+            factor_interval=self.factor_interval,
+            inverse_interval=self.inverse_interval,
+            ramp=self.ramp,
+            options=self.options(),
+        )
 
     def options(self) -> FactorOptions:
         """How factors are counted."""
@@ -171,7 +184,7 @@ class KFACStrategy(Strategy):
         self.gradients.check_world(world_size)
 
     def build(self, workspace: Workspace) -> Sequence[Part]:
-        model, optimizer = workspace.model, workspace.optimizer
+        model, optimizer, driver = workspace.model, workspace.optimizer, workspace.driver
         assert model is not None
         assert optimizer is not None
         if workspace.has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -183,136 +196,67 @@ class KFACStrategy(Strategy):
         found = survey(model, self.options())
         if (notice := found.notice()) is not None:
             workspace.notify(notice)
-        setting, turns, bucket_firsts = self._setting(workspace, found.blocks), Turns(), list[int]()
-        costs = setting.costs
-        positions = {
-            id(parameter): position
-            for position, parameter in enumerate(workspace.parameters.values())
-        }
-
-        def factors() -> FactorExchange:
-            return FactorExchange(
-                model,
-                found.blocks,
-                settings=FactorSettings(
-                    damping=self.damping,
-                    pi=self.pi,
-                    eigen=self.inverse == "eigen",
-                    bfloat16=self.inverse_dtype == "bfloat16",
-                    decay=self.decay,
-                    kl_clip=self.kl_clip,
-                    factor_interval=self.factor_interval,
-                    inverse_interval=self.inverse_interval,
-                    ramp=self.ramp,
-                    options=self.options(),
-                ),
-                plan=self._agreeing_plan(setting),
-                replan=(
-                    (lambda ready_s: self._agreeing_plan(replace(setting, ready_s=ready_s)))
-                    if setting.costs
-                    else None
-                ),
-                order=partial(
-                    inversion_order, setting=setting, pairs=self.pi and self.inverse != "eigen"
-                ),
-                first_parameters=[positions[id(block.weight)] for block in found.blocks],
-                bucket_firsts=bucket_firsts,
-                turns=turns,
-                optimizer=optimizer,
-                driver=workspace.driver,
-                stream=workspace.new_stream(),
-                grad_scale=workspace.grad_scale,
-                notify=workspace.notify,
-                predicted_s=(
-                    None
-                    if costs is None
-                    else [costs.inverse.inversion.time_s(dim) for dim in setting.dims]
-                ),
-            )
-
-        parts: list[FactorExchange] = []
-
-        def in_turn(pairs: list[Pair]) -> list[Pair]:
-            bucket_firsts.extend(min(bucket.indices) for bucket, _ in pairs)
-            parts.append(factors())
-            last = len(pairs) - 1
-            return [
-                (bucket, InTurn(reduction, number, turns, parts[0] if number == last else None))
-                for number, (bucket, reduction) in enumerate(pairs)
-            ]
-
-        return [*self.gradients.build_around(workspace, in_turn), *parts]
-
-    def _agreeing_plan(self, setting: Setting) -> FactorPlan:
-        plan = self.plan(setting)
-        if setting.alike or plan.by_owner:
-            return plan
-        return replace(plan, owners=block_owners(setting), by_owner=True)
-
-    def _setting(self, workspace: Workspace, blocks: Sequence[Block]) -> Setting:
-        driver, stream = workspace.driver, workspace.new_stream()
-        weights = [block.weight for block in blocks for _ in SIDES]
-        shapes = [block.shape(side) for block in blocks for side in SIDES]
-        likes = [
-            weight.new_empty(0, dtype=torch.promote_types(weight.dtype, torch.float32))
-            for weight in weights
-        ]
-        dims = [_equal_dim(shape) for shape in shapes]
-        alike = are_alike(driver, stream, weights[0].device)
-        if not alike:
+        inputs = gather_plan_inputs(
+            slots_of(found.blocks),
+            settings=self.settings(),
+            measures=self.measures,
+            driver=driver,
+            stream=workspace.new_stream(),
+        )
+        if not inputs.same_devices:
             workspace.notify(
                 "ranks compute on devices of different kinds, which round differently: each layer"
                 " is preconditioned by one rank, which sends the result"
             )
-        costs = None
-        if self.measures and driver.world_size > 1:
-            form = form_of(
-                likes[0].device,
-                self.inverse_interval,
-                eigen=self.inverse == "eigen",
-                bfloat16=self.inverse_dtype == "bfloat16",
-            )
-            costs = measure(
-                driver, stream, dims=dims, like=likes[0], invert=partial(_invert, likes[0], form)
-            )
-            costs = _twice_as_long(costs) if form == "eigen" else costs
-        return Setting(
-            world_size=driver.world_size,
-            alike=alike,
-            dims=dims,
-            sizes_bytes=[
-                shape.num_elements * like.element_size()
-                for shape, like in zip(shapes, likes, strict=True)
-            ],
-            kinds=[(like.dtype, like.device) for like in likes],
-            costs=costs,
+        # Factors travel beside the buckets of gradients, so both share one order of launching, and
+        # K-FAC hears from the exchange of gradients whether a step is good.
+        launch_order = LaunchOrder()
+        exchange, others = self.gradients.build_exchange(workspace, launch_order=launch_order)
+        positions = {
+            id(parameter): position
+            for position, parameter in enumerate(workspace.parameters.values())
+        }
+        part = KFACPart(
+            model,
+            found.blocks,
+            settings=self.settings(),
+            planner=self._planner(inputs),
+            first_parameters=[positions[id(block.weight)] for block in found.blocks],
+            bucket_firsts=[min(bucket.indices) for bucket in exchange.buckets],
+            launch_order=launch_order,
+            optimizer=optimizer,
+            driver=driver,
+            stream=workspace.new_stream(),
+            grad_scale=workspace.grad_scale,
+            notify=workspace.notify,
         )
+        exchange.add_listener(part.scheduler)
+        return [exchange, *others, part]
 
+    def _planner(self, inputs: PlanInputs) -> KFACPlanner:
+        """What this strategy plans, now and once it is known when factors are ready."""
 
-def _equal_dim(shape: FactorShape) -> int:
-    """Rows of one matrix that takes as long to invert as the factor; a diagonal takes next to
-    nothing.
-    """
-    return 1 if shape.is_diagonal else max(round(shape.dim * shape.groups ** (1 / 3)), 1)
+        def plan(inputs: PlanInputs) -> FactorPlan:
+            plan = self.plan(inputs)
+            if inputs.same_devices or plan.by_owner:
+                return plan
+            # What several ranks computed for themselves would drift apart where they round
+            # differently, so one rank computes it for all.
+            return replace(plan, owners=block_owners(inputs), by_owner=True)
 
-
-def _twice_as_long(costs: FactorCosts) -> FactorCosts:
-    """Plans count the bytes of triangles, and eigenvectors are no triangles."""
-    broadcast = costs.inverse.broadcast
-    link = replace(broadcast.link, beta_s_per_byte=2 * broadcast.link.beta_s_per_byte)
-    return replace(costs, inverse=replace(costs.inverse, broadcast=replace(broadcast, link=link)))
-
-
-def _invert(like: torch.Tensor, form: Kept, matrix: torch.Tensor) -> None:
-    """As training does, to be timed."""
-    shape = FactorShape(groups=1, dim=matrix.shape[0])
-    factor = RunningFactor(shape, dtype=like.dtype, device=like.device)
-    damping = torch.ones((), dtype=like.dtype, device=like.device)
-    job = Job(
-        name="sample",
-        packed=pack(matrix[None]),
-        shape=shape,
-        damping=damping,
-        valid=factor.mass >= 0,
-    )
-    make_inverter(form, lambda _: None).invert([job])
+        costs = inputs.costs
+        # With the damping divided between A and G, inverting either of them needs the traces of
+        # both; eigenvalues are damped afterwards.
+        pairs = self.pi and self.inverse != "eigen"
+        return KFACPlanner(
+            plan=plan(inputs),
+            replan=None
+            if costs is None
+            else lambda ready_s: plan(replace(inputs, ready_s=ready_s)),
+            inversion_order=partial(inversion_order, inputs=inputs, pairs=pairs),
+            predicted_s=(
+                None
+                if costs is None
+                else [costs.inverse.inversion.time_s(dim) for dim in inputs.dims]
+            ),
+        )

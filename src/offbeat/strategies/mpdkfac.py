@@ -1,9 +1,10 @@
 """MPD-KFAC: every rank averages all factors and inverts its share of them.
 
-    forward, backward, gradients as in S-SGD
-    all-reduce all A in one message, all G in another
+    forward and backward pass, gradients all-reduced, as in S-SGD
+    all-reduce all A in one message and all G in another
     rank i mod P inverts factor i and broadcasts the inverse
-    gradient = G^-1 gradient A^-1; optimizer step
+    every rank: for each layer l:  dL/dW_l <- G_l^-1 (dL/dW_l) A_l^-1
+    the optimizer steps
 
 The other baseline of SPD-KFAC (arXiv 2107.06533, section III): Osawa et al., arXiv 1811.12019, and
 2007.00784.
@@ -20,8 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.kfac.planning.factor_plan import FactorPlan, Setting, two_messages
-from offbeat.kfac.planning.placement import in_turn
+from offbeat.kfac.planning.factor_plan import FactorPlan, PlanInputs, two_messages
+from offbeat.kfac.planning.placement import round_robin
 from offbeat.strategies.kfac import KFACStrategy
 
 
@@ -33,6 +34,6 @@ class MPDKFAC(KFACStrategy):
 
     name: ClassVar[str] = "mpdkfac"
 
-    def plan(self, setting: Setting) -> FactorPlan:
-        owners = in_turn(len(setting.dims), setting.world_size)
-        return FactorPlan(groups=two_messages(setting.kinds), streamed=False, owners=owners)
+    def plan(self, inputs: PlanInputs) -> FactorPlan:
+        owners = round_robin(len(inputs.dims), inputs.world_size)
+        return FactorPlan(groups=two_messages(inputs.kinds), streamed=False, owners=owners)

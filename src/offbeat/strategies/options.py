@@ -4,11 +4,14 @@ fix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from offbeat.errors import ConfigError, UnsupportedError, nearest
+
+T = TypeVar("T")
 
 
 def require_positive(name: str, value: float) -> None:
@@ -27,6 +30,30 @@ def require_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
             f"{name} must be one of {', '.join(map(repr, allowed))}, got"
             f" {value!r}{nearest(str(value), allowed)}"
         )
+
+
+def object_of(name: str, value: object, by_name: Mapping[str, T], kind: type[Any]) -> T:
+    """The object that an option stands for: an object of the user's own, or the one that `by_name`
+    has for a name.
+
+    Args:
+        name: of the option.
+        value: as the user gave it.
+        by_name: what may be given by name.
+        kind: the class of the objects that may be given.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(value, kind):
+        chosen: T = value
+        return chosen
+    if isinstance(value, str) and value in by_name:
+        return by_name[value]
+    raise ConfigError(
+        f"{name} must be one of {', '.join(map(repr, by_name))}, or a {kind.__name__}, got"
+        f" {value!r}{nearest(str(value), by_name)}"
+    )
 
 
 def require_density(name: str, value: float) -> None:

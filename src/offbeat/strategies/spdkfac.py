@@ -1,10 +1,16 @@
 """SPD-KFAC: factors travel while computation goes on, and are inverted where that is cheapest.
 
-    forward:   A of each layer, all-reduced in groups as they become ready
-    backward:  G of each layer, likewise, beside the gradients
-    factors that are cheaper to invert than to receive are inverted by every rank; the others,
-    largest first, by the rank with the least to do, and broadcast while it goes on gradient = G^-1
-    gradient A^-1; optimizer step
+    forward pass:    for each layer in order:   A_l <- mean of a a^T
+                     all-reduce each group of A as soon as it is complete
+    backward pass:   for each layer in reverse: G_l <- mean of g g^T, and dL/dW_l
+                     all-reduce each group of G, and each bucket of gradients, likewise
+    inversion:       for each factor, largest first:
+                         if inverting it takes less time than receiving it:
+                             every rank inverts it
+                         else:
+                             the rank with the least to do inverts it and broadcasts the inverse,
+                             while it goes on with the next
+    update:          dL/dW_l <- G_l^-1 (dL/dW_l) A_l^-1, and the optimizer steps with it
 
 Shi, Zhang and Li, "Accelerating Distributed K-FAC with Smart Parallelism of Computing and
 Communication Tasks", arXiv 2107.06533, sections IV (pipelining and fusion) and V (placement).
@@ -12,12 +18,12 @@ Communication Tasks", arXiv 2107.06533, sections IV (pipelining and fusion) and 
 Cost per step: as of MPD-KFAC, less what is hidden behind the forward and backward passes, less
 broadcasts of small inverses.
 
-Differences from the paper: the groups are the fewest with the earliest end and the placement that
-with about the shortest predicted phase, of measured costs (`fusion="rule"` and `placement="rule"`:
-the paper's rules; kfac/planning/overlap.py and placement.py say where they fall short). An
-inversion takes what was measured and not alpha exp(beta d). Inverses of one owner share messages
-where that is shorter. Groups are planned in the fourth step with factors; until then, all A are one
-and all G another. And those of strategies/kfac.py.
+Differences from the paper: the groups are the fewest with the earliest end, and the placement is
+one with about the shortest predicted phase, both of measured costs. `fusion="rule"` and
+`placement="rule"` are the paper's rules; kfac/planning/overlap.py and placement.py say where they
+fall short. An inversion takes what was measured and not alpha exp(beta d). Inverses of one owner
+share messages where that is shorter. Groups are planned in the fourth step with factors; until
+then, all A are one group and all G another. And those of strategies/kfac.py.
 """
 
 from __future__ import annotations
@@ -28,13 +34,18 @@ from typing import ClassVar, Literal
 from offbeat.kfac.planning.factor_plan import (
     FactorPlan,
     Groups,
-    Setting,
+    PlanInputs,
     fused_groups,
     split_kinds,
     two_messages,
 )
-from offbeat.kfac.planning.overlap import fuse_by_rule, fuse_in_order
-from offbeat.kfac.planning.placement import Load, Owner, balanced, cheaper_by_all, everywhere
+from offbeat.kfac.planning.overlap import fuse_by_rule, fuse_for_earliest_end
+from offbeat.kfac.planning.placement import (
+    Owner,
+    by_every_rank,
+    place_by_rule,
+    place_for_shortest_phase,
+)
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.options import require_one_of
 
@@ -47,9 +58,9 @@ class SPDKFAC(KFACStrategy):
     Args:
         fusion: which factors share a message: "planned" for the earliest end, "rule" for the
             paper's rule, "none" for one message each, "all" for all A in one and all G in another.
-        placement: which rank inverts what: "planned" for the shortest phase, "rule" for the paper's
-            rule.
-        load: what placement balances: fitted "time", or "rows", "squares" or "cubes" of the
+        placement: which rank inverts what: "planned" for the shortest predicted phase, "rule" for
+            the paper's rule.
+        load: what placement balances: measured "time", or "rows", "squares" or "cubes" of the
             factors' sizes.
     """
 
@@ -66,21 +77,22 @@ class SPDKFAC(KFACStrategy):
         require_one_of("placement", self.placement, ("planned", "rule"))
         require_one_of("load", self.load, ("time", "rows", "squares", "cubes"))
 
-    def plan(self, setting: Setting) -> FactorPlan:
-        return FactorPlan(groups=self._groups(setting), streamed=True, owners=self._owners(setting))
+    def plan(self, inputs: PlanInputs) -> FactorPlan:
+        return FactorPlan(groups=self._groups(inputs), streamed=True, owners=self._owners(inputs))
 
-    def _groups(self, setting: Setting) -> Groups:
+    def _groups(self, inputs: PlanInputs) -> Groups:
+        """Section IV: which factors share a message."""
+        all_fused = two_messages(inputs.kinds)
         if self.fusion == "all":
-            return two_messages(setting.kinds)
+            return all_fused
         if self.fusion == "none":
-            return split_kinds(
-                [[slot] for group in two_messages(setting.kinds) for slot in group], setting.kinds
-            )
-        return fused_groups(setting, fuse_in_order if self.fusion == "planned" else fuse_by_rule)
+            return split_kinds([[slot] for group in all_fused for slot in group], inputs.kinds)
+        fuse = fuse_by_rule if self.fusion == "rule" else fuse_for_earliest_end
+        return fused_groups(inputs, fuse)
 
-    def _owners(self, setting: Setting) -> tuple[Owner, ...]:
-        if setting.costs is None:
-            return everywhere(len(setting.dims))
-        load: Load = self.load
-        place = balanced if self.placement == "planned" else cheaper_by_all
-        return place(setting.dims, setting.world_size, setting.costs.inverse, load=load)
+    def _owners(self, inputs: PlanInputs) -> tuple[Owner, ...]:
+        """Section V: which rank inverts which factor."""
+        if inputs.costs is None:  # in a world of one there is nobody to send to
+            return by_every_rank(len(inputs.dims))
+        place = place_by_rule if self.placement == "rule" else place_for_shortest_phase
+        return place(inputs.dims, inputs.world_size, inputs.costs.inverse, load=self.load)

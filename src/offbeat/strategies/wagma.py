@@ -56,7 +56,7 @@ from offbeat.planning.groups import VersionGroup, default_group_size, group_of_v
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_at_least, require_one_of
 from offbeat.weights.model_weights import ModelWeights
-from offbeat.weights.momenta import Momenta, momentum_name
+from offbeat.weights.optimizer_state import Momenta, momentum_name
 from offbeat.weights.staging import Staging
 
 

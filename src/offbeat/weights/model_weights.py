@@ -273,7 +273,7 @@ def require_finite(vectors: Sequence[torch.Tensor], *, rank: int) -> None:
     if not all(is_finite(vector) for vector in vectors):
         raise NonFiniteError(
             f"the weights of rank {rank} are no longer finite, and averaging would spread that to"
-            " the others. Lower the learning rate or look at this rank's data; resume from the"
+            " its peers. Lower the learning rate or look at this rank's data; resume from the"
             " last checkpoint"
         )
 

@@ -1,20 +1,26 @@
-"""The local optimizers' own memory (momentum, second moments), averaged as the weights are."""
+"""The state of the local optimizers (momenta, second moments): averaged as the weights are, or, of
+momenta alone, as tensors that a background average takes along.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from offbeat.errors import ConfigError
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 from offbeat.weights.model_weights import average_
 
-Have = dict[str, list[bool]]
+Presence = dict[str, list[bool]]
 """By name of a state such as "momentum_buffer": which parameters have it, in the model's order."""
+
+_MOMENTUM_BY_OPTION = {"momentum": "momentum_buffer", "betas": "exp_avg"}
+"""By the option which says that an optimizer has a momentum: what it calls it in its state."""
 
 
 def average_optimizer_state_(
@@ -28,8 +34,15 @@ def average_optimizer_state_(
     """Replace every state of a parameter's own shape and a real type by its weighted mean over the
     ranks that have it.
 
-    A rank on which a parameter never had a gradient has no state for it; it counts for nothing and
-    gets none. Step counters and states of other shapes stay local. Collective.
+    A rank on which a parameter never had a gradient has no state for it: it has no weight and gets
+    no state. Step counters and states of other shapes stay local. Collective.
+
+    Args:
+        optimizer: this rank's.
+        parameters: by name, the same set on all ranks.
+        driver: carries collectives out.
+        stream: of channels.
+        weight: this rank's, >= 0.
 
     Returns:
         Seconds as `average_` counts them.
@@ -49,7 +62,7 @@ def average_optimizer_state_(
         }
         for parameter in tensors
     ]
-    mine: Have = {
+    mine: Presence = {
         key: [key in state for state in states]
         for key in sorted({key for state in states for key in state})
     }
@@ -65,10 +78,11 @@ def average_optimizer_state_(
 
 
 def dense_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
-    """The state of `parameter`. What is sparse in it becomes dense for good: torch's SGD keeps such
-    a momentum.
+    """The state of `parameter`. What is sparse in it becomes dense for good: torch's SGD keeps the
+    momentum of a sparse gradient sparse.
 
-    It has every row that ever had a gradient, so this takes no more memory in the end.
+    Such a momentum has every row that ever had a gradient, so that a dense one takes no more memory
+    in the end.
     """
     state: dict[str, Any] = optimizer.state.get(parameter, {})
     for key, value in state.items():
@@ -77,13 +91,13 @@ def dense_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Ma
     return state
 
 
-def _union(mine: Have, num_parameters: int) -> Collective[Have]:
+def _union(mine: Presence, num_parameters: int) -> Collective[Presence]:
     """What any rank has, with names in the same order on all of them."""
     packed = {key: np.packbits(have).tobytes().hex() for key, have in mine.items()}
     answers = [
         json.loads(bytes(payload)) for payload in (yield AllGather(json.dumps(packed).encode()))
     ]
-    union: Have = {}
+    union: Presence = {}
     for key in sorted({key for answer in answers for key in answer}):
         bits = np.zeros(num_parameters, dtype=np.bool_)
         for answer in answers:
@@ -91,3 +105,48 @@ def _union(mine: Have, num_parameters: int) -> Collective[Have]:
             bits |= np.unpackbits(raw, count=num_parameters).astype(np.bool_)
         union[key] = bits.tolist()
     return union
+
+
+def momentum_name(optimizer: torch.optim.Optimizer) -> str:
+    """What `optimizer` calls a parameter's momentum. Raises `ConfigError` for one that has none."""
+    for option, name in _MOMENTUM_BY_OPTION.items():
+        if all(group.get(option) for group in optimizer.param_groups):
+            return name
+    raise ConfigError(
+        "momenta='averaged' needs an optimizer with a momentum in all its groups, such as"
+        f" SGD(momentum=0.9) or AdamW, got {type(optimizer).__name__} without; pass momenta='local'"
+    )
+
+
+class Momenta:
+    """The momenta of an optimizer, in the parameters' order.
+
+    Args:
+        optimizer: the user's.
+        parameters: by name.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = list(parameters.values())
+        self._name = momentum_name(optimizer)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter has its momentum already."""
+        return all(self._of(parameter) is not None for parameter in self._parameters)
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """One tensor a parameter: its momentum, or zeros, for nobody to write to, where it has none
+        yet.
+        """
+        found = [(parameter, self._of(parameter)) for parameter in self._parameters]
+        return [
+            torch.zeros_like(parameter) if momentum is None else momentum
+            for parameter, momentum in found
+        ]
+
+    def _of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return dense_state(self._optimizer, parameter).get(self._name)

@@ -40,8 +40,8 @@ def test_delta_keeps_what_the_trainer_does_between_taking_and_advancing() -> Non
 
 
 def test_delta_shows_what_it_has_merged_even_while_the_trainer_computes() -> None:
-    """Else a rank whose snapshot is contributed twice within a step would be pulled twice as far as the
-    average is.
+    """Else a rank that contributes twice within a step would be moved twice as far as the average
+    is.
     """
     rule = DeltaMerge(vector(0))
     rule.take()

@@ -162,7 +162,7 @@ def test_a_meeting_is_not_arrived_at_while_the_one_before_travels(
     arriving.join(10)
     assert published.membership.is_arrived_at(1)
     waiting = in_thread(lambda: published.trainer.wait(for_average=False))
-    assert waiting.is_alive()  # the word of one group_of_version does not count for the next
+    assert waiting.is_alive()  # the quorum of one version does not count for the next
     published.membership.begin_generation()
     waiting.join(10)
     assert not waiting.is_alive()

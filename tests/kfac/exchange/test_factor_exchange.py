@@ -14,10 +14,10 @@ from torch import nn
 import offbeat
 from kfac_support import reference
 from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
-from offbeat.kfac.blocks import SIDES
-from offbeat.kfac.exchange.factors import FactorExchange
-from offbeat.kfac.inverses import is_there
-from offbeat.kfac.planning.factor_plan import FactorCosts
+from offbeat.kfac.exchange.costs import gather_plan_inputs
+from offbeat.kfac.inverses import InversionTask, Inverter, is_there
+from offbeat.kfac.part import KFACPart
+from offbeat.kfac.planning.factor_plan import FactorCosts, PlanInputs
 from offbeat.kfac.planning.inversion import PolynomialInversion
 from offbeat.kfac.planning.placement import InverseCosts
 from offbeat.planning.costs import Channel, Link
@@ -69,8 +69,8 @@ def attached() -> Iterator[Attach]:
         session.close()
 
 
-def part_of(session: Session) -> FactorExchange:
-    return next(part for part in session._parts if isinstance(part, FactorExchange))
+def part_of(session: Session) -> KFACPart:
+    return next(part for part in session._parts if isinstance(part, KFACPart))
 
 
 def batches(steps: range) -> list[reference.Batch]:
@@ -143,9 +143,13 @@ def test_in_bfloat16_what_is_kept_is_no_larger_and_comes_back(
     strategy = kind(inverse_dtype="bfloat16", factor_interval=1, inverse_interval=3, ramp=False)
     net, optimizer, session = attached(strategy)
     train(net, optimizer, range(2))
-    kept = [inverse for inverse in part_of(session)._inverses.packed if inverse is not None]
+    kept = [
+        inverse
+        for inverse in part_of(session).preconditioner.inverses.packed
+        if inverse is not None
+    ]
     assert {inverse.dtype for inverse in kept} == {torch.bfloat16}
-    dims = [block.shape(side).dim for block in part_of(session)._blocks for side in SIDES]
+    dims = [slot.shape.dim for slot in part_of(session).slots]
     assert sum(inverse.nbytes for inverse in kept) == sum(2 * dim**2 for dim in dims)
     again, other, resumed = attached(strategy)
     again.load_state_dict(net.state_dict())
@@ -158,7 +162,11 @@ def test_in_bfloat16_what_is_kept_is_no_larger_and_comes_back(
     exact, exact_optimizer, plain = attached(replace(strategy, inverse_dtype="float32"))
     plain.load_state_dict(session.state_dict())
     train(exact, exact_optimizer, range(1))
-    assert all(bool(is_there(kept)) for kept in part_of(plain)._inverses.packed if kept is not None)
+    assert all(
+        bool(is_there(kept))
+        for kept in part_of(plain).preconditioner.inverses.packed
+        if kept is not None
+    )
 
 
 def test_eigenvectors_are_not_kept_in_bfloat16() -> None:
@@ -174,9 +182,9 @@ def test_samples_take_turns_in_steps_with_factors(
     net, optimizer, session = attached(
         offbeat.SPDKFAC(factor_interval=interval, inverse_interval=20, ramp=ramp)
     )
-    capture, phases = part_of(session)._capture, []
+    capture, phases = part_of(session).scheduler.capture, []
     for step in range(12):
-        phases.append(capture._phase)
+        phases.append(capture.phase)
         train(net, optimizer, range(step, step + 1))
     assert [phase for phase in phases if phase is not None] == list(
         range(len(phases) - phases.count(None))
@@ -226,7 +234,7 @@ def test_factors_leave_during_the_passes_once_it_is_known_what_is_to_come(attach
     net, optimizer, session = attached(offbeat.SPDKFAC(fusion="none"))
     launched: list[str] = []
     part = part_of(session)
-    for slots, message in zip(part.plan.groups, part._messages, strict=True):
+    for slots, message in zip(part.plan.groups, part.scheduler.messages, strict=True):
 
         def launch(*args: Any, slots: Any = slots, launch: Any = message.launch) -> Any:
             launched.append(f"{'AG'[slots[0] % 2]}{slots[0] // 2}")
@@ -253,11 +261,12 @@ def test_factors_leave_during_the_passes_once_it_is_known_what_is_to_come(attach
 
 
 @pytest.mark.parametrize("pi", [False, True])
-def test_inversions_begin_as_their_messages_arrive(attached: Attach, pi: bool) -> None:
+def test_inversions_begin_as_their_messages_arrive(
+    attached: Attach, monkeypatch: pytest.MonkeyPatch, pi: bool
+) -> None:
     net, optimizer, session = attached(offbeat.MPDKFAC(pi=pi))
     part, events = part_of(session), list[str]()
-    invert = part._inverses._invert
-    for number, message in enumerate(part._messages):
+    for number, message in enumerate(part.scheduler.messages):
 
         def wait(number: int = number, wait: Callable[[], None] = message.wait) -> None:
             events.append(f"message {number}")
@@ -265,11 +274,13 @@ def test_inversions_begin_as_their_messages_arrive(attached: Attach, pi: bool) -
 
         message.wait = wait  # type: ignore[method-assign]
 
-    def noted(slots: Sequence[int]) -> None:
-        events.extend("AG"[slot % 2] for slot in slots)
-        invert(slots)
+    invert = Inverter.invert
 
-    part._inverses._invert = noted  # type: ignore[method-assign]
+    def noted(self: Inverter, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+        events.extend(task.name[0] for task in tasks)
+        return invert(self, tasks)
+
+    monkeypatch.setattr(Inverter, "invert", noted)
     train(net, optimizer, range(1))
     if pi:
         assert events[:2] == ["message 0", "message 1"], (
@@ -290,12 +301,11 @@ def test_groups_are_planned_of_measured_times(
             broadcast=Channel(link=Link(alpha_s=1e-3, beta_s_per_byte=0.0), gap_s=0.0),
         ),
     )
-    made = KFACStrategy._setting
 
-    def with_costs(self: KFACStrategy, *args: Any) -> Any:
-        return replace(made(self, *args), costs=costs)
+    def with_costs(*args: Any, **kwargs: Any) -> PlanInputs:
+        return replace(gather_plan_inputs(*args, **kwargs), costs=costs)
 
-    monkeypatch.setattr(KFACStrategy, "_setting", with_costs)
+    monkeypatch.setattr("offbeat.strategies.kfac.gather_plan_inputs", with_costs)
     hyper: dict[str, Any] = {"damping": 0.01, "decay": 0.9, "kl_clip": None}
     net, optimizer, session = attached(offbeat.SPDKFAC(inverse_interval=1, **hyper))
     assert part_of(session).plan.groups == ((0, 2, 4), (5, 3, 1))
@@ -312,8 +322,8 @@ def test_a_factor_without_inverse_means_plain_gradients_for_its_layer(attached: 
     net, optimizer, session = attached(offbeat.DKFAC(kl_clip=None, decay=0.5))
     part = part_of(session)
     batch = reference.batch_of(0, 0)
-    part._factors[2].mass.fill_(1.0)
-    part._factors[2]._sum.fill_(-1e6)
+    part.accumulator.factors[2].mass.fill_(1.0)
+    part.accumulator.factors[2].weighted_sum.fill_(-1e6)
     reference.loss_of(net, batch).backward()
     plain = [p.grad.clone() for p in net.parameters() if p.grad is not None]
     optimizer.step()
@@ -415,13 +425,13 @@ def test_what_is_kept_is_half_of_the_squares_and_of_their_diagonals(
     net, optimizer, session = attached(kind())
     train(net, optimizer, range(2))
     part = part_of(session)
-    dims = [block.shape(side).dim for block in part._blocks for side in SIDES]
+    dims = [slot.shape.dim for slot in part.slots]
     triangles = sum(dim**2 + dim for dim in dims) // 2
     assert state_elements(session) == 2 * triangles + len(dims), (
         "a running average with its mass, and an inverse"
     )
-    in_memory = [factor._sum for factor in part._factors.values()] + [
-        kept for kept in part._inverses.packed if kept is not None
+    in_memory = [factor.weighted_sum for factor in part.accumulator.factors.values()] + [
+        kept for kept in part.preconditioner.inverses.packed if kept is not None
     ]
     nbytes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in in_memory}
     assert sum(nbytes.values()) == 8 * 2 * triangles
@@ -453,14 +463,16 @@ def test_few_steps_are_looked_at_closely(attached: Attach, kind: type[KFACStrate
     ]
     assert inverting == [0, 10, 20, 30, 40]
     for profile in profiles.values():
-        assert sum(span.kind == "factor" for span in profile.spans) == len(part_of(session)._shapes)
+        assert sum(span.kind == "factor" for span in profile.spans) == len(part_of(session).slots)
         assert all(span.began_s <= span.ended_s for span in profile.spans)
-    duties = profiles[0].duties
-    assert [duty.factor for duty in duties[:2]] == ["A of '0'", "G of '0'"]
-    assert [duty.rows for duty in duties] == [shape.dim for shape in part_of(session)._shapes]
-    assert [duty.owner for duty in duties] == list(part_of(session).plan.owners)
-    assert {duty.sends for duty in duties} == {
-        {offbeat.MPDKFAC: "inverses", offbeat.DPKFAC: "directions"}.get(kind)
+    assignments = profiles[0].assignments
+    assert [assignment.factor for assignment in assignments[:2]] == ["A of '0'", "G of '0'"]
+    assert [assignment.rows for assignment in assignments] == [
+        slot.shape.dim for slot in part_of(session).slots
+    ]
+    assert [assignment.owner for assignment in assignments] == list(part_of(session).plan.owners)
+    assert {assignment.sends for assignment in assignments} == {
+        {offbeat.MPDKFAC: "inverses", offbeat.DPKFAC: "preconditioned gradients"}.get(kind)
     }
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from offbeat.kfac.blocks import FactorShape
-from offbeat.kfac.exchange.inverses import InversePhase
-from offbeat.kfac.exchange.spans import Spans
-from offbeat.kfac.inverses import Inverter, Job
+from offbeat.kfac.blocks import FactorShape, FactorSlot
+from offbeat.kfac.exchange.inverses import InverseExchange
+from offbeat.kfac.exchange.spans import SpanRecorder
+from offbeat.kfac.inverses import InversionTask, Inverter
 from offbeat.kfac.planning.inverse_order import InverseBatch
 from offbeat.transport.driver import Stream
 from offbeat.transport.solo import Solo
@@ -25,14 +25,14 @@ class Noting(Inverter):
         super().__init__(lambda warning: None, "inverse")
         self.noted: list[str] = []
 
-    def invert(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
-        self.noted.append("".join(job.name for job in jobs))
-        return super().invert(jobs)
+    def invert(self, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+        self.noted.append("".join(task.name for task in tasks))
+        return super().invert(tasks)
 
 
-def job(slot: int) -> Job:
+def task(slot: int) -> InversionTask:
     packed = torch.tensor([[1.0, 0.0, 1.0]]) * (slot + 1)
-    return Job(
+    return InversionTask(
         name=str(slot),
         packed=packed,
         shape=SHAPE,
@@ -47,31 +47,41 @@ def inverter() -> Noting:
 
 
 @pytest.fixture
-def phase(inverter: Noting) -> InversePhase:
+def phase(inverter: Noting) -> InverseExchange:
     """Slots 0 and 1 have an owner, 2 to 4 have not; 1 and 4 need both of two messages."""
     batches = [((0,), 0, 1), ((1,), 0, 2), ((2,), None, 1), ((3,), None, 1), ((4,), None, 2)]
     order = [
         InverseBatch(slots=slots, owner=owner, num_messages=needed)
         for slots, owner, needed in batches
     ]
-    likes = [torch.empty(0)] * 5
-    return InversePhase(
+    slots = [
+        FactorSlot(
+            index=index,
+            side="output" if index % 2 else "input",
+            block_name=str(index // 2),
+            shape=SHAPE,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        for index in range(6)
+    ]
+    return InverseExchange(
         order,
-        [SHAPE] * 5,
-        likes,
+        slots,
+        [torch.float32] * 6,
         travels=True,
         driver=Solo(),
         stream=Stream(1),
         inverter=inverter,
-        spans=Spans(),
+        spans=SpanRecorder(),
     )
 
 
 def test_owners_invert_as_messages_arrive_and_others_while_they_wait(
-    phase: InversePhase, inverter: Noting
+    phase: InverseExchange, inverter: Noting
 ) -> None:
     answers = iter([False, True])
-    phase.start(job)
+    phase.start(task)
     phase.fill(lambda: False)
     assert inverter.noted == [], "no message has arrived"
     phase.advance(1)
@@ -82,16 +92,16 @@ def test_owners_invert_as_messages_arrive_and_others_while_they_wait(
     assert inverter.noted == ["0", "2", "1"]
     phase.finish()
     assert inverter.noted == ["0", "2", "1", "3", "4"]
-    for slot, inverse in enumerate(phase.packed):
+    for slot, inverse in enumerate(phase.packed[:5]):
         assert inverse is not None
         torch.testing.assert_close(inverse, torch.tensor([[1.0, 0.0, 1.0]]) / (slot + 1))
 
 
 def test_without_messages_all_is_inverted_at_the_end_and_every_time_anew(
-    phase: InversePhase, inverter: Noting
+    phase: InverseExchange, inverter: Noting
 ) -> None:
     for _ in range(2):
         inverter.noted.clear()
-        phase.start(job)
+        phase.start(task)
         phase.finish()
         assert inverter.noted == ["0", "1", "2", "3", "4"]

@@ -1,4 +1,4 @@
-"""Whatever is ready first, messages begin in the order that all ranks share."""
+"""Whatever is ready first, messages are launched in the order that all ranks share."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.kfac.exchange.launch_order import Turns
-from offbeat.kfac.planning.factor_plan import Turn
+from offbeat.gradients.launch_order import LaunchKey, LaunchOrder
 
-ORDER: list[Turn] = [
+ORDER: list[LaunchKey] = [
     ("factors", 0),
     ("factors", 1),
     ("gradients", 0),
@@ -20,22 +19,22 @@ ORDER: list[Turn] = [
 
 
 @given(st.permutations(ORDER))
-def test_messages_begin_in_order_whatever_is_ready_first(ready: list[Turn]) -> None:
-    begun: list[Turn] = []
-    turns = Turns()
-    turns.set(ORDER)
-    for turn in ready:
-        turns.take(turn, partial(begun.append, turn))
+def test_messages_begin_in_order_whatever_is_ready_first(ready: list[LaunchKey]) -> None:
+    begun: list[LaunchKey] = []
+    order = LaunchOrder()
+    order.follow(ORDER)
+    for key in ready:
+        order.launch(key, partial(begun.append, key))
     assert begun == ORDER
 
 
 def test_what_is_not_in_the_order_begins_at_once() -> None:
     begun: list[int] = []
-    turns = Turns()
-    turns.take(("gradients", 0), partial(begun.append, 0))
-    turns.set([("factors", 0), ("gradients", 0)])
-    turns.take(("gradients", 0), partial(begun.append, 1))
+    order = LaunchOrder()
+    order.launch(("gradients", 0), partial(begun.append, 0))
+    order.follow([("factors", 0), ("gradients", 0)])
+    order.launch(("gradients", 0), partial(begun.append, 1))
     assert begun == [0]
-    turns.take(("factors", 0), partial(begun.append, 2))
-    turns.take(("gradients", 0), partial(begun.append, 3))
+    order.launch(("factors", 0), partial(begun.append, 2))
+    order.launch(("gradients", 0), partial(begun.append, 3))
     assert begun == [0, 2, 1, 3]

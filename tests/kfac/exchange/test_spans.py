@@ -10,20 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.kfac.exchange.spans import MAX_SPANS, Spans, is_round
+from offbeat.kfac.exchange.spans import MAX_SPANS, SpanRecorder
+from offbeat.kfac.options import has_few_digits
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 4))
 def test_rounds_are_those_with_few_digits(number: int, digits: int) -> None:
-    assert is_round(number, digits) == (len(f"{number:b}".strip("0")) <= digits)
+    assert has_few_digits(number, digits) == (len(f"{number:b}".strip("0")) <= digits)
 
 
 def test_rounds_get_rarer() -> None:
-    assert sum(is_round(number, 3) for number in range(100_000)) <= 4 * math.log2(100_000) + 4
+    assert sum(has_few_digits(number, 3) for number in range(100_000)) <= 4 * math.log2(100_000) + 4
 
 
 def test_a_step_is_taken_when_the_next_has_begun() -> None:
-    spans = Spans()
+    spans = SpanRecorder()
     spans.add("factor", "before any", 0.0)
     spans.begin(on=True)
     with spans.timed("invert", "two"):
@@ -40,7 +41,7 @@ def test_a_step_is_taken_when_the_next_has_begun() -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_step_that_came_to_nothing_is_forgotten(keep: bool) -> None:
-    spans = Spans()
+    spans = SpanRecorder()
     spans.begin(on=True)
     spans.add("factor", "", 0.0)
     spans.begin(on=True, keep=keep)
@@ -48,7 +49,7 @@ def test_a_step_that_came_to_nothing_is_forgotten(keep: bool) -> None:
 
 
 def test_what_is_noted_of_a_step_is_bounded() -> None:
-    spans = Spans()
+    spans = SpanRecorder()
     spans.begin(on=True)
     for _ in range(MAX_SPANS + 10):
         spans.add("factor", "", 0.0)

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offbeat
-from offbeat.kfac.planning.factor_plan import FactorCosts, FactorPlan, Setting, block_owners, turns
+from offbeat.kfac.planning.factor_plan import (
+    FactorCosts,
+    FactorPlan,
+    PlanInputs,
+    block_owners,
+    launch_sequence,
+)
 from offbeat.kfac.planning.inversion import PolynomialInversion
 from offbeat.kfac.planning.placement import InverseCosts
 from offbeat.planning.costs import Channel, Link
@@ -33,15 +39,15 @@ COSTS = FactorCosts(
 
 
 @st.composite
-def settings(draw: st.DrawFn) -> Setting:
+def plan_inputs(draw: st.DrawFn) -> PlanInputs:
     num_blocks = draw(st.integers(1, 12))
     num_slots = 2 * num_blocks
     ready = sorted(draw(st.lists(st.floats(0, 1), min_size=num_slots, max_size=num_slots)))
     inputs, outputs = ready[:num_blocks], ready[num_blocks:][::-1]
     dims = draw(st.lists(st.integers(1, 2000), min_size=num_slots, max_size=num_slots))
-    return Setting(
+    return PlanInputs(
         world_size=draw(st.sampled_from([1, 2, 3, 4, 64, 1024])),
-        alike=True,
+        same_devices=True,
         dims=dims,
         sizes_bytes=[2 * dim * (dim + 1) for dim in dims],
         kinds=draw(
@@ -57,27 +63,29 @@ def settings(draw: st.DrawFn) -> Setting:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@given(setting=settings())
-def test_every_factor_travels_once_and_is_inverted_by_somebody(name: str, setting: Setting) -> None:
-    plan = STRATEGIES[name].plan(setting)
+@given(inputs=plan_inputs())
+def test_every_factor_travels_once_and_is_inverted_by_somebody(
+    name: str, inputs: PlanInputs
+) -> None:
+    plan = STRATEGIES[name].plan(inputs)
     sent = [slot for group in plan.groups for slot in group]
-    assert sorted(sent) == list(range(len(setting.dims)))
+    assert sorted(sent) == list(range(len(inputs.dims)))
     assert all(sent.index(slot) < sent.index(slot + 1) for slot in range(0, len(sent), 2)), (
         "G of a block leaves before its A"
     )
-    assert all(len({setting.kinds[slot] for slot in group}) == 1 for group in plan.groups)
-    assert all(owner is None or 0 <= owner < setting.world_size for owner in plan.owners)
-    assert plan == STRATEGIES[name].plan(replace(setting))
+    assert all(len({inputs.kinds[slot] for slot in group}) == 1 for group in plan.groups)
+    assert all(owner is None or 0 <= owner < inputs.world_size for owner in plan.owners)
+    assert plan == STRATEGIES[name].plan(replace(inputs))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@given(setting=settings(), num_buckets=st.integers(1, 5))
-def test_turns_hold_everything_once_and_buckets_in_order(
-    name: str, setting: Setting, num_buckets: int
+@given(inputs=plan_inputs(), num_buckets=st.integers(1, 5))
+def test_the_launch_sequence_holds_everything_once_and_buckets_in_order(
+    name: str, inputs: PlanInputs, num_buckets: int
 ) -> None:
-    plan = STRATEGIES[name].plan(setting)
-    firsts = [2 * slot for slot in range(len(setting.dims))]
-    order = turns(plan, firsts, [10 * number for number in reversed(range(num_buckets))])
+    plan = STRATEGIES[name].plan(inputs)
+    firsts = [2 * slot for slot in range(len(inputs.dims))]
+    order = launch_sequence(plan, firsts, [10 * number for number in reversed(range(num_buckets))])
     assert [number for kind, number in order if kind == "factors"] == list(range(len(plan.groups)))
     assert [number for kind, number in order if kind == "gradients"] == list(range(num_buckets))
     assert order[-1][0] == "factors", (
@@ -86,23 +94,23 @@ def test_turns_hold_everything_once_and_buckets_in_order(
     assert (order[-2][0] == "gradients") == (plan.streamed or len(plan.groups) == 1)
 
 
-@given(settings())
-def test_both_factors_of_a_block_have_one_owner(setting: Setting) -> None:
-    owners = block_owners(setting)
+@given(plan_inputs())
+def test_both_factors_of_a_block_have_one_owner(inputs: PlanInputs) -> None:
+    owners = block_owners(inputs)
     assert owners[::2] == owners[1::2]
 
 
 def test_the_strategies_are_their_papers() -> None:
-    setting = Setting(
-        world_size=2, alike=True, dims=[3, 4, 5, 6], sizes_bytes=[1] * 4, kinds=["f32"] * 4
+    inputs = PlanInputs(
+        world_size=2, same_devices=True, dims=[3, 4, 5, 6], sizes_bytes=[1] * 4, kinds=["f32"] * 4
     )
-    assert offbeat.DKFAC().plan(setting) == FactorPlan(
+    assert offbeat.DKFAC().plan(inputs) == FactorPlan(
         groups=((0, 2), (3, 1)), streamed=False, owners=(None,) * 4
     )
-    assert offbeat.MPDKFAC().plan(setting) == FactorPlan(
+    assert offbeat.MPDKFAC().plan(inputs) == FactorPlan(
         groups=((0, 2), (3, 1)), streamed=False, owners=(0, 1, 0, 1)
     )
-    assert offbeat.SPDKFAC().plan(setting).streamed
-    assert offbeat.DPKFAC().plan(setting) == FactorPlan(
+    assert offbeat.SPDKFAC().plan(inputs).streamed
+    assert offbeat.DPKFAC().plan(inputs) == FactorPlan(
         groups=(), streamed=False, owners=(1, 1, 0, 0), by_owner=True
     )

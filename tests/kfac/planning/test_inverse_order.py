@@ -10,7 +10,7 @@ from itertools import groupby
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.kfac.planning.factor_plan import FactorCosts, FactorPlan, Setting
+from offbeat.kfac.planning.factor_plan import FactorCosts, FactorPlan, PlanInputs
 from offbeat.kfac.planning.inverse_order import inversion_order
 from offbeat.kfac.planning.inversion import PolynomialInversion
 from offbeat.kfac.planning.placement import InverseCosts
@@ -27,7 +27,7 @@ COSTS = FactorCosts(
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[FactorPlan, Setting]:
+def plans(draw: st.DrawFn) -> tuple[FactorPlan, PlanInputs]:
     num_slots = 2 * draw(st.integers(1, 10))
     world_size = draw(st.sampled_from([1, 2, 4]))
     cuts = sorted(draw(st.sets(st.integers(1, num_slots - 1), max_size=4)))
@@ -39,9 +39,9 @@ def plans(draw: st.DrawFn) -> tuple[FactorPlan, Setting]:
         streamed=draw(st.booleans()),
         owners=tuple(draw(st.lists(owner, min_size=num_slots, max_size=num_slots))),
     )
-    setting = Setting(
+    inputs = PlanInputs(
         world_size=world_size,
-        alike=True,
+        same_devices=True,
         dims=draw(
             st.lists(st.sampled_from([1, 3, 30, 300, 301]), min_size=num_slots, max_size=num_slots)
         ),
@@ -51,27 +51,27 @@ def plans(draw: st.DrawFn) -> tuple[FactorPlan, Setting]:
         ),
         costs=draw(st.sampled_from([None, COSTS])),
     )
-    return plan, setting
+    return plan, inputs
 
 
 @given(plans(), st.booleans())
 def test_every_factor_is_inverted_once_by_whom_the_plan_says(
-    made: tuple[FactorPlan, Setting], pairs: bool
+    made: tuple[FactorPlan, PlanInputs], pairs: bool
 ) -> None:
-    plan, setting = made
-    order = inversion_order(plan, setting, pairs=pairs)
-    assert sorted(slot for batch in order for slot in batch.slots) == list(range(len(setting.dims)))
+    plan, inputs = made
+    order = inversion_order(plan, inputs, pairs=pairs)
+    assert sorted(slot for batch in order for slot in batch.slots) == list(range(len(inputs.dims)))
     assert all(plan.owners[slot] == batch.owner for batch in order for slot in batch.slots)
-    assert all(len({setting.kinds[slot] for slot in batch.slots}) == 1 for batch in order)
-    assert order == inversion_order(replace(plan), replace(setting), pairs=pairs)
+    assert all(len({inputs.kinds[slot] for slot in batch.slots}) == 1 for batch in order)
+    assert order == inversion_order(replace(plan), replace(inputs), pairs=pairs)
 
 
 @given(plans(), st.booleans())
 def test_nothing_is_inverted_before_what_it_needs_is_there(
-    made: tuple[FactorPlan, Setting], pairs: bool
+    made: tuple[FactorPlan, PlanInputs], pairs: bool
 ) -> None:
-    plan, setting = made
-    for batch in inversion_order(plan, setting, pairs=pairs):
+    plan, inputs = made
+    for batch in inversion_order(plan, inputs, pairs=pairs):
         needed = {slot ^ either for slot in batch.slots for either in ((0, 1) if pairs else (0,))}
         missing = [group for group in plan.groups[batch.num_messages :] if needed & set(group)]
         assert not missing
@@ -80,7 +80,7 @@ def test_nothing_is_inverted_before_what_it_needs_is_there(
 
 @given(plans())
 def test_what_can_be_inverted_earlier_goes_first_and_by_everyone_last(
-    made: tuple[FactorPlan, Setting],
+    made: tuple[FactorPlan, PlanInputs],
 ) -> None:
     order = inversion_order(*made, pairs=True)
     parts = [list(part) for _, part in groupby(order, key=lambda batch: batch.owner is None)]
@@ -95,11 +95,15 @@ def test_what_can_be_inverted_earlier_goes_first_and_by_everyone_last(
 
 
 def test_factors_of_the_last_message_do_not_hold_up_the_others() -> None:
-    setting = Setting(
-        world_size=2, alike=True, dims=[9, 8, 7, 7, 6, 6], sizes_bytes=[1] * 6, kinds=["f32"] * 6
+    inputs = PlanInputs(
+        world_size=2,
+        same_devices=True,
+        dims=[9, 8, 7, 7, 6, 6],
+        sizes_bytes=[1] * 6,
+        kinds=["f32"] * 6,
     )
     plan = FactorPlan(groups=((0, 2), (4, 5), (3, 1)), streamed=True, owners=(0, 1, 0, 1, 1, None))
-    order = inversion_order(plan, setting, pairs=False)
+    order = inversion_order(plan, inputs, pairs=False)
     assert [(batch.slots, batch.num_messages) for batch in order] == [
         ((4,), 2),
         ((0,), 2),

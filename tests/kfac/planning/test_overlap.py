@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError
-from offbeat.kfac.planning.overlap import fuse_by_rule, fuse_in_order, last_end_s
+from offbeat.kfac.planning.overlap import fuse_by_rule, fuse_for_earliest_end, last_end_s
 from offbeat.planning.costs import Link
 
 
@@ -45,7 +45,7 @@ def every_fusion(num_messages: int) -> list[list[list[int]]]:
 
 @given(cases(7))
 def test_no_fusion_ends_earlier(case: tuple[list[float], list[int], Link]) -> None:
-    best = last_end_s(fuse_in_order(*case), *case)
+    best = last_end_s(fuse_for_earliest_end(*case), *case)
     assert best == pytest.approx(
         min(last_end_s(fusion, *case) for fusion in every_fusion(len(case[0])))
     )
@@ -56,7 +56,7 @@ def test_fused_is_never_slower_than_unfused_or_fully_fused_or_the_rule(
     case: tuple[list[float], list[int], Link],
 ) -> None:
     num_messages = len(case[0])
-    best = last_end_s(fuse_in_order(*case), *case) * (1 - 1e-12)
+    best = last_end_s(fuse_for_earliest_end(*case), *case) * (1 - 1e-12)
     assert best <= last_end_s(unfused(num_messages), *case)
     assert best <= last_end_s([list(range(num_messages))], *case)
     assert best <= last_end_s(fuse_by_rule(*case), *case)
@@ -73,7 +73,7 @@ def test_the_rule_is_never_slower_than_unfused_or_fully_fused(
 
 
 @given(cases(40))
-@pytest.mark.parametrize("fuse", [fuse_in_order, fuse_by_rule])
+@pytest.mark.parametrize("fuse", [fuse_for_earliest_end, fuse_by_rule])
 def test_every_message_is_sent_once_in_order(
     fuse: object, case: tuple[list[float], list[int], Link]
 ) -> None:
@@ -107,7 +107,7 @@ def test_the_published_rule_may_fuse_everything_into_the_last_message() -> None:
         - ready_s[-1]
     )
     best = (
-        last_end_s(fuse_in_order(ready_s, sizes_bytes, link), ready_s, sizes_bytes, link)
+        last_end_s(fuse_for_earliest_end(ready_s, sizes_bytes, link), ready_s, sizes_bytes, link)
         - ready_s[-1]
     )
     assert as_published > 4 * best
@@ -117,23 +117,23 @@ def test_free_start_up_needs_no_fusion_and_free_bytes_need_no_hurry() -> None:
     ready_s, sizes_bytes = [0.0, 1.0, 2.0], [10, 10, 10]
     free_start = Link(alpha_s=0.0, beta_s_per_byte=0.01)
     assert last_end_s(
-        fuse_in_order(ready_s, sizes_bytes, free_start), ready_s, sizes_bytes, free_start
+        fuse_for_earliest_end(ready_s, sizes_bytes, free_start), ready_s, sizes_bytes, free_start
     ) == pytest.approx(2.1)
-    assert fuse_in_order(ready_s, sizes_bytes, Link(alpha_s=10.0, beta_s_per_byte=0.0)) == [
+    assert fuse_for_earliest_end(ready_s, sizes_bytes, Link(alpha_s=10.0, beta_s_per_byte=0.0)) == [
         [0, 1, 2]
     ]
 
 
 def test_messages_out_of_order_are_refused() -> None:
     with pytest.raises(ConfigError, match="sort them"):
-        fuse_in_order([1.0, 0.0], [1, 1], Link(alpha_s=1.0, beta_s_per_byte=1.0))
+        fuse_for_earliest_end([1.0, 0.0], [1, 1], Link(alpha_s=1.0, beta_s_per_byte=1.0))
     with pytest.raises(ConfigError, match="2 messages .* 1 have a size"):
         fuse_by_rule([0.0, 1.0], [1], Link(alpha_s=1.0, beta_s_per_byte=1.0))
 
 
 def test_nothing_to_send_is_no_group() -> None:
     link = Link(alpha_s=1.0, beta_s_per_byte=1.0)
-    assert fuse_in_order([], [], link) == fuse_by_rule([], [], link) == []
+    assert fuse_for_earliest_end([], [], link) == fuse_by_rule([], [], link) == []
     assert last_end_s([], [], [], link) == 0.0
 
 
@@ -141,7 +141,7 @@ def test_nothing_to_send_is_no_group() -> None:
 def test_no_fusion_that_ends_as_early_has_fewer_messages(
     case: tuple[list[float], list[int], Link],
 ) -> None:
-    fused = fuse_in_order(*case)
+    fused = fuse_for_earliest_end(*case)
     end_s = last_end_s(fused, *case) * (1 + 1e-12)
     assert len(fused) == min(
         len(fusion) for fusion in every_fusion(len(case[0])) if last_end_s(fusion, *case) <= end_s

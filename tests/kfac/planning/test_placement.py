@@ -18,19 +18,19 @@ from offbeat.kfac.planning.inversion import PolynomialInversion
 from offbeat.kfac.planning.placement import (
     AS_SHORT,
     InverseCosts,
-    Load,
-    balanced,
-    cheaper_by_all,
-    everywhere,
+    LoadMeasure,
+    by_every_rank,
     fused_messages,
-    in_turn,
-    inverse_phase,
     least_loaded,
     packed_bytes,
+    place_by_rule,
+    place_for_shortest_phase,
+    placement_time,
+    round_robin,
 )
 from offbeat.planning.costs import Channel, Link
 
-LOADS: list[Load] = ["rows", "squares", "cubes", "time"]
+LOADS: list[LoadMeasure] = ["rows", "squares", "cubes", "time"]
 
 loads_of_factors = st.lists(st.floats(0.0, 1e3), min_size=1, max_size=60)
 dims_of_factors = st.lists(st.integers(1, 3000), min_size=1, max_size=40)
@@ -101,26 +101,28 @@ def test_many_factors_on_many_ranks_are_balanced(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [64, 1024])
 @pytest.mark.parametrize("load", LOADS)
-def test_more_ranks_than_factors_means_one_each(world_size: int, load: Load) -> None:
+def test_more_ranks_than_factors_means_one_each(world_size: int, load: LoadMeasure) -> None:
     dims = list(range(100, 160))
     costs = made_costs(0.0, 1e-9, 0.0, 0.0, 0.0, True)
-    owners = balanced(dims, world_size, costs, load=load)
+    owners = place_for_shortest_phase(dims, world_size, costs, load=load)
     assert len(set(owners)) == len(dims)
     assert all(owner is not None and 0 <= owner < world_size for owner in owners)
 
 
 @given(dims_of_factors, world_sizes, costs_of_clusters, st.sampled_from(LOADS))
 def test_balanced_is_as_short_as_the_alternatives_and_inverts_no_more_than_those_that_are(
-    dims: list[int], world_size: int, costs: InverseCosts, load: Load
+    dims: list[int], world_size: int, costs: InverseCosts, load: LoadMeasure
 ) -> None:
-    found = inverse_phase(balanced(dims, world_size, costs, load=load), dims, world_size, costs)
+    found = placement_time(
+        place_for_shortest_phase(dims, world_size, costs, load=load), dims, world_size, costs
+    )
     others = [
-        everywhere(len(dims)),
-        in_turn(len(dims), world_size),
-        cheaper_by_all(dims, world_size, costs, load=load),
+        by_every_rank(len(dims)),
+        round_robin(len(dims), world_size),
+        place_by_rule(dims, world_size, costs, load=load),
     ]
     for other in (
-        inverse_phase(owners, dims, world_size, costs) for owners in others if world_size > 1
+        placement_time(owners, dims, world_size, costs) for owners in others if world_size > 1
     ):
         assert found.total_s <= AS_SHORT * other.total_s * (1 + 1e-12)
         assert found.total_s <= other.total_s or found.computing_s <= other.computing_s
@@ -130,7 +132,7 @@ def test_balanced_is_as_short_as_the_alternatives_and_inverts_no_more_than_those
 def test_among_unlike_devices_every_factor_has_one_owner(
     dims: list[int], world_size: int, costs: InverseCosts
 ) -> None:
-    owners = balanced(dims, world_size, costs, alike=False)
+    owners = place_for_shortest_phase(dims, world_size, costs, same_devices=False)
     assert all(owner is not None and 0 <= owner < world_size for owner in owners)
 
 
@@ -138,7 +140,7 @@ def test_among_unlike_devices_every_factor_has_one_owner(
 def test_the_published_rule_compares_each_factor_alone(
     dims: list[int], world_size: int, costs: InverseCosts
 ) -> None:
-    owners = cheaper_by_all(dims, world_size, costs)
+    owners = place_by_rule(dims, world_size, costs)
     for dim, owner in zip(dims, owners, strict=True):
         send_s = costs.broadcast.link.time_s(num_messages=1, num_bytes=packed_bytes(dim))
         assert (owner is None) == (costs.inversion.time_s(dim) < send_s or world_size == 1)
@@ -150,11 +152,11 @@ def test_a_phase_lies_between_its_bounds(
 ) -> None:
     times_s = [costs.inversion.time_s(dim) for dim in dims]
     for owners in (
-        everywhere(len(dims)),
-        in_turn(len(dims), world_size),
-        balanced(dims, world_size, costs),
+        by_every_rank(len(dims)),
+        round_robin(len(dims), world_size),
+        place_for_shortest_phase(dims, world_size, costs),
     ):
-        phase = inverse_phase(owners, dims, world_size, costs)
+        phase = placement_time(owners, dims, world_size, costs)
         lowest_s = max(max(times_s), sum(times_s) / world_size)
         assert lowest_s * (1 - 1e-9) <= phase.computing_s <= sum(times_s) * (1 + 1e-9)
         sent_s = sum(
@@ -173,16 +175,20 @@ def test_sending_while_inverting_is_never_slower(
         inversion=costs.inversion, broadcast=costs.broadcast, pipelined=False
     )
     pipelined = InverseCosts(inversion=costs.inversion, broadcast=costs.broadcast, pipelined=True)
-    owners = in_turn(len(dims), world_size)
-    apart = inverse_phase(owners, dims, world_size, in_sequence).total_s
-    assert inverse_phase(owners, dims, world_size, pipelined).total_s <= apart + 1e-9
+    owners = round_robin(len(dims), world_size)
+    apart = placement_time(owners, dims, world_size, in_sequence).total_s
+    assert placement_time(owners, dims, world_size, pipelined).total_s <= apart + 1e-9
 
 
 def test_alone_everything_is_inverted_and_nothing_sent() -> None:
     costs = made_costs(0.0, 1.0, 0.0, 0.0, 0.0, True)
-    assert balanced([3, 4], 1, costs) == cheaper_by_all([3, 4], 1, costs) == (None, None)
-    assert inverse_phase((None, None), [3, 4], 1, costs).total_s == 27 + 64
-    assert inverse_phase((0, 0), [3, 4], 1, costs).exposed_s == 0.0
+    assert (
+        place_for_shortest_phase([3, 4], 1, costs)
+        == place_by_rule([3, 4], 1, costs)
+        == (None, None)
+    )
+    assert placement_time((None, None), [3, 4], 1, costs).total_s == 27 + 64
+    assert placement_time((0, 0), [3, 4], 1, costs).exposed_s == 0.0
 
 
 def test_a_phase_by_hand() -> None:
@@ -190,9 +196,9 @@ def test_a_phase_by_hand() -> None:
     then all invert 3 rows.
     """
     costs = made_costs(0.0, 1.0, 1.0, 1.0, 1.0, True)
-    phase = inverse_phase((0, 1, None), [2, 1, 3], 2, costs)
+    phase = placement_time((0, 1, None), [2, 1, 3], 2, costs)
     assert (phase.computing_s, phase.exposed_s) == (8 + 27, 0.0)
-    phase = inverse_phase((0, 1), [2, 1], 2, costs)
+    phase = placement_time((0, 1), [2, 1], 2, costs)
     assert (phase.computing_s, phase.total_s) == (8.0, 8 + 1 + 12)
 
 
@@ -217,8 +223,8 @@ def test_what_is_large_travels_while_what_is_small_is_inverted() -> None:
     )
     dims, owners = [4] + [1] * 20, (0,) * 21
     assert fused_messages(dims, 2, costs) == [[0, 1, 2], list(range(3, 21))]
-    assert inverse_phase(owners, dims, 2, costs).total_s == pytest.approx(84 + 4 + 0.1 * 18 * 4)
-    assert inverse_phase(owners, dims, 2, apart).total_s == pytest.approx(
+    assert placement_time(owners, dims, 2, costs).total_s == pytest.approx(84 + 4 + 0.1 * 18 * 4)
+    assert placement_time(owners, dims, 2, apart).total_s == pytest.approx(
         64 + 4 + 4 + 20 * (4 + 0.4)
     )
 
@@ -228,28 +234,32 @@ def test_among_phases_as_short_the_one_with_less_inverting_is_taken() -> None:
     and eight times 0.88 s.
     """
     costs = made_costs(1.0, 0.0, 0.88, 0.0, 1.0, True)
-    assert inverse_phase(everywhere(8), [1] * 8, 8, costs).total_s == 8.0
-    assert None not in balanced([1] * 8, 8, costs)
-    assert balanced([1] * 8, 8, made_costs(1.0, 0.0, 1.0, 0.0, 1.0, True)) == everywhere(8)
+    assert placement_time(by_every_rank(8), [1] * 8, 8, costs).total_s == 8.0
+    assert None not in place_for_shortest_phase([1] * 8, 8, costs)
+    assert place_for_shortest_phase(
+        [1] * 8, 8, made_costs(1.0, 0.0, 1.0, 0.0, 1.0, True)
+    ) == by_every_rank(8)
 
 
 def test_free_broadcasts_are_used_and_dear_ones_avoided() -> None:
     dims = [500] * 8
-    assert None not in balanced(dims, 4, made_costs(0.0, 1e-9, 0.0, 0.0, 0.0, True))
-    assert balanced(dims, 4, made_costs(0.0, 1e-12, 1.0, 1e-6, 1.0, True)) == everywhere(8)
+    assert None not in place_for_shortest_phase(dims, 4, made_costs(0.0, 1e-9, 0.0, 0.0, 0.0, True))
+    assert place_for_shortest_phase(
+        dims, 4, made_costs(0.0, 1e-12, 1.0, 1e-6, 1.0, True)
+    ) == by_every_rank(8)
 
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("world_size", [4, 64, 1024])
 def test_resnet50_is_dealt_alike_on_every_rank_and_no_worse_than_all_by_all(
-    world_size: int, load: Load
+    world_size: int, load: LoadMeasure
 ) -> None:
     dims = factor_dims(resnet50())
     for costs in (as_printed(latencies_overlap=False).inverse, fitted_to_baselines().inverse):
-        owners = balanced(dims, world_size, costs, load=load)
-        assert owners == balanced(list(dims), world_size, costs, load=load)
-        everyone_s = inverse_phase(everywhere(len(dims)), dims, world_size, costs).total_s
-        assert inverse_phase(owners, dims, world_size, costs).total_s <= AS_SHORT * everyone_s
+        owners = place_for_shortest_phase(dims, world_size, costs, load=load)
+        assert owners == place_for_shortest_phase(list(dims), world_size, costs, load=load)
+        everyone_s = placement_time(by_every_rank(len(dims)), dims, world_size, costs).total_s
+        assert placement_time(owners, dims, world_size, costs).total_s <= AS_SHORT * everyone_s
 
 
 def test_the_largest_factor_bounds_what_more_ranks_can_gain() -> None:
@@ -260,8 +270,8 @@ def test_the_largest_factor_bounds_what_more_ranks_can_gain() -> None:
     costs = made_costs(0.0, 1e-12, 0.0, 0.0, 0.0, True)
     largest_s = costs.inversion.time_s(max(dims))
     computing_s = {
-        world_size: inverse_phase(
-            balanced(dims, world_size, costs), dims, world_size, costs
+        world_size: placement_time(
+            place_for_shortest_phase(dims, world_size, costs), dims, world_size, costs
         ).computing_s
         for world_size in (4, 8, 64, 1024)
     }
@@ -271,4 +281,4 @@ def test_the_largest_factor_bounds_what_more_ranks_can_gain() -> None:
 
 def test_an_unknown_load_is_refused() -> None:
     with pytest.raises(ConfigError, match="load is 'cube'"):
-        balanced([3, 4], 2, made_costs(0.0, 1.0, 0.0, 0.0, 0.0, True), load="cube")  # type: ignore[arg-type]  # misspelt
+        place_for_shortest_phase([3, 4], 2, made_costs(0.0, 1.0, 0.0, 0.0, 0.0, True), load="cube")  # type: ignore[arg-type]  # misspelt

@@ -25,7 +25,7 @@ from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.planning.groups import VersionGroup
 from offbeat.weights.model_weights import ModelWeights, require_finite
-from offbeat.weights.momenta import Momenta
+from offbeat.weights.optimizer_state import Momenta
 from offbeat.weights.staging import Staging
 
 GroupOf: TypeAlias = Callable[[int, int, int], VersionGroup]
@@ -150,7 +150,7 @@ def start_background_averager(
         generations=generations,
         rank=workspace.driver.rank,
         notify=workspace.notify,
-        record_wait=workspace.stood_still,
+        record_wait=workspace.record_wait,
     )
 
 

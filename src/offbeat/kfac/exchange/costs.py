@@ -1,5 +1,5 @@
-"""What all-reducing factors, inverting them and broadcasting inverses costs here, agreed on by all
-ranks.
+"""What plans depend on, agreed on by all ranks: the sizes of the factors, whether all devices round
+alike, and what all-reducing factors, inverting them and broadcasting inverses costs here.
 
 Inversions are timed at the model's own sizes and stand in a table, since no polynomial knows the
 steps in which the time rises with the number of rows. On a CPU it is the processor's time that
@@ -15,14 +15,22 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from offbeat.collectives.dense import dense_all_reduce, dense_broadcast
-from offbeat.kfac.lapack import library
-from offbeat.kfac.planning.factor_plan import FactorCosts
+from offbeat.kfac.averages import RunningFactor
+from offbeat.kfac.blocks import FactorShape, FactorSlot
+from offbeat.kfac.eigen import StoredForm, form_of, make_inverter
+from offbeat.kfac.inverses import InversionTask
+from offbeat.kfac.lapack import lapack_version
+from offbeat.kfac.options import KFACSettings
+from offbeat.kfac.planning.factor_plan import FactorCosts, PlanInputs
 from offbeat.kfac.planning.inversion import TabledInversion, slowest
 from offbeat.kfac.planning.placement import InverseCosts
+from offbeat.kfac.symmetric import pack
 from offbeat.planning.costs import Channel, Link, fit_link
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
@@ -63,13 +71,86 @@ def device_kind(device: torch.device) -> str:
                 torch.cpu._is_avx512_bf16_supported(),
                 torch.get_num_threads(),
                 torch.__version__,
-                library(),
+                lapack_version(),
             ),
         )
     )
 
 
-def are_alike(driver: Driver, stream: Stream, device: torch.device) -> bool:
+def gather_plan_inputs(
+    slots: Sequence[FactorSlot],
+    *,
+    settings: KFACSettings,
+    measures: bool,
+    driver: Driver,
+    stream: Stream,
+) -> PlanInputs:
+    """What a K-FAC strategy plans from. Collective; every rank gets the same.
+
+    Args:
+        slots: the factors of the model.
+        settings: how they are inverted.
+        measures: whether costs are measured, which takes a fraction of a second. In a world of one
+            nothing is sent, and there is nothing to weigh against anything.
+        driver: carries out what is timed.
+        stream: its channels.
+    """
+    first = slots[0]
+    same_devices = have_same_devices(driver, stream, first.device)
+    dims = [equivalent_dim(slot.shape) for slot in slots]
+    costs = None
+    if measures and driver.world_size > 1:
+        form = form_of(
+            first.device,
+            settings.inverse_interval,
+            eigen=settings.eigen,
+            bfloat16=settings.bfloat16,
+        )
+        like = torch.empty(0, dtype=first.dtype, device=first.device)
+        invert = partial(_invert_sample, first.dtype, form)
+        costs = measure(driver, stream, dims=dims, like=like, invert=invert)
+        costs = _for_squares(costs) if form == "eigen" else costs
+    return PlanInputs(
+        world_size=driver.world_size,
+        same_devices=same_devices,
+        dims=dims,
+        sizes_bytes=[slot.size_bytes for slot in slots],
+        kinds=[(slot.dtype, slot.device) for slot in slots],
+        costs=costs,
+    )
+
+
+def equivalent_dim(shape: FactorShape) -> int:
+    """Rows of one matrix that takes as long to invert as the factor; a diagonal takes next to
+    nothing.
+    """
+    return 1 if shape.is_diagonal else max(round(shape.dim * shape.groups ** (1 / 3)), 1)
+
+
+def _for_squares(costs: FactorCosts) -> FactorCosts:
+    """Plans count the bytes of triangles; eigenvectors are squares, of about twice as many."""
+    broadcast = costs.inverse.broadcast
+    link = replace(broadcast.link, beta_s_per_byte=2 * broadcast.link.beta_s_per_byte)
+    return replace(costs, inverse=replace(costs.inverse, broadcast=replace(broadcast, link=link)))
+
+
+def _invert_sample(dtype: torch.dtype, form: StoredForm, matrix: torch.Tensor) -> None:
+    """Invert `matrix` as training does, to be timed. The running average is part of what training
+    does for each factor.
+    """
+    shape = FactorShape(groups=1, dim=matrix.shape[0])
+    factor = RunningFactor(shape, dtype=dtype, device=matrix.device)
+    task = InversionTask(
+        name="sample",
+        packed=pack(matrix[None]),
+        shape=shape,
+        damping=torch.ones((), dtype=dtype, device=matrix.device),
+        valid=factor.mass >= 0,
+    )
+    make_inverter(form, lambda _: None).invert([task])
+
+
+def have_same_devices(driver: Driver, stream: Stream, device: torch.device) -> bool:
     """Whether all ranks compute on devices of one kind. Collective."""
     kinds = driver.run(_gather(device_kind(device)), stream.next())
     return len(set(kinds)) == 1

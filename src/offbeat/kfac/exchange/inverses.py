@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import torch
 
 from offbeat.collectives.dense import dense_broadcast
-from offbeat.kfac.blocks import FactorShape
+from offbeat.kfac.blocks import FactorSlot
 from offbeat.kfac.eigen import Decomposer
-from offbeat.kfac.exchange.spans import Spans
-from offbeat.kfac.inverses import Inverter, Job
+from offbeat.kfac.exchange.spans import SpanRecorder
+from offbeat.kfac.inverses import InversionTask, Inverter
 from offbeat.kfac.planning.inverse_order import InverseBatch
 from offbeat.transport.driver import Driver, Pending, Stream
 
@@ -45,7 +45,7 @@ class InverseTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class _InverseMessage:
     """What an owner inverts in one go, and where these inverses lie side by side."""
 
     batch: InverseBatch
@@ -53,13 +53,13 @@ class _Message:
     flat: torch.Tensor
 
 
-class InversePhase:
+class InverseExchange:
     """Where all inverses that this rank has are kept, and how they get there.
 
     Args:
         order: who inverts what, and when.
-        shapes: of each slot.
-        likes: for each slot a tensor of its device, and of the dtype in which its inverse is kept.
+        slots: all factors of the model.
+        dtypes: in what dtype the inverse of each is kept.
         travels: whether owners send inverses. False: a rank has what it owns, and what every rank
             inverts.
         driver: carries broadcasts out.
@@ -75,48 +75,56 @@ class InversePhase:
     def __init__(
         self,
         order: Sequence[InverseBatch],
-        shapes: Sequence[FactorShape],
-        likes: Sequence[torch.Tensor],
+        slots: Sequence[FactorSlot],
+        dtypes: Sequence[torch.dtype],
         *,
         travels: bool,
         driver: Driver,
         stream: Stream,
         inverter: Inverter | Decomposer,
-        spans: Spans,
+        spans: SpanRecorder,
     ) -> None:
         self.times, self._spans = InverseTimes(), spans
         self._driver, self._stream, self._inverter = driver, stream, inverter
         self._travels = travels
-        self.packed: list[torch.Tensor | None] = [None] * len(shapes)
-        self._messages: list[_Message] = []
+        self.packed: list[torch.Tensor | None] = [None] * len(slots)
+        self._messages: list[_InverseMessage] = []
         self._by_all = [batch for batch in order if batch.owner is None]
         for batch in order:
             if batch.owner is None or travels or batch.owner == driver.rank:
-                flat = self._make_room(batch.slots, shapes, likes)
+                flat = self._make_room([slots[slot] for slot in batch.slots], dtypes)
                 if batch.owner is not None:
-                    self._messages.append(_Message(batch, batch.owner, flat))
-        self._job: Callable[[int], Job] | None = None
+                    self._messages.append(_InverseMessage(batch, batch.owner, flat))
+        self._task: Callable[[int], InversionTask] | None = None
         self._num_messages: float = 0
-        self._to_send: deque[_Message] = deque()
+        self._to_send: deque[_InverseMessage] = deque()
         self._to_fill: deque[InverseBatch] = deque()
         self._pending: list[Pending[torch.Tensor]] = []
 
     def _make_room(
-        self, slots: Sequence[int], shapes: Sequence[FactorShape], likes: Sequence[torch.Tensor]
+        self, slots: Sequence[FactorSlot], dtypes: Sequence[torch.dtype]
     ) -> torch.Tensor:
         """For the inverses of `slots`, one after the other in one tensor."""
-        kept = [self._inverter.kept(shapes[slot]) for slot in slots]
+        kept = [self._inverter.stored_shape(slot.shape) for slot in slots]
         sizes = [rows * columns for rows, columns in kept]
-        flat = likes[slots[0]].new_zeros(sum(sizes))
+        first = slots[0]
+        flat = torch.zeros(sum(sizes), dtype=dtypes[first.index], device=first.device)
         for slot, part, shape_kept in zip(slots, flat.split(sizes), kept, strict=True):
-            self.packed[slot] = part.view(shape_kept)
+            self.packed[slot.index] = part.view(shape_kept)
         return flat
 
-    def start(self, job: Callable[[int], Job]) -> None:
-        """From now on every inverse is brought up to date. `job` says what to invert for a slot
+    def take_over(self, before: InverseExchange) -> None:
+        """Go on where `before` stopped, whose inverses lay side by side in another order."""
+        self.times = before.times
+        for old, new in zip(before.packed, self.packed, strict=True):
+            if old is not None and new is not None:
+                new.copy_(old)
+
+    def start(self, task: Callable[[int], InversionTask]) -> None:
+        """From now on every inverse is brought up to date. `task` says what to invert for a slot
         that this rank inverts.
         """
-        self._job, self._num_messages = job, 0
+        self._task, self._num_messages = task, 0
         self._to_send, self._to_fill, self._pending = deque(self._messages), deque(self._by_all), []
 
     def advance(self, num_messages: float) -> None:
@@ -162,9 +170,9 @@ class InversePhase:
         self._pending = []
 
     def _invert(self, slots: Sequence[int]) -> None:
-        assert self._job is not None
+        assert self._task is not None
         begin_s = time.monotonic()
-        inverses = self._inverter.invert([self._job(slot) for slot in slots])
+        inverses = self._inverter.invert([self._task(slot) for slot in slots])
         for slot, inverse in zip(slots, inverses, strict=True):
             kept = self.packed[slot]
             assert kept is not None

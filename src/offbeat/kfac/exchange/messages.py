@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from offbeat.gradients.reductions import launch_sums
-from offbeat.kfac.blocks import FactorShape
+from offbeat.kfac.blocks import FactorSlot
 from offbeat.kfac.capture import Increment
 from offbeat.transport.driver import Driver, Pending, Stream
 
 
-class Reduced(NamedTuple):
+class SummedFactor(NamedTuple):
     """What all ranks together have seen of a factor in a step.
 
     Attributes:
@@ -34,19 +34,19 @@ class FactorMessage:
 
     Args:
         slots: which factors, all of one dtype and device.
-        shapes: of each.
-        like: a tensor of their dtype and device.
     """
 
-    def __init__(
-        self, slots: Sequence[int], shapes: Sequence[FactorShape], like: torch.Tensor
-    ) -> None:
+    def __init__(self, slots: Sequence[FactorSlot]) -> None:
         self.slots = slots
-        self._shapes = shapes
-        sizes = [shape.num_elements for shape in shapes]
-        self._flat = torch.zeros(sum(sizes) + 2 * len(slots), dtype=like.dtype, device=like.device)
+        sizes = [slot.shape.num_elements for slot in slots]
+        first = slots[0]
+        self._flat = torch.zeros(
+            sum(sizes) + 2 * len(slots), dtype=first.dtype, device=first.device
+        )
         *parts, self._tail = self._flat.split([*sizes, 2 * len(slots)])
-        self._views = [part.view(shape.packed) for part, shape in zip(parts, shapes, strict=True)]
+        self._views = [
+            part.view(slot.shape.packed) for part, slot in zip(parts, slots, strict=True)
+        ]
         self._sums: list[Pending[torch.Tensor]] = []
 
     def launch(
@@ -59,9 +59,9 @@ class FactorMessage:
         """Begin to sum over all ranks what `take` says of each slot; returns what is under way."""
         numbers = []
         for slot, view in zip(self.slots, self._views, strict=True):
-            packed, weight = take(slot)
+            packed, weight = take(slot.index)
             torch.mul(packed, weight, out=view)
-            numbers += [weight, float(is_retired(slot))]
+            numbers += [weight, float(is_retired(slot.index))]
         self._tail.copy_(torch.tensor(numbers, dtype=self._tail.dtype))
         self._sums = launch_sums(driver, stream, self._flat)
         return self._sums
@@ -76,12 +76,12 @@ class FactorMessage:
             pending.wait()
         self._sums = []
 
-    def read(self) -> Iterator[Reduced]:
+    def read(self) -> Iterator[SummedFactor]:
         """The sums of each slot, which must have been waited for. May be called once: means are
         made in place of the sums.
         """
         numbers = self._tail.view(-1, 2)
         for slot, view, (weight, num_retired) in zip(self.slots, self._views, numbers, strict=True):
-            yield Reduced(
-                slot, view.div_(torch.where(weight > 0, weight, 1.0)), weight, num_retired
+            yield SummedFactor(
+                slot.index, view.div_(torch.where(weight > 0, weight, 1.0)), weight, num_retired
             )

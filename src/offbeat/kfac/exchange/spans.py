@@ -1,5 +1,5 @@
-"""What a part does within a step and when, noted in few steps: in all of them it would cost time,
-and fill the record.
+"""Notes what K-FAC does within a step and when. It does so in few steps: in all of them it would
+cost time, and fill the record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_SPANS: Final = 4096
 """Of one step; what comes later is not noted."""
 
 
-class Spans:
+class SpanRecorder:
     """Notes what is done, in steps that were chosen for it."""
 
     def __init__(self) -> None:
@@ -78,16 +78,3 @@ class Spans:
         """What was noted in the step that has ended."""
         taken, self._finished = self._finished, []
         return taken
-
-
-def is_round(number: int, digits: int) -> bool:
-    """Whether `number` has at most so many binary digits before its zeros: of n numbers that is
-    about 2^(digits-1) log2 n.
-
-    >>> [number for number in range(40) if is_round(number, 2)]
-    [0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
-    """
-    return (
-        number >> max(number.bit_length() - digits, 0) << max(number.bit_length() - digits, 0)
-        == number
-    )

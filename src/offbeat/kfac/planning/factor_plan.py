@@ -2,7 +2,7 @@
 who uses the inverses.
 
 A *slot* is a factor: slot 2 l is A of block l, slot 2 l + 1 its G. Plans are pure functions of a
-`Setting`, which is the same on all ranks, so all ranks make the same plan.
+`PlanInputs`, which is the same on all ranks, so all ranks make the same plan.
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
 
+from offbeat.gradients.launch_order import LaunchKey
 from offbeat.kfac.planning.placement import InverseCosts, Owner, least_loaded
 from offbeat.planning.costs import Link
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 """Slots by message, in the order in which messages are sent."""
-
-Turn: TypeAlias = tuple[str, int]
-"""Something that is begun in turn: ("factors", number of a group) or ("gradients", number of a
-bucket).
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +35,12 @@ class FactorCosts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class PlanInputs:
     """What a plan depends on.
 
     Attributes:
         world_size: number of ranks, >= 1.
-        alike: whether all ranks compute on devices of one kind, which round alike.
+        same_devices: whether all ranks compute on devices of one kind, which round alike.
         dims: rows of a matrix that takes as long to invert as slot s; 1 for a diagonal.
         sizes_bytes: of each slot on the wire.
         kinds: slots of different kinds cannot share a message.
@@ -53,7 +49,7 @@ class Setting:
     """
 
     world_size: int
-    alike: bool
+    same_devices: bool
     dims: Sequence[int]
     sizes_bytes: Sequence[int]
     kinds: Sequence[Hashable]
@@ -71,8 +67,8 @@ class FactorPlan:
         streamed: groups start as soon as they are complete and all before them have started; False:
             behind the backward pass.
         owners: who inverts each slot; None: every rank.
-        by_owner: only owners have inverses, and they send directions; False: every rank has all and
-            finds directions alone.
+        by_owner: only owners have inverses, and they send preconditioned gradients; False: every
+            rank has all inverses and preconditions all gradients itself.
     """
 
     groups: Groups
@@ -80,8 +76,11 @@ class FactorPlan:
     owners: tuple[Owner, ...]
     by_owner: bool = False
 
-
-MakePlan: TypeAlias = Callable[[Setting], FactorPlan]
+    def is_kept_by(self, rank: int, slot: int) -> bool:
+        """Whether `rank` averages the factor of `slot` over time. Where preconditioned gradients
+        travel, that is its owner's business alone.
+        """
+        return not self.by_owner or self.owners[slot] == rank
 
 
 def two_messages(kinds: Sequence[Hashable]) -> Groups:
@@ -107,56 +106,56 @@ def split_kinds(groups: Sequence[Sequence[int]], kinds: Sequence[Hashable]) -> G
 
 
 def fused_groups(
-    setting: Setting, fuse: Callable[[Sequence[float], Sequence[int], Link], list[list[int]]]
+    inputs: PlanInputs, fuse: Callable[[Sequence[float], Sequence[int], Link], list[list[int]]]
 ) -> Groups:
     """Messages as `fuse` (`kfac.planning.overlap`) makes them of what was measured; `two_messages`
     as long as nothing was.
     """
-    if setting.ready_s is None or setting.costs is None:
-        return two_messages(setting.kinds)
-    ready_s = setting.ready_s
+    if inputs.ready_s is None or inputs.costs is None:
+        return two_messages(inputs.kinds)
+    ready_s = inputs.ready_s
     order = sorted(range(len(ready_s)), key=lambda slot: (ready_s[slot], slot))
     groups = fuse(
         [ready_s[slot] for slot in order],
-        [setting.sizes_bytes[slot] for slot in order],
-        setting.costs.all_reduce,
+        [inputs.sizes_bytes[slot] for slot in order],
+        inputs.costs.all_reduce,
     )
-    return split_kinds([[order[place] for place in group] for group in groups], setting.kinds)
+    return split_kinds([[order[place] for place in group] for group in groups], inputs.kinds)
 
 
-def block_owners(setting: Setting) -> tuple[Owner, ...]:
+def block_owners(inputs: PlanInputs) -> tuple[Owner, ...]:
     """Both factors of a block to one rank, the largest blocks first, each to the rank with the
     least d^3 so far.
 
-    >>> setting = Setting(
+    >>> inputs = PlanInputs(
     ...     world_size=2,
-    ...     alike=True,
+    ...     same_devices=True,
     ...     dims=[4, 2, 3, 3, 1, 1],
     ...     sizes_bytes=[1] * 6,
     ...     kinds=["f32"] * 6,
     ... )
-    >>> block_owners(setting)
+    >>> block_owners(inputs)
     (0, 0, 1, 1, 1, 1)
     """
-    dims = setting.dims
+    dims = inputs.dims
     loads = [float(a**3 + g**3) for a, g in zip(dims[::2], dims[1::2], strict=True)]
-    return tuple(owner for owner in least_loaded(loads, setting.world_size) for _ in range(2))
+    return tuple(owner for owner in least_loaded(loads, inputs.world_size) for _ in range(2))
 
 
-def turns(
+def launch_sequence(
     plan: FactorPlan, first_parameters: Sequence[int], bucket_firsts: Sequence[int]
-) -> list[Turn]:
-    """The one order in which a step's messages are begun on every rank.
+) -> list[LaunchKey]:
+    """The one order in which a step's messages are launched on every rank.
 
-    Dense collectives meet in the order in which they are begun, whatever hooks fire first on a
-    rank. Behind the backward
-    pass: all buckets, then factors. Streamed: groups of A alone first; each other group before the
-        first bucket that the
-    backward pass can only complete after it. Of those that remain for the last bucket, which waits
-    for the end of the pass, all
-    but the last group before it: what arrived earlier is inverted while that one is under way, but
-    not before it is known of
-    the gradients that the step is good.
+    Dense collectives meet in the order in which they are launched, whatever hooks fire first on a
+    rank. There are two orders:
+
+    - Behind the backward pass: all buckets, then all groups of factors.
+    - Streamed: groups of A alone come first, and each other group comes before the first bucket
+      that the backward pass can only complete after it. The last bucket waits for the end of the
+      pass; of the groups that remain by then, all but the last one come before it. What has
+      arrived is then inverted while that last group is under way, and yet not before the gradients
+      have said whether the step is good.
 
     Args:
         plan: what is sent.
@@ -165,14 +164,14 @@ def turns(
             first parameter.
 
     >>> plan = FactorPlan(groups=((0, 2), (3,), (1,)), streamed=True, owners=(None,) * 4)
-    >>> turns(plan, [0, 0, 2, 2], [2, 0])
+    >>> launch_sequence(plan, [0, 0, 2, 2], [2, 0])
     [('factors', 0), ('factors', 1), ('gradients', 0), ('gradients', 1), ('factors', 2)]
     """
-    factors: list[Turn] = [("factors", number) for number in range(len(plan.groups))]
-    buckets: list[Turn] = [("gradients", number) for number in range(len(bucket_firsts))]
+    factors: list[LaunchKey] = [("factors", number) for number in range(len(plan.groups))]
+    buckets: list[LaunchKey] = [("gradients", number) for number in range(len(bucket_firsts))]
     if not plan.streamed:
         return buckets + factors
-    order: list[Turn] = []
+    order: list[LaunchKey] = []
     waiting = list(zip(factors[:-1], plan.groups[:-1], strict=True))
     for number, bucket in enumerate(buckets[:-1]):
         while waiting and _first_of(waiting[0][1], first_parameters) >= bucket_firsts[number]:

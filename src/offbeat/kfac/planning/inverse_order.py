@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from offbeat.kfac.planning.factor_plan import FactorPlan, Setting
+from offbeat.kfac.planning.factor_plan import FactorPlan, PlanInputs
 from offbeat.kfac.planning.placement import Owner, fused_messages, largest_first
 
 
@@ -42,26 +42,32 @@ class InverseBatch:
     num_messages: int
 
 
-def inversion_order(plan: FactorPlan, setting: Setting, *, pairs: bool) -> tuple[InverseBatch, ...]:
+def inversion_order(
+    plan: FactorPlan, inputs: PlanInputs, *, pairs: bool
+) -> tuple[InverseBatch, ...]:
     """What owners invert, in the order in which it is sent; then what every rank inverts. Every
     slot is in one batch.
 
     Args:
         plan: which factors travel together, and who inverts them.
-        setting: sizes and costs.
+        inputs: sizes and costs.
         pairs: whether inverting either factor of a block needs both.
 
-    >>> setting = Setting(
-    ...     world_size=2, alike=True, dims=[3, 3, 2, 2], sizes_bytes=[1] * 4, kinds=["f32"] * 4
+    >>> inputs = PlanInputs(
+    ...     world_size=2,
+    ...     same_devices=True,
+    ...     dims=[3, 3, 2, 2],
+    ...     sizes_bytes=[1] * 4,
+    ...     kinds=["f32"] * 4,
     ... )
     >>> plan = FactorPlan(groups=((0, 2, 3), (1,)), streamed=True, owners=(0, 0, 1, None))
-    >>> batches = inversion_order(plan, setting, pairs=True)
+    >>> batches = inversion_order(plan, inputs, pairs=True)
     >>> [(batch.slots, batch.owner, batch.num_messages) for batch in batches]
     [((2,), 1, 1), ((0, 1), 0, 2), ((3,), None, 1)]
     """
-    needed = messages_needed(plan, len(setting.dims), pairs=pairs)
-    cost = setting.costs.inverse.inversion if setting.costs else None
-    loads = [cost.time_s(dim) if cost else float(dim**3) for dim in setting.dims]
+    needed = messages_needed(plan, len(inputs.dims), pairs=pairs)
+    cost = inputs.costs.inverse.inversion if inputs.costs else None
+    loads = [cost.time_s(dim) if cost else float(dim**3) for dim in inputs.dims]
     ordered = largest_first(loads)
     done: dict[Owner, float] = {}
     batches: list[tuple[tuple[bool, int, float], InverseBatch]] = []
@@ -71,7 +77,7 @@ def inversion_order(plan: FactorPlan, setting: Setting, *, pairs: bool) -> tuple
         slots = [
             slot for slot in ordered if (needed[slot], plan.owners[slot]) == (num_messages, owner)
         ]
-        for together in _divided(slots, setting, is_owned=owner is not None):
+        for together in _divided(slots, inputs, is_owned=owner is not None):
             done[owner] = done.get(owner, 0.0) + sum(loads[slot] for slot in together)
             batch = InverseBatch(slots=tuple(together), owner=owner, num_messages=num_messages)
             batches.append(((owner is None, num_messages, done[owner]), batch))
@@ -98,23 +104,24 @@ def messages_needed(plan: FactorPlan, num_slots: int, *, pairs: bool) -> list[in
     return [max(pair) for pair in zip(needed[::2], needed[1::2], strict=True) for _ in pair]
 
 
-def _divided(slots: Sequence[int], setting: Setting, *, is_owned: bool) -> list[list[int]]:
+def _divided(slots: Sequence[int], inputs: PlanInputs, *, is_owned: bool) -> list[list[int]]:
     """`slots`, all of one owner or of none and in the order in which they are inverted,
     by batch.
     """
     divided: list[list[int]] = []
-    for kind in dict.fromkeys(setting.kinds[slot] for slot in slots):
-        some = [slot for slot in slots if setting.kinds[slot] == kind]
+    for kind in dict.fromkeys(inputs.kinds[slot] for slot in slots):
+        some = [slot for slot in slots if inputs.kinds[slot] == kind]
         if not is_owned:
             divided.append(some)
-        elif setting.costs is not None:
-            dims = [setting.dims[slot] for slot in some]
+        elif inputs.costs is not None:
+            dims = [inputs.dims[slot] for slot in some]
             divided += [
                 [some[place] for place in message]
-                for message in fused_messages(dims, setting.world_size, setting.costs.inverse)
+                for message in fused_messages(dims, inputs.world_size, inputs.costs.inverse)
             ]
         else:
             divided += [
-                list(alike) for _, alike in groupby(some, key=lambda slot: setting.dims[slot])
+                list(same_size)
+                for _, same_size in groupby(some, key=lambda slot: inputs.dims[slot])
             ]
     return divided

@@ -6,14 +6,14 @@ the one before, R), and take alpha + beta p. Fusing messages that follow one ano
 each but delays those that were ready early.
 
 `fuse_by_rule` is the rule of SPD-KFAC (arXiv 2107.06533), that of MG-WFBP (arXiv 1912.09268): going
-forward, message l waits for the next one if that is ready before l could be over its alpha, R_{l+1}
-< s_l + alpha.
+forward, message l waits for the next one if that is ready before l could be over its alpha,
+R_{l+1} < s_l + alpha.
 
 **Difference from the paper:** the rule never ends later than no fusion or one message of all, but
 it weighs one wait at a time. Where messages follow each other at a distance of less than alpha,
-each waits for the next, and everything ends in one message behind the last. `fuse_in_order` finds
-the earliest end there is. With the published alpha of 64 GPUs and the factors of ResNet-50 the rule
-leaves 124 ms exposed and the earliest end 12 ms.
+each waits for the next, and everything ends in one message behind the last. `fuse_for_earliest_end`
+finds the earliest end there is. With the published alpha of 64 GPUs and the factors of ResNet-50
+the rule leaves 124 ms exposed and the earliest end 12 ms.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ ROUNDING = 1e-13
 """By which part sums of times may differ when they are added up in another order."""
 
 
-def fuse_in_order(
+def fuse_for_earliest_end(
     ready_s: Sequence[float], sizes_bytes: Sequence[int], link: Link
 ) -> list[list[int]]:
     """Groups of consecutive messages with which the last all-reduce ends as early as possible.
 
-        end(j) = min over i < j of max(end(i), R_{j-1}) + alpha + beta (p_i + ... + p_{j-1}),
         end(0) = 0
+        end(j) = min over i < j of max(end(i), R_{j-1}) + alpha + beta (p_i + ... + p_{j-1})
 
     An earlier end of those before never makes a later one later, so this finds the best in O(n^2).
-    Of all groups with that end
-    these are the fewest: a message costs its ranks computing time beside that of the link. Going
-    backward, each takes in as
-    many as it can and still begin in time for those behind it.
+    Of all groups with that end these are the fewest: a message costs its ranks computing time
+    beside that of the link. Going backward, each takes in as many as it can and still begin in time
+    for those behind it.
 
     Args:
         ready_s: when each message is ready, in seconds, not descending.
@@ -50,7 +49,8 @@ def fuse_in_order(
     Returns:
         Groups of indices, in the order in which they are sent.
 
-    >>> fuse_in_order([0.0, 0.1, 5.0], [10, 10, 10], Link(alpha_s=1.0, beta_s_per_byte=0.01))
+    >>> link = Link(alpha_s=1.0, beta_s_per_byte=0.01)
+    >>> fuse_for_earliest_end([0.0, 0.1, 5.0], [10, 10, 10], link)
     [[0, 1], [2]]
     """
     _check(ready_s, sizes_bytes)
@@ -84,7 +84,7 @@ def fuse_in_order(
 def fuse_by_rule(
     ready_s: Sequence[float], sizes_bytes: Sequence[int], link: Link
 ) -> list[list[int]]:
-    """The published rule. Arguments and result as of `fuse_in_order`.
+    """The published rule. Arguments and result as of `fuse_for_earliest_end`.
 
     >>> fuse_by_rule([0.0, 0.1, 5.0], [10, 10, 10], Link(alpha_s=1.0, beta_s_per_byte=0.01))
     [[0, 1], [2]]

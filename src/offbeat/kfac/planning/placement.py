@@ -1,21 +1,21 @@
 """Which rank inverts which Kronecker factor.
 
-    D-KFAC     every rank inverts every factor; nothing is sent
-    MPD-KFAC   factor i is inverted by rank i mod P and broadcast
-    SPD-KFAC   factors that are cheaper to invert than to broadcast are inverted by every rank; of
-    the others, largest first,
-               each goes to the rank with the least load so far, and is broadcast
+    D-KFAC     Every rank inverts every factor; nothing is sent.
+    MPD-KFAC   Factor i is inverted by rank i mod P and broadcast.
+    SPD-KFAC   A factor that is cheaper to invert than to broadcast is inverted by every rank. The
+               other factors, largest first, each go to the rank with the least load so far, which
+               inverts and broadcasts them.
 
-The load of a factor of d rows is d, d^2, d^3 or its fitted time (`Load`). SPD-KFAC: arXiv
+The load of a factor of d rows is d, d^2, d^3 or its fitted time (`LoadMeasure`). SPD-KFAC: arXiv
 2107.06533.
 
 **Differences from the paper:** it compares each factor's inversion with its broadcast alone
-(`cheaper_by_all`). That is right only if broadcasts are sent in sequence: where their latencies
+(`place_by_rule`). That is right only if broadcasts are sent in sequence: where their latencies
 overlap, or broadcasts travel while the next factor is being inverted, one factor more costs next to
-nothing to send. `balanced` therefore predicts the whole phase, for every size up to which factors
-may be inverted by all, and takes the best, to within `AS_SHORT` of it: so it is about as good, as
-predicted, as D-KFAC, MPD-KFAC and the paper's rule, or better. The released code does neither: it
-compares d with a constant.
+nothing to send. `place_for_shortest_phase` therefore predicts the whole phase, for every size up to
+which factors may be inverted by all, and takes the best, to within `AS_SHORT` of it: so it is about
+as good, as predicted, as D-KFAC, MPD-KFAC and the paper's rule, or better. The released code does
+neither: it compares d with a constant.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Literal, TypeAlias
 
 from offbeat.errors import ConfigError
 from offbeat.kfac.planning.inversion import InversionCost
-from offbeat.kfac.planning.overlap import fuse_in_order
+from offbeat.kfac.planning.overlap import fuse_for_earliest_end
 from offbeat.planning.costs import Channel, Link
 
-Load: TypeAlias = Literal["rows", "squares", "cubes", "time"]
+LoadMeasure: TypeAlias = Literal["rows", "squares", "cubes", "time"]
 Owner: TypeAlias = int | None
 
 AS_SHORT = 1.03
@@ -74,7 +74,7 @@ class InverseCosts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class InversePhase:
+class PlacementTime:
     """How long it takes until every rank has every inverse.
 
     Attributes:
@@ -90,19 +90,19 @@ class InversePhase:
         return self.computing_s + self.exposed_s
 
 
-def everywhere(num_factors: int) -> tuple[Owner, ...]:
+def by_every_rank(num_factors: int) -> tuple[Owner, ...]:
     """D-KFAC: every rank inverts each.
 
-    >>> everywhere(2)
+    >>> by_every_rank(2)
     (None, None)
     """
     return (None,) * num_factors
 
 
-def in_turn(num_factors: int, world_size: int) -> tuple[Owner, ...]:
+def round_robin(num_factors: int, world_size: int) -> tuple[Owner, ...]:
     """MPD-KFAC: dealt out one by one.
 
-    >>> in_turn(3, 2)
+    >>> round_robin(3, 2)
     (0, 1, 0)
     """
     return tuple(index % world_size for index in range(num_factors))
@@ -136,8 +136,8 @@ def largest_first(loads: Sequence[float]) -> list[int]:
     return sorted(range(len(loads)), key=lambda index: -loads[index])
 
 
-def cheaper_by_all(
-    dims: Sequence[int], world_size: int, costs: InverseCosts, *, load: Load = "time"
+def place_by_rule(
+    dims: Sequence[int], world_size: int, costs: InverseCosts, *, load: LoadMeasure = "time"
 ) -> tuple[Owner, ...]:
     """SPD-KFAC as published: by every rank where t_inv(d) < t_bcast(d), the others by the least
     loaded.
@@ -157,38 +157,37 @@ def cheaper_by_all(
     return _dealt(dims, world_size, shared, _loads(dims, costs, load))
 
 
-def balanced(
+def place_for_shortest_phase(
     dims: Sequence[int],
     world_size: int,
     costs: InverseCosts,
     *,
-    load: Load = "time",
-    alike: bool = True,
+    load: LoadMeasure = "time",
+    same_devices: bool = True,
 ) -> tuple[Owner, ...]:
     """SPD-KFAC's placement with about the shortest predicted phase. Arguments as of
-    `cheaper_by_all`.
+    `place_by_rule`.
 
-    With `alike=False` every factor has one owner: devices of different kinds round differently, and
-    replicas that inverted for themselves would drift apart.
+    With `same_devices=False` every factor has one owner: devices of different kinds round
+    differently, and replicas that inverted for themselves would drift apart.
 
-    Tried are: all factors of up to d rows inverted by every rank, for each d there is, none so,
-    `cheaper_by_all` and
-    `in_turn`. With one rank there is nobody to send to. Of those that are about as short as the
-    shortest (`AS_SHORT`) the one with the least inverting is taken, and among equals the one with
-    the fewest broadcasts.
+    Tried are: all factors of up to d rows inverted by every rank, for each d there is; none
+    inverted by every rank; `place_by_rule`; and `round_robin`. With one rank there is nobody to
+    send to. Of those that are about as short as the shortest (`AS_SHORT`) the one with the least
+    inverting is taken, and among equals the one with the fewest broadcasts.
     """
     if world_size == 1:
-        return everywhere(len(dims))
+        return by_every_rank(len(dims))
     loads = _loads(dims, costs, load)
-    candidates = [in_turn(len(dims), world_size)]
-    if alike:
-        candidates.append(cheaper_by_all(dims, world_size, costs, load=load))
-    limits = sorted({0, *dims}, reverse=True) if alike else [0]
+    candidates = [round_robin(len(dims), world_size)]
+    if same_devices:
+        candidates.append(place_by_rule(dims, world_size, costs, load=load))
+    limits = sorted({0, *dims}, reverse=True) if same_devices else [0]
     candidates += [
         _dealt(dims, world_size, [dim <= limit for dim in dims], loads) for limit in limits
     ]
 
-    phases = {owners: inverse_phase(owners, dims, world_size, costs) for owners in candidates}
+    phases = {owners: placement_time(owners, dims, world_size, costs) for owners in candidates}
     limit_s = AS_SHORT * min(phase.total_s for phase in phases.values())
 
     def cost(owners: tuple[Owner, ...]) -> tuple[float, float, int]:
@@ -198,9 +197,9 @@ def balanced(
     return min((owners for owners, phase in phases.items() if phase.total_s <= limit_s), key=cost)
 
 
-def inverse_phase(
+def placement_time(
     owners: Sequence[Owner], dims: Sequence[int], world_size: int, costs: InverseCosts
-) -> InversePhase:
+) -> PlacementTime:
     """How long a placement is expected to take.
 
     Each rank inverts what it owns first, largest first, and then what every rank inverts.
@@ -220,7 +219,7 @@ def inverse_phase(
     if not costs.pipelined:
         inverted = [(computing_s, num_bytes) for _, num_bytes in inverted]
     arrived_s = costs.broadcast.last_arrival_s(inverted) if world_size > 1 else 0.0
-    return InversePhase(computing_s=computing_s, exposed_s=max(0.0, arrived_s - computing_s))
+    return PlacementTime(computing_s=computing_s, exposed_s=max(0.0, arrived_s - computing_s))
 
 
 def fused_messages(dims: Sequence[int], world_size: int, costs: InverseCosts) -> list[list[int]]:
@@ -243,7 +242,7 @@ def fused_messages(dims: Sequence[int], world_size: int, costs: InverseCosts) ->
     ready_s = list(accumulate(costs.inversion.time_s(dim) for dim in dims))
     link, gap_s = costs.broadcast.link, costs.broadcast.gap_s
     shared = Link(alpha_s=world_size * gap_s, beta_s_per_byte=world_size * link.beta_s_per_byte)
-    return fuse_in_order(ready_s, list(map(packed_bytes, dims)), shared)
+    return fuse_for_earliest_end(ready_s, list(map(packed_bytes, dims)), shared)
 
 
 def _dealt(
@@ -251,7 +250,7 @@ def _dealt(
 ) -> tuple[Owner, ...]:
     """`shared` factors to every rank, the others by the least loaded."""
     sent = [index for index in range(len(dims)) if not shared[index]]
-    owners = list(everywhere(len(dims)))
+    owners = list(by_every_rank(len(dims)))
     for index, owner in zip(
         sent, least_loaded([loads[index] for index in sent], world_size), strict=True
     ):
@@ -259,7 +258,7 @@ def _dealt(
     return tuple(owners)
 
 
-def _loads(dims: Sequence[int], costs: InverseCosts, load: Load) -> list[float]:
+def _loads(dims: Sequence[int], costs: InverseCosts, load: LoadMeasure) -> list[float]:
     if load == "time":
         return [costs.inversion.time_s(dim) for dim in dims]
     powers = {"rows": 1, "squares": 2, "cubes": 3}

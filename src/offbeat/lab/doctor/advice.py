@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offbeat.codec.index_codecs import GapIndices
+from offbeat.codec.value_codecs import Float32
 from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import gtopk_tree
 from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
@@ -50,7 +52,9 @@ def predict(
     """
     k = max(1, round(density * num_parameters))
     bucket = BucketKind(
-        num_elements=num_parameters, element_bytes=_FLOAT_BYTES, pair_bytes=pair_bytes("float32")
+        num_elements=num_parameters,
+        element_bytes=_FLOAT_BYTES,
+        pair_bytes=pair_bytes(Float32(), GapIndices()),
     )
     choice = CheapestCollective(network, world_size=world_size, notify=lambda notice: None)
     costs_s = choice.costs_s(bucket, k)

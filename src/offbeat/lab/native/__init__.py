@@ -10,6 +10,7 @@ from typing import Final
 from offbeat.lab.native.base import Native
 from offbeat.lab.native.ddp import DDP, BFloat16, Float16, PowerSGD
 from offbeat.lab.native.local import Alone, PostLocalSGD
+from offbeat.lab.native.session import CommunicationMeter, NativeSession
 from offbeat.lab.native.torchft_local import TorchftLocalSGD
 
 NATIVE: Final[Mapping[str, type[Native]]] = {
@@ -17,4 +18,4 @@ NATIVE: Final[Mapping[str, type[Native]]] = {
     for native in (DDP, Float16, BFloat16, PowerSGD, PostLocalSGD, TorchftLocalSGD, Alone)
 }
 
-__all__ = ["NATIVE", "Native"]
+__all__ = ["NATIVE", "CommunicationMeter", "Native", "NativeSession"]

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from offbeat.lab.attached import Attached, Meter
+from offbeat.lab.native.session import CommunicationMeter, NativeSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,8 @@ class Native(ABC):
 
     name: ClassVar[str]
     survives_death: ClassVar[bool] = False
+    shares_samples: ClassVar[bool] = False
+    samples_between_merges: ClassVar[None] = None
     resumable: ClassVar[bool] = False
     """Whether a checkpoint of model and optimizer is all there is to keep."""
 
@@ -25,7 +27,9 @@ class Native(ABC):
         """Raise `ConfigError` if it cannot work with these."""
 
     @abstractmethod
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter) -> Attached:
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
+    ) -> NativeSession:
         """Put it around `model` and `optimizer`, over torch.distributed's default group.
         Collective.
         """

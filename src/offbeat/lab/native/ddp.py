@@ -20,8 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.errors import ConfigError, UnsupportedError
-from offbeat.lab.attached import Attached, Meter, Metered
 from offbeat.lab.native.base import Native
+from offbeat.lab.native.session import CommunicationMeter, NativeSession
 from offbeat.xmc.label_loss import LabelLayer
 from offbeat.xmc.sparse_linear import SparseLinear
 
@@ -31,7 +31,7 @@ _ONE_BUCKET_MIB = 1 << 20
 
 
 def wrapped(
-    model: nn.Module, hook: Hook, meter: Meter, *, bucket_mib: int | None = None
+    model: nn.Module, hook: Hook, meter: CommunicationMeter, *, bucket_mib: int | None = None
 ) -> DistributedDataParallel:
     """`model` in DDP with `hook`, which is called for each bucket as its gradients are ready."""
 
@@ -69,13 +69,15 @@ class DDP(Native):
     resumable: ClassVar[bool] = True
     _bytes_per_element: ClassVar[int | None] = None
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter) -> Attached:
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
+    ) -> NativeSession:
         def hook(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             buffer = bucket.buffer()
             meter.reduced(buffer.numel() * (self._bytes_per_element or buffer.element_size()))
             return self._reduce(bucket)
 
-        return Metered(wrapped(model, hook, meter), optimizer, meter)
+        return NativeSession(wrapped(model, hook, meter), optimizer, meter)
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return default_hooks.allreduce_hook(_everyone(), bucket)
@@ -101,7 +103,9 @@ class BFloat16(DDP):
     name: ClassVar[str] = "ddp-bf16"
     _bytes_per_element: ClassVar[int | None] = 2
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter) -> Attached:
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
+    ) -> NativeSession:
         try:
             dist.all_reduce(torch.zeros(1, dtype=torch.bfloat16))
         except RuntimeError as error:
@@ -139,7 +143,9 @@ class PowerSGD(Native):
                 " buckets"
             )
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter) -> Attached:
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
+    ) -> NativeSession:
         state = powerSGD_hook.PowerSGDState(
             process_group=None,
             matrix_approximation_rank=self.rank,
@@ -161,7 +167,7 @@ class PowerSGD(Native):
         # With several buckets the hook's chained all-reduces start in another order on each rank,
         # and gloo aborts.
         module = wrapped(model, hook, meter, bucket_mib=_ONE_BUCKET_MIB)
-        return Metered(
+        return NativeSession(
             module,
             optimizer,
             meter,

@@ -20,9 +20,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from offbeat.errors import ConfigError
-from offbeat.lab.attached import Attached, Meter, Metered
 from offbeat.lab.native.base import Native
 from offbeat.lab.native.ddp import wrapped
+from offbeat.lab.native.session import CommunicationMeter, NativeSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,9 @@ class PostLocalSGD(Native):
                 " allowed is 1 or more"
             )
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter) -> Attached:
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
+    ) -> NativeSession:
         # imported here, since torch compiles a dozen optimizers to import one, and with what it
         # calls deprecated itself
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
@@ -71,11 +73,13 @@ class PostLocalSGD(Native):
         averager = _MeteredAverager(
             meter, num_bytes, period=self.period, warmup_steps=self.start_step
         )
-        return Metered(module, PostLocalSGDOptimizer(optimizer, averager), meter)
+        return NativeSession(module, PostLocalSGDOptimizer(optimizer, averager), meter)
 
 
 class _MeteredAverager(PeriodicModelAverager):
-    def __init__(self, meter: Meter, num_bytes: int, *, period: int, warmup_steps: int) -> None:
+    def __init__(
+        self, meter: CommunicationMeter, num_bytes: int, *, period: int, warmup_steps: int
+    ) -> None:
         super().__init__(period=period, warmup_steps=warmup_steps)
         self._meter = meter
         self._num_bytes = num_bytes
@@ -101,5 +105,7 @@ class Alone(Native):
     name: ClassVar[str] = "alone"
     resumable: ClassVar[bool] = True
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter) -> Attached:
-        return Metered(model, optimizer, meter)
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
+    ) -> NativeSession:
+        return NativeSession(model, optimizer, meter)

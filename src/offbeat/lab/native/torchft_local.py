@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from offbeat.errors import ConfigError
-from offbeat.lab.attached import Attached, Meter, Metered
 from offbeat.lab.native.base import Native
+from offbeat.lab.native.session import CommunicationMeter, NativeSession
 from offbeat.transport.interface import bound_socket, listen_address
 
 _TIMEOUT = timedelta(minutes=5)
@@ -47,7 +47,9 @@ class TorchftLocalSGD(Native):
                 f"torchft-localsgd needs torchft ({error}); pip install torchft"
             ) from None
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: Meter) -> Attached:
+    def attach(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
+    ) -> NativeSession:
         from torchft import Manager, ProcessGroupGloo
         from torchft.coordination import LighthouseServer
         from torchft.local_sgd import LocalSGD
@@ -103,17 +105,19 @@ class TorchftLocalSGD(Native):
 
         local = MeteredLocalSGD(manager, model, optimizer, self.period)
         local.__enter__()
-        return _InTorchft(model, optimizer, meter, keep=(local, manager, lighthouse, own_store))
+        return _TorchftSession(
+            model, optimizer, meter, keep=(local, manager, lighthouse, own_store)
+        )
 
 
-class _InTorchft(Metered):
+class _TorchftSession(NativeSession):
     """Parts from torchft when it closes."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        meter: Meter,
+        meter: CommunicationMeter,
         *,
         keep: tuple[Any, ...],
     ) -> None:

@@ -327,7 +327,7 @@
   const picked = { contestant: 0, run: 0, step: 0 };
   const pick = (name) => document.getElementById(`factors-${name}`);
   const WORK = [["compute", "computing"], ["encode", "inverting"], ["padded", "preconditioning gradients"], ["waiting", "standing still for others"]];
-  const MESSAGES = [["transfer", "factors"], ["broadcast", "inverses or directions"]];
+  const MESSAGES = [["transfer", "factors"], ["broadcast", "inverses or preconditioned gradients"]];
   const HOW = ["hidden behind computing", "while gradients were waited for as well", "exposed: the worker stood still for it"];
 
   const pickedTimeline = () => data.factors.find((one) => one.contestant === picked.contestant && one.run === picked.run);

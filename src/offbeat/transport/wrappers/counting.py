@@ -79,7 +79,7 @@ class Counting(Wrapper):
         self._arrivals.clear()
         self._ready_at_s = None
 
-    def stood_still(self, begin_s: float, end_s: float) -> None:
+    def record_wait(self, begin_s: float, end_s: float) -> None:
         """Count a wait for the others that was not one of this driver's own operations; on the
         driver's clock.
         """
@@ -140,7 +140,7 @@ class _Timed:
         finally:
             left_s = counting.now_s(channel)
             if not counting._in_background:
-                counting.stood_still(entered_s, left_s)
+                counting.record_wait(entered_s, left_s)
         waited_s = left_s - self._arrived_at_s
         kind = kind_of(self._operation)
         arrival = Arrival(self._step, channel, kind, self._arrived_at_s, waited_s)

@@ -1,6 +1,4 @@
-"""A trainer and the members it meets: what it hears when it cannot go on. With others, see
-`tests/ranks`.
-"""
+"""What a trainer hears from its group when it cannot go on. With real peers, see `tests/ranks`."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from offbeat.errors import PeerError
-from offbeat.megabatch.assembly import Assembly
+from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.membership.agreement import Generation, Member, StoreLostError
 from offbeat.transport.operations import Collective, Now
 from offbeat.transport.solo import Solo
@@ -53,34 +51,34 @@ def store() -> HashStore:
 
 
 @pytest.fixture
-def assembly(told: list[str], store: HashStore) -> Assembly:
-    assembly = Assembly(store, count=lambda driver: driver, notify=told.append, patience_s=10.0)
-    assembly.begin(listed(0), 0, Solo())
-    return assembly
+def group(told: list[str], store: HashStore) -> AtomicGroup:
+    group = AtomicGroup(store, count=lambda driver: driver, notify=told.append, patience_s=10.0)
+    group.begin(listed(0), 0, Solo())
+    return group
 
 
-def test_work_is_done_again_in_the_next_generation(assembly: Assembly, told: list[str]) -> None:
-    assert assembly.run(number_of) == 0
-    assert assembly.run(Lost(0, at=lambda: assembly.begin(listed(3), 0, Solo()))) == 3
+def test_work_is_done_again_in_the_next_generation(group: AtomicGroup, told: list[str]) -> None:
+    assert group.run(number_of) == 0
+    assert group.run(Lost(0, at=lambda: group.begin(listed(3), 0, Solo()))) == 3
     assert told == ["generation 3: 1 worker, without worker 4 and with worker 4 come in"]
 
 
 def test_it_waits_for_that_generation(
-    assembly: Assembly, in_thread: Callable[..., threading.Thread]
+    group: AtomicGroup, in_thread: Callable[..., threading.Thread]
 ) -> None:
     lost = threading.Event()
     results: list[int] = []
-    in_thread(lambda: results.append(assembly.run(Lost(0, at=lost.set)))).join(0)
+    in_thread(lambda: results.append(group.run(Lost(0, at=lost.set)))).join(0)
     assert lost.wait(10)
     assert results == []
-    thread = in_thread(assembly.begin, listed(1), 0, Solo())
+    thread = in_thread(group.begin, listed(1), 0, Solo())
     thread.join(10)
-    assert assembly.run(number_of) == 1
+    assert group.run(number_of) == 1
 
 
-def test_the_store_does_not_grow(assembly: Assembly, store: HashStore) -> None:
+def test_the_store_does_not_grow(group: AtomicGroup, store: HashStore) -> None:
     for _ in range(6):
-        assembly.run(number_of)
+        group.run(number_of)
     assert store.num_keys() == 2
 
 
@@ -88,46 +86,46 @@ def test_the_store_does_not_grow(assembly: Assembly, store: HashStore) -> None:
     ("happens", "error", "said"),
     [
         (
-            lambda assembly: assembly.lost_store("gone"),
+            lambda group: group.lost_store("gone"),
             StoreLostError,
             "without the run's store: gone",
         ),
         (
-            lambda assembly: assembly.retired("another one took its place"),
+            lambda group: group.retired("another one took its place"),
             PeerError,
             "another one took its place",
         ),
-        (lambda assembly: assembly.close(), PeerError, "this session is closed"),
+        (lambda group: group.close(), PeerError, "this session is closed"),
     ],
 )
 def test_what_ends_the_waiting(
-    assembly: Assembly, happens: Callable[[Assembly], None], error: type[PeerError], said: str
+    group: AtomicGroup, happens: Callable[[AtomicGroup], None], error: type[PeerError], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        assembly.run(Lost(0, at=lambda: happens(assembly)))
+        group.run(Lost(0, at=lambda: happens(group)))
 
 
 def test_nobody_waits_for_ever(told: list[str], store: HashStore) -> None:
-    impatient = Assembly(store, count=lambda driver: driver, notify=told.append, patience_s=0.01)
+    impatient = AtomicGroup(store, count=lambda driver: driver, notify=told.append, patience_s=0.01)
     impatient.begin(listed(0), 0, Solo())
     with pytest.raises(PeerError, match="no next generation was met within 0.01 s"):
         impatient.run(Lost(0))
 
 
-def test_one_that_is_left_out_is_new_until_it_has_caught_up(assembly: Assembly) -> None:
-    assembly.expelled()
-    assert assembly.is_new
-    assembly.caught_up(listed(0))  # by what was done before
-    assert assembly.is_new
+def test_one_that_is_left_out_is_new_until_it_has_caught_up(group: AtomicGroup) -> None:
+    group.expelled()
+    assert group.is_new
+    group.caught_up(listed(0))  # by what was done before
+    assert group.is_new
     back = listed(2, newcomers=frozenset({0}))
-    assembly.begin(back, 0, Solo())
-    assembly.caught_up(listed(1))
-    assert assembly.is_new
-    assembly.caught_up(back)
-    assert not assembly.is_new
+    group.begin(back, 0, Solo())
+    group.caught_up(listed(1))
+    assert group.is_new
+    group.caught_up(back)
+    assert not group.is_new
 
 
-def test_the_last_to_close_knows_it(assembly: Assembly) -> None:
-    assert assembly.closes_last()
-    assembly.close()
-    assert not assembly.closes_last()
+def test_the_last_to_close_knows_it(group: AtomicGroup) -> None:
+    assert group.closes_last()
+    group.close()
+    assert not group.closes_last()

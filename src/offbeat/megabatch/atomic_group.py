@@ -1,11 +1,13 @@
-"""The members of the newest generation, as a trainer meets them: what they do together is done for
-all of them or for none.
+"""The members of the newest generation, seen from a trainer: what they do together is done for all
+of them or for none.
 
-    the trainer:                 run(work), again in the next generation when a member was lost
-    `membership.generations`:        begin, expelled, lost_store, retired, from a thread of its own
+    the trainer calls                `AtomicGroup.run(work)`
+    `membership.generations` calls   `begin`, `expelled`, `lost_store`, `retired`, on its own thread
 
-A worker that comes back, or was left out while it was stopped, is *new*: it knows nothing of what
-the others have done, and is so until it says `caught_up`.
+`run` carries `work` out with all members and commits the outcome (`membership.commit`). If a member
+is lost before, the work is done again in the next generation, without it. A worker that joins the
+run, or was left out of it while it was stopped, is *new*: it knows nothing of what its peers have
+done until a merge has told it (`caught_up`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from offbeat.errors import PeerError
 from offbeat.membership.agreement import Generation, StoreLostError, changes, store_errors
@@ -25,37 +27,33 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
+
+GroupWork: TypeAlias = Callable[[Generation, int], Collective[T]]
+"""One member's part in what all members do together, given the generation and the member's position
+in it. It is called anew in each generation in which the work is tried.
+"""
 
 PATIENCE_S = 60.0
 """How long a trainer waits for a generation in which it can go on. A death is noticed, and the next
-one met, long before.
+generation begun, long before.
 """
 
 _DONE, _VOID = "done", "void"
 
 
-class Work(Protocol[T_co]):
-    """One member's part in what all do together. Begun anew in each generation in which it is
-    tried.
-    """
-
-    def __call__(self, generation: Generation, position: int) -> Collective[T_co]: ...
-
-
-class Assembly:
-    """One rank's view of the members. The host of `membership.generations`.
+class AtomicGroup:
+    """One rank's view of the members. It is the host of `membership.generations`.
 
     Args:
         store: over a connection of the trainer's own.
-        count: puts a wrapper that counts around a generation's driver.
+        count: puts a wrapper that counts traffic around a generation's driver.
         notify: for remarks.
-        patience_s: how long to wait for a generation, > 0.
+        patience_s: how long to wait for a generation, in seconds, > 0.
 
     Attributes:
-        is_new: whether this rank knows nothing of what the others have done.
-        has_finished: whether all have come to the end of their training, so that who leaves is
-            worth no remark.
+        is_new: whether this rank knows nothing of what its peers have done.
+        has_finished: whether all members have come to the end of their training, so that it is
+            worth no remark when one leaves.
     """
 
     def __init__(
@@ -71,8 +69,9 @@ class Assembly:
         self._count = count
         self._notify = notify
         self._patience_s = patience_s
+        # Guards everything below, since the thread of `membership.generations` changes it.
         self._changed = threading.Condition()
-        self._running: _Running | None = None
+        self._active: _ActiveGeneration | None = None
         self._left_out = False
         self._error: PeerError | None = None
         self._lost_store: str | None = None
@@ -80,66 +79,67 @@ class Assembly:
 
     # The trainer's side
 
-    def run(self, work: Work[T]) -> T:
-        """What comes of `work`, carried out by all members of a generation: by the same one at all
-        of them.
+    def run(self, work: GroupWork[T]) -> T:
+        """The outcome of `work`, carried out by all members of one generation, the same one for
+        all of them.
 
-        All members that are not new call this equally often. It waits for all that live.
+        All members that are not new call this equally often. It waits for all members that live.
 
         Raises:
             PeerError: this rank can take part no more.
-            StoreLostError: the store is gone.
+            StoreLostError: the store cannot be reached any more.
         """
         tried = -1
         while True:
-            running = self._generation_after(tried)
-            tried = running.generation.number
+            active = self._generation_after(tried)
+            tried = active.generation.number
             try:
-                return running.attempt(work, self._store)
+                return active.attempt(work, self._store)
             except StoreLostError:
                 raise
             except PeerError:
+                # A member was lost before the commit, and no member has the outcome: try again in
+                # the next generation, unless this rank cannot go on.
                 self._check()
 
     def caught_up(self, generation: Generation) -> None:
-        """This rank knows all that the others do, by what was done in `generation`; unless it was
+        """By what was done in `generation`, this rank knows all that its peers do; unless it was
         left out since.
         """
         with self._changed:
             self.is_new = self._left_out or (
-                self._running is not None and self._running.begun_as_new_after(generation)
+                self._active is not None and self._active.begun_as_new_after(generation)
             )
 
     def abort(self, reason: str) -> None:
-        """Tell the others that this rank has failed, and why."""
+        """Tell the peers that this rank has failed, and why."""
         with self._changed:
-            if self._running is not None:
-                self._running.driver.abort(reason)
+            if self._active is not None:
+                self._active.driver.abort(reason)
 
     def closes_last(self) -> bool:
-        """Say that this rank is about to close. Whether all other members of its
-        generation have.
+        """Say that this rank is about to close. Returns whether all other members of its generation
+        have said so.
         """
         with self._changed:
-            running = self._running
-        if running is None:
+            active = self._active
+        if active is None:
             return False
         with store_errors():
             return (
-                self._store.add(f"closing/{running.generation.number}", 1)
-                >= running.generation.size
+                self._store.add(f"closing/{active.generation.number}", 1) >= active.generation.size
             )
 
     def close(self) -> None:
-        """Give the mesh back. Idempotent."""
+        """Close the connections. Idempotent."""
         with self._changed:
             self._closed = True
-            running, self._running = self._running, None
+            active, self._active = self._active, None
             self._changed.notify_all()
-        if running is not None:
-            running.driver.close()
+        if active is not None:
+            active.driver.close()
 
-    # What `membership.generations` asks for
+    # What `membership.generations` calls
 
     def begin(self, generation: Generation, position: int, driver: Driver) -> None:
         counted = self._count(driver)
@@ -147,9 +147,9 @@ class Assembly:
             if self._closed:
                 counted.close()
                 return
-            old = self._running
+            old = self._active
             is_new = position in generation.newcomers
-            self._running = _Running(generation, position, counted, is_new=is_new)
+            self._active = _ActiveGeneration(generation, position, counted, is_new=is_new)
             self.is_new = self.is_new or is_new
             self._left_out, self._lost_store = False, None
             self._changed.notify_all()
@@ -159,19 +159,21 @@ class Assembly:
                 " begin has ended"
             )
         if old is not None:
-            old.driver.close()  # whoever waits there hears of it, and goes over too
+            # After the new generation was set: a trainer that waits on the old driver hears of its
+            # end by this, and must find the new one.
+            old.driver.close()
             if not self.has_finished:
                 self._notify(changes(old.generation, generation))
 
     def unreachable(self) -> frozenset[int]:
         with self._changed:
-            return frozenset() if self._running is None else self._running.driver.gone()
+            return frozenset() if self._active is None else self._active.driver.gone()
 
     def expelled(self) -> None:
         with self._changed:
             self._left_out = self.is_new = True
         self._notify(
-            "this worker was away for so long that the others went on without it; it joins them"
+            "this worker was away for so long that its peers went on without it; it joins them"
             " again"
         )
 
@@ -183,29 +185,29 @@ class Assembly:
     def retired(self, reason: str) -> None:
         with self._changed:
             self._error = PeerError(reason)
-            if self._running is not None:
-                self._running.driver.close()
+            if self._active is not None:
+                self._active.driver.close()
             self._changed.notify_all()
 
-    def _generation_after(self, number: int) -> _Running:
+    def _generation_after(self, number: int) -> _ActiveGeneration:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_after(number) or self._cannot_go_on, self._patience_s
             )
             self._check()
-            running = self._running
-            if running is None or not self._is_after(number):
+            active = self._active
+            if active is None or not self._is_after(number):
                 lost = self._lost_store
                 if lost is not None:
                     raise StoreLostError(
-                        "a worker was lost, and the others cannot be met without the run's store:"
+                        "a worker was lost, and its peers cannot be found without the run's store:"
                         f" {lost}"
                     )
                 raise PeerError(
                     f"a worker was lost, and no next generation was met within {self._patience_s:g}"
                     " s; do others run, and can they and the run's store be reached?"
                 )
-            return running
+            return active
 
     @property
     def _cannot_go_on(self) -> bool:
@@ -213,8 +215,8 @@ class Assembly:
 
     def _is_after(self, number: int) -> bool:
         return (
-            self._running is not None
-            and self._running.generation.number > number
+            self._active is not None
+            and self._active.generation.number > number
             and not self._left_out
         )
 
@@ -226,8 +228,8 @@ class Assembly:
 
 
 @dataclass(eq=False)
-class _Running:
-    """A generation at work here."""
+class _ActiveGeneration:
+    """A generation that has begun here, and its connections."""
 
     generation: Generation
     position: int
@@ -241,20 +243,23 @@ class _Running:
     def begun_as_new_after(self, generation: Generation) -> bool:
         return self.is_new and self.generation.number > generation.number
 
-    def attempt(self, work: Work[T], store: Store) -> T:
+    def attempt(self, work: GroupWork[T], store: Store) -> T:
+        """Carry `work` out once, and commit its outcome. Raises `PeerError` where it is void."""
+        # All members count attempts alike, so that the same number names the same work.
         number, size = self._num_attempts, self.generation.size
         self._num_attempts += 1
         prefix = f"settled/{self.generation.number}"
-        if (
-            self.position == 0 and number >= 2
-        ):  # all have begun the one after it, so nobody asks for it any more
+        if self.position == 0 and number >= 2:
+            # All members have begun the attempt after it, so that none asks for its verdict any
+            # more; this keeps the store from growing.
             with store_errors():
                 store.delete_key(f"{prefix}/{number - 2}")
 
         def verdict(*, done: bool) -> bool:
+            # The first word stands: the entry is written once, and whoever comes later reads it.
             word = _DONE if done else _VOID
             with store_errors():
                 return bool(store.compare_set(f"{prefix}/{number}", "", word) == _DONE.encode())
 
-        together = all_or_none(self.position, size, work(self.generation, self.position), verdict)
-        return self.driver.run(together, self._channels.next())
+        committed = all_or_none(self.position, size, work(self.generation, self.position), verdict)
+        return self.driver.run(committed, self._channels.next())

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from offbeat.lab import attached as attaching
-from offbeat.lab.attached import Meter, Metered
+from offbeat.lab.native import CommunicationMeter, NativeSession
+from offbeat.lab.native import session as native_session
 from offbeat.transport.operations import AllReduceTensor
 from offbeat.transport.wrappers.delaying import Delivery
 
@@ -34,7 +34,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(attaching, "time", clock)
+    monkeypatch.setattr(native_session, "time", clock)
     return clock
 
 
@@ -43,7 +43,7 @@ def test_dense_bytes_count_as_they_do_for_offbeat(num_elements: int, world_size:
     tensor = torch.zeros(num_elements)
     operation = AllReduceTensor(tensor)
     expected = operation.traffic(tensor, rank=0, world_size=world_size)
-    meter = Meter(world_size)
+    meter = CommunicationMeter(world_size)
     meter.reduced(tensor.nbytes)
     assert (meter.bytes_sent, meter.messages_sent) == (expected.bytes_sent, expected.messages_sent)
     meter.reduced(tensor.nbytes, num_collectives=3)
@@ -51,7 +51,12 @@ def test_dense_bytes_count_as_they_do_for_offbeat(num_elements: int, world_size:
 
 
 def hook(
-    meter: Meter, clock: Clock, channel: int, *, duration_s: float, num_bytes: int | None
+    meter: CommunicationMeter,
+    clock: Clock,
+    channel: int,
+    *,
+    duration_s: float,
+    num_bytes: int | None,
 ) -> None:
     """One call of a communication hook; None exchanges nothing."""
     begun_s = clock.now_s
@@ -62,7 +67,7 @@ def hook(
 
 
 def test_a_step_is_encoding_in_the_hooks_and_waiting_after_the_last(clock: Clock) -> None:
-    meter = Meter(2)
+    meter = CommunicationMeter(2)
     hook(meter, clock, 0, duration_s=0.25, num_bytes=100)
     clock.sleep(1.0)  # the backward pass goes on
     hook(meter, clock, 1, duration_s=0.5, num_bytes=100)
@@ -80,7 +85,7 @@ def test_a_step_is_encoding_in_the_hooks_and_waiting_after_the_last(clock: Clock
 
 
 def test_a_backward_pass_that_exchanges_nothing_waits_for_nobody(clock: Clock) -> None:
-    meter = Meter(2)
+    meter = CommunicationMeter(2)
     hook(meter, clock, 0, duration_s=0.25, num_bytes=None)
     clock.sleep(1.0)
     meter.backward_done()
@@ -89,7 +94,7 @@ def test_a_backward_pass_that_exchanges_nothing_waits_for_nobody(clock: Clock) -
 
 
 def test_an_average_after_a_local_step_is_what_was_waited_for(clock: Clock) -> None:
-    meter = Meter(2)
+    meter = CommunicationMeter(2)
     for _ in range(2):
         hook(meter, clock, 0, duration_s=0.0, num_bytes=None)
         clock.sleep(1.0)
@@ -112,7 +117,7 @@ def test_an_imitated_link_carries_one_message_after_the_other(clock: Clock) -> N
         deliveries.append(delivery)
         return delivery.num_messages * 1e-3 + delivery.num_bytes / 1e3
 
-    meter = Meter(4, rank=2, delay=delay)
+    meter = CommunicationMeter(4, rank=2, delay=delay)
     for channel in range(2):
         hook(meter, clock, channel, duration_s=0.0, num_bytes=1_000)
     assert clock.now_s == 100.0  # the backward pass goes on meanwhile
@@ -128,7 +133,7 @@ def test_an_imitated_link_carries_one_message_after_the_other(clock: Clock) -> N
 
 
 def test_without_an_imitated_link_nothing_is_held_back(clock: Clock) -> None:
-    meter = Meter(4)
+    meter = CommunicationMeter(4)
     hook(meter, clock, 0, duration_s=0.0, num_bytes=10**9)
     meter.backward_done()
     meter.reduced(10**9)
@@ -150,12 +155,13 @@ class Wrapping(torch.optim.Optimizer):
 def test_steps_are_counted_until_it_is_closed(wrap: Any) -> None:
     model = nn.Linear(2, 1)
     optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1))
-    with Metered(model, optimizer, Meter(2), notices=["a remark"]) as attached:
+    meter = CommunicationMeter(2)
+    with NativeSession(model, optimizer, meter, notices=["a remark"]) as session:
         for _ in range(3):
-            attached.backward(attached.module(torch.ones(1, 2)).sum())
-            attached.optimizer.step()
-        attached.meter.reduced(1_000)
-        stats = attached.stats
+            session.module(torch.ones(1, 2)).sum().backward()
+            session.optimizer.step()
+        session.meter.reduced(1_000)
+        stats = session.stats
         assert (stats.steps, stats.exchanges, stats.bytes_sent, stats.messages_sent) == (
             3,
             3,
@@ -163,6 +169,6 @@ def test_steps_are_counted_until_it_is_closed(wrap: Any) -> None:
             2,
         )
         assert (stats.wait_s, stats.encode_s, stats.skipped_steps) == (0.0, 0.0, 0)
-        assert (attached.notices, attached.state_dict()) == (["a remark"], {})
+        assert (session.notices, session.state_dict()) == (["a remark"], {})
     optimizer.step()
-    assert attached.stats.steps == 3
+    assert session.stats.steps == 3

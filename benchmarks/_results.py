@@ -1,0 +1,209 @@
+"""Result files, `results/NAME.jsonl`: one line of JSON for each figure. `pages.py` makes the tables
+of `docs/benchmarks` from them. This module needs Python's standard library alone.
+
+A benchmark measures in cells, such as one task or one speed of the link. A cell's figures are
+written together when it is over, so a benchmark that was stopped goes on with the next cell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+DIRECTORY = Path(__file__).parent / "results"
+CASES = "cases"
+"""The table of those figures that have a goal and stand alone in their row."""
+
+Value: TypeAlias = float | str | tuple[float | None, ...] | None
+Verdict: TypeAlias = bool | Literal["undecided"] | None
+_WORDS = {True: "holds", False: "**missed**", "undecided": "*undecided*", None: ""}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """One figure of a table.
+
+    Attributes:
+        case: its row.
+        table: the table that it belongs to.
+        column: its column. Where a table has no columns, each row shows one figure with its
+            interval, goal, verdict and bound.
+        value: a number; a tuple with one number a seed, None where a run has none; or words, such
+            as "diverged".
+        unit: "x" for a ratio.
+        decimals: how many are shown; None: three significant digits.
+        interval: of `value`.
+        goal: such as "at most 2.5"; empty: there is none.
+        holds: whether the goal is met; "undecided" when the interval has the limit inside; None:
+            there is no goal, or nobody has judged it.
+        bound: the best that physics or arithmetic allow; None: unknown or infinite.
+    """
+
+    case: str
+    table: str = CASES
+    column: str = ""
+    value: Value
+    unit: str = ""
+    decimals: int | None = None
+    interval: tuple[float, float] | None = None
+    goal: str = ""
+    holds: Verdict = None
+    bound: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where a figure comes from.
+
+    Attributes:
+        recorded: the version of offbeat that was measured.
+        command: what measures it; empty for an observation that no command repeats.
+        seeds: how many runs stand behind it; None: the benchmark has no seeds.
+        machine: processor and number of cores.
+        date: as in "2026-11-22"; empty: not recorded.
+        versions: of what matters besides, such as torch.
+        note: what else has to be known, such as work beside the measurement.
+    """
+
+    recorded: str
+    command: str = ""
+    seeds: int | None = None
+    machine: str = ""
+    date: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A figure in a result file. `cell` names what is measured in one go."""
+
+    cell: str
+    figure: Figure
+    origin: Origin
+
+
+class ResultFile:
+    """The figures of one benchmark, in the order in which tables show them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.results = [_parsed(line) for line in _lines(path)]
+
+    @property
+    def cells(self) -> set[str]:
+        return {result.cell for result in self.results}
+
+    def replace(self, cell: str, figures: Iterable[Figure], origin: Origin) -> None:
+        """Put `figures` in the place of the cell's old ones, and write the file at once."""
+        fresh = [Result(cell=cell, figure=figure, origin=origin) for figure in figures]
+        old = [place for place, result in enumerate(self.results) if result.cell == cell]
+        first = old[0] if old else len(self.results)
+        kept = [result for result in self.results if result.cell != cell]
+        self.results = [*kept[:first], *fresh, *kept[first:]]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # A file that is replaced whole is never found half written by who goes on with it.
+        draft = self.path.with_suffix(".draft")
+        draft.write_text("".join(f"{_line(result)}\n" for result in self.results))
+        os.replace(draft, self.path)
+
+
+def _lines(path: Path) -> Sequence[str]:
+    return path.read_text().splitlines() if path.exists() else ()
+
+
+def _line(result: Result) -> str:
+    whole = {"cell": result.cell, **asdict(result.figure), **asdict(result.origin)}
+    return json.dumps({key: value for key, value in whole.items() if value not in (None, "", {})})
+
+
+def _parsed(line: str) -> Result:
+    row: dict[str, Any] = json.loads(line)
+    for key in ("value", "interval"):
+        if isinstance(row.get(key), list):
+            row[key] = tuple(row[key])
+    cell = row.pop("cell")
+    of_figure = {name.name: row.pop(name.name) for name in fields(Figure) if name.name in row}
+    # A value that was None is not written.
+    figure = Figure(**{"value": None, **of_figure})
+    return Result(cell=cell, figure=figure, origin=Origin(**row))
+
+
+def number(value: float, decimals: int | None) -> str:
+    """`value` as people write it: three significant digits, or so many decimals."""
+    if decimals is not None:
+        return f"{value:,.{decimals}f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def shown(figure: Figure) -> str:
+    """The value with its unit, as a table shows it."""
+    value, unit = figure.value, figure.unit
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple):
+        text = " ".join("none" if one is None else number(one, figure.decimals) for one in value)
+    else:
+        text = number(value, figure.decimals)
+    return text + (unit if unit == "%" else f" {unit}" if unit not in ("", "x") else "")
+
+
+def shown_interval(figure: Figure) -> str:
+    if figure.interval is None:
+        return ""
+    low, high = (number(end, figure.decimals) for end in figure.interval)
+    return f"{low} to {high}"
+
+
+def verdict(figure: Figure) -> str:
+    return _WORDS[figure.holds]
+
+
+def in_a_cell(figure: Figure) -> str:
+    """All that is known of a figure, for a table with columns."""
+    parts = [shown(figure) + (f" ({shown_interval(figure)})" if figure.interval else "")]
+    if figure.goal:
+        parts.append(f"goal {figure.goal}: {verdict(figure) or 'not judged'}")
+    if figure.bound is not None:
+        parts.append(f"bound {number(figure.bound, figure.decimals)}")
+    return "; ".join(parts)
+
+
+def tables_of(results: Iterable[Result]) -> dict[str, list[Result]]:
+    """Results by table, both in the order of the file."""
+    by_name: dict[str, list[Result]] = {}
+    for result in results:
+        by_name.setdefault(result.figure.table, []).append(result)
+    return by_name
+
+
+def rows_of(figures: Sequence[Figure]) -> Iterator[list[str]]:
+    """The lines of a table, its heading first. Where a case has no figure for a column the cell is
+    empty; a column that no case fills is left out.
+    """
+    if all(not figure.column for figure in figures):
+        lines = [["case", "value", "interval", "goal", "", "bound"]]
+        for figure in figures:
+            bound = "" if figure.bound is None else number(figure.bound, figure.decimals)
+            lines.append(
+                [
+                    *(figure.case, shown(figure), shown_interval(figure), figure.goal),
+                    *(verdict(figure), bound),
+                ]
+            )
+        used = [place for place in range(6) if place < 2 or any(line[place] for line in lines[1:])]
+        yield from ([line[place] for place in used] for line in lines)
+        return
+    columns = list(dict.fromkeys(figure.column for figure in figures))
+    cases: dict[str, dict[str, str]] = {}
+    for figure in figures:
+        cases.setdefault(figure.case, {})[figure.column] = in_a_cell(figure)
+    yield ["", *columns]
+    for case, by_column in cases.items():
+        yield [case, *(by_column.get(column, "") for column in columns)]

@@ -1,0 +1,178 @@
+"""Writes the tables of `docs/benchmarks` and of the README from the files in `results`.
+
+    python benchmarks/pages.py [--check]
+
+A page says where a table belongs, and everything between the two marks is written here:
+
+    <!-- table: NAME/TABLE -->
+    <!-- end of table -->
+
+On `docs/benchmarks/NAME.md` the mark may leave `NAME/` out. `<!-- list of benchmarks -->` asks for
+the table of all of them. With `--check` nothing is written, and the exit status says whether a page
+is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from _results import (
+    DIRECTORY,
+    Origin,
+    Result,
+    ResultFile,
+    rows_of,
+    tables_of,
+)
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "benchmarks"
+WIDTH = 100
+_END = "<!-- end of table -->"
+_TABLE = re.compile(r"<!-- table: (?:(\w+)/)?([^/\n]+?) -->\n.*?" + _END, re.DOTALL)
+_LIST = re.compile(r"<!-- list of benchmarks -->\n.*?" + _END, re.DOTALL)
+_TITLE = re.compile(r"^# (.*)$", re.MULTILINE)
+
+
+class PageError(Exception):
+    """A page asks for a table that no result file has."""
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
+
+
+def written(page: Path) -> str:
+    """The page with its tables as the result files have them now.
+
+    Raises:
+        PageError: a mark names a table that does not exist.
+    """
+
+    def table(mark: re.Match[str]) -> str:
+        name, title = mark[1] or page.stem, mark[2]
+        results = tables_of(ResultFile(DIRECTORY / f"{name}.jsonl").results).get(title)
+        if results is None:
+            raise PageError(f"{page.name} asks for {name}/{title}, which no result file has")
+        opening = mark[0].partition("\n")[0]
+        return "\n".join([opening, *_table(results), "", *_origins(results), _END])
+
+    text = _TABLE.sub(table, page.read_text())
+    return _LIST.sub(lambda mark: "\n".join([mark[0].partition("\n")[0], *_list(), _END]), text)
+
+
+def unused(name: str) -> list[str]:
+    """The tables of a result file that no page shows."""
+    shown = {
+        (mark[1] or page.stem, mark[2])
+        for page in pages()
+        for mark in _TABLE.finditer(page.read_text())
+    }
+    tables = tables_of(ResultFile(DIRECTORY / f"{name}.jsonl").results)
+    return [title for title in tables if (name, title) not in shown]
+
+
+def _table(results: Sequence[Result]) -> Iterator[str]:
+    yield from _markdown(rows_of([result.figure for result in results]))
+
+
+def _markdown(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    for place, row in enumerate(rows):
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        if place == 0:
+            yield "|---" * len(row) + "|"
+
+
+def _origins(results: Sequence[Result]) -> Iterator[str]:
+    """Below a table: what measured which rows, and then what all rows have in common."""
+    numbers = {case: place for place, case in enumerate(_cases(results), start=1)}
+    rows: dict[str, set[int]] = {}
+    for result in results:
+        rows.setdefault(_measured_by(result.origin), set()).add(numbers[result.figure.case])
+    for told, those in rows.items():
+        word = "Row" if len(those) == 1 else "Rows"
+        which = f"{word} {_ranges(sorted(those))}: " if len(rows) > 1 else ""
+        yield from _wrapped(f"- {which}{told}", "  ")
+    yield from _wrapped(
+        f"- {'; '.join(dict.fromkeys(_measured_on(result.origin) for result in results))}.", "  "
+    )
+    yield ""
+
+
+def _cases(results: Sequence[Result]) -> list[str]:
+    """What the rows of a table are called. Without columns each result has a row of its own."""
+    return list(dict.fromkeys(result.figure.case for result in results))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 5 as "1 to 3, 5"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ", ".join(f"{span[0]} to {span[-1]}" if span[1:] else str(span[0]) for span in spans)
+
+
+def _measured_by(origin: Origin) -> str:
+    how = [f"`{origin.command}`" if origin.command else "no command"]
+    if origin.seeds:
+        how.append(f"{origin.seeds} seed{'s' * (origin.seeds != 1)}")
+    return ", ".join(how) + "." + (f" {origin.note}" if origin.note else "")
+
+
+def _measured_on(origin: Origin) -> str:
+    versions = (f"{name} {version}" for name, version in origin.versions.items())
+    parts = [f"offbeat {origin.recorded}", *versions, origin.machine, origin.date]
+    return ", ".join(filter(None, parts))
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    """Lines of at most `WIDTH` characters; what stands in backticks stays on one line."""
+    glued = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(
+        glued, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return [line.replace("\0", " ") for line in lines]
+
+
+def _list() -> Iterator[str]:
+    """All benchmarks with what they ask, and how many goals hold."""
+    rows = [["benchmark", "measures", "goals that hold", "missed", "undecided"]]
+    for page in sorted(PAGES.glob("*.md")):
+        path = DIRECTORY / f"{page.stem}.jsonl"
+        if not path.exists():
+            continue
+        title = _TITLE.search(page.read_text())
+        assert title is not None, f"{page.name} has no title"
+        figures = [result.figure for result in ResultFile(path).results]
+        counts = [sum(figure.holds is kind for figure in figures) for kind in (True, False)]
+        counts.append(sum(figure.holds == "undecided" for figure in figures))
+        measures = title[1].partition(": ")[2]
+        rows.append([f"[{page.stem}]({page.name})", measures, *map(str, counts)])
+    yield from _markdown(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the tables of the benchmarks' pages.")
+    parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
+    check = parser.parse_args().check
+    stale = [page for page in pages() if written(page) != page.read_text()]
+    for page in stale:
+        name = page.relative_to(ROOT)
+        if check:
+            print(f"{name} is out of date; run python benchmarks/pages.py", file=sys.stderr)
+        else:
+            page.write_text(written(page))
+            print(f"wrote {name}")
+    sys.exit(bool(check and stale))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""How the values of a sparse message travel: a `ValueCodec`, chosen by value in a strategy's
+options.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.codec import sparse_kernels
+from offbeat.codec.option_value import OptionValue
+
+WireValues: TypeAlias = NDArray[np.generic]
+"""Values as they travel. Bits are what counts, little-endian like every machine that the kernels
+are compiled for.
+"""
+
+
+class ValueCodec(OptionValue):
+    """Turns values into numbers of a fixed size and back."""
+
+    code: ClassVar[int]
+    """The byte that names the codec in a message: 0 to 2 are offbeat's, others may take 128 to
+    255.
+    """
+
+    wire_dtype: ClassVar[np.dtype[Any]]
+    """Of a value on the wire, 1, 2, 4 or 8 bytes. All bits but the topmost are 0 where, and only
+    where, the value is 0: such entries are left out.
+    """
+
+    @abstractmethod
+    def encode(self, values: NDArray[np.floating]) -> WireValues:
+        """Values (float32 or float64) as they travel, same shape. What is beyond the codec's range
+        becomes the largest value in it. May be `values` itself.
+        """
+
+    @abstractmethod
+    def decode(self, on_wire: WireValues) -> NDArray[np.floating]:
+        """Inverse of `encode` up to rounding, in float32 or float64."""
+
+    def is_exact_for(self, dtype: np.dtype[np.floating]) -> bool:
+        """Whether no value of `dtype` is rounded. If one may be, what rounding loses is owed."""
+        return False
+
+    def suited_to(self, dtype: np.dtype[np.floating]) -> ValueCodec:
+        """The codec that serves a vector of `dtype` in the place of this one."""
+        return self
+
+
+class _Float(ValueCodec):
+    """Values as IEEE numbers of one width."""
+
+    def encode(self, values: NDArray[np.floating]) -> WireValues:
+        if self.is_exact_for(values.dtype):
+            return values.astype(self.wire_dtype, copy=False)
+        largest = np.finfo(self.wire_dtype).max
+        on_wire: WireValues = np.clip(values, -largest, largest).astype(self.wire_dtype)
+        return on_wire
+
+    def decode(self, on_wire: WireValues) -> NDArray[np.floating]:
+        decoded: NDArray[np.floating] = on_wire  # type: ignore[assignment]  # of `wire_dtype`
+        return decoded
+
+    def is_exact_for(self, dtype: np.dtype[np.floating]) -> bool:
+        return dtype.itemsize <= self.wire_dtype.itemsize
+
+
+class Float64(_Float):
+    """8 bytes a value."""
+
+    code = 1
+    wire_dtype = np.dtype(np.float64)
+
+
+class Float32(_Float):
+    """4 bytes a value. Vectors of float64 travel as float64: nothing is rounded unless that is
+    asked for.
+    """
+
+    code = 0
+    wire_dtype = np.dtype(np.float32)
+
+    def suited_to(self, dtype: np.dtype[np.floating]) -> ValueCodec:
+        return Float64() if dtype == np.float64 else self
+
+
+class BFloat16(ValueCodec):
+    """2 bytes a value: the upper half of a float32, rounded to nearest, ties to even."""
+
+    code = 2
+    wire_dtype = np.dtype(np.uint16)
+
+    def encode(self, values: NDArray[np.floating]) -> WireValues:
+        codes = np.empty(values.size, dtype=np.uint16)
+        sparse_kernels.round_to_bfloat16(values, codes)
+        return codes
+
+    def decode(self, on_wire: WireValues) -> NDArray[np.floating]:
+        return (on_wire.astype(np.uint32) << 16).view(np.float32)
+
+
+VALUE_CODECS: Final[Mapping[str, ValueCodec]] = {"float32": Float32(), "bfloat16": BFloat16()}
+"""Value codecs by the names that options may use for them."""

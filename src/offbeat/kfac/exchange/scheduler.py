@@ -1,0 +1,334 @@
+"""When factors are taken, and when each message of factors is launched.
+
+1. In a step with factors, `Capture` adds to A in the forward pass and to G in the backward pass.
+2. A message is complete when all of its factors have been added to as often as in earlier steps. It
+   is then handed to the launch order, which all ranks share with the buckets of gradients. In the
+   first step with factors nobody knows how often a layer will be called, so nothing is complete.
+3. What is not complete when this rank seals its last bucket of gradients is handed over then. What
+   is added to a factor after it was launched is not counted.
+4. When the exchange of gradients is settled and the step is bad, all ranks drop the step's factors
+   together and begin the step anew.
+
+Every decision that concerns the messages is taken from what all ranks know: the plan, the count of
+steps, and how the exchange was settled. A layer whose shape changed on one rank is given up by all
+ranks, because each message says which layers its sender has retired.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offbeat.gradients.exchange import ExchangeListener
+from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.kfac.blocks import Block, FactorSlot, Side
+from offbeat.kfac.capture import Capture, Increment
+from offbeat.kfac.exchange.costs import slowest_ready_s
+from offbeat.kfac.exchange.messages import FactorMessage
+from offbeat.kfac.exchange.spans import SpanRecorder
+from offbeat.kfac.options import KFACSettings
+from offbeat.kfac.planning.factor_plan import FactorPlan, launch_sequence
+from offbeat.transport.driver import Driver, Stream
+
+PROFILED_STEPS = range(1, 4)
+"""Steps with factors in which is measured when each factor is ready, where the plan depends on it.
+The first step with factors is left out, since it is slower than all others.
+"""
+
+
+class FactorScheduler(ExchangeListener):
+    """Takes factors out of the model's passes and sends them.
+
+    Args:
+        model: the root module.
+        blocks: what is preconditioned; the same on all ranks.
+        slots: the factors of `blocks`.
+        settings: the intervals, and how factors are counted.
+        plan: which factors share a message, and whether messages leave during the passes.
+        replan: makes a new plan from when each factor is ready, in seconds, after
+            `PROFILED_STEPS`; None where the plan does not depend on it.
+        first_parameters: for each block, the position of its first parameter in the model.
+        bucket_firsts: for each bucket of gradients, in the order in which buckets are launched, the
+            position of its first parameter.
+        launch_order: the order that factors share with the buckets of gradients.
+        driver: carries the messages out.
+        stream: the channels of the messages.
+        spans: notes what is done when.
+        grad_scale: by what factor gradients are scaled at the moment (AMP).
+        notify: is told of layers that are given up.
+
+    Attributes:
+        step: how many optimizer steps have been taken.
+        plan: the plan in force.
+        is_good: whether the last exchange of gradients was settled as good.
+        is_training_pass: whether the forward pass that began last is one for training. In other
+            passes no message leaves early.
+        messages: the messages of the plan, in the order in which they are launched.
+        own_increments: where no factors are sent, this step's factors that this rank averages by
+            itself, by slot; empty until the last bucket of gradients is sealed.
+        retired: indices of the blocks that all ranks have given up.
+        capture: the hooks on the model.
+        watched: for each block that this rank observes, its index in `capture`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        slots: Sequence[FactorSlot],
+        *,
+        settings: KFACSettings,
+        plan: FactorPlan,
+        replan: Callable[[Sequence[float]], FactorPlan] | None,
+        first_parameters: Sequence[int],
+        bucket_firsts: Sequence[int],
+        launch_order: LaunchOrder,
+        driver: Driver,
+        stream: Stream,
+        spans: SpanRecorder,
+        grad_scale: Callable[[], float],
+        notify: Callable[[str], None],
+    ) -> None:
+        self.step = 0
+        self.is_good = True
+        self.is_training_pass = False
+        self.own_increments: dict[int, Increment] = {}
+        self.retired: set[int] = set()
+        self._slots, self._settings, self._replan = slots, settings, replan
+        self._first_parameters = [first_parameters[slot.block_index] for slot in slots]
+        self._bucket_firsts, self._launch_order = bucket_firsts, launch_order
+        self._driver, self._stream, self._spans = driver, stream, spans
+        self._expected = [0] * len(slots)
+        self._knows_expected = False
+        self._ready_s_of_steps: list[list[float]] = []
+        self._num_profiled = 0
+        self._is_open = self._has_sent = False
+        observed = [
+            index
+            for index in range(len(blocks))
+            if plan.groups or plan.is_kept_by(driver.rank, 2 * index)
+        ]
+        self.watched = {index: place for place, index in enumerate(observed)}
+        self.capture = Capture(
+            model,
+            [blocks[index] for index in observed],
+            settings.options,
+            warn=notify,
+            grad_scale=grad_scale,
+            added=lambda place, side, began_s: self._on_added(observed[place], side, began_s),
+        )
+        self.adopt(plan)
+        self.begin_step()
+
+    def adopt(self, plan: FactorPlan) -> None:
+        """Act on `plan` from the next step on."""
+        self._drop()  # messages under way belong to the plan before
+        self.plan = plan
+        self.messages = [
+            FactorMessage([self._slots[slot] for slot in group]) for group in plan.groups
+        ]
+        self._message_of = {
+            slot: number for number, group in enumerate(plan.groups) for slot in group
+        }
+        self._sequence = launch_sequence(plan, self._first_parameters, self._bucket_firsts)
+
+    # One step
+
+    def begin_step(self) -> None:
+        """Take and send factors in this step if it is one with factors."""
+        self.capture.stop()
+        self._drop()
+        self._spans.begin(on=self._settings.is_noted(self.step), keep=self.is_good)
+        self._is_open = self._settings.has_factors(self.step)
+        # Without factors there is nothing that a bucket of gradients would have to wait for.
+        self._launch_order.follow(self._sequence if self._is_open else ())
+        if not self._is_open:
+            return
+        self._num_added = [0] * len(self._slots)
+        self._num_missing = [
+            sum(not self._is_complete(slot) for slot in group) for group in self.plan.groups
+        ]
+        self._is_handed_over = [False] * len(self.plan.groups)
+        self._first_added_s: float | None = None
+        self._ready_s = [0.0] * len(self._slots)
+        self.capture.start(self._settings.num_with_factors(self.step))
+
+    def _drop(self) -> None:
+        """Forget what was sent and never used. It must arrive first, because the next step's
+        messages use the same buffers.
+        """
+        if self._has_sent:
+            for message in self.messages:
+                message.wait()
+        self._has_sent = False
+        self.own_increments = {}
+
+    def _is_complete(self, slot: int) -> bool:
+        """Whether a factor has been added to as often as it ever was in one step."""
+        return self._knows_expected and self._num_added[slot] >= self._expected[slot]
+
+    def _on_added(self, block_index: int, side: Side, began_s: float) -> None:
+        """`capture` has just added to a factor."""
+        slot = 2 * block_index + (side == "output")
+        if not self._is_open:
+            return
+        if self._spans.on:
+            self._spans.add("factor", self._slots[slot].name, began_s)
+        now_s = time.perf_counter()
+        self._first_added_s = now_s if self._first_added_s is None else self._first_added_s
+        self._ready_s[slot] = now_s - self._first_added_s
+        was_complete = self._is_complete(slot)
+        self._num_added[slot] += 1
+        number = self._message_of.get(slot)
+        if number is None or was_complete or not self._is_complete(slot):
+            return
+        self._num_missing[number] -= 1
+        if self.plan.streamed and self.is_training_pass:
+            for number, num_missing in enumerate(self._num_missing):
+                if not num_missing and not self._is_handed_over[number]:
+                    self._hand_over(number, failed=False)
+
+    def _hand_over(self, number: int, *, failed: bool) -> None:
+        """Let message `number` be launched when its place in the order has come."""
+        self._is_handed_over[number] = True
+
+        def begin() -> None:
+            with torch.no_grad():
+                take, began_s = self._nothing if failed else self._take, time.monotonic()
+                pending = self.messages[number].launch(
+                    self._driver, self._stream, take, self.is_retired_here
+                )
+                self._spans.launched("sum", f"message {number}", began_s, pending)
+
+        self._launch_order.launch(("factors", number), begin)
+
+    def _take(self, slot: int) -> Increment:
+        place = self.watched[self._slots[slot].block_index]
+        return self.capture.take(place, self._slots[slot].side)
+
+    def _nothing(self, slot: int) -> Increment:
+        return Increment(self._slots[slot].zeros(), 0.0)
+
+    # What the exchange of gradients says
+
+    def on_bucket_sealed(self, number: int, *, is_last: bool, failed: bool) -> None:
+        if not (is_last and self._is_open):
+            return
+        # A second exchange in the same step finds nothing open: factors are sent once a step.
+        self._is_open, self._has_sent = False, True
+        for message, is_handed_over in enumerate(self._is_handed_over):
+            if not is_handed_over:
+                self._hand_over(message, failed=failed)
+        if not self.plan.groups:
+            self.own_increments = {
+                slot: self._take(slot)
+                for slot in range(len(self._slots))
+                if self.plan.is_kept_by(self._driver.rank, slot)
+            }
+        self._sealed_s = time.monotonic()
+
+    def on_exchange_settled(self, *, good: bool) -> None:
+        self.is_good = good
+        if not good:
+            self.begin_step()
+            return
+        if self._has_sent:
+            self._spans.add("wait for gradients", "", self._sealed_s)
+        self.capture.stop()
+
+    # What the part asks for, before and after the optimizer's step
+
+    def pop_has_sent(self) -> bool:
+        """Whether this step's factors were sent and nobody has taken them in yet. The caller does
+        so now.
+        """
+        has_sent, self._has_sent = self._has_sent, False
+        return has_sent
+
+    def pop_own_increments(self) -> dict[int, Increment]:
+        """The factors that this rank averages by itself, for the caller to take in now."""
+        increments, self.own_increments = self.own_increments, {}
+        return increments
+
+    def learn(self) -> FactorPlan | None:
+        """Remember what this step's passes added, once its factors have been taken in. Collective.
+
+        Returns:
+            A new plan, where enough has been measured for one.
+        """
+        self._expected = [max(pair) for pair in zip(self._expected, self._num_added, strict=True)]
+        self._knows_expected = True
+        self._num_profiled += 1
+        if self._replan is None or self._num_profiled > PROFILED_STEPS.stop:
+            return None
+        if self._num_profiled - 1 in PROFILED_STEPS:
+            self._ready_s_of_steps.append(self._ready_s)
+        if self._num_profiled < PROFILED_STEPS.stop:
+            return None
+        # The median of the steps withstands one disturbed step; the slowest rank's time counts,
+        # since a sum cannot be there before the last rank has begun it.
+        mine = [
+            sorted(times)[len(times) // 2] for times in zip(*self._ready_s_of_steps, strict=True)
+        ]
+        return self._replan(slowest_ready_s(self._driver, self._stream, mine))
+
+    def is_retired_here(self, slot: int) -> bool:
+        """Whether this rank has given up the layer of a factor."""
+        return self.capture.is_retired(self.watched[self._slots[slot].block_index])
+
+    def retire(self, block_indices: Iterable[int]) -> None:
+        """Give blocks up, because some rank has given them up."""
+        for index in sorted(set(block_indices) - self.retired):
+            self.retired.add(index)
+            if index in self.watched:
+                self.capture.retire(self.watched[index], "its shape has changed on another rank")
+
+    def end_step(self) -> None:
+        """The optimizer's step has been taken: begin the next one."""
+        self.step += 1
+        self.begin_step()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on all ranks. What is under way within a step is not in it."""
+        return {
+            "step": self.step,
+            "retired": [self._slots[2 * index].block_name for index in sorted(self.retired)],
+            "groups": [list(group) for group in self.plan.groups],
+            "owners": list(self.plan.owners),
+            "by_owner": self.plan.by_owner,
+            "num_profiled": self._num_profiled,
+        }
+
+    def saved_plan(self, state: Mapping[str, Any]) -> FactorPlan:
+        """The plan that `state` holds."""
+        return FactorPlan(
+            groups=tuple(tuple(group) for group in state["groups"]),
+            streamed=self.plan.streamed,
+            owners=tuple(state["owners"]),
+            by_owner=bool(state["by_owner"]),
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any], *, keeps_plan: bool) -> None:
+        """Inverse of `state_dict`, with the plan adopted already.
+
+        Args:
+            state: as of `state_dict`.
+            keeps_plan: whether the saved plan goes on, and with it the count of profiled steps.
+        """
+        if keeps_plan:
+            self._num_profiled = int(state["num_profiled"])
+        self.step = int(state["step"])
+        self.retired = set()
+        self.retire(slot.block_index for slot in self._slots if slot.block_name in state["retired"])
+        self.is_good = True
+        self.begin_step()
+
+    def close(self) -> None:
+        """Take the hooks out."""
+        self.capture.remove()

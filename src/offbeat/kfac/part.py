@@ -1,0 +1,292 @@
+"""The part that turns a training step into a K-FAC step.
+
+1. During the forward and backward passes `FactorScheduler` takes A and G and sends them, in an
+   order that all ranks share with the buckets of gradients.
+2. Before the update, when the gradients are final and good on all ranks, `FactorAccumulator` takes
+   the sums into the running averages, one message after the other.
+3. Every `inverse_interval` steps all factors are inverted, by their owners or by every rank, each
+   as soon as what it needs has been taken in (`kfac.exchange.inverses`).
+4. `Preconditioner` replaces each gradient by G^-1 (dL/dW) A^-1, and the optimizer steps with it.
+
+When the step is bad, nothing of this happens, on any rank. Which factors share a message, and who
+inverts and sends what, is the plan's (`kfac.planning.factor_plan`); everything else is the same for
+all K-FAC strategies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.kfac.blocks import Block, slots_of
+from offbeat.kfac.eigen import form_of
+from offbeat.kfac.exchange.accumulator import FactorAccumulator
+from offbeat.kfac.exchange.preconditioner import Preconditioner
+from offbeat.kfac.exchange.scheduler import FactorScheduler
+from offbeat.kfac.exchange.spans import SpanRecorder
+from offbeat.kfac.options import KFACSettings
+from offbeat.kfac.planning.factor_plan import FactorPlan
+from offbeat.kfac.planning.inverse_order import InverseBatch
+from offbeat.parts.part import Part, PartState
+from offbeat.parts.profile import FactorAssignment, StepProfile
+from offbeat.transport.driver import Driver, Stream
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KFACPlanner:
+    """What a strategy decides, for `KFACPart` to carry out.
+
+    Attributes:
+        plan: the first plan.
+        replan: makes a new plan from when each factor is ready within a step, in seconds; None
+            where plans do not depend on it.
+        inversion_order: in which order a plan's factors are inverted and sent.
+        predicted_s: for each factor, how long its inversion is expected to take; None where nothing
+            was measured.
+    """
+
+    plan: FactorPlan
+    replan: Callable[[Sequence[float]], FactorPlan] | None
+    inversion_order: Callable[[FactorPlan], Sequence[InverseBatch]]
+    predicted_s: Sequence[float] | None = None
+
+
+class KFACPart(Part):
+    """Takes, averages and inverts factors, and preconditions gradients. It comes after the exchange
+    of gradients in the order of parts.
+
+    Args:
+        model: the root module.
+        blocks: what is preconditioned; the same on all ranks.
+        settings: what all K-FAC strategies do alike.
+        planner: what this strategy decides.
+        first_parameters: for each block, the position of its first parameter in the model.
+        bucket_firsts: for each bucket of gradients, in the order in which buckets are launched, the
+            position of its first parameter.
+        launch_order: the order that factors share with the buckets of gradients.
+        optimizer: knows the learning rates.
+        driver: carries everything out.
+        stream: the channels of everything that is sent here.
+        grad_scale: by what factor gradients are scaled at the moment (AMP).
+        notify: puts a remark where the user will see it.
+
+    Attributes:
+        blocks: as given.
+        slots: the factors of the blocks.
+        scheduler: takes and sends factors; listens to the exchange of gradients.
+        accumulator: averages them.
+        preconditioner: has the inverses and uses them.
+        wait_s: seconds spent so far on waiting for factors behind the backward pass.
+    """
+
+    state_key: ClassVar[str] = "kfac"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        *,
+        settings: KFACSettings,
+        planner: KFACPlanner,
+        first_parameters: Sequence[int],
+        bucket_firsts: Sequence[int],
+        launch_order: LaunchOrder,
+        optimizer: torch.optim.Optimizer,
+        driver: Driver,
+        stream: Stream,
+        grad_scale: Callable[[], float],
+        notify: Callable[[str], None],
+    ) -> None:
+        self.blocks, self.slots = blocks, slots_of(blocks)
+        self.wait_s = 0.0
+        self._settings, self._planner, self._driver = settings, planner, driver
+        self._spans, self._is_new_plan = SpanRecorder(), True
+        self.scheduler = FactorScheduler(
+            model,
+            blocks,
+            self.slots,
+            settings=settings,
+            plan=planner.plan,
+            replan=planner.replan,
+            first_parameters=first_parameters,
+            bucket_firsts=bucket_firsts,
+            launch_order=launch_order,
+            driver=driver,
+            stream=stream,
+            spans=self._spans,
+            grad_scale=grad_scale,
+            notify=notify,
+        )
+        self.accumulator = FactorAccumulator(
+            self.slots, settings=settings, plan=planner.plan, rank=driver.rank
+        )
+        self.preconditioner = Preconditioner(
+            blocks,
+            self.slots,
+            form=form_of(
+                self.slots[0].device,
+                settings.inverse_interval,
+                eigen=settings.eigen,
+                bfloat16=settings.bfloat16,
+            ),
+            settings=settings,
+            plan=planner.plan,
+            order=planner.inversion_order(planner.plan),
+            optimizer=optimizer,
+            driver=driver,
+            stream=stream,
+            spans=self._spans,
+            notify=notify,
+        )
+
+    @property
+    def plan(self) -> FactorPlan:
+        """The plan in force."""
+        return self.scheduler.plan
+
+    def _adopt(self, plan: FactorPlan) -> None:
+        self.scheduler.adopt(plan)
+        self.accumulator.adopt(plan)
+        self.preconditioner.adopt(plan, self._planner.inversion_order(plan))
+        self._is_new_plan = True
+
+    # Events
+
+    @override
+    def on_forward_begins(self, *, trains: bool) -> None:
+        self.scheduler.is_training_pass = trains
+
+    @override
+    def on_before_update(self) -> None:
+        """Precondition the gradients, once what this step brought has been taken in."""
+        if not self.scheduler.is_good:
+            return
+        inverses, step = self.preconditioner.inverses, self.scheduler.step
+        inverts = self._settings.has_inversions(step) or self.preconditioner.is_stale
+        has_factors = self.scheduler.pop_has_sent()
+        if inverts:
+            inverses.start(self.accumulator.task)
+        if has_factors:
+            self._take_in(inverts=inverts)
+        if inverts:
+            inverses.finish()
+            self.preconditioner.is_stale = False
+        if has_factors and (plan := self.scheduler.learn()) is not None:
+            self._adopt(plan)
+        self.preconditioner.precondition(self.scheduler.retired)
+
+    def _take_in(self, *, inverts: bool) -> None:
+        """Wait for the sums and average them over time. What can be inverted by then is inverted
+        before the next wait, so that inversions and broadcasts hide behind messages under way.
+        """
+        inverses = self.preconditioner.inverses
+        num_retired: list[tuple[int, torch.Tensor]] = []
+        for number, message in enumerate(self.scheduler.messages, start=1):
+            if inverts:
+                inverses.fill(message.is_there)
+            began_s = time.monotonic()
+            message.wait()
+            self.wait_s += time.monotonic() - began_s
+            self._spans.add("wait for factors", "", began_s)
+            self._spans.arrived()
+            num_retired += self.accumulator.add_message(message)
+            if inverts:
+                inverses.advance(number)
+        for slot, increment in self.scheduler.pop_own_increments().items():
+            self.accumulator.add_own(
+                slot, increment, is_retired=self.scheduler.is_retired_here(slot)
+            )
+        if num_retired:
+            # One transfer for all numbers: on a GPU the host waits for each value that it asks for.
+            like = self.slots[0].zeros()
+            counts = torch.stack([count.to(like) for _, count in num_retired]).tolist()
+            self.scheduler.retire(
+                index for (index, _), count in zip(num_retired, counts, strict=True) if count
+            )
+
+    @override
+    def on_after_step(self) -> None:
+        # After a bad exchange the scheduler has begun this step anew, which does not count.
+        if self.scheduler.is_good:
+            self.scheduler.end_step()
+
+    # Answers
+
+    @override
+    def counters(self) -> dict[str, float]:
+        """Seconds, beside what the exchange of gradients counts."""
+        inverses = self.preconditioner.inverses
+        return {
+            "factor_wait_s": self.wait_s,
+            "invert_s": inverses.times.invert_s,
+            "inverse_wait_s": inverses.times.wait_s,
+            "precondition_s": self.preconditioner.precondition_s,
+        }
+
+    @override
+    def take_profile(self) -> StepProfile | None:
+        spans = self._spans.take()
+        if not spans:
+            return None
+        is_new, self._is_new_plan = self._is_new_plan, False
+        return StepProfile(spans=spans, assignments=self._assignments() if is_new else ())
+
+    def _assignments(self) -> list[FactorAssignment]:
+        plan, predicted_s = self.plan, self._planner.predicted_s
+        message_of = {slot: number for number, group in enumerate(plan.groups) for slot in group}
+        sent = "preconditioned gradients" if plan.by_owner else "inverses"
+        return [
+            FactorAssignment(
+                factor=slot.name,
+                rows=slot.shape.dim,
+                matrices=0 if slot.shape.is_diagonal else slot.shape.groups,
+                message=message_of.get(slot.index),
+                owner=plan.owners[slot.index],
+                sends=None if plan.owners[slot.index] is None else sent,
+                predicted_s=predicted_s[slot.index] if predicted_s else None,
+            )
+            for slot in self.slots
+        ]
+
+    # State
+
+    @override
+    def state_dict(self) -> PartState:
+        """Factors and inverses: the same on all ranks, or the owner's own. What is under way in a
+        step is not in it.
+        """
+        kept = self.accumulator.state_dict() | self.preconditioner.state_dict()
+        local, replicated = (kept, {}) if self.plan.by_owner else ({}, kept)
+        replicated = (
+            replicated | self.scheduler.state_dict() | {"world_size": self._driver.world_size}
+        )
+        return {"replicated": replicated, "local": local}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """In a world of another size owners change: an inverse that is missing here is made in the
+        next step that inverts.
+
+        Where another form of inverses is kept by now, all are made in the next step.
+        """
+        replicated, saved = state["replicated"], {**state["replicated"], **state["local"]}
+        self.preconditioner.check_state(saved)  # before anything is changed
+        keeps_plan = replicated["world_size"] == self._driver.world_size
+        if keeps_plan:
+            self._adopt(self.scheduler.saved_plan(replicated))
+        self.accumulator.load_state_dict(saved)
+        self.preconditioner.load_state_dict(saved)
+        self.scheduler.load_state_dict(replicated, keeps_plan=keeps_plan)
+
+    @override
+    def close(self) -> None:
+        """Take the hooks out."""
+        self._spans.close()
+        self.scheduler.close()

@@ -1,0 +1,88 @@
+"""Puts a run's recipe, which is one of offbeat's strategies or one that torch ships, to work on a
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from offbeat.lab.cluster import Cluster
+from offbeat.lab.native import CommunicationMeter, Native, NativeSession
+from offbeat.lab.options import Recipe
+from offbeat.session.session import Session, attach_through
+from offbeat.transport.wrappers.delaying import Delaying, Delivery
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttachedModel:
+    """A model with a recipe at work on it.
+
+    Attributes:
+        model: the task's own.
+        module: to be called in the forward pass; it may wrap the model, as DDP does.
+        optimizer: to be stepped.
+        session: what the recipe does; to be closed.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    session: Session | NativeSession
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass, with whatever exchange belongs to it."""
+        loss.backward()
+        if isinstance(self.session, NativeSession):
+            self.session.meter.backward_done()
+
+    def averaged_model(self) -> nn.Module:
+        """The model to evaluate: where replicas differ on purpose, their mean. Collective unless
+        the session averages alone.
+        """
+        if isinstance(self.session, Session) and self.session.strategy.replicas_differ:
+            return self.session.averaged_model()
+        return self.model
+
+
+def attach_recipe(
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    rank: int,
+    world_size: int,
+    cluster: Cluster | None = None,
+) -> AttachedModel:
+    """Attach `recipe`. Collective.
+
+    Args:
+        recipe: of the run.
+        model: the task's.
+        optimizer: of its parameters.
+        rank, world_size: of this process.
+        cluster: whose links are imitated in user space; None where they are real, or the kernel's.
+
+    Raises:
+        OffbeatError: the recipe cannot work with this model, or the ranks do not find each other.
+    """
+    delay = None if cluster is None else _link_delay(cluster, rank)
+    if isinstance(recipe, Native):
+        meter = CommunicationMeter(world_size, rank=rank, delay=delay)
+        native = recipe.attach(model, optimizer, meter)
+        return AttachedModel(
+            model=model, module=native.module, optimizer=native.optimizer, session=native
+        )
+    wrap = (lambda driver: driver) if delay is None else (lambda driver: Delaying(driver, delay))
+    session = attach_through(wrap, model, optimizer, recipe)
+    return AttachedModel(model=model, module=model, optimizer=optimizer, session=session)
+
+
+def _link_delay(cluster: Cluster, rank: int) -> Callable[[Delivery], float]:
+    link = cluster.link_of(rank)
+    return lambda delivery: (
+        delivery.num_messages * link.latency_s + delivery.num_bytes / link.bytes_per_s
+    )

@@ -1,0 +1,211 @@
+"""Figures go from benchmarks into files, and from there onto pages; none is typed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pages
+from _measure import Ratio, present
+from _results import CASES, DIRECTORY, Figure, Origin, ResultFile, in_a_cell, rows_of, shown
+
+ORIGIN = Origin(recorded="0.1", command="python benchmarks/any.py", seeds=3)
+RATIO = Ratio(
+    case="left over right",
+    value=2.0,
+    unit="x",
+    goal="at least 1",
+    holds=True,
+    bound=float("inf"),
+    interval=(1.5, 2.5),
+)
+
+
+def figure(case: str, value: float | str | tuple[float | None, ...] | None) -> Figure:
+    return Figure(case=case, table="speeds", column="fast", value=value)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "results" / "any.jsonl"
+
+
+@pytest.mark.parametrize("value", [1.5, "diverged", (0.5, None), None])
+def test_a_figure_survives_its_file(path: Path, value: float) -> None:
+    one = Figure(
+        case="a", value=value, unit="ms", decimals=2, interval=(1.0, 2.0), holds=False, bound=0.5
+    )
+    ResultFile(path).replace("cell", [one], ORIGIN)
+
+    (result,) = ResultFile(path).results
+
+    assert (result.cell, result.figure, result.origin) == ("cell", one, ORIGIN)
+
+
+def test_a_cell_that_is_measured_anew_takes_the_place_of_the_old_one(path: Path) -> None:
+    kept = ResultFile(path)
+    for cell in ("first", "second"):
+        kept.replace(cell, [figure(cell, 1.0), figure(f"more of {cell}", 1.0)], ORIGIN)
+
+    kept.replace("first", [figure("first", 2.0)], ORIGIN)
+
+    found = [(result.cell, result.figure.value) for result in ResultFile(path).results]
+    assert found == [("first", 2.0), ("second", 1.0), ("second", 1.0)]
+
+
+def test_each_line_of_a_file_is_one_figure(path: Path) -> None:
+    ResultFile(path).replace("cell", [figure("a", 1.0), figure("b", 2.0)], ORIGIN)
+
+    assert [json.loads(line)["case"] for line in path.read_text().splitlines()] == ["a", "b"]
+
+
+class Counted:
+    """A benchmark of two cells that counts how often each is measured, and may be stopped."""
+
+    def __init__(self) -> None:
+        self.measured: list[str] = []
+        self.stops_in = ""
+
+    def cell(self, name: str) -> Iterator[Ratio | Figure]:
+        self.measured.append(name)
+        yield RATIO
+        if self.stops_in == name:
+            raise KeyboardInterrupt
+        yield figure(name, 1.0)
+
+    def run(self, directory: Path, *, again: bool = False) -> None:
+        asked = Namespace(json=True, results=directory, again=again)
+        present({name: lambda name=name: self.cell(name) for name in "ab"}, asked)
+
+
+def test_a_benchmark_that_was_stopped_goes_on_with_the_cell_it_was_stopped_in(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["any.py"])
+    benchmark = Counted()
+    benchmark.stops_in = "b"
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.run(path.parent)
+    benchmark.stops_in = ""
+
+    benchmark.run(path.parent)
+
+    assert benchmark.measured == ["a", "b", "b"]
+    assert ResultFile(path).cells == {"a", "b"}
+
+
+def test_cells_that_are_there_are_measured_again_if_that_is_asked(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["any.py"])
+    benchmark = Counted()
+    for again in (False, False, True):
+        benchmark.run(path.parent, again=again)
+
+    assert benchmark.measured == ["a", "b", "a", "b"]
+
+
+def test_standard_output_has_the_ratios_alone(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["any.py"])
+    Counted().run(path.parent)
+
+    printed = [json.loads(line)["case"] for line in capsys.readouterr().out.splitlines()]
+    assert printed == ["left over right"] * 2
+
+
+def test_a_file_names_the_command_without_directories_and_output(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "mnist.npz"
+    data.touch()
+    monkeypatch.setattr(
+        sys, "argv", ["any.py", "--mnist", str(data), "--results", str(path.parent), "--json"]
+    )
+    Counted().run(path.parent)
+
+    commands = {result.origin.command for result in ResultFile(path).results}
+    assert commands == {"python benchmarks/any.py --mnist mnist.npz"}
+
+
+def test_figures_of_a_quick_run_are_not_kept(path: Path) -> None:
+    with pytest.raises(SystemExit, match="mean nothing"):
+        present({}, Namespace(json=True, results=path.parent, again=False, quick=True))
+
+
+@pytest.mark.parametrize(
+    ("one", "text"),
+    [
+        (figure("a", 0.98765), "0.988"),
+        (figure("a", 123456.7), "123,457"),
+        (figure("a", (0.5, None)), "0.5 none"),
+        (figure("a", "diverged"), "diverged"),
+        (figure("a", None), ""),
+        (Figure(case="a", value=44.0, unit="%", decimals=0), "44%"),
+        (Figure(case="a", value=1.5, unit="ms", decimals=2), "1.50 ms"),
+    ],
+)
+def test_values_are_shown_as_people_write_them(one: Figure, text: str) -> None:
+    assert shown(one) == text
+
+
+def test_a_cell_says_all_that_is_known() -> None:
+    one = Figure(
+        case="a", column="b", value=1.69, interval=(1.62, 1.72), goal="at least 1.25", holds=True
+    )
+
+    assert in_a_cell(one) == "1.69 (1.62 to 1.72); goal at least 1.25: holds"
+
+
+def test_a_case_without_a_figure_leaves_its_column_empty() -> None:
+    first = Figure(case="a", column="x", value=1.0)
+    second = Figure(case="b", column="y", value=2.0)
+
+    assert list(rows_of([first, second])) == [["", "x", "y"], ["a", "1", ""], ["b", "", "2"]]
+
+
+def test_a_table_without_columns_leaves_out_what_no_case_has() -> None:
+    ratio = Figure(case="a", value=2.0, goal="at least 1", holds=True)
+
+    assert list(rows_of([ratio])) == [
+        ["case", "value", "goal", ""],
+        ["a", "2", "at least 1", "holds"],
+    ]
+
+
+@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.stem)
+def test_tables_are_as_the_result_files_have_them(page: Path) -> None:
+    assert pages.written(page) == page.read_text(), "run python benchmarks/pages.py"
+
+
+@pytest.mark.parametrize("path", sorted(DIRECTORY.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_every_result_is_shown_on_a_page(path: Path) -> None:
+    assert pages.unused(path.stem) == []
+
+
+def test_every_benchmark_has_a_page_and_results() -> None:
+    scripts = {
+        path.stem
+        for path in DIRECTORY.parent.glob("*.py")
+        if path.name[0] != "_" and path.stem not in ("pages", "run_all")
+    }
+    assert {path.stem for path in DIRECTORY.glob("*.jsonl")} == scripts
+    assert {path.stem for path in pages.PAGES.glob("*.md")} - {"index"} == scripts
+
+
+def test_a_page_that_asks_for_a_table_nobody_has_is_an_error(tmp_path: Path) -> None:
+    page = tmp_path / "selection.md"
+    page.write_text("<!-- table: nothing -->\n<!-- end of table -->\n")
+
+    with pytest.raises(pages.PageError, match="selection/nothing"):
+        pages.written(page)
+
+
+def test_a_table_without_a_name_of_its_own_holds_what_has_a_goal() -> None:
+    assert Figure(case="a", value=1.0).table == CASES

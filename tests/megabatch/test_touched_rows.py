@@ -1,0 +1,37 @@
+"""Bytes of a merge of some rows against those of a dense one."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offbeat.megabatch.touched_rows import index_bytes, rows_are_cheaper
+
+shapes = st.tuples(st.integers(1, 500), st.sampled_from([4, 64, 512]))
+
+
+def sent(num_ranks: int, num_values_bytes: float, sets: int = 0) -> float:
+    return 2 * (num_ranks - 1) / num_ranks * num_values_bytes + (num_ranks - 1) * sets
+
+
+@given(shapes, st.data())
+def test_merging_some_rows_costs_at_most_the_sets_more(
+    shape: tuple[int, int], data: st.DataObject
+) -> None:
+    num_rows, row_bytes = shape
+    touched = data.draw(st.lists(st.integers(0, num_rows), min_size=1, max_size=6))
+    sets = max(index_bytes(count, num_rows) for count in touched)
+    dense = sent(len(touched), num_rows * row_bytes)
+    if rows_are_cheaper(touched, num_rows=num_rows, row_bytes=row_bytes):
+        assert sent(len(touched), max(touched) * row_bytes, sets) < dense
+        assert (
+            sent(len(touched), min(sum(touched), num_rows) * row_bytes, sets)
+            <= dense + (len(touched) - 1) * sets
+        )
+    else:
+        assert sent(len(touched), max(touched) * row_bytes, sets) >= dense
+
+
+@given(st.integers(1, 5000), st.data())
+def test_a_set_of_rows_is_no_longer_than_a_bit_for_each(num_rows: int, data: st.DataObject) -> None:
+    assert index_bytes(data.draw(st.integers(0, num_rows)), num_rows) <= -(-num_rows // 8)
