@@ -32,7 +32,7 @@ from offbeat.codec.tally import Tally
 from offbeat.codec.wire import Wire
 from offbeat.collectives import gtopk_tree, sparse_reduce_scatter
 from offbeat.parts.workspace import stream_counter
-from offbeat.planning.costs import Link, Network
+from offbeat.planning.costs import LinkCost, Network
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective, Recv, Send
@@ -110,7 +110,7 @@ def typical_network(driver: Driver, stream: Stream) -> Network:
     small_s, large_s = (typical_s(num_bytes, times) for num_bytes, times in MESSAGES.items())
     small, large = MESSAGES
     beta = (large_s - small_s) / (large - small)
-    link = Link(alpha_s=small_s - small * beta, beta_s_per_byte=beta)
+    link = LinkCost(alpha_s=small_s - small * beta, beta_s_per_byte=beta)
     return Network(messages=link, dense=link, select_s_per_element=0.0)
 
 

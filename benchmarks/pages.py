@@ -1,4 +1,4 @@
-"""Writes the tables of `docs/benchmarks` and of the README from the files in `results`.
+"""Writes the tables of figures in `docs` and in the README from the files in `results`.
 
     python benchmarks/pages.py [--check]
 
@@ -44,7 +44,7 @@ class PageError(Exception):
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def written(page: Path) -> str:

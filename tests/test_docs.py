@@ -25,6 +25,21 @@ PAGES = sorted(
         *ROOT.glob("examples/*.md"),
     ]
 )
+WIDER_STILL = (
+    "ARCHITECTURE",
+    "cluster",
+    "comparing",
+    "doctor",
+    "emulation",
+    "records",
+    "report",
+    "trace",
+)
+OWN_PROSE = [
+    page
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md")
+    if page.parent.name != "methods" and page.stem not in WIDER_STILL
+]
 EXAMPLES = {"plain_loop.py": ["--epochs", "1"], "amp_accumulation.py": ["--steps", "3"]}
 
 
@@ -124,6 +139,22 @@ def test_every_option_of_a_strategy_stands_on_its_page_with_its_default(name: st
         row = re.search(rf"^\| `{field.name}` \| (.*?) \|", page, re.MULTILINE)
         assert row, field.name
         assert row[1].strip("`").replace('"', "'") == repr(field.default), field.name
+
+
+def prose(page: Path) -> Iterator[str]:
+    """The lines of a page without tables, examples and what is made from result files."""
+    text = re.sub(
+        r"^<!-- (table: |list ).*?<!-- end of table -->", "", page.read_text(), flags=re.M | re.S
+    )
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    for line in text.splitlines():
+        if not line.startswith(("|", "    ")):
+            yield line
+
+
+@pytest.mark.parametrize("page", OWN_PROSE, ids=name_of)
+def test_a_line_of_prose_has_at_most_100_characters(page: Path) -> None:
+    assert [line for line in prose(page) if len(line) > 100] == []
 
 
 def test_every_error_has_a_section_in_troubleshooting() -> None:

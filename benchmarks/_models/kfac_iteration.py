@@ -28,12 +28,12 @@ from offbeat.kfac.planning.placement import (
     placement_time,
     round_robin,
 )
-from offbeat.planning.costs import Link
+from offbeat.planning.costs import LinkCost
 
 FORWARD_SHARE = 1 / 3
 """Backward multiplies twice as often as forward."""
 
-Fusion: TypeAlias = Callable[[Sequence[float], Sequence[int], Link], list[list[int]]]
+Fusion: TypeAlias = Callable[[Sequence[float], Sequence[int], LinkCost], list[list[int]]]
 """`overlap.fuse_for_earliest_end`, or another with the same arguments."""
 
 Placement: TypeAlias = Callable[[Sequence[int], int, InverseCosts], tuple[Owner, ...]]
@@ -70,7 +70,7 @@ class IterationCosts:
     forward_backward_s: float
     factors_s: float
     gradients_s: float
-    all_reduce: Link
+    all_reduce: LinkCost
     inverse: InverseCosts
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from _models.kfac_iteration import IterationCosts, Layer
 from offbeat.kfac.planning.inversion import ExponentialInversion, PolynomialInversion
 from offbeat.kfac.planning.placement import BYTES_PER_ELEMENT, InverseCosts, packed_bytes
-from offbeat.planning.costs import Channel, Link
+from offbeat.planning.costs import Channel, LinkCost
 
 WORLD_SIZE = 64
 
@@ -103,5 +103,5 @@ def fitted_to_baselines() -> IterationCosts:
     return replace(printed, inverse=inverse)
 
 
-def _per_element(alpha_s: float, beta_s: float) -> Link:
-    return Link(alpha_s=alpha_s, beta_s_per_byte=beta_s / BYTES_PER_ELEMENT)
+def _per_element(alpha_s: float, beta_s: float) -> LinkCost:
+    return LinkCost(alpha_s=alpha_s, beta_s_per_byte=beta_s / BYTES_PER_ELEMENT)

@@ -29,7 +29,7 @@ from _models.kfac_published import (
 from offbeat.kfac.planning.inversion import PolynomialInversion
 from offbeat.kfac.planning.overlap import fuse_by_rule
 from offbeat.kfac.planning.placement import InverseCosts, packed_elements, place_by_rule
-from offbeat.planning.costs import Channel, Link
+from offbeat.planning.costs import Channel, LinkCost
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods" / "spdkfac-planning.md"
 
@@ -44,7 +44,7 @@ layers_of_models = st.lists(
     max_size=15,
 )
 seconds = st.floats(0, 1)
-links = st.builds(Link, alpha_s=st.floats(0, 0.1), beta_s_per_byte=st.floats(0, 1e-7))
+links = st.builds(LinkCost, alpha_s=st.floats(0, 0.1), beta_s_per_byte=st.floats(0, 1e-7))
 costs_of_clusters = st.builds(
     IterationCosts,
     forward_backward_s=seconds,
@@ -129,12 +129,12 @@ def test_an_iteration_by_hand() -> None:
     """
     layers = [Layer(a_dim=2, g_dim=1)]
     inversion = PolynomialInversion(constant_s=0.0, square_s=0.0, cube_s=1.0)
-    free = Channel(link=Link(alpha_s=0.0, beta_s_per_byte=0.0), gap_s=0.0)
+    free = Channel(link=LinkCost(alpha_s=0.0, beta_s_per_byte=0.0), gap_s=0.0)
     costs = IterationCosts(
         forward_backward_s=3.0,
         factors_s=5.0,
         gradients_s=0.5,
-        all_reduce=Link(alpha_s=2.0, beta_s_per_byte=0.0),
+        all_reduce=LinkCost(alpha_s=2.0, beta_s_per_byte=0.0),
         inverse=InverseCosts(inversion=inversion, broadcast=free),
     )
     assert ready_times(layers, costs) == [4.0, 8.0]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from offbeat.kfac import eigen, inverses
 from offbeat.kfac.blocks import FactorShape
 from offbeat.kfac.eigen import Decomposer, decompose
-from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter, is_there, usual_form
+from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter, has_inverse, usual_form
 from offbeat.kfac.symmetric import pack, unpack
 
 
@@ -70,7 +70,7 @@ def test_batches_of_any_mixture_are_inverted_each_with_its_damping(
         tasks.append(task(matrices, damping=0.1 * (seed + 1)))
     for each, inverse in zip(tasks, Inverter(pytest.fail, form).invert(tasks), strict=True):
         assert inverse.shape == each.shape.packed
-        assert is_there(inverse)
+        assert has_inverse(inverse)
         damped = square(each.packed, each) + each.damping * torch.eye(
             each.shape.dim, dtype=torch.float64
         )
@@ -111,7 +111,7 @@ def test_in_bfloat16_inverses_are_the_same_rounded_and_square(kinds: list[tuple[
     exact, rounded = (Inverter(pytest.fail, form).invert(tasks) for form in ("inverse", "bfloat16"))
     for each, one, other in zip(tasks, exact, rounded, strict=True):
         assert other.shape == Inverter(pytest.fail, "bfloat16").stored_shape(each.shape)
-        assert is_there(other)
+        assert has_inverse(other)
         assert torch.equal(other, square(one, each).bfloat16().flatten(1))
 
 
@@ -145,7 +145,7 @@ def test_float64_may_help(form: InverseForm) -> None:
         each = task(unpack(packed, dim), damping=0.01)
         (inverse,) = Inverter(pytest.fail, form).invert([each])
     assert rungs == [(torch.float32, False), (torch.float32, False), (torch.float64, True)]
-    assert is_there(inverse)
+    assert has_inverse(inverse)
     assert (torch.linalg.eigvalsh(inverse_of(inverse.double(), each, form)) > 0).all()
 
 
@@ -163,7 +163,7 @@ def test_a_hopeless_factor_has_no_inverse_harms_no_other_and_is_named_once(
         found = inverter.invert(tasks)
         assert not found[0].any()
         assert not found[2].any()
-        assert not is_there(found[0])
+        assert not has_inverse(found[0])
         damped = good + 0.1 * torch.eye(5)
         torch.testing.assert_close(
             inverse_of(found[1], tasks[1], form) @ damped,
@@ -180,7 +180,7 @@ def test_a_hopeless_factor_has_no_inverse_harms_no_other_and_is_named_once(
 def test_one_bad_group_leaves_the_whole_factor_without_an_inverse(form: InverseForm) -> None:
     matrices = torch.cat([moment(1, 5, 2, torch.float32), indefinite(-50.0)])
     (inverse,) = Inverter(lambda warning: None, form).invert([task(matrices)])
-    assert not is_there(inverse)
+    assert not has_inverse(inverse)
 
 
 @pytest.mark.parametrize("form", ["triangle", "inverse", "bfloat16"])
@@ -197,13 +197,13 @@ def test_what_was_never_averaged_has_no_inverse_and_needs_no_warning(form: Inver
 def test_where_answers_come_later_a_failure_climbs_the_ladder_the_next_time(
     form: InverseForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inverses, "answers_later", lambda device: True)
+    monkeypatch.setattr(inverses, "is_asynchronous", lambda device: True)
     inverter = Inverter(pytest.fail, form)
     tasks = [task(indefinite(-0.5), name="bad:input"), task(moment(1, 5, 2, torch.float32))]
     now, later, after = (inverter.invert(tasks) for _ in range(3))
     assert not now[0].any()
-    assert is_there(now[1])
-    assert is_there(later[0])
+    assert has_inverse(now[1])
+    assert has_inverse(later[0])
     expected = torch.linalg.inv(indefinite(-0.5) + torch.eye(5))
     torch.testing.assert_close(inverse_of(later[0], tasks[0], form), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(now[1], later[1])
@@ -249,6 +249,6 @@ def test_an_eigendecomposition_that_fails_harms_no_other(monkeypatch: pytest.Mon
     decomposer = Decomposer(warnings.append)
     for _ in range(2):
         kept = decomposer.invert([good, bad])
-        assert [is_there(each).item() for each in kept] == [True, False]
+        assert [has_inverse(each).item() for each in kept] == [True, False]
         assert not kept[1].any(), "zeros are what every rank takes for none"
     assert len(warnings) == 2, "the second one is the decomposer's, said once"

@@ -31,12 +31,12 @@ from offbeat.lab.doctor.kernel import scratch_name, try_kernel, try_writing
 from offbeat.lab.doctor.measure import Host, Measurement
 from offbeat.lab.doctor.pairs import PairLink, measure_pairs, num_rounds, partner, slow_workers
 from offbeat.lab.doctor.sockets import Listening, own_sockets, sockets_at
-from offbeat.planning.costs import Link, Network
+from offbeat.planning.costs import LinkCost, Network
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
 
 def network(rate_bit_per_s: float, *, latency_s: float = 1e-4) -> Network:
-    link = Link(alpha_s=latency_s, beta_s_per_byte=8 / rate_bit_per_s)
+    link = LinkCost(alpha_s=latency_s, beta_s_per_byte=8 / rate_bit_per_s)
     return Network(messages=link, dense=link, select_s_per_element=1e-9)
 
 
@@ -54,7 +54,7 @@ def measurement(**changes: object) -> Measurement:
 
 def pair(first: int, second: int, *, rate_bit_per_s: float = 1e9) -> PairLink:
     return PairLink(
-        first=first, second=second, cost=Link(alpha_s=1e-4, beta_s_per_byte=8 / rate_bit_per_s)
+        first=first, second=second, cost=LinkCost(alpha_s=1e-4, beta_s_per_byte=8 / rate_bit_per_s)
     )
 
 
@@ -186,7 +186,7 @@ def test_alone_it_says_how_to_start_it() -> None:
 
 def test_a_link_reads_like_one() -> None:
     assert (
-        display_link(Link(alpha_s=52.34e-6, beta_s_per_byte=8 / 941.23e6))
+        display_link(LinkCost(alpha_s=52.34e-6, beta_s_per_byte=8 / 941.23e6))
         == "52.3 us a message, 941 Mbit/s"
     )
 

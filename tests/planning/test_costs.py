@@ -15,7 +15,7 @@ from offbeat.kfac.planning.inversion import (
     fit_inversion,
     slowest,
 )
-from offbeat.planning.costs import Channel, Link, fit_link
+from offbeat.planning.costs import Channel, LinkCost, fit_link
 
 sizes = st.lists(st.integers(1, 10**8), min_size=2, max_size=20, unique=True)
 coefficients = st.floats(1e-9, 1.0)
@@ -26,7 +26,7 @@ dims = st.lists(st.integers(1, 5000), min_size=3, max_size=20, unique=True)
 def test_the_fit_of_an_exact_link_repeats_its_durations(
     sizes: list[int], alpha_s: float, beta_s: float
 ) -> None:
-    link = Link(alpha_s=alpha_s, beta_s_per_byte=beta_s)
+    link = LinkCost(alpha_s=alpha_s, beta_s_per_byte=beta_s)
     timed = [(size, link.time_s(num_messages=1, num_bytes=size)) for size in sizes]
     fitted = fit_link(timed)
     for size, seconds in timed:
@@ -134,7 +134,7 @@ messages = st.lists(st.tuples(st.floats(0, 10), st.integers(0, 100)), min_size=1
 def test_a_channel_lies_between_messages_in_sequence_and_bare_bytes(
     messages: list[tuple[float, int]], part: float
 ) -> None:
-    link = Link(alpha_s=0.5, beta_s_per_byte=0.01)
+    link = LinkCost(alpha_s=0.5, beta_s_per_byte=0.01)
     in_sequence, overlapping, between = (
         Channel(link=link, gap_s=gap_s).last_arrival_s(messages)
         for gap_s in (link.alpha_s, 0.0, part * link.alpha_s)
@@ -148,4 +148,4 @@ def test_a_channel_lies_between_messages_in_sequence_and_bare_bytes(
 
 def test_a_gap_is_a_part_of_alpha() -> None:
     with pytest.raises(ConfigError, match="gap_s is 2.0"):
-        Channel(link=Link(alpha_s=1.0, beta_s_per_byte=0.0), gap_s=2.0)
+        Channel(link=LinkCost(alpha_s=1.0, beta_s_per_byte=0.0), gap_s=2.0)

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from offbeat.planning.costs import Link, Network
+from offbeat.planning.costs import LinkCost, Network
 from offbeat.transport.operations import AllGather, AllReduceTensor, Collective, Now, Recv, Send
 
 _REPORT = struct.Struct("<5d")
@@ -66,8 +66,8 @@ def probe(
         max(column) for column in zip(*(_REPORT.unpack(report) for report in reports), strict=True)
     ]
     return Network(
-        messages=Link(alpha_s=slowest[0], beta_s_per_byte=slowest[1]),
-        dense=Link(alpha_s=slowest[2], beta_s_per_byte=slowest[3]),
+        messages=LinkCost(alpha_s=slowest[0], beta_s_per_byte=slowest[1]),
+        dense=LinkCost(alpha_s=slowest[2], beta_s_per_byte=slowest[3]),
         select_s_per_element=slowest[4],
     )
 
@@ -98,7 +98,7 @@ def _reduce(num_bytes: int, device: torch.device) -> Collective[None]:
     float(total[0])  # on a GPU the sum is over only when the host can read it
 
 
-def _fit(small_s: float, large_s: float, small_bytes: float, large_bytes: float) -> Link:
+def _fit(small_s: float, large_s: float, small_bytes: float, large_bytes: float) -> LinkCost:
     """The line through both points.
 
     If the small one was disturbed, the line would be flat, and any number of bytes would seem to
@@ -106,4 +106,4 @@ def _fit(small_s: float, large_s: float, small_bytes: float, large_bytes: float)
     of the large one's time is put down to its bytes.
     """
     beta = max((large_s - small_s) / (large_bytes - small_bytes), large_s / large_bytes / 2)
-    return Link(alpha_s=max(small_s - small_bytes * beta, 0.0), beta_s_per_byte=beta)
+    return LinkCost(alpha_s=max(small_s - small_bytes * beta, 0.0), beta_s_per_byte=beta)

@@ -18,7 +18,7 @@ from offbeat.collectives import dense, sparse_reduce_scatter, topk_allgather
 from offbeat.collectives.base import CostOf
 from offbeat.collectives.probe import probe
 from offbeat.parts.part import Part
-from offbeat.planning.costs import Link, Network, cheapest
+from offbeat.planning.costs import LinkCost, Network, cheapest
 from offbeat.transport.driver import Driver, Stream
 
 SPARSE_COSTS: Mapping[str, CostOf] = {
@@ -121,8 +121,8 @@ class CheapestCollective(Part):
         ):  # otherwise the old figures say nothing about the new ranks
             network = saved["network"]
             self.network = Network(
-                messages=Link(**network["messages"]),
-                dense=Link(**network["dense"]),
+                messages=LinkCost(**network["messages"]),
+                dense=LinkCost(**network["dense"]),
                 select_s_per_element=network["select_s_per_element"],
             )
 

@@ -97,7 +97,7 @@ def _rebound(function: Any, names: dict[str, Any]) -> FunctionType:
 
 
 class ProjectionSink(Protocol):
-    """What a `Capture` is to attention."""
+    """What attention knows of a `Capture`."""
 
     def saw_inputs(self, index: int, inputs: torch.Tensor, *, num_terms: int | None) -> None: ...
 
@@ -115,7 +115,13 @@ class ProjectionSink(Protocol):
 
 
 class Projections:
-    """A watcher that knows which of `blocks` each projection of `module` belongs to."""
+    """An observer that knows which block each projection of an attention belongs to.
+
+    Args:
+        sink: is told of inputs and outputs of blocks.
+        module: the attention.
+        blocks: its blocks, by the index that `sink` knows them by.
+    """
 
     def __init__(
         self, sink: ProjectionSink, module: nn.MultiheadAttention, blocks: Mapping[int, Block]

@@ -21,7 +21,7 @@ import torch
 
 from offbeat.errors import CheckpointError
 from offbeat.kfac.blocks import FactorShape
-from offbeat.kfac.inverses import answers_later
+from offbeat.kfac.inverses import is_asynchronous
 from offbeat.kfac.symmetric import diagonal
 
 
@@ -56,7 +56,9 @@ class RunningFactor:
         counts = torch.isfinite(increment.sum()) & (
             torch.as_tensor(weight, device=increment.device) > 0
         )
-        if not answers_later(increment.device):
+        # On a GPU the host would wait for `counts`, so it is used as a mask there. The CPU's way is
+        # the same arithmetic without the copies.
+        if not is_asynchronous(increment.device):
             if counts:
                 self.mass.lerp_(torch.ones_like(self.mass), 1 - decay)
                 self.weighted_sum.lerp_(increment, 1 - decay)

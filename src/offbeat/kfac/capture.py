@@ -170,13 +170,17 @@ class Capture:
             )
         if side == "input":
             return Increment(moment.packed.div_(moment.num_rows), float(moment.num_rows))
+        # The backward pass delivers the gradient of a mean over all terms: each term's own gradient
+        # is that times the number of terms, and G is a product of two of them.
         scale = terms.num if self._options.loss == "mean" else 1
         return Increment(moment.packed.mul_(scale**2 / terms.num_seen), float(terms.num_seen))
 
     # Called while the model runs
 
     def saw_inputs(self, index: int, inputs: torch.Tensor, *, num_terms: int | None = None) -> None:
-        """Block `index` is about to be called."""
+        """Block `index` is about to be called with `inputs`, which belong to `num_terms` terms of
+        the loss; None: the block counts them.
+        """
         if self._listens(index, inputs) and not _inside_backward():
             self._add_inputs(index, inputs, num_terms)
 
@@ -189,9 +193,20 @@ class Capture:
         num_terms: int | None = None,
         select: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: gradient,
     ) -> None:
-        """Block `index` was called. `select` picks its part of the output's gradient."""
+        """Block `index` was called.
+
+        Args:
+            index: of the block.
+            inputs: what it was called with.
+            output: what it returned; its gradient is what is looked at.
+            num_terms: terms of the loss that the inputs belong to; None: the block counts them.
+            select: picks the block's part of the output's gradient.
+        """
         if not self._listens(index, inputs) or not output.requires_grad:
             return
+        # A checkpointed forward pass runs again inside the backward pass. What its hooks recorded
+        # the first time must not be recorded twice; a re-entrant checkpoint ran without gradients
+        # then, so its inputs are recorded when the gradient comes.
         recomputing = _inside_backward()
         # Inputs are kept only where they are needed: keeping them would undo what checkpoints save.
         kept = inputs.detach() if recomputing or self._blocks[index].masks_outputs else None
@@ -242,7 +257,7 @@ class Capture:
         seen = self._sampled(inputs.detach(), dim)
         with _plain_arithmetic(inputs.device.type):
             sums.inputs = _plus(sums.inputs, block.input_moment(seen))
-        # as many of each example
+        # Of each example that is looked at, all terms are.
         num_seen = (
             num_terms if dim is None else num_terms // max(inputs.shape[dim], 1) * seen.shape[dim]
         )
@@ -257,6 +272,7 @@ class Capture:
         with _plain_arithmetic(gradient.device.type):
             moment = self._blocks[index].output_moment(self._sampled(gradient, dim), inputs)
             if (scale := self._grad_scale()) != 1:
+                # G is a product of two gradients, each scaled by AMP.
                 moment.packed.div_(scale**2)
             sums.outputs = _plus(sums.outputs, moment)
         self._added(index, "output", began_s)

@@ -114,7 +114,7 @@ def by_rows(
     images: torch.Tensor, window: Window, *, groups: int = 1, ones: bool = False
 ) -> torch.Tensor:
     """`patch_moment` for any window, one row of taps at a time, each with itself and the rows
-    below.
+    below. The arguments are those of `patch_moment`, the result is its moment.
     """
     taps, stride, dilation, per_group = (
         window.taps,
@@ -177,6 +177,7 @@ def _weight_gradient(
     shape = (gradient.shape[1], images.shape[1] // groups, *kernel)
     step = max(MAX_SUMMED // gradient.shape[2:].numel(), 1)
     products = images.new_zeros(shape)
+    # TF32 would lose the small eigenvalues, on which an inverse depends most.
     with torch.backends.cudnn.flags(allow_tf32=False):
         for some, their in zip(images.split(step), gradient.split(step), strict=True):
             products += conv2d_weight(
@@ -212,7 +213,9 @@ def _windows(images: torch.Tensor, window: Window) -> torch.Tensor:
 def by_shifts(
     images: torch.Tensor, window: Window, *, groups: int = 1, ones: bool = False
 ) -> torch.Tensor:
-    """`patch_moment` for stride 1 and padding within the kernel's reach, one shift at a time."""
+    """`patch_moment` for stride 1 and padding within the kernel's reach, one shift at a time. The
+    arguments are those of `patch_moment`, the result is its moment.
+    """
     total, blocks = _empty_moment(images, window, groups, ones)
     _write_shifts_(blocks, images, window)
     _subtract_frame_(blocks, images, window)

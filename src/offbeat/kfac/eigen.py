@@ -30,7 +30,7 @@ from offbeat.kfac.inverses import (
     InversionTask,
     Inverter,
     batches_of_one_shape,
-    is_there,
+    has_inverse,
     usual_form,
 )
 from offbeat.kfac.symmetric import unpack
@@ -57,7 +57,7 @@ class Eigendecomposition:
         """What `kept`, of the shape that `Decomposer.stored_shape` says, stands for. The results
         are views of it, as far as they can be.
         """
-        values = torch.where(is_there(kept), kept[:, 1 : 1 + shape.dim], -1.0)
+        values = torch.where(has_inverse(kept), kept[:, 1 : 1 + shape.dim], -1.0)
         vectors = (
             None
             if shape.is_diagonal
@@ -67,11 +67,11 @@ class Eigendecomposition:
 
     def row(self) -> torch.Tensor:
         """The inverse of `of`."""
-        there = (self.values >= 0).all()
+        exists = (self.values >= 0).all()
         parts = [torch.ones_like(self.values[:, :1]), self.values]
         if self.vectors is not None:
             parts.append(self.vectors.flatten(1))
-        return torch.where(there, torch.cat(parts, dim=1), 0.0)
+        return torch.where(exists, torch.cat(parts, dim=1), 0.0)
 
 
 class Decomposer:
@@ -104,12 +104,19 @@ class Decomposer:
 def form_of(
     device: torch.device, inverse_interval: int, *, eigen: bool, bfloat16: bool
 ) -> StoredForm:
-    """What to keep: eigendecompositions, inverses in bfloat16, or in their usual form."""
+    """In which form inverses are kept.
+
+    Args:
+        device: of the factors.
+        inverse_interval: steps that an inverse serves, >= 1.
+        eigen: whether factors are decomposed into eigenvectors.
+        bfloat16: whether inverses are kept in bfloat16.
+    """
     return "eigen" if eigen else "bfloat16" if bfloat16 else usual_form(device, inverse_interval)
 
 
 def make_inverter(form: StoredForm, warn: Callable[[str], None]) -> Inverter | Decomposer:
-    """What makes it."""
+    """What turns factors into what is kept of them in `form`. `warn` is told of failures."""
     return Decomposer(warn) if form == "eigen" else Inverter(warn, form)
 
 
@@ -140,14 +147,15 @@ def _decompose(
     try:
         values, vectors = torch.linalg.eigh(matrices)
     except LinAlgError:
+        # One matrix without a decomposition must not cost the others of its batch theirs.
         if len(tasks) > 1:
             return [eigen for task in tasks for eigen in _decompose([task], warn)]
-        return [_carefully(tasks[0], matrices, warn)]
+        return [_decompose_in_float64(tasks[0], matrices, warn)]
     pairs = zip(vectors.split(groups), values.clamp_(min=0).split(groups), strict=True)
     return [Eigendecomposition(some_vectors, some_values) for some_vectors, some_values in pairs]
 
 
-def _carefully(
+def _decompose_in_float64(
     task: InversionTask, matrices: torch.Tensor, warn: Callable[[str], None]
 ) -> Eigendecomposition:
     """In float64, or not at all."""

@@ -24,9 +24,9 @@ factor's condition number is above 2^8 or so, little but rounding is left of P a
 eigenvectors with its largest eigenvalues.
 
 Whether a decomposition succeeded is known on the device at once and on the host later. On a CPU
-that makes no difference. On a GPU nothing waits: the verdict is copied while work goes on and read
-before the next inversions, and a matrix that failed has no inverse until then, when it climbs the
-ladder.
+that makes no difference. On a GPU nothing waits: the outcome is copied while work goes on and read
+before the next inversions, and a matrix that failed has no inverse until then, when it is
+tried again.
 
 Cost for d rows: d^3 / 3 operations for a triangle, d^3 for an inverse, and d^2 numbers of scratch.
 """
@@ -46,12 +46,13 @@ from offbeat.kfac.symmetric import pack, unpack
 InverseForm: TypeAlias = Literal["triangle", "inverse", "bfloat16"]
 """What is kept of an inverse; "bfloat16": itself, rounded, and square."""
 
-LADDER: tuple[tuple[float, torch.dtype | None], ...] = (
-    (1.0, None),
+RETRIES: tuple[tuple[float, torch.dtype | None], ...] = (
     (10.0, None),
     (10.0, torch.float64),
 )
-"""By how much damping is multiplied, and in which dtype (None: the factor's)."""
+"""How a matrix that is not positive definite is tried again: by how much the damping is multiplied,
+and in which dtype (None: the factor's).
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +81,9 @@ STEPS_OF_A_TRIANGLE = 25
 def usual_form(device: torch.device, inverse_interval: int) -> InverseForm:
     """Inverses, except where a CPU makes new ones often. GPUs are slow at solving."""
     return (
-        "inverse" if answers_later(device) or inverse_interval > STEPS_OF_A_TRIANGLE else "triangle"
+        "inverse"
+        if is_asynchronous(device) or inverse_interval > STEPS_OF_A_TRIANGLE
+        else "triangle"
     )
 
 
@@ -89,12 +92,12 @@ def dtype_of(form: InverseForm | Literal["eigen"], dtype: torch.dtype) -> torch.
     return torch.bfloat16 if form == "bfloat16" else dtype
 
 
-def answers_later(device: torch.device) -> bool:
+def is_asynchronous(device: torch.device) -> bool:
     """Whether asking for a value makes the host wait."""
     return device.type == "cuda"
 
 
-def is_there(inverse: torch.Tensor) -> torch.Tensor:
+def has_inverse(inverse: torch.Tensor) -> torch.Tensor:
     """Whether what is kept of an inverse, shape (groups, n), is one and not zeros: a scalar tensor
     of bools.
     """
@@ -113,8 +116,8 @@ class Inverter:
         self._warn = warn
         self._form = form
         self._warned: set[str] = set()
-        self._verdicts: list[_Verdict] = []
-        self._suspects: set[str] = set()
+        self._outcomes: list[_CholeskyOutcome] = []
+        self._failed_before: set[str] = set()
 
     def stored_shape(self, shape: FactorShape) -> tuple[int, int]:
         """Shape of what is kept of a factor's inverse."""
@@ -128,15 +131,17 @@ class Inverter:
         """What stands for the inverses of (factor + damping * identity), in the order of `tasks`;
         zeros where there is none.
         """
-        self._read_verdicts()
+        self._read_outcomes()
         inverses: list[torch.Tensor] = [task.packed for task in tasks]
         for numbers in batches_of_one_shape(tasks):
             some = [tasks[number] for number in numbers]
             results = _reciprocals(some) if some[0].shape.is_diagonal else self._decompose(some)
             for number, exact in zip(numbers, results, strict=True):
                 valid, result = tasks[number].valid, exact.to(dtype_of(self._form, exact.dtype))
-                looks = not answers_later(result.device)
-                inverses[number] = result if looks and valid else torch.where(valid, result, 0.0)
+                # Asking whether the factor is valid saves a copy on a CPU, and costs a wait on a
+                # GPU.
+                may_ask = not is_asynchronous(result.device)
+                inverses[number] = result if may_ask and valid else torch.where(valid, result, 0.0)
         return inverses
 
     def _decompose(self, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
@@ -145,27 +150,27 @@ class Inverter:
         damping = torch.cat([task.damping.expand(task.shape.groups) for task in tasks])
         results, good = damp_and_invert_(unpack(packed, dim), damping, self._form)
         counted = torch.cat([task.valid.expand(task.shape.groups) for task in tasks])
-        verdict = _Verdict.of([task.name for task in tasks], groups, good | ~counted)
-        if not answers_later(packed.device) or self._suspects.intersection(verdict.names):
-            failed = verdict.failed()
-            self._suspects.difference_update(verdict.names)
-            self._suspects.update(verdict.name_at(place) for place in failed)
+        outcome = _CholeskyOutcome.of([task.name for task in tasks], groups, good | ~counted)
+        if not is_asynchronous(packed.device) or self._failed_before.intersection(outcome.names):
+            failed = outcome.failed()
+            self._failed_before.difference_update(outcome.names)
+            self._failed_before.update(outcome.name_at(place) for place in failed)
             for place in failed:
-                results[place] = self._climb(
-                    verdict.name_at(place), packed[place], dim, damping[place]
+                results[place] = self._retry(
+                    outcome.name_at(place), packed[place], dim, damping[place]
                 )
         else:
-            self._verdicts.append(verdict)
+            self._outcomes.append(outcome)
         kept = results.flatten(1) if self._form == "bfloat16" else pack(results)
         return list(kept.split(groups))
 
-    def _climb(
+    def _retry(
         self, name: str, packed: torch.Tensor, dim: int, damping: torch.Tensor
     ) -> torch.Tensor:
-        """What stands for the inverse of one matrix that failed, shape (d, d), from a higher rung
-        of the ladder.
+        """What stands for the inverse of one matrix that failed, shape (d, d); zeros where every
+        further attempt fails too.
         """
-        for times, dtype in LADDER[1:]:
+        for times, dtype in RETRIES:
             matrix = unpack(packed[None].to(dtype or packed.dtype), dim)
             result, good = damp_and_invert_(
                 matrix, (damping * times).to(matrix.dtype)[None], self._form
@@ -176,19 +181,21 @@ class Inverter:
             self._warned.add(name)
             self._warn(
                 f"K-FAC's factor {name} is not positive definite, even in float64 and with"
-                f" {LADDER[-1][0]:g} times the damping; its layer gets plain gradients until it is"
+                f" {RETRIES[-1][0]:g} times the damping; its layer gets plain gradients until it is"
             )
         return torch.zeros(dim, dim, dtype=packed.dtype, device=packed.device)
 
-    def _read_verdicts(self) -> None:
-        """Those that failed the last time, where nobody has looked yet, are looked at this time."""
-        verdicts, self._verdicts = self._verdicts, []
-        self._suspects.update(
-            verdict.name_at(place) for verdict in verdicts for place in verdict.failed()
+    def _read_outcomes(self) -> None:
+        """Learn which matrices failed the last time, where the host has not asked yet. These are
+        asked for this time.
+        """
+        outcomes, self._outcomes = self._outcomes, []
+        self._failed_before.update(
+            outcome.name_at(place) for outcome in outcomes for place in outcome.failed()
         )
 
 
-class _Verdict(NamedTuple):
+class _CholeskyOutcome(NamedTuple):
     """Which of a batch of matrices were positive definite, on its way to the host."""
 
     names: Sequence[str]
@@ -197,7 +204,9 @@ class _Verdict(NamedTuple):
     arrived: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, names: Sequence[str], groups: Sequence[int], good: torch.Tensor) -> _Verdict:
+    def of(
+        cls, names: Sequence[str], groups: Sequence[int], good: torch.Tensor
+    ) -> _CholeskyOutcome:
         if not good.is_cuda:
             return cls(names, groups, good, None)
         host = torch.empty(good.shape, dtype=good.dtype, pin_memory=True).copy_(
@@ -244,12 +253,12 @@ def damp_and_invert_(
     """
     matrices.diagonal(dim1=1, dim2=2).add_(damping[:, None])
     return (
-        _on_device(matrices, form) if answers_later(matrices.device) else _on_host(matrices, form)
+        _on_device(matrices, form) if is_asynchronous(matrices.device) else _on_host(matrices, form)
     )
 
 
 def _on_host(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor, torch.Tensor]:
-    """Looking costs nothing here."""
+    """In main memory, where the host may ask for a value at no cost."""
     good = cholesky_(matrices, inverts=form != "triangle") & _all_finite(matrices)
     if form == "bfloat16":
         matrices = matrices.triu() + matrices.triu(1).mT
@@ -259,14 +268,15 @@ def _on_host(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor, t
 
 
 def _on_device(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every matrix is masked, and nothing is called that asks for values."""
+    """On a GPU: every matrix is masked, and nothing is called that asks for values, since the host
+    would wait for the device.
+    """
     result, info = torch.linalg.cholesky_ex(matrices)
     good = (info == 0) & _all_finite(result)
     if form != "triangle":
         identity = torch.eye(matrices.shape[1], dtype=matrices.dtype, device=matrices.device)
-        lower = torch.where(
-            good[:, None, None], result, identity
-        )  # a broken one could make the next line raise for all
+        # A broken triangle could make the next call raise for the whole batch.
+        lower = torch.where(good[:, None, None], result, identity)
         result = torch.cholesky_solve(identity.expand_as(lower), lower)
         good &= _all_finite(result)
     return torch.where(good[:, None, None], result, 0.0).mT, good

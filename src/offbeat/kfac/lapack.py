@@ -58,9 +58,8 @@ def cholesky_(matrices: torch.Tensor, *, inverts: bool) -> torch.Tensor:
     good = []
     with _as_many_threads_as_torch():
         for matrix in matrices.numpy():
-            columns = (
-                matrix.T
-            )  # LAPACK's lower triangles, which are laid out by columns, are upper ones by rows
+            # LAPACK's lower triangles, which are laid out by columns, are upper ones by rows.
+            columns = matrix.T
             _, info = decompose(columns, lower=1, clean=0, overwrite_a=1)
             if inverts and info == 0:
                 _, info = invert(columns, lower=1, overwrite_c=1)

@@ -172,7 +172,7 @@ class KFACPart(Part):
         inverts = self._settings.has_inversions(step) or self.preconditioner.is_stale
         has_factors = self.scheduler.pop_has_sent()
         if inverts:
-            inverses.start(self.accumulator.task)
+            inverses.start(self.accumulator.inversion_task)
         if has_factors:
             self._take_in(inverts=inverts)
         if inverts:
@@ -190,7 +190,7 @@ class KFACPart(Part):
         num_retired: list[tuple[int, torch.Tensor]] = []
         for number, message in enumerate(self.scheduler.messages, start=1):
             if inverts:
-                inverses.fill(message.is_there)
+                inverses.fill(message.has_arrived)
             began_s = time.monotonic()
             message.wait()
             self.wait_s += time.monotonic() - began_s

@@ -26,7 +26,7 @@ import torch
 
 from offbeat.kfac.blocks import Block
 from offbeat.kfac.eigen import Eigendecomposition
-from offbeat.kfac.inverses import InverseForm, answers_later, is_there
+from offbeat.kfac.inverses import InverseForm, has_inverse, is_asynchronous
 from offbeat.kfac.symmetric import unpack
 
 
@@ -59,19 +59,19 @@ class InversePair:
             out.copy_(outputs @ half)
         else:
             out.copy_(_from_right(half.mT, outputs, self.form).mT)
-        there = is_there(self.inputs) & is_there(self.outputs)
-        _zero_unless_(there, out)
-        return there
+        exists = has_inverse(self.inputs) & has_inverse(self.outputs)
+        _zero_unless_(exists, out)
+        return exists
 
     def _square(self, kept: torch.Tensor, dim: int) -> torch.Tensor:
         return kept.unflatten(1, (dim, dim)) if self.form == "bfloat16" else unpack(kept, dim)
 
 
-def _zero_unless_(there: torch.Tensor, preconditioned: torch.Tensor) -> None:
+def _zero_unless_(exists: torch.Tensor, preconditioned: torch.Tensor) -> None:
     """Zeros, unless there is an inverse. On a GPU that is masked rather than asked."""
-    if answers_later(there.device):
-        preconditioned.masked_fill_(~there, 0)
-    elif not there:
+    if is_asynchronous(exists.device):
+        preconditioned.masked_fill_(~exists, 0)
+    elif not exists:
         preconditioned.zero_()
 
 
@@ -81,7 +81,7 @@ def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: InverseFo
     """
     groups = max(len(matrices), len(symmetric))
     if form != "triangle":
-        # one group that serves many is one product, not as many copies
+        # One matrix that serves all groups is one large product, and not as many copies of it.
         return (
             matrices @ symmetric
             if groups == len(symmetric)
@@ -126,9 +126,9 @@ class EigenPair:
             turned /= of_g * of_a + self.damping
         if right is not None:
             turned = turned @ right.mT
-        there = (self.inputs.values >= 0).all() & (self.outputs.values >= 0).all()
-        torch.matmul(left, turned, out=out).mul_(there)
-        return there
+        exists = (self.inputs.values >= 0).all() & (self.outputs.values >= 0).all()
+        torch.matmul(left, turned, out=out).mul_(exists)
+        return exists
 
 
 Curvature: TypeAlias = InversePair | EigenPair
@@ -219,7 +219,7 @@ def precondition_(
     blocks = [blocks[number] for number in live]
     gradients, preconditioned = read_gradients(blocks), BlockMatrices.empty(blocks)
     matrices = list(zip(blocks, gradients.each, preconditioned.each, strict=True))
-    are_there = [
+    found = [
         curvatures[number].apply(gradient, block, out=out)
         for number, (block, gradient, out) in zip(live, matrices, strict=True)
     ]
@@ -232,8 +232,8 @@ def precondition_(
             grad_scale=grad_scale,
         )
         preconditioned.flat.mul_(nu)
-    for there, (block, gradient, out) in zip(are_there, matrices, strict=True):
-        if answers_later(there.device):
-            block.write_gradient_(torch.where(there, out, gradient))
-        elif there:
+    for exists, (block, gradient, out) in zip(found, matrices, strict=True):
+        if is_asynchronous(exists.device):
+            block.write_gradient_(torch.where(exists, out, gradient))
+        elif exists:
             block.write_gradient_(out)

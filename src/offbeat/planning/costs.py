@@ -16,7 +16,7 @@ from offbeat.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class LinkCost:
     """What one message costs.
 
     Attributes:
@@ -43,7 +43,7 @@ class Channel:
             are, and latencies overlap.
     """
 
-    link: Link
+    link: LinkCost
     gap_s: float
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Channel:
         """When the last of `messages`, each (when it is ready, in seconds; its bytes), is there.
         Those ready first go first.
 
-        >>> channel = Channel(link=Link(alpha_s=1.0, beta_s_per_byte=0.1), gap_s=0.5)
+        >>> channel = Channel(link=LinkCost(alpha_s=1.0, beta_s_per_byte=0.1), gap_s=0.5)
         >>> channel.last_arrival_s([(2.0, 10), (0.0, 10)])
         4.0
         >>> channel.last_arrival_s([(0.0, 10)] * 3)
@@ -81,8 +81,8 @@ class Network:
             gradient.
     """
 
-    messages: Link
-    dense: Link
+    messages: LinkCost
+    dense: LinkCost
     select_s_per_element: float
 
     def to_dict(self) -> dict[str, object]:
@@ -98,7 +98,7 @@ def cheapest(costs_s: Mapping[str, float]) -> str:
     return min(costs_s, key=lambda name: costs_s[name])
 
 
-def fit_link(samples: Iterable[tuple[int, float]]) -> Link:
+def fit_link(samples: Iterable[tuple[int, float]]) -> LinkCost:
     """Alpha and beta of messages that were timed one by one.
 
     Args:
@@ -113,7 +113,7 @@ def fit_link(samples: Iterable[tuple[int, float]]) -> Link:
     (0.001, 8e-09)
     """
     alpha_s, beta_s_per_byte = fit(samples, [lambda _: 1.0, float])
-    return Link(alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte)
+    return LinkCost(alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte)
 
 
 def fit(

@@ -62,25 +62,27 @@ EXCHANGES: dict[str, type[GradientStrategy]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class KFACStrategy(Strategy):
-    """Second-order steps: gradients times the inverses of Kronecker factors.
+    """Second-order steps: gradients times the inverses of Kronecker factors A and G.
 
     Args:
-        damping: added to the eigenvalues of the product of A and G, or of each of them, > 0.
+        damping: what is added before inversion, > 0: to the eigenvalues of the product of A and G,
+            or to those of each, as `pi` says.
         factor_interval: steps from one whose factors are averaged to the next, >= 1.
         inverse_interval: steps from one with inversions to the next, >= 1.
         ramp: whether the first steps are denser: factors in each of the first `factor_interval`,
-            inversions in steps 0, 1, 2, 4, ... of the first `inverse_interval`.
+            inversions in steps 0, 1, 2, 4, 8, ... of the first `inverse_interval`.
         decay: how much of the running averages each step with factors keeps, in [0, 1).
-        kl_clip: limit of the change that a step may make by its own estimate, > 0; none: no limit.
-        pi: whether the damping is that of the product, divided between A and G by the ratio of
-            their traces, or that of each.
+        kl_clip: limit of the change that a step may make by its own estimate, > 0; None: no limit.
+        pi: whether the square root of the damping is divided between A and G by the ratio of their
+            mean eigenvalues, which comes near to damping their product; False: all of the damping
+            is added to each of them.
         inverse: how factors are inverted: "cholesky" damps and inverts each, "eigen" decomposes
-            them, and damps their product as it is where `pi` would divide the damping.
+            them, and with `pi` damps their product as it is.
         inverse_dtype: what inverses are kept, sent and multiplied by in: "float32" (float64 where
-            the model is), or "bfloat16", which is fast on hardware for it and not precise; not for
-            "eigen".
-        exchange: how gradients are exchanged: "allreduce", "topk", "gtopk", or one of these
-            strategies with options of its own.
+            the model is), or "bfloat16", which is fast on hardware for it and precise to two or
+            three digits; not for "eigen".
+        exchange: how gradients are exchanged: "allreduce", "topk", "gtopk", or a strategy such as
+            `offbeat.GTopK(density=0.01)`.
         loss: whether the loss is the "mean" or the "sum" over examples.
         sharing: for layers that see several positions of an example: "expand" treats them as
             independent, "reduce" averages inputs and sums gradients first.

@@ -15,12 +15,12 @@ import offbeat
 from kfac_support import reference
 from offbeat.errors import CheckpointError, ConfigError, UnsupportedError
 from offbeat.kfac.exchange.costs import gather_plan_inputs
-from offbeat.kfac.inverses import InversionTask, Inverter, is_there
+from offbeat.kfac.inverses import InversionTask, Inverter, has_inverse
 from offbeat.kfac.part import KFACPart
 from offbeat.kfac.planning.factor_plan import FactorCosts, PlanInputs
 from offbeat.kfac.planning.inversion import PolynomialInversion
 from offbeat.kfac.planning.placement import InverseCosts
-from offbeat.planning.costs import Channel, Link
+from offbeat.planning.costs import Channel, LinkCost
 from offbeat.session.session import Session
 from offbeat.strategies.kfac import KFACStrategy
 
@@ -163,7 +163,7 @@ def test_in_bfloat16_what_is_kept_is_no_larger_and_comes_back(
     plain.load_state_dict(session.state_dict())
     train(exact, exact_optimizer, range(1))
     assert all(
-        bool(is_there(kept))
+        bool(has_inverse(kept))
         for kept in part_of(plain).preconditioner.inverses.packed
         if kept is not None
     )
@@ -295,10 +295,10 @@ def test_groups_are_planned_of_measured_times(
     attached: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = FactorCosts(
-        all_reduce=Link(alpha_s=0.0, beta_s_per_byte=1e-12),
+        all_reduce=LinkCost(alpha_s=0.0, beta_s_per_byte=1e-12),
         inverse=InverseCosts(
             inversion=PolynomialInversion(constant_s=1e-6, square_s=0.0, cube_s=0.0),
-            broadcast=Channel(link=Link(alpha_s=1e-3, beta_s_per_byte=0.0), gap_s=0.0),
+            broadcast=Channel(link=LinkCost(alpha_s=1e-3, beta_s_per_byte=0.0), gap_s=0.0),
         ),
     )
 

@@ -18,7 +18,7 @@ from offbeat.kfac.planning.factor_plan import (
 )
 from offbeat.kfac.planning.inversion import PolynomialInversion
 from offbeat.kfac.planning.placement import InverseCosts
-from offbeat.planning.costs import Channel, Link
+from offbeat.planning.costs import Channel, LinkCost
 from offbeat.strategies.kfac import KFACStrategy
 
 STRATEGIES: dict[str, KFACStrategy] = {
@@ -30,10 +30,10 @@ STRATEGIES: dict[str, KFACStrategy] = {
     "dpkfac": offbeat.DPKFAC(factors="everyone"),
 }
 COSTS = FactorCosts(
-    all_reduce=Link(alpha_s=1e-3, beta_s_per_byte=1e-8),
+    all_reduce=LinkCost(alpha_s=1e-3, beta_s_per_byte=1e-8),
     inverse=InverseCosts(
         inversion=PolynomialInversion(constant_s=1e-4, square_s=0.0, cube_s=1e-10),
-        broadcast=Channel(link=Link(alpha_s=1e-3, beta_s_per_byte=1e-8), gap_s=5e-4),
+        broadcast=Channel(link=LinkCost(alpha_s=1e-3, beta_s_per_byte=1e-8), gap_s=5e-4),
     ),
 )
 

@@ -14,13 +14,13 @@ from offbeat.kfac.planning.factor_plan import FactorCosts, FactorPlan, PlanInput
 from offbeat.kfac.planning.inverse_order import inversion_order
 from offbeat.kfac.planning.inversion import PolynomialInversion
 from offbeat.kfac.planning.placement import InverseCosts
-from offbeat.planning.costs import Channel, Link
+from offbeat.planning.costs import Channel, LinkCost
 
 COSTS = FactorCosts(
-    all_reduce=Link(alpha_s=1e-3, beta_s_per_byte=1e-8),
+    all_reduce=LinkCost(alpha_s=1e-3, beta_s_per_byte=1e-8),
     inverse=InverseCosts(
         inversion=PolynomialInversion(constant_s=1e-4, square_s=0.0, cube_s=1e-10),
-        broadcast=Channel(link=Link(alpha_s=1e-3, beta_s_per_byte=1e-8), gap_s=5e-4),
+        broadcast=Channel(link=LinkCost(alpha_s=1e-3, beta_s_per_byte=1e-8), gap_s=5e-4),
         fused=True,
     ),
 )

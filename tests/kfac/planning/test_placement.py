@@ -16,7 +16,7 @@ from _models.kfac_published import as_printed, fitted_to_baselines, resnet50
 from offbeat.errors import ConfigError
 from offbeat.kfac.planning.inversion import PolynomialInversion
 from offbeat.kfac.planning.placement import (
-    AS_SHORT,
+    SAME_LENGTH_FACTOR,
     InverseCosts,
     LoadMeasure,
     by_every_rank,
@@ -28,7 +28,7 @@ from offbeat.kfac.planning.placement import (
     placement_time,
     round_robin,
 )
-from offbeat.planning.costs import Channel, Link
+from offbeat.planning.costs import Channel, LinkCost
 
 LOADS: list[LoadMeasure] = ["rows", "squares", "cubes", "time"]
 
@@ -48,7 +48,9 @@ def made_costs(
 ) -> InverseCosts:
     return InverseCosts(
         inversion=PolynomialInversion(constant_s=a, square_s=0.0, cube_s=c),
-        broadcast=Channel(link=Link(alpha_s=alpha_s, beta_s_per_byte=beta_s), gap_s=gap * alpha_s),
+        broadcast=Channel(
+            link=LinkCost(alpha_s=alpha_s, beta_s_per_byte=beta_s), gap_s=gap * alpha_s
+        ),
         pipelined=pipelined,
         fused=fused,
     )
@@ -124,7 +126,7 @@ def test_balanced_is_as_short_as_the_alternatives_and_inverts_no_more_than_those
     for other in (
         placement_time(owners, dims, world_size, costs) for owners in others if world_size > 1
     ):
-        assert found.total_s <= AS_SHORT * other.total_s * (1 + 1e-12)
+        assert found.total_s <= SAME_LENGTH_FACTOR * other.total_s * (1 + 1e-12)
         assert found.total_s <= other.total_s or found.computing_s <= other.computing_s
 
 
@@ -259,7 +261,10 @@ def test_resnet50_is_dealt_alike_on_every_rank_and_no_worse_than_all_by_all(
         owners = place_for_shortest_phase(dims, world_size, costs, load=load)
         assert owners == place_for_shortest_phase(list(dims), world_size, costs, load=load)
         everyone_s = placement_time(by_every_rank(len(dims)), dims, world_size, costs).total_s
-        assert placement_time(owners, dims, world_size, costs).total_s <= AS_SHORT * everyone_s
+        assert (
+            placement_time(owners, dims, world_size, costs).total_s
+            <= SAME_LENGTH_FACTOR * everyone_s
+        )
 
 
 def test_the_largest_factor_bounds_what_more_ranks_can_gain() -> None:

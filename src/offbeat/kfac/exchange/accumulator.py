@@ -78,7 +78,7 @@ class FactorAccumulator:
             # Without an average there is no inverse, which is what the owner's message then says.
             factor.mass.zero_()
 
-    def task(self, slot: int) -> InversionTask:
+    def inversion_task(self, slot: int) -> InversionTask:
         """What is to be inverted of a factor that this rank keeps."""
         factor = self.factors[slot]
         packed = factor.average()

@@ -31,7 +31,7 @@ from offbeat.kfac.planning.factor_plan import FactorCosts, PlanInputs
 from offbeat.kfac.planning.inversion import TabledInversion, slowest
 from offbeat.kfac.planning.placement import InverseCosts
 from offbeat.kfac.symmetric import pack
-from offbeat.planning.costs import Channel, Link, fit_link
+from offbeat.planning.costs import Channel, LinkCost, fit_link
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -265,7 +265,7 @@ def _by_size(samples: Mapping[str, float]) -> dict[int, float]:
     return {int(size): seconds for size, seconds in samples.items()}
 
 
-def _link(samples: Mapping[int, float], like: torch.Tensor) -> Link:
+def _link(samples: Mapping[int, float], like: torch.Tensor) -> LinkCost:
     return fit_link((size * like.element_size(), seconds) for size, seconds in samples.items())
 
 

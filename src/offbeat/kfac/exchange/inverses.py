@@ -95,7 +95,7 @@ class InverseExchange:
                 flat = self._make_room([slots[slot] for slot in batch.slots], dtypes)
                 if batch.owner is not None:
                     self._messages.append(_InverseMessage(batch, batch.owner, flat))
-        self._task: Callable[[int], InversionTask] | None = None
+        self._task_of: Callable[[int], InversionTask] | None = None
         self._num_messages: float = 0
         self._to_send: deque[_InverseMessage] = deque()
         self._to_fill: deque[InverseBatch] = deque()
@@ -120,11 +120,11 @@ class InverseExchange:
             if old is not None and new is not None:
                 new.copy_(old)
 
-    def start(self, task: Callable[[int], InversionTask]) -> None:
-        """From now on every inverse is brought up to date. `task` says what to invert for a slot
+    def start(self, task_of: Callable[[int], InversionTask]) -> None:
+        """From now on every inverse is brought up to date. `task_of` says what to invert for a slot
         that this rank inverts.
         """
-        self._task, self._num_messages = task, 0
+        self._task_of, self._num_messages = task_of, 0
         self._to_send, self._to_fill, self._pending = deque(self._messages), deque(self._by_all), []
 
     def advance(self, num_messages: float) -> None:
@@ -137,6 +137,8 @@ class InverseExchange:
             if message.owner == self._driver.rank:
                 self._invert(message.batch.slots)
             if self._travels:
+                # Every rank launches every broadcast here, in the planned order: one that inverts
+                # nothing waits for its peers' inverses already while they are being made.
                 launched_s = time.monotonic()
                 pending = self._driver.launch(
                     dense_broadcast(message.flat, message.owner), self._stream.next()
@@ -170,9 +172,9 @@ class InverseExchange:
         self._pending = []
 
     def _invert(self, slots: Sequence[int]) -> None:
-        assert self._task is not None
+        assert self._task_of is not None
         begin_s = time.monotonic()
-        inverses = self._inverter.invert([self._task(slot) for slot in slots])
+        inverses = self._inverter.invert([self._task_of(slot) for slot in slots])
         for slot, inverse in zip(slots, inverses, strict=True):
             kept = self.packed[slot]
             assert kept is not None

@@ -56,7 +56,19 @@ class FactorMessage:
         take: Callable[[int], Increment],
         is_retired: Callable[[int], bool],
     ) -> Sequence[Pending[torch.Tensor]]:
-        """Begin to sum over all ranks what `take` says of each slot; returns what is under way."""
+        """Begin to sum over all ranks.
+
+        Args:
+            driver: carries the sum out.
+            stream: its channels.
+            take: this rank's part of a slot.
+            is_retired: whether this rank has given up the layer of a slot.
+
+        Returns:
+            What is under way.
+        """
+        # A mean weighted by each rank's examples needs the sum of the weights too, which travels in
+        # the same message, as do the numbers of ranks that retired a layer.
         numbers = []
         for slot, view in zip(self.slots, self._views, strict=True):
             packed, weight = take(slot.index)
@@ -66,7 +78,7 @@ class FactorMessage:
         self._sums = launch_sums(driver, stream, self._flat)
         return self._sums
 
-    def is_there(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether `wait` would return at once. Never blocks."""
         return all(pending.poll() for pending in self._sums)
 

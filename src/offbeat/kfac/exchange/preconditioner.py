@@ -261,7 +261,7 @@ class _GradientMessage:
         sizes = [torch.Size(block.matrix_shape).numel() for block in blocks]
         device = weights[0].device if weights else None
         self.flat = torch.zeros(sum(sizes) + len(blocks) + 1, dtype=dtype, device=device)
-        *parts, self._there, change = self.flat.split([*sizes, len(blocks), 1])
+        *parts, self._exists, change = self.flat.split([*sizes, len(blocks), 1])
         self._preconditioned = [
             part.view(block.matrix_shape) for part, block in zip(parts, blocks, strict=True)
         ]
@@ -272,7 +272,7 @@ class _GradientMessage:
             preconditioned = self._preconditioned[number]
             gradient = torch.empty_like(preconditioned)
             block.read_gradient(gradient)
-            self._there[number] = inverse.apply(gradient, block, out=preconditioned)
+            self._exists[number] = inverse.apply(gradient, block, out=preconditioned)
             self.change.add_(torch.dot(preconditioned.flatten(), gradient.flatten()) * lr**2)
 
     def show(self, scale: float) -> None:
@@ -282,5 +282,5 @@ class _GradientMessage:
             gradient = torch.empty_like(preconditioned)
             block.read_gradient(gradient)
             block.write_gradient_(
-                torch.where(self._there[number] > 0, preconditioned * scale, gradient)
+                torch.where(self._exists[number] > 0, preconditioned * scale, gradient)
             )

@@ -54,8 +54,14 @@ class SpanRecorder:
     def launched(
         self, kind: str, what: str, began_s: float, pending: Sequence[Pending[torch.Tensor]]
     ) -> None:
-        """Messages that belong together have been begun. They are under way until they are seen to
-        be over.
+        """Messages that belong together have been launched. They are under way until they are seen
+        to be over.
+
+        Args:
+            kind: what sort of messages.
+            what: which ones.
+            began_s: when the launch began, on the monotonic clock.
+            pending: the messages.
         """
         if self.on:
             self._lookout.watch(

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from offbeat.gradients.launch_order import LaunchKey
 from offbeat.kfac.planning.placement import InverseCosts, Owner, least_loaded
-from offbeat.planning.costs import Link
+from offbeat.planning.costs import LinkCost
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 """Slots by message, in the order in which messages are sent."""
@@ -30,7 +30,7 @@ class FactorCosts:
         inverse: of their inverses.
     """
 
-    all_reduce: Link
+    all_reduce: LinkCost
     inverse: InverseCosts
 
 
@@ -106,7 +106,7 @@ def split_kinds(groups: Sequence[Sequence[int]], kinds: Sequence[Hashable]) -> G
 
 
 def fused_groups(
-    inputs: PlanInputs, fuse: Callable[[Sequence[float], Sequence[int], Link], list[list[int]]]
+    inputs: PlanInputs, fuse: Callable[[Sequence[float], Sequence[int], LinkCost], list[list[int]]]
 ) -> Groups:
     """Messages as `fuse` (`kfac.planning.overlap`) makes them of what was measured; `two_messages`
     as long as nothing was.

@@ -22,14 +22,14 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from offbeat.errors import ConfigError
-from offbeat.planning.costs import Link
+from offbeat.planning.costs import LinkCost
 
 ROUNDING = 1e-13
 """By which part sums of times may differ when they are added up in another order."""
 
 
 def fuse_for_earliest_end(
-    ready_s: Sequence[float], sizes_bytes: Sequence[int], link: Link
+    ready_s: Sequence[float], sizes_bytes: Sequence[int], link: LinkCost
 ) -> list[list[int]]:
     """Groups of consecutive messages with which the last all-reduce ends as early as possible.
 
@@ -49,7 +49,7 @@ def fuse_for_earliest_end(
     Returns:
         Groups of indices, in the order in which they are sent.
 
-    >>> link = Link(alpha_s=1.0, beta_s_per_byte=0.01)
+    >>> link = LinkCost(alpha_s=1.0, beta_s_per_byte=0.01)
     >>> fuse_for_earliest_end([0.0, 0.1, 5.0], [10, 10, 10], link)
     [[0, 1], [2]]
     """
@@ -82,11 +82,11 @@ def fuse_for_earliest_end(
 
 
 def fuse_by_rule(
-    ready_s: Sequence[float], sizes_bytes: Sequence[int], link: Link
+    ready_s: Sequence[float], sizes_bytes: Sequence[int], link: LinkCost
 ) -> list[list[int]]:
     """The published rule. Arguments and result as of `fuse_for_earliest_end`.
 
-    >>> fuse_by_rule([0.0, 0.1, 5.0], [10, 10, 10], Link(alpha_s=1.0, beta_s_per_byte=0.01))
+    >>> fuse_by_rule([0.0, 0.1, 5.0], [10, 10, 10], LinkCost(alpha_s=1.0, beta_s_per_byte=0.01))
     [[0, 1], [2]]
     """
     _check(ready_s, sizes_bytes)
@@ -109,11 +109,17 @@ def last_end_s(
     groups: Sequence[Sequence[int]],
     ready_s: Sequence[float],
     sizes_bytes: Sequence[int],
-    link: Link,
+    link: LinkCost,
 ) -> float:
-    """When the last of `groups` has been all-reduced; a group is sent when all of it is ready.
+    """When the last group has been all-reduced; a group is sent when all of it is ready.
 
-    >>> link = Link(alpha_s=1.0, beta_s_per_byte=0.1)
+    Args:
+        groups: indices of messages that are sent together, in the order in which they are sent.
+        ready_s: when each message is ready, in seconds.
+        sizes_bytes: of each message.
+        link: the all-reduce.
+
+    >>> link = LinkCost(alpha_s=1.0, beta_s_per_byte=0.1)
     >>> last_end_s([[0, 1], [2]], [0.0, 0.5, 5.0], [10, 10, 10], link)
     7.0
     """

@@ -13,9 +13,9 @@ The load of a factor of d rows is d, d^2, d^3 or its fitted time (`LoadMeasure`)
 (`place_by_rule`). That is right only if broadcasts are sent in sequence: where their latencies
 overlap, or broadcasts travel while the next factor is being inverted, one factor more costs next to
 nothing to send. `place_for_shortest_phase` therefore predicts the whole phase, for every size up to
-which factors may be inverted by all, and takes the best, to within `AS_SHORT` of it: so it is about
-as good, as predicted, as D-KFAC, MPD-KFAC and the paper's rule, or better. The released code does
-neither: it compares d with a constant.
+which factors may be inverted by all, and takes the best, to within `SAME_LENGTH_FACTOR` of it: so
+it is about as good, as predicted, as D-KFAC, MPD-KFAC and the paper's rule, or better. The released
+code does neither: it compares d with a constant.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import Literal, TypeAlias
 from offbeat.errors import ConfigError
 from offbeat.kfac.planning.inversion import InversionCost
 from offbeat.kfac.planning.overlap import fuse_for_earliest_end
-from offbeat.planning.costs import Channel, Link
+from offbeat.planning.costs import Channel, LinkCost
 
 LoadMeasure: TypeAlias = Literal["rows", "squares", "cubes", "time"]
 Owner: TypeAlias = int | None
 
-AS_SHORT = 1.03
+SAME_LENGTH_FACTOR = 1.03
 """No prediction is so good that phases which differ by less than this factor can be told apart."""
 
 BYTES_PER_ELEMENT = 4
@@ -154,7 +154,7 @@ def place_by_rule(
         or world_size == 1
         for dim in dims
     ]
-    return _dealt(dims, world_size, shared, _loads(dims, costs, load))
+    return _assigned(dims, world_size, shared, _loads(dims, costs, load))
 
 
 def place_for_shortest_phase(
@@ -165,16 +165,20 @@ def place_for_shortest_phase(
     load: LoadMeasure = "time",
     same_devices: bool = True,
 ) -> tuple[Owner, ...]:
-    """SPD-KFAC's placement with about the shortest predicted phase. Arguments as of
-    `place_by_rule`.
-
-    With `same_devices=False` every factor has one owner: devices of different kinds round
-    differently, and replicas that inverted for themselves would drift apart.
+    """SPD-KFAC's placement with about the shortest predicted phase.
 
     Tried are: all factors of up to d rows inverted by every rank, for each d there is; none
     inverted by every rank; `place_by_rule`; and `round_robin`. With one rank there is nobody to
-    send to. Of those that are about as short as the shortest (`AS_SHORT`) the one with the least
-    inverting is taken, and among equals the one with the fewest broadcasts.
+    send to. Of those that are about as short as the shortest (`SAME_LENGTH_FACTOR`) the one with
+    the least inverting is taken, and among equals the one with the fewest broadcasts.
+
+    Args:
+        dims: rows of each factor, >= 1.
+        world_size: number of ranks, >= 1.
+        costs: what inverting and broadcasting cost.
+        load: what is balanced among the ranks.
+        same_devices: whether all ranks round alike. False: every factor has one owner, because
+            replicas that inverted for themselves would drift apart.
     """
     if world_size == 1:
         return by_every_rank(len(dims))
@@ -184,11 +188,11 @@ def place_for_shortest_phase(
         candidates.append(place_by_rule(dims, world_size, costs, load=load))
     limits = sorted({0, *dims}, reverse=True) if same_devices else [0]
     candidates += [
-        _dealt(dims, world_size, [dim <= limit for dim in dims], loads) for limit in limits
+        _assigned(dims, world_size, [dim <= limit for dim in dims], loads) for limit in limits
     ]
 
     phases = {owners: placement_time(owners, dims, world_size, costs) for owners in candidates}
-    limit_s = AS_SHORT * min(phase.total_s for phase in phases.values())
+    limit_s = SAME_LENGTH_FACTOR * min(phase.total_s for phase in phases.values())
 
     def cost(owners: tuple[Owner, ...]) -> tuple[float, float, int]:
         phase = phases[owners]
@@ -202,7 +206,14 @@ def placement_time(
 ) -> PlacementTime:
     """How long a placement is expected to take.
 
-    Each rank inverts what it owns first, largest first, and then what every rank inverts.
+    Each rank inverts what it owns first, largest first, and then what every rank inverts, so that
+    broadcasts travel as early as they can.
+
+    Args:
+        owners: who inverts each factor; None: every rank.
+        dims: rows of each factor, >= 1.
+        world_size: number of ranks, >= 1.
+        costs: what inverting and broadcasting cost.
     """
     times_s = [costs.inversion.time_s(dim) for dim in dims]
     of_owner: dict[Owner, list[int]] = {}
@@ -241,11 +252,11 @@ def fused_messages(dims: Sequence[int], world_size: int, costs: InverseCosts) ->
         return [[place] for place in range(len(dims))]
     ready_s = list(accumulate(costs.inversion.time_s(dim) for dim in dims))
     link, gap_s = costs.broadcast.link, costs.broadcast.gap_s
-    shared = Link(alpha_s=world_size * gap_s, beta_s_per_byte=world_size * link.beta_s_per_byte)
+    shared = LinkCost(alpha_s=world_size * gap_s, beta_s_per_byte=world_size * link.beta_s_per_byte)
     return fuse_for_earliest_end(ready_s, list(map(packed_bytes, dims)), shared)
 
 
-def _dealt(
+def _assigned(
     dims: Sequence[int], world_size: int, shared: Sequence[bool], loads: Sequence[float]
 ) -> tuple[Owner, ...]:
     """`shared` factors to every rank, the others by the least loaded."""

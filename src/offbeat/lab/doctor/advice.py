@@ -11,7 +11,7 @@ from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import gtopk_tree
 from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
 from offbeat.lab.cluster.quantities import display_duration, display_rate
-from offbeat.planning.costs import Link, Network, cheapest
+from offbeat.planning.costs import LinkCost, Network, cheapest
 
 USUAL_SIZES = (1_000_000, 25_000_000, 100_000_000)
 USUAL_DENSITY = 0.001
@@ -117,7 +117,7 @@ def verdict(predictions: Sequence[Prediction]) -> str:
     return f"Stay on DDP for {_and(stay)} parameters; try gTop-k for {_and(leave)}."
 
 
-def display_link(link: Link) -> str:
+def display_link(link: LinkCost) -> str:
     """`52 us a message, 940 Mbit/s`."""
     return (
         f"{display_seconds(link.alpha_s)} a message,"

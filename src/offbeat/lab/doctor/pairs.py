@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Final
 
-from offbeat.planning.costs import Link
+from offbeat.planning.costs import LinkCost
 from offbeat.transport.operations import AllGather, Collective, Now, Recv, Send
 
 MESSAGE_BYTES: Final = (64, 1 << 20)
@@ -28,7 +28,7 @@ class PairLink:
 
     first: int
     second: int
-    cost: Link
+    cost: LinkCost
 
 
 def partner(rank: int, world_size: int, round_: int) -> int | None:
@@ -66,7 +66,7 @@ def measure_pairs(rank: int, world_size: int) -> Collective[list[PairLink]]:
     reports = yield AllGather(b"".join(mine))
     measured = sorted(values for report in reports for values in _REPORT.iter_unpack(report))
     return [
-        PairLink(first=first, second=second, cost=Link(alpha_s=alpha_s, beta_s_per_byte=beta))
+        PairLink(first=first, second=second, cost=LinkCost(alpha_s=alpha_s, beta_s_per_byte=beta))
         for first, second, alpha_s, beta in measured
     ]
 
@@ -84,7 +84,7 @@ def slow_workers(pairs: Sequence[PairLink], world_size: int) -> list[int]:
     return [rank for rank, beta in enumerate(best) if beta > _SLOW * median_low(best)]
 
 
-def _cost(peer: int) -> Collective[Link]:
+def _cost(peer: int) -> Collective[LinkCost]:
     """The line through the fastest round trips of both sizes; the small one may have been
     disturbed, but bytes are not free.
     """
@@ -97,7 +97,7 @@ def _cost(peer: int) -> Collective[Link]:
             durations.append(((yield Now()) - begin_s) / 2)
     small_s, large_s = map(min, durations_s)
     beta = max(large_s - small_s, large_s / 2) / (MESSAGE_BYTES[1] - MESSAGE_BYTES[0])
-    return Link(alpha_s=max(small_s - MESSAGE_BYTES[0] * beta, 0.0), beta_s_per_byte=beta)
+    return LinkCost(alpha_s=max(small_s - MESSAGE_BYTES[0] * beta, 0.0), beta_s_per_byte=beta)
 
 
 def _send_back(peer: int) -> Collective[None]:

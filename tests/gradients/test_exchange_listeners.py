@@ -1,0 +1,126 @@
+"""Listeners hear of sealed buckets in order, and then how the exchange of gradients was settled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from typing_extensions import override
+
+from offbeat.errors import NonFiniteError
+from offbeat.gradients.buckets import make_buckets
+from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener, GradientExchange
+from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.reductions import DenseReduction
+from offbeat.transport.driver import Stream
+from offbeat.transport.solo import Solo
+
+
+class Noting(ExchangeListener):
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[object, ...]] = []
+
+    @override
+    def on_bucket_sealed(self, number: int, *, is_last: bool, failed: bool) -> None:
+        self.heard.append(("sealed", number, is_last, failed))
+
+    @override
+    def on_exchange_settled(self, *, good: bool) -> None:
+        self.heard.append(("settled", good))
+
+
+class NotingReduction(DenseReduction):
+    """Notes when it is launched, in the list of a listener."""
+
+    heard: list[tuple[object, ...]]
+
+    @override
+    def launch(self, *args: object, **kwargs: object) -> None:
+        self.heard.append(("launched",))
+        super().launch(*args, **kwargs)  # type: ignore[arg-type]
+
+
+def made(
+    launch_order: LaunchOrder | None = None, *, max_skipped_steps: int = 1
+) -> tuple[nn.Module, GradientExchange, Noting]:
+    """A model of two parameters, each with a bucket of its own."""
+    model = nn.Linear(2, 3)
+    listener = Noting()
+    pairs = []
+    for bucket in make_buckets(dict(model.named_parameters()), cap_bytes=1):
+        reduction = NotingReduction(bucket, Solo(), Stream(1))
+        reduction.heard = listener.heard
+        pairs.append((bucket, reduction))
+    exchange = GradientExchange(
+        pairs,
+        counts=ExchangeCounts(),
+        grad_scale=lambda: 1.0,
+        has_scaler=False,
+        max_skipped_steps=max_skipped_steps,
+        notify=lambda notice: None,
+        launch_order=launch_order,
+    )
+    exchange.add_listener(listener)
+    return model, exchange, listener
+
+
+def fill(model: nn.Module, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+def test_each_bucket_is_sealed_before_it_is_launched_and_then_all_is_settled() -> None:
+    model, exchange, listener = made()
+    fill(model, 1.0)
+    exchange.on_join()
+    assert listener.heard == [
+        ("sealed", 0, False, False),
+        ("launched",),
+        ("sealed", 1, True, False),
+        ("launched",),
+        ("settled", True),
+    ]
+
+
+def test_a_step_that_is_skipped_is_settled_as_bad_also_when_it_is_one_too_many() -> None:
+    model, exchange, listener = made(max_skipped_steps=0)
+    fill(model, float("nan"))
+    with pytest.raises(NonFiniteError):
+        exchange.on_join()
+    assert listener.heard[-1] == ("settled", False)
+
+
+def test_a_rank_that_failed_says_so_with_each_bucket() -> None:
+    _, exchange, listener = made()
+    exchange.on_backward_begins(synchronised=True)
+    exchange.on_backward_failed()
+    sealed = [heard for heard in listener.heard if heard[0] == "sealed"]
+    assert sealed == [("sealed", 0, False, True), ("sealed", 1, True, True)]
+    assert listener.heard[-1] == ("settled", False)
+
+
+def test_a_bucket_waits_for_what_stands_before_it_in_the_launch_order() -> None:
+    class Sending(ExchangeListener):
+        """Hands something over when the last bucket is sealed."""
+
+        @override
+        def on_bucket_sealed(self, number: int, *, is_last: bool, failed: bool) -> None:
+            if is_last:
+                order.launch(("factors", 0), lambda: listener.heard.append(("factors",)))
+
+    order = LaunchOrder()
+    order.follow([("factors", 0), ("gradients", 0), ("gradients", 1)])
+    model, exchange, listener = made(order)
+    exchange.add_listener(Sending())
+    fill(model, 1.0)
+    exchange.on_join()
+    assert [heard[0] for heard in listener.heard] == [
+        "sealed",
+        "sealed",
+        "factors",
+        "launched",
+        "launched",
+        "settled",
+    ]
