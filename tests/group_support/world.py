@@ -346,7 +346,7 @@ class World:
         """
         schedule, cluster = self.schedule, self.cluster
         for rank, model in enumerate(self.models):
-            cluster.beside(rank, model.train(), channel=TRAIN)
+            cluster.run_in_background(rank, model.train(), channel=TRAIN)
         for rank, when_s in schedule.kills:
             cluster.at(when_s, partial(cluster.kill, rank))
         for rank, when_s, duration_s in schedule.freezes:
@@ -432,7 +432,7 @@ class World:
                 allowed += 2 * num_bytes * (size - 1) / size + (size - 2) * 8
                 allowed += (size - 1) * (2 * HEAD_BYTES + 2 * counter_bytes + size * NOTE_BYTES)
             if not schedule.pairs and self.group_of(rank, outcome.version).min_arrivals > 1:
-                allowed += (size - 1) * HEAD_BYTES  # the word that it has arrived
+                allowed += (size - 1) * HEAD_BYTES  # the announcement that it has arrived
         if schedule.pairs:
             partners = [
                 self.group_of(giver, version).ranks[1]

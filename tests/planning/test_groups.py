@@ -92,7 +92,7 @@ def test_the_number_of_groups_is_the_one_announced(world_size: int, size: int) -
 
 
 @given(st.integers(0, 1000), worlds, st.integers(2, 9), st.integers(1, 12), st.floats(0.01, 1.0))
-def test_members_meet_each_other(
+def test_members_of_a_group_agree_on_it(
     version: int, members: list[int], size: int, period: int, quorum: float
 ) -> None:
     found_groups = {
@@ -149,7 +149,7 @@ def test_found_groups_out_of_range_are_refused(options: dict[str, float], compla
         group_of_version(0, 0, [0, 1], group_size=2, **options)  # type: ignore[arg-type]
 
 
-def test_a_stranger_meets_nobody() -> None:
+def test_a_rank_that_is_no_member_has_no_group() -> None:
     with pytest.raises(ConfigError, match="rank 5 is no member"):
         group_of_version(0, 5, [0, 1], group_size=2)
     with pytest.raises(ConfigError, match="min_arrivals is 3, allowed is 1 to 2"):

@@ -19,7 +19,7 @@ def ring_weights(rank: int, world_size: int) -> dict[int, float]:
     return dict.fromkeys(members, 1 / len(members))
 
 
-class GraphNeighbours(NamedTuple):
+class GossipPeers(NamedTuple):
     """The neighbours of one rank in a round of a directed graph.
 
     Attributes:
@@ -49,7 +49,7 @@ def exponential_hops(world_size: int, out_degree: int) -> list[int]:
 
 def exponential_peers(
     rank: int, world_size: int, *, round_number: int, out_degree: int
-) -> GraphNeighbours:
+) -> GossipPeers:
     """The neighbours of `rank` in a round of the directed exponential graph (arXiv 1811.10792,
     appendix A).
 
@@ -64,14 +64,14 @@ def exponential_peers(
         out_degree: the number of targets in a round, 1 <= out_degree < world_size.
 
     >>> exponential_peers(0, 4, round_number=1, out_degree=1)
-    GraphNeighbours(targets=(2,), sources=(2,))
+    GossipPeers(targets=(2,), sources=(2,))
     """
     if world_size == 1:
-        return GraphNeighbours((), ())
+        return GossipPeers((), ())
     hops = exponential_hops(world_size, out_degree)
     begin = round_number * out_degree
     taken = [hops[(begin + j) % len(hops)] for j in range(out_degree)]
-    return GraphNeighbours(
+    return GossipPeers(
         tuple((rank + hop) % world_size for hop in taken),
         tuple((rank - hop) % world_size for hop in taken),
     )

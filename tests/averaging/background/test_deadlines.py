@@ -32,7 +32,7 @@ def test_median_and_deviation_by_hand() -> None:
     assert deadline_s([1.0, 2.0, 3.0, 4.0, 10.0], rule) == 3.0 + 2.0 * 1.0
 
 
-def test_before_enough_is_known_there_is_no_hurry() -> None:
+def test_before_enough_waits_are_known_the_deadline_is_the_first_one() -> None:
     rule = DeadlineRule(min_samples=3, cap_s=7.0)
     assert deadline_s([0.1, 0.1], rule) == 7.0
     assert deadline_s([0.1, 0.1, 0.1], rule) < 7.0
@@ -48,7 +48,7 @@ def test_the_first_deadline_is_as_told_within_floor_and_cap(
 
 
 @given(st.lists(st.floats(0.9, 1.1), min_size=20, max_size=60), st.integers(1, 9))
-def test_a_suspended_rank_does_not_make_everyone_patient(
+def test_a_suspended_rank_does_not_lengthen_the_deadline(
     usual_s: list[float], num_outliers: int
 ) -> None:
     rule = DeadlineRule(num_mads=4.0, cap_s=1e6)

@@ -1,5 +1,5 @@
-"""Gradients that wait for nobody: each is owed until it is in some average, and every average is
-applied once.
+"""Gradients in averages that wait for no rank: each is owed until it is in some average, and every
+average is applied once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def gradient(value: float) -> Values:
     return np.full(NUM, float(value))
 
 
-def test_the_sum_is_divided_by_the_number_of_members_whoever_had_something_to_give() -> None:
+def test_the_sum_is_divided_by_the_number_of_members_whichever_of_them_contributed() -> None:
     rank = Rank()
     rank.gradients.owe(gradient(6), NOTHING)
     mine = rank.protocol.contribute(0)
@@ -82,7 +82,7 @@ def test_the_sum_is_divided_by_the_number_of_members_whoever_had_something_to_gi
     assert rank.gradients.owed() is None
 
 
-def test_who_owes_nothing_stays_out_and_has_the_average_all_the_same() -> None:
+def test_a_rank_that_owes_nothing_stays_out_and_still_gets_the_average() -> None:
     rank = Rank()
     assert rank.protocol.contribute(0) is None
     theirs = Contribution(values=gradient(4), step=0, fresh=True)

@@ -29,7 +29,7 @@ from offbeat.codec.model_wire import MessageKind, ModelMessage
 from offbeat.errors import OffbeatError, WireError
 from offbeat.planning.groups import VersionGroup, group_of_version
 from offbeat.transport.operations import Collective, Payload, Post, RecvAny, Send, Sleep
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
 LATENCY_S = 0.001
@@ -67,7 +67,9 @@ def test_a_group_of_all_that_arrive_together_is_an_all_reduce(
 
 
 @BOTH_WAYS
-def test_who_computes_contributes_its_last_snapshot_and_computes_on(direct_bytes: int) -> None:
+def test_a_rank_that_computes_contributes_its_last_snapshot_and_computes_on(
+    direct_bytes: int,
+) -> None:
     late_s = 100.0
     world = run(
         Schedule(
@@ -92,7 +94,7 @@ def test_who_computes_contributes_its_last_snapshot_and_computes_on(direct_bytes
     assert world.models[2].waits_s == []
 
 
-def test_who_is_twice_as_slow_costs_the_others_nothing() -> None:
+def test_a_rank_that_is_twice_as_slow_does_not_delay_its_peers() -> None:
     world = run(
         Schedule(
             seed=3,
@@ -123,15 +125,15 @@ def sync_of_four(quorum: float, reply_deadline: DeadlineRule | None = None) -> W
 
 
 @pytest.mark.parametrize(("quorum", "at_s"), [(0.25, 1.0), (0.5, 2.0), (0.75, 3.0), (1.0, 50.0)])
-def test_a_meeting_of_everyone_waits_for_its_quorum_and_no_longer(
+def test_a_global_synchronization_waits_for_its_quorum_and_no_longer(
     quorum: float, at_s: float
 ) -> None:
     for model in sync_of_four(quorum).models:
         assert at_s <= model.closed[0].closed_s <= at_s + 4 * LATENCY_S
 
 
-def meeting_over_slow_links(quorum: float, **changes: object) -> World:
-    """A model takes 0.2 s to send, the word of an arrival 0.5 ms."""
+def synchronization_over_slow_links(quorum: float, **changes: object) -> World:
+    """A model takes 0.2 s to send, the announcement of an arrival 0.5 ms."""
     options: dict[str, object] = {
         "seed": 11,
         "world_size": 4,
@@ -152,7 +154,7 @@ def meeting_over_slow_links(quorum: float, **changes: object) -> World:
 def test_a_trainer_that_overlaps_waits_for_arrivals_and_not_for_the_average(
     quorum: float, at_s: float
 ) -> None:
-    world = meeting_over_slow_links(quorum)
+    world = synchronization_over_slow_links(quorum)
     words_s = LATENCY_S + 2 * 3 * 0.0005
     for model, arrived_s in zip(world.models, [1.0, 2.0, 3.0, 50.0], strict=True):
         outcome = next(outcome for outcome in model.closed if outcome.version == 0)
@@ -163,13 +165,11 @@ def test_a_trainer_that_overlaps_waits_for_arrivals_and_not_for_the_average(
             ]
 
 
-def test_nobody_goes_on_to_a_later_version_before_the_slowest_has_come_to_a_strict_meeting() -> (
-    None
-):
+def test_no_rank_proceeds_before_the_slowest_has_arrived_at_a_version_that_waits_for_all() -> None:
     def compute_s(rank: int, step: int) -> float:
         return 5.0 if rank == 3 else 1.0
 
-    world = meeting_over_slow_links(
+    world = synchronization_over_slow_links(
         1.0, period=3, num_steps=12, num_elements=400, compute_s=compute_s
     )
     slowest = world.models[3]
@@ -182,7 +182,7 @@ def test_nobody_goes_on_to_a_later_version_before_the_slowest_has_come_to_a_stri
         assert min(later, default=math.inf) >= slowest.quorum_at_s[version]
 
 
-def test_a_quorum_that_does_not_come_together_in_time_is_done_without() -> None:
+def test_a_version_proceeds_without_a_quorum_that_does_not_arrive_in_time() -> None:
     world = sync_of_four(0.75, DeadlineRule(floor_s=0.1, cap_s=0.5))
     assert all(
         model.closed[0].closed_s == pytest.approx(1.5, abs=4 * LATENCY_S) for model in world.models
@@ -191,7 +191,7 @@ def test_a_quorum_that_does_not_come_together_in_time_is_done_without() -> None:
 
 
 @BOTH_WAYS
-def test_a_stopped_rank_is_waited_for_once_and_taken_back(direct_bytes: int) -> None:
+def test_a_suspended_rank_is_waited_for_once_and_takes_part_again(direct_bytes: int) -> None:
     reply_deadline = DeadlineRule(floor_s=0.05, cap_s=0.5, min_samples=3)
     world = run(
         Schedule(
@@ -246,7 +246,7 @@ def test_all_but_one_may_die(world_size: int, direct_bytes: int) -> None:
 
 
 @BOTH_WAYS
-def test_a_meeting_of_all_waits_for_who_is_suspected(direct_bytes: int) -> None:
+def test_a_version_that_waits_for_all_waits_for_suspected_ranks(direct_bytes: int) -> None:
     world = run(
         Schedule(
             seed=10,
@@ -267,7 +267,7 @@ def test_a_meeting_of_all_waits_for_who_is_suspected(direct_bytes: int) -> None:
         assert all(closed[1].members[rank].fresh for rank in range(3))
 
 
-def test_who_has_finished_goes_on_answering() -> None:
+def test_a_rank_that_has_finished_still_contributes() -> None:
     world = run(
         Schedule(
             seed=7,
@@ -283,7 +283,9 @@ def test_who_has_finished_goes_on_answering() -> None:
 
 
 @BOTH_WAYS
-def test_who_rests_is_not_waited_for_and_goes_on_answering(direct_bytes: int) -> None:
+def test_a_rank_that_takes_no_more_steps_is_not_waited_for_and_still_contributes(
+    direct_bytes: int,
+) -> None:
     world = run(
         Schedule(
             seed=8,
@@ -385,7 +387,7 @@ def settings_of(num_members: int, num_elements: int = 4, rank: int = 0) -> Proto
 
 
 def test_a_world_of_one_averages_with_itself() -> None:
-    solo, port = Solo(), Recorder(np.arange(4, dtype=np.float32))
+    solo, port = SingleRank(), Recorder(np.arange(4, dtype=np.float32))
     for version in (0, 1, 0, 1):
         solo.start(Post(arrive(version, generation=GENERATION)), SERVE)
     solo.start(Post(finish(generation=GENERATION)), SERVE)
@@ -398,7 +400,7 @@ def test_a_world_of_one_averages_with_itself() -> None:
 
 
 def answer_to(message: Payload) -> tuple[ProtocolCounts | OffbeatError, Recorder]:
-    """What becomes of rank 0 when rank 1 sends `message` and is gone."""
+    """What becomes of rank 0 when rank 1 sends `message` and leaves."""
     port = Recorder(np.ones(4, np.float32))
     cluster = VirtualCluster(2, watch_all=False, link=VirtualLink(latency_s=LATENCY_S))
 
@@ -468,7 +470,7 @@ def test_a_message_of_another_generation_is_ignored_and_counted() -> None:
     assert port.outcomes == []
 
 
-def test_a_message_for_a_group_that_one_is_not_in_is_an_error() -> None:
+def test_a_message_from_outside_the_group_is_an_error() -> None:
     def wrong_group(version: int) -> VersionGroup:
         return VersionGroup(ranks=(0, 2))
 
@@ -516,7 +518,7 @@ def test_ranks_that_wait_for_all_at_different_versions_do_not_wait_for_ever() ->
 
 @BOTH_WAYS
 @pytest.mark.parametrize("rests", [False, True])
-def test_who_has_passed_a_meeting_of_all_does_not_count_for_those_who_have_yet_to_come(
+def test_a_rank_that_has_passed_a_version_does_not_count_for_ranks_that_have_not_arrived(
     direct_bytes: int, rests: bool
 ) -> None:
     cluster = VirtualCluster(3, watch_all=False)
@@ -539,7 +541,7 @@ def test_who_has_passed_a_meeting_of_all_does_not_count_for_those_who_have_yet_t
         yield Post(finish(generation=GENERATION))
 
     for rank, (version, when_s) in enumerate([(5, 1.0), (0, 2.0), (0, 50.0)]):
-        cluster.beside(rank, arrivals(version, when_s), channel=SERVE)
+        cluster.run_in_background(rank, arrivals(version, when_s), channel=SERVE)
     cluster.run([serve(rank, settings, port) for rank, port in enumerate(ports)], channel=SERVE)
     for port in ports:
         first = next(outcome for outcome in port.outcomes if outcome.version == 0)
@@ -551,7 +553,7 @@ def test_who_has_passed_a_meeting_of_all_does_not_count_for_those_who_have_yet_t
         }
 
 
-def ask_around(
+def fetch_from_peers(
     *peers: int | None, dead: tuple[int, ...] = ()
 ) -> tuple[list[Recorder], list[ProtocolCounts | OffbeatError]]:
     """Rank 0 of three asks `peers` and finishes; rank 1 has a model and rank 2 has none."""
@@ -579,8 +581,10 @@ def ask_around(
 
 
 @pytest.mark.parametrize(("peer", "who_answers"), [(None, {1, 2}), (1, {1}), (2, {2})])
-def test_who_is_asked_sends_its_whole_model(peer: int | None, who_answers: set[int]) -> None:
-    ports, _ = ask_around(peer)
+def test_a_rank_that_is_asked_sends_its_whole_model(
+    peer: int | None, who_answers: set[int]
+) -> None:
+    ports, _ = fetch_from_peers(peer)
     assert ports[0].received.keys() == who_answers
     if 2 in who_answers:
         assert ports[0].received[2] is None
@@ -594,15 +598,15 @@ def test_who_is_asked_sends_its_whole_model(peer: int | None, who_answers: set[i
     assert all(not port.received for port in ports[1:])
 
 
-def test_of_who_is_dead_or_no_member_one_hears_that_it_is_buried() -> None:
-    ports, outcomes = ask_around(2, 9, None, 9, dead=(2,))
+def test_a_peer_that_is_dead_or_no_member_is_marked_dead() -> None:
+    ports, outcomes = fetch_from_peers(2, 9, None, 9, dead=(2,))
     assert sorted(ports[0].marked_dead) == [2, 9]
     assert ports[0].received.keys() == {1}
     assert outcomes[0] == ProtocolCounts(dead={2, 9}, stopped={0, 1})
 
 
-def test_who_rests_is_heard_of_once() -> None:
-    port, solo = Recorder(np.ones(4, np.float32)), Solo()
+def test_a_stopped_rank_is_reported_once() -> None:
+    port, solo = Recorder(np.ones(4, np.float32)), SingleRank()
     for message in (
         stop_stepping(generation=GENERATION),
         stop_stepping(generation=GENERATION),

@@ -46,7 +46,7 @@ def cluster(*, model_s: float = 0.032, **changes: object) -> World:
 
 @BOTH_WAYS
 @pytest.mark.parametrize("period", [None, 1])
-def test_who_is_killed_in_a_first_version_stalls_the_others_for_a_second_at_most(
+def test_a_rank_killed_in_a_first_version_delays_its_peers_for_a_second_at_most(
     direct_bytes: int, period: int | None
 ) -> None:
     """Models of 4 MB at 1 Gbit/s take 32 ms; and here it takes five seconds until a

@@ -180,7 +180,7 @@ def test_a_suspect_whose_contribution_is_in_is_sent_the_average() -> None:
 
 
 @BOTH_WAYS
-def test_who_is_suspected_is_sent_no_values_but_the_news(kind: type[GroupRound]) -> None:
+def test_a_suspected_rank_is_sent_a_message_without_values(kind: type[GroupRound]) -> None:
     mine = Contribution(values=np.ones(3, np.float32), step=4, fresh=True)
     outgoing = a_round(0, kind).contribute(mine, {1}, arrived=True)
     sent = {rank: ModelMessage.from_bytes(message) for rank, message in outgoing}
@@ -194,7 +194,7 @@ def test_who_is_suspected_is_sent_no_values_but_the_news(kind: type[GroupRound])
     assert (sent[2].weight, sent[2].values.size) == (1.0, 1 if kind is ScatteredRound else 3)
 
 
-def test_a_part_that_comes_after_the_average_is_late() -> None:
+def test_a_chunk_that_comes_after_the_average_is_late() -> None:
     mine = Contribution(values=np.ones(3, np.float32), step=0, fresh=True)
     owner = a_round(0)
     owner.contribute(mine, set(), arrived=True)
@@ -204,7 +204,7 @@ def test_a_part_that_comes_after_the_average_is_late() -> None:
     assert owner.receive(1, part)
 
 
-def test_whoever_has_an_average_is_called_and_sends_nothing_to_its_owner() -> None:
+def test_a_rank_with_an_average_must_contribute_and_sends_nothing_to_its_owner() -> None:
     mine = Contribution(values=np.ones(3, np.float32), step=0, fresh=True)
     owner, late = a_round(1), a_round(0)
     owner.contribute(mine, {0}, arrived=True)

@@ -23,7 +23,7 @@ from offbeat.codec.model_wire import ABSENT, MessageKind, ModelMessage
 from offbeat.errors import OffbeatError, WireError
 from offbeat.planning.groups import VersionGroup
 from offbeat.transport.operations import Collective, Now, Post, RecvAny, Send, Sleep
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
 LATENCY_S = 0.001
@@ -60,7 +60,7 @@ def test_a_seed_replays_its_schedule(seed: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", range(2, 10))
-def test_nobody_waits_for_who_computes(world_size: int) -> None:
+def test_no_rank_waits_for_one_that_computes(world_size: int) -> None:
     world = run(Schedule(seed=world_size, world_size=world_size, num_steps=20, pairs=True))
     for model in world.models:
         assert len(model.waits_s) == 20
@@ -69,7 +69,7 @@ def test_nobody_waits_for_who_computes(world_size: int) -> None:
 
 
 class PublishedModel:
-    """Contributes what it has and takes averages in."""
+    """Contributes what it has and merges averages."""
 
     def __init__(self, value: float, *, gives: bool = True) -> None:
         self.values = np.full(4, value)
@@ -84,10 +84,10 @@ class PublishedModel:
         return Contribution(values=self.values.copy(), step=5, fresh=False) if self.gives else None
 
     def invite(self, version: int) -> None:
-        raise AssertionError("nobody is waited for")
+        raise AssertionError("no rank is waited for")
 
     def quorum_arrived(self, version: int) -> None:
-        raise AssertionError("nobody is waited for")
+        raise AssertionError("no rank is waited for")
 
     def close(self, outcome: VersionResult) -> None:
         self.outcomes.append(outcome)
@@ -156,7 +156,7 @@ def play(
 
     world_size = len(ports)
     for rank in range(world_size):
-        cluster.beside(rank, train(rank), channel=SERVE)
+        cluster.run_in_background(rank, train(rank), channel=SERVE)
     partners = partners or [[(rank + 1) % world_size] for rank in range(world_size)]
     work = [
         serve(rank, settings_of(rank, world_size, partners[rank]), port)
@@ -165,7 +165,7 @@ def play(
     return cluster.outcomes(work, channel=SERVE)
 
 
-def test_who_is_asked_answers_at_once_and_both_have_the_same_bits() -> None:
+def test_a_rank_that_is_asked_answers_at_once_and_both_have_the_same_bits() -> None:
     ports = [PublishedModel(1.0), PublishedModel(8.0)]
     play(cluster_of(2), ports, [1.0], [])
     (asked,), (answered,) = ports[0].outcomes, ports[1].outcomes
@@ -195,7 +195,7 @@ def test_two_that_ask_each_other_at_once_are_averaged_once() -> None:
 
 
 @pytest.mark.parametrize("world_size", range(2, 10))
-def test_ranks_in_lock_step_come_together(world_size: int) -> None:
+def test_ranks_in_lock_step_converge(world_size: int) -> None:
     draw = random.Random(world_size)
     ports = [PublishedModel(float(rank)) for rank in range(world_size)]
     partners = [
@@ -261,7 +261,7 @@ def test_a_partner_that_stays_out_says_so() -> None:
     assert ports[0].values.tolist() == [1.0] * 4
 
 
-def test_who_has_nothing_to_give_asks_nobody() -> None:
+def test_a_rank_without_a_contribution_asks_no_peer() -> None:
     ports = [PublishedModel(1.0, gives=False), PublishedModel(8.0)]
     play(cluster_of(2), ports, [1.0], [])
     assert [(outcome.version, outcome.pieces) for outcome in ports[0].outcomes] == [(0, ())]
@@ -269,7 +269,7 @@ def test_who_has_nothing_to_give_asks_nobody() -> None:
 
 
 def test_a_world_of_one_keeps_what_it_has() -> None:
-    solo, port = Solo(), PublishedModel(1.0)
+    solo, port = SingleRank(), PublishedModel(1.0)
     for message in (
         arrive(0, generation=GENERATION),
         arrive(0, generation=GENERATION),

@@ -1,4 +1,4 @@
-"""Where a rank stands between its trainer and the protocol."""
+"""The state that the trainer, the protocol and the membership of a rank share."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def test_there_is_nothing_to_contribute_before_there_is_a_model() -> None:
     assert not published.trainer.has_begun
 
 
-def test_who_arrives_is_fresh_and_who_computes_is_not(published: PublishedModel) -> None:
+def test_a_rank_that_arrives_is_fresh_and_one_that_computes_is_not(
+    published: PublishedModel,
+) -> None:
     stale = published.protocol.contribute(0)
     assert stale is not None
     assert not stale.fresh
@@ -73,7 +75,9 @@ def test_who_arrives_is_fresh_and_who_computes_is_not(published: PublishedModel)
     assert fresh.fresh
 
 
-def test_an_invitation_is_followed_even_by_who_was_answered_for(published: PublishedModel) -> None:
+def test_an_invitation_is_followed_even_after_a_contribution_on_the_ranks_behalf(
+    published: PublishedModel,
+) -> None:
     answered = published.protocol.contribute(0)
     published.protocol.close(outcome(0, answered, 0.0))
     published.protocol.invite(4)
@@ -98,12 +102,12 @@ def test_one_average_at_a_time(published: PublishedModel) -> None:
     assert_array_equal(later.values, model(2))
 
 
-def test_where_ranks_do_not_take_turns_an_answer_is_given_at_any_time() -> None:
+def test_without_one_at_a_time_a_rank_contributes_whenever_it_is_asked() -> None:
     published = PublishedModel(ModelState(DeltaMerge), one_at_a_time=False)
     published.trainer.begin(model(0), NONE, step=0)
     assert published.protocol.contribute(7) is not None
     assert published.protocol.contribute(8) is not None
-    assert published.trainer.arrive(never) == 9  # being answered for does not count as a turn
+    assert published.trainer.arrive(never) == 9  # a contribution on its behalf does not count
 
 
 def test_a_trainer_that_need_not_wait_does_without_a_version_while_another_is_under_way(
@@ -149,7 +153,7 @@ def test_one_that_can_do_without_the_average_waits_for_arrivals_alone(
     assert not for_average.is_alive()
 
 
-def test_a_meeting_is_not_arrived_at_while_the_one_before_travels(
+def test_a_rank_does_not_arrive_while_the_average_before_travels(
     published: PublishedModel, in_thread: Callable[..., threading.Thread]
 ) -> None:
     assert published.trainer.arrive(always) == 0
@@ -168,7 +172,7 @@ def test_a_meeting_is_not_arrived_at_while_the_one_before_travels(
     assert not waiting.is_alive()
 
 
-def test_a_change_of_membership_frees_who_waits(
+def test_a_new_generation_ends_all_waits(
     published: PublishedModel, in_thread: Callable[..., threading.Thread]
 ) -> None:
     assert published.trainer.arrive(always) == 0
@@ -181,10 +185,10 @@ def test_a_change_of_membership_frees_who_waits(
 
 def test_an_error_of_the_protocol_comes_out_at_the_trainer(published: PublishedModel) -> None:
     assert published.trainer.arrive(always) == 0
-    published.membership.fail(PeerError("they are gone"))
-    with pytest.raises(PeerError, match="they are gone"):
+    published.membership.fail(PeerError("they are dead"))
+    with pytest.raises(PeerError, match="they are dead"):
         published.trainer.wait()
-    with pytest.raises(PeerError, match="they are gone"):
+    with pytest.raises(PeerError, match="they are dead"):
         published.trainer.arrive(never)
 
 
@@ -208,7 +212,7 @@ def test_models_that_were_asked_for_are_waited_for_only_from_the_living(
     ) == {1: theirs}
 
 
-def test_a_model_that_does_not_come_is_done_without(published: PublishedModel) -> None:
+def test_a_model_that_does_not_arrive_is_left_out(published: PublishedModel) -> None:
     assert (
         published.membership.collect_models(
             frozenset({1}), published.membership.epoch, timeout_s=0.0
@@ -217,7 +221,7 @@ def test_a_model_that_does_not_come_is_done_without(published: PublishedModel) -
     )
 
 
-def test_waiting_for_rest_ends_when_the_last_one_rests_or_dies(
+def test_waiting_until_peers_stop_ends_when_the_last_one_stops_or_dies(
     published: PublishedModel, in_thread: Callable[..., threading.Thread]
 ) -> None:
     published.protocol.mark_stopped(1)
@@ -229,7 +233,7 @@ def test_waiting_for_rest_ends_when_the_last_one_rests_or_dies(
     assert not waiting.is_alive()
 
 
-def test_who_was_expelled_goes_on_alone_and_then_takes_a_members_model(
+def test_an_expelled_rank_continues_alone_and_then_adopts_a_members_model(
     published: PublishedModel,
 ) -> None:
     published.membership.expel()
