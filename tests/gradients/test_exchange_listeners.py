@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from offbeat.transport.single_rank import SingleRank
 from torch import nn
 from typing_extensions import override
 
@@ -14,6 +13,7 @@ from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener, Gradien
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.reductions import DenseReduction
 from offbeat.transport.driver import Stream
+from offbeat.transport.single_rank import SingleRank
 
 
 class Noting(ExchangeListener):
