@@ -163,8 +163,8 @@ class Stream:
     """
 
     def __init__(self, number: int) -> None:
-        # The upper bits are the stream and the lower ones count its collectives, so that channels of
-        # two streams never coincide, whatever order the streams are used in.
+        # The upper bits are the stream and the lower ones count its collectives: channels of two
+        # streams never coincide, in whatever order the streams are used.
         self._next = number << 32
 
     def next(self) -> int:
