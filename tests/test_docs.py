@@ -26,7 +26,11 @@ PAGES = sorted(
     ]
 )
 WIDER_STILL = ("ARCHITECTURE", "group-averages", "wagma", "adpsgd", "eagersgd")
-OWN_PROSE = [page for page in (*PAGES, ROOT / "CONTRIBUTING.md") if page.stem not in WIDER_STILL]
+OWN_PROSE = [
+    page
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
+    if page.stem not in WIDER_STILL
+]
 EXAMPLES = {"plain_loop.py": ["--epochs", "1"], "amp_accumulation.py": ["--steps", "3"]}
 
 
