@@ -32,7 +32,7 @@ from offbeat.codec.tally import Tally
 from offbeat.codec.wire import Wire
 from offbeat.collectives import gtopk_tree, sparse_reduce_scatter
 from offbeat.parts.workspace import stream_counter
-from offbeat.planning.costs import LinkCost, Network
+from offbeat.planning.costs import LinkCost, NetworkCosts
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import Collective, Recv, Send
@@ -88,7 +88,7 @@ def timing(collective: Collective[T], spent_s: list[float]) -> Collective[T]:
         outcome = yield operation
 
 
-def typical_network(driver: Driver, stream: Stream) -> Network:
+def typical_network(driver: Driver, stream: Stream) -> NetworkCosts:
     """What a message typically costs: everyone sends to the next rank and receives from the one
     before, many times in a row.
     """
@@ -111,7 +111,7 @@ def typical_network(driver: Driver, stream: Stream) -> Network:
     small, large = MESSAGES
     beta = (large_s - small_s) / (large - small)
     link = LinkCost(alpha_s=small_s - small * beta, beta_s_per_byte=beta)
-    return Network(messages=link, dense=link, select_s_per_element=0.0)
+    return NetworkCosts(messages=link, dense=link, select_s_per_element=0.0)
 
 
 def measure(

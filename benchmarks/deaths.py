@@ -1,4 +1,4 @@
-"""What the others feel when workers die, hang, are cut off or return: eight workers, links of 1
+"""What the survivors feel when workers die, hang, are cut off or return: eight workers, links of 1
 Gbit/s, steps of 100 ms.
 
 Who is hit, and when, is drawn from the seed. A survivor is a worker that nothing was done to. Its

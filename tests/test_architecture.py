@@ -35,6 +35,7 @@ ROOMS = (
     "transport",
     "codec",
     "planning",
+    "torch_private",
     "errors",
 )
 """From top to bottom: a room imports only rooms below it."""
@@ -61,6 +62,7 @@ STORES = frozenset({f"torch.distributed.{name}" for name in ("Store", "HashStore
 """Types of stores, which other rooms are handed by `transport`."""
 
 MAY_BLOCK = {
+    "torch_private.py": {"torch.distributed"},  # makes gloo's and NCCL's groups for transport
     "session/session.py": {
         "torch.distributed"
     },  # names the type of the user's group and asks whether there is one
@@ -213,6 +215,75 @@ def test_no_exception_outlives_its_use() -> None:
         assert {
             found for use in uses_of(SOURCE / name) if (found := use.within(BLOCKING))
         } == allowed, name
+
+
+STANDARD_PRIVATE = frozenset({"_replace", "_exit", "_value2member_map_"})
+"""Names of the standard library that are documented in spite of their underscore."""
+
+
+def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The line and the name of each private attribute that is not of `self`, its class or another
+    instance of it, and of each private name that is imported.
+    """
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    defined |= {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            if node.attr not in STANDARD_PRIVATE | defined:
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            for alias in node.names:
+                parts = f"{module or ''}.{alias.name}".split(".")
+                if any(map(is_private, parts)):
+                    yield node.lineno, ".".join(parts)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@each_file
+def test_private_names_of_pytorch_stand_in_one_file(path: Path) -> None:
+    own = SOURCE / "torch_private.py"
+    if path == own:
+        return
+    tree = ast.parse(path.read_text())
+    assert list(private_names(tree)) == []
+    # The names may not be reached as strings either, as by `getattr`.
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert strings & names_of_torch_private() == set()
+
+
+@cache
+def names_of_torch_private() -> frozenset[str]:
+    nodes = list(ast.walk(ast.parse((SOURCE / "torch_private.py").read_text())))
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    strings = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    return frozenset(name for name in attributes | strings if is_private(name))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._C._current_graph_task_id()",
+        "from torch._prims_common import is_non_overlapping_and_dense",
+        "import torch.utils._pytree",
+        "from torch.utils import _pytree",
+        "def f(gradient):\n    return gradient._values()",
+    ],
+)
+def test_private_names_are_found_in_every_form(source: str) -> None:
+    assert list(private_names(ast.parse(source)))
+
+
+def test_a_private_name_of_the_same_class_is_no_offence() -> None:
+    source = "class A:\n    def f(self, a):\n        self._x = 1\n        return a._x"
+    assert list(private_names(ast.parse(source))) == []
 
 
 @each_file

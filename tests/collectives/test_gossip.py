@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from offbeat.collectives import gossip
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum
 from offbeat.errors import PeerError, WireError
-from offbeat.planning.topologies import Peers, exponential_peers, ring_weights
+from offbeat.planning.topologies import GossipPeers, exponential_peers, ring_weights
 from offbeat.transport.operations import Recv, Send
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.wrappers import Failing, Fault
+from offbeat.transport.wrappers import Failing, ScriptedFault
 
 cases = st.tuples(st.integers(1, 17), st.integers(0, 2**32 - 1))
 
@@ -42,13 +42,13 @@ def flat(vector: list[Block]) -> NDArray[np.float64]:
     return np.concatenate([block.astype(np.float64) for block in vector])
 
 
-def random_graph(world_size: int, seed: int) -> list[Peers]:
+def random_graph(world_size: int, seed: int) -> list[GossipPeers]:
     """Any directed graph: some ranks send to nobody, some hear from many."""
     draw = np.random.default_rng(seed)
     edges = draw.random((world_size, world_size)) < 0.4
     np.fill_diagonal(edges, False)
     return [
-        Peers(
+        GossipPeers(
             tuple(np.flatnonzero(edges[rank]).tolist()),
             tuple(np.flatnonzero(edges[:, rank]).tolist()),
         )
@@ -129,7 +129,7 @@ def test_push_sum_over_an_irregular_graph_still_finds_the_mean(world_size: int) 
     """Without the weights, ranks that hear from many would count for more."""
     everyone = {rank: {(rank + 1) % world_size, 0} - {rank} for rank in range(world_size)}
     peers = [
-        Peers(
+        GossipPeers(
             tuple(sorted(everyone[rank])),
             tuple(source for source in range(world_size) if rank in everyone[source]),
         )
@@ -166,7 +166,7 @@ def test_the_size_of_messages_changes_nothing(
 def test_alone_the_vector_and_its_weight_stay_what_they_are() -> None:
     (mine,) = vectors(1, seed=0)
     ((mean,),) = [VirtualCluster(1).run([neighbour_mean(0, mine, {0: 1.0})])]
-    ((vector, weight),) = VirtualCluster(1).run([push_sum(Peers((), ()), mine, 0.3)])
+    ((vector, weight),) = VirtualCluster(1).run([push_sum(GossipPeers((), ()), mine, 0.3)])
     assert flat(mean).tobytes() == flat(vector).tobytes() == flat(mine).tobytes()
     assert weight == 0.3
 
@@ -184,7 +184,7 @@ def test_a_model_of_another_size_is_refused() -> None:
 @pytest.mark.parametrize("operation", [Send, Recv])
 def test_a_failing_rank_leaves_nobody_waiting(operation: type) -> None:
     mine = vectors(5, seed=2)
-    faults = [Fault(rank=1, step=0, operation=operation, action="raise")]
+    faults = [ScriptedFault(rank=1, step=0, operation=operation, action="raise")]
     outcomes = VirtualCluster(5).outcomes(
         [neighbour_mean(rank, mine[rank], ring_weights(rank, 5)) for rank in range(5)],
         wrap=lambda driver: Failing(driver, faults),

@@ -25,7 +25,7 @@ from offbeat.collectives.topk_allgather import global_topk, topk_sum
 from offbeat.errors import PeerError
 from offbeat.transport.operations import Recv
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.wrappers import Failing, Fault
+from offbeat.transport.wrappers import Failing, ScriptedFault
 
 CONSERVING: dict[str, SparseCollective] = {
     "tree": gtopk_tree,
@@ -222,7 +222,7 @@ def test_the_order_of_events_does_not_matter(name: str) -> None:
 def test_a_failing_rank_leaves_nobody_waiting(name: str, victim: int) -> None:
     world_size, wire = 5, wire_for(400)
     mine = contributions(world_size, 400, 40, seed=2)
-    faults = [Fault(rank=victim, step=0, operation=Recv, action="raise")]
+    faults = [ScriptedFault(rank=victim, step=0, operation=Recv, action="raise")]
     outcomes = VirtualCluster(world_size).outcomes(
         [
             CONSERVING[name](rank, world_size, mine[rank], tally_of(rank), 40, wire)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from offbeat.transport.solo import Solo
 from torch import nn
 from typing_extensions import override
 
@@ -13,7 +14,6 @@ from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener, Gradien
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.reductions import DenseReduction
 from offbeat.transport.driver import Stream
-from offbeat.transport.solo import Solo
 
 
 class Noting(ExchangeListener):

@@ -31,13 +31,13 @@ from offbeat.lab.doctor.kernel import scratch_name, try_kernel, try_writing
 from offbeat.lab.doctor.measure import Host, Measurement
 from offbeat.lab.doctor.pairs import PairLink, measure_pairs, num_rounds, partner, slow_workers
 from offbeat.lab.doctor.sockets import Listening, own_sockets, sockets_at
-from offbeat.planning.costs import LinkCost, Network
+from offbeat.planning.costs import LinkCost, NetworkCosts
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
 
-def network(rate_bit_per_s: float, *, latency_s: float = 1e-4) -> Network:
+def network(rate_bit_per_s: float, *, latency_s: float = 1e-4) -> NetworkCosts:
     link = LinkCost(alpha_s=latency_s, beta_s_per_byte=8 / rate_bit_per_s)
-    return Network(messages=link, dense=link, select_s_per_element=1e-9)
+    return NetworkCosts(messages=link, dense=link, select_s_per_element=1e-9)
 
 
 def measurement(**changes: object) -> Measurement:
@@ -135,7 +135,7 @@ def test_on_a_slow_link_gtopk_is_advised() -> None:
     ],
 )
 def test_on_a_fast_link_or_a_slow_processor_the_advice_is_to_stay_on_ddp(
-    found: Network, reason: str
+    found: NetworkCosts, reason: str
 ) -> None:
     diagnosis = judged(measurement(network=found))
     assert diagnosis.verdict.startswith("Stay on DDP")

@@ -12,7 +12,7 @@ from offbeat.errors import PeerError
 from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.membership.agreement import Generation, Member, StoreLostError
 from offbeat.transport.operations import Collective, Now
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 
 
 def listed(number: int, *, newcomers: frozenset[int] = frozenset()) -> Generation:
@@ -53,13 +53,13 @@ def store() -> HashStore:
 @pytest.fixture
 def group(told: list[str], store: HashStore) -> AtomicGroup:
     group = AtomicGroup(store, count=lambda driver: driver, notify=told.append, patience_s=10.0)
-    group.begin(listed(0), 0, Solo())
+    group.begin(listed(0), 0, SingleRank())
     return group
 
 
 def test_work_is_done_again_in_the_next_generation(group: AtomicGroup, told: list[str]) -> None:
     assert group.run(number_of) == 0
-    assert group.run(Lost(0, at=lambda: group.begin(listed(3), 0, Solo()))) == 3
+    assert group.run(Lost(0, at=lambda: group.begin(listed(3), 0, SingleRank()))) == 3
     assert told == ["generation 3: 1 worker, without worker 4 and with worker 4 come in"]
 
 
@@ -71,7 +71,7 @@ def test_it_waits_for_that_generation(
     in_thread(lambda: results.append(group.run(Lost(0, at=lost.set)))).join(0)
     assert lost.wait(10)
     assert results == []
-    thread = in_thread(group.begin, listed(1), 0, Solo())
+    thread = in_thread(group.begin, listed(1), 0, SingleRank())
     thread.join(10)
     assert group.run(number_of) == 1
 
@@ -107,7 +107,7 @@ def test_what_ends_the_waiting(
 
 def test_nobody_waits_for_ever(told: list[str], store: HashStore) -> None:
     impatient = AtomicGroup(store, count=lambda driver: driver, notify=told.append, patience_s=0.01)
-    impatient.begin(listed(0), 0, Solo())
+    impatient.begin(listed(0), 0, SingleRank())
     with pytest.raises(PeerError, match="no next generation was met within 0.01 s"):
         impatient.run(Lost(0))
 
@@ -118,7 +118,7 @@ def test_one_that_is_left_out_is_new_until_it_has_caught_up(group: AtomicGroup) 
     group.caught_up(listed(0))  # by what was done before
     assert group.is_new
     back = listed(2, newcomers=frozenset({0}))
-    group.begin(back, 0, Solo())
+    group.begin(back, 0, SingleRank())
     group.caught_up(listed(1))
     assert group.is_new
     group.caught_up(back)

@@ -22,9 +22,9 @@ from offbeat.transport.connect import (
     reconnect,
 )
 from offbeat.transport.interface import bound_socket
-from offbeat.transport.network import OVER_KEY, Network, bottom_of, found_network, founded_network
+from offbeat.transport.network import OVER_KEY, Network, bottom_of, create_network, find_network
 from offbeat.transport.operations import AllReduceTensor, Now, Post, Recv, RecvAny, Send
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 
 LOOPBACK = "127.0.0.1"
 RUN_SECRET = "a secret of this test run only"
@@ -33,7 +33,7 @@ RUN_SECRET = "a secret of this test run only"
 def founder(
     store: Store, *, rank: int = 0, token: str = "first", secret: str = RUN_SECRET
 ) -> Network:
-    return founded_network(
+    return create_network(
         store, token=token, rank=rank, world_size=2, address=LOOPBACK, secret=secret.encode()
     )
 
@@ -73,7 +73,7 @@ def talk(first: Network, second: Network) -> None:
 def test_a_process_that_nobody_launched_has_no_network() -> None:
     connection = connect()
     assert connection.network is None
-    assert isinstance(connection.driver, Solo)
+    assert isinstance(connection.driver, SingleRank)
 
 
 def test_a_launched_world_of_one_has_a_network_that_others_can_come_to(
@@ -84,7 +84,7 @@ def test_a_launched_world_of_one_has_a_network_that_others_can_come_to(
         alone = connect()
     finally:
         dist.destroy_process_group()
-    assert isinstance(alone.driver, Solo)
+    assert isinstance(alone.driver, SingleRank)
     assert alone.network is not None
     later = reconnect().network
     assert later is not None
@@ -175,14 +175,14 @@ def test_a_damaged_card_is_one_clear_error(card: str, message: str) -> None:
     founder(store)
     store.set("offbeat/network", card)
     with pytest.raises(WireError, match=message):
-        found_network(store, rank=1, address=LOOPBACK, secret=RUN_SECRET.encode())
+        find_network(store, rank=1, address=LOOPBACK, secret=RUN_SECRET.encode())
 
 
 def test_only_rank_0_leaves_the_card() -> None:
     store = HashStore()
     founder(store, rank=1)
     with pytest.raises(ConfigError, match="none has begun"):
-        found_network(store, rank=1, address=LOOPBACK, secret=RUN_SECRET.encode())
+        find_network(store, rank=1, address=LOOPBACK, secret=RUN_SECRET.encode())
 
 
 def test_a_mesh_of_one_is_a_mesh() -> None:

@@ -7,16 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import WireError
-from offbeat.transport.envelope import HEADER_BYTES, Envelope, Kind, pack, parse, verify
+from offbeat.transport.envelope import HEADER_BYTES, Envelope, EnvelopeKind, pack, parse, verify
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
-HEADER = pack(kind=Kind.DATA, sender=1, generation=2, channel=3, sequence=4, payload=b"payload")
+HEADER = pack(
+    kind=EnvelopeKind.DATA, sender=1, generation=2, channel=3, sequence=4, payload=b"payload"
+)
 
 
-@given(st.sampled_from(Kind), U32, U32, U64, U64, st.binary(max_size=200))
+@given(st.sampled_from(EnvelopeKind), U32, U32, U64, U64, st.binary(max_size=200))
 def test_what_is_packed_is_parsed(
-    kind: Kind, sender: int, generation: int, channel: int, sequence: int, payload: bytes
+    kind: EnvelopeKind, sender: int, generation: int, channel: int, sequence: int, payload: bytes
 ) -> None:
     header = pack(
         kind=kind,
@@ -48,13 +50,13 @@ def test_no_bit_of_magic_version_kind_and_padding_may_change_unnoticed(bit: int)
     altered = bytearray(HEADER)
     altered[bit // 8] ^= 1 << bit % 8
     with suppress(WireError):
-        assert parse(altered).kind != Kind.DATA
+        assert parse(altered).kind != EnvelopeKind.DATA
 
 
 @given(st.binary(min_size=1, max_size=100), st.data())
 def test_a_flipped_bit_of_the_payload_names_the_sender(payload: bytes, data: st.DataObject) -> None:
     envelope = parse(
-        pack(kind=Kind.DATA, sender=7, generation=0, channel=0, sequence=0, payload=payload)
+        pack(kind=EnvelopeKind.DATA, sender=7, generation=0, channel=0, sequence=0, payload=payload)
     )
     altered = bytearray(payload)
     altered[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(st.integers(0, 7))

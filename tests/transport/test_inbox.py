@@ -3,12 +3,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.transport.envelope import Envelope, Kind, pack, parse
+from offbeat.transport.envelope import Envelope, EnvelopeKind, pack, parse
 from offbeat.transport.inbox import Inbox
 
 
 def _message(
-    sequence: int, channel: int, payload: bytes, kind: Kind = Kind.DATA, sender: int = 1
+    sequence: int,
+    channel: int,
+    payload: bytes,
+    kind: EnvelopeKind = EnvelopeKind.DATA,
+    sender: int = 1,
 ) -> tuple[Envelope, bytes]:
     header = pack(
         kind=kind, sender=sender, generation=0, channel=channel, sequence=sequence, payload=payload
@@ -70,7 +74,7 @@ def test_a_repeated_message_is_ignored() -> None:
 
 def test_control_messages_wait_for_the_data_sent_before_them() -> None:
     inbox = Inbox()
-    goodbye = _message(1, 0, b"", Kind.GOODBYE)
+    goodbye = _message(1, 0, b"", EnvelopeKind.GOODBYE)
     assert inbox.put(*goodbye) == []
     assert inbox.put(*_message(0, 0, b"data")) == [goodbye]
     assert inbox.has(1, 0)

@@ -15,7 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from offbeat.errors import PeerError, PeerTimeoutError, WireError
-from offbeat.transport.envelope import Kind, pack
+from offbeat.transport.envelope import EnvelopeKind, pack
 from offbeat.transport.keys import KeyPair, key_pair
 from offbeat.transport.operations import Recv
 from offbeat.transport.peers import PeerLimits, Peers
@@ -68,7 +68,7 @@ def message(
     payload: bytes, *, sequence: int = 0, sender: int = 1, generation: int = 0, channel: int = 0
 ) -> list[bytes]:
     header = pack(
-        kind=Kind.DATA,
+        kind=EnvelopeKind.DATA,
         sender=sender,
         generation=generation,
         channel=channel,

@@ -14,7 +14,7 @@ from offbeat.errors import ConfigError, PeerError, PeerTimeoutError
 from offbeat.transport.driver import Driver
 from offbeat.transport.operations import Collective, Now, Post, Recv, RecvAny, Send, Sleep
 from offbeat.transport.peers import Peers
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 from offbeat.transport.wrappers import (
     Counting,
@@ -96,7 +96,7 @@ def test_sockets_collect_from_everybody(
 
 
 def test_who_is_alone_has_only_itself_to_hear() -> None:
-    solo = Solo()
+    solo = SingleRank()
     assert solo.run(post_and_collect(1), 3) == [(0, b"mine")]
     with pytest.raises(PeerTimeoutError):
         solo.start(RecvAny(frozenset({0}), timeout_s=0.0), 3).wait()
@@ -238,7 +238,7 @@ def test_two_collectives_of_one_rank_talk_by_posting() -> None:
         sender, payload = yield RecvAny(frozenset({0}))
         return sender, payload
 
-    cluster.beside(0, train(), channel=6)
+    cluster.run_in_background(0, train(), channel=6)
     assert cluster.run([serve()], channel=5) == [(0, b"done")]
 
 

@@ -34,9 +34,9 @@ from offbeat.transport.wrappers import (
     Delaying,
     Delivery,
     Failing,
-    Fault,
     Recorded,
     Recording,
+    ScriptedFault,
     Traffic,
 )
 
@@ -267,14 +267,14 @@ def test_a_sender_that_is_not_delayed_is_an_error_on_the_receiver(
 # Failing
 
 
-def failing(*faults: Fault) -> Callable[[Driver], Driver]:
+def failing(*faults: ScriptedFault) -> Callable[[Driver], Driver]:
     return lambda driver: Failing(driver, faults)
 
 
 def test_a_scripted_error_happens_at_its_rank_step_and_operation_once(
     open_mesh: Callable[[int], list[Peers]],
 ) -> None:
-    fault = Fault(rank=1, step=2, operation=Recv, action="raise")
+    fault = ScriptedFault(rank=1, step=2, operation=Recv, action="raise")
     first, second = (Failing(peers, [fault]) for peers in open_mesh(2))
     assert (first.waiting, second.waiting) == ([], [fault])
     for step in (1, 2):
@@ -298,12 +298,12 @@ def test_a_scripted_error_reaches_the_protocol_which_may_survive_it() -> None:
             payload = yield Recv(0)
         return bytes(payload)
 
-    fault = Fault(rank=1, step=0, operation=Recv, action="raise")
+    fault = ScriptedFault(rank=1, step=0, operation=Recv, action="raise")
     assert VirtualCluster(2).run([send(1, [b"x"]), stubborn()], wrap=failing(fault))[1] == b"x"
 
 
 def test_a_dropped_message_never_arrives_and_the_next_one_does() -> None:
-    fault = Fault(rank=0, step=0, operation=Send, action="drop")
+    fault = ScriptedFault(rank=0, step=0, operation=Send, action="drop")
     _, taken = VirtualCluster(2).run(
         [send(1, [b"first", b"second"]), receive(0, 1)], wrap=failing(fault)
     )
@@ -314,7 +314,7 @@ def test_a_dropped_message_never_arrives_and_the_next_one_does() -> None:
 def test_a_corrupted_message_differs_by_one_bit_and_the_senders_own_bytes_do_not_change(
     payload: bytes,
 ) -> None:
-    fault = Fault(rank=0, step=0, operation=Send, action="corrupt")
+    fault = ScriptedFault(rank=0, step=0, operation=Send, action="corrupt")
     mine = bytearray(payload)
     _, taken = VirtualCluster(2).run([send(1, [mine]), receive(0, 1)], wrap=failing(fault))
     differences = [a ^ b for a, b in zip(payload, taken[0][1], strict=True) if a != b]
@@ -327,8 +327,8 @@ def test_a_killed_rank_dies_as_from_outside() -> None:
     script = (
         "from offbeat.transport.operations import Now\n"
         "from offbeat.transport.virtual import VirtualCluster\n"
-        "from offbeat.transport.wrappers import Failing, Fault\n"
-        "fault = Fault(rank=0, step=0, operation=Now, action='kill')\n"
+        "from offbeat.transport.wrappers import Failing, ScriptedFault\n"
+        "fault = ScriptedFault(rank=0, step=0, operation=Now, action='kill')\n"
         "Failing(VirtualCluster(1).drivers[0], [fault]).start(Now(), 0)\n"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -signal.SIGKILL
@@ -346,7 +346,7 @@ def test_a_fault_that_cannot_happen_is_refused(
     operation: type[Send], action: str, complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        Fault(rank=0, step=0, operation=operation, action=action)  # type: ignore[arg-type]
+        ScriptedFault(rank=0, step=0, operation=operation, action=action)  # type: ignore[arg-type]
 
 
 # Recording

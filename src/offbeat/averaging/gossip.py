@@ -14,7 +14,7 @@ from typing_extensions import override
 from offbeat.collectives.gossip import Block, neighbour_mean, push_sum
 from offbeat.errors import CheckpointError
 from offbeat.parts.part import Part
-from offbeat.planning.topologies import Peers
+from offbeat.planning.topologies import GossipPeers
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.weights.model_weights import ModelWeights, Pack, require_finite
 
@@ -120,7 +120,7 @@ class PushSum(Part):
         *,
         driver: Driver,
         stream: Stream,
-        peers: Callable[[int], Peers],
+        peers: Callable[[int], GossipPeers],
     ) -> None:
         self._weights = weights
         self._driver = driver

@@ -37,6 +37,12 @@ class Tally:
     num_failed: int
     used: NDArray[np.bool_]
 
+    @classmethod
+    def of_nobody(cls, num_parameters: int) -> Tally:
+        """What merges with any other tally without changing it."""
+        used = np.zeros(num_parameters, dtype=np.bool_)
+        return cls(weight=0.0, num_nonfinite=0, num_failed=0, used=used)
+
     @property
     def good(self) -> bool:
         """Whether the step may be applied."""

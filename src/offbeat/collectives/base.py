@@ -8,7 +8,7 @@ from typing import Protocol
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
 from offbeat.codec.wire import Wire
-from offbeat.planning.costs import Network
+from offbeat.planning.costs import NetworkCosts
 from offbeat.transport.operations import Collective
 
 
@@ -43,4 +43,6 @@ class SparseCollective(Protocol):
 class CostOf(Protocol):
     """Seconds that a sparse collective takes under the alpha-beta model."""
 
-    def __call__(self, *, world_size: int, k: int, pair_bytes: int, network: Network) -> float: ...
+    def __call__(
+        self, *, world_size: int, k: int, pair_bytes: int, network: NetworkCosts
+    ) -> float: ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from offbeat.planning.costs import Network
+from offbeat.planning.costs import NetworkCosts
 from offbeat.transport.operations import AllReduceTensor, Broadcast, Collective
 
 
@@ -23,7 +23,7 @@ def dense_broadcast(tensor: torch.Tensor, root: int) -> Collective[torch.Tensor]
     return theirs
 
 
-def cost_s(*, world_size: int, num_bytes: int, network: Network) -> float:
+def cost_s(*, world_size: int, num_bytes: int, network: NetworkCosts) -> float:
     """2(P-1) alpha + 2(P-1)/P m beta, for a tensor of m = `num_bytes`."""
     hops = 2 * (world_size - 1)
     return network.dense.time_s(num_messages=hops, num_bytes=hops / world_size * num_bytes)

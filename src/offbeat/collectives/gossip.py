@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import WireError
-from offbeat.planning.topologies import Peers
+from offbeat.planning.topologies import GossipPeers
 from offbeat.transport.operations import Collective, Recv, Send
 
 MESSAGE_BYTES = 8 << 20
@@ -56,7 +56,7 @@ def neighbour_mean(
 
 
 def push_sum(
-    peers: Peers, mine: Sequence[Block], weight: float
+    peers: GossipPeers, mine: Sequence[Block], weight: float
 ) -> Collective[tuple[list[Block], float]]:
     """One round of push-sum: this rank parts with equal shares of its vector and its weight, and
     adds what it is sent.

@@ -29,7 +29,7 @@ from offbeat.codec.sparse import Sparse, add_all, merge, split_by_index
 from offbeat.codec.tally import Tally
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged
-from offbeat.planning.costs import Network
+from offbeat.planning.costs import NetworkCosts
 from offbeat.planning.trees import broadcast_rounds, num_rounds, reduce_rounds
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 
@@ -77,7 +77,7 @@ def broadcast(rank: int, world_size: int, message: Payload) -> Collective[Payloa
     return message
 
 
-def cost_s(*, world_size: int, k: int, pair_bytes: int, network: Network) -> float:
+def cost_s(*, world_size: int, k: int, pair_bytes: int, network: NetworkCosts) -> float:
     """2 log2(P) alpha + 2 k log2(P) beta: each round of both phases passes one message
     of k pairs.
     """

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from offbeat.planning.costs import LinkCost, Network
+from offbeat.planning.costs import LinkCost, NetworkCosts
 from offbeat.transport.operations import AllGather, AllReduceTensor, Collective, Now, Recv, Send
 
 _REPORT = struct.Struct("<5d")
@@ -30,7 +30,7 @@ def probe(
     select_s_per_element: float,
     device: torch.device,
     repeats: int = 5,
-) -> Collective[Network]:
+) -> Collective[NetworkCosts]:
     """The network as the slowest rank sees it; the same on every rank. About 35 MiB each way at the
     default.
 
@@ -65,7 +65,7 @@ def probe(
     slowest = [
         max(column) for column in zip(*(_REPORT.unpack(report) for report in reports), strict=True)
     ]
-    return Network(
+    return NetworkCosts(
         messages=LinkCost(alpha_s=slowest[0], beta_s_per_byte=slowest[1]),
         dense=LinkCost(alpha_s=slowest[2], beta_s_per_byte=slowest[3]),
         select_s_per_element=slowest[4],

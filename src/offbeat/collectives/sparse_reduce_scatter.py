@@ -32,7 +32,7 @@ from offbeat.codec.tally import Tally
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged
 from offbeat.collectives.gather import all_gather
-from offbeat.planning.costs import Network
+from offbeat.planning.costs import NetworkCosts
 from offbeat.planning.trees import num_rounds
 from offbeat.transport.operations import Collective, Recv, Send
 
@@ -71,7 +71,7 @@ def sparse_reduce_scatter(
     return Exchanged(kept=union_disjoint(regions), owed=owed, tally=reduce(Tally.merge, tallies))
 
 
-def cost_s(*, world_size: int, k: int, pair_bytes: int, network: Network) -> float:
+def cost_s(*, world_size: int, k: int, pair_bytes: int, network: NetworkCosts) -> float:
     """(P-1 + 2 log2 P) alpha + (2 (P-1)/P k pairs + (P-1) c counters) beta."""
     num_bytes = (
         2 * (world_size - 1) / world_size * k * pair_bytes

@@ -17,7 +17,7 @@ from offbeat.codec.tally import Tally
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged
 from offbeat.collectives.gather import all_gather
-from offbeat.planning.costs import Network
+from offbeat.planning.costs import NetworkCosts
 from offbeat.planning.trees import num_rounds
 from offbeat.transport.operations import Collective
 
@@ -52,7 +52,7 @@ def _sum(
     return add_all(contributions), rounding, reduce(Tally.merge, tallies)
 
 
-def cost_s(*, world_size: int, k: int, pair_bytes: int, network: Network) -> float:
+def cost_s(*, world_size: int, k: int, pair_bytes: int, network: NetworkCosts) -> float:
     """log2(P) alpha + (P-1) k beta."""
     return network.messages.time_s(
         num_messages=num_rounds(world_size), num_bytes=(world_size - 1) * k * pair_bytes

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
-from torch._prims_common import (
-    is_non_overlapping_and_dense_or_false as is_non_overlapping_and_dense,
-)
 
 from offbeat.planning.fusion import fuse
+from offbeat.torch_private import is_dense
 
 _NUM_BUFFERS = 2
 """Buffers that a sparse reduction uses in turns."""
@@ -37,7 +35,7 @@ class Bucket:
         self.parameters = [parameters[i] for i in indices]
         self.offsets = list(accumulate((p.numel() for p in self.parameters), initial=0))
         self.num_elements = self.offsets[-1]
-        self._dense = [is_non_overlapping_and_dense(parameter) for parameter in self.parameters]
+        self._dense = [is_dense(parameter) for parameter in self.parameters]
         self._views: dict[int, list[torch.Tensor]] = {}
         first = self.parameters[0]
         self._flat = torch.zeros(self.num_elements, dtype=first.dtype, device=first.device)
@@ -82,8 +80,8 @@ class Bucket:
             and gradient.device == self._flat.device
         )
 
-    def lay_in(self, position: int, gradient: torch.Tensor) -> None:
-        """Copy `gradient`, which may be sparse, into its place, unless it lies there."""
+    def copy_in(self, position: int, gradient: torch.Tensor) -> None:
+        """Copy `gradient`, which may be sparse, into its place, unless it is there already."""
         if gradient.is_sparse:
             self.views[position].zero_().add_(gradient)
         elif not self.holds(position, gradient):

@@ -18,7 +18,7 @@ from offbeat.collectives import dense, sparse_reduce_scatter, topk_allgather
 from offbeat.collectives.base import CostOf
 from offbeat.collectives.probe import probe
 from offbeat.parts.part import Part
-from offbeat.planning.costs import LinkCost, Network, cheapest
+from offbeat.planning.costs import LinkCost, NetworkCosts, cheapest
 from offbeat.transport.driver import Driver, Stream
 
 SPARSE_COSTS: Mapping[str, CostOf] = {
@@ -54,7 +54,9 @@ class CheapestCollective(Part):
 
     state_key: ClassVar[str] = "collective_choice"
 
-    def __init__(self, network: Network, *, world_size: int, notify: Callable[[str], None]) -> None:
+    def __init__(
+        self, network: NetworkCosts, *, world_size: int, notify: Callable[[str], None]
+    ) -> None:
         self.network = network
         self._world_size = world_size
         self._notify = notify
@@ -120,7 +122,7 @@ class CheapestCollective(Part):
             saved["world_size"] == self._world_size
         ):  # otherwise the old figures say nothing about the new ranks
             network = saved["network"]
-            self.network = Network(
+            self.network = NetworkCosts(
                 messages=LinkCost(**network["messages"]),
                 dense=LinkCost(**network["dense"]),
                 select_s_per_element=network["select_s_per_element"],

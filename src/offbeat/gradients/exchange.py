@@ -1,9 +1,9 @@
 """Gradients, exchanged once for each outermost backward pass.
 
-A gradient's walk: it becomes ready and is laid into its bucket; a full bucket is launched, in the
+A gradient's walk: it becomes ready and is copied into its bucket; a full bucket is launched, in the
 same order on every rank; when backward is over all buckets are waited for; if every rank's step is
-good, changes of state are committed and `param.grad` shows the result, else everything is discarded
-and the step is skipped on all ranks together.
+good, changes of state are committed and `param.grad` becomes the result, else everything is
+discarded and the step is skipped on all ranks together.
 
 How a bucket is reduced (densely, or sparsely with a residual) is a `Reduction`; see
 `gradients.reductions`.
@@ -13,9 +13,9 @@ Rules that keep ranks in step:
   who had one;
 - each `optimizer.step()` is preceded by at least one exchange: a rank that ran no backward joins
   with nothing;
-- a sparse gradient is laid in as a dense one, and comes out as such: its rows differ from rank to
+- a sparse gradient is copied as a dense one, and comes out as such: its rows differ from rank to
   rank;
-- gradients that came out of an exchange are set aside before a further backward pass in the same
+- gradients that came out of an exchange are stashed before a further backward pass in the same
   step, so that only what is new is exchanged, and are added back afterwards.
 """
 
@@ -57,7 +57,7 @@ class Reduction(Protocol):
         ...
 
     def wait(self) -> Tally:
-        """Wait for the other ranks. Returns the tally of all ranks."""
+        """Wait for the peers. Returns the tally of all ranks."""
         ...
 
     def commit(self) -> torch.Tensor:
@@ -155,16 +155,18 @@ class GradientExchange(Part):
         self._max_skipped_steps = max_skipped_steps
         self._notify = notify
         self._weight = weight
-        self._num_weighed: int | None = None
-        self._is_weighed = self._is_idle = False
+        self._num_samples: int | None = None
+        self._counts_samples = self._is_idle = False
         self._place = {
             index: (b, position)
             for b, (bucket, _) in enumerate(self._pairs)
             for position, index in enumerate(bucket.indices)
         }
         self._ready = [np.zeros(len(bucket.indices), dtype=np.bool_) for bucket, _ in self._pairs]
-        self._shown = [np.zeros(len(bucket.indices), dtype=np.bool_) for bucket, _ in self._pairs]
-        self._aside: list[torch.Tensor | None] = [None] * len(self._pairs)
+        self._published = [
+            np.zeros(len(bucket.indices), dtype=np.bool_) for bucket, _ in self._pairs
+        ]
+        self._stashed: list[torch.Tensor | None] = [None] * len(self._pairs)
         self._num_launched = 0
         self._num_accumulated = 0
         self._synchronised = True
@@ -184,15 +186,15 @@ class GradientExchange(Part):
 
     @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
-        """Set aside the results of an earlier exchange, so that this pass accumulates only what is
+        """Stash the results of an earlier exchange, so that this pass accumulates only what is
         new.
         """
         self._num_accumulated = 0
         self._synchronised = synchronised
         for b in range(len(self._pairs)):
             self._ready[b][:] = False
-            self._set_aside(b)
-        if not synchronised and any(aside is not None for aside in self._aside):
+            self._stash(b)
+        if not synchronised and any(stashed is not None for stashed in self._stashed):
             self._restore()
             raise UnsupportedError(
                 "a backward pass inside no_sync() follows a synchronised one without zero_grad()"
@@ -205,8 +207,8 @@ class GradientExchange(Part):
         """The coming step's gradient is the mean over so many further samples; weights are samples
         from now on.
         """
-        self._num_weighed = num_samples + (self._num_weighed or 0 if self._is_weighed else 0)
-        self._is_weighed = True
+        self._num_samples = num_samples + (self._num_samples or 0 if self._counts_samples else 0)
+        self._counts_samples = True
 
     @override
     def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
@@ -221,16 +223,17 @@ class GradientExchange(Part):
                 " one backward pass; re-entrant checkpointing does that: use"
                 " torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        self._lay_in(b, position)
+        self._copy_in(b, position)
         # The last bucket waits for the end of backward, so that its tally can still say that this
         # rank failed.
+        # Buckets are launched in one order on every rank, because dense operations match by order.
         while self._num_launched < len(self._pairs) - 1 and self._ready[self._num_launched].all():
             self._launch_next()
 
     @override
     def on_backward_done(self, *, synchronised: bool) -> None:
         """Exchange, unless nothing was accumulated: then it was no pass for training, or the next
-        step joins the others.
+        step joins the peers' exchange.
         """
         if self._num_accumulated == 0:
             self._restore()
@@ -239,7 +242,7 @@ class GradientExchange(Part):
 
     @override
     def on_backward_failed(self) -> None:
-        """Join the exchange that the peers are in, with nothing but the news that this rank failed.
+        """Join the exchange that the peers are in, and contribute only that this rank has failed.
 
         Inside `no_sync` there is none: what failed there concerns this rank alone.
         """
@@ -258,14 +261,14 @@ class GradientExchange(Part):
 
         Where weights are samples, a rank that had none in this step has no weight.
         """
-        self._is_idle = not (self._unsent or self._is_weighed)
+        self._is_idle = not (self._unsent or self._counts_samples)
         self.on_backward_begins(synchronised=True)
         self._exchange()
         self._is_idle = False
 
     @override
     def on_after_step(self) -> None:
-        self._exchanged_since_step = self._is_weighed = False
+        self._exchanged_since_step = self._counts_samples = False
 
     # One exchange
 
@@ -294,14 +297,14 @@ class GradientExchange(Part):
         else:
             self.counts.skipped_in_a_row = 0
             for b, tally in enumerate(tallies):
-                self._show(b, tally)
+                self._publish_grads(b, tally)
 
     def _launch_next(self, *, failed: bool = False) -> None:
         """Launch the next bucket in order, with whatever of its gradients is there."""
         b = self._num_launched
         bucket, reduction = self._pairs[b]
         for position in np.flatnonzero(~self._ready[b]).tolist():
-            self._lay_in(b, position)
+            self._copy_in(b, position)
         self._num_launched += 1
         tally = Tally(
             weight=self._weight_now(),
@@ -317,13 +320,13 @@ class GradientExchange(Part):
         )
 
     def _weight_now(self) -> float:
-        if self._num_weighed is None:
+        if self._num_samples is None:
             return self._weight
-        return 0.0 if self._is_idle else float(self._num_weighed)
+        return 0.0 if self._is_idle else float(self._num_samples)
 
-    def _lay_in(self, b: int, position: int) -> None:
-        """Copy a parameter's local gradient into its bucket, unless it lies there; zeros if there
-        is none.
+    def _copy_in(self, b: int, position: int) -> None:
+        """Copy a parameter's local gradient into its bucket, unless that is where it is; zeros if
+        there is none.
         """
         bucket = self._pairs[b][0]
         gradient = bucket.parameters[position].grad
@@ -331,57 +334,57 @@ class GradientExchange(Part):
             bucket.views[position].zero_()
             return
         self._ready[b][position] = True
-        bucket.lay_in(position, gradient.detach())
+        bucket.copy_in(position, gradient.detach())
 
-    def _set_aside(self, b: int) -> None:
+    def _stash(self, b: int) -> None:
         bucket = self._pairs[b][0]
         live = [
             position
-            for position in np.flatnonzero(self._shown[b]).tolist()
+            for position in np.flatnonzero(self._published[b]).tolist()
             if (gradient := bucket.parameters[position].grad) is not None
             and bucket.holds(position, gradient)
         ]
-        self._shown[b][:] = False
+        self._published[b][:] = False
         if not live or _is_zero(
             bucket.flat
         ):  # zeroed in place: new gradients may accumulate where they are
             return
-        aside = self._aside[b] = torch.zeros_like(bucket.flat)
-        for position, view in enumerate(bucket.views_of(aside)):
+        stashed = self._stashed[b] = torch.zeros_like(bucket.flat)
+        for position, view in enumerate(bucket.views_of(stashed)):
             if position not in live:
                 continue
             view.copy_(bucket.views[position])
             bucket.parameters[position].grad = None
-        self._shown[b][live] = True
+        self._published[b][live] = True
 
     def _restore(self) -> None:
-        """Show again what was set aside."""
+        """Make what was stashed the gradients again."""
         for b, (bucket, _) in enumerate(self._pairs):
-            if (aside := self._aside[b]) is not None:
-                bucket.flat.copy_(aside)
-                for position in np.flatnonzero(self._shown[b]).tolist():
+            if (stashed := self._stashed[b]) is not None:
+                bucket.flat.copy_(stashed)
+                for position in np.flatnonzero(self._published[b]).tolist():
                     bucket.parameters[position].grad = bucket.views[position]
-            self._aside[b] = None
+            self._stashed[b] = None
 
-    def _show(self, b: int, tally: Tally) -> None:
-        """Commit, and let `param.grad` show the result, with what had been set aside added back."""
+    def _publish_grads(self, b: int, tally: Tally) -> None:
+        """Commit, and let `param.grad` be the result, with what had been stashed added back."""
         bucket, reduction = self._pairs[b]
         bucket.flat = reduction.commit()
-        aside, self._aside[b] = self._aside[b], None
-        if aside is not None:
-            bucket.flat.add_(aside)
-        shown = tally.used | self._shown[b]
+        stashed, self._stashed[b] = self._stashed[b], None
+        if stashed is not None:
+            bucket.flat.add_(stashed)
+        shown = tally.used | self._published[b]
         for position in np.flatnonzero(shown).tolist():
-            # One frozen meanwhile is not to be moved by what it was still owed.
+            # A parameter that was frozen meanwhile must not be moved by what it was still owed.
             parameter = bucket.parameters[position]
             parameter.grad = bucket.views[position] if parameter.requires_grad else None
-        self._shown[b] = shown
+        self._published[b] = shown
 
     def _discard(self) -> None:
         for b, (bucket, reduction) in enumerate(self._pairs):
             reduction.discard()
-            self._aside[b] = None
-            self._shown[b][:] = False
+            self._stashed[b] = None
+            self._published[b][:] = False
             for parameter in bucket.parameters:
                 parameter.grad = None
 
@@ -403,7 +406,7 @@ class GradientExchange(Part):
         if self._has_scaler:
             for b, (bucket, _) in enumerate(self._pairs):
                 bucket.flat.fill_(float("nan"))
-                self._shown[b][:] = True
+                self._published[b][:] = True
                 for position, parameter in enumerate(bucket.parameters):
                     parameter.grad = bucket.views[position]
 

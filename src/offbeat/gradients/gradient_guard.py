@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from offbeat.errors import NonFiniteError
 from offbeat.parts.part import Part
+from offbeat.torch_private import stored_entries
 
 
 class GradientGuard(Part):
@@ -86,7 +87,7 @@ class GradientGuard(Part):
 
 def _entries(gradient: torch.Tensor) -> torch.Tensor:
     """What a gradient holds: of a sparse one, the rows that it has."""
-    return gradient._values() if gradient.is_sparse else gradient
+    return stored_entries(gradient)[1] if gradient.is_sparse else gradient
 
 
 def _all_finite(gradients: list[torch.Tensor]) -> bool:

@@ -35,8 +35,11 @@ class DenseReduction:
 
     def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
         self.encode_s = 0.0
+        self._bucket = bucket
         self._driver = driver
         self._stream = stream
+        self._sums: list[Pending[torch.Tensor]] = []
+        self._tally = Tally.of_nobody(len(bucket.indices))
         size = NUM_COUNTERS + len(bucket.indices)
         self._message = bucket.flat
         if bucket.flat.dtype in _EXACT:
@@ -51,7 +54,6 @@ class DenseReduction:
             tally = replace(tally, num_nonfinite=int(not is_finite(bucket.flat)))
             bucket.flat.mul_(tally.weight / self._driver.world_size)
         tally.write_to(self._tail)
-        self._flat = bucket.flat
         rides = self._tail.dtype == self._message.dtype
         self._sums = launch_sums(
             self._driver, self._stream, self._message, *(() if rides else (self._tail,))
@@ -65,8 +67,8 @@ class DenseReduction:
 
     def commit(self) -> torch.Tensor:
         if self._tally.weight not in (0, self._driver.world_size):
-            self._flat.mul_(self._driver.world_size / self._tally.weight)
-        return self._flat
+            self._bucket.flat.mul_(self._driver.world_size / self._tally.weight)
+        return self._bucket.flat
 
     def discard(self) -> None:
         """Nothing is remembered from step to step."""
@@ -82,7 +84,7 @@ class DenseReduction:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class ExchangePlan:
     """What one exchange of a bucket does: send the `k` largest entries through `collective`, or all
     of it densely (None).
     """
@@ -112,7 +114,7 @@ class SparseReduction:
         driver: Driver,
         stream: Stream,
         wire: Wire,
-        plan: Callable[[], Plan],
+        plan: Callable[[], ExchangePlan],
     ) -> None:
         self.encode_s = 0.0
         self._bucket = bucket
@@ -121,7 +123,13 @@ class SparseReduction:
         self._stream = stream
         self._wire = wire
         self._plan = plan
-        self._pending: Pending[Exchanged] | None = None
+        # What one exchange leaves for the methods that end it, from `launch` on:
+        self._pending: Pending[Exchanged] | None = None  # None: everything is sent densely
+        self._sums: list[Pending[torch.Tensor]] = []
+        self._tail = torch.empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
+        self._grad_scale = 1.0
+        self._staged = False
+        self._tally = Tally.of_nobody(len(bucket.indices))
 
     def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
         plan = self._plan()
@@ -149,14 +157,12 @@ class SparseReduction:
         if self._staged:
             finite = self._feedback.stage_all(flat, weight=tally.weight / self._grad_scale)
             tally = replace(tally, num_nonfinite=int(not finite))
-        self._tail = torch.empty(NUM_COUNTERS + tally.used.size, dtype=torch.float64)
         tally.write_to(self._tail)
         self._sums = launch_sums(self._driver, self._stream, flat, self._tail)
 
     def wait(self) -> Tally:
         if self._pending is not None:
-            self._exchanged = self._pending.wait()
-            self._tally = self._exchanged.tally
+            self._tally = self._pending.wait().tally
         else:
             for pending in self._sums:
                 pending.wait()
@@ -167,8 +173,8 @@ class SparseReduction:
         begin_s = time.perf_counter()
         factor = self._grad_scale / (self._tally.weight or 1)
         if self._pending is not None:
-            flat = self._feedback.commit(self._exchanged.owed)
-            kept = self._exchanged.kept
+            exchanged = self._pending.wait()  # which is over
+            flat, kept = self._feedback.commit(exchanged.owed), exchanged.kept
             indices = torch.from_numpy(kept.indices).to(flat.device)
             flat[indices] = torch.from_numpy(kept.values * factor).to(
                 device=flat.device, dtype=flat.dtype

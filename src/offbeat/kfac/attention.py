@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from offbeat.kfac.blocks import Block
+from offbeat.torch_private import attention_functions
 
 _NOT_SELF_ATTENTION = (
     "it was called with query, key and value that are not one and the same tensor, or without a"
@@ -71,8 +72,8 @@ def watch(module: nn.MultiheadAttention, watcher: ProjectionObserver) -> None:
         return output
 
     functional = {**vars(F), "linear": linear}
-    for name in ("_in_projection_packed", "_in_projection", "multi_head_attention_forward"):
-        functional[name] = _rebound(functional[name], functional)
+    for name, function in attention_functions().items():
+        functional[name] = _rebound(function, functional)
     forward = nn.MultiheadAttention.forward
     _watched[module] = (
         _rebound(forward, {**forward.__globals__, "F": SimpleNamespace(**functional)}),

@@ -41,6 +41,7 @@ from torch import nn
 from offbeat.kfac.attention import Projections, unwatch, watch
 from offbeat.kfac.blocks import Block, Moment, Side
 from offbeat.kfac.options import FactorOptions
+from offbeat.torch_private import NO_BACKWARD_PASS, current_backward_pass
 
 
 class Increment(NamedTuple):
@@ -334,7 +335,7 @@ def _plus(moment: Moment | None, other: Moment) -> Moment:
 
 
 def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_backward_pass() != NO_BACKWARD_PASS
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def _objection(module: nn.Module) -> str | None:
         return None
     if isinstance(module, nn.Embedding) and (module.sparse or module.scale_grad_by_freq):
         return "its gradient is sparse or scaled by frequency"
-    weight = module._parameters.get("weight")
+    weight = _own_parameter(module, "weight")
     if weight is None:
         return "its weight is computed from other parameters"
     return None if weight.requires_grad else "only its bias is trained"
@@ -206,6 +206,12 @@ def _attention_blocks(
         )
 
 
+def _own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """The parameter of `module` itself; None where a parametrization computes it from others."""
+    own = module.named_parameters(recurse=False, remove_duplicate=False)
+    return dict(own).get(name)
+
+
 def _trained(module: nn.Module, name: str) -> str | None:
-    parameter = module._parameters.get(name)
+    parameter = _own_parameter(module, name)
     return name if parameter is not None and parameter.requires_grad else None

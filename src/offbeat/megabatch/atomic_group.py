@@ -167,7 +167,7 @@ class AtomicGroup:
 
     def unreachable(self) -> frozenset[int]:
         with self._changed:
-            return frozenset() if self._active is None else self._active.driver.gone()
+            return frozenset() if self._active is None else self._active.driver.departed()
 
     def expelled(self) -> None:
         with self._changed:

@@ -71,7 +71,7 @@ class Channel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Network:
+class NetworkCosts:
     """The slowest rank's measured costs.
 
     Attributes:

@@ -20,7 +20,7 @@ def ring_weights(rank: int, world_size: int) -> dict[int, float]:
     return dict.fromkeys(members, 1 / len(members))
 
 
-class Peers(NamedTuple):
+class GossipPeers(NamedTuple):
     """One rank's part in a round of a directed graph.
 
     Attributes:
@@ -48,7 +48,9 @@ def exponential_hops(world_size: int, out_degree: int) -> list[int]:
     return hops
 
 
-def exponential_peers(rank: int, world_size: int, *, round_number: int, out_degree: int) -> Peers:
+def exponential_peers(
+    rank: int, world_size: int, *, round_number: int, out_degree: int
+) -> GossipPeers:
     """Whom rank `rank` sends to and hears from in a round of the directed exponential graph (arXiv
     1811.10792, appendix A).
 
@@ -57,14 +59,14 @@ def exponential_peers(rank: int, world_size: int, *, round_number: int, out_degr
     exactly. A world of one has no peers.
 
     >>> exponential_peers(0, 4, round_number=1, out_degree=1)
-    Peers(targets=(2,), sources=(2,))
+    GossipPeers(targets=(2,), sources=(2,))
     """
     if world_size == 1:
-        return Peers((), ())
+        return GossipPeers((), ())
     hops = exponential_hops(world_size, out_degree)
     begin = round_number * out_degree
     taken = [hops[(begin + j) % len(hops)] for j in range(out_degree)]
-    return Peers(
+    return GossipPeers(
         tuple((rank + hop) % world_size for hop in taken),
         tuple((rank - hop) % world_size for hop in taken),
     )

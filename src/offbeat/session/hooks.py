@@ -16,9 +16,7 @@ that accumulates nothing, as `torch.autograd.grad` does, is reported as one with
 Refused, with the reason: a root module that is itself run inside a re-entrant checkpoint, and
 compiled autograd.
 
-Private parts of PyTorch that this file, and no other, relies on: `_current_graph_task_id` (which
-backward pass is running here, -1 for none) and `Variable._execution_engine.queue_callback`, which
-DistributedDataParallel and FSDP use as well.
+What this needs and PyTorch has no public name for is in `offbeat.torch_private`.
 """
 
 from __future__ import annotations
@@ -29,9 +27,14 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from offbeat.errors import UnsupportedError
+from offbeat.torch_private import (
+    NO_BACKWARD_PASS,
+    call_after_backward_pass,
+    current_backward_pass,
+    tensors_in,
+)
 
 
 class BackwardListener(Protocol):
@@ -69,7 +72,7 @@ class BackwardHooks:
         self._listener = listener
         self._open = False
         self._removed = False
-        self._recomputing_pass = -1
+        self._recomputing_pass = NO_BACKWARD_PASS
         # Accumulation nodes are made on demand and forgotten with their hooks unless somebody keeps
         # them.
         self._nodes: list[Node] = [get_gradient_edge(parameter).node for parameter in parameters]
@@ -90,7 +93,7 @@ class BackwardHooks:
 
     def report_failed_pass(self) -> None:
         """If a pass was begun and an exception ended it, say so now."""
-        if self._open and torch._C._current_graph_task_id() == -1:
+        if self._open and current_backward_pass() == NO_BACKWARD_PASS:
             self._open = False
             self._listener.backward_failed()
 
@@ -109,15 +112,15 @@ class BackwardHooks:
                 return
             if torch.is_grad_enabled():
                 self.report_failed_pass()
-                self._recomputing_pass = torch._C._current_graph_task_id()
+                self._recomputing_pass = current_backward_pass()
             self._listener.forward_begins(trains=module.training and torch.is_grad_enabled())
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def ends(module: torch.nn.Module, args: Any, output: Any) -> None:
             if id(module) == number:
-                for leaf in tree_leaves(output):
-                    if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                        leaf.register_hook(self._on_progress)
+                for tensor in tensors_in(output):
+                    if tensor.requires_grad and not tensor.is_leaf:
+                        tensor.register_hook(self._on_progress)
 
         return [model.register_forward_pre_hook(begins), model.register_forward_hook(ends)]
 
@@ -129,14 +132,14 @@ class BackwardHooks:
         self._listener.gradient_ready(index)
 
     def _begin(self) -> None:
-        if self._recomputing_pass not in (-1, torch._C._current_graph_task_id()):
+        if self._recomputing_pass not in (NO_BACKWARD_PASS, current_backward_pass()):
             raise UnsupportedError(
                 "the attached model itself runs inside a re-entrant checkpoint, so its backward"
                 " pass is nested in another one; use torch.utils.checkpoint.checkpoint(...,"
                 " use_reentrant=False), or checkpoint modules inside the model"
             )
         try:
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_done)
+            call_after_backward_pass(self._on_done)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             raise UnsupportedError(
                 f"this backward pass cannot be observed ({error}); compiled autograd is not"

@@ -41,7 +41,7 @@ from offbeat.transport.connect import (
 )
 from offbeat.transport.driver import Driver
 from offbeat.transport.network import store_of
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.wrappers import Arrival, Counting, Traffic
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
 
@@ -724,7 +724,7 @@ class Session:
             alone = Generation(
                 number=0, members=(Member(rank=0, ticket=0),), newcomers=frozenset(), tickets=0
             )
-            host.begin(alone, 0, Solo())
+            host.begin(alone, 0, SingleRank())
             return None
         generations = Generations(self._network, host)
         try:

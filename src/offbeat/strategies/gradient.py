@@ -24,7 +24,7 @@ from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.collective_choice import BucketKind
 from offbeat.gradients.exchange import ExchangeCounts, GradientExchange, Reduction
 from offbeat.gradients.launch_order import LaunchOrder
-from offbeat.gradients.reductions import Plan, SparseReduction
+from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.gradients.replica_check import ReplicaCheck
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
@@ -215,9 +215,9 @@ class SparseGradientStrategy(GradientStrategy):
             pair_bytes=wire.pair_bytes,
         )
 
-        def plan() -> Plan:
+        def plan() -> ExchangePlan:
             k = max(1, round(self.density_at(counts.exchanges) * bucket.num_elements))
-            return Plan(k=k, collective=choose(kind, k))
+            return ExchangePlan(k=k, collective=choose(kind, k))
 
         feedback = ErrorFeedback(
             bucket.num_elements,

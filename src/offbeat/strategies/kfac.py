@@ -53,6 +53,7 @@ from offbeat.strategies.options import (
     require_positive,
 )
 from offbeat.strategies.topk import TopK
+from offbeat.torch_private import unscales_gradients_itself
 
 EXCHANGES: dict[str, type[GradientStrategy]] = {
     kind.name: kind for kind in (AllReduce, TopK, GTopK)
@@ -189,7 +190,7 @@ class KFACStrategy(Strategy):
         model, optimizer, driver = workspace.model, workspace.optimizer, workspace.driver
         assert model is not None
         assert optimizer is not None
-        if workspace.has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if workspace.has_scaler and unscales_gradients_itself(optimizer):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} unscales gradients itself, inside the step, where"
                 " K-FAC needs them before; build it with fused=False, or use bfloat16 autocast"

@@ -29,7 +29,7 @@ from offbeat.averaging.gossip import PushSum
 from offbeat.errors import ConfigError
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
-from offbeat.planning.topologies import Peers, exponential_peers
+from offbeat.planning.topologies import GossipPeers, exponential_peers
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.strategies.options import require_at_least
 from offbeat.weights.model_weights import ModelWeights
@@ -61,7 +61,7 @@ class SGP(AveragingStrategy):
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
         driver = workspace.driver
 
-        def peers(round_number: int) -> Peers:
+        def peers(round_number: int) -> GossipPeers:
             return exponential_peers(
                 driver.rank,
                 driver.world_size,

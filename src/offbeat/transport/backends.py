@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
+from offbeat.torch_private import new_gloo_backend, new_nccl_backend
+
 WAIT_LIMIT = timedelta(days=1)
 """A peer may be slow for long; that it is dead shows in its connections."""
 
@@ -88,18 +90,18 @@ def gloo_backend(
     Raises:
         RuntimeError: it took longer.
     """
-    # absent from the stubs
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=connect_limit_s)
-    backend = dist.ProcessGroupGloo(store, rank, world_size, options)
     # Only connecting has a short limit: a wait that times out closes its pair for good.
-    backend._set_default_timeout(WAIT_LIMIT)
+    backend = new_gloo_backend(
+        store,
+        rank,
+        world_size,
+        address=address,
+        connect_limit=timedelta(seconds=connect_limit_s),
+        wait_limit=WAIT_LIMIT,
+    )
     return cast(Backend, backend)
 
 
 def nccl_backend(store: Store, rank: int, world_size: int) -> Backend:
     """An NCCL backend, for the current CUDA device."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = WAIT_LIMIT
-    return cast(Backend, dist.ProcessGroupNCCL(store, rank, world_size, options))
+    return cast(Backend, new_nccl_backend(store, rank, world_size, wait_limit=WAIT_LIMIT))

@@ -5,8 +5,7 @@ one's own.
 CPU, an NCCL one where the model is on CUDA, and a mesh of authenticated ZeroMQ sockets for
 messages.
 
-The ranks find each other through the store of the process group that the user initialised
-(`_get_default_store`, private in PyTorch; there is no public way to it).
+The ranks find each other through the store of the process group that the user initialised.
 `torch.distributed.new_group` would do, but it gives a group that is made after another one of the
 same ranks was destroyed the same name, and with it the dead one's addresses.
 """
@@ -26,16 +25,16 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from offbeat.errors import ConfigError, PeerError, UnsupportedError
-from offbeat.transport.attendance import await_all, lost_ranks, naming_who_ends
 from offbeat.transport.backends import gloo_backend, nccl_backend
 from offbeat.transport.c10d import C10d
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import listen_address
-from offbeat.transport.network import Network, found_network, founded_network, store_client
+from offbeat.transport.network import Network, create_network, find_network, store_client
 from offbeat.transport.operations import AllGather, Operation
 from offbeat.transport.peers import Peers
+from offbeat.transport.rendezvous import await_all, lost_ranks, naming_failed_rank
 from offbeat.transport.routed import Routed
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 
 SECRET_VARIABLE = "OFFBEAT_RUN_SECRET"
 """Environment variable with the run's secret, at least 16 characters, the same on every rank."""
@@ -118,7 +117,7 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
         ConfigError, MismatchError: a rank cannot take part, on every rank.
     """
     if not dist.is_initialized():
-        return Connection(driver=Solo(), network=None)
+        return Connection(driver=SingleRank(), network=None)
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     rank, world_size = dist.get_rank(group), len(ranks)
     generation = _generations[tuple(ranks)]
@@ -126,19 +125,20 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
     # Keys of an earlier connection of the same ranks lead to sockets that are closed, so each gets
     # keys of its own.
     name = f"offbeat/{'-'.join(map(str, ranks))}/{generation}"
-    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
+    assert dist.group.WORLD is not None
+    store = PrefixStore(name, dist.group.WORLD.get_group_store())
     lost = lost_ranks()
     address = _agree_to_listen(store, rank, ranks, lost)
-    with naming_who_ends(store, rank, world_size, limit_s=1.5 * CONNECT_LIMIT_S):
+    with naming_failed_rank(store, rank, world_size, limit_s=1.5 * CONNECT_LIMIT_S):
         dense = _dense(store, rank, world_size, address=address, cuda=cuda)
         try:
             gather: Gather = lambda payload: dense.start(AllGather(payload), 0).wait()  # noqa: E731
             secret = _agree_on_secret(rank, gather)
             token = gather(secrets.token_hex(8).encode())[0].decode()
-            network = founded_network(
+            network = create_network(
                 store, token=token, rank=rank, world_size=world_size, address=address, secret=secret
             )
-            if isinstance(dense, Solo):
+            if isinstance(dense, SingleRank):
                 return Connection(driver=dense, network=network)
             messages = _mesh(dense, address, generation, secret, gather)
         except BaseException:
@@ -191,13 +191,13 @@ def reconnect() -> Connection:
         raise ConfigError(f"MASTER_PORT is {port!r}, needed is the number of the store's port")
     address = listen_address()
     store = store_client(os.environ["MASTER_ADDR"], int(port))
-    network = found_network(
+    network = find_network(
         store, rank=rank, address=address, secret=os.environ[SECRET_VARIABLE].encode()
     )
-    return Connection(driver=Returned(rank, network.world_size), network=network)
+    return Connection(driver=RejoinedDriver(rank, network.world_size), network=network)
 
 
-class Returned(Driver):
+class RejoinedDriver(Driver):
     """The driver of a worker that came later: it knows its rank and refuses everything."""
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -215,9 +215,11 @@ class Returned(Driver):
         pass
 
 
-def _dense(store: Store, rank: int, world_size: int, *, address: str, cuda: bool) -> C10d | Solo:
+def _dense(
+    store: Store, rank: int, world_size: int, *, address: str, cuda: bool
+) -> C10d | SingleRank:
     if world_size == 1:
-        return Solo()
+        return SingleRank()
     nccl = (
         nccl_backend(PrefixStore("nccl", store), rank, world_size)
         if cuda and dist.is_nccl_available()

@@ -73,7 +73,7 @@ class Driver(ABC):
         rank at the root of it.
         """
 
-    def gone(self) -> frozenset[int]:
+    def departed(self) -> frozenset[int]:
         """The ranks that are known to send nothing more: dead, or closed. Never blocks."""
         return frozenset()
 

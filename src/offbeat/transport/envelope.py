@@ -25,7 +25,7 @@ WIRE_VERSION = 1
 HEADER_BYTES = _LAYOUT.size
 
 
-class Kind(IntEnum):
+class EnvelopeKind(IntEnum):
     """What a message is."""
 
     DATA = 1
@@ -37,14 +37,14 @@ class Kind(IntEnum):
     """The sender's connection came back; its sequence shows whether messages were lost."""
 
 
-_KINDS = frozenset(Kind)
+_KINDS = frozenset(EnvelopeKind)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Envelope:
     """A checked header."""
 
-    kind: Kind
+    kind: EnvelopeKind
     sender: int
     generation: int
     channel: int
@@ -54,7 +54,13 @@ class Envelope:
 
 
 def pack(
-    *, kind: Kind, sender: int, generation: int, channel: int, sequence: int, payload: Payload
+    *,
+    kind: EnvelopeKind,
+    sender: int,
+    generation: int,
+    channel: int,
+    sequence: int,
+    payload: Payload,
 ) -> bytes:
     """The header of `payload`, which must be contiguous bytes."""
     return _LAYOUT.pack(
@@ -98,7 +104,7 @@ def parse(header: Payload) -> Envelope:
             " corrupt"
         )
     return Envelope(
-        kind=Kind(kind),
+        kind=EnvelopeKind(kind),
         sender=sender,
         generation=generation,
         channel=channel,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from offbeat.transport.envelope import Envelope, Kind, verify
+from offbeat.transport.envelope import Envelope, EnvelopeKind, verify
 from offbeat.transport.operations import Payload
 
 _SEQUENCE_BITS = 32
@@ -21,7 +21,7 @@ class Inbox:
     def __init__(self) -> None:
         self._queues: dict[tuple[int, int], deque[tuple[Envelope | None, Payload]]] = {}
         self._next_sequence: defaultdict[int, int] = defaultdict(int)
-        self._early: dict[int, dict[int, tuple[Envelope, Payload]]] = {}
+        self._out_of_order: dict[int, dict[int, tuple[Envelope, Payload]]] = {}
         self._latest: dict[tuple[int, int], int] = {}
 
     def put(self, envelope: Envelope, payload: Payload) -> list[tuple[Envelope, Payload]]:
@@ -34,17 +34,17 @@ class Inbox:
         sender = envelope.sender
         if envelope.sequence < self._next_sequence[sender]:
             return []
-        early = self._early.setdefault(sender, {})
+        early = self._out_of_order.setdefault(sender, {})
         early[envelope.sequence] = (envelope, payload)
         control = []
         while (message := early.pop(self._next_sequence[sender], None)) is not None:
             self._next_sequence[sender] += 1
-            if message[0].kind == Kind.DATA:
+            if message[0].kind == EnvelopeKind.DATA:
                 self._queue(message)
             else:
                 control.append(message)
         if not early:
-            del self._early[sender]
+            del self._out_of_order[sender]
         return control
 
     def post(self, rank: int, channel: int, payload: Payload) -> None:
@@ -80,7 +80,7 @@ class Inbox:
 
         A proof of loss once everything that had arrived was put in.
         """
-        return list(self._early)
+        return list(self._out_of_order)
 
     def exchange_ahead(self, peer: int, channel: int) -> int | None:
         """The exchange that `peer` has reached on the stream of `channel`, if it is past that of

@@ -9,7 +9,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from offbeat.errors import ConfigError
-from offbeat.transport.envelope import Kind, pack
+from offbeat.transport.envelope import EnvelopeKind, pack
 from offbeat.transport.keys import KeyPair
 from offbeat.transport.operations import Payload
 
@@ -76,7 +76,7 @@ class Link:
         self._limits = limits
         self._next_sequence = 0
         self.ever_connected = False
-        self._gone_since_s: float | None = now_s
+        self._disconnected_since_s: float | None = now_s
         self._refused = False
         self._socket = context.socket(zmq.PUSH)
         self._socket.sndhwm = 0
@@ -99,7 +99,7 @@ class Link:
                 " says, like 'tcp://10.0.0.7:41234'"
             ) from error
 
-    def send(self, kind: Kind, channel: int, payload: Payload) -> None:
+    def send(self, kind: EnvelopeKind, channel: int, payload: Payload) -> None:
         """Queue a message. Never blocks; large payloads are not copied."""
         view = memoryview(payload).cast("B")
         header = pack(
@@ -125,25 +125,25 @@ class Link:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._gone_since_s = None
+                self._disconnected_since_s = None
                 if self.ever_connected:
-                    self.send(Kind.HELLO, 0, b"")
+                    self.send(EnvelopeKind.HELLO, 0, b"")
                 self.ever_connected = True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._refused = True
-            elif self._gone_since_s is None:
-                self._gone_since_s = now_s
+            elif self._disconnected_since_s is None:
+                self._disconnected_since_s = now_s
 
     @property
-    def is_gone(self) -> bool:
+    def is_disconnected(self) -> bool:
         """Whether there was a connection when it was last looked at, and is none any more."""
-        return self.ever_connected and self._gone_since_s is not None
+        return self.ever_connected and self._disconnected_since_s is not None
 
-    def obituary(self, now_s: float) -> str | None:
+    def death_reason(self, now_s: float) -> str | None:
         """Why the peer is held dead ("lost its connection ..."); None while it may live."""
         if self._refused:
             return "refused this rank; do all ranks have the same generation and world size?"
-        if self._patience_s(now_s) > 0:
+        if self._remaining_grace_s(now_s) > 0:
             return None
         if not self.ever_connected:
             return (
@@ -159,16 +159,16 @@ class Link:
         """Close the socket. With `linger`, what was sent goes on being delivered for a while, until
         the context ends.
         """
-        linger_s = min(self._limits.linger_s, self._patience_s(now_s)) if linger else 0.0
+        linger_s = min(self._limits.linger_s, self._remaining_grace_s(now_s)) if linger else 0.0
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=math.ceil(linger_s * 1000))
 
-    def _patience_s(self, now_s: float) -> float:
+    def _remaining_grace_s(self, now_s: float) -> float:
         """How much longer the connection may stay away; infinite while it is there."""
         if self._refused:
             return 0.0
-        if self._gone_since_s is None:
+        if self._disconnected_since_s is None:
             return math.inf
         allowed_s = self._limits.grace_s if self.ever_connected else self._limits.connect_timeout_s
-        return max(0.0, allowed_s - (now_s - self._gone_since_s))
+        return max(0.0, allowed_s - (now_s - self._disconnected_since_s))

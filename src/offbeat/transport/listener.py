@@ -47,12 +47,12 @@ class Listener:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = start_authenticator(self._context, roster)
         self._socket = self._context.socket(zmq.PULL)
-        self._bell, self._bell_button = socket.socketpair()
-        self._bell.setblocking(False)
-        self._bell_button.setblocking(False)
+        self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
+        self._wakeup_receiver.setblocking(False)
+        self._wakeup_sender.setblocking(False)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._bell, zmq.POLLIN)
+        self._poller.register(self._wakeup_receiver, zmq.POLLIN)
         self._socket.rcvhwm = 0
         self._socket.ipv6 = ":" in address
         self._socket.maxmsgsize = max_message_bytes + _OVERHEAD_BYTES
@@ -72,12 +72,12 @@ class Listener:
         """Block until something arrives, the bell rings or `timeout_s` has passed."""
         self._poller.poll(math.ceil(timeout_s * 1000))
         with contextlib.suppress(BlockingIOError):
-            self._bell.recv(4096)
+            self._wakeup_receiver.recv(4096)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Let the thread that waits look up. Never blocks; may be called from any thread."""
         with contextlib.suppress(BlockingIOError):  # a full pipe rings already
-            self._bell_button.send(b"!")
+            self._wakeup_sender.send(b"!")
 
     def drain(self) -> Iterator[tuple[Envelope, Payload]]:
         """Every message that has arrived and belongs here. Never blocks."""
@@ -93,8 +93,8 @@ class Listener:
 
     def close(self) -> None:
         """Stop listening and end the threads."""
-        self._bell.close()
-        self._bell_button.close()
+        self._wakeup_receiver.close()
+        self._wakeup_sender.close()
         self._socket.close(linger=0)
         self._authenticator.stop()
         self._context.term()

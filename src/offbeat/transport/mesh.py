@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import zmq
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError
-from offbeat.transport.envelope import Envelope, Kind
+from offbeat.transport.envelope import Envelope, EnvelopeKind
 from offbeat.transport.inbox import Inbox, split_channel
 from offbeat.transport.keys import Roster
 from offbeat.transport.link import Link, PeerLimits
@@ -103,8 +103,8 @@ class Mesh:
             raise ConfigError(
                 "a message was sent before connect was called; call it with every rank's endpoint"
             )
-        if self._listens(peer):
-            self._links[peer].send(Kind.DATA, channel, payload)
+        if self._reads(peer):
+            self._links[peer].send(EnvelopeKind.DATA, channel, payload)
 
     def abort(self, reason: str, blame: int | None) -> None:
         """Tell everyone that this rank failed."""
@@ -112,27 +112,27 @@ class Mesh:
             _BLAME.pack(_NOBODY if blame is None else blame) + reason.encode()[:_MAX_REASON_BYTES]
         )
         for peer, link in self._links.items():
-            if self._listens(peer):
-                link.send(Kind.ABORT, 0, note)
+            if self._reads(peer):
+                link.send(EnvelopeKind.ABORT, 0, note)
 
-    def say_goodbye(self) -> None:
+    def send_goodbye(self) -> None:
         """Tell everyone that this rank sends nothing more; those that failed too, for they may be
         about to close.
         """
         for peer in self._links.keys() - self.left:
-            self._links[peer].send(Kind.GOODBYE, 0, b"")
+            self._links[peer].send(EnvelopeKind.GOODBYE, 0, b"")
 
-    def has_met_all(self) -> bool:
+    def has_reached_all(self) -> bool:
         """Whether there has been a connection to every rank that may live."""
         return all(
-            link.ever_connected or not self._listens(peer) for peer, link in self._links.items()
+            link.ever_connected or not self._reads(peer) for peer, link in self._links.items()
         )
 
-    def anyone_listens(self) -> bool:
+    def any_peer_reads(self) -> bool:
         """Whether some rank may still read what is sent to it."""
-        return any(map(self._listens, self._links))
+        return any(map(self._reads, self._links))
 
-    def look_around(self) -> None:
+    def update(self) -> None:
         """Take in what has arrived, and now and then look who still lives."""
         now_s = time.monotonic()
         watch = now_s >= self._next_watch_s
@@ -143,17 +143,17 @@ class Mesh:
         # a dead rank's last words count, so they are read before it is judged
         for message in self.listener.drain():
             for control, payload in self.inbox.put(*message):
-                self._heed(control, payload)
+                self._handle_control(control, payload)
         for sender in self.inbox.senders_with_gaps():
             self.failures.setdefault(
                 sender, "lost messages: its connection broke and came back without them"
             )
         if watch:
             for peer, link in self._links.items():
-                if self._listens(peer) and (obituary := link.obituary(now_s)):
+                if self._reads(peer) and (obituary := link.death_reason(now_s)):
                     self.failures[peer] = obituary
 
-    def verdict(self, peer: int, channel: int) -> OffbeatError | None:
+    def failure_of(self, peer: int, channel: int) -> OffbeatError | None:
         """Why a message that is not here will never come; None when it may."""
         failed = next(iter(self.failures), peer) if self.watch_all else peer
         if failed in self.failures:
@@ -175,7 +175,7 @@ class Mesh:
             )
         return None
 
-    def obituary(self, peers: frozenset[int]) -> PeerError | None:
+    def departure_of(self, peers: frozenset[int]) -> PeerError | None:
         """That one of `peers` will send nothing more; None when all may."""
         for peer in sorted(peers & (self.failures.keys() | self.left)):
             why = self.failures.get(peer, "finished and closed its connections")
@@ -188,7 +188,7 @@ class Mesh:
         """The ranks whose connection is gone without a word: those that failed and said so live on,
         as those that left do.
         """
-        gone = {peer for peer, link in self._links.items() if link.is_gone}
+        gone = {peer for peer, link in self._links.items() if link.is_disconnected}
         return frozenset(gone - self.left - self._aborted)
 
     def wait_of(self, peer: int, channel: int) -> str:
@@ -210,13 +210,13 @@ class Mesh:
         self._sending.term()
         self.listener.close()
 
-    def _listens(self, peer: int) -> bool:
+    def _reads(self, peer: int) -> bool:
         return peer not in self.failures and peer not in self.left
 
-    def _heed(self, envelope: Envelope, payload: Payload) -> None:
-        if envelope.kind == Kind.GOODBYE:
+    def _handle_control(self, envelope: Envelope, payload: Payload) -> None:
+        if envelope.kind == EnvelopeKind.GOODBYE:
             self.left.add(envelope.sender)
-        elif envelope.kind == Kind.ABORT and len(payload) >= _BLAME.size:
+        elif envelope.kind == EnvelopeKind.ABORT and len(payload) >= _BLAME.size:
             (blamed,) = _BLAME.unpack_from(payload)
             reason = bytes(payload[_BLAME.size :]).decode(errors="replace")
             if (

@@ -38,8 +38,8 @@ not the run.
 STORE_TIMEOUT_S = 10.0
 """How long connecting to the store may take."""
 
-_CARD_KEY = "offbeat/network"
-_CARD_VERSION = 1
+_ENTRY_KEY = "offbeat/network"
+_ENTRY_VERSION = 1
 _KEY_LABEL = b"offbeat network secret 1"
 _PROOF_LABEL = b"offbeat network proof 1"
 
@@ -134,10 +134,10 @@ def bottom_of(store: Store) -> Store:
     return store
 
 
-def founded_network(
+def create_network(
     store: Store, *, token: str, rank: int, world_size: int, address: str, secret: bytes
 ) -> Network:
-    """The network of a session whose ranks agreed on `token`; rank 0 leaves its card for those who
+    """The network of a session whose ranks agreed on `token`; rank 0 leaves its entry for those who
     come later.
 
     Args:
@@ -151,13 +151,13 @@ def founded_network(
     bottom = bottom_of(store)
     derived = _derived(secret, token)
     if rank == 0:
-        card = {
-            "version": _CARD_VERSION,
+        entry = {
+            "version": _ENTRY_VERSION,
             "token": token,
             "world_size": world_size,
             "proof": _proof(derived),
         }
-        bottom.set(_CARD_KEY, json.dumps(card))
+        bottom.set(_ENTRY_KEY, json.dumps(entry))
     return Network(
         store=_part_of(bottom, token),
         rank=rank,
@@ -167,19 +167,19 @@ def founded_network(
     )
 
 
-def found_network(store: Store, *, rank: int, address: str, secret: bytes) -> Network:
-    """The network whose card lies in `store`: of the session that was founded last.
+def find_network(store: Store, *, rank: int, address: str, secret: bytes) -> Network:
+    """The network whose entry lies in `store`: of the session that was founded last.
 
     Raises:
         ConfigError: no session was founded, it has ended, or it has another secret.
-        WireError: the card is damaged or of another version.
+        WireError: the entry is damaged or of another version.
     """
-    if not store.check([_CARD_KEY]):
+    if not store.check([_ENTRY_KEY]):
         raise ConfigError(
             "this worker was told to join a run under way, but none has begun with this store;"
             " start it without OFFBEAT_RETURN, or wait until the others have attached"
         )
-    token, world_size, proof = _read_card(store.get(_CARD_KEY))
+    token, world_size, proof = _read_entry(store.get(_ENTRY_KEY))
     derived = _derived(secret, token)
     if not hmac.compare_digest(proof, _proof(derived)):
         raise ConfigError(
@@ -229,20 +229,20 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _part_of(store: Store, token: str) -> Store:
-    return PrefixStore(f"{_CARD_KEY}/{token}", store)
+    return PrefixStore(f"{_ENTRY_KEY}/{token}", store)
 
 
-def _read_card(raw: bytes) -> tuple[str, int, str]:
+def _read_entry(raw: bytes) -> tuple[str, int, str]:
     try:
-        card = json.loads(raw)
-        if card["version"] != _CARD_VERSION:
+        entry = json.loads(raw)
+        if entry["version"] != _ENTRY_VERSION:
             raise WireError(
-                f"the run's card in the store has version {card['version']}, this program reads"
-                f" {_CARD_VERSION}"
+                f"the run's entry in the store has version {entry['version']}, this program reads"
+                f" {_ENTRY_VERSION}"
             )
-        return str(card["token"]), int(card["world_size"]), str(card["proof"])
+        return str(entry["token"]), int(entry["world_size"]), str(entry["proof"])
     except (ValueError, KeyError, TypeError) as error:
-        raise WireError(f"the run's card in the store is damaged: {raw[:80]!r}") from error
+        raise WireError(f"the run's entry in the store is damaged: {raw[:80]!r}") from error
 
 
 def _derived(secret: bytes, token: str) -> bytes:

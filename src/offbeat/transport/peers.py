@@ -78,10 +78,10 @@ class Peers(Driver):
         )
         self.endpoint = self._mesh.listener.endpoint
         self.lost: frozenset[int] = frozenset()
-        self._news = threading.Condition(threading.Lock())
+        self._changed = threading.Condition(threading.Lock())
         # the thread that polls is the only one to touch the mesh's receiving side, though it does
         # not hold the lock
-        self._somebody_polls = False
+        self._is_polled = False
         self._closed = False
 
     @property
@@ -118,7 +118,7 @@ class Peers(Driver):
                 f"got {len(endpoints)} endpoints for a world of {self.world_size}; give every"
                 " rank's, by rank"
             )
-        with self._news:
+        with self._changed:
             self._check_open()
             self._mesh.connect(endpoints)
 
@@ -129,16 +129,16 @@ class Peers(Driver):
                 return Finished()
             case Recv(peer, timeout_s):
                 self._check_peer(peer)
-                return _Receipt(
-                    partial(self.answered, peer, channel),
+                return _ReceiveTicket(
+                    partial(self.can_receive, peer, channel),
                     partial(self.receive, peer, channel),
                     timeout_s,
                 )
             case RecvAny(peers, timeout_s):
                 for peer in peers - {self.rank}:
                     self._check_peer(peer)
-                return _Receipt(
-                    partial(self.answered_by_any, peers, channel),
+                return _ReceiveTicket(
+                    partial(self.can_receive_any, peers, channel),
                     partial(self.receive_any, peers, channel),
                     timeout_s,
                 )
@@ -146,7 +146,7 @@ class Peers(Driver):
                 self._post(payload, channel)
                 return Finished()
             case Sleep():
-                return _Nap(operation.seconds)
+                return _SleepTicket(operation.seconds)
             case Now():
                 return Finished(time.monotonic())
             case _:
@@ -166,34 +166,35 @@ class Peers(Driver):
         that asks whom to blame.
         """
         deadline_s = time.monotonic() + timeout_s
-        with self._news:
+        with self._changed:
             while True:
-                self._look_around()
+                self._update()
                 remaining_s = deadline_s - time.monotonic()
                 if self._mesh.failures or remaining_s <= 0:
                     return dict(self._mesh.failures)
-                self._wait_for_news(remaining_s)
+                self._wait_for_change(remaining_s)
 
     def await_connections(self, timeout_s: float) -> None:
         """Return once every rank has been met, or after `timeout_s`. A connection that is lost
         afterwards tells of a death.
         """
         deadline_s = time.monotonic() + timeout_s
-        with self._news:
-            self._look_around()
+        with self._changed:
+            self._update()
             while (
-                not self._mesh.has_met_all() and (remaining_s := deadline_s - time.monotonic()) > 0
+                not self._mesh.has_reached_all()
+                and (remaining_s := deadline_s - time.monotonic()) > 0
             ):
-                self._wait_for_news(remaining_s)
-                self._look_around()
+                self._wait_for_change(remaining_s)
+                self._update()
 
     def left(self) -> list[int]:
         """The ranks that said goodbye, in the order of their numbers. Never blocks."""
-        with self._news:
-            self._look_around()
+        with self._changed:
+            self._update()
             return sorted(self._mesh.left)
 
-    def gone(self) -> frozenset[int]:
+    def departed(self) -> frozenset[int]:
         return frozenset([*self.dead(), *self.left()])
 
     def abort(self, reason: str, *, blame: int | None = None) -> None:
@@ -205,7 +206,7 @@ class Peers(Driver):
             blame: the rank at the root of it, when it is not this one; the peers' errors name that
                 rank.
         """
-        with self._news:
+        with self._changed:
             if not self._closed:
                 self._mesh.abort(reason, blame)
 
@@ -213,32 +214,33 @@ class Peers(Driver):
         """Say goodbye, deliver what was sent (for up to `limits.linger_s`), and end every thread.
         Idempotent.
         """
-        with self._news:
+        with self._changed:
             if self._closed:
                 return
             self._closed = True
-            while self._somebody_polls:
-                self._news.wait()
-            self._mesh.look_around()
-            self._mesh.say_goodbye()
+            while self._is_polled:
+                self._changed.wait()
+            self._mesh.update()
+            self._mesh.send_goodbye()
             # those who leave at the same moment read no more, so nothing has to linger for them
             deadline_s = time.monotonic() + WATCH_INTERVAL_S
             while (
-                self._mesh.anyone_listens() and (remaining_s := deadline_s - time.monotonic()) > 0
+                self._mesh.any_peer_reads() and (remaining_s := deadline_s - time.monotonic()) > 0
             ):
                 self._mesh.listener.wait(remaining_s)
-                self._mesh.look_around()
+                self._mesh.update()
             self.lost = self._mesh.lost()
             self._mesh.close()
 
-    def answered(self, peer: int, channel: int) -> bool:
+    def can_receive(self, peer: int, channel: int) -> bool:
         """Whether `receive` would return or raise at once. Never blocks."""
-        with self._news:
+        with self._changed:
             if self._closed:
                 return True
-            self._look_around()
+            self._update()
             return (
-                self._mesh.inbox.has(peer, channel) or self._mesh.verdict(peer, channel) is not None
+                self._mesh.inbox.has(peer, channel)
+                or self._mesh.failure_of(peer, channel) is not None
             )
 
     def receive(self, peer: int, channel: int, deadline_s: float) -> Payload:
@@ -246,29 +248,29 @@ class Peers(Driver):
         clock.
         """
         mesh = self._mesh
-        with self._news:
+        with self._changed:
             while True:
-                self._look_around()
+                self._update()
                 if mesh.inbox.has(peer, channel):
                     return mesh.inbox.take(peer, channel)
-                if (verdict := mesh.verdict(peer, channel)) is not None:
-                    raise verdict
+                if (failure := mesh.failure_of(peer, channel)) is not None:
+                    raise failure
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0:
                     raise PeerTimeoutError(
                         f"the time limit passed while {mesh.wait_of(peer, channel)}", rank=peer
                     )
-                self._wait_for_news(remaining_s)
+                self._wait_for_change(remaining_s)
 
-    def answered_by_any(self, peers: frozenset[int], channel: int) -> bool:
+    def can_receive_any(self, peers: frozenset[int], channel: int) -> bool:
         """Whether `receive_any` would return or raise at once. Never blocks."""
-        with self._news:
+        with self._changed:
             if self._closed:
                 return True
-            self._look_around()
+            self._update()
             return (
                 self._mesh.inbox.first_of(peers, channel) is not None
-                or self._mesh.obituary(peers) is not None
+                or self._mesh.departure_of(peers) is not None
             )
 
     def receive_any(
@@ -278,27 +280,27 @@ class Peers(Driver):
         monotonic clock.
         """
         mesh = self._mesh
-        with self._news:
+        with self._changed:
             while True:
-                self._look_around()
+                self._update()
                 if (peer := mesh.inbox.first_of(peers, channel)) is not None:
                     return peer, mesh.inbox.take(peer, channel)
-                if (obituary := mesh.obituary(peers)) is not None:
+                if (obituary := mesh.departure_of(peers)) is not None:
                     raise obituary
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0:
                     raise PeerTimeoutError(
                         f"the time limit passed while rank {self.rank} waited for anybody's message"
                     )
-                self._wait_for_news(remaining_s)
+                self._wait_for_change(remaining_s)
 
     def _post(self, payload: Payload, channel: int) -> None:
-        with self._news:
+        with self._changed:
             self._check_open()
             self._mesh.inbox.post(self.rank, channel, payload)
-            if self._somebody_polls:
-                self._mesh.listener.ring()
-            self._news.notify_all()
+            if self._is_polled:
+                self._mesh.listener.wake()
+            self._changed.notify_all()
 
     def _send(self, operation: Send, channel: int) -> None:
         self._check_peer(operation.peer)
@@ -309,7 +311,7 @@ class Peers(Driver):
                 f" {self._limits.max_message_bytes}; use smaller buckets, or raise"
                 " PeerLimits.max_message_bytes on every rank"
             )
-        with self._news:
+        with self._changed:
             self._check_open()
             self._mesh.send(operation.peer, channel, operation.payload)
 
@@ -327,46 +329,46 @@ class Peers(Driver):
                 " more"
             )
 
-    def _look_around(self) -> None:
+    def _update(self) -> None:
         """With the lock: take in what is new, unless another thread is about to."""
         self._check_open()
-        if not self._somebody_polls:
-            self._mesh.look_around()
+        if not self._is_polled:
+            self._mesh.update()
 
-    def _wait_for_news(self, timeout_s: float) -> None:
+    def _wait_for_change(self, timeout_s: float) -> None:
         """With the lock: let other threads use the driver until something may have happened."""
         timeout_s = min(timeout_s, WATCH_INTERVAL_S)
-        if self._somebody_polls:
-            self._news.wait(timeout_s)
+        if self._is_polled:
+            self._changed.wait(timeout_s)
             return
-        self._somebody_polls = True
-        self._news.release()
+        self._is_polled = True
+        self._changed.release()
         try:
             self._mesh.listener.wait(timeout_s)
         finally:
-            self._news.acquire()
-            self._somebody_polls = False
-            self._news.notify_all()
+            self._changed.acquire()
+            self._is_polled = False
+            self._changed.notify_all()
 
 
-class _Receipt(Generic[T]):
+class _ReceiveTicket(Generic[T]):
     """A receive under way: `answered` tells whether `take` would return or raise at once."""
 
     def __init__(
         self, answered: Callable[[], bool], take: Callable[[float], T], timeout_s: float | None
     ) -> None:
-        self._answered = answered
+        self._can_take = answered
         self._take = take
         self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
 
     def done(self) -> bool:
-        return self._answered() or time.monotonic() >= self._deadline_s
+        return self._can_take() or time.monotonic() >= self._deadline_s
 
     def wait(self) -> T:
         return self._take(self._deadline_s)
 
 
-class _Nap:
+class _SleepTicket:
     """A sleep under way."""
 
     def __init__(self, duration_s: float) -> None:

@@ -16,7 +16,7 @@ from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.operations import DenseOperation, Operation
 from offbeat.transport.peers import Peers
 
-BLAME_TIMEOUT_S = 5.0
+CAUSE_TIMEOUT_S = 5.0
 """How long a broken dense collective waits to learn whose death broke it."""
 
 
@@ -43,17 +43,17 @@ class Routed(Driver):
         match operation:
             case DenseOperation():
                 try:
-                    return _Blaming(self._dense.start(operation, channel), self._messages)
+                    return _TicketWithCause(self._dense.start(operation, channel), self._messages)
                 except PeerError as error:
-                    raise _blame(error, self._messages) from error
+                    raise _with_cause(error, self._messages) from error
             case _:
                 return self._messages.start(operation, channel)
 
     def abort(self, reason: str, *, blame: int | None = None) -> None:
         self._messages.abort(reason, blame=blame)
 
-    def gone(self) -> frozenset[int]:
-        return self._messages.gone()
+    def departed(self) -> frozenset[int]:
+        return self._messages.departed()
 
     def close(self) -> None:
         self._messages.close()
@@ -61,7 +61,7 @@ class Routed(Driver):
         self._dense.close()
 
 
-class _Blaming:
+class _TicketWithCause:
     """A dense collective's ticket whose error names the rank that died."""
 
     def __init__(self, ticket: Ticket, messages: Peers) -> None:
@@ -74,14 +74,14 @@ class _Blaming:
         try:
             return self._ticket.wait()
         except PeerError as error:
-            raise _blame(error, self._messages) from error
+            raise _with_cause(error, self._messages) from error
 
 
-def _blame(error: PeerError, messages: Peers) -> PeerError:
+def _with_cause(error: PeerError, messages: Peers) -> PeerError:
     """The error of a broken dense collective, with the name of the rank that broke it, if that can
     be learnt.
     """
-    gone = messages.wait_for_death(BLAME_TIMEOUT_S) or dict.fromkeys(
+    gone = messages.wait_for_death(CAUSE_TIMEOUT_S) or dict.fromkeys(
         messages.left(), "finished and closed its connections"
     )
     if not gone:

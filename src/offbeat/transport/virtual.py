@@ -79,8 +79,8 @@ class VirtualCluster:
         self._out_free_s = [0.0] * world_size
         self._in_free_s = [0.0] * world_size
         self._reached_s: dict[tuple[int, int], float] = defaultdict(float)
-        self._num_on_the_way = [0] * world_size
-        self._untold: dict[int, Callable[[], None]] = {}
+        self._num_in_flight = [0] * world_size
+        self._pending_notices: dict[int, Callable[[], None]] = {}
         self._watch_all = watch_all
         self._death_notice_s = death_notice_s
         self._inbox: dict[tuple[int, int, int], deque[bytes]] = defaultdict(deque)
@@ -93,7 +93,7 @@ class VirtualCluster:
         self._left: set[int] = set()
         self._frozen: dict[int, int] = {}
         self._touched: set[int] = set()
-        self._beside: list[tuple[int, tuple[Collective[Any], int]]] = []
+        self._background: list[tuple[int, tuple[Collective[Any], int]]] = []
 
     def run(
         self,
@@ -131,9 +131,9 @@ class VirtualCluster:
         ]
         tasks = [
             *enumerate(own),
-            *((rank, Pending(drivers[rank], *work)) for rank, work in self._beside),
+            *((rank, Pending(drivers[rank], *work)) for rank, work in self._background),
         ]
-        self._beside.clear()
+        self._background.clear()
         numbers = [
             [number for number, (its_rank, _) in enumerate(tasks) if its_rank == rank]
             for rank in range(len(own))
@@ -162,13 +162,13 @@ class VirtualCluster:
             for rank in range(self.world_size)
         ]
 
-    def beside(self, rank: int, collective: Collective[object], *, channel: int) -> None:
+    def run_in_background(self, rank: int, collective: Collective[object], *, channel: int) -> None:
         """Let `collective` go on at `rank` during the next run, beside the rank's own, as another
         thread would.
 
         It is dropped when every rank's own is over. If it raises, the rank is dead.
         """
-        self._beside.append((rank, (collective, channel)))
+        self._background.append((rank, (collective, channel)))
 
     def kill(self, rank: int, reason: str = "was killed") -> None:
         """End `rank` where it stands. What has not wholly left it is lost."""
@@ -178,7 +178,7 @@ class VirtualCluster:
         """Rank `rank` has closed its connections: a `RecvAny` that waits for it fails once its last
         message was taken.
         """
-        self._after_its_last_words(rank, lambda: self._miss(rank))
+        self._after_pending_sends(rank, lambda: self._mark_departed(rank))
 
     def freeze(self, rank: int, duration_s: float) -> None:
         """Stop `rank` for a while. What it has sent still arrives, and what is sent to it waits."""
@@ -200,23 +200,23 @@ class VirtualCluster:
             self._failed_at_s[rank] = self.now_s
             self.at(
                 self.now_s + self._death_notice_s,
-                lambda: self._after_its_last_words(rank, lambda: self._bury(rank)),
+                lambda: self._after_pending_sends(rank, lambda: self._mark_dead(rank)),
             )
 
-    def _after_its_last_words(self, rank: int, tell: Callable[[], None]) -> None:
+    def _after_pending_sends(self, rank: int, tell: Callable[[], None]) -> None:
         """What a rank has sent arrives before the news that it is gone, as it does over sockets."""
-        self._untold[rank] = tell
-        self._tell_of(rank)
+        self._pending_notices[rank] = tell
+        self._notify_if_all_sent(rank)
 
-    def _tell_of(self, rank: int) -> None:
-        if rank in self._untold and not self._num_on_the_way[rank]:
-            self._untold.pop(rank)()
+    def _notify_if_all_sent(self, rank: int) -> None:
+        if rank in self._pending_notices and not self._num_in_flight[rank]:
+            self._pending_notices.pop(rank)()
 
-    def _bury(self, rank: int) -> None:
+    def _mark_dead(self, rank: int) -> None:
         self._dead[rank] = str(self._failed[rank])
         self.touch(*range(self.world_size))
 
-    def _miss(self, rank: int) -> None:
+    def _mark_departed(self, rank: int) -> None:
         self._left.add(rank)
         self.touch(*range(self.world_size))
 
@@ -259,7 +259,7 @@ class VirtualCluster:
         self._reached_s[source, target] = reaches_s
         message = bytes(payload)
 
-        self._num_on_the_way[source] += 1
+        self._num_in_flight[source] += 1
 
         def reach() -> None:
             self._in_free_s[target] = max(self.now_s, self._in_free_s[target]) + duration_s
@@ -268,8 +268,8 @@ class VirtualCluster:
         def arrive() -> None:
             if departs_s + duration_s <= self._failed_at_s.get(source, math.inf):
                 self._arrive(source, target, channel, message)
-            self._num_on_the_way[source] -= 1
-            self._tell_of(source)
+            self._num_in_flight[source] -= 1
+            self._notify_if_all_sent(source)
 
         self.at(reaches_s, reach)
 
@@ -302,7 +302,7 @@ class VirtualCluster:
             None,
         )
 
-    def gone_among(self, peers: Set[int]) -> tuple[int, str] | None:
+    def departed_among(self, peers: Set[int]) -> tuple[int, str] | None:
         """The first of `peers` that will send nothing more, and why."""
         gone = peers & (self._dead.keys() | self._left)
         return (

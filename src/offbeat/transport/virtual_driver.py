@@ -136,14 +136,14 @@ class _VirtualReceiveAny:
         return (
             bool(self._here())
             or self._limit.expired
-            or self._cluster.gone_among(self._peers) is not None
+            or self._cluster.departed_among(self._peers) is not None
         )
 
     def wait(self) -> tuple[int, bytes]:
         if here := self._here():
             sender = self._cluster.choose(here)
             return sender, self._cluster.take(sender, self._target, self._channel)
-        if (gone := self._cluster.gone_among(self._peers)) is not None:
+        if (gone := self._cluster.departed_among(self._peers)) is not None:
             raise PeerError(f"rank {gone[0]} will send nothing more: {gone[1]}", rank=gone[0])
         assert self._limit.expired, "a virtual receive was waited for before it was done"
         raise PeerTimeoutError("nothing came from anybody in time")

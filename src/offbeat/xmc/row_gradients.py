@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offbeat.errors import ConfigError
+from offbeat.torch_private import stored_entries
 
 
 class RowGradient(NamedTuple):
@@ -46,9 +47,10 @@ def read_sparse(gradient: torch.Tensor) -> RowGradient:
         )
     # Autograd forgets that a gradient was coalesced when it puts it into `grad`, and sorting its
     # rows again takes longer than everything else that an optimizer does to them.
-    rows = gradient._indices()[0]
+    indices, values = stored_entries(gradient)
+    rows = indices[0]
     if gradient.is_coalesced() or bool((rows.diff() > 0).all()):
-        return RowGradient(rows, gradient._values())
+        return RowGradient(rows, values)
     summed = gradient.coalesce()
     return RowGradient(summed.indices()[0], summed.values())
 

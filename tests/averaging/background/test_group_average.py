@@ -17,7 +17,7 @@ from offbeat.codec.model_wire import Kind, ModelMessage
 from offbeat.errors import OffbeatError, WireError
 from offbeat.planning.groups import Meeting, meeting
 from offbeat.transport.operations import Collective, Payload, Post, RecvAny, Send, Sleep
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
 LATENCY_S = 0.001
@@ -373,7 +373,7 @@ def terms_of(num_members: int, num_elements: int = 4, rank: int = 0) -> Terms:
 
 
 def test_a_world_of_one_averages_with_itself() -> None:
-    solo, replica = Solo(), Recorder(np.arange(4, dtype=np.float32))
+    solo, replica = SingleRank(), Recorder(np.arange(4, dtype=np.float32))
     for version in (0, 1, 0, 1):
         solo.start(Post(arrive(version, generation=GENERATION)), SERVE)
     solo.start(Post(finish(generation=GENERATION)), SERVE)
@@ -523,7 +523,7 @@ def test_who_has_passed_a_meeting_of_all_does_not_count_for_those_who_have_yet_t
         yield Post(finish(generation=GENERATION))
 
     for rank, (version, when_s) in enumerate([(5, 1.0), (0, 2.0), (0, 50.0)]):
-        cluster.beside(rank, arrivals(version, when_s), channel=SERVE)
+        cluster.run_in_background(rank, arrivals(version, when_s), channel=SERVE)
     cluster.run(
         [serve(rank, terms, replica) for rank, replica in enumerate(replicas)], channel=SERVE
     )
@@ -588,7 +588,7 @@ def test_of_who_is_dead_or_no_member_one_hears_that_it_is_buried() -> None:
 
 
 def test_who_rests_is_heard_of_once() -> None:
-    replica, solo = Recorder(np.ones(4, np.float32)), Solo()
+    replica, solo = Recorder(np.ones(4, np.float32)), SingleRank()
     for message in (
         rest(generation=GENERATION),
         rest(generation=GENERATION),

@@ -17,7 +17,7 @@ from offbeat.codec.model_wire import ABSENT, Kind, ModelMessage
 from offbeat.errors import OffbeatError, WireError
 from offbeat.planning.groups import Meeting
 from offbeat.transport.operations import Collective, Now, Post, RecvAny, Send, Sleep
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
 LATENCY_S = 0.001
@@ -150,7 +150,7 @@ def play(
 
     world_size = len(replicas)
     for rank in range(world_size):
-        cluster.beside(rank, train(rank), channel=SERVE)
+        cluster.run_in_background(rank, train(rank), channel=SERVE)
     partners = partners or [[(rank + 1) % world_size] for rank in range(world_size)]
     work = [
         serve(rank, terms_of(rank, world_size, partners[rank]), replica)
@@ -264,7 +264,7 @@ def test_who_has_nothing_to_give_asks_nobody() -> None:
 
 
 def test_a_world_of_one_keeps_what_it_has() -> None:
-    solo, replica = Solo(), Replica(1.0)
+    solo, replica = SingleRank(), Replica(1.0)
     for message in (
         arrive(0, generation=GENERATION),
         arrive(0, generation=GENERATION),

@@ -17,7 +17,7 @@ from offbeat.kfac.exchange.costs import (
 )
 from offbeat.kfac.planning.inversion import TabledInversion
 from offbeat.transport.driver import Stream
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 
 
 @given(st.lists(st.integers(1, 3 * LARGEST_DIM), min_size=1, max_size=40))
@@ -33,7 +33,7 @@ def test_the_sizes_that_are_timed_are_the_models_own(dims: list[int]) -> None:
 def test_costs_are_a_table_of_what_was_timed() -> None:
     timed: list[int] = []
     costs = measure(
-        Solo(),
+        SingleRank(),
         Stream(1),
         dims=[3, 5, 3],
         like=torch.zeros(0),

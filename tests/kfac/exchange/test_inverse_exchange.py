@@ -13,7 +13,7 @@ from offbeat.kfac.exchange.spans import SpanRecorder
 from offbeat.kfac.inverses import InversionTask, Inverter
 from offbeat.kfac.planning.inverse_order import InverseBatch
 from offbeat.transport.driver import Stream
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 
 SHAPE = FactorShape(groups=1, dim=2)
 
@@ -70,7 +70,7 @@ def phase(inverter: Noting) -> InverseExchange:
         slots,
         [torch.float32] * 6,
         travels=True,
-        driver=Solo(),
+        driver=SingleRank(),
         stream=Stream(1),
         inverter=inverter,
         spans=SpanRecorder(),

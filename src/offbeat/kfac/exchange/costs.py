@@ -32,6 +32,7 @@ from offbeat.kfac.planning.inversion import TabledInversion, slowest
 from offbeat.kfac.planning.placement import InverseCosts
 from offbeat.kfac.symmetric import pack
 from offbeat.planning.costs import Channel, LinkCost, fit_link
+from offbeat.torch_private import has_avx512_bfloat16
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -68,7 +69,7 @@ def device_kind(device: torch.device) -> str:
             str,
             (
                 *kind,
-                torch.cpu._is_avx512_bf16_supported(),
+                has_avx512_bfloat16(),
                 torch.get_num_threads(),
                 torch.__version__,
                 lapack_version(),

@@ -12,8 +12,8 @@ from typing import Final
 import torch
 
 from offbeat.parts.profile import Span
+from offbeat.transport.completion_poller import CompletionPoller
 from offbeat.transport.driver import Pending
-from offbeat.transport.lookout import Lookout
 
 MAX_SPANS: Final = 4096
 """Of one step; what comes later is not noted."""
@@ -27,13 +27,13 @@ class SpanRecorder:
         """Whether this step is looked at."""
         self._spans: list[Span] = []
         self._finished: list[Span] = []
-        self._lookout = Lookout()
+        self._poller = CompletionPoller()
 
     def begin(self, *, on: bool, keep: bool = True) -> None:
         """A step begins, to be looked at or not. What was noted in the one before is kept, or not,
         for `take`.
         """
-        self._lookout.stop()
+        self._poller.stop()
         self.on = on
         if self._spans and keep:
             self._finished = self._spans
@@ -64,17 +64,17 @@ class SpanRecorder:
             pending: the messages.
         """
         if self.on:
-            self._lookout.watch(
+            self._poller.watch(
                 pending, lambda over_s: self._note(Span(kind, what, began_s, over_s))
             )
 
     def arrived(self) -> None:
         """This rank has waited for some of what was launched."""
-        self._lookout.look()
+        self._poller.poll()
 
     def close(self) -> None:
         """Watch nothing any more."""
-        self._lookout.stop()
+        self._poller.stop()
 
     def _note(self, span: Span) -> None:
         if len(self._spans) < MAX_SPANS:

@@ -11,7 +11,7 @@ from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import gtopk_tree
 from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
 from offbeat.lab.cluster.quantities import display_duration, display_rate
-from offbeat.planning.costs import LinkCost, Network, cheapest
+from offbeat.planning.costs import LinkCost, NetworkCosts, cheapest
 
 USUAL_SIZES = (1_000_000, 25_000_000, 100_000_000)
 USUAL_DENSITY = 0.001
@@ -40,7 +40,7 @@ class Prediction:
 
 
 def predict(
-    network: Network, *, world_size: int, num_parameters: int, density: float = USUAL_DENSITY
+    network: NetworkCosts, *, world_size: int, num_parameters: int, density: float = USUAL_DENSITY
 ) -> Prediction:
     """What one step's exchange of a model costs on `network`, by the alpha-beta model.
 
@@ -71,7 +71,7 @@ def predict(
     )
 
 
-def advise(prediction: Prediction, *, network: Network, world_size: int) -> str:
+def advise(prediction: Prediction, *, network: NetworkCosts, world_size: int) -> str:
     """One model's choice in a sentence or two."""
     size, dense_s = display_count(prediction.num_parameters), prediction.costs_s["dense"]
     if prediction.stay_on_ddp:
@@ -138,7 +138,7 @@ def display_count(number: int) -> str:
     return str(number)
 
 
-def _bottleneck(network: Network, world_size: int, prediction: Prediction) -> str:
+def _bottleneck(network: NetworkCosts, world_size: int, prediction: Prediction) -> str:
     messages_s = 2 * (world_size - 1) * network.dense.alpha_s
     if messages_s > prediction.costs_s["dense"] / 2:
         return "most of that is the latency of messages, not the bytes"

@@ -16,7 +16,7 @@ from offbeat.gradients.collective_choice import CheapestCollective
 from offbeat.lab.doctor.pairs import PairLink, measure_pairs
 from offbeat.lab.doctor.sockets import Listening, own_sockets, sockets_at
 from offbeat.lab.rendezvous import join, leave
-from offbeat.planning.costs import Network
+from offbeat.planning.costs import NetworkCosts
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver, Stream
 
@@ -46,7 +46,7 @@ class Measurement:
     world_size: int
     device: str
     hosts: list[Host]
-    network: Network
+    network: NetworkCosts
     pairs: list[PairLink]
     listening: list[Listening]
 
@@ -89,7 +89,7 @@ def measure() -> Measurement:
     )
 
 
-def _probe(driver: Driver, device: str) -> tuple[Network, list[PairLink]]:
+def _probe(driver: Driver, device: str) -> tuple[NetworkCosts, list[PairLink]]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", driver.rank)))
     stream = Stream(0)

@@ -55,7 +55,8 @@ class TorchftLocalSGD(Native):
         from torchft.local_sgd import LocalSGD
 
         rank, world_size, address = dist.get_rank(), dist.get_world_size(), listen_address()
-        store = dist.distributed_c10d._get_default_store()
+        assert dist.group.WORLD is not None
+        store = dist.group.WORLD.get_group_store()
         lighthouse = None
         if rank == 0:
             lighthouse = LighthouseServer(

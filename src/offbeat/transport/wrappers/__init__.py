@@ -8,7 +8,7 @@ from offbeat.transport.operations import Traffic
 from offbeat.transport.wrappers.base import Wrapper
 from offbeat.transport.wrappers.counting import Arrival, Counting
 from offbeat.transport.wrappers.delaying import Delaying, Delivery
-from offbeat.transport.wrappers.failing import Failing, Fault
+from offbeat.transport.wrappers.failing import Failing, ScriptedFault
 from offbeat.transport.wrappers.recording import Recorded, Recording
 
 __all__ = [
@@ -17,9 +17,9 @@ __all__ = [
     "Delaying",
     "Delivery",
     "Failing",
-    "Fault",
     "Recorded",
     "Recording",
+    "ScriptedFault",
     "Traffic",
     "Wrapper",
 ]

@@ -33,8 +33,8 @@ class Wrapper(Driver):
     def abort(self, reason: str, *, blame: int | None = None) -> None:
         self.inner.abort(reason, blame=blame)
 
-    def gone(self) -> frozenset[int]:
-        return self.inner.gone()
+    def departed(self) -> frozenset[int]:
+        return self.inner.departed()
 
     def close(self) -> None:
         self.inner.close()

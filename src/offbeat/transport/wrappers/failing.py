@@ -17,7 +17,7 @@ Action = Literal["raise", "drop", "corrupt", "kill"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
+class ScriptedFault:
     """One thing that goes wrong, once, at the first matching operation.
 
     Attributes:
@@ -53,7 +53,7 @@ class Failing(Wrapper):
             names those left at the end.
     """
 
-    def __init__(self, inner: Driver, faults: Sequence[Fault]) -> None:
+    def __init__(self, inner: Driver, faults: Sequence[ScriptedFault]) -> None:
         super().__init__(inner)
         self.waiting = [fault for fault in faults if fault.rank == self.rank]
 
@@ -64,7 +64,7 @@ class Failing(Wrapper):
                 return self._fail(fault, operation, channel)
         return self.inner.start(operation, channel)
 
-    def _fail(self, fault: Fault, operation: Operation, channel: int) -> Ticket:
+    def _fail(self, fault: ScriptedFault, operation: Operation, channel: int) -> Ticket:
         if fault.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.action == "corrupt" and isinstance(operation, Send):

@@ -17,7 +17,7 @@ EVERY_S: Final = 0.0005
 _Watched: TypeAlias = tuple[Sequence[Pending[Any]], Callable[[float], None]]
 
 
-class Lookout:
+class CompletionPoller:
     """Watches collectives. Its thread lives from the first one until all are over, or
     until `stop`.
     """
@@ -35,17 +35,17 @@ class Lookout:
         """
         with self._lock:
             self._watched.append((pending, over))
-        if not self.look():
+        if not self.poll():
             return
         with self._lock:
             if self._watched and not self._runs:
                 self._runs = True
                 self._thread = threading.Thread(
-                    target=self._run, name="offbeat-lookout", daemon=True
+                    target=self._run, name="offbeat-completion-poller", daemon=True
                 )
                 self._thread.start()
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Look now. Returns whether anything is still under way."""
         with self._lock:
             still: list[_Watched] = []
@@ -59,7 +59,7 @@ class Lookout:
 
     def stop(self) -> None:
         """Look once more and watch nothing any longer. No thread is left."""
-        self.look()
+        self.poll()
         with self._lock:
             self._watched = []
         if self._thread is not None:
@@ -70,7 +70,7 @@ class Lookout:
 
     def _run(self) -> None:
         while not self._stopping.wait(EVERY_S):
-            self.look()
+            self.poll()
             with self._lock:
                 if not self._watched:
                     self._runs = False

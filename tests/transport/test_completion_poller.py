@@ -1,4 +1,4 @@
-"""A lookout tells once of everything that is over, and leaves no thread behind."""
+"""A poller tells once of everything that is over, and leaves no thread behind."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from offbeat.transport.completion_poller import CompletionPoller
 from offbeat.transport.driver import Pending
-from offbeat.transport.lookout import Lookout
 from offbeat.transport.operations import Post
-from offbeat.transport.solo import Solo
+from offbeat.transport.single_rank import SingleRank
 
 
 class Held:
@@ -27,7 +27,7 @@ class Held:
         self.event.wait()
 
 
-class Holding(Solo):
+class Holding(SingleRank):
     """Hands out held tickets."""
 
     def __init__(self) -> None:
@@ -44,17 +44,17 @@ def one_operation() -> Iterator[Post]:
 
 
 @pytest.fixture
-def lookout() -> Iterator[Lookout]:
-    lookout = Lookout()
-    yield lookout
-    lookout.stop()
+def poller() -> Iterator[CompletionPoller]:
+    poller = CompletionPoller()
+    yield poller
+    poller.stop()
 
 
 def launch(driver: Holding) -> Pending[None]:
     return driver.launch(one_operation(), 0)
 
 
-def test_what_is_over_is_told_once_while_others_go_on(lookout: Lookout) -> None:
+def test_what_is_over_is_told_once_while_others_go_on(poller: CompletionPoller) -> None:
     driver, told, heard = Holding(), list[str](), threading.Event()
     pending = [launch(driver) for _ in range(3)]
     began_s = time.monotonic()
@@ -65,26 +65,28 @@ def test_what_is_over_is_told_once_while_others_go_on(lookout: Lookout) -> None:
         times.append(at_s)
         heard.set()
 
-    lookout.watch(pending[:2], first)
-    lookout.watch(pending[2:], lambda at_s: told.append("second"))
+    poller.watch(pending[:2], first)
+    poller.watch(pending[2:], lambda at_s: told.append("second"))
     driver.tickets[0].event.set()
-    lookout.look()
+    poller.poll()
     assert told == []
     driver.tickets[1].event.set()
     assert heard.wait(60)
-    lookout.look()
+    poller.poll()
     assert told == ["first"]
     assert began_s <= times[0] <= time.monotonic()
     driver.tickets[2].event.set()
-    lookout.stop()
+    poller.stop()
     assert told == ["first", "second"]
 
 
-def test_what_never_ends_keeps_no_thread(lookout: Lookout) -> None:
+def test_what_never_ends_keeps_no_thread(poller: CompletionPoller) -> None:
     told: list[float] = []
-    lookout.watch([launch(Holding())], told.append)
-    lookout.stop()
+    poller.watch([launch(Holding())], told.append)
+    poller.stop()
     assert told == []
-    assert not [thread for thread in threading.enumerate() if thread.name == "offbeat-lookout"]
-    lookout.watch([], told.append)
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "offbeat-completion-poller"
+    ]
+    poller.watch([], told.append)
     assert len(told) == 1

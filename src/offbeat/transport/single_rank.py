@@ -19,7 +19,7 @@ from offbeat.transport.operations import (
 )
 
 
-class Solo(Driver):
+class SingleRank(Driver):
     """World size 1."""
 
     rank = 0
@@ -70,7 +70,7 @@ class _Posted:
             None if self._deadline_s == math.inf else max(0.0, self._deadline_s - time.monotonic())
         )
         try:
-            return Solo.rank, self._queue.get(timeout=remaining_s)
+            return SingleRank.rank, self._queue.get(timeout=remaining_s)
         except Empty:
             raise PeerTimeoutError(
                 "the time limit passed while this rank waited for what it posts to itself"

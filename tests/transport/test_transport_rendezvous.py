@@ -10,8 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError
-from offbeat.transport import attendance
-from offbeat.transport.attendance import await_all, naming_who_ends
+from offbeat.transport import rendezvous
+from offbeat.transport.rendezvous import await_all, naming_failed_rank
 
 
 def outcomes(*calls: Callable[[], None]) -> list[OffbeatError | None]:
@@ -56,7 +56,7 @@ def test_a_refusal_is_heard_by_all() -> None:
 def test_a_lost_rank_is_named_to_those_too_who_did_not_know(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attendance, "GRACE_S", 0.05)
+    monkeypatch.setattr(rendezvous, "GRACE_S", 0.05)
     store, ranks = HashStore(), [0, 3, 5]
     raised = outcomes(
         lambda: await_all(store, 0, ranks, lost=set()), lambda: await_all(store, 2, ranks, lost={3})
@@ -77,7 +77,7 @@ def test_a_rank_that_was_lost_and_comes_all_the_same_is_there() -> None:
 
 
 def test_who_was_held_lost_and_comes_late_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attendance, "GRACE_S", 0.0)
+    monkeypatch.setattr(rendezvous, "GRACE_S", 0.0)
     store = HashStore()
     for position, lost in ((0, {1}), (1, set())):
         with pytest.raises(PeerError, match="rank 1 was lost"):
@@ -95,15 +95,15 @@ def test_who_is_silent_while_the_others_fail_has_ended() -> None:
     store = HashStore()
 
     def fails(position: int) -> None:
-        with naming_who_ends(store, position, 4, limit_s=0.1):
+        with naming_failed_rank(store, position, 4, limit_s=0.1):
             raise RuntimeError("connection reset\nat some line")
 
     def comes_through() -> None:
-        with naming_who_ends(store, 2, 4, limit_s=0.1):
+        with naming_failed_rank(store, 2, 4, limit_s=0.1):
             pass
 
     def refuses() -> None:
-        with naming_who_ends(store, 3, 4, limit_s=0.1):
+        with naming_failed_rank(store, 3, 4, limit_s=0.1):
             raise ConfigError("a bad address")
 
     first, through, refusing = outcomes(lambda: fails(0), comes_through, refuses)

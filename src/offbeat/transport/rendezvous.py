@@ -92,7 +92,7 @@ def await_all(
 
 
 @contextmanager
-def naming_who_ends(
+def naming_failed_rank(
     store: Store, position: int, world_size: int, *, limit_s: float
 ) -> Iterator[None]:
     """Name the rank that ends while ranks connect, which looks like a broken connection to each of

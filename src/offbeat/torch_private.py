@@ -1,0 +1,148 @@
+"""The private parts of PyTorch that offbeat relies on: one function each, with the reason why no
+public name does.
+
+No other file may use a private name of PyTorch, and a test reads the sources to prove it. Each
+function has a test of its own, which fails when a new version of PyTorch changes what is used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.utils._pytree import tree_leaves
+
+NO_BACKWARD_PASS: Final = -1
+"""What `current_backward_pass` returns outside of any backward pass."""
+
+
+def current_backward_pass() -> int:
+    """The number of the backward pass that runs in this thread, or `NO_BACKWARD_PASS`.
+
+    PyTorch has no public name for it. We have to know whether a pass that began has ended with an
+    exception (autograd tells nobody), and whether a forward pass is the recomputation of a
+    checkpoint.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def call_after_backward_pass(callback: Callable[[], None]) -> None:
+    """Have autograd call `callback` once, when the outermost backward pass that runs now is over.
+
+    PyTorch has no public hook for the end of a backward pass. DistributedDataParallel and FSDP
+    queue their callbacks in the same way.
+
+    Raises:
+        RuntimeError, NotImplementedError, AssertionError: no backward pass runs, or it is one of
+            compiled autograd.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of `tensor` fill its memory without gaps and without overlap, in any
+    order of dimensions.
+
+    Autograd decides by this whether a gradient gets the strides of its parameter. The public
+    `Tensor.is_contiguous` asks for one particular order.
+    """
+    return is_non_overlapping_and_dense_or_false(tensor)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors inside nested tuples, lists, dictionaries and registered classes, such as the
+    outputs of a model.
+
+    PyTorch's own hooks find tensors by this function; the registry of further classes, which
+    other libraries add theirs to, has no public name.
+    """
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def stored_entries(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The indices and values of a sparse COO tensor as it stores them, sharing its memory.
+
+    The public `Tensor.indices` and `Tensor.values` refuse a tensor that is not marked as coalesced,
+    and autograd loses that mark when it puts a gradient into `grad`.
+    """
+    return sparse._indices(), sparse._values()
+
+
+def attention_functions() -> dict[str, FunctionType]:
+    """The functions that `torch.nn.MultiheadAttention` computes its projections by, by name.
+
+    K-FAC needs the inputs and outputs of each projection. They are local variables of these
+    functions, and no public hook shows them.
+    """
+    names = ("multi_head_attention_forward", "_in_projection_packed", "_in_projection")
+    return {name: getattr(F, name) for name in names}
+
+
+def has_avx512_bfloat16() -> bool:
+    """Whether the CPU has the instructions of AVX-512 for bfloat16.
+
+    The public `torch.backends.cpu.get_cpu_capability` does not tell, and ranks that differ in it
+    round differently.
+    """
+    return torch.cpu._is_avx512_bf16_supported()
+
+
+def new_gloo_backend(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    *,
+    address: str,
+    connect_limit: timedelta,
+    wait_limit: timedelta,
+) -> dist.ProcessGroupGloo:
+    """A gloo process group of our own, whose sockets are bound to `address`. Collective.
+
+    The public `torch.distributed.new_group` takes no address, has one limit for connecting and for
+    waiting, and gives a group made after another one of the same ranks the same name in the store.
+
+    Args:
+        store: where the ranks find each other.
+        rank: this rank.
+        world_size: number of ranks.
+        address: numeric address of this host.
+        connect_limit: how long connecting may take.
+        wait_limit: how long a collective may take.
+
+    Raises:
+        RuntimeError: connecting took longer.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = connect_limit
+    backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+    backend._set_default_timeout(wait_limit)
+    return backend
+
+
+def new_nccl_backend(
+    store: dist.Store, rank: int, world_size: int, *, wait_limit: timedelta
+) -> dist.ProcessGroupNCCL:
+    """An NCCL process group of our own, for the current CUDA device, in which a collective may take
+    `wait_limit`.
+
+    The reasons are those of `new_gloo_backend`.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = wait_limit
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def unscales_gradients_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `GradScaler` leaves it to `optimizer.step` to divide gradients by the scale, as it
+    does with `fused=True`.
+
+    `GradScaler` decides by this attribute, which has no public name.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -1,0 +1,165 @@
+"""Each private part of PyTorch that we rely on does what we need it for. A failure here names what
+a new version of PyTorch has changed.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from offbeat.torch_private import (
+    NO_BACKWARD_PASS,
+    attention_functions,
+    call_after_backward_pass,
+    current_backward_pass,
+    has_avx512_bfloat16,
+    is_dense,
+    new_gloo_backend,
+    new_nccl_backend,
+    stored_entries,
+    tensors_in,
+    unscales_gradients_itself,
+)
+
+
+def test_a_backward_pass_has_a_number_and_none_runs_outside() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    seen: list[int] = []
+    weight.register_hook(lambda gradient: seen.append(current_backward_pass()))
+    before = current_backward_pass()
+    weight.sum().backward()
+    weight.sum().backward()
+    assert before == current_backward_pass() == NO_BACKWARD_PASS
+    first, second = seen
+    assert len({first, second, NO_BACKWARD_PASS}) == 3
+
+
+def test_after_an_exception_no_backward_pass_runs() -> None:
+    weight = torch.ones(2, requires_grad=True)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+    weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        weight.sum().backward()
+    assert current_backward_pass() == NO_BACKWARD_PASS
+
+
+def test_a_callback_runs_once_when_the_outermost_pass_is_over() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    events: list[str] = []
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x * weight
+
+    begins = torch.ones(2, requires_grad=True)
+    outputs = checkpoint(inner, begins, use_reentrant=True)
+
+    def queue(gradient: torch.Tensor) -> None:
+        call_after_backward_pass(lambda: events.append("over"))
+
+    outputs.register_hook(queue)
+    begins.register_hook(lambda gradient: events.append("last gradient"))
+    outputs.sum().backward()
+    assert events == ["last gradient", "over"]
+    weight.sum().backward()
+    assert events == ["last gradient", "over"]
+
+
+def test_a_callback_needs_a_backward_pass() -> None:
+    with pytest.raises(RuntimeError):
+        call_after_backward_pass(lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense"),
+    [
+        (torch.zeros(2, 3), True),
+        (torch.zeros(2, 3).t(), True),
+        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.zeros(4, 6)[:, ::2], False),
+        (torch.zeros(3, 1).expand(3, 4), False),
+        (torch.zeros(()), True),
+    ],
+    ids=["contiguous", "transposed", "channels last", "with gaps", "expanded", "scalar"],
+)
+def test_dense_is_what_decides_the_strides_of_a_gradient(tensor: torch.Tensor, dense: bool) -> None:
+    assert is_dense(tensor) == dense
+    weight = tensor.clone(memory_format=torch.preserve_format).requires_grad_()
+    if dense:
+        (weight * 2).sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.stride() == tensor.stride()
+
+
+class Outputs(NamedTuple):
+    logits: torch.Tensor
+    hidden: dict[str, list[torch.Tensor]]
+    num_tokens: int
+
+
+def test_tensors_are_found_in_nested_outputs() -> None:
+    first, second, third = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    outputs = (Outputs(first, {"layers": [second]}, 7), None, third)
+    assert [id(tensor) for tensor in tensors_in(outputs)] == [id(first), id(second), id(third)]
+
+
+def test_fused_optimizers_unscale_gradients_themselves() -> None:
+    weight = torch.zeros(2, requires_grad=True)
+    assert unscales_gradients_itself(torch.optim.Adam([weight], fused=True))
+    assert not unscales_gradients_itself(torch.optim.Adam([weight], fused=False))
+
+
+def test_a_sparse_gradient_shows_its_entries_whether_it_is_coalesced_or_not() -> None:
+    embedding = torch.nn.Embedding(4, 1, sparse=True)
+    embedding(torch.tensor([3, 1, 3])).sum().backward()
+    gradient = embedding.weight.grad
+    assert gradient is not None
+    indices, values = stored_entries(gradient)
+    assert (indices.tolist(), values.tolist()) == ([[3, 1, 3]], [[1.0], [1.0], [1.0]])
+    assert values.data_ptr() == stored_entries(gradient)[1].data_ptr()
+    coalesced = gradient.coalesce()
+    assert stored_entries(coalesced)[0].tolist() == coalesced.indices().tolist()
+
+
+def test_attention_computes_its_projections_by_these_functions() -> None:
+    functions = attention_functions()
+    forward = functions["multi_head_attention_forward"]
+    assert "multi_head_attention_forward" in torch.nn.MultiheadAttention.forward.__code__.co_names
+    assert {"_in_projection_packed", "_in_projection", "linear"} <= set(forward.__code__.co_names)
+    for name in ("_in_projection_packed", "_in_projection"):
+        assert "linear" in functions[name].__code__.co_names
+        assert functions[name].__globals__["linear"] is F.linear
+
+
+def test_bfloat16_instructions_are_there_or_not() -> None:
+    assert has_avx512_bfloat16() in (True, False)
+
+
+def test_a_gloo_group_of_our_own_sums_and_has_two_limits() -> None:
+    backend = new_gloo_backend(
+        dist.HashStore(),
+        0,
+        1,
+        address="127.0.0.1",
+        connect_limit=timedelta(seconds=30),
+        wait_limit=timedelta(hours=7),
+    )
+    tensor = torch.tensor([1.0, 2.0])
+    backend.allreduce([tensor], dist.AllreduceOptions()).wait()
+    assert tensor.tolist() == [1.0, 2.0]
+    assert backend.options._timeout == timedelta(hours=7)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of PyTorch has no NCCL")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_an_nccl_group_of_our_own_has_a_limit() -> None:
+    backend = new_nccl_backend(dist.HashStore(), 0, 1, wait_limit=timedelta(hours=7))
+    assert backend.options._timeout == timedelta(hours=7)
