@@ -27,11 +27,10 @@ from offbeat.session.session import Session, attach_through
 from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 from offbeat.transport.link import PeerLimits
-from offbeat.transport.network import bottom_of
 from rank_jobs.megabatch import NUM_SAMPLES, Dying, Numbers, make_net, merges_of, samples, sgd, step
 from rank_jobs.regression import fingerprint
 from ranks_support.launch import RunRanks
-from ranks_support.process import start_process
+from ranks_support.process import launcher_environment, start_process
 
 pytestmark = pytest.mark.ranks
 
@@ -185,9 +184,10 @@ def stopped(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
     optimizer = sgd(net)
     session, loader = attached(net, optimizer, label)
     with session:
-        pids = loader._desk.gather(os.getpid())
-        assert pids is not None
-        pid = pids[2]
+        pids = torch.zeros(world_size, dtype=torch.int64)
+        pids[rank] = os.getpid()
+        dist.all_reduce(pids)
+        pid = int(pids[2])
         if rank == 2:
             step(net, optimizer, next(iter(loader.one_mega_batch())))
             os.kill(pid, signal.SIGSTOP)
@@ -221,16 +221,6 @@ def come_back(label: str, until: str) -> None:
     Path(until).write_text(json.dumps({"taken": taken, "merges": merges}))
 
 
-def as_rank_2(world_size: int) -> dict[str, str]:
-    store = bottom_of(dist.distributed_c10d._get_default_store())
-    place = {
-        "RANK": "2",
-        "WORLD_SIZE": str(world_size),
-        RETURN_VARIABLE: "1",
-    }
-    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-
-
 def returns(rank: int, world_size: int, *, label: str, until: str) -> dict[str, Any]:
     """Rank 2 is killed, and rank 0 starts it anew as a process that joins the run."""
     os.environ[SECRET_VARIABLE] = SECRET
@@ -249,8 +239,9 @@ def returns(rank: int, world_size: int, *, label: str, until: str) -> dict[str, 
                     step(net, optimizer, batch)
                 merges.append(merges_of(loader, net))
             if rank == 0:
+                environment = launcher_environment(2, world_size) | {RETURN_VARIABLE: "1"}
                 newcomer = start_process(
-                    come_back, environment=as_rank_2(world_size), label=label, until=until
+                    come_back, environment=environment, label=label, until=until
                 )
             merges += until_it_is_back(session, loader, net, optimizer)
             return {"merges": merges, "notices": session.notices}
