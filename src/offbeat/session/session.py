@@ -195,11 +195,6 @@ class Session:
         """
         return self._parts
 
-    @property
-    def parts(self) -> Sequence[Part]:
-        """The strategy's parts in the order in which they hear of events, to look at."""
-        return tuple(self._parts)
-
     def take_profile(self) -> StepProfile | None:
         """What the strategy did within the step that has just ended, if it is one that was looked
         at closely.
