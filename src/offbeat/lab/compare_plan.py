@@ -17,7 +17,7 @@ from offbeat.lab.options import parse_spec, strategy_type, summary_line
 
 _EVALUATIONS = 12
 ALONE = "alone"
-"""The strategy that exchanges nothing, and bounds what the others can do."""
+"""The strategy that exchanges nothing, and bounds what the other strategies can do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
