@@ -17,7 +17,7 @@ from offbeat.errors import OffbeatError
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.generations import Generations
 from offbeat.session import session as session_module
-from offbeat.session.session import attach_through
+from offbeat.session.attach import attach_through
 from offbeat.strategies.base import Strategy
 from offbeat.transport import connect as connect_module
 from offbeat.transport import rendezvous

@@ -26,7 +26,8 @@ from offbeat.lab.records import Record
 from offbeat.lab.schedule import Position
 from offbeat.lab.step_recorder import RankRun
 from offbeat.session.checkpoint import Manifest, Tree, latest, read_shard, write_checkpoint
-from offbeat.session.session import Session, reshard
+from offbeat.session.session import Session
+from offbeat.session.state import reshard
 
 LATE_S: Final = 0.5
 """Where ranks do not keep step: for how long ranks wait for a late one before they write
