@@ -35,7 +35,8 @@ from _results import Figure
 from offbeat.kfac.exchange import costs as factor_costs
 from offbeat.kfac.inverses import InversionTask, Inverter
 from offbeat.kfac.part import KFACPart
-from offbeat.session.session import Session, attach_through
+from offbeat.session.attach import attach_through
+from offbeat.session.session import Session
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Driver
 from offbeat.transport.wrappers.delaying import Delaying
@@ -159,7 +160,7 @@ def pad_inversions(s_per_cube: float) -> None:
 
 
 def part_of(session: Session) -> KFACPart:
-    return next(part for part in session._parts if isinstance(part, KFACPart))
+    return next(part for part in session.parts if isinstance(part, KFACPart))
 
 
 def measure(

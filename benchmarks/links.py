@@ -25,12 +25,12 @@ import numpy as np
 from _measure import Cells, Ratio, Row, add_output_options, present
 from _results import Figure
 from offbeat.lab.cluster import Cluster, LinkSpec
-from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
+from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat.lab.comparison import Comparison
 from offbeat.lab.emulation import Emulation, emulate
-from offbeat.lab.progress import Progress
+from offbeat.lab.findings import between
+from offbeat.lab.progress import WorkerProgress
 from offbeat.lab.rendezvous import StoreServer
-from offbeat.lab.verdict import between
 
 WORKERS = 4
 STRATEGIES = (
@@ -81,7 +81,7 @@ class Quiet:
     def begin(self, labels: object, num_workers: int, num_seeds: int, steps: int) -> None: ...
     def seed(self, place: int) -> None: ...
     def turn(self, label: str) -> None: ...
-    def progress(self, label: str, progress: Progress) -> None: ...
+    def progress(self, label: str, progress: WorkerProgress) -> None: ...
     def news(self, label: str, news: object) -> None: ...
     def failed(self, label: str, reason: str) -> None:
         print(f"{label} failed: {reason}", file=sys.stderr)
@@ -173,7 +173,7 @@ def compared(rate_bit_per_s: float | None, steps: int, out: Path) -> Comparison:
         eval_every=steps,
         turn_s=4.0,
     )
-    return carry_out(
+    return run_comparison(
         plan_comparison(request, out=out), Quiet(), command="python benchmarks/links.py"
     )[1]
 

@@ -63,7 +63,7 @@ STORES = frozenset({f"torch.distributed.{name}" for name in ("Store", "HashStore
 
 MAY_BLOCK = {
     "torch_private.py": {"torch.distributed"},  # makes gloo's and NCCL's groups for transport
-    "session/session.py": {
+    "session/attach.py": {
         "torch.distributed"
     },  # names the type of the user's group and asks whether there is one
     "lab/rendezvous.py": {
@@ -82,7 +82,7 @@ MAY_BLOCK = {
     "lab/emulation/check.py": {"socket"},  # sends through the links it checks
     "lab/emulation/commands.py": {"subprocess"},  # ip and tc
     "lab/emulation/delay_lines.py": {"socket"},  # names of interfaces
-    "lab/pace.py": {"time.sleep"},  # emulated compute
+    "lab/emulation/step_time.py": {"time.sleep"},  # emulated compute
     "lab/local_worker.py": {"subprocess"},  # starts a worker; no training happens in it
     "lab/supervisor.py": {"selectors"},  # watches workers
 }
@@ -346,7 +346,7 @@ def test_no_file_names_a_path_of_one_machine() -> None:
         ("lab", "import offbeat", True),
         ("lab", "from offbeat import attach", True),
         ("transport", "import offbeat", False),
-        ("", "from offbeat.session.session import attach", True),
+        ("", "from offbeat.session.attach import attach", True),
         ("", "from offbeat.transport.peers import Peers", False),
     ],
 )

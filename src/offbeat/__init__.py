@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from offbeat.errors import OffbeatError
     from offbeat.lab.cluster import Cluster
-    from offbeat.session.session import Session, attach, reshard
+    from offbeat.session.attach import attach
+    from offbeat.session.session import Session
+    from offbeat.session.state import reshard
     from offbeat.strategies.adaptive import AdaptiveSGD
     from offbeat.strategies.adpsgd import ADPSGD
     from offbeat.strategies.allreduce import AllReduce
@@ -92,8 +94,8 @@ _HOMES = {
     "Session": "offbeat.session.session",
     "TopK": "offbeat.strategies.topk",
     "WAGMA": "offbeat.strategies.wagma",
-    "attach": "offbeat.session.session",
-    "reshard": "offbeat.session.session",
+    "attach": "offbeat.session.attach",
+    "reshard": "offbeat.session.state",
 }
 
 

@@ -31,7 +31,7 @@ from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver
 from offbeat.transport.operations import AllReduceTensor, Collective, DenseOperation, Traffic
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.wrappers import Counting, Delaying, Recorded, Recording
+from offbeat.transport.wrappers import Counting, Delaying, Recorded, RecordingDriver
 from ranks_support.launch import RunRanks
 
 
@@ -192,10 +192,10 @@ def test_a_dense_operation_runs_on_the_virtual_driver(world_size: int) -> None:
 def test_a_dense_operation_is_counted_delayed_and_recorded() -> None:
     cluster = VirtualCluster(3)
     counting: list[Counting] = []
-    recordings: list[Recording] = []
+    recordings: list[RecordingDriver] = []
 
     def wrap(driver: Driver) -> Driver:
-        recordings.append(Recording(driver))
+        recordings.append(RecordingDriver(driver))
         counting.append(Counting(Delaying(recordings[-1], lambda delivery: delivery.num_bytes)))
         return counting[-1]
 

@@ -77,7 +77,7 @@ def assert_identical(results: list[dict[str, Any]]) -> None:
 
 
 def part_of(session: Session) -> KFACPart:
-    return next(part for part in session._parts if isinstance(part, KFACPart))
+    return next(part for part in session.parts if isinstance(part, KFACPart))
 
 
 def step_(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:

@@ -23,7 +23,8 @@ from offbeat.megabatch.claims import Claim, ClaimLog
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.generations import Generations
 from offbeat.session import session as session_module
-from offbeat.session.session import Session, attach_through
+from offbeat.session.attach import attach_through
+from offbeat.session.session import Session
 from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 from offbeat.transport.link import PeerLimits
@@ -185,9 +186,10 @@ def stopped(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
     optimizer = sgd(net)
     session, loader = attached(net, optimizer, label)
     with session:
-        pids = loader._desk.gather(os.getpid())
-        assert pids is not None
-        pid = pids[2]
+        pids = torch.zeros(world_size, dtype=torch.int64)
+        pids[rank] = os.getpid()
+        dist.all_reduce(pids)
+        pid = int(pids[2])
         if rank == 2:
             step(net, optimizer, next(iter(loader.one_mega_batch())))
             os.kill(pid, signal.SIGSTOP)

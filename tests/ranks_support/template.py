@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 PRELOADED = (
     "torch._dynamo",
-    "offbeat.session.session",
+    "offbeat.session.attach",
     "offbeat.strategies",
     "offbeat.lab.native",
     "offbeat.megabatch.loader",

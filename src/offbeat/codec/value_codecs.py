@@ -74,14 +74,14 @@ class _Float(ValueCodec):
         return dtype.itemsize <= self.wire_dtype.itemsize
 
 
-class Float64(_Float):
+class Float64Values(_Float):
     """8 bytes a value."""
 
     code = 1
     wire_dtype = np.dtype(np.float64)
 
 
-class Float32(_Float):
+class Float32Values(_Float):
     """4 bytes a value. Vectors of float64 travel as float64: nothing is rounded unless that is
     asked for.
     """
@@ -91,10 +91,10 @@ class Float32(_Float):
 
     @override
     def suited_to(self, dtype: np.dtype[np.floating]) -> ValueCodec:
-        return Float64() if dtype == np.float64 else self
+        return Float64Values() if dtype == np.float64 else self
 
 
-class BFloat16(ValueCodec):
+class BFloat16Values(ValueCodec):
     """2 bytes a value: the upper half of a float32, rounded to nearest, ties to even."""
 
     code = 2
@@ -111,5 +111,8 @@ class BFloat16(ValueCodec):
         return (on_wire.astype(np.uint32) << 16).view(np.float32)
 
 
-VALUE_CODECS: Final[Mapping[str, ValueCodec]] = {"float32": Float32(), "bfloat16": BFloat16()}
+VALUE_CODECS: Final[Mapping[str, ValueCodec]] = {
+    "float32": Float32Values(),
+    "bfloat16": BFloat16Values(),
+}
 """Value codecs by the names that options may use for them."""

@@ -114,7 +114,7 @@ class Steps:
         return together
 
     def lateness_s(self) -> Matrix:
-        """How long after the first rank each rank came to wait for the others; NaN in steps without
+        """How long after the first rank each rank came to wait for its peers; NaN in steps without
         an exchange.
 
         Straggling is seen here and nowhere else: all ranks leave a synchronous step at the same
@@ -124,7 +124,7 @@ class Steps:
         return np.where(self.in_step(), self.ready_s - _over_ranks(np.fmin, self.ready_s), np.nan)
 
     def waiting_for_others_s(self) -> Matrix:
-        """The part of `wait_s` in which somebody was still to come. The rest is transfer. NaN where
+        """The part of `wait_s` in which a rank was still to come. The rest is transfer. NaN where
         a rank has no such step.
         """
         longest_s = _over_ranks(np.fmax, self.ready_s) - self.ready_s
@@ -190,11 +190,11 @@ def _by_step(events: Iterable[StepEvent]) -> dict[int, StepEvent]:
     found: dict[int, StepEvent] = {}
     for event in events:
         before = found.get(event.step)
-        found[event.step] = event if before is None else together(before, event)
+        found[event.step] = event if before is None else combine_events(before, event)
     return found
 
 
-def together(first: StepEvent, second: StepEvent) -> StepEvent:
+def combine_events(first: StepEvent, second: StepEvent) -> StepEvent:
     """Two events of one step as one; its loss is the second one's."""
     sums = {name: getattr(first, name) + getattr(second, name) for name in _ADD_UP}
     sums["arrivals"] = [*first.arrivals, *second.arrivals]

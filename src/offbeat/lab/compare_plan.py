@@ -9,15 +9,15 @@ from pathlib import Path
 
 from offbeat.errors import ConfigError, RecordError
 from offbeat.lab.cluster import Cluster
-from offbeat.lab.comparison import Contestant
+from offbeat.lab.comparison import ComparedStrategy
 from offbeat.lab.config import MAX_SEED, Request, RunConfig, resolve
 from offbeat.lab.emulation import Mode as EmulationMode
-from offbeat.lab.memory import how_many_fit
+from offbeat.lab.memory import num_runs_that_fit
 from offbeat.lab.options import parse_spec, strategy_type, summary_line
 
 _EVALUATIONS = 12
 ALONE = "alone"
-"""The strategy that exchanges nothing, and bounds what the others can do."""
+"""The strategy that exchanges nothing, and bounds what the other strategies can do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class ComparePlan:
     """A checked comparison that has touched nothing yet."""
 
     request: CompareRequest
-    contestants: Sequence[Contestant]
+    contestants: Sequence[ComparedStrategy]
     configs: Sequence[RunConfig]
     steps: int
     num_parameters: int
@@ -90,7 +90,7 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
             )
         )
         contestants.append(
-            Contestant(
+            ComparedStrategy(
                 label=label,
                 strategy=name,
                 options=config.strategy_options,
@@ -115,7 +115,7 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
         configs=configs,
         steps=steps,
         num_parameters=num_parameters,
-        at_once=how_many_fit(len(contestants) + 1, request.cluster.workers, num_parameters),
+        at_once=num_runs_that_fit(len(contestants) + 1, request.cluster.workers, num_parameters),
         out=out,
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.report.data import Floats, Run
+from offbeat.report.data import Floats, RunResults
 from offbeat.report.style import SECONDS, write
 
 _TOGETHER = 0.02
@@ -32,7 +32,7 @@ class Lateness:
 
     @property
     def slow_worker(self) -> int | None:
-        """The worker that is last in most steps, if there is one and others notice it."""
+        """The worker that is last in most steps, if there is one and its peers notice it."""
         slowest = int(np.argmax(self.last_share))
         mostly = self.last_share[slowest] >= max(0.5, 1.5 / len(self.mean_s))
         return slowest if mostly and not self.together else None
@@ -63,7 +63,7 @@ class Lateness:
         )
 
 
-def lateness(runs: Sequence[Run]) -> Lateness | None:
+def lateness(runs: Sequence[RunResults]) -> Lateness | None:
     """What `runs` say about lateness; None where no step had two workers that exchanged
     something.
     """

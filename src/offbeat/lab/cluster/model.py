@@ -15,8 +15,8 @@ from offbeat.errors import UnsupportedError
 from offbeat.lab.cluster.parts import (
     SPEEDS,
     Action,
-    Described,
-    Fault,
+    ClusterFault,
+    DescribedModel,
     InvalidClusterError,
     Length,
     LinkSpec,
@@ -32,7 +32,7 @@ MAX_WORKERS = 65_536
 _UNDOES: Mapping[Action, Action] = {"return": "kill", "continue": "stop", "mend": "cut"}
 
 
-class Cluster(Described):
+class Cluster(DescribedModel):
     """A cluster, to be emulated by real processes or simulated under a virtual clock.
 
     Attributes:
@@ -40,7 +40,7 @@ class Cluster(Described):
         workers: how many.
         speeds: each worker's speed, 0.001 to 1, where 1 is the fastest; fewer than workers are
             repeated in turn.
-        link: what connects each worker to the others.
+        link: what connects each worker to its peers.
         links: workers with a link of their own; it stands in place of `link` as a whole.
         straggling: who is late. Delays of several entries add up.
         changes: speeds that change while training runs, sorted by time.
@@ -73,7 +73,7 @@ class Cluster(Described):
     changes: tuple[SpeedChange, ...] = Field(
         default=(), description="a list of tables with at, worker and speed"
     )
-    faults: tuple[Fault, ...] = Field(
+    faults: tuple[ClusterFault, ...] = Field(
         default=(), description="a list of tables with at, worker and action"
     )
     step_s: Length | None = Field(default=None, description="more than 0, up to 1 day")
@@ -117,7 +117,7 @@ class Cluster(Described):
 
     @field_validator("faults")
     @classmethod
-    def _faults_in_order(cls, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    def _faults_in_order(cls, faults: tuple[ClusterFault, ...]) -> tuple[ClusterFault, ...]:
         return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
     @model_validator(mode="after")
@@ -208,7 +208,7 @@ class Cluster(Described):
         return delays_s
 
     def delay_s(self, rank: int, step: int) -> float:
-        """Seconds that rank `rank` sleeps in step `step`; the same whoever asks, and in whatever
+        """Seconds that rank `rank` sleeps in step `step`; the same on every rank, and in whatever
         order.
         """
         return self.delayed_ranks(step).get(rank, 0.0) if self.straggling else 0.0
@@ -229,7 +229,7 @@ class Cluster(Described):
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing to emulate: full speed, no limit on links, nobody late, no
+        """Whether there is nothing to emulate: full speed, no limit on links, no worker late, no
         faults, no padded compute.
         """
         return self == Cluster(name=self.name, workers=self.workers, seed=self.seed)
@@ -239,17 +239,17 @@ class Cluster(Described):
 
         Raises:
             ConfigError: a pattern that does not fit into so few, or a fault, link or delay of a
-                worker that is gone.
+                worker that is left out.
         """
         return Cluster(**{**self.fields(), "workers": workers, "speeds": self.speed_pattern})
 
     def left_with(self, workers: int) -> Cluster:
-        """As `with_workers`, for a run that goes on with so many: what names workers that are gone
+        """As `with_workers`, for a run that goes on with so many: what names workers left out
         is left out.
 
         Raises:
-            ConfigError: a pattern of speeds that does not fit into so few, since nobody knows whose
-                speed is to go.
+            ConfigError: a pattern of speeds that does not fit into so few, since it is unknown
+                whose speed is to go.
         """
         if workers >= self.workers:
             return self.with_workers(workers)

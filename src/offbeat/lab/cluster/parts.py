@@ -52,7 +52,7 @@ def path_text(path: tuple[str | int, ...]) -> str:
     ).removeprefix(".")
 
 
-class Described(BaseModel):
+class DescribedModel(BaseModel):
     """Base of all parts: frozen, without unknown keys, and refusing in one sentence."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -63,15 +63,15 @@ class Described(BaseModel):
             try:
                 super().__init__(**values)
             except ValidationError as error:
-                raise _first_objection(type(self), error) from None
+                raise _first_error(type(self), error) from None
 
     def fields(self) -> dict[str, Any]:
         """Every field by name, to build another one from."""
         return {name: getattr(self, name) for name in type(self).model_fields}
 
 
-class LinkSpec(Described):
-    """What connects one worker to the others.
+class LinkSpec(DescribedModel):
+    """What connects one worker to its peers.
 
     Attributes:
         rate_bit_per_s: in each direction, 1 bit/s to 10 Tbit/s; None where it is not limited.
@@ -102,7 +102,7 @@ class LinkSpec(Described):
         return f"{rate}, {display_duration(self.latency_s)} one way" if self.latency_s else rate
 
 
-class Straggling(Described):
+class Straggling(DescribedModel):
     """Workers that sleep before they exchange.
 
     Attributes:
@@ -143,7 +143,7 @@ class Straggling(Described):
         return f"{who} {display_duration(self.delay_s)} late {how_often}"
 
 
-class SpeedChange(Described):
+class SpeedChange(DescribedModel):
     """From `at_s` seconds after the start, `worker` has `speed` (0.001 to 1, on the scale of
     `Cluster.speeds`).
     """
@@ -153,7 +153,7 @@ class SpeedChange(Described):
     speed: Speed
 
 
-class Fault(Described):
+class ClusterFault(DescribedModel):
     """Something that breaks, or recovers, `at_s` seconds after the start.
 
     Attributes:
@@ -168,7 +168,7 @@ class Fault(Described):
     action: Action = Field(description="kill, return, stop, continue, cut or mend")
 
 
-def _first_objection(model: type[BaseModel], error: ValidationError) -> InvalidClusterError:
+def _first_error(model: type[BaseModel], error: ValidationError) -> InvalidClusterError:
     """Pydantic's first complaint as one sentence with what was got and what is allowed."""
     first = error.errors()[0]
     path = tuple(part for part in first["loc"] if isinstance(part, int) or part.isidentifier())

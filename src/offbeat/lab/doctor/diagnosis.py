@@ -78,17 +78,24 @@ def diagnose(
             return None
     elif workers is not None:
         measurement = measure_locally(workers)
-    return judge(find_all(), measurement, sizes=parameters or USUAL_SIZES, density=density)
+    return analyse(find_all(), measurement, sizes=parameters or USUAL_SIZES, density=density)
 
 
-def judge(
+def analyse(
     findings: list[Finding],
     measurement: Measurement | None,
     *,
     sizes: Sequence[int],
     density: float,
 ) -> Diagnosis:
-    """What the findings and the measurement mean, in words. Pure."""
+    """What the findings and the measurement mean, in words. Pure.
+
+    Args:
+        findings: about this machine.
+        measurement: of the network; None where none was made.
+        sizes: numbers of parameters to predict step times for.
+        density: of compressed gradients in these predictions, in (0, 1].
+    """
     if measurement is None:
         return Diagnosis(
             findings=findings, measurement=None, predictions=[], verdict=ALONE, advice=[]

@@ -18,15 +18,15 @@ from pathlib import Path
 from offbeat.errors import ConfigError
 from offbeat.lab.emulation.base import MissingMeansError
 from offbeat.lab.emulation.commands import NAMESPACES, run_batch
-from offbeat.lab.emulation.plan import Name
+from offbeat.lab.emulation.plan import EmulationName
 from offbeat.lab.emulation.quotas import find_hierarchies, members, remove_group
 
 REGISTER = Path("/run/offbeat")
-_END_S = 10.0  # how long a killed process may take to be gone
+_END_S = 10.0  # how long a killed process may take to end
 _STARTED = 19  # field 22 of /proc/PID/stat, counted from the one after the program's name
 
 
-def claim() -> Name:
+def claim() -> EmulationName:
     """A name that nothing on this machine has, held by this process.
 
     Raises:
@@ -36,9 +36,9 @@ def claim() -> Name:
     number = next(
         number
         for number in range(len(taken) + 1)
-        if Name(pid=os.getpid(), number=number) not in taken
+        if EmulationName(pid=os.getpid(), number=number) not in taken
     )
-    name = Name(pid=os.getpid(), number=number)
+    name = EmulationName(pid=os.getpid(), number=number)
     try:
         REGISTER.mkdir(mode=0o755, exist_ok=True)
         (REGISTER / str(name)).write_text(_started(name.pid))
@@ -48,7 +48,7 @@ def claim() -> Name:
 
 
 def clean() -> list[str]:
-    """Remove what emulations have left whose process is gone, and end what still runs in it.
+    """Remove what emulations have left whose process has ended, and end what still runs in it.
 
     Returns:
         Names of the namespaces and paths of the cgroups that were removed.
@@ -69,11 +69,13 @@ def clean() -> list[str]:
     return removed
 
 
-def remove(name: Name) -> list[str]:
+def remove(name: EmulationName) -> list[str]:
     """Remove everything called `name`, ending the processes in it (never this one). Returns what
     there was.
     """
-    namespaces = [entry.name for entry in _entries(NAMESPACES) if Name.parse(entry.name) == name]
+    namespaces = [
+        entry.name for entry in _entries(NAMESPACES) if EmulationName.parse(entry.name) == name
+    ]
     groups = [
         group for hierarchy in find_hierarchies() if (group := hierarchy.root / str(name)).is_dir()
     ]
@@ -85,14 +87,14 @@ def remove(name: Name) -> list[str]:
     return removed
 
 
-def _names() -> list[Name]:
+def _names() -> list[EmulationName]:
     """Of everything on this machine that an emulation made, repeatedly."""
     places = [NAMESPACES, REGISTER, *(hierarchy.root for hierarchy in find_hierarchies())]
     return [
         name
         for place in places
         for entry in _entries(place)
-        if (name := Name.parse(entry.name)) is not None
+        if (name := EmulationName.parse(entry.name)) is not None
     ]
 
 
@@ -100,7 +102,7 @@ def _entries(place: Path) -> Iterable[Path]:
     return place.iterdir() if place.is_dir() else ()
 
 
-def _is_held(name: Name) -> bool:
+def _is_held(name: EmulationName) -> bool:
     """Whether the process that made `name` is there. In doubt it is."""
     try:
         started = _started(name.pid)
@@ -128,7 +130,7 @@ def _occupants(namespaces: Iterable[str], groups: Iterable[Path]) -> set[int]:
 
 
 def _end(pids: set[int]) -> None:
-    """Kill processes and wait until they are gone: a group cannot be removed before."""
+    """Kill processes and wait until they have ended: a group cannot be removed before."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

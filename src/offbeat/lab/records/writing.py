@@ -31,11 +31,11 @@ from offbeat.lab.records.layout import (
     SUMMARY,
     Attempt,
     Evaluation,
-    Loss,
     MegaBatch,
     RunHead,
     StepEvent,
     Summary,
+    WorkerLoss,
 )
 from offbeat.lab.records.reading import Record, read_head, tail
 from offbeat.session.checkpoint import Json
@@ -46,14 +46,17 @@ _WRITE_EVERY_S: Final = 0.1
 class EventWriter:
     """Appends one rank's events, a few times a second: a worker that is killed loses at most the
     last tenth of a second.
+
+    Args:
+        run_directory: of the run.
+        rank: whose file it is.
+        attempt: number of the attempt, from 0.
+        start_step: where a worker that came back goes on; None for others.
     """
 
     def __init__(
         self, run_directory: Path, *, rank: int, attempt: int, start_step: int | None = None
     ) -> None:
-        """Open the file of `rank` and begin its part of `attempt`; `start_step` is where a worker
-        that came back goes on.
-        """
         path = run_directory / f"events-rank-{rank}.jsonl"
         torn = _is_torn(path)
         self._run_directory = run_directory
@@ -145,10 +148,16 @@ def create(path: Path | None, config: RunConfig) -> Path:
 def begin_attempt(
     path: Path, config: RunConfig, *, start_step: int, emulation: EmulationReport | None = None
 ) -> int:
-    """Note in config.json that the run starts (again) with `config`; returns the attempt's number,
-    from 0.
+    """Write into config.json that the run starts (again) with `config`; returns the attempt's
+    number, from 0.
 
     The summary of the attempt before is kept as `summary-attempt-N.json`.
+
+    Args:
+        path: the run's directory.
+        config: of this attempt.
+        start_step: 0, or the step of the checkpoint from which the attempt goes on.
+        emulation: how the cluster is emulated; None where it is not.
     """
     head = read_head(path)
     if (path / SUMMARY).exists():
@@ -169,7 +178,9 @@ def write_summary(summary: Summary) -> None:
     _write_text(Path(summary.run_directory) / SUMMARY, summary.model_dump_json(indent=1))
 
 
-def add_to_summary(path: Path, remarks: Sequence[str], losses: Sequence[Loss]) -> Summary | None:
+def add_to_summary(
+    path: Path, remarks: Sequence[str], losses: Sequence[WorkerLoss]
+) -> Summary | None:
     """Complete the summary of the run in `path` with what its supervisor saw, and return it; None
     where there is none.
     """
