@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,13 +21,8 @@ import torch
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError
 from offbeat.megabatch.loader import DispatchLoader, MapStyle, Recording
 from offbeat.membership.agreement import Generation, Member
-<<<<<<< HEAD
-from offbeat.membership.generations import Generations, Host
-from offbeat.parts.part import Part
-=======
 from offbeat.membership.generations import GenerationHost, Generations
-from offbeat.parts.part import Part, PartState
->>>>>>> main
+from offbeat.parts.part import Part
 from offbeat.parts.profile import StepProfile
 from offbeat.parts.workspace import Workspace, stream_counter
 from offbeat.session.agreement import adopt_rank_0, agree, describe
@@ -452,82 +447,7 @@ class Session:
             with suppress(OffbeatError):
                 part.on_abandon(reason)
 
-<<<<<<< HEAD
-    def _enter(self, host: Host) -> Generations | None:
-=======
-    # Events, from the hooks
-
-    # Under backward(create_graph=True) autograd records; what is done with finished gradients is
-    # not to be recorded.
-
-    @torch.no_grad()
-    def forward_begins(self, *, trains: bool) -> None:
-        for part in self._parts:
-            part.on_forward_begins(trains=trains)
-
-    @torch.no_grad()
-    def backward_begins(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UnsupportedError(
-                    f"parameter {name!r} was frozen when the session was attached and requires a"
-                    " gradient now; close the session and attach again after unfreezing"
-                )
-        for part in self._parts:
-            part.on_backward_begins(synchronised=self._synchronised)
-
-    @torch.no_grad()
-    def gradient_ready(self, index: int) -> None:
-        for part in self._parts:
-            part.on_gradient_ready(index, synchronised=self._synchronised)
-
-    @torch.no_grad()
-    def backward_done(self) -> None:
-        for part in self._parts:
-            part.on_backward_done(synchronised=self._synchronised)
-
-    @torch.no_grad()
-    def backward_failed(self) -> None:
-        for part in self._parts:
-            part.on_backward_failed()
-
-    @torch.no_grad()
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._hooks.report_failed_pass()
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if callable(closure):  # it will run backward, and that exchanges
-            for part in self._parts:
-                part.on_closure()
-            return args[:1], {**kwargs, "closure": self._then_update(closure)}
-        for part in self._parts:
-            part.on_before_step()
-        self._before_update()
-        return None
-
-    def _then_update(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def called() -> Any:
-            loss = closure()
-            self._before_update()
-            return loss
-
-        return called
-
-    @torch.no_grad()
-    def _before_update(self) -> None:
-        for part in self._parts:
-            part.on_before_update()
-
-    @torch.no_grad()
-    def _after_step(self, *_: Any) -> None:
-        self._steps += 1
-        for part in self._parts:
-            part.on_after_step()
-        self._driver.mark_step(self._steps)
-
     def _enter(self, host: GenerationHost) -> Generations | None:
->>>>>>> main
         """Make `host` a member of the run's generations, from the first one on or from now on.
         Collective.
         """
