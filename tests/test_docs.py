@@ -25,12 +25,7 @@ PAGES = sorted(
         *ROOT.glob("examples/*.md"),
     ]
 )
-WIDER_STILL = ("ARCHITECTURE", "group-averages", "wagma", "adpsgd", "eagersgd")
-OWN_PROSE = [
-    page
-    for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")
-    if page.stem not in WIDER_STILL
-]
+OWN_PROSE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 EXAMPLES = {"plain_loop.py": ["--epochs", "1"], "amp_accumulation.py": ["--steps", "3"]}
 
 
