@@ -27,6 +27,7 @@ The state has three components, which change independently.
     membership.continue_without_model  EMPTY            failed
     membership.fail                    any              failed
 
+A rank may be EXPELLED without a model, too; `continue_without_model` then fails as from EMPTY.
 After a failure, every later call of the trainer that could wait raises the error.
 
 **The arrival of the trainer.**
