@@ -34,7 +34,7 @@ from _measure import Ratio, Row, add_output_options, present
 from _results import Figure
 from links import Quiet
 from offbeat.lab.cluster import Cluster, Straggling
-from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
+from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat.lab.options import build_strategy, parse_spec
 from offbeat.lab.records import Evaluation, Record
 from offbeat.lab.statistics import Estimate, estimate
@@ -142,7 +142,7 @@ def measure(case: Case, specs: Sequence[str], seeds: Sequence[int], keep: Path) 
             turn_s=_ONE_TURN_S,
         )
         plan = plan_comparison(request, out=keep / f"{case.task}-{first}")
-        directory, comparison = carry_out(
+        directory, comparison = run_comparison(
             plan, Quiet(), command="python benchmarks/averaging_accuracy.py"
         )
         for spec, contestant in zip(chunk, comparison.contestants, strict=True):

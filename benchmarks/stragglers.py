@@ -35,7 +35,7 @@ from _results import Figure
 from links import Quiet
 from offbeat.lab.breakdown import Steps, read_steps
 from offbeat.lab.cluster import Cluster, LinkSpec, Straggling
-from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
+from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat.lab.options import build_strategy, parse_spec
 from offbeat.lab.records import Record
 from offbeat.lab.statistics import Estimate, estimate, num_warm_up
@@ -179,7 +179,7 @@ def measure(
                 turn_s=_ONE_TURN_S,
             )
             plan = plan_comparison(request, out=keep / f"seed-{seed}-{first}")
-            directory, comparison = carry_out(
+            directory, comparison = run_comparison(
                 plan, Quiet(), command="python benchmarks/stragglers.py"
             )
             alone = read_steps(Record(directory / f"runs/alone-seed-{seed}")).settled()

@@ -43,7 +43,7 @@ from _results import Figure
 from links import Quiet
 from offbeat.lab.breakdown import read_steps
 from offbeat.lab.cluster import Cluster, LinkSpec, SpeedChange
-from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
+from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat.lab.records import MegaBatch, Record
 from offbeat.lab.tasks import build_task
 from offbeat.megabatch.batch_sizes import spread
@@ -179,7 +179,7 @@ def measure(
         turn_s=_ONE_TURN_S,
     )
     plan = plan_comparison(request, out=keep / f"{situation}-{where.seed}")
-    directory, comparison = carry_out(plan, Quiet(), command="python benchmarks/uneven.py")
+    directory, comparison = run_comparison(plan, Quiet(), command="python benchmarks/uneven.py")
     for contestant in comparison.contestants:
         if contestant.failure is not None:
             raise SystemExit(f"{contestant.label} failed: {contestant.failure}")
