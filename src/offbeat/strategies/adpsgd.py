@@ -41,7 +41,7 @@ class ADPSGD(AveragingStrategy):
     """Weights averaged with one random worker after every step, asynchronously.
 
     Args:
-        seed: of the choice of partners, >= 0.
+        seed: the seed of the choice of partners, >= 0.
     """
 
     name: ClassVar[str] = "adpsgd"
