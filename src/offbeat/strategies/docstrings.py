@@ -66,7 +66,8 @@ def complete_docstring(kind: type) -> None:
 
 
 def describe_options(kind: type) -> list[OptionDescription]:
-    """The options of a strategy, which are the fields of a dataclass, as `option_texts` orders them.
+    """The options of a strategy, which are the fields of a dataclass, in the order of
+    `option_texts`.
 
     Raises:
         TypeError: `kind` is no dataclass.
