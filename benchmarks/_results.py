@@ -39,7 +39,7 @@ class Figure:
         interval: of `value`.
         goal: such as "at most 2.5"; empty: there is none.
         holds: whether the goal is met; "undecided" when the interval has the limit inside; None:
-            there is no goal, or nobody has judged it.
+            there is no goal, or nobody has analysed it.
         bound: the best that physics or arithmetic allow; None: unknown or infinite.
     """
 
@@ -169,7 +169,7 @@ def in_a_cell(figure: Figure) -> str:
     """All that is known of a figure, for a table with columns."""
     parts = [shown(figure) + (f" ({shown_interval(figure)})" if figure.interval else "")]
     if figure.goal:
-        parts.append(f"goal {figure.goal}: {verdict(figure) or 'not judged'}")
+        parts.append(f"goal {figure.goal}: {verdict(figure) or 'not analysed'}")
     if figure.bound is not None:
         parts.append(f"bound {number(figure.bound, figure.decimals)}")
     return "; ".join(parts)

@@ -62,7 +62,7 @@ STRATEGIES = (
         "wagma:groups=off",
     ),
 )
-"""The first of all is what the others are held against. `groups=off` is local SGD with a quorum."""
+"""The first of all is what the rest are held against. `groups=off` is local SGD with a quorum."""
 CHARLM_LR = 0.02
 """Of 0.003, 0.01, 0.02 and 0.04 the one with which AllReduce gets furthest."""
 TOGETHER = 3
@@ -236,7 +236,7 @@ def goals(case: Case, found: dict[str, Found], seeds: Sequence[int]) -> Iterator
             steps_to_target(case, baseline, target, seeds).values,
             strict=True,
         )
-        # whoever never gets there is counted as if it took twice the steps there were
+        # a run that never gets there is counted as if it took twice the steps there were
         more = estimate([(mine or 2 * case.steps) / theirs for mine, theirs in by_seed if theirs])
         yield _ratio(
             f"{case.task}, {spec}, steps to the target over {BASELINE}'s",
@@ -294,7 +294,7 @@ def main() -> None:
     ]
     specs = list(dict.fromkeys([BASELINE, *asked.strategies.split(",")]))
     for spec in specs:
-        build_strategy(*parse_spec(spec))  # before an hour is spent on the others
+        build_strategy(*parse_spec(spec))  # before an hour is spent on those before it
     if asked.quick:
         cases = [Case(task="digits", steps=40)]
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,4 +1,4 @@
-"""What the others feel when workers die, hang, are cut off or return: eight workers, links of 1
+"""What the survivors feel when workers die, hang, are cut off or return: eight workers, links of 1
 Gbit/s, steps of 100 ms.
 
 Who is hit, and when, is drawn from the seed. A survivor is a worker that nothing was done to. Its
@@ -33,7 +33,7 @@ import numpy as np
 from _measure import Cells, Ratio, Row, add_output_options, present
 from _results import Figure
 from offbeat.errors import OffbeatError
-from offbeat.lab.cluster import Cluster, Fault, LinkSpec
+from offbeat.lab.cluster import Cluster, ClusterFault, LinkSpec
 from offbeat.lab.config import Request
 from offbeat.lab.options import parse_spec
 from offbeat.lab.records import Record, StepEvent
@@ -95,16 +95,18 @@ class Found:
     failures: list[str] = field(default_factory=list)
 
 
-def faults(scenario: Scenario, seed: int, steps: int) -> tuple[Fault, ...]:
+def faults(scenario: Scenario, seed: int, steps: int) -> tuple[ClusterFault, ...]:
     """Between a quarter and half of the run, so that who returns can come in before its end."""
     draws = np.random.default_rng((seed, scenario.num_hit))
     whole_s = steps * STEP_S
     script = []
     for worker in draws.choice(WORKERS, scenario.num_hit, replace=False).tolist():
         at_s = float(draws.uniform(whole_s / 4, whole_s / 2))
-        script.append(Fault(at_s=at_s, worker=worker, action=scenario.action))
+        script.append(ClusterFault(at_s=at_s, worker=worker, action=scenario.action))
         if scenario.undo is not None:
-            script.append(Fault(at_s=at_s + ABSENT * whole_s, worker=worker, action=scenario.undo))
+            script.append(
+                ClusterFault(at_s=at_s + ABSENT * whole_s, worker=worker, action=scenario.undo)
+            )
     return tuple(script)
 
 

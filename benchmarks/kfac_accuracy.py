@@ -242,7 +242,7 @@ def tune(case: Case, kept: Path | None) -> dict[str, Trial]:
     return chosen
 
 
-def judge(
+def analyse(
     case: Case, chosen: Mapping[str, Trial], seeds: Sequence[int], kept: Path | None
 ) -> Iterator[Row]:
     curves = [curves_of(case, chosen, seed=seed, kept=kept) for seed in seeds]
@@ -325,7 +325,7 @@ def run(case: Case, asked: argparse.Namespace, seeds: Sequence[int]) -> Iterator
     chosen = tune(case, asked.curves)
     for more in filter(None, asked.others.split(",")):
         chosen[more] = replace(chosen[JUDGED], strategy=f"{chosen[JUDGED].strategy}:{more}")
-    yield from judge(case, chosen, seeds, asked.curves)
+    yield from analyse(case, chosen, seeds, asked.curves)
 
 
 def main() -> None:

@@ -86,7 +86,7 @@ def make_cnn() -> nn.Module:
 
 
 def part_of(session: Session) -> KFACPart:
-    return next(part for part in session._parts if isinstance(part, KFACPart))
+    return next(part for part in session.parts if isinstance(part, KFACPart))
 
 
 def floating_operations() -> dict[str, float]:

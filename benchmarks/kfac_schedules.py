@@ -159,7 +159,7 @@ def pad_inversions(s_per_cube: float) -> None:
 
 
 def part_of(session: Session) -> KFACPart:
-    return next(part for part in session._parts if isinstance(part, KFACPart))
+    return next(part for part in session.parts if isinstance(part, KFACPart))
 
 
 def measure(

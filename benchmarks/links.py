@@ -4,7 +4,7 @@ Each strategy trains for a few steps by turns with the others (`offbeat compare`
 about seconds a step. The bound is what the link alone would allow: bytes over bandwidth of both,
 nothing computed. Needs root for network namespaces; without, links are imitated in user space, and
 the case says so. First, gloo's dense all-reduce alone must fill the line: a baseline that does not
-would be a dishonest one. So must eight workers that send to one, three and seven others at once.
+would be a dishonest one. So must eight workers that send to one, three and seven peers at once.
 
     python benchmarks/links.py [--json] [--keep DIRECTORY] [--line-only]
 """
@@ -25,12 +25,12 @@ import numpy as np
 from _measure import Cells, Ratio, Row, add_output_options, present
 from _results import Figure
 from offbeat.lab.cluster import Cluster, LinkSpec
-from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
+from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat.lab.comparison import Comparison
 from offbeat.lab.emulation import Emulation, emulate
-from offbeat.lab.progress import Progress
+from offbeat.lab.findings import between
+from offbeat.lab.progress import WorkerProgress
 from offbeat.lab.rendezvous import StoreServer
-from offbeat.lab.verdict import between
 
 WORKERS = 4
 STRATEGIES = (
@@ -46,7 +46,7 @@ STEPS = {1e9: 32, 100e6: 10}
 ALL_REDUCE_BYTES = 100_000_000
 LEAST_LINE_RATE = 0.9
 MANY, FAN_OUTS, FAN_OUT_S = 8, (1, 3, 7), 0.1
-"""Workers, how many of the others each sends to, and how long that takes on the line."""
+"""Workers, to how many peers each sends, and how long that takes on the line."""
 LEAST_WITH_FAN_OUT = 0.7
 """Eight processes share the machine's cores, and the kernel carries their packets on the same ones.
 """
@@ -81,7 +81,7 @@ class Quiet:
     def begin(self, labels: object, num_workers: int, num_seeds: int, steps: int) -> None: ...
     def seed(self, place: int) -> None: ...
     def turn(self, label: str) -> None: ...
-    def progress(self, label: str, progress: Progress) -> None: ...
+    def progress(self, label: str, progress: WorkerProgress) -> None: ...
     def news(self, label: str, news: object) -> None: ...
     def failed(self, label: str, reason: str) -> None:
         print(f"{label} failed: {reason}", file=sys.stderr)
@@ -90,7 +90,7 @@ class Quiet:
 def exchange_s(
     emulation: Emulation, num_workers: int, num_bytes: int, fan_out: int, turns: int
 ) -> list[float]:
-    """Seconds in which each worker sends `num_bytes` to `fan_out` others; to all, itself among
+    """Seconds in which each worker sends `num_bytes` to `fan_out` peers; to all, itself among
     them, is a dense all-reduce.
     """
     store = emulation.call_inside(lambda: StoreServer(emulation.store_address))
@@ -132,13 +132,13 @@ def line_rate(rate_bit_per_s: float) -> Ratio:
 
 
 def fan_outs(rate_bit_per_s: float) -> Iterator[Ratio]:
-    """How much of the line a worker fills that sends to several at once, as all others do."""
+    """How much of the line a worker fills that sends to several at once, as all its peers do."""
     num_bytes = rate_bit_per_s / 8 * FAN_OUT_S
     with emulate(Cluster(workers=MANY, link=LinkSpec(rate_bit_per_s=rate_bit_per_s))) as emulation:
         for fan_out in FAN_OUTS:
             seconds = exchange_s(emulation, MANY, int(num_bytes), fan_out, turns=12)
             name = (
-                f"{MANY} workers send to {fan_out} others each, share of a line of"
+                f"{MANY} workers send to {fan_out} peers each, share of a line of"
                 f" {rate_bit_per_s / 1e6:g} Mbit/s"
             )
             yield _share_of_line(
@@ -173,7 +173,7 @@ def compared(rate_bit_per_s: float | None, steps: int, out: Path) -> Comparison:
         eval_every=steps,
         turn_s=4.0,
     )
-    return carry_out(
+    return run_comparison(
         plan_comparison(request, out=out), Quiet(), command="python benchmarks/links.py"
     )[1]
 

@@ -121,7 +121,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _measured_by(origin: Origin) -> str:
-    how = [f"`{origin.command}`" if origin.command else "no command"]
+    how = [f"`{origin.command}`" if origin.command else "An observation that no command repeats"]
     if origin.seeds:
         how.append(f"{origin.seeds} seed{'s' * (origin.seeds != 1)}")
     return ", ".join(how) + "." + (f" {origin.note}" if origin.note else "")

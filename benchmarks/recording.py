@@ -23,8 +23,8 @@ from _ranks import run_ranks
 from offbeat.lab import records
 from offbeat.lab.attaching import AttachedModel
 from offbeat.lab.config import Request, resolve
-from offbeat.lab.pace import Pace
-from offbeat.lab.watch import Run, Watch
+from offbeat.lab.emulation.step_time import StepTimeEmulator
+from offbeat.lab.step_recorder import RankRun, StepRecorder
 
 WORLD_SIZE = 2
 NUM_STEPS = 1_000
@@ -59,15 +59,15 @@ def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
         records.begin_attempt(path, config, start_step=0)
         attached = AttachedModel(model=model, module=model, optimizer=optimizer, session=session)
         schedule = SimpleNamespace(position=SimpleNamespace(step=0), target=10 * NUM_STEPS)
-        run = Run(
+        run = RankRun(
             record=records.Record(path),
-            meeting=cast(Any, SimpleNamespace(rank=rank)),
+            coordinator=cast(Any, SimpleNamespace(rank=rank)),
             task=task,
             attached=attached,
             schedule=cast(Any, schedule),
-            pace=Pace(None, rank, by_sleeping=False),
+            step_time=StepTimeEmulator(None, rank, by_sleeping=False),
         )
-        watch = Watch(run, lambda report: None)
+        recorder = StepRecorder(run, lambda report: None)
 
         measured = []
         for _ in range(NUM_STEPS + 10):
@@ -79,10 +79,10 @@ def pairs(rank: int, world_size: int, size: str) -> list[tuple[float, float]]:
             schedule.position.step += 1
             value = loss.item()
             trained_s = time.perf_counter()
-            watch.step_done(loss=value, batch_size=len(batch[0]))
+            recorder.step_done(loss=value, batch_size=len(batch[0]))
             recorded_s = time.perf_counter()
             measured.append((recorded_s - begin_s, trained_s - begin_s))
-        watch.close()
+        recorder.close()
     blocks = np.array(measured[10:]).reshape(-1, BLOCK, 2).sum(axis=1)
     return [(with_s, without_s) for with_s, without_s in blocks.tolist()]
 

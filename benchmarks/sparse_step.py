@@ -4,7 +4,7 @@ is dense.
 135,909 features, 128 outputs, batches of 1,024 rows as in Amazon-670k (generated), one thread, CPU
 time: forward, backward, the optimizer's step. EmbeddingBag computes the same output. Its gradient
 has a row for each feature, and torch's optimizers go through all of them; SparseLinear's has the
-rows of the batch, and the optimizers of rows look at no others.
+rows of the batch, and the optimizers of rows look at these alone.
 
 No step is shorter than its forward pass, which both share: that is the bound.
 

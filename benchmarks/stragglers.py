@@ -2,7 +2,7 @@
 to 100 ms.
 
 First two random workers are 50 ms late in each step, with two sizes of model; then one worker is
-half as fast for good, and the others are looked at. A strategy's figure is its fraction of the
+half as fast for good, and its peers are looked at. A strategy's figure is its fraction of the
 ideal: the mean step without any exchange, measured in the same round, over its own mean step.
 Beside it stands the ceiling, the same fraction if communication took no time, for just the delays
 that were drawn (`_models.ceilings`). A run is a single turn: in a pause late workers would catch up
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from _measure import Cells, Ratio, Row, add_output_options, present
-from _models.ceilings import Durations, Utilisation, called, met, paired
+from _models.ceilings import Durations, Utilisation, on_first_call, periodic, with_neighbours
 from _results import Figure
 from links import Quiet
 from offbeat.lab.breakdown import Steps, read_steps
@@ -111,8 +111,8 @@ def slow_worker() -> Part:
     cluster = Cluster(
         workers=WORKERS, link=LinkSpec(rate_bit_per_s=1e9), speeds=speeds, step_s=STEP_S
     )
-    others = tuple(rank for rank in range(WORKERS) if rank != SLOW_RANK)
-    return Part(name="one worker half as fast, the others", cluster=cluster, ranks=others)
+    peers = tuple(rank for rank in range(WORKERS) if rank != SLOW_RANK)
+    return Part(name="one worker half as fast, its peers", cluster=cluster, ranks=peers)
 
 
 def durations(cluster: Cluster, steps: int) -> Durations:
@@ -142,15 +142,15 @@ def rule(spec: str) -> Callable[[Durations], Utilisation]:
         )
 
     rules: dict[str, Callable[[Durations], Utilisation]] = {
-        "allreduce": lambda table: met(table, period=1),
-        "localsgd": lambda table: met(table, period=period),
-        "wagma": lambda table: met(table, period=period, quorum=quorum),
-        "dpsgd": lambda table: paired(table, lambda step: ring),
-        "sgp": lambda table: paired(table, pushed),
-        "eagersgd": lambda table: called(table, period=1, quorum=WORKERS // 2),
+        "allreduce": lambda table: periodic(table, period=1),
+        "localsgd": lambda table: periodic(table, period=period),
+        "wagma": lambda table: periodic(table, period=period, quorum=quorum),
+        "dpsgd": lambda table: with_neighbours(table, lambda step: ring),
+        "sgp": lambda table: with_neighbours(table, pushed),
+        "eagersgd": lambda table: on_first_call(table, period=1, quorum=WORKERS // 2),
     }
     if name not in rules or options.get("mode") == "solo":
-        return lambda table: paired(table, lambda step: nobody)
+        return lambda table: with_neighbours(table, lambda step: nobody)
     return rules[name]
 
 
@@ -224,7 +224,7 @@ def _note(found: Found, spec: str, part: Part, run: Steps, alone: Steps, cluster
 def _called(spec: str, table: Durations) -> Utilisation:
     _, options = parse_spec(spec)
     quorum = max(1, int(float(options.get("quorum", 0.75)) * WORKERS))
-    return called(table, period=int(options.get("period", PERIOD)), quorum=quorum)
+    return on_first_call(table, period=int(options.get("period", PERIOD)), quorum=quorum)
 
 
 def allowed_bytes(spec: str, model_bytes: int) -> float | None:
@@ -348,7 +348,7 @@ if __name__ == "__main__":
     )
     asked = parser.parse_args()
     for asked_spec in asked.strategies.split(","):
-        build_strategy(*parse_spec(asked_spec))  # before an hour is spent on the others
+        build_strategy(*parse_spec(asked_spec))  # before an hour is spent on those before it
     with tempfile.TemporaryDirectory() as temporary:
         seeds = 1 if asked.quick else asked.seeds
         found_cells = cells(

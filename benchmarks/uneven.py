@@ -189,7 +189,7 @@ def measure(
     )
 
 
-def judge(
+def analyse(
     situation: str,
     rule: str,
     record: Record,
@@ -297,7 +297,7 @@ def cases(
         )
         for rule in rules:
             sizes = {"num_samples": num_samples, "mega_batches": mega_batches}
-            found[rule].append(judge(situation, rule, records[rule], alone, where, **sizes))
+            found[rule].append(analyse(situation, rule, records[rule], alone, where, **sizes))
         if situation == "equal":
             local = read_steps(records["localsgd"]).window((SETTLED - 1) * period).samples_per_s()
             overheads.append(

@@ -13,7 +13,7 @@ furthest):
     together; nobody looks at its time
 
 The target is 95% of the best precision of the first label that one device reaches, mean over seeds:
-what is lost in the end is judged apart. Time is that of training, without measuring.
+what is lost in the end is analysed apart. Time is that of training, without measuring.
 
     time to the target: at most 1/1.4 of ddp's, and no more than that of tuned
     precision after equally many samples: at most 0.5 points below that of one device
@@ -44,7 +44,7 @@ from _models.dispatch import gain
 from _ranks import run_ranks
 from _results import Figure
 from offbeat.lab.cluster import Cluster
-from offbeat.lab.pace import Pace
+from offbeat.lab.emulation.step_time import StepTimeEmulator
 from offbeat.lab.tasks import Batch, build_task, num_samples_of
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.session.session import attach_through
@@ -91,7 +91,9 @@ def train(rank: int, world_size: int, contestant: str, asked: Asked, lr: float, 
     model = task.build_model(seed)
     optimizer = task.optimizer(model)
     step_s = asked.step_s if world_size > 1 else None
-    pace = Pace(Cluster(workers=world_size, speeds=speeds, step_s=step_s), rank, by_sleeping=False)
+    step_time = StepTimeEmulator(
+        Cluster(workers=world_size, speeds=speeds, step_s=step_s), rank, by_sleeping=False
+    )
     adaptive = contestant == "adaptive"
     strategy = (
         offbeat.AdaptiveSGD(mega_batch=asked.mega_batch, batch_size=BATCH)
@@ -122,10 +124,10 @@ def train(rank: int, world_size: int, contestant: str, asked: Asked, lr: float, 
         while loader.epoch < asked.epochs:
             begun_s = time.monotonic()
             for batch in loader.one_mega_batch() if isinstance(loader, DispatchLoader) else loader:
-                pace.begin(1)
+                step_time.begin_step(1)
                 loss = task.loss(model, batch)
-                pace.before_backward(seconds, size=num_samples_of(batch) / BATCH)
-                with pace.backward():
+                step_time.before_backward(seconds, size=num_samples_of(batch) / BATCH)
+                with step_time.backward():
                     loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()

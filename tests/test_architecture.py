@@ -82,7 +82,7 @@ MAY_BLOCK = {
     "lab/emulation/check.py": {"socket"},  # sends through the links it checks
     "lab/emulation/commands.py": {"subprocess"},  # ip and tc
     "lab/emulation/delay_lines.py": {"socket"},  # names of interfaces
-    "lab/pace.py": {"time.sleep"},  # emulated compute
+    "lab/emulation/step_time.py": {"time.sleep"},  # emulated compute
     "lab/local_worker.py": {"subprocess"},  # starts a worker; no training happens in it
     "lab/supervisor.py": {"selectors"},  # watches workers
 }

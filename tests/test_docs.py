@@ -26,21 +26,8 @@ PAGES = sorted(
         *ROOT.glob("examples/*.md"),
     ]
 )
-WIDER_STILL = (
-    "ARCHITECTURE",
-    "cluster",
-    "comparing",
-    "doctor",
-    "emulation",
-    "records",
-    "report",
-    "trace",
-)
-OWN_PROSE = [
-    page
-    for page in (*PAGES, ROOT / "CONTRIBUTING.md")
-    if page.parent.name != "methods" and page.stem not in WIDER_STILL
-]
+WIDER_STILL = ("ARCHITECTURE", "group-averages", "wagma", "adpsgd", "eagersgd")
+OWN_PROSE = [page for page in (*PAGES, ROOT / "CONTRIBUTING.md") if page.stem not in WIDER_STILL]
 EXAMPLES = {"plain_loop.py": ["--epochs", "1"], "amp_accumulation.py": ["--steps", "3"]}
 
 

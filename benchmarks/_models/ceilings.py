@@ -45,17 +45,17 @@ class Utilisation:
         return float(self.worked_s.sum() / self.elapsed_s.sum())
 
 
-def met(durations_s: Durations, *, period: int, quorum: int | None = None) -> Utilisation:
-    """All ranks meet after every `period` of their own steps.
+def periodic(durations_s: Durations, *, period: int, quorum: int | None = None) -> Utilisation:
+    """All ranks average after every `period` of their own steps.
 
     Args:
-        durations_s: of steps; those after the last meeting do not count.
+        durations_s: of steps; those after the last average do not count.
         period: 1 <= period <= steps. 1: every step is synchronous.
-        quorum: how many have to come before a meeting goes on, 1 <= quorum <= ranks; None: all. Who
-            comes later than that finds it over.
+        quorum: how many have to arrive before an average goes on, 1 <= quorum <= ranks; None: all.
+            A rank that arrives later than that finds it over.
 
     >>> durations_s = np.array([[1.0, 2.0], [2.0, 1.0]])
-    >>> met(durations_s, period=1).mean, met(durations_s, period=2).mean
+    >>> periodic(durations_s, period=1).mean, periodic(durations_s, period=2).mean
     (0.75, 1.0)
     """
     num_steps, num_ranks = durations_s.shape
@@ -66,18 +66,18 @@ def met(durations_s: Durations, *, period: int, quorum: int | None = None) -> Ut
     return Utilisation(worked_s=legs_s.sum(axis=0), elapsed_s=clock_s)
 
 
-def called(durations_s: Durations, *, period: int, quorum: int | None = None) -> Utilisation:
-    """All ranks meet as soon as one of them has done `period` steps since the last meeting; the
-    others finish their step.
+def on_first_call(durations_s: Durations, *, period: int, quorum: int | None = None) -> Utilisation:
+    """All ranks average as soon as one of them has done `period` steps since the last average; its
+    peers finish their step.
 
-    So ranks do unequal numbers of steps between meetings, and nobody waits for longer than a step.
+    So ranks do unequal numbers of steps between averages, and nobody waits for longer than a step.
 
     Args:
-        durations_s: of steps. It ends when one rank has too few left for another meeting.
+        durations_s: of steps. It ends when one rank has too few left for another average.
         period: 1 <= period <= steps.
-        quorum: as for `met`.
+        quorum: as for `periodic`.
 
-    >>> called(np.array([[1.0, 3.0]] * 6), period=3).mean
+    >>> on_first_call(np.array([[1.0, 3.0]] * 6), period=3).mean
     1.0
     """
     num_steps, num_ranks = durations_s.shape
@@ -90,9 +90,8 @@ def called(durations_s: Durations, *, period: int, quorum: int | None = None) ->
         under_way = [
             np.searchsorted(ends_s[:, r], called_at_s - waited_s[r] - _SAME_S) for r in ranks
         ]
-        arrived = np.maximum(
-            under_way, done
-        )  # whoever was late for the last meeting may be in time for this one
+        # A rank that was late for the last average may be in time for this one.
+        arrived = np.maximum(under_way, done)
         if arrived.max() > num_steps:
             break
         arrivals_s = ends_s[arrived, ranks] + waited_s
@@ -102,8 +101,10 @@ def called(durations_s: Durations, *, period: int, quorum: int | None = None) ->
     return Utilisation(worked_s=worked_s, elapsed_s=worked_s + waited_s)
 
 
-def paired(durations_s: Durations, waits_for: Callable[[int], NDArray[np.intp]]) -> Utilisation:
-    """After each step, ranks wait until some others have done the same step.
+def with_neighbours(
+    durations_s: Durations, waits_for: Callable[[int], NDArray[np.intp]]
+) -> Utilisation:
+    """After each step, ranks wait until some of their peers have done the same step.
 
     Args:
         durations_s: of steps.
@@ -119,6 +120,6 @@ def paired(durations_s: Durations, waits_for: Callable[[int], NDArray[np.intp]])
 
 
 def _released(arrivals_s: NDArray[np.float64], quorum: int | None) -> NDArray[np.float64]:
-    """When each rank leaves a meeting that goes on as soon as `quorum` of them have arrived."""
+    """When each rank leaves an average that goes on as soon as `quorum` of them have arrived."""
     enough = arrivals_s.size if quorum is None else quorum
     return arrivals_s.clip(min=float(np.sort(arrivals_s)[enough - 1]))

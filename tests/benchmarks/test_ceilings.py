@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from _models.ceilings import Durations, called, met, paired
+from _models.ceilings import Durations, on_first_call, periodic, with_neighbours
 from offbeat.lab.cluster import Cluster, Straggling
 
 
@@ -38,7 +38,7 @@ def with_stragglers(num_steps: int, seed: int = 0) -> Durations:
 
 
 def one_by_one(durations_s: Durations, period: int, quorum: int) -> list[float]:
-    """`met` as events: the clock of each rank after its last meeting."""
+    """`periodic` as events: the clock of each rank after its last meeting."""
     num_steps, num_ranks = durations_s.shape
     clock_s = [0.0] * num_ranks
     for begin in range(0, num_steps - period + 1, period):
@@ -70,7 +70,7 @@ def test_meetings_are_what_a_queue_of_events_makes_of_them(
         data.draw(st.integers(1, table.shape[1])),
     )
 
-    assert met(table, period=period, quorum=quorum).elapsed_s == pytest.approx(
+    assert periodic(table, period=period, quorum=quorum).elapsed_s == pytest.approx(
         one_by_one(table, period, quorum)
     )
 
@@ -79,13 +79,13 @@ def test_meetings_are_what_a_queue_of_events_makes_of_them(
 def test_when_every_step_is_synchronous_it_takes_as_long_as_the_slowest_rank(
     table: Durations,
 ) -> None:
-    assert met(table, period=1).mean == pytest.approx(table.mean() / table.max(axis=1).mean())
+    assert periodic(table, period=1).mean == pytest.approx(table.mean() / table.max(axis=1).mean())
 
 
 @given(durations())
 def test_waiting_for_everybody_after_each_step_is_to_be_synchronous(table: Durations) -> None:
-    assert paired(table, lambda step: everyone(table.shape[1])).elapsed_s == pytest.approx(
-        met(table, period=1).elapsed_s
+    assert with_neighbours(table, lambda step: everyone(table.shape[1])).elapsed_s == pytest.approx(
+        periodic(table, period=1).elapsed_s
     )
 
 
@@ -96,7 +96,8 @@ def test_the_fewer_are_waited_for_the_further_everyone_gets(
     period = data.draw(st.integers(1, len(table)))
 
     reached = [
-        met(table, period=period, quorum=quorum).by_rank for quorum in range(1, table.shape[1] + 1)
+        periodic(table, period=period, quorum=quorum).by_rank
+        for quorum in range(1, table.shape[1] + 1)
     ]
 
     assert reached[0] == pytest.approx(1.0)
@@ -113,7 +114,7 @@ def test_nobody_waits_longer_than_a_step_for_a_meeting_it_is_called_to(
         data.draw(st.integers(1, table.shape[1])),
     )
 
-    reached = called(table, period=period, quorum=quorum)
+    reached = on_first_call(table, period=period, quorum=quorum)
 
     num_meetings = np.ceil(reached.worked_s / (period * table.min()))
     assert (reached.elapsed_s - reached.worked_s <= num_meetings * table.max() + 1e-9).all()
@@ -123,24 +124,26 @@ def test_nobody_waits_longer_than_a_step_for_a_meeting_it_is_called_to(
 def test_neighbours_hold_each_other_up_less_than_everybody_does() -> None:
     table, ranks = with_stragglers(400), np.arange(8)
 
-    ring = paired(table, lambda step: np.column_stack([(ranks - 1) % 8, (ranks + 1) % 8])).mean
+    ring = with_neighbours(
+        table, lambda step: np.column_stack([(ranks - 1) % 8, (ranks + 1) % 8])
+    ).mean
 
-    assert met(table, period=1).mean < ring < 1.0
+    assert periodic(table, period=1).mean < ring < 1.0
 
 
 def test_a_permanently_slow_rank_holds_nobody_up_where_a_quorum_is_enough() -> None:
     table = np.ones((100, 8))
     table[:, 3] = 2.0
 
-    assert np.delete(met(table, period=10).by_rank, 3) == pytest.approx(0.5)
-    assert np.delete(met(table, period=10, quorum=7).by_rank, 3) == pytest.approx(1.0)
-    assert np.delete(called(table, period=10).by_rank, 3) == pytest.approx(1.0)
+    assert np.delete(periodic(table, period=10).by_rank, 3) == pytest.approx(0.5)
+    assert np.delete(periodic(table, period=10, quorum=7).by_rank, 3) == pytest.approx(1.0)
+    assert np.delete(on_first_call(table, period=10).by_rank, 3) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_two_ranks_of_eight_late_by_half_a_step_cost_what_was_calculated_before(seed: int) -> None:
     table = with_stragglers(2000, seed)
 
-    assert met(table, period=1).mean == pytest.approx(0.750, abs=1e-9)
-    assert met(table, period=10).mean == pytest.approx(0.910, abs=0.005)
-    assert met(table, period=10, quorum=6).mean == pytest.approx(0.957, abs=0.005)
+    assert periodic(table, period=1).mean == pytest.approx(0.750, abs=1e-9)
+    assert periodic(table, period=10).mean == pytest.approx(0.910, abs=0.005)
+    assert periodic(table, period=10, quorum=6).mean == pytest.approx(0.957, abs=0.005)

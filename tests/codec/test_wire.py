@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from offbeat.codec.sparse import Sparse, add
 from offbeat.codec.tally import Tally
-from offbeat.codec.value_codecs import BFloat16, Float32, Float64, ValueCodec
+from offbeat.codec.value_codecs import BFloat16Values, Float32Values, Float64Values, ValueCodec
 from offbeat.codec.wire import Wire
 from offbeat.errors import WireError
 
 FINITE_FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
-FLOAT32, FLOAT64, BFLOAT16 = Float32(), Float64(), BFloat16()
+FLOAT32, FLOAT64, BFLOAT16 = Float32Values(), Float64Values(), BFloat16Values()
 VALUE_BYTES: dict[ValueCodec, int] = {FLOAT32: 4, FLOAT64: 8, BFLOAT16: 2}
 HEAD_BYTES = 28
 

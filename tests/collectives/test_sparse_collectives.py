@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
-from offbeat.codec.value_codecs import BFloat16, Float32, ValueCodec
+from offbeat.codec.value_codecs import BFloat16Values, Float32Values, ValueCodec
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged, SparseCollective
 from offbeat.collectives.gtopk_tree import gtopk_tree
@@ -33,7 +33,7 @@ CONSERVING: dict[str, SparseCollective] = {
     "all_gather": global_topk,
     "topk": topk_sum,
 }
-FLOAT32 = Float32()
+FLOAT32 = Float32Values()
 PAPER: SparseCollective = partial(gtopk_tree, variant="paper")
 
 
@@ -106,7 +106,7 @@ cases = st.tuples(
 )
 
 
-@pytest.mark.parametrize("values", [FLOAT32, BFloat16()], ids=repr)
+@pytest.mark.parametrize("values", [FLOAT32, BFloat16Values()], ids=repr)
 @pytest.mark.parametrize("name", CONSERVING)
 @given(case=cases)
 def test_nothing_is_lost(name: str, values: ValueCodec, case: tuple[int, int, float, int]) -> None:
@@ -128,7 +128,7 @@ def test_every_rank_ends_with_the_same_bytes(name: str, case: tuple[int, int, fl
         mine,
         k,
         seed=seed,
-        values=FLOAT32 if name == "paper" else BFloat16(),
+        values=FLOAT32 if name == "paper" else BFloat16Values(),
     )
     for result in results[1:]:
         assert result.kept.indices.tobytes() == results[0].kept.indices.tobytes()

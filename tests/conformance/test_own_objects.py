@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from typing_extensions import override
 
 import offbeat
 from offbeat.codec.index_codecs import CodedEntries, IndexCodec
@@ -30,16 +31,18 @@ from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver
 from offbeat.transport.operations import AllReduceTensor, Collective, DenseOperation, Traffic
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
-from offbeat.transport.wrappers import Counting, Delaying, Recorded, Recording
+from offbeat.transport.wrappers import Counting, Delaying, Recorded, RecordingDriver
 from ranks_support.launch import RunRanks
 
 
 class RoundRobin(Selector):
     """About k entries at equal distances, one place further in each step."""
 
+    @override
     def initial_state(self) -> Mapping[str, float]:
         return {"place": 0.0}
 
+    @override
     def select(
         self,
         flat: torch.Tensor,
@@ -68,11 +71,13 @@ class Float16(ValueCodec):
     code = 130
     wire_dtype = np.dtype(np.float16)
 
+    @override
     def encode(self, values: NDArray[np.floating]) -> WireValues:
         largest = float(np.finfo(np.float16).max)
         on_wire: WireValues = np.clip(values, -largest, largest).astype(np.float16)
         return on_wire
 
+    @override
     def decode(self, on_wire: WireValues) -> NDArray[np.floating]:
         return on_wire.astype(np.float32)
 
@@ -82,6 +87,7 @@ class Bitmap(IndexCodec):
 
     usual_bytes = 1
 
+    @override
     def encode(
         self, indices: NDArray[np.int64], values: WireValues, num_elements: int
     ) -> CodedEntries:
@@ -90,11 +96,13 @@ class Bitmap(IndexCodec):
         marks[indices[sent]] = True
         return CodedEntries(128, np.packbits(marks), values[sent])
 
+    @override
     def num_bytes(self, layout: int, num_values: int, num_elements: int) -> int:
         if layout != 128:
             raise WireError(f"layout {layout} is no bitmap")
         return -(-num_elements // 8)
 
+    @override
     def decode(
         self, layout: int, coded: memoryview, values: WireValues, num_elements: int
     ) -> tuple[NDArray[np.int64], WireValues]:
@@ -118,9 +126,11 @@ class ReduceScatter(DenseOperation):
     region: torch.Tensor
 
     @property
+    @override
     def num_bytes(self) -> int:
         return sum(region.nbytes for region in self.regions)
 
+    @override
     def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
         hops = self.num_hops(world_size)
         num_bytes = hops * self.region.nbytes
@@ -131,10 +141,12 @@ class ReduceScatter(DenseOperation):
             messages_received=hops,
         )
 
+    @override
     def num_hops(self, world_size: int) -> int:
         return world_size - 1
 
     @classmethod
+    @override
     def combine(cls, operations: Sequence[Self]) -> list[Any]:
         return [
             operation.region.copy_(
@@ -143,12 +155,14 @@ class ReduceScatter(DenseOperation):
             for rank, operation in enumerate(operations)
         ]
 
+    @override
     def begin(self, backends: Backends) -> BackendWork:
         backend = backends.backend_for(self.region)
         return backend.reduce_scatter(
             [self.region], [list(self.regions)], dist.ReduceScatterOptions()
         )
 
+    @override
     def finish(self, backends: Backends) -> torch.Tensor:
         return self.region
 
@@ -178,10 +192,10 @@ def test_a_dense_operation_runs_on_the_virtual_driver(world_size: int) -> None:
 def test_a_dense_operation_is_counted_delayed_and_recorded() -> None:
     cluster = VirtualCluster(3)
     counting: list[Counting] = []
-    recordings: list[Recording] = []
+    recordings: list[RecordingDriver] = []
 
     def wrap(driver: Driver) -> Driver:
-        recordings.append(Recording(driver))
+        recordings.append(RecordingDriver(driver))
         counting.append(Counting(Delaying(recordings[-1], lambda delivery: delivery.num_bytes)))
         return counting[-1]
 

@@ -19,7 +19,7 @@ from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
 from offbeat.collectives.topk_allgather import global_topk
 from offbeat.transport.driver import Driver
 from offbeat.transport.virtual import VirtualCluster
-from offbeat.transport.wrappers import Recording
+from offbeat.transport.wrappers import RecordingDriver
 
 TREE_OF_5 = {
     0: "<1 <2 <4 >4 >2 >1",
@@ -62,10 +62,10 @@ def test_who_sends_to_whom_in_which_order(
     mine = Sparse(
         indices=np.arange(0, 1000, 50), values=np.ones(20, dtype=np.float32), num_elements=1000
     )
-    recordings: list[Recording] = []
+    recordings: list[RecordingDriver] = []
 
     def record(driver: Driver) -> Driver:
-        recordings.append(Recording(driver))
+        recordings.append(RecordingDriver(driver))
         return recordings[-1]
 
     VirtualCluster(5).run(

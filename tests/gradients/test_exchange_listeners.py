@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from offbeat.transport.solo import Solo
 from torch import nn
 from typing_extensions import override
 
@@ -14,6 +13,7 @@ from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener, Gradien
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.reductions import DenseReduction
 from offbeat.transport.driver import Stream
+from offbeat.transport.single_rank import SingleRank
 
 
 class Noting(ExchangeListener):
@@ -50,7 +50,7 @@ def made(
     listener = Noting()
     pairs = []
     for bucket in make_buckets(dict(model.named_parameters()), cap_bytes=1):
-        reduction = NotingReduction(bucket, Solo(), Stream(1))
+        reduction = NotingReduction(bucket, SingleRank(), Stream(1))
         reduction.heard = listener.heard
         pairs.append((bucket, reduction))
     exchange = GradientExchange(

@@ -14,7 +14,7 @@ from offbeat.errors import ConfigError
 from offbeat.lab.breakdown import read_steps
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.config import Request
-from offbeat.lab.progress import Progress
+from offbeat.lab.progress import WorkerProgress
 from offbeat.lab.records import Record, Summary
 from offbeat.lab.train import plan, train
 
@@ -124,7 +124,7 @@ def test_a_request_to_stop_is_kept_at_the_next_merge(npz: Path, tmp_path: Path) 
         task="mnist", strategy="adaptive", workers=2, settings=settings, steps=100_000
     )
 
-    def stop(progress: Progress) -> None:
+    def stop(progress: WorkerProgress) -> None:
         if progress.rank == 1 and progress.step > 4:
             os.kill(progress.pid, signal.SIGTERM)
 

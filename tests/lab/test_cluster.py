@@ -21,7 +21,7 @@ from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.lab.cluster import (
     PRESETS,
     Cluster,
-    Fault,
+    ClusterFault,
     LinkSpec,
     SpeedChange,
     Straggling,
@@ -62,7 +62,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
         )
     )
     faults = [
-        Fault(at_s=at_s, worker=worker, action=action)
+        ClusterFault(at_s=at_s, worker=worker, action=action)
         for one_s, other_s, worker, undone in broken[:1]
         for at_s, action in zip(
             sorted((one_s, other_s)),
@@ -255,7 +255,7 @@ def test_a_message_between_virtual_ranks_takes_latency_and_rate(
         ({"links": {1: LinkSpec(latency_s=1e-3)}}, False),
         ({"straggling": (Straggling(workers=1, delay_s=1.0),)}, False),
         ({"changes": (SpeedChange(at_s=1.0, worker=0, speed=0.5),)}, False),
-        ({"faults": (Fault(at_s=1.0, worker=0, action="kill"),)}, False),
+        ({"faults": (ClusterFault(at_s=1.0, worker=0, action="kill"),)}, False),
         ({"step_s": 0.2}, False),
     ],
 )
@@ -513,7 +513,7 @@ def test_the_delays_that_the_page_shows_can_be_read(text: str) -> None:
 def test_every_key_and_preset_stands_on_the_page() -> None:
     keys = [
         toml_key(name)
-        for kind in (Cluster, Straggling, Fault, LinkSpec)
+        for kind in (Cluster, Straggling, ClusterFault, LinkSpec)
         for name in kind.model_fields
     ]
     assert [key for key in (*keys, *PRESETS) if f"`{key}`" not in PAGE] == []
@@ -524,7 +524,7 @@ def test_every_key_and_preset_stands_on_the_page() -> None:
 def test_a_worker_may_be_killed_as_often_as_it_returns() -> None:
     actions = ("cut", "kill", "return", "mend", "kill", "return")
     faults = tuple(
-        Fault(at_s=float(at), worker=1, action=action) for at, action in enumerate(actions)
+        ClusterFault(at_s=float(at), worker=1, action=action) for at, action in enumerate(actions)
     )
     cluster = Cluster(faults=faults)
     assert cluster.faults == faults

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from offbeat.errors import ConfigError, RecordError
-from offbeat.lab import compare, memory, turns
+from offbeat.lab import compare, interleaving, memory
 from offbeat.lab.cluster import Cluster
-from offbeat.lab.compare import ComparePlan, CompareRequest, carry_out, plan_comparison
+from offbeat.lab.compare import ComparePlan, CompareRequest, plan_comparison, run_comparison
 from offbeat.lab.comparison import read_comparison
 from offbeat.lab.interrupts import Interrupts
-from offbeat.lab.progress import Progress
+from offbeat.lab.progress import WorkerProgress
 
 GIGABYTE = 10**9
 REQUEST = CompareRequest(
@@ -32,12 +32,12 @@ REQUEST = CompareRequest(
 
 
 class Deaf:
-    """A watcher that hears nothing."""
+    """A listener that hears nothing."""
 
     def begin(self, labels: object, num_workers: int, num_seeds: int, steps: int) -> None: ...
     def seed(self, place: int) -> None: ...
     def turn(self, label: str) -> None: ...
-    def progress(self, label: str, progress: Progress) -> None: ...
+    def progress(self, label: str, progress: WorkerProgress) -> None: ...
     def failed(self, label: str, reason: str) -> None: ...
 
 
@@ -178,7 +178,7 @@ def test_a_directory_in_use_is_refused_untouched(tmp_path: Path) -> None:
         plan_comparison(REQUEST), out=tmp_path / "out"
     )  # it was filled after the plan was made
     with pytest.raises(RecordError, match="exists and is not empty"):
-        carry_out(late, Deaf(), command="")
+        run_comparison(late, Deaf(), command="")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "thesis.txt"]
     assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
 
@@ -194,7 +194,7 @@ def test_a_directory_that_cannot_be_made_is_refused(
     with pytest.raises(
         RecordError, match=r"cannot write .*out: Read-only file system; choose another --out"
     ):
-        carry_out(plan, Deaf(), command="")
+        run_comparison(plan, Deaf(), command="")
 
 
 def test_a_cluster_that_cannot_be_emulated_leaves_the_name_free(
@@ -205,11 +205,11 @@ def test_a_cluster_that_cannot_be_emulated_leaves_the_name_free(
 
     monkeypatch.setattr(compare, "emulate", refuse)
     with pytest.raises(ConfigError, match="no root"):
-        carry_out(plan_comparison(REQUEST, out=tmp_path / "out"), Deaf(), command="")
+        run_comparison(plan_comparison(REQUEST, out=tmp_path / "out"), Deaf(), command="")
     assert not list(tmp_path.iterdir())
 
 
-class FakeRounds:
+class FakeRuns:
     """In place of the runs: notes what was to run together, and in what order."""
 
     def __init__(
@@ -226,8 +226,8 @@ class FakeRounds:
                 if failing(label, config.seed):
                     rounds.failures[label] = "it broke"
 
-        monkeypatch.setattr(turns.Rounds, "_run_together", run)
-        monkeypatch.setattr(compare, "judge", lambda directory, comparison, alone: comparison)
+        monkeypatch.setattr(interleaving.InterleavedRuns, "run_together", run)
+        monkeypatch.setattr(compare, "analyse", lambda directory, comparison, alone: comparison)
 
 
 def planned(out: Path, at_once: int, **changes: Any) -> ComparePlan:
@@ -238,8 +238,10 @@ def planned(out: Path, at_once: int, **changes: Any) -> ComparePlan:
 def test_every_seed_has_another_first_and_the_ideal_comes_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = FakeRounds(monkeypatch)
-    directory, comparison = carry_out(planned(tmp_path / "out", 4), Deaf(), command="the command")
+    rounds = FakeRuns(monkeypatch)
+    directory, comparison = run_comparison(
+        planned(tmp_path / "out", 4), Deaf(), command="the command"
+    )
     assert rounds.together == [
         ["ddp", "gtopk", "topk", "alone"],
         ["gtopk", "topk", "ddp", "alone"],
@@ -257,8 +259,8 @@ def test_every_seed_has_another_first_and_the_ideal_comes_last(
 def test_runs_that_do_not_fit_together_follow_each_other_and_the_record_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = FakeRounds(monkeypatch)
-    _, comparison = carry_out(planned(tmp_path / "out", 3), Deaf(), command="")
+    rounds = FakeRuns(monkeypatch)
+    _, comparison = run_comparison(planned(tmp_path / "out", 3), Deaf(), command="")
     assert rounds.together[:4] == [
         ["ddp", "gtopk", "topk"],
         ["alone"],
@@ -274,8 +276,8 @@ def test_runs_that_do_not_fit_together_follow_each_other_and_the_record_says_so(
 def test_who_has_failed_does_not_run_with_the_next_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = FakeRounds(monkeypatch, lambda label, seed: (label, seed) == ("gtopk", 1))
-    _, comparison = carry_out(planned(tmp_path / "out", 4), Deaf(), command="")
+    rounds = FakeRuns(monkeypatch, lambda label, seed: (label, seed) == ("gtopk", 1))
+    _, comparison = run_comparison(planned(tmp_path / "out", 4), Deaf(), command="")
     assert [sorted(labels) for labels in rounds.together] == [
         ["alone", "ddp", "gtopk", "topk"],
         ["alone", "ddp", "gtopk", "topk"],
@@ -287,17 +289,18 @@ def test_who_has_failed_does_not_run_with_the_next_seed(
 def test_one_worker_has_nobody_to_exchange_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = FakeRounds(monkeypatch)
-    carry_out(planned(tmp_path / "out", 4, cluster=Cluster(workers=1)), Deaf(), command="")
+    rounds = FakeRuns(monkeypatch)
+    run_comparison(planned(tmp_path / "out", 4, cluster=Cluster(workers=1)), Deaf(), command="")
     assert rounds.together[0] == ["ddp", "gtopk", "topk"]
 
 
 def test_without_a_name_the_first_free_one_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    FakeRounds(monkeypatch)
+    FakeRuns(monkeypatch)
     monkeypatch.chdir(tmp_path)
     names = [
-        carry_out(replace(planned(Path("x"), 4), out=None), Deaf(), command="")[0] for _ in range(2)
+        run_comparison(replace(planned(Path("x"), 4), out=None), Deaf(), command="")[0]
+        for _ in range(2)
     ]
     assert names == [Path("runs/compare-digits-001"), Path("runs/compare-digits-002")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offbeat.errors import ConfigError
-from offbeat.lab.cluster import Cluster, Fault, LinkSpec, SpeedChange, Straggling
+from offbeat.lab.cluster import Cluster, ClusterFault, LinkSpec, SpeedChange, Straggling
 from offbeat.lab.config import Request, RunConfig, resolve, resolve_resume
 
 
@@ -114,9 +114,9 @@ EVENTFUL = Cluster(
         SpeedChange(at_s=2.0, worker=2, speed=0.5),
     ),
     faults=(
-        Fault(at_s=1.0, worker=0, action="stop"),
-        Fault(at_s=2.0, worker=0, action="continue"),
-        Fault(at_s=3.0, worker=3, action="kill"),
+        ClusterFault(at_s=1.0, worker=0, action="stop"),
+        ClusterFault(at_s=2.0, worker=0, action="continue"),
+        ClusterFault(at_s=3.0, worker=3, action="kill"),
     ),
 )
 
@@ -137,8 +137,8 @@ def test_resumed_with_other_workers_the_cluster_has_as_many() -> None:
         straggling=(Straggling(workers=(1,), delay_s=0.1), Straggling(workers=2, delay_s=0.3)),
         changes=(SpeedChange(at_s=1.0, worker=1, speed=0.5),),
         faults=(
-            Fault(at_s=1.0, worker=0, action="stop"),
-            Fault(at_s=2.0, worker=0, action="continue"),
+            ClusterFault(at_s=1.0, worker=0, action="stop"),
+            ClusterFault(at_s=2.0, worker=0, action="continue"),
         ),
     )
     uneven = resolve(asked(steps=10, cluster=Cluster(workers=4, speeds=(1.0, 1.0, 1.0, 0.5))))

@@ -25,10 +25,10 @@ from offbeat.collectives import dense, gtopk_tree
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.lab.doctor import Diagnosis, diagnose, local
 from offbeat.lab.doctor.advice import USUAL_SIZES, advise, display_link, predict, verdict
-from offbeat.lab.doctor.diagnosis import ALONE, judge
+from offbeat.lab.doctor.diagnosis import ALONE, analyse
 from offbeat.lab.doctor.facts import Finding, capabilities, find_all
 from offbeat.lab.doctor.kernel import scratch_name, try_kernel, try_writing
-from offbeat.lab.doctor.measure import Host, Measurement
+from offbeat.lab.doctor.measure import HostFacts, Measurement
 from offbeat.lab.doctor.pairs import PairLink, measure_pairs, num_rounds, partner, slow_workers
 from offbeat.lab.doctor.sockets import Listening, own_sockets, sockets_at
 from offbeat.planning.costs import LinkCost, NetworkCosts
@@ -44,7 +44,7 @@ def measurement(**changes: object) -> Measurement:
     usual = Measurement(
         world_size=4,
         device="cpu",
-        hosts=[Host(name=f"node{rank}", torch="2.13.0", num_threads=1) for rank in range(4)],
+        hosts=[HostFacts(name=f"node{rank}", torch="2.13.0", num_threads=1) for rank in range(4)],
         network=network(1e9),
         pairs=[pair(first, second) for second in range(4) for first in range(second)],
         listening=[Listening(address="10.0.0.7", port=4000, owner="offbeat")],
@@ -58,8 +58,8 @@ def pair(first: int, second: int, *, rate_bit_per_s: float = 1e9) -> PairLink:
     )
 
 
-def judged(found: Measurement | None) -> Diagnosis:
-    return judge([], found, sizes=USUAL_SIZES, density=0.001)
+def analysed(found: Measurement | None) -> Diagnosis:
+    return analyse([], found, sizes=USUAL_SIZES, density=0.001)
 
 
 @given(world_size=st.integers(1, 40))
@@ -96,7 +96,7 @@ def test_the_worker_with_the_bad_cable_is_found() -> None:
     assert slow_workers([pair(0, 1, rate_bit_per_s=1e6)], 2) == []
     assert any(
         "Worker 2 (node2) has slow links" in sentence
-        for sentence in judged(measurement(pairs=pairs)).advice
+        for sentence in analysed(measurement(pairs=pairs)).advice
     )
 
 
@@ -112,7 +112,7 @@ def test_predictions_are_the_collectives_own_costs() -> None:
 
 
 def test_on_a_slow_link_gtopk_is_advised() -> None:
-    diagnosis = judged(measurement(network=network(1e8)))
+    diagnosis = analysed(measurement(network=network(1e8)))
     assert diagnosis.verdict.startswith("Try gTop-k for 1 M, 25 M and 100 M parameters")
     assert re.match(
         r"25 M parameters: gTop-k \(\w+\) takes .* where DDP's all-reduce takes 12 s, ",
@@ -137,7 +137,7 @@ def test_on_a_slow_link_gtopk_is_advised() -> None:
 def test_on_a_fast_link_or_a_slow_processor_the_advice_is_to_stay_on_ddp(
     found: NetworkCosts, reason: str
 ) -> None:
-    diagnosis = judged(measurement(network=found))
+    diagnosis = analysed(measurement(network=found))
     assert diagnosis.verdict.startswith("Stay on DDP")
     for sentence in diagnosis.advice[:3]:
         assert re.search(rf"stay on DDP\. .*({reason})", sentence)
@@ -163,14 +163,14 @@ def test_latency_is_named_where_it_is_the_bottleneck() -> None:
 
 def test_what_else_should_be_known_is_said() -> None:
     local = [
-        Host(name="here", torch=version, num_threads=1)
+        HostFacts(name="here", torch=version, num_threads=1)
         for version in ("2.13.0", "2.13.0", "2.12.0", "2.13.0")
     ]
     listening = [
         Listening(address="::", port=29500, owner="rendezvous store"),
         Listening(address="10.0.0.7", port=4000),
     ]
-    diagnosis = judged(measurement(hosts=local, listening=listening))
+    diagnosis = analysed(measurement(hosts=local, listening=listening))
     text = "\n".join(diagnosis.advice)
     assert "All workers are on one host" in text
     assert "different versions of torch (2.12.0, 2.13.0)" in text
@@ -180,7 +180,7 @@ def test_what_else_should_be_known_is_said() -> None:
 
 
 def test_alone_it_says_how_to_start_it() -> None:
-    assert judged(None).verdict == ALONE
+    assert analysed(None).verdict == ALONE
     assert "torchrun" in ALONE
 
 
@@ -289,7 +289,7 @@ def test_local_workers_are_refused_under_torchrun(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_page_shows_all_and_ends_with_the_verdict() -> None:
-    found = judge(
+    found = analyse(
         [
             Finding(
                 name="tbf",
@@ -321,7 +321,7 @@ def test_the_page_shows_all_and_ends_with_the_verdict() -> None:
 def test_json_holds_everything(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = judged(measurement())
+    found = analysed(measurement())
     monkeypatch.setattr(doctor_command, "diagnose", lambda **_: found)
     assert doctor_command.run(as_json=True) == 0
     assert TypeAdapter(Diagnosis).validate_json(capsys.readouterr().out) == found
@@ -332,7 +332,7 @@ def test_without_gloo_the_status_says_so(
 ) -> None:
     lacking = Finding(name="gloo", purpose="training", state="missing", value="", means="no")
     monkeypatch.setattr(
-        doctor_command, "diagnose", lambda **_: judge([lacking], None, sizes=[1], density=0.1)
+        doctor_command, "diagnose", lambda **_: analyse([lacking], None, sizes=[1], density=0.1)
     )
     assert doctor_command.run() == 1
     assert "gloo" in capsys.readouterr().out

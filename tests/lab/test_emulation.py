@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError
-from offbeat.lab.cluster import Cluster, Fault, LinkSpec, SpeedChange
+from offbeat.lab.cluster import Cluster, ClusterFault, LinkSpec, SpeedChange
 from offbeat.lab.emulation import Emulation, clean, emulate, leftovers, namespaces
 from offbeat.lab.emulation.base import MissingMeansError
 from offbeat.lab.emulation.check import neighbours
 from offbeat.lab.emulation.commands import NAMESPACES, call_in, run_batch
-from offbeat.lab.emulation.plan import Name, choose_mtu, shape
+from offbeat.lab.emulation.plan import EmulationName, choose_mtu, shape
 from offbeat.lab.emulation.quotas import (
     USED_SHARE,
     find_hierarchies,
@@ -120,8 +120,8 @@ def test_every_worker_sends_to_one_and_hears_from_one(slow: set[int], workers: i
 
 @pytest.mark.parametrize("part", ["", "-hub", "-w12"])
 def test_names_tell_whose_they_are(part: str) -> None:
-    name = Name(pid=123, number=4)
-    assert Name.parse(f"{name}{part}") == name
+    name = EmulationName(pid=123, number=4)
+    assert EmulationName.parse(f"{name}{part}") == name
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_names_tell_whose_they_are(part: str) -> None:
     ],
 )
 def test_names_of_others_are_not_taken_for_ours(text: str) -> None:
-    assert Name.parse(text) is None
+    assert EmulationName.parse(text) is None
 
 
 def test_a_plain_cluster_is_not_emulated() -> None:
@@ -156,7 +156,7 @@ def test_a_plain_cluster_is_not_emulated() -> None:
 
 def test_what_was_not_to_be_emulated_is_named() -> None:
     cluster = Cluster(
-        link=LINK, speeds=(1.0, 0.5), faults=(Fault(at_s=1.0, worker=0, action="cut"),)
+        link=LINK, speeds=(1.0, 0.5), faults=(ClusterFault(at_s=1.0, worker=0, action="cut"),)
     )
     with emulate(cluster, mode="none") as emulation:
         said = " ".join(emulation.report.notices)
@@ -387,7 +387,7 @@ def test_two_emulations_do_not_disturb_each_other(three: Emulation) -> None:
 
 
 def test_what_is_left_of_the_same_name_blocks_nobody(able: None) -> None:
-    foreign = Name(pid=os.getpid(), number=0)
+    foreign = EmulationName(pid=os.getpid(), number=0)
     run_batch("ip", [f"netns add {foreign.worker(0)}"])
     try:
         with emulate(Cluster(workers=1, link=LINK), mode="namespaces"):
@@ -433,7 +433,7 @@ def test_what_a_killed_run_left_is_removed_and_only_that(able: None) -> None:
 
 
 def test_a_number_that_was_given_out_again_protects_nothing(able: None) -> None:
-    name = Name(pid=os.getpid(), number=99)
+    name = EmulationName(pid=os.getpid(), number=99)
     run_batch("ip", [f"netns add {name.hub}"])
     leftovers.REGISTER.mkdir(exist_ok=True)
     (leftovers.REGISTER / str(name)).write_text("another start")

@@ -18,7 +18,7 @@ import pytest
 
 from offbeat.errors import CheckpointError, PeerError, RecordError
 from offbeat.lab.config import Request
-from offbeat.lab.progress import Progress
+from offbeat.lab.progress import WorkerProgress
 from offbeat.lab.records import Record, Summary
 from offbeat.lab.rendezvous import StoreServer
 from offbeat.lab.train import plan, train
@@ -40,7 +40,7 @@ def request(npz: Path, **changes: object) -> Request:
 def run(
     npz: Path,
     out: Path,
-    watch: Callable[[Progress], None] = lambda progress: None,
+    watch: Callable[[WorkerProgress], None] = lambda progress: None,
     **changes: object,
 ) -> Summary:
     summary = train(plan(request(npz, **changes), out=out), watch)
@@ -113,7 +113,7 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_a_good_checkpoint(
 ) -> None:
     pids: dict[int, int] = {}
 
-    def kill_rank_1(progress: Progress) -> None:
+    def kill_rank_1(progress: WorkerProgress) -> None:
         pids[progress.rank] = progress.pid
         if len(pids) == 2 and progress.step > 5:
             os.kill(pids[1], signal.SIGKILL)
@@ -147,7 +147,7 @@ def test_an_interrupt_writes_a_checkpoint_and_leaves_nobody(npz: Path, tmp_path:
     before = signal.getsignal(signal.SIGINT)
     pids: set[int] = set()
 
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: WorkerProgress) -> None:
         pids.add(progress.pid)
         if progress.step > 5 and len(pids) == 2:
             signal.raise_signal(signal.SIGINT)

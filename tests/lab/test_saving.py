@@ -13,7 +13,7 @@ import offbeat
 from offbeat.errors import CheckpointError
 from offbeat.lab.attaching import attach_recipe
 from offbeat.lab.config import Request
-from offbeat.lab.meeting import Meeting
+from offbeat.lab.coordination import Coordinator
 from offbeat.lab.records import Record, begin_attempt
 from offbeat.lab.saving import mean_of_models, restore
 from offbeat.lab.train import plan, train
@@ -82,7 +82,7 @@ def test_another_number_of_workers_begins_from_the_mean_of_models_that_differ(
     recipe = offbeat.LocalSGD(period=4)
     attached = attach_recipe(recipe, model, optimizer, rank=0, world_size=1)
     with attached.session:
-        position = restore(record, Meeting(dist.HashStore(), 0, 1), attached)
+        position = restore(record, Coordinator(dist.HashStore(), 0, 1), attached)
     assert position.step == 6
     parts: list[Any] = [
         read_shard(latest(record.checkpoint_root), rank)["model"] for rank in range(2)

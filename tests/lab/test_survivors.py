@@ -13,9 +13,9 @@ import pytest
 
 from offbeat.errors import PeerError
 from offbeat.lab.breakdown import read_steps
-from offbeat.lab.cluster import Cluster, Fault
+from offbeat.lab.cluster import Cluster, ClusterFault
 from offbeat.lab.config import Request
-from offbeat.lab.progress import News, Progress
+from offbeat.lab.progress import MembershipChange, WorkerProgress
 from offbeat.lab.records import Record, Summary
 from offbeat.lab.train import plan, train
 from offbeat.report.page import write_report
@@ -24,7 +24,7 @@ from offbeat.session.checkpoint import latest, verify
 pytestmark = pytest.mark.ranks
 
 ENDLESS = 1_000_000
-Watch = Callable[[Progress | News], None]
+Watch = Callable[[WorkerProgress | MembershipChange], None]
 
 
 def run(
@@ -34,7 +34,7 @@ def run(
     *,
     steps: int,
     workers: int = 3,
-    faults: tuple[Fault, ...] = (),
+    faults: tuple[ClusterFault, ...] = (),
     strategy: str = "wagma",
     settings: tuple[str, ...] = (),
 ) -> Summary:
@@ -61,12 +61,12 @@ class Killing:
 
     def __init__(self, at_step: dict[int, int]) -> None:
         self.at_step = at_step
-        self.news: list[News] = []
+        self.changes: list[MembershipChange] = []
         self.pids: dict[int, set[int]] = {}
 
-    def __call__(self, report: Progress | News) -> None:
-        if isinstance(report, News):
-            self.news.append(report)
+    def __call__(self, report: WorkerProgress | MembershipChange) -> None:
+        if isinstance(report, MembershipChange):
+            self.changes.append(report)
             return
         self.pids.setdefault(report.rank, set()).add(report.pid)
         if report.step >= self.at_step.get(report.rank, math.inf):
@@ -85,7 +85,7 @@ def test_the_survivors_finish_and_the_loss_is_reported(npz: Path, tmp_path: Path
     )
     assert [loss.num_left for loss in summary.losses] == [2, 1]
     assert (
-        [news.text for news in killing.news]
+        [change.text for change in killing.changes]
         == [loss.sentence() for loss in summary.losses]
         == summary.notices[:2]
     )
@@ -110,10 +110,10 @@ def test_the_survivors_finish_and_the_loss_is_reported(npz: Path, tmp_path: Path
 class Waiting(Killing):
     """Ends the run once the worker that came back has trained."""
 
-    def __call__(self, report: Progress | News) -> None:
+    def __call__(self, report: WorkerProgress | MembershipChange) -> None:
         super().__call__(report)
         if (
-            isinstance(report, Progress)
+            isinstance(report, WorkerProgress)
             and len(self.pids.get(1, ())) == 2
             and self.at_step.pop(-1, None)
         ):
@@ -121,14 +121,17 @@ class Waiting(Killing):
 
 
 def test_a_worker_that_returns_joins_the_others_at_their_step(npz: Path, tmp_path: Path) -> None:
-    faults = (Fault(at_s=0.5, worker=1, action="kill"), Fault(at_s=0.6, worker=1, action="return"))
+    faults = (
+        ClusterFault(at_s=0.5, worker=1, action="kill"),
+        ClusterFault(at_s=0.6, worker=1, action="return"),
+    )
     watch = Waiting({-1: 1})
     summary = run(npz, tmp_path / "run", watch, steps=ENDLESS, workers=2, faults=faults)
     (loss,) = summary.losses
     assert (loss.rank, loss.cause, loss.num_left) == (1, "killed by the script at 0.5 s", 1)
     assert loss.returned_step is not None
     assert loss.returned_s is not None
-    assert [news.gone for news in watch.news] == [True, False]
+    assert [change.departed for change in watch.changes] == [True, False]
     record = Record(tmp_path / "run")
     steps = [event.step for event in record.events(1)]
     last = min(loss.step, loss.returned_step)
@@ -170,7 +173,10 @@ def test_where_samples_are_claimed_each_counts_once_whoever_dies(npz: Path, tmp_
 def test_where_samples_are_claimed_a_worker_that_returns_claims_again(
     npz: Path, tmp_path: Path
 ) -> None:
-    faults = (Fault(at_s=0.5, worker=1, action="kill"), Fault(at_s=0.6, worker=1, action="return"))
+    faults = (
+        ClusterFault(at_s=0.5, worker=1, action="kill"),
+        ClusterFault(at_s=0.6, worker=1, action="return"),
+    )
     out = tmp_path / "run"
     settings = ("mega_batch=32",)
     summary = run(
@@ -203,9 +209,9 @@ def test_an_interrupt_stops_the_survivors_with_a_checkpoint_of_theirs(
     npz: Path, tmp_path: Path
 ) -> None:
     class Interrupting(Killing):
-        def __call__(self, report: Progress | News) -> None:
+        def __call__(self, report: WorkerProgress | MembershipChange) -> None:
             super().__call__(report)
-            if isinstance(report, Progress) and self.news and self.at_step.pop(-1, None):
+            if isinstance(report, WorkerProgress) and self.changes and self.at_step.pop(-1, None):
                 signal.raise_signal(signal.SIGINT)
 
     summary = run(npz, tmp_path / "run", Interrupting({0: 10, -1: 1}), steps=ENDLESS)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from offbeat.lab.cluster import Cluster
-from offbeat.lab.comparison import Comparison, Contestant, Difference, Measure
+from offbeat.lab.comparison import ComparedStrategy, Comparison, Difference, Measure
 from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import EmulationReport
 from offbeat.lab.records import (
@@ -135,7 +135,7 @@ def contestant(
     failure: str | None = None,
     lateness_s: Sequence[float] = (),
     num_seeds: int = 3,
-) -> Contestant:
+) -> ComparedStrategy:
     """One whose measures have these values, one for each seed."""
     estimates: dict[Measure, Estimate] = {
         name: estimate(values) for name, values in (measures or {}).items()
@@ -143,7 +143,7 @@ def contestant(
     if estimates:  # a contestant that ran has every measure
         nothing = estimate([None] * num_seeds)
         estimates = dict.fromkeys(_ALWAYS, nothing) | estimates
-    return Contestant(
+    return ComparedStrategy(
         label=label,
         strategy=label.split()[0],
         options={},
@@ -156,7 +156,7 @@ def contestant(
 
 
 def comparison(
-    contestants: Sequence[Contestant],
+    contestants: Sequence[ComparedStrategy],
     *,
     target: float | None = 0.9,
     target_was_given: bool = True,

@@ -4,22 +4,103 @@ processes.
 
 from __future__ import annotations
 
-import beginning_jobs as jobs
-import pytest
-from dispatch_jobs import NUM_SAMPLES
-from test_survival_ranks import samples
+import os
+import signal
+from functools import partial
+from typing import Any, NoReturn
 
+import pytest
+import torch.distributed as dist
+
+import offbeat
+from offbeat.errors import OffbeatError
+from offbeat.megabatch.loader import DispatchLoader
+from offbeat.membership.generations import Generations
+from offbeat.session import session as session_module
+from offbeat.session.session import attach_through
+from offbeat.strategies.base import Strategy
+from offbeat.transport import attendance
+from offbeat.transport import connect as connect_module
+from offbeat.transport.link import PeerLimits
+from rank_jobs.megabatch import NUM_SAMPLES, Dying, Numbers, make_net, merges_of, samples, sgd, step
+from rank_jobs.regression import fingerprint
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks
 
 
+def notice_deaths_soon() -> None:
+    """Else a test would wait for seconds."""
+    limits = PeerLimits(grace_s=0.2, heartbeat_interval_s=0.2, connect_timeout_s=1.5, linger_s=1.0)
+    session_module.Generations = partial(Generations, interval_s=0.02, silence_s=1.0, limits=limits)  # type: ignore[misc, assignment]
+    connect_module.CONNECT_LIMIT_S = 2.0
+    attendance.GRACE_S = 0.2  # type: ignore[misc]
+
+
+def die(*_: object, **__: object) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still alive")
+
+
+def in_attach(rank: int, world_size: int, *, victim: int, doing: str) -> dict[str, Any]:
+    """One rank dies before the run is founded. What do the others hear?"""
+    notice_deaths_soon()
+    if rank == victim:
+        match doing:
+            case "connecting":
+                connect_module.gloo_backend = die  # type: ignore[assignment]
+            case "comparing":
+                session_module.agree = die  # type: ignore[assignment]
+    net = make_net()
+    try:
+        offbeat.attach(net, sgd(net), offbeat.AdaptiveSGD(mega_batch=40, batch_size=4))
+    except OffbeatError as error:
+        return {
+            "kind": type(error).__name__,
+            "message": str(error),
+            "rank": getattr(error, "rank", None),
+        }
+    return {}
+
+
 @pytest.mark.parametrize("doing", ["connecting", "comparing"])
 def test_before_a_run_is_founded_a_death_is_named_to_all(run_ranks: RunRanks, doing: str) -> None:
-    results = run_ranks(jobs.in_attach, 3, victim=1, doing=doing, may_die=[1], timeout_s=25)
+    results = run_ranks(in_attach, 3, victim=1, doing=doing, may_die=[1], timeout_s=25)
     for heard in (results[0], results[2]):
         assert (heard["kind"], heard["rank"]) == ("PeerError", 1)
         assert heard["message"].startswith("rank 1 ")
+
+
+def founded(rank: int, world_size: int, *, strategy: str, deaths: dict[str, str]) -> dict[str, Any]:
+    """All but rank 0 die, at points between the founding of the run and the first claim. An epoch:
+    what was merged?
+    """
+    notice_deaths_soon()
+    doing = deaths.get(str(rank))
+    if doing == "founding":
+        Generations.start = die  # type: ignore[method-assign]
+    at_message = {
+        "making its loader, in the middle": 2,
+        "agreeing where to begin, in the middle": 6,
+    }.get(doing or "")
+    net = make_net()
+    optimizer = sgd(net)
+    recipe: Strategy = getattr(offbeat, strategy)(mega_batch=40, batch_size=4)
+    with attach_through(
+        lambda driver: Dying(driver, at_message or 10**9), net, optimizer, recipe
+    ) as session:
+        if doing == "about to make its loader":
+            die()
+        loader = session.loader(Numbers(), seed=3)
+        assert isinstance(loader, DispatchLoader)
+        if doing == "about to begin":
+            die()
+        merges = []
+        while loader.epoch < 1:
+            for batch in loader.one_mega_batch():
+                step(net, optimizer, batch)
+            merges.append(merges_of(loader, net))
+        return {"merges": merges, "notices": session.notices}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +122,7 @@ def test_once_it_is_founded_those_who_live_share_all_samples(
 ) -> None:
     victims = list(map(int, deaths))
     survivor = run_ranks(
-        jobs.founded,
+        founded,
         1 + len(victims),
         strategy=strategy,
         deaths=deaths,
@@ -52,11 +133,44 @@ def test_once_it_is_founded_those_who_live_share_all_samples(
     assert {rank for merge in survivor["merges"] for rank, _ in merge["works"]} == {0}
 
 
+def second_session(rank: int, world_size: int, *, strategy: str) -> dict[str, Any]:
+    """The last rank dies in the first session. What do the others hear when they attach anew, and
+    without it?
+    """
+    notice_deaths_soon()
+    recipe: Strategy = (
+        offbeat.WAGMA(period=2)
+        if strategy == "WAGMA"
+        else offbeat.AdaptiveSGD(mega_batch=16, batch_size=4)
+    )
+    net = make_net()
+    optimizer = sgd(net)
+    dataset = Numbers()
+    batch = [column[:4] for column in (dataset.x, dataset.y)]
+    with offbeat.attach(net, optimizer, recipe) as session:
+        while not any("without worker" in notice for notice in session.notices):
+            if rank == world_size - 1:
+                die()
+            step(net, optimizer, [*batch, batch[0]])
+    heard = ""
+    try:
+        offbeat.attach(net, optimizer, recipe)
+    except OffbeatError as error:
+        heard = f"{type(error).__name__}: {error}"
+    living = dist.new_group(list(range(world_size - 1)), use_local_synchronization=True)
+    with offbeat.attach(net, optimizer, recipe, group=living) as session:
+        for _ in range(4):
+            step(net, optimizer, [*batch, batch[0]])
+        session.finish()
+        mean = fingerprint(session.averaged_model())
+        return {"heard": heard, "mean": mean, "world_size": session.world_size}
+
+
 @pytest.mark.parametrize("strategy", ["AdaptiveSGD", "WAGMA"])
 def test_who_attaches_anew_after_a_death_hears_of_it_at_once(
     run_ranks: RunRanks, strategy: str
 ) -> None:
-    results = run_ranks(jobs.second_session, 3, strategy=strategy, may_die=[2], timeout_s=25)[:2]
+    results = run_ranks(second_session, 3, strategy=strategy, may_die=[2], timeout_s=25)[:2]
     for heard in results:
         assert heard["heard"].startswith("PeerError: rank 2 was lost in an earlier session")
         assert "new_group([0, 1], use_local_synchronization=True)" in heard["heard"]

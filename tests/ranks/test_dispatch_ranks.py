@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import time
+from dataclasses import asdict, replace
 from typing import Any
 
-import dispatch_jobs as jobs
 import numpy as np
 import pytest
+import torch
 
+import offbeat
+from offbeat.errors import OffbeatError
+from offbeat.megabatch.loader import DispatchLoader
+from offbeat.session.session import Session
+from rank_jobs.megabatch import NUM_SAMPLES, Numbers, make_net, sgd, step
+from rank_jobs.regression import fingerprint
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks
@@ -17,17 +26,58 @@ def samples_of(work: dict[str, Any]) -> int:
     return sum(end - begin for claim in work["claims"] for begin, end in claim["spans"])
 
 
+def strategies() -> dict[str, Any]:
+    adaptive = offbeat.AdaptiveSGD(mega_batch=40, batch_size=4)
+    return {
+        "proportional": adaptive,
+        "paper": replace(adaptive, rule="paper", min_batch_size=2),
+        "hogbatch": replace(adaptive, rule="hogbatch"),
+        "momentum": replace(adaptive, merge_momentum=0.5, perturbation=0.1, merge="updates"),
+        "elastic": offbeat.ElasticSGD(mega_batch=40, batch_size=4),
+    }
+
+
+def epochs(rank: int, world_size: int) -> dict[str, Any]:
+    """Two epochs, the last rank waiting eight times as long over a sample as the others."""
+    results = {}
+    wait_s = 0.0008 if rank == world_size - 1 else 0.0001
+    for label, strategy in strategies().items():
+        net = make_net(seed=rank)
+        optimizer = sgd(net)
+        with offbeat.attach(net, optimizer, strategy) as session:
+            loader = session.loader(Numbers(), seed=3)
+            seen, prints, works = [], [], []
+            for _ in range(2):
+                mine: list[int] = []
+                for _ in range(3):
+                    for batch in loader.one_mega_batch():
+                        mine += step(net, optimizer, batch)
+                        time.sleep(wait_s * len(batch[0]))
+                    prints.append(fingerprint(net))
+                    works.append([asdict(work) for work in loader.last])
+                seen.append(mine)
+            results[label] = {
+                "seen": seen,
+                "prints": prints,
+                "works": works,
+                "epoch": loader.epoch,
+                "lr": optimizer.param_groups[0]["lr"],
+                "exchanges": session.stats.exchanges,
+            }
+    return results
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_sample_is_seen_once_an_epoch_and_models_meet(
     run_ranks: RunRanks, world_size: int
 ) -> None:
-    ranks = run_ranks(jobs.epochs, world_size)
+    ranks = run_ranks(epochs, world_size)
     for label in ranks[0]:
         results = [rank[label] for rank in ranks]
         orders = []
         for epoch in range(2):
             seen = [index for result in results for index in result["seen"][epoch]]
-            assert sorted(seen) == list(range(jobs.NUM_SAMPLES)), label
+            assert sorted(seen) == list(range(NUM_SAMPLES)), label
             orders.append(seen)
         assert orders[0] != orders[1], label
         assert all(
@@ -45,7 +95,7 @@ def test_every_sample_is_seen_once_an_epoch_and_models_meet(
 
 
 def test_a_slow_worker_gets_less(run_ranks: RunRanks) -> None:
-    ranks = run_ranks(jobs.epochs, 3)
+    ranks = run_ranks(epochs, 3)
     for label in ("proportional", "hogbatch", "momentum"):
         works = ranks[0][label]["works"]
         taken = [sum(samples_of(mega_batch[rank]) for mega_batch in works) for rank in range(3)]
@@ -59,21 +109,108 @@ def test_a_slow_worker_gets_less(run_ranks: RunRanks) -> None:
     assert max(max(share) - min(share) for share in shares) <= 1
 
 
+def _begin(
+    seed: int, *, record: bool = False, replay: Any = None
+) -> tuple[torch.nn.Module, Any, Session, DispatchLoader]:
+    net = make_net(seed=seed)
+    optimizer = sgd(net)
+    session = offbeat.attach(net, optimizer, offbeat.AdaptiveSGD(mega_batch=40, batch_size=4))
+    loader = session.loader(Numbers(), seed=3, record=record, replay=replay)
+    assert isinstance(loader, DispatchLoader)
+    return net, optimizer, session, loader
+
+
+def resumed(rank: int, world_size: int) -> dict[str, Any]:
+    """Saved in the middle of a mega-batch, ranks a different number of steps into it; what is seen
+    before and after?
+
+    A recording of both parts is replayed straight through: does it end with the same bits?
+    """
+    net, optimizer, session, loader = _begin(1, record=True)
+    with session:
+        seen: list[int] = []
+        batches = iter(loader)
+        for _ in range(1 + rank):
+            seen += step(net, optimizer, next(batches))
+        states = copy.deepcopy((net.state_dict(), optimizer.state_dict(), session.state_dict()))
+        for _ in batches:  # lost, since it was not saved
+            optimizer.step()
+    net, optimizer, session, loader = _begin(2, record=True)
+    with session:
+        for target, state in zip((net, optimizer, session), states, strict=True):
+            target.load_state_dict(state)
+        for batch in loader:
+            seen += step(net, optimizer, batch)
+        after = fingerprint(net)
+        recording = loader.recording
+    net, optimizer, session, loader = _begin(1, replay=recording)
+    with session:
+        for batch in loader:
+            step(net, optimizer, batch)
+        return {"seen": seen, "print": after, "replayed": fingerprint(net)}
+
+
 def test_a_run_resumes_in_the_middle_of_a_mega_batch_and_can_be_replayed(
     run_ranks: RunRanks,
 ) -> None:
-    ranks = run_ranks(jobs.resumed, 2)
-    assert sorted(index for rank in ranks for index in rank["seen"]) == list(
-        range(jobs.NUM_SAMPLES)
-    )
+    ranks = run_ranks(resumed, 2)
+    assert sorted(index for rank in ranks for index in rank["seen"]) == list(range(NUM_SAMPLES))
     assert len({rank["print"] for rank in ranks}) == 1
     for rank in ranks:
         assert rank["replayed"] == rank["print"]
 
 
+def apart(rank: int, world_size: int) -> str:
+    """Saved before a merge on one rank and after it on the other: what does each hear?"""
+    net, optimizer, session, loader = _begin(1)
+    with session:
+        before = copy.deepcopy(session.state_dict())
+        for batch in loader.one_mega_batch():
+            step(net, optimizer, batch)
+        session.load_state_dict(before if rank else session.state_dict())
+        try:
+            next(iter(loader))
+        except OffbeatError as error:
+            return str(error)
+    return ""
+
+
 def test_states_from_both_sides_of_a_merge_are_refused(run_ranks: RunRanks) -> None:
-    for said in run_ranks(jobs.apart, 2):
+    for said in run_ranks(apart, 2):
         assert "different mega-batches" in said
+
+
+def refused(rank: int, world_size: int, *, fault: str) -> list[str]:
+    """Rank 1 alone is wrong. What does everyone hear?"""
+    net = make_net()
+    strategy = (
+        offbeat.AllReduce()
+        if fault == "too few"
+        else offbeat.AdaptiveSGD(mega_batch=40, batch_size=8)
+    )
+    dataset: Any = Numbers()
+    arguments: dict[str, Any] = {}
+    if rank == 1:
+        match fault:
+            case "length":
+                dataset = Numbers(99)
+            case "stream":
+                dataset = iter([1, 2])
+            case "seed":
+                arguments["seed"] = 5
+            case "memory":
+                arguments["max_batch_size"] = 0
+    if fault == "bounds":
+        strategy = replace(strategy, min_batch_size=4)
+        arguments["max_batch_size"] = 2 if rank == 1 else None
+    if fault == "too few":
+        dataset, arguments["batch_size"] = Numbers(world_size - 1), 3
+    with offbeat.attach(net, sgd(net), strategy) as session:
+        try:
+            session.loader(dataset, **arguments)
+        except OffbeatError as error:
+            return [type(error).__name__, str(error)]
+    return []
 
 
 @pytest.mark.parametrize(
@@ -88,22 +225,66 @@ def test_states_from_both_sides_of_a_merge_are_refused(run_ranks: RunRanks) -> N
     ],
 )
 def test_bad_input_is_one_error_on_every_rank(run_ranks: RunRanks, fault: str, said: str) -> None:
-    for result in run_ranks(jobs.refused, 2, fault=fault):
+    for result in run_ranks(refused, 2, fault=fault):
         assert said in result[1]
 
 
+def unequal_batches(rank: int, world_size: int) -> dict[str, Any]:
+    """Batches of 1 and 9 of ten samples: gradients by ranks, by samples, and of one device."""
+    results: dict[str, Any] = {}
+    dataset = Numbers(10)
+    for weighed in (False, True):
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        with offbeat.attach(net, optimizer, offbeat.AllReduce()) as session:
+            x, y, _ = next(iter(session.loader(dataset, batch_size=1 if rank == 0 else 9)))
+            if not weighed:  # what it would be without the loader's word
+                optimizer.step()
+                session.weigh(1)
+            torch.nn.functional.mse_loss(net(x), y).backward()
+            results[str(weighed)] = [p.grad.flatten().tolist() for p in net.parameters()]
+            results["sizes"] = len(x)
+    alone = make_net()
+    torch.nn.functional.mse_loss(alone(dataset.x), dataset.y).backward()
+    results["alone"] = [p.grad.flatten().tolist() for p in alone.parameters()]
+    return results
+
+
 def test_the_mean_of_means_is_wrong_and_the_mean_over_samples_is_not(run_ranks: RunRanks) -> None:
-    for result in run_ranks(jobs.unequal_batches, 2):
+    for result in run_ranks(unequal_batches, 2):
         alone = np.concatenate(result["alone"])
         np.testing.assert_allclose(np.concatenate(result["True"]), alone, rtol=1e-5, atol=1e-7)
         assert np.abs(np.concatenate(result["False"]) - alone).max() > 0.1 * np.abs(alone).max()
 
 
+def lockstep(rank: int, world_size: int) -> dict[str, Any]:
+    """An epoch of unequal batches in step, resumed in the middle."""
+    net = make_net()
+    optimizer = sgd(net)
+    seen: list[int] = []
+    sizes: list[int] = []
+    with offbeat.attach(net, optimizer, offbeat.AllReduce()) as session:
+        loader = session.loader(Numbers(), batch_size=2 + 5 * rank)
+        state: dict[str, Any] = {}
+        for number, batch in enumerate(loader):
+            sizes.append(len(batch[0]))
+            seen += step(net, optimizer, batch)
+            if number == 2:
+                state = copy.deepcopy(session.state_dict())
+        session.load_state_dict(state)
+        again = [index for batch in loader for index in step(net, optimizer, batch)]
+        return {
+            "seen": seen,
+            "sizes": sizes,
+            "again": again,
+            "steps": len(loader),
+            "print": fingerprint(net),
+        }
+
+
 def test_ranks_keep_step_with_unequal_batches(run_ranks: RunRanks) -> None:
-    ranks = run_ranks(jobs.lockstep, 2)
-    assert sorted(index for rank in ranks for index in rank["seen"]) == list(
-        range(jobs.NUM_SAMPLES)
-    )
+    ranks = run_ranks(lockstep, 2)
+    assert sorted(index for rank in ranks for index in rank["seen"]) == list(range(NUM_SAMPLES))
     assert (
         ranks[0]["steps"] == ranks[1]["steps"] == len(ranks[0]["sizes"]) == len(ranks[1]["sizes"])
     )
@@ -114,13 +295,77 @@ def test_ranks_keep_step_with_unequal_batches(run_ranks: RunRanks) -> None:
     assert ranks[0]["print"] == ranks[1]["print"]
 
 
+def idle(rank: int, world_size: int) -> list[list[float]]:
+    """Rank 0 has ten samples; the others have none in this step, and no weight. The gradient, and
+    that of ten alone.
+    """
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    dataset = Numbers(10)
+    with offbeat.attach(net, optimizer, offbeat.AllReduce()) as session:
+        session.weigh(4)
+        torch.nn.functional.mse_loss(net(dataset.x), dataset.y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            session.weigh(10)
+            torch.nn.functional.mse_loss(net(dataset.x), dataset.y).backward()
+        else:
+            session.join()
+        got = torch.cat([p.grad.flatten() for p in net.parameters()]).tolist()
+    alone = make_net()
+    torch.nn.functional.mse_loss(alone(dataset.x), dataset.y).backward()
+    return [got, torch.cat([p.grad.flatten() for p in alone.parameters()]).tolist()]
+
+
 def test_a_rank_without_samples_has_no_weight(run_ranks: RunRanks) -> None:
-    for got, alone in run_ranks(jobs.idle, 3):
+    for got, alone in run_ranks(idle, 3):
         np.testing.assert_allclose(got, alone, rtol=1e-5, atol=1e-7)
+
+
+def drawn_together(rank: int, world_size: int) -> dict[str, float]:
+    """CROSSBOW's step against the same done in one process: the largest difference, and how far
+    models are apart.
+    """
+    strategy = offbeat.Crossbow(period=2, alpha=0.4, centre_momentum=0.3)
+    net = make_net()
+    optimizer = sgd(net)
+    nets = [make_net() for _ in range(world_size)]
+    optimizers = [sgd(other) for other in nets]
+    central = [p.detach().clone() for p in nets[0].parameters()]
+    moved = [torch.zeros_like(p) for p in central]
+    data = Numbers()
+    with offbeat.attach(net, optimizer, strategy):
+        for number in range(6):
+            chosen = [
+                slice(10 * number + 3 * other, 10 * number + 3 * other + 3)
+                for other in range(world_size)
+            ]
+            torch.nn.functional.mse_loss(net(data.x[chosen[rank]]), data.y[chosen[rank]]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            pulls = [
+                [0.4 * (p.detach() - z) for p, z in zip(other.parameters(), central, strict=True)]
+                for other in nets
+            ]
+            for other, opt, part in zip(nets, optimizers, chosen, strict=True):
+                torch.nn.functional.mse_loss(other(data.x[part]), data.y[part]).backward()
+                opt.step()
+                opt.zero_grad()
+            if number % 2:
+                for other, pull in zip(nets, pulls, strict=True):
+                    for p, by in zip(other.parameters(), pull, strict=True):
+                        p.detach().sub_(by)
+                for position, (z, v) in enumerate(zip(central, moved, strict=True)):
+                    v.mul_(0.3).add_(sum(pull[position] for pull in pulls))
+                    z.add_(v)
+    mine = torch.cat([p.detach().flatten() for p in net.parameters()])
+    expected = torch.cat([p.detach().flatten() for p in nets[rank].parameters()])
+    return {"error": float((mine - expected).abs().max())}
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_models_are_drawn_to_the_central_model_as_in_the_paper(
     run_ranks: RunRanks, world_size: int
 ) -> None:
-    assert max(result["error"] for result in run_ranks(jobs.drawn_together, world_size)) < 1e-5
+    assert max(result["error"] for result in run_ranks(drawn_together, world_size)) < 1e-5

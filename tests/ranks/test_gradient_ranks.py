@@ -2,42 +2,58 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
-import gradient_jobs as jobs
 import numpy as np
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
+import offbeat
+from offbeat.errors import OffbeatError
+from offbeat.strategies.base import Strategy
+from rank_jobs.gradients import (
+    exception_in_backward,
+    exception_in_the_loop,
+    for_each,
+    gan,
+    killed,
+    nonfinite,
+    subgroup,
+    uneven_use,
+)
+from rank_jobs.regression import fingerprint, flat, loss_of, make_net, train
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks
 
-Strategies = dict[str, tuple[str, dict[str, Any]]]
-
+Strategies = dict[str, Strategy]
 BASE: dict[str, Any] = {"replica_check_interval": 1}
 SMALL_BUCKETS = BASE | {"bucket_mib": 1e-3, "first_bucket_mib": 1e-4}
 SPARSE = BASE | {"density": 0.1}
+GTOPK = offbeat.GTopK(**SPARSE)
 STRATEGIES: Strategies = {
-    "allreduce": ("allreduce", BASE),
-    "allreduce in small buckets": ("allreduce", SMALL_BUCKETS),
-    "topk": ("topk", SPARSE),
-    "gtopk by reduce-scatter": ("gtopk", SPARSE | {"collective": "reduce_scatter"}),
-    "gtopk by reduce-scatter, bfloat16, small buckets": (
-        "gtopk",
-        SPARSE | {"collective": "reduce_scatter", "values": "bfloat16", "bucket_mib": 1e-3},
+    "allreduce": offbeat.AllReduce(**BASE),
+    "allreduce in small buckets": offbeat.AllReduce(**SMALL_BUCKETS),
+    "topk": offbeat.TopK(**SPARSE),
+    "gtopk by reduce-scatter": replace(GTOPK, collective="reduce_scatter"),
+    "gtopk by reduce-scatter, bfloat16, small buckets": replace(
+        GTOPK, collective="reduce_scatter", values="bfloat16", bucket_mib=1e-3
     ),
-    "gtopk by all-gather": ("gtopk", SPARSE | {"collective": "all_gather"}),
-    "gtopk by tree": ("gtopk", SPARSE | {"collective": "tree"}),
-    "gtopk dense": ("gtopk", SPARSE | {"collective": "dense", "bucket_mib": 1e-3}),
-    "gtopk auto": ("gtopk", SPARSE),
+    "gtopk by all-gather": replace(GTOPK, collective="all_gather"),
+    "gtopk by tree": replace(GTOPK, collective="tree"),
+    "gtopk dense": replace(GTOPK, collective="dense", bucket_mib=1e-3),
+    "gtopk auto": GTOPK,
 }
 PAIR: Strategies = {
     label: STRATEGIES[label] for label in ("allreduce in small buckets", "gtopk by reduce-scatter")
 }
 LOSSLESS: Strategies = {
-    label: (name, options if name == "allreduce" else options | {"density": 1.0})
-    for label, (name, options) in STRATEGIES.items()
-    if options.get("values") != "bfloat16"
+    label: strategy if isinstance(strategy, offbeat.AllReduce) else replace(strategy, density=1.0)
+    for label, strategy in STRATEGIES.items()
+    if "bfloat16" not in label
 }
 
 
@@ -50,20 +66,63 @@ def assert_identical(results: list[dict[str, Any]], label: str) -> None:
     assert len({result["fingerprint"] for result in results}) == 1, f"{label}: the replicas differ"
 
 
+def against_ddp(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, Any]:
+    """Train with offbeat and with DDP on the same data; how far apart are the parameters?"""
+    mine = make_net(seed=rank)  # attach must copy rank 0's
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1, momentum=0.9)
+    with offbeat.attach(mine, optimizer, strategy) as session:
+        train(mine, optimizer, rank, range(5))
+        bytes_sent = session.stats.bytes_sent
+    theirs = make_net(seed=0)
+    ddp = DistributedDataParallel(theirs)
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), rank, range(5))
+    apart = max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(mine.parameters(), theirs.parameters(), strict=True)
+    )
+    return {"apart": apart, "fingerprint": fingerprint(mine), "bytes_sent": bytes_sent}
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_density_1_is_ddp(run_ranks: RunRanks, world_size: int) -> None:
-    results = run_ranks(jobs.for_each, world_size, job="against_ddp", strategies=LOSSLESS)
+    results = run_ranks(for_each, world_size, job=against_ddp, strategies=LOSSLESS)
     for label, ranks in by_strategy(results).items():
         assert_identical(ranks, label)
         assert max(result["apart"] for result in ranks) < 1e-5, label
 
 
+def conservation(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, Any]:
+    """Over some steps: everything applied, owed and computed, as flat lists, for the test to add up
+    over ranks.
+    """
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    plain = make_net()
+    applied = computed = torch.zeros(
+        sum(p.numel() for p in model.parameters()), dtype=torch.float64
+    )
+    with offbeat.attach(model, optimizer, strategy) as session:
+        for step in range(4):
+            loss_of(model, rank, step).backward()
+            loss_of(plain, rank, step).backward()
+            applied = applied + flat([p.grad for p in model.parameters()])
+            computed = computed + flat([p.grad for p in plain.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+            plain.zero_grad()
+        state = session.state_dict()["parts"]["gradients"]["additive"]
+    owed = flat([state[f"residual/{key}"] for key, _ in model.named_parameters()])
+    return {"applied": applied.tolist(), "owed": owed.tolist(), "computed": computed.tolist()}
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_applied_plus_owed_is_the_sum_of_gradients(run_ranks: RunRanks, world_size: int) -> None:
     strategies = {
-        label: spec for label, spec in STRATEGIES.items() if spec[0] == "gtopk" or label == "topk"
+        label: strategy
+        for label, strategy in STRATEGIES.items()
+        if not isinstance(strategy, offbeat.AllReduce)
     }
-    results = run_ranks(jobs.for_each, world_size, job="conservation", strategies=strategies)
+    results = run_ranks(for_each, world_size, job=conservation, strategies=strategies)
     for label, ranks in by_strategy(results).items():
         computed = np.sum([result["computed"] for result in ranks], axis=0)
         owed = np.sum([result["owed"] for result in ranks], axis=0)
@@ -72,14 +131,14 @@ def test_applied_plus_owed_is_the_sum_of_gradients(run_ranks: RunRanks, world_si
 
 
 def test_ranks_that_use_parts_of_the_model_or_nothing(run_ranks: RunRanks) -> None:
-    results = run_ranks(jobs.for_each, 3, job="uneven_use", strategies=PAIR)
+    results = run_ranks(for_each, 3, job=uneven_use, strategies=PAIR)
     for label, ranks in by_strategy(results).items():
         assert_identical(ranks, label)
         assert {result["exchanges"] for result in ranks} == {5}
 
 
 def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(run_ranks: RunRanks) -> None:
-    results = run_ranks(jobs.for_each, 3, job="nonfinite", strategies=PAIR)
+    results = run_ranks(for_each, 3, job=nonfinite, strategies=PAIR)
     for label, ranks in by_strategy(results).items():
         assert_identical(ranks, label)
         assert all(result["untouched"] and result["skipped"] == 1 for result in ranks), label
@@ -88,7 +147,7 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(run_ranks: RunR
 def test_an_exception_in_backward_reaches_the_peers_and_training_goes_on(
     run_ranks: RunRanks,
 ) -> None:
-    results = run_ranks(jobs.for_each, 3, job="exception_in_backward", strategies=PAIR)
+    results = run_ranks(for_each, 3, job=exception_in_backward, strategies=PAIR)
     for label, ranks in by_strategy(results).items():
         assert_identical(ranks, label)
         assert [result["heard"] for result in ranks] == ["PeerError", "MemoryError", "PeerError"], (
@@ -97,14 +156,12 @@ def test_an_exception_in_backward_reaches_the_peers_and_training_goes_on(
 
 
 def test_two_models_in_one_process(run_ranks: RunRanks) -> None:
-    for label, ranks in by_strategy(
-        run_ranks(jobs.for_each, 2, job="gan", strategies=PAIR)
-    ).items():
+    for label, ranks in by_strategy(run_ranks(for_each, 2, job=gan, strategies=PAIR)).items():
         assert_identical(ranks, label)
 
 
 def test_two_groups_train_apart(run_ranks: RunRanks) -> None:
-    results = run_ranks(jobs.for_each, 4, job="subgroup", strategies=PAIR)
+    results = run_ranks(for_each, 4, job=subgroup, strategies=PAIR)
     for label, ranks in by_strategy(results).items():
         assert_identical(ranks[:2], label)
         assert_identical(ranks[2:], label)
@@ -112,15 +169,31 @@ def test_two_groups_train_apart(run_ranks: RunRanks) -> None:
         assert {result["world_size"] for result in ranks} == {2}
 
 
+def diverged(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, Any]:
+    """Rank 1 changes a parameter behind the session's back."""
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with offbeat.attach(model, optimizer, strategy):
+            train(model, optimizer, rank, range(1))
+            if rank == 1:
+                with torch.no_grad():
+                    model[0].weight[0, 0] += 1e-6
+            train(model, optimizer, rank, range(1, 3))
+    except OffbeatError as error:
+        return {"heard": type(error).__name__, "message": str(error)}
+    return {"heard": "", "message": ""}
+
+
 def test_a_replica_that_drifts_is_found_and_named_on_every_rank(run_ranks: RunRanks) -> None:
-    results = run_ranks(jobs.for_each, 3, job="diverged", strategies=PAIR)
+    results = run_ranks(for_each, 3, job=diverged, strategies=PAIR)
     for label, ranks in by_strategy(results).items():
         assert {result["heard"] for result in ranks} == {"DivergedError"}, label
         assert all("ranks [1]" in result["message"] for result in ranks), label
 
 
 def test_an_exception_in_the_loop_frees_the_peers_and_is_quoted(run_ranks: RunRanks) -> None:
-    results = run_ranks(jobs.for_each, 3, job="exception_in_the_loop", strategies=PAIR)
+    results = run_ranks(for_each, 3, job=exception_in_the_loop, strategies=PAIR)
     for label, ranks in by_strategy(results).items():
         assert [result["heard"] for result in ranks] == ["PeerError", "ValueError", "PeerError"], (
             label
@@ -130,17 +203,48 @@ def test_an_exception_in_the_loop_frees_the_peers_and_is_quoted(run_ranks: RunRa
 
 @pytest.mark.parametrize("label", PAIR)
 def test_a_killed_rank_is_named_by_every_survivor(run_ranks: RunRanks, label: str) -> None:
-    name, options = PAIR[label]
-    results = run_ranks(jobs.killed, 4, may_die={3}, name=name, options=options)
+    results = run_ranks(killed, 4, may_die={3}, strategy=PAIR[label])
     assert [result["blamed"] for result in results[:3]] == [3, 3, 3]
 
 
+def more_passes_on_one_rank(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, Any]:
+    """Rank 1 runs one synchronised backward pass too many."""
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with offbeat.attach(model, optimizer, strategy):
+            train(model, optimizer, rank, range(1))
+            for _ in range(2 if rank == 1 else 1):
+                loss_of(model, rank, 1).backward()
+            optimizer.step()
+            if rank != 1:
+                return {"heard": "", "message": ""}
+    except OffbeatError as error:
+        return {"heard": type(error).__name__, "message": str(error)}
+    return {"heard": "", "message": ""}
+
+
 def test_a_rank_that_runs_more_passes_is_found_out(run_ranks: RunRanks) -> None:
-    name, options = STRATEGIES["gtopk by reduce-scatter"]
-    results = run_ranks(
-        jobs.more_passes_on_one_rank, 3, name=name, options=options | {"replica_check_interval": 0}
-    )
+    strategy = replace(GTOPK, collective="reduce_scatter", replica_check_interval=0)
+    results = run_ranks(more_passes_on_one_rank, 3, strategy=strategy)
     assert {result["heard"] for result in results} & {"MismatchError", "PeerError"}
+
+
+def attach_error(rank: int, world_size: int, *, fault: str) -> dict[str, Any]:
+    """Rank 1 builds something else than the others. What does everyone hear?"""
+    odd = rank == 1
+    model = torch.nn.Linear(6, 4 if odd and fault == "model" else 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if odd and fault == "lr" else 0.1)
+    if odd and fault == "optimizer":
+        optimizer = torch.optim.LBFGS(model.parameters())
+    if odd and fault == "interface":
+        os.environ["OFFBEAT_INTERFACE"] = "no-such-interface"
+    strategy = offbeat.GTopK(density=0.5 if odd and fault == "strategy" else 0.1)
+    try:
+        offbeat.attach(model, optimizer, strategy)
+    except OffbeatError as error:
+        return {"kind": type(error).__name__, "message": str(error)}
+    return {"kind": "none", "message": ""}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +258,7 @@ def test_a_rank_that_runs_more_passes_is_found_out(run_ranks: RunRanks) -> None:
     ],
 )
 def test_a_mismatch_is_one_error_on_every_rank(run_ranks: RunRanks, fault: str, said: str) -> None:
-    results = run_ranks(jobs.attach_error, 2, fault=fault)
+    results = run_ranks(attach_error, 2, fault=fault)
     assert results[0]["kind"] == "MismatchError"
     assert said in results[0]["message"]
     own = {"optimizer": "UnsupportedError", "interface": "ConfigError"}

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import gradient_jobs
-import kfac_jobs as jobs
 import numpy as np
 import pytest
 import torch
 
+import offbeat
 from kfac_support import reference
+from kfac_support.reference import batch_of, loss_of, make_net
+from offbeat.kfac.part import KFACPart
+from offbeat.session.session import Session
+from offbeat.strategies.base import Strategy
+from rank_jobs import gradients
+from rank_jobs.regression import fingerprint
 from ranks_support.launch import RunRanks
 
 pytestmark = pytest.mark.ranks
+
+Strategies = dict[str, Strategy]
 
 HYPER: dict[str, Any] = {
     "damping": 0.01,
@@ -23,24 +32,26 @@ HYPER: dict[str, Any] = {
     "factor_interval": 1,
     "inverse_interval": 2,
 }
-EVERY_STEP = {"inverse_interval": 1}
-NAMES = {
-    "dkfac": ("dkfac", {}),
-    "mpdkfac": ("mpdkfac", {}),
-    "spdkfac": ("spdkfac", {}),
-    "spdkfac, unfused": ("spdkfac", {"fusion": "none"}),
-    "spdkfac, the paper's rules": ("spdkfac", {"fusion": "rule", "placement": "rule"}),
-    "dpkfac": ("dpkfac", {"factors": "everyone"}),
-}
 EIGEN = HYPER | {"inverse": "eigen"}
 ROUNDED = HYPER | {"inverse_dtype": "bfloat16", "sample_stride": 2}
-STRATEGIES = {label: (name, HYPER | options) for label, (name, options) in NAMES.items()}
-SHORT = {
-    label: (name, EVERY_STEP | options)
-    for label, (name, options) in NAMES.items()
-    if "," not in label
+
+
+def plain(**options: Any) -> Strategies:
+    """The four strategies, with `options`."""
+    return {
+        "dkfac": offbeat.DKFAC(**options),
+        "mpdkfac": offbeat.MPDKFAC(**options),
+        "spdkfac": offbeat.SPDKFAC(**options),
+        "dpkfac": offbeat.DPKFAC(factors="everyone", **options),
+    }
+
+
+STRATEGIES = plain(**HYPER) | {
+    "spdkfac, unfused": offbeat.SPDKFAC(fusion="none", **HYPER),
+    "spdkfac, the paper's rules": offbeat.SPDKFAC(fusion="rule", placement="rule", **HYPER),
 }
-LOCAL = SHORT | {"dpkfac as published": ("dpkfac", EVERY_STEP)}
+SHORT = plain(inverse_interval=1)
+LOCAL = SHORT | {"dpkfac as published": offbeat.DPKFAC(inverse_interval=1)}
 
 
 @cache
@@ -65,11 +76,71 @@ def assert_identical(results: list[dict[str, Any]]) -> None:
         )
 
 
+def part_of(session: Session) -> KFACPart:
+    return next(part for part in session.parts if isinstance(part, KFACPart))
+
+
+def step_(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
+    loss_of(model, batch_of(rank, step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(
+    rank: int,
+    world_size: int,
+    *,
+    strategies: Strategies,
+    steps: int,
+    lr: float,
+    same_data: bool = False,
+) -> dict[str, Any]:
+    """Train with several strategies, one after the other."""
+    results = {}
+    for label, strategy in strategies.items():
+        model = make_net(seed=rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        with offbeat.attach(model, optimizer, strategy) as session:
+            noted: Counter[str] = Counter()
+            for step in range(steps):
+                step_(model, optimizer, 0 if same_data else rank, step)
+                if (profile := session.take_profile()) is not None:
+                    noted = Counter(span.kind for span in profile.spans)
+            plan = part_of(session).plan
+            state = session.state_dict()["parts"]["kfac"]
+            results[label] = {
+                "noted": noted,
+                "parameters": torch.cat(
+                    [p.detach().flatten() for p in model.parameters()]
+                ).tolist(),
+                "fingerprint": fingerprint(model),
+                "owners": plan.owners,
+                "num_groups": len(plan.groups),
+                "num_kept": sum(
+                    t.numel()
+                    for kept in state.values()
+                    for t in kept.values()
+                    if isinstance(t, torch.Tensor)
+                ),
+                "num_in_memory": sum(
+                    factor.weighted_sum.numel()
+                    for factor in part_of(session).accumulator.factors.values()
+                )
+                + sum(
+                    kept.numel()
+                    for kept in part_of(session).preconditioner.inverses.packed
+                    if kept is not None
+                ),
+                "notices": session.notices,
+            }
+    return results
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_many_ranks_do_what_one_does_with_all_examples(
     run_ranks: RunRanks, world_size: int
 ) -> None:
-    results = run_ranks(jobs.train, world_size, strategies=STRATEGIES, steps=6, lr=0.05)
+    results = run_ranks(train, world_size, strategies=STRATEGIES, steps=6, lr=0.05)
     assert_identical(results)
     expected = one_process(world_size, 6)
     for label, result in results[0].items():
@@ -96,8 +167,8 @@ def test_many_ranks_do_what_one_does_with_all_examples(
 
 
 def test_factors_of_one_rank_are_as_good_where_all_see_the_same(run_ranks: RunRanks) -> None:
-    strategies = {"dpkfac": ("dpkfac", HYPER), "dkfac": ("dkfac", HYPER)}
-    results = run_ranks(jobs.train, 3, strategies=strategies, steps=4, lr=0.05, same_data=True)
+    strategies = {"dpkfac": offbeat.DPKFAC(**HYPER), "dkfac": offbeat.DKFAC(**HYPER)}
+    results = run_ranks(train, 3, strategies=strategies, steps=4, lr=0.05, same_data=True)
     assert_identical(results)
     for result in results[0].values():
         np.testing.assert_allclose(
@@ -107,19 +178,18 @@ def test_factors_of_one_rank_are_as_good_where_all_see_the_same(run_ranks: RunRa
 
 def test_other_forms_travel_like_inverses(run_ranks: RunRanks) -> None:
     """Decompositions, and inverses in bfloat16, here of half of the examples."""
-    plain = {label: (name, options) for label, (name, options) in NAMES.items() if "," not in label}
-    strategies = {label: (name, EIGEN | options) for label, (name, options) in plain.items()}
-    strategies |= {
-        f"{label}, rounded": (name, ROUNDED | options) for label, (name, options) in plain.items()
+    exact = plain(**EIGEN)
+    strategies = exact | {
+        f"{label}, rounded": strategy for label, strategy in plain(**ROUNDED).items()
     }
-    results = run_ranks(jobs.train, 3, strategies=strategies, steps=4, lr=0.05)
+    results = run_ranks(train, 3, strategies=strategies, steps=4, lr=0.05)
     assert_identical(results)
     expected, rounded = (
         one_process(3, 4, inverse="eigen"),
         results[0]["dkfac, rounded"]["parameters"],
     )
     for label, result in results[0].items():
-        if label in plain:
+        if label in exact:
             np.testing.assert_allclose(
                 result["parameters"], expected, rtol=1e-8, atol=1e-10, err_msg=label
             )
@@ -129,9 +199,35 @@ def test_other_forms_travel_like_inverses(run_ranks: RunRanks) -> None:
             )
 
 
+def accumulating(rank: int, world_size: int, *, strategies: Strategies) -> dict[str, Any]:
+    """Each step's examples come in two passes, of which only the second is synchronised; rank 1
+    also looks at others.
+    """
+    results = {}
+    for label, strategy in strategies.items():
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with offbeat.attach(model, optimizer, strategy) as session:
+            for step in range(6):
+                x, y = batch_of(rank, step)
+                with session.no_sync():
+                    (loss_of(model, (x[:1], y[:1])) / 2).backward()
+                (loss_of(model, (x[1:], y[1:])) / 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if rank == 1:
+                    with torch.no_grad():
+                        model(x)
+        results[label] = {
+            "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(),
+            "fingerprint": fingerprint(model),
+        }
+    return results
+
+
 def test_a_step_in_two_passes_is_one_step(run_ranks: RunRanks) -> None:
     strategies = {label: STRATEGIES[label] for label in ("dkfac", "spdkfac")}
-    results = run_ranks(jobs.accumulating, 2, strategies=strategies)
+    results = run_ranks(accumulating, 2, strategies=strategies)
     assert_identical(results)
     net = reference.make_net()
     batches = [
@@ -145,32 +241,76 @@ def test_a_step_in_two_passes_is_one_step(run_ranks: RunRanks) -> None:
         )
 
 
+def resumed(rank: int, world_size: int, *, strategies: Strategies) -> dict[str, Any]:
+    """Six steps at a stretch, and three and three."""
+    results = {}
+    for label, strategy in strategies.items():
+        straight = make_net()
+        optimizer = torch.optim.SGD(straight.parameters(), lr=0.1)
+        with offbeat.attach(straight, optimizer, strategy) as session:
+            for step in range(3):
+                step_(straight, optimizer, rank, step)
+            state, weights = (
+                session.state_dict(),
+                {key: t.clone() for key, t in straight.state_dict().items()},
+            )
+            for step in range(3, 6):
+                step_(straight, optimizer, rank, step)
+        second = make_net(seed=5)
+        second.load_state_dict(weights)
+        optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+        with offbeat.attach(second, optimizer, strategy) as session:
+            session.load_state_dict(state)
+            for step in range(3, 6):
+                step_(second, optimizer, rank, step)
+        results[label] = {"straight": fingerprint(straight), "resumed": fingerprint(second)}
+    return results
+
+
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(run_ranks: RunRanks) -> None:
-    strategies = {
-        label: (
-            name,
-            {
-                **HYPER,
-                "inverse_interval": 4,
-                **options,
-                **({"fusion": "all"} if name == "spdkfac" else {}),
-            },
-        )
-        for label, (name, options) in LOCAL.items()
+    options = HYPER | {"inverse_interval": 4}
+    strategies = plain(**options) | {
+        "spdkfac": offbeat.SPDKFAC(fusion="all", **options),
+        "dpkfac as published": offbeat.DPKFAC(**options),
     }
-    for result in run_ranks(jobs.resumed, 3, strategies=strategies):
+    for result in run_ranks(resumed, 3, strategies=strategies):
         for label, ends in result.items():
             assert ends["straight"] == ends["resumed"], label
 
 
+def trouble(rank: int, world_size: int, *, strategies: Strategies, kind: str) -> dict[str, Any]:
+    """Something is wrong with one factor from step 2 on, on one rank or on all of them."""
+    results = {}
+    for label, strategy in strategies.items():
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with offbeat.attach(model, optimizer, strategy) as session:
+            scheduler = part_of(session).scheduler
+            for step in range(5):
+                if step == 2 and kind == "retired" and rank == 1 and 1 in scheduler.watched:
+                    scheduler.capture.retire(scheduler.watched[1], "it was told to")
+                if step == 2 and kind == "indefinite":
+                    for factor in part_of(session).accumulator.factors.values():
+                        factor.weighted_sum.fill_(-1e3)
+                if step == 2 and kind == "nan factor" and rank == 1 and 0 in scheduler.watched:
+                    broken = torch.full((1, 2, 3, 3), float("nan"), dtype=torch.float64)
+                    scheduler.capture.saw_inputs(scheduler.watched[0], broken)
+                step_(model, optimizer, rank, step)
+            finite = all(bool(p.isfinite().all()) for p in model.parameters())
+            results[label] = {
+                "fingerprint": fingerprint(model),
+                "notices": session.notices,
+                "finite": finite,
+            }
+    return results
+
+
 def test_trouble_with_a_factor_keeps_ranks_alike(run_ranks: RunRanks) -> None:
-    calls = {
-        kind: ("trouble", {"strategies": LOCAL, "kind": kind})
+    outcomes = {
+        kind: run_ranks(trouble, 3, strategies=LOCAL, kind=kind)
         for kind in ("retired", "indefinite", "nan factor")
     }
-    outcomes = run_ranks(jobs.several, 3, calls=calls)
-    for kind in calls:
-        results = [outcome[kind] for outcome in outcomes]
+    for kind, results in outcomes.items():
         assert_identical(results)
         assert all(outcome["finite"] for result in results for outcome in result.values())
         said = {"retired": "no longer preconditions", "indefinite": "not positive definite"}.get(
@@ -181,11 +321,17 @@ def test_trouble_with_a_factor_keeps_ranks_alike(run_ranks: RunRanks) -> None:
                 said in notice for result in results for notice in result[label]["notices"]
             ), label
     for rank in (0, 2):
-        assert "on another rank" in str(outcomes[rank]["retired"]["spdkfac"]["notices"])
+        assert "on another rank" in str(outcomes["retired"][rank]["spdkfac"]["notices"])
+
+
+def unlike_devices(rank: int, world_size: int, *, strategies: Strategies) -> dict[str, Any]:
+    """Rank 1 computes with another number of threads than the others."""
+    torch.set_num_threads(2 if rank == 1 else 1)
+    return train(rank, world_size, strategies=strategies, steps=3, lr=0.05)
 
 
 def test_ranks_on_unlike_devices_send_directions(run_ranks: RunRanks) -> None:
-    results = run_ranks(jobs.unlike_devices, 2, strategies=STRATEGIES)
+    results = run_ranks(unlike_devices, 2, strategies=STRATEGIES)
     assert_identical(results)
     assert all(
         "different kinds" in str(outcome["notices"])
@@ -198,27 +344,27 @@ def test_ranks_on_unlike_devices_send_directions(run_ranks: RunRanks) -> None:
         )
 
 
-def test_what_befalls_gradients_befalls_factors(run_ranks: RunRanks) -> None:
-    expected: dict[str, tuple[str, set[Any]]] = {
-        "uneven_use": ("exchanges", {5}),
-        "nonfinite": ("skipped", {1}),
-        "exception_in_backward": ("heard", {"MemoryError", "PeerError"}),
-    }
-    calls = {job: ("for_each", {"job": job, "strategies": LOCAL}) for job in (*expected, "gan")}
-    outcomes = run_ranks(jobs.several, 3, calls=calls)
-    for job in calls:
-        results = [outcome[job] for outcome in outcomes]
-        assert_identical(results)
-        if job in expected:
-            key, values = expected[job]
-            assert {outcome[key] for result in results for outcome in result.values()} == values, (
-                job
-            )
+@pytest.mark.parametrize(
+    ("job", "key", "values"),
+    [
+        (gradients.uneven_use, "exchanges", {5}),
+        (gradients.nonfinite, "skipped", {1}),
+        (gradients.exception_in_backward, "heard", {"MemoryError", "PeerError"}),
+        (gradients.gan, "", set()),
+    ],
+)
+def test_what_befalls_gradients_befalls_factors(
+    run_ranks: RunRanks, job: Callable[..., Any], key: str, values: set[Any]
+) -> None:
+    results = run_ranks(gradients.for_each, 3, job=job, strategies=LOCAL)
+    assert_identical(results)
+    if key:
+        assert {outcome[key] for result in results for outcome in result.values()} == values
 
 
 def test_two_halves_of_the_world_train_apart(run_ranks: RunRanks) -> None:
     results = run_ranks(
-        gradient_jobs.for_each, 4, job="subgroup", strategies={"spdkfac": SHORT["spdkfac"]}
+        gradients.for_each, 4, job=gradients.subgroup, strategies={"spdkfac": SHORT["spdkfac"]}
     )
     for half in (0, 1):
         assert (
@@ -233,18 +379,22 @@ def test_two_halves_of_the_world_train_apart(run_ranks: RunRanks) -> None:
         )
 
 
-@pytest.mark.parametrize("job", ["exception_in_the_loop", "killed"])
-def test_a_rank_that_goes_is_an_error_on_the_others(run_ranks: RunRanks, job: str) -> None:
-    may_die = (2,) if job == "killed" else ()
-    results = run_ranks(
-        getattr(gradient_jobs, job), 3, may_die=may_die, name="spdkfac", options=EVERY_STEP
-    )
+@pytest.mark.parametrize(
+    ("job", "may_die"), [(gradients.exception_in_the_loop, ()), (gradients.killed, (2,))]
+)
+def test_a_rank_that_goes_is_an_error_on_the_others(
+    run_ranks: RunRanks, job: Callable[..., Any], may_die: tuple[int, ...]
+) -> None:
+    results = run_ranks(job, 3, may_die=may_die, strategy=SHORT["spdkfac"])
     for result in results[:1]:
         assert result["message"]
 
 
 def test_sparse_gradients_and_dense_factors(run_ranks: RunRanks) -> None:
+    options: dict[str, Any] = {"inverse_interval": 1, "exchange": "gtopk"}
     strategies = {
-        name: (name, EVERY_STEP | {"exchange": "gtopk"}) for name in ("dkfac", "spdkfac", "dpkfac")
+        "dkfac": offbeat.DKFAC(**options),
+        "spdkfac": offbeat.SPDKFAC(**options),
+        "dpkfac": offbeat.DPKFAC(**options),
     }
-    assert_identical(run_ranks(jobs.train, 3, strategies=strategies, steps=5, lr=0.05))
+    assert_identical(run_ranks(train, 3, strategies=strategies, steps=5, lr=0.05))

@@ -13,31 +13,87 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import lab_jobs
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import offbeat
 import offbeat.cli.comparing
 import offbeat.cli.main
 from lab_support.data import npz
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.lab import supervisor
-from offbeat.lab.cluster import Cluster, Fault
-from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
+from offbeat.lab.cluster import Cluster, ClusterFault
+from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat.lab.comparison import MEASURES, Comparison, read_comparison
 from offbeat.lab.config import Request
-from offbeat.lab.progress import News, Progress
+from offbeat.lab.progress import MembershipChange, WorkerProgress
 from offbeat.lab.records import Record, StepEvent
 from offbeat.lab.train import plan, train
+from rank_jobs.lab import attach, flat_parameters
 from ranks_support.launch import RunRanks
 
 __all__ = ["npz"]
-
 pytestmark = pytest.mark.ranks
 
 ENDLESS = 1_000_000
 DEADLINE_S = 20
 STEPS = 8
+
+
+def train_with(
+    rank: int, world_size: int, steps: int, name: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 4)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    try:
+        attached = attach(name, options, model, optimizer, rank, world_size)
+    except UnsupportedError as error:
+        return {"refused": str(error)}
+    trace = []
+    with attached.session as session:
+        for step in range(1, steps + 1):
+            before = session.stats
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            x, y = (
+                torch.randn((8, 16), generator=generator),
+                torch.randn((8, 4), generator=generator),
+            )
+            attached.backward(nn.functional.mse_loss(attached.module(x), y))
+            attached.optimizer.step()
+            attached.optimizer.zero_grad()
+            after = session.stats
+            trace.append(
+                {
+                    "bytes": after.bytes_sent - before.bytes_sent,
+                    "messages": after.messages_sent - before.messages_sent,
+                    "waited": after.wait_s > before.wait_s,
+                    "ready": session.take_ready_at_s() is not None,
+                    "channels": [arrival.channel for arrival in session.take_arrivals()],
+                    "parameters": flat_parameters(model),
+                }
+            )
+    return {
+        "steps": trace,
+        "counted": session.stats.steps,
+        "num_parameters": len(flat_parameters(model)),
+    }
+
+
+def train_with_each(
+    rank: int, world_size: int, *, steps: int, strategies: dict[str, tuple[str, dict[str, Any]]]
+) -> dict[str, dict[str, Any]]:
+    """Train with several strategies, one after the other in the same processes, and say what each
+    did.
+    """
+    return {
+        label: train_with(rank, world_size, steps, name, options)
+        for label, (name, options) in strategies.items()
+    }
 
 
 def test_torchs_strategies_do_what_they_are_called(run_ranks: RunRanks) -> None:
@@ -50,7 +106,7 @@ def test_torchs_strategies_do_what_they_are_called(run_ranks: RunRanks) -> None:
         "local": ("post-localsgd", {"start_step": 2, "period": 3}),
         "alone": ("alone", {}),
     }
-    ranks = run_ranks(lab_jobs.for_each, 2, steps=STEPS, strategies=strategies)
+    ranks = run_ranks(train_with_each, 2, steps=STEPS, strategies=strategies)
     of = {label: [result[label] for result in ranks] for label in strategies}
     num_parameters = of["ddp"][0]["num_parameters"]
     for label, results in of.items():
@@ -130,7 +186,7 @@ def test_what_cannot_be_resumed_is_refused_and_left_as_it_was(npz: Path, tmp_pat
         plan(Request(steps=4), resume=tmp_path / "run")
 
 
-class Watcher:
+class ComparisonListener:
     """Hears a comparison, and does something about it at the right moment."""
 
     def __init__(self) -> None:
@@ -145,10 +201,10 @@ class Watcher:
     def turn(self, label: str) -> None:
         self.turns.append(label)
 
-    def progress(self, label: str, progress: Progress) -> None:
+    def progress(self, label: str, progress: WorkerProgress) -> None:
         self.pids[label, progress.rank] = progress.pid
 
-    def news(self, label: str, news: News) -> None: ...
+    def membership_changed(self, label: str, change: MembershipChange) -> None: ...
 
     def failed(self, label: str, reason: str) -> None:
         self.failures[label] = reason
@@ -191,15 +247,15 @@ def spans(events: list[StepEvent]) -> list[tuple[float, float]]:
 
 
 def test_strategies_take_turns_and_all_of_it_is_recorded(npz: Path, tmp_path: Path) -> None:
-    watcher = Watcher()
-    directory, comparison = carry_out(
-        plan_comparison(comparing(npz), out=tmp_path / "out"), watcher, command="offbeat compare"
+    listener = ComparisonListener()
+    directory, comparison = run_comparison(
+        plan_comparison(comparing(npz), out=tmp_path / "out"), listener, command="offbeat compare"
     )
     assert comparison.status == "finished"
     assert read_comparison(directory) == comparison
-    assert watcher.failures == {}
-    assert {"ddp", "gtopk", "alone"} == set(watcher.turns)
-    assert_gone(iter(watcher.pids.values()))
+    assert listener.failures == {}
+    assert {"ddp", "gtopk", "alone"} == set(listener.turns)
+    assert_gone(iter(listener.pids.values()))
 
     labelled: list[tuple[float, float, str]] = []
     for contestant in comparison.contestants:
@@ -237,8 +293,8 @@ def test_strategies_take_turns_and_all_of_it_is_recorded(npz: Path, tmp_path: Pa
 def test_a_strategy_whose_worker_dies_is_out_and_the_other_goes_on(
     npz: Path, tmp_path: Path
 ) -> None:
-    class Killing(Watcher):
-        def progress(self, label: str, progress: Progress) -> None:
+    class Killing(ComparisonListener):
+        def progress(self, label: str, progress: WorkerProgress) -> None:
             super().progress(label, progress)
             if (
                 (label, progress.rank) == ("gtopk", 1)
@@ -247,19 +303,21 @@ def test_a_strategy_whose_worker_dies_is_out_and_the_other_goes_on(
             ):
                 os.kill(progress.pid, signal.SIGKILL)
 
-    watcher = Killing()
+    listener = Killing()
     request = comparing(npz, steps=40)
-    _, comparison = carry_out(plan_comparison(request, out=tmp_path / "out"), watcher, command="")
+    _, comparison = run_comparison(
+        plan_comparison(request, out=tmp_path / "out"), listener, command=""
+    )
     ddp, gtopk = comparison.contestants
     assert comparison.status == "finished"
     assert gtopk.failure is not None
     assert "worker 1" in gtopk.failure
     assert "killed by SIGKILL" in gtopk.failure
-    assert watcher.failures == {"gtopk": gtopk.failure}
+    assert listener.failures == {"gtopk": gtopk.failure}
     assert gtopk.measures == {}
     assert None not in ddp.measures["step_s"].values
     assert comparison.verdict.startswith("Only ddp finished")
-    assert_gone(iter(watcher.pids.values()))
+    assert_gone(iter(listener.pids.values()))
 
 
 @pytest.mark.parametrize("when", ["starting", "training"])
@@ -268,10 +326,10 @@ def test_an_interrupt_stops_all_and_leaves_nobody(
 ) -> None:
     started: list[int] = []
     before = signal.getsignal(signal.SIGINT)
-    start = supervisor.Crew._start
+    start = supervisor.WorkerGroup._start
 
-    def noting(crew: supervisor.Crew, rank: int, secret: str) -> Any:
-        worker = start(crew, rank, secret)
+    def noting(group: supervisor.WorkerGroup, rank: int, secret: str) -> Any:
+        worker = start(group, rank, secret)
         started.append(worker.process.pid)
         if when == "starting" and len(started) == 2:
             signal.raise_signal(
@@ -279,8 +337,8 @@ def test_an_interrupt_stops_all_and_leaves_nobody(
             )  # the first strategy's workers are on their way, the others' are not
         return worker
 
-    class Interrupting(Watcher):
-        def progress(self, label: str, progress: Progress) -> None:
+    class Interrupting(ComparisonListener):
+        def progress(self, label: str, progress: WorkerProgress) -> None:
             super().progress(label, progress)
             if when == "training" and not self.interrupted and progress.step >= 5:
                 self.interrupted = True
@@ -288,9 +346,9 @@ def test_an_interrupt_stops_all_and_leaves_nobody(
 
         interrupted = False
 
-    monkeypatch.setattr(supervisor.Crew, "_start", noting)
+    monkeypatch.setattr(supervisor.WorkerGroup, "_start", noting)
     monkeypatch.setattr(
-        offbeat.cli.comparing, "watching", lambda quiet: nullcontext(Interrupting())
+        offbeat.cli.comparing, "comparison_display", lambda quiet: nullcontext(Interrupting())
     )
     arguments = (
         "compare --task mnist --strategies ddp,gtopk:density=0.01:collective=reduce_scatter"
@@ -323,8 +381,8 @@ def test_a_worker_that_stands_still_goes_on_when_the_script_says_so(
     stopped = Cluster(
         workers=2,
         faults=(
-            Fault(at_s=0.05, worker=1, action="stop"),
-            Fault(at_s=0.6, worker=1, action="continue"),
+            ClusterFault(at_s=0.05, worker=1, action="stop"),
+            ClusterFault(at_s=0.6, worker=1, action="continue"),
         ),
     )
     request = Request(

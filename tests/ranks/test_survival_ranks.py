@@ -4,23 +4,123 @@ processes.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import signal
+import subprocess
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import survival_jobs as jobs
-from dispatch_jobs import NUM_SAMPLES
+import torch
+import torch.distributed as dist
 
+import offbeat
+from offbeat.megabatch.claims import Claim, ClaimLog
+from offbeat.megabatch.loader import DispatchLoader
+from offbeat.membership.generations import Generations
+from offbeat.session import session as session_module
+from offbeat.session.session import Session, attach_through
+from offbeat.strategies.adaptive import MegaBatchStrategy
+from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
+from offbeat.transport.link import PeerLimits
+from offbeat.transport.network import bottom_of
+from rank_jobs.megabatch import NUM_SAMPLES, Dying, Numbers, make_net, merges_of, samples, sgd, step
+from rank_jobs.regression import fingerprint
 from ranks_support.launch import RunRanks
+from ranks_support.process import start_process
 
 pytestmark = pytest.mark.ranks
 
+SECRET = "a secret of this test run only"
+PATIENCE_S = 40.0
+NUM_ROWS, ROW = 4000, 16
 
-def samples(merges: list[dict[str, Any]]) -> list[int]:
-    """Positions in the epoch's order that were merged, whoever computed them."""
-    spans = [span for merge in merges for _, spans in merge["works"] for span in spans]
-    return sorted(position for begin, end in spans for position in range(begin, end))
+
+def notice_deaths_soon(*, heartbeat_timeout_s: float = 10.0) -> None:
+    """Else a test would wait for seconds."""
+    limits = PeerLimits(
+        grace_s=0.2,
+        heartbeat_interval_s=0.2,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        connect_timeout_s=10.0,
+        linger_s=1.0,
+    )
+    session_module.Generations = partial(Generations, interval_s=0.02, silence_s=1.0, limits=limits)  # type: ignore[misc, assignment]
+
+
+def die_while_claiming(after: int) -> None:
+    """Raise the number of samples given out, and say nothing more."""
+    claims = iter(range(after))
+    claim = ClaimLog.claim
+
+    def mute(log: ClaimLog, num_samples: int) -> Claim | None:
+        if next(claims, None) is None:
+            claim(log, num_samples)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return claim(log, num_samples)
+
+    ClaimLog.claim = mute  # type: ignore[method-assign]
+
+
+def strategies() -> dict[str, MegaBatchStrategy]:
+    adaptive = offbeat.AdaptiveSGD(mega_batch=40, batch_size=4)
+    return {
+        "adaptive": adaptive,
+        "momentum": offbeat.AdaptiveSGD(mega_batch=40, batch_size=4, merge_momentum=0.5),
+        "elastic": offbeat.ElasticSGD(mega_batch=40, batch_size=4),
+    }
+
+
+def attached(
+    net: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    label: str,
+    at_message: int | None = None,
+) -> tuple[Session, DispatchLoader]:
+    wrap = (
+        (lambda driver: driver)
+        if at_message is None
+        else (lambda driver: Dying(driver, at_message))
+    )
+    session = attach_through(wrap, net, optimizer, strategies()[label])
+    loader = session.loader(Numbers(), seed=3)
+    assert isinstance(loader, DispatchLoader)
+    return session, loader
+
+
+def killed(
+    rank: int, world_size: int, *, label: str, deaths: dict[str, list[Any]]
+) -> dict[str, Any]:
+    """Ranks die in different ways, all but rank 0. Two epochs: what was merged, and how long was a
+    survivor held up?
+    """
+    notice_deaths_soon()
+    how, when = deaths.get(str(rank), ("lives", None))
+    if how == "claiming":
+        die_while_claiming(when)
+    net = make_net()
+    optimizer = sgd(net)
+    num_steps, longest_s, merges = 0, 0.0, []
+    Dying.is_armed = False
+    session, loader = attached(net, optimizer, label, at_message=when if how == "merging" else None)
+    with session:
+        while loader.epoch < 2:
+            for batch in loader.one_mega_batch():
+                num_steps, Dying.is_armed = num_steps + 1, True
+                if how == "computing" and num_steps == when:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                step(net, optimizer, batch)
+                time.sleep(2e-3)  # emulated computation
+                ready_s = time.monotonic()
+            longest_s = max(longest_s, time.monotonic() - ready_s)
+            merges.append(merges_of(loader, net))
+        session.finish()
+        mean = fingerprint(session.averaged_model())
+        return {"merges": merges, "longest_s": longest_s, "notices": session.notices, "mean": mean}
 
 
 @pytest.mark.parametrize(
@@ -36,9 +136,7 @@ def test_every_sample_counts_once_whoever_dies_where(
     """All but one die: while computing, in the middle of a merge, with a claim that nobody has
     heard of.
     """
-    survivor = run_ranks(
-        jobs.killed, 4, label=label, deaths=deaths, may_die=[1, 2, 3], timeout_s=25
-    )[0]
+    survivor = run_ranks(killed, 4, label=label, deaths=deaths, may_die=[1, 2, 3], timeout_s=25)[0]
     merges = survivor["merges"]
     assert [merge["place"] for merge in merges] == [[0, 1], [0, 2], [1, 0], [1, 1], [1, 2], [2, 0]]
     assert samples(merges[:3]) == samples(merges[3:]) == list(range(NUM_SAMPLES))
@@ -50,26 +148,122 @@ def test_every_sample_counts_once_whoever_dies_where(
 def test_those_who_live_hold_the_same_after_each_merge(run_ranks: RunRanks) -> None:
     """Two of four die, one of them at the end of a merge that the others have made."""
     deaths = {"1": ("merging", 29), "3": ("computing", 9)}
-    results = run_ranks(
-        jobs.killed, 4, label="momentum", deaths=deaths, may_die=[1, 3], timeout_s=25
-    )
+    results = run_ranks(killed, 4, label="momentum", deaths=deaths, may_die=[1, 3], timeout_s=25)
     assert results[0]["merges"] == results[2]["merges"]
     assert samples(results[0]["merges"][:3]) == list(range(NUM_SAMPLES))
     assert len({merge["print"] for merge in results[0]["merges"]}) == 6
 
 
+def until_it_is_back(
+    session: Session, loader: DispatchLoader, net: torch.nn.Module, optimizer: Any
+) -> list[dict[str, Any]]:
+    """Train until rank 2 has been away and is in a merge again; what became of each mega-batch."""
+    merges: list[dict[str, Any]] = []
+    was_away = session.start_step > 0
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        for batch in loader.one_mega_batch():
+            step(net, optimizer, batch)
+            time.sleep(2e-3)  # emulated computation
+        merges.append(merges_of(loader, net))
+        is_here = 2 in [work.rank for work in loader.last]
+        was_away = (
+            was_away
+            or not is_here
+            or any("was away for so long" in notice for notice in session.notices)
+        )
+        if was_away and is_here:
+            session.finish()
+            return merges
+    raise AssertionError("rank 2 did not come back")
+
+
+def stopped(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
+    """Rank 2 is stopped while it computes, and goes on once the others have gone on without it."""
+    notice_deaths_soon(heartbeat_timeout_s=1.0)
+    net = make_net()
+    optimizer = sgd(net)
+    session, loader = attached(net, optimizer, label)
+    with session:
+        pids = loader._desk.gather(os.getpid())
+        assert pids is not None
+        pid = pids[2]
+        if rank == 2:
+            step(net, optimizer, next(iter(loader.one_mega_batch())))
+            os.kill(pid, signal.SIGSTOP)
+        merges = []
+        if rank == 0:
+            while not any("without worker 2" in notice for notice in session.notices):
+                for batch in loader.one_mega_batch():
+                    step(net, optimizer, batch)
+                merges.append(merges_of(loader, net))
+            os.kill(pid, signal.SIGCONT)
+        merges += until_it_is_back(session, loader, net, optimizer)
+        return {"merges": merges, "notices": session.notices}
+
+
 def test_a_worker_that_was_stopped_comes_back_with_the_others_model(run_ranks: RunRanks) -> None:
-    first, second, back = run_ranks(jobs.stopped, 3, label="elastic")
+    first, second, back = run_ranks(stopped, 3, label="elastic")
     assert first["merges"] == second["merges"]
     assert any("was away for so long" in notice for notice in back["notices"])
     assert back["merges"][-1] == first["merges"][-1]
+
+
+def come_back(label: str, until: str) -> None:
+    """What the newcomer does."""
+    notice_deaths_soon()
+    net = make_net(seed=5)
+    optimizer = sgd(net)
+    session, loader = attached(net, optimizer, label)
+    with session:
+        taken = fingerprint(net)
+        merges = until_it_is_back(session, loader, net, optimizer)
+    Path(until).write_text(json.dumps({"taken": taken, "merges": merges}))
+
+
+def as_rank_2(world_size: int) -> dict[str, str]:
+    store = bottom_of(dist.distributed_c10d._get_default_store())
+    place = {
+        "RANK": "2",
+        "WORLD_SIZE": str(world_size),
+        RETURN_VARIABLE: "1",
+    }
+    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+
+
+def returns(rank: int, world_size: int, *, label: str, until: str) -> dict[str, Any]:
+    """Rank 2 is killed, and rank 0 starts it anew as a process that joins the run."""
+    os.environ[SECRET_VARIABLE] = SECRET
+    notice_deaths_soon()
+    newcomer: subprocess.Popen[bytes] | None = None
+    net = make_net()
+    optimizer = sgd(net)
+    session, loader = attached(net, optimizer, label)
+    try:
+        with session:
+            merges = []
+            while not any("without worker 2" in notice for notice in session.notices):
+                for batch in loader.one_mega_batch():
+                    if rank == 2:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    step(net, optimizer, batch)
+                merges.append(merges_of(loader, net))
+            if rank == 0:
+                newcomer = start_process(
+                    come_back, environment=as_rank_2(world_size), label=label, until=until
+                )
+            merges += until_it_is_back(session, loader, net, optimizer)
+            return {"merges": merges, "notices": session.notices}
+    finally:
+        if newcomer is not None:
+            newcomer.wait()
 
 
 def test_a_worker_that_returns_joins_at_the_next_mega_batch(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     until = tmp_path / "returned.json"
-    first, second, _ = run_ranks(jobs.returns, 3, label="momentum", until=str(until), may_die=[2])
+    first, second, _ = run_ranks(returns, 3, label="momentum", until=str(until), may_die=[2])
     assert first["merges"] == second["merges"]
     newcomer = json.loads(until.read_text())
     assert newcomer["taken"] == first["merges"][-1 - len(newcomer["merges"])]["print"]
@@ -77,16 +271,59 @@ def test_a_worker_that_returns_joins_at_the_next_mega_batch(
     assert [rank for rank, _ in newcomer["merges"][-1]["works"]] == [0, 1, 2]
 
 
+class Rows(torch.nn.Module):
+    """Many rows, of which a batch touches few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words = torch.nn.EmbeddingBag(NUM_ROWS, ROW, sparse=True, mode="sum")
+        self.head = torch.nn.Linear(ROW, 1)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.words(words))
+        return out
+
+
+def rows(rank: int, world_size: int) -> dict[str, Any]:
+    """Merges of a model with many rows: bytes sent for each, and what all hold after it. The last
+    touches all rows.
+    """
+    net = Rows()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    strategy = offbeat.AdaptiveSGD(mega_batch=2 * world_size, batch_size=2, merge_momentum=0.5)
+    found = []
+    with offbeat.attach(net, optimizer, strategy) as session:
+        sent = session.stats.bytes_sent
+        for merge in range(5):
+            words = torch.arange(20).reshape(2, 10) + 20 * (2 * merge + rank)
+            net(words).sum().backward()
+            if merge == 4:
+                with torch.no_grad():
+                    net.words.weight.mul_(1.5)  # not by the optimizer
+            optimizer.step()
+            optimizer.zero_grad()
+            now = session.stats.bytes_sent
+            found.append(
+                {
+                    "bytes": now - sent,
+                    "print": hashlib.sha256(fingerprint(net).encode()).hexdigest(),
+                }
+            )
+            sent = now
+    return {"merges": found}
+
+
 def test_merges_send_the_rows_that_changed(run_ranks: RunRanks) -> None:
     """The first sends all, since nobody knows yet who has changed what, and so does the last, which
     changes all.
     """
-    ranks = run_ranks(jobs.rows, 2)
+    ranks = run_ranks(rows, 2)
     assert [merge["print"] for merge in ranks[0]["merges"]] == [
         merge["print"] for merge in ranks[1]["merges"]
     ]
-    whole = 4 * (jobs.NUM_ROWS * jobs.ROW + jobs.ROW + 1)
-    touched = 4 * (2 * 20 * jobs.ROW + jobs.ROW + 1)
+    whole = 4 * (NUM_ROWS * ROW + ROW + 1)
+    touched = 4 * (2 * 20 * ROW + ROW + 1)
     talk = 2500
     for rank in ranks:
         sent = [merge["bytes"] for merge in rank["merges"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import selectors
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 import pytest
 import torch.distributed as dist
 
+from ranks_support import references
 from ranks_support.rank import Orders
 from ranks_support.templates import Forked, Templates
 
@@ -138,8 +138,7 @@ def launch(
 ) -> list[Any]:
     """See the fixture `run_ranks`; `directory` takes what the ranks print."""
     __tracebackhide__ = True
-    source = inspect.getsourcefile(function)
-    assert source is not None
+    job = references.dumps({"function": function, "arguments": arguments})
     with ExitStack() as stack:
         # Given only an address, the store would listen on every interface.
         listener = stack.enter_context(socket.create_server((LOOPBACK, 0)))
@@ -162,9 +161,7 @@ def launch(
                 store_port=port,
                 result_fd=writing,
                 limit_s=START_S + timeout_s + END_S + 2 * GRACE_S,
-                source=source,
-                function=function.__name__,
-                arguments=arguments,
+                job=job,
             )
             process = stack.enter_context(
                 started(templates, orders, directory / f"rank-{rank}.log", timeout_s)
@@ -243,7 +240,8 @@ def run_ranks(tmp_path: Path, templates: Templates) -> RunRanks:
     each of them returned.
 
     `run_ranks(function, world_size, **arguments)` calls the module-level `function(rank,
-    world_size, **arguments)` in each process; arguments and results are JSON. Ranks in `may_die`
+    world_size, **arguments)` in each process. Results are JSON; so are arguments, in which
+    functions and dataclasses may stand too. Ranks in `may_die`
     may end in any way; one that did not return gives None. A rank that raises, dies or takes longer
     than `timeout_s` (seconds, from when it has joined) fails the test with `RanksError`, which says
     which one and how. No process is left, whatever happens.

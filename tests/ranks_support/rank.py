@@ -8,26 +8,24 @@ the test is gone.
 from __future__ import annotations
 
 import faulthandler
-import importlib.util
 import json
 import os
 import resource
-import sys
 import traceback
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ranks_support import references
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Orders:
-    """Who this rank is and what it does: `function` of the file `source`, called with (rank,
-    world_size, **arguments).
+    """Who this rank is and what it does: `job` is its function and the arguments that follow (rank,
+    world_size), in the form of `references`.
     """
 
     rank: int
@@ -35,25 +33,11 @@ class Orders:
     store_port: int
     result_fd: int
     limit_s: float
-    source: str
-    function: str
-    arguments: dict[str, Any]
-
-
-def load(source: Path, name: str) -> Callable[..., Any]:
-    """The function `name` of a Python file, which is imported under its own base name."""
-    spec = importlib.util.spec_from_file_location(source.stem, source)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[source.stem] = module
-    spec.loader.exec_module(module)
-    function: Callable[..., Any] = getattr(module, name)
-    return function
+    job: str
 
 
 def carry_out(orders: Orders) -> Any:
-    function = load(Path(orders.source), orders.function)
+    job = references.loads(orders.job)
     store = dist.TCPStore("127.0.0.1", orders.store_port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=orders.rank, world_size=orders.world_size)
     if store.add("num_joined", 1) == orders.world_size:
@@ -65,7 +49,7 @@ def carry_out(orders: Orders) -> Any:
         os.write(orders.result_fd, b"\n")  # says that this rank has joined
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            return function(orders.rank, orders.world_size, **orders.arguments)
+            return job["function"](orders.rank, orders.world_size, **job["arguments"])
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import RecordError
-from offbeat.lab.comparison import Contestant, write_comparison
+from offbeat.lab.comparison import ComparedStrategy, write_comparison
 from offbeat.lab.records import begin_attempt
 from offbeat.report.page import write_report
 from report_support.synthetic import (
@@ -135,7 +135,7 @@ def test_only_the_pages_own_script_may_run(comparison: Path) -> None:
 def test_what_records_hold_is_text_and_nothing_else(tmp_path: Path) -> None:
     name = "runs/" + EVIL.replace("/", "")
     write_run(tmp_path / name, Made(steps=5))
-    entry = Contestant(
+    entry = ComparedStrategy(
         label=EVIL,
         strategy=EVIL,
         options={EVIL: EVIL},
@@ -182,7 +182,7 @@ def test_everything_has_a_name_for_those_who_cannot_see_it(comparison: Path, run
 def test_a_comparison_that_goes_on_says_so(tmp_path: Path) -> None:
     made = Made(steps=8)
     write_run(tmp_path / "runs/gtopk-seed-0", made, finished=False)
-    entry = Contestant(
+    entry = ComparedStrategy(
         label="gtopk",
         strategy="gtopk",
         options={},

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from offbeat.lab.breakdown import Steps
-from offbeat.lab.records import Loss
+from offbeat.lab.records import WorkerLoss
 from offbeat.report.charts import bin_mean, line_charts
 from offbeat.report.charts_timeline import (
     MAX_BARS,
@@ -20,7 +20,7 @@ from offbeat.report.charts_timeline import (
     side_by_side,
     timelines,
 )
-from offbeat.report.data import Better, Contestant, Curve, Report, Run
+from offbeat.report.data import Better, Curve, PageContent, RunResults, StrategyResults
 
 VALUES = st.floats(-1e6, 1e6)
 
@@ -88,23 +88,25 @@ def some_steps(num_workers: int, num_steps: int, seed: int = 0) -> Steps:
     )
 
 
-def report_of(*contestants: list[Run]) -> Report:
-    return Report(
+def report_of(*contestants: list[RunResults]) -> PageContent:
+    return PageContent(
         title="a title",
         verdict="a verdict",
         metric_name="accuracy",
         metric_better=Better.HIGHER,
         target=0.5,
         contestants=[
-            Contestant(label=f"number {number}", strategy="gtopk", options={}, runs=runs)
+            StrategyResults(label=f"number {number}", strategy="gtopk", options={}, runs=runs)
             for number, runs in enumerate(contestants)
         ],
     )
 
 
-def run_of(line: Curve, *, steps: Steps | None = None, seed: int = 0, last_start: int = 0) -> Run:
+def run_of(
+    line: Curve, *, steps: Steps | None = None, seed: int = 0, last_start: int = 0
+) -> RunResults:
     steps = some_steps(2, 5) if steps is None else steps
-    return Run(
+    return RunResults(
         seed=seed,
         directory="run",
         status="finished",
@@ -236,7 +238,9 @@ def test_a_death_is_marked_where_the_worker_ended_and_lies_in_the_window() -> No
         for field in fields(steps)
         if field.name not in ("step", "merged")
     }
-    loss = Loss(rank=1, step=37, seconds=1.0, cause="killed by SIGKILL", num_left=1, num_workers=2)
+    loss = WorkerLoss(
+        rank=1, step=37, seconds=1.0, cause="killed by SIGKILL", num_left=1, num_workers=2
+    )
     run = replace(run_of(curve([], []), steps=replace(steps, **columns)), losses=[loss])
     (window,) = timelines(report_of([run]))
     ((worker, at_us),) = window.gone

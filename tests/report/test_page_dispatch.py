@@ -11,7 +11,7 @@ import pytest
 
 from offbeat.lab.records import Record
 from offbeat.report.charts_dispatch import Dispatch, dispatches, own_speeds, reached
-from offbeat.report.data import Report, Run
+from offbeat.report.data import PageContent, RunResults
 from offbeat.report.data_records import read_run
 from offbeat.report.page import read_report
 from report_support.synthetic import mega_batch_of
@@ -20,18 +20,18 @@ KEYS = ["batch", "updates", "weight", "idle", "rate"]
 
 
 @pytest.fixture(scope="module")
-def report(shared_out: Path) -> Report:
+def report(shared_out: Path) -> PageContent:
     return read_report(shared_out)
 
 
-def dispatch_of(report: Report, **changes: object) -> Dispatch:
+def dispatch_of(report: PageContent, **changes: object) -> Dispatch:
     (contestant,) = report.contestants
-    run: Run = replace(contestant.runs[0], **changes)  # type: ignore[arg-type]
+    run: RunResults = replace(contestant.runs[0], **changes)  # type: ignore[arg-type]
     (found,) = dispatches(replace(report, contestants=[replace(contestant, runs=[run])]))
     return found
 
 
-def test_each_worker_has_a_line_over_all_mega_batches(report: Report) -> None:
+def test_each_worker_has_a_line_over_all_mega_batches(report: PageContent) -> None:
     dispatch = dispatch_of(report)
     assert [chart.key for chart in dispatch.charts] == [f"dispatch-{key}-0" for key in KEYS]
     batch, *_, rate = dispatch.charts
@@ -48,7 +48,7 @@ def test_rates_are_samples_over_time() -> None:
     assert reached(mega_batch) == pytest.approx(1800 / 1.05)
 
 
-def test_the_sentence_says_where_the_rest_is(report: Report) -> None:
+def test_the_sentence_says_where_the_rest_is(report: PageContent) -> None:
     sentence = dispatch_of(report).sentence
     share = reached(mega_batch_of(1, step=1, workers=4)) / own_speeds(
         mega_batch_of(1, step=1, workers=4)
@@ -58,7 +58,7 @@ def test_the_sentence_says_where_the_rest_is(report: Report) -> None:
     assert sentence.endswith("were 0% of the mean apart.")
 
 
-def test_the_first_mega_batches_are_not_counted(report: Report) -> None:
+def test_the_first_mega_batches_are_not_counted(report: PageContent) -> None:
     slow = [mega_batch_of(number, step=number, workers=4, merge_s=9.0) for number in range(1, 4)]
     fast = [mega_batch_of(number, step=number, workers=4) for number in range(4, 6)]
     assert (
@@ -67,7 +67,7 @@ def test_the_first_mega_batches_are_not_counted(report: Report) -> None:
     )
 
 
-def test_of_many_workers_the_mean_is_drawn(report: Report) -> None:
+def test_of_many_workers_the_mean_is_drawn(report: PageContent) -> None:
     (contestant,) = report.contestants
     steps = contestant.runs[0].steps
     wide = replace(steps, loss=steps.loss.repeat(3, axis=0))
@@ -79,7 +79,7 @@ def test_of_many_workers_the_mean_is_drawn(report: Report) -> None:
     assert dispatch.num_lines == 0
 
 
-def test_a_worker_that_was_gone_has_a_gap(report: Report) -> None:
+def test_a_worker_that_was_gone_has_a_gap(report: PageContent) -> None:
     whole = [mega_batch_of(number, step=number, workers=4) for number in range(1, 6)]
     gone = [replace(one, by_rank=one.by_rank[:3]) if one.number == 3 else one for one in whole]
     assert dispatch_of(report, mega_batches=gone).charts[0].series[3].y == [30, 30, None, 30, 30]

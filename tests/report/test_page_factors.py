@@ -12,7 +12,7 @@ import pytest
 
 from offbeat.lab.records import Record
 from offbeat.report.charts_factors import KINDS, MAX_SPANS, factor_timelines
-from offbeat.report.data import Report
+from offbeat.report.data import PageContent
 from offbeat.report.data_records import read_run
 from offbeat.report.page import read_report, write_report
 from offbeat.report.page_factors import message_bars, placements, sentences
@@ -20,11 +20,11 @@ from report_support.synthetic import Made, write_run
 
 
 @pytest.fixture(scope="module")
-def report(second_order: Path) -> Report:
+def report(second_order: Path) -> PageContent:
     return read_report(second_order)
 
 
-def test_every_run_that_was_looked_at_has_its_steps(report: Report) -> None:
+def test_every_run_that_was_looked_at_has_its_steps(report: PageContent) -> None:
     timelines = list(factor_timelines(report))
     assert [(one.contestant, one.run) for one in timelines] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for timeline in timelines:
@@ -33,7 +33,7 @@ def test_every_run_that_was_looked_at_has_its_steps(report: Report) -> None:
         assert {len(rows) for rows in timeline.steps} == {4}
 
 
-def test_work_and_messages_lie_within_the_step(report: Report) -> None:
+def test_work_and_messages_lie_within_the_step(report: PageContent) -> None:
     timeline = next(factor_timelines(report))
     for rows in timeline.steps:
         assert min(row.whole[0] for row in rows) == 0
@@ -46,7 +46,7 @@ def test_work_and_messages_lie_within_the_step(report: Report) -> None:
         assert inverting == [True, False, False, False]
 
 
-def test_parts_of_a_message_are_drawn_one_after_the_other(report: Report) -> None:
+def test_parts_of_a_message_are_drawn_one_after_the_other(report: PageContent) -> None:
     row = next(factor_timelines(report)).steps[0][0]
     sums, broadcasts = row.messages
     assert [part for part, *_ in sums] == [0, 1, 2]
@@ -70,7 +70,7 @@ def test_of_many_spans_the_last_steps_are_drawn(tmp_path: Path) -> None:
     assert timeline.numbers == [31, 36]
 
 
-def test_the_sentence_says_what_was_hidden_and_who_inverted(report: Report) -> None:
+def test_the_sentence_says_what_was_hidden_and_who_inverted(report: PageContent) -> None:
     (label, sentence), other = sentences(report)
     assert (label, other[0]) == ("spdkfac", "mpdkfac")
     assert "hidden behind computing" in sentence
@@ -78,7 +78,7 @@ def test_the_sentence_says_what_was_hidden_and_who_inverted(report: Report) -> N
     assert "1.77 ms were predicted" in sentence
 
 
-def test_bars_add_up_to_the_time_under_way(report: Report) -> None:
+def test_bars_add_up_to_the_time_under_way(report: PageContent) -> None:
     sums, broadcasts = message_bars(report)
     assert (
         [bar.label for bar in sums.bars]
@@ -90,7 +90,7 @@ def test_bars_add_up_to_the_time_under_way(report: Report) -> None:
     assert [part for part, percent, _ in broadcasts.bars[0].parts if percent > 1] == ["exposed"]
 
 
-def test_the_placement_shows_predicted_beside_measured(report: Report) -> None:
+def test_the_placement_shows_predicted_beside_measured(report: PageContent) -> None:
     placement = next(placements(report))
     assert placement.columns == [
         "Worker",

@@ -10,7 +10,7 @@ import pytest
 from offbeat.lab.breakdown import Steps
 from offbeat.lab.comparison import Difference
 from offbeat.lab.statistics import Estimate
-from offbeat.report.data import Better, Contestant, Curve, Report, Run
+from offbeat.report.data import Better, Curve, PageContent, RunResults, StrategyResults
 from offbeat.report.data_waiting import lateness
 from offbeat.report.page_sections import Row, lateness_bars, rows, step_bars, traffic_bars
 
@@ -24,20 +24,22 @@ def estimated(
     return Estimate(values=[median], median=median, low=low, high=high)
 
 
-def contestant(label: str, step_s: float | None, **more: object) -> Contestant:
+def contestant(label: str, step_s: float | None, **more: object) -> StrategyResults:
     measures = {
         "step_s": estimated(step_s, low=step_s, high=step_s),
         "bytes_per_step": estimated(8.0),
     }
-    return replace(Contestant(label=label, strategy=label, options={}, measures=measures), **more)  # type: ignore[arg-type]
+    return replace(
+        StrategyResults(label=label, strategy=label, options={}, measures=measures), **more
+    )  # type: ignore[arg-type]
 
 
 def difference(a: str, b: str, *, decided: bool) -> Difference:
     return Difference(measure="step_s", a=a, b=b, ratio=2.0, low=1.9, high=2.1, decided=decided)
 
 
-def report(contestants: list[Contestant], differences: list[Difference]) -> Report:
-    return Report(
+def report(contestants: list[StrategyResults], differences: list[Difference]) -> PageContent:
+    return PageContent(
         title="a title",
         verdict="a verdict",
         metric_name="accuracy",
@@ -47,7 +49,7 @@ def report(contestants: list[Contestant], differences: list[Difference]) -> Repo
     )
 
 
-def step_row(contestants: list[Contestant], differences: list[Difference]) -> Row:
+def step_row(contestants: list[StrategyResults], differences: list[Difference]) -> Row:
     return next(
         row for row in rows(report(contestants, differences)) if row.title == "Time of a step"
     )
@@ -99,7 +101,7 @@ def test_bars_are_as_long_as_the_values() -> None:
     assert [bar.text for bar in traffic.bars] == ["8 B", "8 B"]
 
 
-def run_with(ready_s: np.ndarray) -> Run:
+def run_with(ready_s: np.ndarray) -> RunResults:
     shape = ready_s.shape
     zero, one = np.zeros(shape), np.ones(shape)
     steps = Steps(
@@ -117,7 +119,7 @@ def run_with(ready_s: np.ndarray) -> Run:
         messages_sent=zero,
         skipped=zero,
     )
-    return Run(seed=0, directory="run", status="finished", curve=NO_CURVE, steps=steps)
+    return RunResults(seed=0, directory="run", status="finished", curve=NO_CURVE, steps=steps)
 
 
 def test_the_slow_worker_is_named() -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from offbeat.lab.analysis import analyse
 from offbeat.lab.cluster import Cluster, LinkSpec
-from offbeat.lab.comparison import Comparison, Contestant, write_comparison
+from offbeat.lab.comparison import ComparedStrategy, Comparison, write_comparison
 from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import EmulationReport, LinkCheck
-from offbeat.lab.judge import judge
 from offbeat.lab.profiles import ProfileWriter
 from offbeat.lab.records import (
     Evaluation,
@@ -230,7 +230,7 @@ def write_comparison_of(
             again = Made(**{key: getattr(made, key) for key in made.__slots__} | {"seed": seed})
             write_run(directory / name, again, cluster=CLUSTER)
         entries.append(
-            Contestant(
+            ComparedStrategy(
                 label=made.name,
                 strategy=made.strategy,
                 options=dict(made.options),  # type: ignore[arg-type]  # values of JSON
@@ -239,12 +239,12 @@ def write_comparison_of(
             )
         )
     comparison = comparison_of(contestants[0], entries, seeds)
-    judged = judge(directory, comparison, {})
+    judged = analyse(directory, comparison, {})
     write_comparison(directory, judged)
     return directory
 
 
-def comparison_of(made: Made, entries: list[Contestant], seeds: Sequence[int]) -> Comparison:
+def comparison_of(made: Made, entries: list[ComparedStrategy], seeds: Sequence[int]) -> Comparison:
     return Comparison(
         status="finished",
         command=(

@@ -22,7 +22,7 @@ from offbeat.transport.wrappers import (
     Delivery,
     Failing,
     Recorded,
-    Recording,
+    RecordingDriver,
     Traffic,
 )
 
@@ -69,8 +69,8 @@ WRAPPINGS: dict[str, Callable[[Driver], Driver]] = {
     "bare": lambda driver: driver,
     "counting": Counting,
     "delaying": lambda driver: Delaying(driver, alpha_beta),
-    "recording": Recording,
-    "all": lambda driver: Counting(Delaying(Failing(Recording(driver), []), alpha_beta)),
+    "recording": RecordingDriver,
+    "all": lambda driver: Counting(Delaying(Failing(RecordingDriver(driver), []), alpha_beta)),
 }
 
 
@@ -262,10 +262,10 @@ def test_posts_are_no_traffic() -> None:
 
 
 def test_a_recording_names_senders_as_they_come() -> None:
-    recorded: list[Recording] = []
+    recorded: list[RecordingDriver] = []
 
     def wrap(driver: Driver) -> Driver:
-        recorded.append(Recording(driver))
+        recorded.append(RecordingDriver(driver))
         return recorded[-1]
 
     VirtualCluster(3).run([post_and_collect(1), tell(0, []), tell(0, [])], wrap=wrap)

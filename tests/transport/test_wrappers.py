@@ -35,7 +35,7 @@ from offbeat.transport.wrappers import (
     Delivery,
     Failing,
     Recorded,
-    Recording,
+    RecordingDriver,
     ScriptedFault,
     Traffic,
 )
@@ -90,8 +90,8 @@ WRAPPINGS: dict[str, Callable[[Driver], Driver]] = {
     "counting": Counting,
     "delaying": delayed,
     "failing": lambda driver: Failing(driver, []),
-    "recording": Recording,
-    "all": lambda driver: Counting(delayed(Failing(Recording(driver), []))),
+    "recording": RecordingDriver,
+    "all": lambda driver: Counting(delayed(Failing(RecordingDriver(driver), []))),
 }
 
 
@@ -109,7 +109,7 @@ def test_a_wrapper_is_its_driver_in_rank_steps_and_closing(
     open_mesh: Callable[[int], list[Peers]], name: str
 ) -> None:
     first, second = open_mesh(2)
-    inner = Recording(second)
+    inner = RecordingDriver(second)
     wrapper = WRAPPINGS[name](inner)
     wrapper.mark_step(5)
     assert (wrapper.rank, wrapper.world_size, inner.step) == (1, 2, 5)
@@ -349,14 +349,14 @@ def test_a_fault_that_cannot_happen_is_refused(
         ScriptedFault(rank=0, step=0, operation=operation, action=action)  # type: ignore[arg-type]
 
 
-# Recording
+# RecordingDriver
 
 
 def test_a_recording_is_the_schedule() -> None:
-    recordings: list[Recording] = []
+    recordings: list[RecordingDriver] = []
 
     def wrap(driver: Driver) -> Driver:
-        recordings.append(Recording(driver))
+        recordings.append(RecordingDriver(driver))
         return recordings[-1]
 
     VirtualCluster(3).run([everything(rank, 3) for rank in range(3)], channel=4, wrap=wrap)

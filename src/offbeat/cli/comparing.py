@@ -18,8 +18,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from offbeat.lab.comparison import Comparison, Contestant, Measure
-from offbeat.lab.progress import News, Progress
+from offbeat.lab.comparison import ComparedStrategy, Comparison, Measure
+from offbeat.lab.progress import MembershipChange, WorkerProgress
 from offbeat.lab.statistics import Estimate
 
 _PLAIN_EVERY_S = 5.0
@@ -30,7 +30,7 @@ _REFRESHES_PER_S = 4
 class _Row:
     """What is known of one strategy in the runs of the current seed."""
 
-    workers: dict[int, Progress] = field(default_factory=dict)
+    workers: dict[int, WorkerProgress] = field(default_factory=dict)
     seeds_done: int = 0
     metric: float | None = None
     failure: str | None = None
@@ -44,7 +44,7 @@ class _Row:
         return max((progress.seconds for progress in self.workers.values()), default=0.0)
 
 
-class Watching:
+class ComparisonDisplay:
     """Shows how a comparison goes on: a live table on a terminal, a line now and then elsewhere."""
 
     def __init__(self, console: Console) -> None:
@@ -70,7 +70,7 @@ class Watching:
         self._turn = label
         self._show()
 
-    def progress(self, label: str, progress: Progress) -> None:
+    def progress(self, label: str, progress: WorkerProgress) -> None:
         if label not in self._rows:  # the runs without exchange are no contestant
             return
         row = self._rows[label]
@@ -78,14 +78,14 @@ class Watching:
         row.metric = row.metric if progress.metric is None else progress.metric
         self._show()
 
-    def news(self, label: str, news: News) -> None:
+    def membership_changed(self, label: str, change: MembershipChange) -> None:
         if label not in self._rows:
             return
-        if news.gone:
-            self._rows[label].workers.pop(news.rank, None)
-        style = "red" if news.gone else "green"
+        if change.departed:
+            self._rows[label].workers.pop(change.rank, None)
+        style = "red" if change.departed else "green"
         self._console.print(
-            f"{label}: {news.text}", style=style, markup=False, highlight=False, soft_wrap=True
+            f"{label}: {change.text}", style=style, markup=False, highlight=False, soft_wrap=True
         )
 
     def failed(self, label: str, reason: str) -> None:
@@ -173,16 +173,16 @@ class Watching:
 
 
 @contextmanager
-def watching(*, quiet: bool = False) -> Iterator[Watching]:
-    """A watcher for as long as the block runs. It writes to standard error."""
+def comparison_display(*, quiet: bool = False) -> Iterator[ComparisonDisplay]:
+    """A display for as long as the block runs. It writes to standard error."""
     console = Console(stderr=True, quiet=quiet)
-    watcher = Watching(console)
+    display = ComparisonDisplay(console)
     if not console.is_terminal or quiet:
-        yield watcher
+        yield display
         return
     with Live(console=console, refresh_per_second=_REFRESHES_PER_S) as live:
-        watcher.live = live
-        yield watcher
+        display.live = live
+        yield display
 
 
 _ROWS: Final[Sequence[tuple[str, Measure, Callable[[float], str]]]] = (
@@ -252,7 +252,7 @@ def print_comparison(comparison: Comparison, directory: Path, page: Path | None)
         console.print(f"page:   {escape(str(page))}", highlight=False, soft_wrap=True)
 
 
-def _cell(contestant: Contestant, measure: Measure, text: Callable[[float], str]) -> str:
+def _cell(contestant: ComparedStrategy, measure: Measure, text: Callable[[float], str]) -> str:
     if contestant.failure is not None:
         return "failed" if measure == "step_s" else ""
     figure: Estimate | None = contestant.measures.get(measure)

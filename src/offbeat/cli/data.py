@@ -113,7 +113,7 @@ def convert(
     from 0 or from 1.
     """
     from offbeat.xmc.xmlrepo import XmlFiles
-    from offbeat.xmc.xmlrepo_writer import convert as carry_out
+    from offbeat.xmc.xmlrepo_writer import convert as convert_files
 
     files = XmlFiles(
         path=source,
@@ -131,7 +131,7 @@ def convert(
     )
     _require_new(written.paths)
     with _files_named():
-        num_rows = carry_out(files, written, header=header)
+        num_rows = convert_files(files, written, header=header)
     print(f"{num_rows:,} rows in {_joined(written.paths)}")
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from offbeat.cli import comparing
 from offbeat.lab.cluster import Cluster, LinkSpec
-from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
+from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat.report.page import write_report
 
 _LEAST_ACCURACY = 0.95
@@ -37,8 +37,8 @@ def run(*, workers: int, out: Path | None, as_json: bool) -> int:
         turn_s=2.0,
     )
     plan = plan_comparison(request, out=_first_free() if out is None else out)
-    with comparing.watching(quiet=as_json) as watcher:
-        directory, comparison = carry_out(plan, watcher, command="offbeat demo")
+    with comparing.comparison_display(quiet=as_json) as listener:
+        directory, comparison = run_comparison(plan, listener, command="offbeat demo")
     if comparison.status == "stopped":
         print(f"stopped; what was recorded so far is in {directory}", file=sys.stderr)
         return 130

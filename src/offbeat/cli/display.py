@@ -20,7 +20,7 @@ from rich.table import Table
 from offbeat.lab.factor_work import factor_work
 from offbeat.lab.options import Option
 from offbeat.lab.profiles import read_profiles
-from offbeat.lab.progress import Listener, News, Progress
+from offbeat.lab.progress import Listener, MembershipChange, WorkerProgress
 from offbeat.lab.records import Record, Summary
 from offbeat.report import charts_dispatch, page_factors
 
@@ -28,7 +28,7 @@ _PLAIN_EVERY_S = 5.0
 
 
 @contextmanager
-def watching(title: str, num_workers: int, *, quiet: bool = False) -> Iterator[Listener]:
+def progress_display(title: str, num_workers: int, *, quiet: bool = False) -> Iterator[Listener]:
     """Show progress and news under `title` while the block runs: bars on a terminal, a line now and
     then elsewhere.
     """
@@ -63,13 +63,13 @@ class _Bars:
             for rank in range(num_workers)
         }
 
-    def __call__(self, progress: Progress | News) -> None:
-        if isinstance(progress, News):
-            what = "[red]gone[/red]" if progress.gone else "    "
+    def __call__(self, progress: WorkerProgress | MembershipChange) -> None:
+        if isinstance(progress, MembershipChange):
+            what = "[red]gone[/red]" if progress.departed else "    "
             self._bars.update(
                 self._tasks[progress.rank], description=f"worker {progress.rank} {what}"
             )
-            _tell(self._console, progress)
+            _print_change(self._console, progress)
             return
         self._bars.update(
             self._tasks[progress.rank],
@@ -88,17 +88,17 @@ class _Lines:
         self._title = title
         self._num_workers = num_workers
         self._console = console
-        self._latest: dict[int, Progress] = {}
+        self._latest: dict[int, WorkerProgress] = {}
         self._gone: set[int] = set()
         self._printed_s = time.monotonic()
 
-    def __call__(self, progress: Progress | News) -> None:
-        if isinstance(progress, News):
+    def __call__(self, progress: WorkerProgress | MembershipChange) -> None:
+        if isinstance(progress, MembershipChange):
             self._gone = (
-                self._gone | {progress.rank} if progress.gone else self._gone - {progress.rank}
+                self._gone | {progress.rank} if progress.departed else self._gone - {progress.rank}
             )
             self._latest.pop(progress.rank, None)
-            _tell(self._console, progress)
+            _print_change(self._console, progress)
             return
         self._latest[progress.rank] = progress
         if len(self._latest) < self._num_workers - len(self._gone):
@@ -117,9 +117,12 @@ class _Lines:
         )
 
 
-def _tell(console: Console, news: News) -> None:
+def _print_change(console: Console, change: MembershipChange) -> None:
     console.print(
-        escape(news.text), style="red" if news.gone else "green", highlight=False, soft_wrap=True
+        escape(change.text),
+        style="red" if change.departed else "green",
+        highlight=False,
+        soft_wrap=True,
     )
 
 

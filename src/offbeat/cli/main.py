@@ -158,7 +158,7 @@ def train(
     from offbeat.cli import display
     from offbeat.lab.config import Request
     from offbeat.lab.train import plan
-    from offbeat.lab.train import train as carry_out
+    from offbeat.lab.train import train as train_workers
 
     request = Request(
         task=task,
@@ -177,10 +177,10 @@ def train(
     planned = plan(request, out=out, resume=resume)
     quiet = planned.launch is not None and planned.launch.rank != 0
     num_watched = planned.config.workers if planned.launch is None else 1
-    with display.watching(
+    with display.progress_display(
         f"{planned.config.task} · {planned.config.strategy}", num_watched, quiet=quiet
-    ) as watcher:
-        summary = carry_out(planned, watcher)
+    ) as listener:
+        summary = train_workers(planned, listener)
     if summary is None:
         return
     page = _write_page(Path(summary.run_directory))
@@ -242,7 +242,7 @@ def compare(
     """
     from offbeat.cli import comparing
     from offbeat.lab.cluster import Cluster
-    from offbeat.lab.compare import CompareRequest, carry_out, plan_comparison
+    from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 
     if seeds < 1:
         raise ConfigError(f"--seeds is {seeds}; allowed is 1 or more")
@@ -261,9 +261,9 @@ def compare(
         turn_s=turn,
     )
     planned = plan_comparison(request, out=out)
-    with comparing.watching(quiet=as_json) as watcher:
-        directory, comparison = carry_out(
-            planned, watcher, command=shlex.join(["offbeat", *sys.argv[1:]])
+    with comparing.comparison_display(quiet=as_json) as listener:
+        directory, comparison = run_comparison(
+            planned, listener, command=shlex.join(["offbeat", *sys.argv[1:]])
         )
     if comparison.status == "stopped":
         print(f"stopped; what was recorded so far is in {directory}", file=sys.stderr)

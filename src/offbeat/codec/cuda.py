@@ -31,8 +31,13 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) -> Selection:
-    """Pick exactly the `k` largest of residual + weight * flat. Arguments as of `select.exact`, on
-    any device.
+    """Pick exactly the `k` largest of residual + weight * flat.
+
+    Args:
+        flat: as of `select.exact`, on any device.
+        residual: likewise.
+        k: likewise.
+        weight: likewise.
     """
     plan = sample_plan(flat.numel(), k)
     if plan is None:
@@ -48,8 +53,14 @@ def exact(flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float) 
 def reuse(
     flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, threshold: float
 ) -> Selection:
-    """Pick what reaches `threshold`, if that is within 20% of `k` entries, else the `k` largest. As
-    `select.reuse`.
+    """Pick what reaches `threshold`, if that is within 20% of `k` entries, else the `k` largest.
+
+    Args:
+        flat: as of `select.exact`, on any device.
+        residual: likewise.
+        k: likewise.
+        weight: likewise.
+        threshold: as of `select.reuse`.
     """
     if not 0 < threshold < math.inf:
         return _with_threshold(exact(flat, residual, k=k, weight=weight))
@@ -73,8 +84,13 @@ def accumulate(
     """flat = residual + weight * flat, and the ascending indices of what is nonzero and reaches
     `threshold`, or is NaN.
 
-    `capacity` is how many the kernel makes room for; when there are more, they are collected again
-    by torch.
+    Args:
+        flat: float32 or float64, shape (n,), on any device; overwritten.
+        residual: same shape, dtype and device.
+        weight: of `flat`.
+        threshold: a magnitude, one element of the same dtype and device.
+        capacity: how many indices the kernel makes room for, >= 1. When there are more, torch
+            collects them again.
     """
     threshold = threshold.clamp(min=torch.finfo(flat.dtype).tiny)
     if _HAS_TRITON and flat.is_cuda and flat.dtype == torch.float32 and flat.numel() < 1 << 31:

@@ -11,6 +11,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from offbeat.codec import sparse_kernels
 from offbeat.codec.jit import bits_of, magnitude_mask
@@ -99,6 +100,7 @@ class GapIndices(IndexCodec):
         _PLAIN_64: np.dtype(np.uint64),
     }
 
+    @override
     def encode(
         self, indices: NDArray[np.int64], values: WireValues, num_elements: int
     ) -> CodedEntries:
@@ -119,6 +121,7 @@ class GapIndices(IndexCodec):
         sent = np.flatnonzero(bits & mask)
         return CodedEntries(plain, indices[sent].astype(self._DTYPES[plain]), values[sent])
 
+    @override
     def num_bytes(self, layout: int, num_values: int, num_elements: int) -> int:
         if layout not in self._DTYPES:
             raise WireError(
@@ -127,6 +130,7 @@ class GapIndices(IndexCodec):
             )
         return num_values * self._DTYPES[layout].itemsize
 
+    @override
     def decode(
         self, layout: int, coded: memoryview, values: WireValues, num_elements: int
     ) -> tuple[NDArray[np.int64], WireValues]:

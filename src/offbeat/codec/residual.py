@@ -200,7 +200,15 @@ def add_momentum(
     weight: float,
     new_velocity: torch.Tensor,
 ) -> None:
-    """new_velocity = flat = momentum * velocity + weight * flat."""
+    """new_velocity = flat = momentum * velocity + weight * flat.
+
+    Args:
+        flat: the gradient, float32 or float64, shape (n,); overwritten.
+        velocity: same shape, dtype and device.
+        momentum: in [0, 1).
+        weight: of the gradient.
+        new_velocity: same shape, dtype and device; overwritten.
+    """
     if flat.device.type == "cpu":
         values = flat.numpy()
         kernels.add_momentum(

@@ -87,9 +87,13 @@ def reuse(
     flat: torch.Tensor, residual: torch.Tensor, *, k: int, weight: float, threshold: float
 ) -> Selection:
     """Pick what reaches `threshold`, if that is within 20% of `k` entries, else the `k` largest.
-    Arguments as of `exact`.
 
-    `threshold`: as the last selection returned it; 0 when there was none.
+    Args:
+        flat: as of `exact`.
+        residual: as of `exact`.
+        k: as of `exact`.
+        weight: as of `exact`.
+        threshold: as the last selection returned it; 0 when there was none.
     """
     values = flat.numpy()
     last = values.dtype.type(threshold)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Final
 
 import torch
+from typing_extensions import override
 
 from offbeat.codec import cuda, select
 from offbeat.codec.option_value import OptionValue
@@ -58,6 +59,7 @@ class Selector(OptionValue):
 class Exact(Selector):
     """Exactly the `k` largest magnitudes, among equal ones those at lower indices."""
 
+    @override
     def select(
         self,
         flat: torch.Tensor,
@@ -76,9 +78,11 @@ class ThresholdReuse(Selector):
     largest. It takes fewer passes than `Exact`.
     """
 
+    @override
     def initial_state(self) -> Mapping[str, float]:
         return {THRESHOLD: 0.0}
 
+    @override
     def select(
         self,
         flat: torch.Tensor,

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from offbeat.codec import sparse_kernels
 from offbeat.codec.option_value import OptionValue
@@ -55,6 +56,7 @@ class ValueCodec(OptionValue):
 class _Float(ValueCodec):
     """Values as IEEE numbers of one width."""
 
+    @override
     def encode(self, values: NDArray[np.floating]) -> WireValues:
         if self.is_exact_for(values.dtype):
             return values.astype(self.wire_dtype, copy=False)
@@ -62,22 +64,24 @@ class _Float(ValueCodec):
         on_wire: WireValues = np.clip(values, -largest, largest).astype(self.wire_dtype)
         return on_wire
 
+    @override
     def decode(self, on_wire: WireValues) -> NDArray[np.floating]:
         decoded: NDArray[np.floating] = on_wire  # type: ignore[assignment]  # of `wire_dtype`
         return decoded
 
+    @override
     def is_exact_for(self, dtype: np.dtype[np.floating]) -> bool:
         return dtype.itemsize <= self.wire_dtype.itemsize
 
 
-class Float64(_Float):
+class Float64Values(_Float):
     """8 bytes a value."""
 
     code = 1
     wire_dtype = np.dtype(np.float64)
 
 
-class Float32(_Float):
+class Float32Values(_Float):
     """4 bytes a value. Vectors of float64 travel as float64: nothing is rounded unless that is
     asked for.
     """
@@ -85,24 +89,30 @@ class Float32(_Float):
     code = 0
     wire_dtype = np.dtype(np.float32)
 
+    @override
     def suited_to(self, dtype: np.dtype[np.floating]) -> ValueCodec:
-        return Float64() if dtype == np.float64 else self
+        return Float64Values() if dtype == np.float64 else self
 
 
-class BFloat16(ValueCodec):
+class BFloat16Values(ValueCodec):
     """2 bytes a value: the upper half of a float32, rounded to nearest, ties to even."""
 
     code = 2
     wire_dtype = np.dtype(np.uint16)
 
+    @override
     def encode(self, values: NDArray[np.floating]) -> WireValues:
         codes = np.empty(values.size, dtype=np.uint16)
         sparse_kernels.round_to_bfloat16(values, codes)
         return codes
 
+    @override
     def decode(self, on_wire: WireValues) -> NDArray[np.floating]:
         return (on_wire.astype(np.uint32) << 16).view(np.float32)
 
 
-VALUE_CODECS: Final[Mapping[str, ValueCodec]] = {"float32": Float32(), "bfloat16": BFloat16()}
+VALUE_CODECS: Final[Mapping[str, ValueCodec]] = {
+    "float32": Float32Values(),
+    "bfloat16": BFloat16Values(),
+}
 """Value codecs by the names that options may use for them."""

@@ -20,7 +20,7 @@ from offbeat.codec import sparse_kernels
 from offbeat.codec.index_codecs import GapIndices, IndexCodec
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
-from offbeat.codec.value_codecs import Float32, ValueCodec
+from offbeat.codec.value_codecs import Float32Values, ValueCodec
 from offbeat.errors import WireError
 
 MAGIC = b"OFBS"
@@ -43,7 +43,7 @@ class Wire:
     num_elements: int
     num_parameters: int
     dtype: np.dtype[np.floating]
-    values: ValueCodec = field(default_factory=Float32)
+    values: ValueCodec = field(default_factory=Float32Values)
     indices: IndexCodec = field(default_factory=GapIndices)
 
     @property

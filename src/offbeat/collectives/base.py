@@ -34,8 +34,19 @@ class SparseCollective(Protocol):
     def __call__(
         self, rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire
     ) -> Collective[Exchanged]:
-        """Args: `mine` has about `k` pairs; the result has at most `k` unless the protocol says
-        otherwise.
+        """Sum every rank's contribution.
+
+        Args:
+            rank: this rank, 0 <= rank < world_size.
+            world_size: number of ranks, >= 1.
+            mine: this rank's contribution, about `k` pairs.
+            tally: this rank's.
+            k: how many pairs the result has at most, >= 1, unless the protocol says otherwise.
+            wire: layout of the messages, the same on all ranks.
+
+        Raises:
+            WireError: a message is damaged, or from a rank with another model or options.
+            PeerError: a rank has failed.
         """
         ...
 

@@ -1,14 +1,17 @@
-"""Dense all-reduce and broadcast: the driver's own collectives.
+"""Collectives of one dense operation each: all-reduce, broadcast, and a gathering of plain values.
 
 Cost per step of an all-reduce (ring): 2(P-1) messages, 2(P-1)/P n elements sent by each rank.
 """
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import torch
 
 from offbeat.planning.costs import NetworkCosts
-from offbeat.transport.operations import AllReduceTensor, Broadcast, Collective
+from offbeat.transport.operations import AllGather, AllReduceTensor, Broadcast, Collective
 
 
 def dense_all_reduce(tensor: torch.Tensor) -> Collective[torch.Tensor]:
@@ -21,6 +24,12 @@ def dense_broadcast(tensor: torch.Tensor, root: int) -> Collective[torch.Tensor]
     """Replace `tensor` by rank `root`'s, in place."""
     theirs: torch.Tensor = yield Broadcast(tensor, root)
     return theirs
+
+
+def gather_values(value: Any) -> Collective[list[Any]]:
+    """Every rank's `value`, of JSON's kinds, by rank: to agree on something, not to train."""
+    payloads = yield AllGather(json.dumps(value).encode())
+    return [json.loads(bytes(payload)) for payload in payloads]
 
 
 def cost_s(*, world_size: int, num_bytes: int, network: NetworkCosts) -> float:

@@ -22,7 +22,17 @@ _LENGTH = struct.Struct("<Q")
 def all_gather(
     rank: int, world_size: int, mine: Payload, read: Callable[[Payload], T]
 ) -> Collective[list[T]]:
-    """Every rank's payload, by rank, as `read` understands it; this rank's own too."""
+    """Every rank's payload, by rank, as `read` understands it; this rank's own too.
+
+    Args:
+        rank: this rank, 0 <= rank < world_size.
+        world_size: number of ranks, >= 1.
+        mine: this rank's payload.
+        read: what to make of a payload.
+
+    Raises:
+        WireError: a message is damaged.
+    """
     blocks: list[Payload] = [mine]  # blocks[i] is from rank + i
     results: list[T] = []
     distance = 1

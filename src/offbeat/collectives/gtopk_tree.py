@@ -44,7 +44,17 @@ def gtopk_tree(
     *,
     variant: Literal["conserving", "paper"] = "conserving",
 ) -> Collective[Exchanged]:
-    """At most k entries that approximate the k largest of the sum."""
+    """At most k entries that approximate the k largest of the sum.
+
+    Args:
+        rank: as of `SparseCollective`.
+        world_size: likewise.
+        mine: likewise.
+        tally: likewise.
+        k: likewise.
+        wire: likewise.
+        variant: "conserving", or "paper": puts entries back as published.
+    """
     sum_so_far = mine
     left_over: list[Sparse] = []  # added up at the end, when nobody waits for this rank any more
     for peer, sends in reduce_rounds(rank, world_size):
@@ -78,8 +88,13 @@ def broadcast(rank: int, world_size: int, message: Payload) -> Collective[Payloa
 
 
 def cost_s(*, world_size: int, k: int, pair_bytes: int, network: NetworkCosts) -> float:
-    """2 log2(P) alpha + 2 k log2(P) beta: each round of both phases passes one message
-    of k pairs.
+    """2 log2(P) alpha + 2 k log2(P) beta: each round of both phases passes one message of k pairs.
+
+    Args:
+        world_size: P, >= 1.
+        k: how many pairs each rank contributes.
+        pair_bytes: of one pair in a message.
+        network: what messages cost.
     """
     rounds = 2 * num_rounds(world_size)
     return network.messages.time_s(num_messages=rounds, num_bytes=rounds * k * pair_bytes)

@@ -45,7 +45,16 @@ EXPECTED_COUNTERS = 128
 def sparse_reduce_scatter(
     rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire
 ) -> Collective[Exchanged]:
-    """At most k entries of the exact sum: its k largest, up to a relative 2**-8 in magnitude."""
+    """At most k entries of the exact sum: its k largest, up to a relative 2**-8 in magnitude.
+
+    Args:
+        rank: as of `SparseCollective`.
+        world_size: likewise.
+        mine: likewise.
+        tally: likewise.
+        k: likewise.
+        wire: likewise.
+    """
     parts = partition(mine, world_size)
     owed, sums = wire.empty(), parts[rank]
     for distance in range(1, world_size):
@@ -72,7 +81,14 @@ def sparse_reduce_scatter(
 
 
 def cost_s(*, world_size: int, k: int, pair_bytes: int, network: NetworkCosts) -> float:
-    """(P-1 + 2 log2 P) alpha + (2 (P-1)/P k pairs + (P-1) c counters) beta."""
+    """(P-1 + 2 log2 P) alpha + (2 (P-1)/P k pairs + (P-1) c counters) beta.
+
+    Args:
+        world_size: P, >= 1.
+        k: how many pairs each rank contributes.
+        pair_bytes: of one pair in a message.
+        network: what messages cost.
+    """
     num_bytes = (
         2 * (world_size - 1) / world_size * k * pair_bytes
         + (world_size - 1) * EXPECTED_COUNTERS * COUNTER_BYTES

@@ -25,7 +25,16 @@ from offbeat.transport.operations import Collective
 def topk_sum(
     rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire
 ) -> Collective[Exchanged]:
-    """The sum of all contributions, with up to P k entries (Top-k S-SGD)."""
+    """The sum of all contributions, with up to P k entries (Top-k S-SGD).
+
+    Args:
+        rank: as of `SparseCollective`.
+        world_size: likewise.
+        mine: likewise.
+        tally: likewise.
+        k: likewise.
+        wire: likewise.
+    """
     total, rounding, tally = yield from _sum(rank, world_size, mine, tally, wire)
     return Exchanged(kept=total, owed=rounding, tally=tally)
 
@@ -33,7 +42,16 @@ def topk_sum(
 def global_topk(
     rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire
 ) -> Collective[Exchanged]:
-    """The exact k largest entries of the sum of all contributions."""
+    """The exact k largest entries of the sum of all contributions.
+
+    Args:
+        rank: as of `SparseCollective`.
+        world_size: likewise.
+        mine: likewise.
+        tally: likewise.
+        k: likewise.
+        wire: likewise.
+    """
     total, rounding, tally = yield from _sum(rank, world_size, mine, tally, wire)
     kept, _ = keep_largest(total, k)
     # Rounding is owed wherever it happened; of the rest only what the selection left out.
@@ -53,7 +71,14 @@ def _sum(
 
 
 def cost_s(*, world_size: int, k: int, pair_bytes: int, network: NetworkCosts) -> float:
-    """log2(P) alpha + (P-1) k beta."""
+    """log2(P) alpha + (P-1) k beta.
+
+    Args:
+        world_size: P, >= 1.
+        k: how many pairs each rank contributes.
+        pair_bytes: of one pair in a message.
+        network: what messages cost.
+    """
     return network.messages.time_s(
         num_messages=num_rounds(world_size), num_bytes=(world_size - 1) * k * pair_bytes
     )

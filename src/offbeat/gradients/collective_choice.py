@@ -66,7 +66,14 @@ class CheapestCollective(Part):
     def measure(
         cls, driver: Driver, stream: Stream, *, sample: torch.Tensor, notify: Callable[[str], None]
     ) -> CheapestCollective:
-        """Probe the links. Collective. `sample`: any tensor of the gradients' dtype and device."""
+        """Probe the links. Collective.
+
+        Args:
+            driver: carries the probe out.
+            stream: channels for it.
+            sample: any tensor of the gradients' dtype and device.
+            notify: for remarks.
+        """
         select_s = _select_s_per_element(sample)
         work = probe(
             driver.rank, driver.world_size, select_s_per_element=select_s, device=sample.device

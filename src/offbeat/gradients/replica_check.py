@@ -39,6 +39,12 @@ class ReplicaCheck(Part):
     """After every `interval` optimizer steps, compares a checksum of the parameters over all ranks.
 
     Cost: one pass over the parameters and one 8-byte all-gather, each `interval` steps.
+
+    Args:
+        parameters: the model's, by name; in the same order on all ranks.
+        driver: carries the comparison out.
+        stream: channels for it.
+        interval: in steps, >= 1.
     """
 
     state_key: ClassVar[str] = "replica_check"

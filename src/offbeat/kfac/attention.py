@@ -1,13 +1,13 @@
 """Seeing into nn.MultiheadAttention, which calls its projections as functions and not as modules.
 
-PyTorch's own forward pass runs, to the bit: its code is executed with the name `linear` bound to a
-watcher that calls the real one and shows what went in and came out. While watched, a module has a
+PyTorch's own forward pass runs, to the bit: its code is executed with the name `linear` bound to an
+observer that calls the real one and shows what went in and came out. While watched, a module has a
 subclass as its class; copies of it, such as averaged models, are not watched, and `unwatch` gives
 the class back.
 
 What this relies on: in torch.nn.functional, `multi_head_attention_forward`, `_in_projection_packed`
 and `_in_projection` project through the global `linear`. A version where they do not shows nothing,
-which whoever watches must notice.
+which the observer must notice (`Projections.finished`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _NOT_SELF_ATTENTION = (
 
 
 class ProjectionObserver(Protocol):
+    """Is shown what the projections of an attention get and return."""
+
     def projected(self, inputs: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
         """`output` is `inputs` times `weight`, transposed, plus a bias."""
         ...
@@ -46,21 +48,23 @@ _watched: WeakKeyDictionary[nn.Module, tuple[FunctionType, ProjectionObserver]] 
 
 
 class _WatchedAttention(nn.MultiheadAttention):
+    """The class of an attention while it is watched."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         watched = _watched.get(self)
         if watched is None or not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        forward, watcher = watched
+        forward, observer = watched
         output = forward(self, *args, **kwargs)
-        watcher.finished()
+        observer.finished()
         return output
 
     def _get_name(self) -> str:
         return nn.MultiheadAttention.__name__
 
 
-def watch(module: nn.MultiheadAttention, watcher: ProjectionObserver) -> None:
-    """Show each projection in forward passes with gradients to `watcher`, in the order
+def watch(module: nn.MultiheadAttention, observer: ProjectionObserver) -> None:
+    """Show each projection in forward passes with gradients to `observer`, in the order
     they happen.
     """
 
@@ -68,16 +72,18 @@ def watch(module: nn.MultiheadAttention, watcher: ProjectionObserver) -> None:
         inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         output = F.linear(inputs, weight, bias)
-        watcher.projected(inputs, weight, output)
+        observer.projected(inputs, weight, output)
         return output
 
+    # PyTorch's functions are copied with other globals rather than patched, so that no other module
+    # and no other thread sees the change.
     functional = {**vars(F), "linear": linear}
     for name, function in attention_functions().items():
         functional[name] = _rebound(function, functional)
     forward = nn.MultiheadAttention.forward
     _watched[module] = (
         _rebound(forward, {**forward.__globals__, "F": SimpleNamespace(**functional)}),
-        watcher,
+        observer,
     )
     module.__class__ = _WatchedAttention
 

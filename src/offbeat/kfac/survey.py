@@ -57,6 +57,7 @@ def survey(model: nn.Module, options: FactorOptions) -> Survey:
     )
     blocks: list[Block] = []
     plain: dict[str, str] = {}
+    # Torch's decoder layers attend to the encoder's output, so query and key differ there.
     decoded = {
         id(layer.multihead_attn)
         for layer in model.modules()
@@ -84,6 +85,8 @@ def survey(model: nn.Module, options: FactorOptions) -> Survey:
             }
             plain |= _left_over(name, module, found)
             if isinstance(module, nn.MultiheadAttention):
+                # The attention uses the weight of its output projection without calling the module,
+                # so the projection is one of the attention's blocks and not a Linear of its own.
                 claimed.add(id(module.out_proj))
         elif any(module.children()) and not isinstance(module, SUPPORTED):
             own_names = [

@@ -190,11 +190,11 @@ def _by_step(events: Iterable[StepEvent]) -> dict[int, StepEvent]:
     found: dict[int, StepEvent] = {}
     for event in events:
         before = found.get(event.step)
-        found[event.step] = event if before is None else together(before, event)
+        found[event.step] = event if before is None else combine_events(before, event)
     return found
 
 
-def together(first: StepEvent, second: StepEvent) -> StepEvent:
+def combine_events(first: StepEvent, second: StepEvent) -> StepEvent:
     """Two events of one step as one; its loss is the second one's."""
     sums = {name: getattr(first, name) + getattr(second, name) for name in _ADD_UP}
     sums["arrivals"] = [*first.arrivals, *second.arrivals]

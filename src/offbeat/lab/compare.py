@@ -1,5 +1,5 @@
 """Strategies side by side: the same task, the same seeds, the same machine, by turns
-(`offbeat.lab.turns`).
+(`offbeat.lab.interleaving`).
 """
 
 from __future__ import annotations
@@ -14,27 +14,35 @@ import psutil
 
 from offbeat.errors import OffbeatError, RecordError
 from offbeat.lab import records
+from offbeat.lab.analysis import analyse
 from offbeat.lab.compare_plan import ComparePlan, CompareRequest, check_free, plan_comparison
 from offbeat.lab.comparison import Comparison, write_comparison
 from offbeat.lab.emulation import Emulation, emulate
+from offbeat.lab.interleaving import ComparisonListener, InterleavedRuns
 from offbeat.lab.interrupts import interrupts
-from offbeat.lab.judge import judge
-from offbeat.lab.turns import Rounds, Watcher
 from offbeat.session.checkpoint import Json
 
-__all__ = ["ComparePlan", "CompareRequest", "Watcher", "carry_out", "plan_comparison"]
+__all__ = [
+    "ComparePlan",
+    "CompareRequest",
+    "ComparisonListener",
+    "plan_comparison",
+    "run_comparison",
+]
 
 
-def carry_out(plan: ComparePlan, watcher: Watcher, *, command: str) -> tuple[Path, Comparison]:
+def run_comparison(
+    plan: ComparePlan, listener: ComparisonListener, *, command: str
+) -> tuple[Path, Comparison]:
     """Run the comparison and write its directory.
 
     Args:
         plan: from `plan_comparison`.
-        watcher: hears how it goes on.
+        listener: is told how it goes on.
         command: that reproduces it, for the record.
 
     Returns:
-        The directory, and what was found. A strategy that fails is out, and the others go on.
+        The directory, and what was found. When a strategy fails, the others go on.
 
     Raises:
         RecordError: the directory is in use, or the disk does not take the record.
@@ -47,18 +55,18 @@ def carry_out(plan: ComparePlan, watcher: Watcher, *, command: str) -> tuple[Pat
         _make_directory(directory)
         comparison = _begin(plan, emulation, command)
         write_comparison(directory, comparison)
-        watcher.begin(
+        listener.begin(
             [c.label for c in plan.contestants],
             request.cluster.workers,
             len(request.seeds),
             plan.steps,
         )
-        rounds = Rounds(directory, plan, emulation, watcher)
+        runs = InterleavedRuns(directory, plan, emulation, listener)
         try:
             with interrupts() as interrupted:
                 for place, seed in enumerate(request.seeds):
-                    watcher.seed(place)
-                    rounds.run_seed(place, seed, interrupted)
+                    listener.seed(place)
+                    runs.run_seed(place, seed, interrupted)
                     if interrupted.count:
                         break
         except (OffbeatError, OSError):
@@ -68,14 +76,13 @@ def carry_out(plan: ComparePlan, watcher: Watcher, *, command: str) -> tuple[Pat
                 write_comparison(directory, comparison.model_copy(update={"status": "stopped"}))
             raise
     contestants = [
-        c.model_copy(update={"failure": rounds.failures.get(c.label)})
-        for c in comparison.contestants
+        c.model_copy(update={"failure": runs.failures.get(c.label)}) for c in comparison.contestants
     ]
     if interrupted.count:
         comparison = comparison.model_copy(update={"status": "stopped", "contestants": contestants})
     else:
-        comparison = judge(
-            directory, comparison.model_copy(update={"contestants": contestants}), rounds.alone
+        comparison = analyse(
+            directory, comparison.model_copy(update={"contestants": contestants}), runs.alone
         )
         comparison = comparison.model_copy(update={"status": "finished"})
     write_comparison(directory, comparison)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from offbeat.errors import ConfigError, RecordError
 from offbeat.lab.cluster import Cluster
-from offbeat.lab.comparison import Contestant
+from offbeat.lab.comparison import ComparedStrategy
 from offbeat.lab.config import MAX_SEED, Request, RunConfig, resolve
 from offbeat.lab.emulation import Mode as EmulationMode
-from offbeat.lab.memory import how_many_fit
+from offbeat.lab.memory import num_runs_that_fit
 from offbeat.lab.options import parse_spec, strategy_type
 from offbeat.strategies.docstrings import first_sentence
 
@@ -55,7 +55,7 @@ class ComparePlan:
     """A checked comparison that has touched nothing yet."""
 
     request: CompareRequest
-    contestants: Sequence[Contestant]
+    contestants: Sequence[ComparedStrategy]
     configs: Sequence[RunConfig]
     steps: int
     num_parameters: int
@@ -91,7 +91,7 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
             )
         )
         contestants.append(
-            Contestant(
+            ComparedStrategy(
                 label=label,
                 strategy=name,
                 options=config.strategy_options,
@@ -116,7 +116,7 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
         configs=configs,
         steps=steps,
         num_parameters=num_parameters,
-        at_once=how_many_fit(len(contestants) + 1, request.cluster.workers, num_parameters),
+        at_once=num_runs_that_fit(len(contestants) + 1, request.cluster.workers, num_parameters),
         out=out,
     )
 

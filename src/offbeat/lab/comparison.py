@@ -74,7 +74,7 @@ MEASURES: Final[Mapping[Measure, str]] = {
 """What is measured, and what it means."""
 
 
-class Contestant(BaseModel):
+class ComparedStrategy(BaseModel):
     """One strategy with its options.
 
     Attributes:
@@ -131,7 +131,7 @@ class Comparison(BaseModel):
     cluster: Cluster
     emulation: EmulationReport
     environment: dict[str, JsonValue]
-    contestants: list[Contestant]
+    contestants: list[ComparedStrategy]
     differences: list[Difference] = []
     verdict: str = ""
     findings: list[str] = []

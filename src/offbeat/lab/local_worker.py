@@ -1,6 +1,4 @@
-"""One local worker: its process, the pipe that it reports through, and what it has said
-of itself.
-"""
+"""One local worker: its process, the pipe that it reports through, and what it has reported."""
 
 from __future__ import annotations
 
@@ -24,23 +22,23 @@ class LocalWorker:
     Attributes:
         rank: which one.
         process, pipe: of it, and the descriptor from which its reports are read.
-        life: how many processes have had this rank before and died.
+        incarnation: how many processes have had this rank before and died.
         joined: whether it is one of the members; one that comes back has to become one.
-        failure: why it gave up, if it said so.
+        failure: why it gave up, if it reported so.
         seconds: its training time.
-        paused_at: the step at which it waits for its next turn.
-        noted: whether the supervisor knows of its death.
+        paused_at: the step at which it waits until it may train on.
+        death_recorded: whether the supervisor has recorded its death.
     """
 
     rank: int
     process: subprocess.Popen[bytes]
     pipe: int
-    life: int = 0
+    incarnation: int = 0
     joined: bool = True
     failure: Failure | None = None
     seconds: float = 0.0
     paused_at: int | None = None
-    noted: bool = False
+    death_recorded: bool = False
     _unread: bytes = b""
 
     @property
@@ -52,8 +50,8 @@ class LocalWorker:
         return self.process.poll() in (0, EXIT_STOPPED)
 
     @property
-    def is_witness(self) -> bool:
-        """Whether it failed only because it noticed another one's end."""
+    def is_secondary_failure(self) -> bool:
+        """Whether it failed only because it noticed that a peer had failed."""
         return self.failure is not None and self.failure.kind.startswith("Peer")
 
     def read(self) -> tuple[list[Report], bool]:
@@ -64,10 +62,10 @@ class LocalWorker:
         *lines, self._unread = (self._unread + chunk).split(b"\n")
         return [decode(line) for line in lines], bool(chunk)
 
-    def let_go(self, until_step: int) -> None:
+    def run_until(self, until_step: int) -> None:
         """Let it train up to `until_step`."""
         self.paused_at = None
-        with suppress(OSError):  # a worker that is gone is noticed elsewhere
+        with suppress(OSError):  # a dead worker is noticed elsewhere
             assert self.process.stdin is not None
             self.process.stdin.write(f"{until_step}\n".encode())
             self.process.stdin.flush()
@@ -93,7 +91,7 @@ def start_worker(
     placement: Placement,
     environment: Mapping[str, str],
     *,
-    life: int,
+    incarnation: int,
     seconds: float,
 ) -> LocalWorker:
     """Start the process of `rank` of the run in `run_directory`.
@@ -103,7 +101,7 @@ def start_worker(
         run_directory: a record with a config.json; what the process prints goes to its logs.
         placement: where it runs.
         environment: what it is told besides what this process was told.
-        life: how many processes have had this rank before and died.
+        incarnation: how many processes have had this rank before and died.
         seconds: training time so far.
     """
     reading, writing = os.pipe()
@@ -130,5 +128,10 @@ def start_worker(
     finally:
         os.close(writing)
     return LocalWorker(
-        rank=rank, process=process, pipe=reading, life=life, joined=not life, seconds=seconds
+        rank=rank,
+        process=process,
+        pipe=reading,
+        incarnation=incarnation,
+        joined=not incarnation,
+        seconds=seconds,
     )

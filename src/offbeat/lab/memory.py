@@ -12,7 +12,7 @@ _BYTES_PER_PARAMETER = (
 )
 
 
-def how_many_fit(wanted: int, workers: int, num_parameters: int) -> int:
+def num_runs_that_fit(wanted: int, workers: int, num_parameters: int) -> int:
     """How many runs fit into memory at a time. Raises `ConfigError` if not even one does."""
     each = workers * (_WORKER_BYTES + num_parameters * _BYTES_PER_PARAMETER)
     available = available_bytes()

@@ -26,7 +26,7 @@ EXIT_STOPPED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class WorkerProgress:
     """How far one worker is.
 
     Attributes:
@@ -96,23 +96,23 @@ class Joined:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class News:
-    """What the supervisor tells whoever watches besides progress.
+class MembershipChange:
+    """A worker has died while its peers go on, or has come back.
 
     Attributes:
-        rank: the worker it is about.
-        gone: whether that worker is gone; False when it is back.
+        rank: the worker.
+        departed: whether it has died; False when it is back.
         text: what happened.
     """
 
     rank: int
-    gone: bool
+    departed: bool
     text: str
 
 
-Report: TypeAlias = Progress | Failure | Paused | Joined
+Report: TypeAlias = WorkerProgress | Failure | Paused | Joined
 Reporter: TypeAlias = Callable[[Report], None]
-Listener: TypeAlias = Callable[[Progress | News], None]
+Listener: TypeAlias = Callable[[WorkerProgress | MembershipChange], None]
 
 
 def pipe_reporter() -> Reporter:
@@ -134,7 +134,7 @@ def encode(report: Report) -> bytes:
 def decode(line: bytes) -> Report:
     values = json.loads(line)
     kinds: dict[str, type[Report]] = {
-        kind.__name__: kind for kind in (Progress, Failure, Paused, Joined)
+        kind.__name__: kind for kind in (WorkerProgress, Failure, Paused, Joined)
     }
     return kinds[values.pop("report")](**values)
 

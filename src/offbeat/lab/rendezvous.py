@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from offbeat.errors import ConfigError
-from offbeat.lab.meeting import Meeting, note_death
+from offbeat.lab.coordination import Coordinator, record_death
 from offbeat.transport.connect import RETURN_VARIABLE
 from offbeat.transport.interface import bound_socket
 
@@ -63,10 +63,10 @@ class StoreServer:
             _SUPERVISED: str(self.port),
         }
 
-    def note_death(self, rank: int, *, deaths: int) -> None:
-        """Let all know that the process of `rank` is gone, for the `deaths`-th time."""
+    def record_death(self, rank: int, *, deaths: int) -> None:
+        """Tell all ranks that the process of `rank` has died, for the `deaths`-th time."""
         assert self._store is not None
-        note_death(self._store, rank, deaths=deaths)
+        record_death(self._store, rank, deaths=deaths)
 
     def close(self) -> None:
         self._store = None
@@ -81,10 +81,10 @@ def launched() -> Launch | None:
     return None
 
 
-def join() -> Meeting:
+def join() -> Coordinator:
     """Initialise torch.distributed (gloo) among the processes of this run. `leave` undoes it.
 
-    A worker that comes back only finds the store: the others' process group is as old as they are.
+    A worker that comes back only finds the store: its peers made their process group without it.
     """
     launch = launched()
     if launch is None:
@@ -92,7 +92,7 @@ def join() -> Meeting:
             "this process has no rank: RANK and WORLD_SIZE are not set; start it with torchrun or"
             " offbeat train"
         )
-    supervised, life = _SUPERVISED in os.environ, int(os.environ.get(RETURN_VARIABLE) or 0)
+    supervised, incarnation = _SUPERVISED in os.environ, int(os.environ.get(RETURN_VARIABLE) or 0)
     if supervised:
         store: Store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
@@ -115,16 +115,18 @@ def join() -> Meeting:
                 f"the ranks cannot meet at {where}: {error}; name rank 0's host and a free port"
                 " of it"
             ) from None
-    if not life:
+    if not incarnation:
         dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.world_size)
-    return Meeting(store, launch.rank, launch.world_size, life=life, supervised=supervised)
+    return Coordinator(
+        store, launch.rank, launch.world_size, incarnation=incarnation, supervised=supervised
+    )
 
 
 def leave() -> None:
-    """Part when all ranks are done: the one that serves the store must not be gone while another
-    still asks it.
+    """Leave torch.distributed when all ranks are done: the rank that serves the store must not end
+    while a peer still asks it.
 
-    Where the supervisor serves it nobody waits, and so for nobody who is dead.
+    Where the supervisor serves the store no rank waits, so that none waits for a dead one.
     """
     if dist.is_initialized():
         if _SUPERVISED not in os.environ:

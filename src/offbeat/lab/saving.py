@@ -21,10 +21,10 @@ import torch
 
 from offbeat.errors import CheckpointError, PeerError
 from offbeat.lab.attaching import AttachedModel
-from offbeat.lab.meeting import Meeting
+from offbeat.lab.coordination import Coordinator
 from offbeat.lab.records import Record
 from offbeat.lab.schedule import Position
-from offbeat.lab.watch import Run
+from offbeat.lab.step_recorder import RankRun
 from offbeat.session.checkpoint import Manifest, Tree, latest, read_shard, write_checkpoint
 from offbeat.session.session import Session, reshard
 
@@ -47,7 +47,7 @@ class _State(TypedDict):
     random: torch.Tensor
 
 
-def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
+def save(run: RankRun, name: str, *, patience_s: float = LATE_S) -> None:
     """Write a checkpoint together with those who are there.
 
     It is of the first writer's step: where ranks do not keep step, the others may be at another
@@ -58,9 +58,9 @@ def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
         name: of the occasion, the same on all ranks.
         patience_s: how long to wait for late ones, where ranks do not keep step.
     """
-    meeting, position, session = run.meeting, run.schedule.position, run.attached.session
+    coordinator, position, session = run.coordinator, run.schedule.position, run.attached.session
     apart = session.averages_alone
-    positions = meeting.gather(
+    positions = coordinator.gather_living(
         f"{name}/writers",
         json.dumps(position.to_json()),
         step=position.step,
@@ -68,11 +68,11 @@ def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
     )
     writers = list(positions)
     of_first = Position.from_json(json.loads(positions[writers[0]]))
-    if meeting.rank not in writers or (
+    if coordinator.rank not in writers or (
         apart and _is_past(run.record.checkpoint_root, of_first.step)
     ):
         return
-    place = {"world_size": len(writers), "rank": writers.index(meeting.rank)}
+    place = {"world_size": len(writers), "rank": writers.index(coordinator.rank)}
     tree = _State(
         model=run.attached.model.state_dict(),
         optimizer=run.attached.optimizer.state_dict(),
@@ -86,9 +86,9 @@ def save(run: Run, name: str, *, patience_s: float = LATE_S) -> None:
             run.record.checkpoint_root,
             cast(Tree, tree),
             step=of_first.step,
-            rank=writers.index(meeting.rank),
+            rank=writers.index(coordinator.rank),
             world_size=len(writers),
-            barrier=lambda: meeting.barrier(
+            barrier=lambda: coordinator.barrier(
                 f"{name}/{next(moments)}", writers, patience_s=_HANGS_S if apart else None
             ),
             metadata={"position": of_first.to_json(), "task": run.record.config.task},
@@ -109,7 +109,7 @@ def _is_past(root: Path, step: int) -> bool:
         return False
 
 
-def restore(record: Record, meeting: Meeting, attached: AttachedModel) -> Position:
+def restore(record: Record, coordinator: Coordinator, attached: AttachedModel) -> Position:
     """Load what this rank needs of the newest checkpoint, and say where the run stands. Raises
     `CheckpointError`.
     """
@@ -119,11 +119,11 @@ def restore(record: Record, meeting: Meeting, attached: AttachedModel) -> Positi
             f"the checkpoint is of step {manifest.step}, the run was to go on from step"
             f" {start_step}; start it again"
         )
-    tree = _part(manifest, meeting.rank % manifest.world_size)
+    tree = _part(manifest, coordinator.rank % manifest.world_size)
     model = attached.model
     attached.optimizer.load_state_dict(tree["optimizer"])
     session = attached.session if isinstance(attached.session, Session) else None
-    if manifest.world_size == meeting.world_size:
+    if manifest.world_size == coordinator.world_size:
         model.load_state_dict(tree["model"])
         if session is not None:
             session.load_state_dict(tree["session"])
@@ -134,7 +134,9 @@ def restore(record: Record, meeting: Meeting, attached: AttachedModel) -> Positi
         model.load_state_dict(mean_of_models(parts) if differ else tree["model"])
         if session is not None:
             session.load_state_dict(
-                reshard([part["session"] for part in parts], meeting.world_size, meeting.rank)
+                reshard(
+                    [part["session"] for part in parts], coordinator.world_size, coordinator.rank
+                )
             )
     return Position.from_json(manifest.metadata.get("position"))
 

@@ -1,10 +1,11 @@
 """Local workers: started, watched and ended together.
 
 Each worker is a process in a session of its own, so that Ctrl-C reaches only the supervisor, which
-decides. A worker learns of the supervisor's end by its standard input closing. Where a strategy
-does not survive the death of a worker, one death ends all, and the error names the worker that died
-first rather than those that noticed. Where it does, a death once training has begun is noted in the
-store at once, for the others to hear, and the run is finished when one worker has finished.
+decides what follows. A worker learns of the supervisor's end when its standard input is closed.
+Where a strategy does not survive the death of a worker, one death ends all workers, and the error
+names the worker that died first rather than those that noticed it. Where it does, a death after
+training has begun is recorded in the store at once, so that the peers hear of it, and the run is
+finished when one worker has finished.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from offbeat.errors import PeerError
-from offbeat.lab.cluster import Fault, SpeedChange
+from offbeat.lab.cluster import ClusterFault, SpeedChange
 from offbeat.lab.config import RunConfig
 from offbeat.lab.deaths import cause, describe, hint
 from offbeat.lab.emulation import Emulation
@@ -34,36 +35,36 @@ from offbeat.lab.progress import (
     Failure,
     Joined,
     Listener,
-    News,
+    MembershipChange,
     Paused,
-    Progress,
+    WorkerProgress,
 )
-from offbeat.lab.records import Loss, last_step
+from offbeat.lab.records import WorkerLoss, last_step
 from offbeat.lab.rendezvous import LOOPBACK, StoreServer
-from offbeat.lab.script import SIGNALS, UNDONE_BY, Script
+from offbeat.lab.scheduled_events import SIGNALS, UNDONE_BY, ScheduledEvents
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 
 _POLL_S = 0.1
-_SETTLE_S = 2.0  # after a death, how long the others may take to say what they saw
+_LAST_REPORTS_S = 2.0  # after a death, how long its peers may take to report what they saw
 _STOP_S = 60.0  # after a request to stop, how long a step and a checkpoint may take
-# where workers survive each other: once one has ended, how long the rest may take, who hang or come
-# too late
+# Where workers survive each other: once one has ended, how long the rest may take, since they may
+# hang or have come back too late.
 _END_S = 30.0
 
 
-class Crew:
+class WorkerGroup:
     """The workers of one run. A context manager: none of them is left when it ends.
 
     Args:
         run_directory: a record with a config.json; workers write beside it.
         config: what it says.
         emulation: of the run's cluster, or of this machine as it is.
-        turns: whether workers train only up to the step that `let_go` names.
-        on_progress: called for each report of a worker, and when one is gone or back.
+        turns: whether workers train only up to the step that `run_until` names.
+        on_progress: called for each report of a worker, and when one dies or comes back.
 
     Attributes:
         remarks: what of the cluster's script could not be carried out.
-        losses: workers that died while the others went on, in order.
+        losses: workers that died while their peers went on, in order.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Crew:
     ) -> None:
         self.run_directory = run_directory
         self.remarks: list[str] = []
-        self.losses: list[Loss] = []
+        self.losses: list[WorkerLoss] = []
         self._config = config
         self._emulation = emulation
         self._turns = turns
@@ -85,7 +86,7 @@ class Crew:
         self._survives_death = strategy_type(config.strategy).survives_death
         self._workers: list[LocalWorker] = []
         self._store: StoreServer | None = None
-        self._script = Script(config.cluster)
+        self._events = ScheduledEvents(config.cluster)
         self._selector = selectors.DefaultSelector()
         self._died: list[int] = []
         self._ended_by_us: set[int] = set()
@@ -94,7 +95,7 @@ class Crew:
         self._heard_s = 0.0
         self._num_interrupts = 0
         self._secret = secrets.token_hex(32)
-        self._begun = False
+        self._training_has_begun = False
         self._until_step: int | None = None
         self._stop_deadline_s: float | None = None
         self._fail_deadline_s: float | None = None
@@ -118,7 +119,7 @@ class Crew:
         self._close()
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether every worker has ended and everything it wrote has been read."""
         return not self._selector.get_map() and not any(worker.alive for worker in self._workers)
 
@@ -136,20 +137,20 @@ class Crew:
         steps = [worker.paused_at for worker in living if worker.paused_at is not None]
         return min(steps) if living and len(steps) == len(living) else None
 
-    def let_go(self, until_step: int) -> None:
+    def run_until(self, until_step: int) -> None:
         """Let the workers train up to `until_step`."""
         self._until_step = until_step
         for worker in self._workers:
-            self._let_go(worker, until_step)
+            self._run_until(worker, until_step)
 
     def poll(self, timeout_s: float) -> None:
-        """Pass reports on for up to `timeout_s`, and do what is due: the script, stopping, ending
-        after a death.
+        """Pass reports on for up to `timeout_s`, and do what is due: the cluster's events, a stop,
+        the end after a death.
         """
         for key, _ in self._selector.select(timeout_s):
             if not self._read(key.data):
                 self._selector.unregister(key.fileobj)
-        for action in self._script.due(self._script_s()):
+        for action in self._events.due(self._event_time_s()):
             self._carry_out(action)
         self._act()
 
@@ -157,54 +158,54 @@ class Crew:
         """Ask the workers to write a checkpoint and stop; asked again, end them."""
         self._num_interrupts += 1
 
-    def verdict(self) -> bool:
+    def has_finished(self) -> bool:
         """Whether the run finished; False when it was interrupted and has written a checkpoint.
 
         Raises:
             PeerError: a worker died or failed; the message names it and says how to go on.
         """
-        self._note_deaths()
+        self._find_deaths()
         workers = self._workers
         codes = {worker.rank: worker.process.returncode for worker in workers}
         well = [worker for worker in workers if worker.ended_well]
-        if len(well) == len(workers) or (well and self._goes_on):
-            self._note_what_never_came()
+        if len(well) == len(workers) or (well and self._peers_go_on):
+            self._remark_on_late_returns()
             return EXIT_STOPPED not in codes.values()
         if self._num_interrupts and not any(worker.failure for worker in workers):
             raise PeerError(
                 f"interrupted before the workers could write a checkpoint{hint(self.run_directory)}"
             )
-        guilty = min(
+        root_cause = min(
             (worker for worker in workers if codes[worker.rank] not in (0, EXIT_STOPPED)),
             key=lambda worker: (
                 worker.rank in self._ended_by_us,
-                worker.is_witness,
+                worker.is_secondary_failure,
                 self._died.index(worker.rank),
             ),
         )
-        if guilty.rank in self._ended_by_script:
+        if root_cause.rank in self._ended_by_script:
             what = (
-                f"worker {guilty.rank} was killed, as the cluster description says, and"
+                f"worker {root_cause.rank} was killed, as the cluster description says, and"
                 f" {self._config.strategy} cannot go on"
             )
-            raise PeerError(f"{what} without it{hint(self.run_directory)}", rank=guilty.rank)
+            raise PeerError(f"{what} without it{hint(self.run_directory)}", rank=root_cause.rank)
         what = describe(
             self.run_directory,
-            guilty.rank,
-            guilty.process.pid,
-            guilty.process.returncode,
-            guilty.failure,
+            root_cause.rank,
+            root_cause.process.pid,
+            root_cause.process.returncode,
+            root_cause.failure,
         )
-        raise PeerError(what + hint(self.run_directory), rank=guilty.rank)
+        raise PeerError(what + hint(self.run_directory), rank=root_cause.rank)
 
     @property
-    def _goes_on(self) -> bool:
-        """Whether the others go on when a worker dies. While they find each other, they
-        need all.
+    def _peers_go_on(self) -> bool:
+        """Whether its peers go on when a worker dies. Until training has begun they need all
+        workers, to find each other.
         """
-        return self._survives_death and self._begun
+        return self._survives_death and self._training_has_begun
 
-    def _start(self, rank: int, secret: str, *, life: int = 0) -> LocalWorker:
+    def _start(self, rank: int, secret: str, *, incarnation: int = 0) -> LocalWorker:
         """Start the process of `rank`; `life` counts those that have had this rank
         before and died.
         """
@@ -215,21 +216,26 @@ class Crew:
             "OFFBEAT_INTERFACE": LOOPBACK,
             SECRET_VARIABLE: secret,
         } | ({TURNS_VARIABLE: "1"} if self._turns else {})
-        if life:
-            environment |= {RETURN_VARIABLE: str(life), ELAPSED_VARIABLE: repr(self.seconds)}
+        if incarnation:
+            environment |= {RETURN_VARIABLE: str(incarnation), ELAPSED_VARIABLE: repr(self.seconds)}
         environment |= self._store.environment(rank, self._config.workers)
         placement = self._emulation.placement(rank)
         return start_worker(
-            rank, self.run_directory, placement, environment, life=life, seconds=self.seconds
+            rank,
+            self.run_directory,
+            placement,
+            environment,
+            incarnation=incarnation,
+            seconds=self.seconds,
         )
 
     def _watch(self, worker: LocalWorker) -> None:
         self._selector.register(worker.pipe, selectors.EVENT_READ, worker)
         self._emulation.admit(worker.rank, worker.process.pid)
 
-    def _let_go(self, worker: LocalWorker, until_step: int) -> None:
+    def _run_until(self, worker: LocalWorker, until_step: int) -> None:
         self._apply_speed(worker.rank)
-        worker.let_go(until_step)
+        worker.run_until(until_step)
 
     def _read(self, worker: LocalWorker) -> bool:
         """Take what `worker` has written; returns False at its end."""
@@ -240,11 +246,11 @@ class Crew:
                     worker.failure = report
                 case Joined(step=step):
                     worker.joined = True
-                    self._note_return(worker.rank, step)
+                    self._record_return(worker.rank, step)
                 case Paused(step=step, seconds=seconds):
-                    worker.paused_at, worker.seconds, self._begun = step, seconds, True
-                case Progress():
-                    worker.seconds, self._heard_s, self._begun = (
+                    worker.paused_at, worker.seconds, self._training_has_begun = step, seconds, True
+                case WorkerProgress():
+                    worker.seconds, self._heard_s, self._training_has_begun = (
                         report.seconds,
                         time.monotonic(),
                         True,
@@ -265,11 +271,11 @@ class Crew:
                 worker.process.send_signal(
                     signal.SIGCONT
                 )  # one that the script has stopped could not hear it
-        self._note_deaths()
-        if self._died and not self._goes_on and self._fail_deadline_s is None:
-            self._fail_deadline_s = now_s + _SETTLE_S
+        self._find_deaths()
+        if self._died and not self._peers_go_on and self._fail_deadline_s is None:
+            self._fail_deadline_s = now_s + _LAST_REPORTS_S
         if (
-            self._goes_on
+            self._peers_go_on
             and self._end_deadline_s is None
             and any(worker.ended_well for worker in self._workers)
         ):
@@ -282,18 +288,18 @@ class Crew:
             for worker in alive:
                 worker.kill()
 
-    def _note_deaths(self) -> None:
+    def _find_deaths(self) -> None:
         for worker in self._workers:
-            if not worker.noted and not worker.alive and not worker.ended_well:
-                worker.noted = True
+            if not worker.death_recorded and not worker.alive and not worker.ended_well:
+                worker.death_recorded = True
                 self._died.append(worker.rank)
-                if self._goes_on:
-                    self._note_loss(worker)
+                if self._peers_go_on:
+                    self._record_death(worker)
 
-    def _note_loss(self, worker: LocalWorker) -> None:
-        """Let the others know that `worker` is gone, and whoever watches."""
+    def _record_death(self, worker: LocalWorker) -> None:
+        """Tell the peers of `worker`, and the listener, that it has died."""
         assert self._store is not None
-        self._store.note_death(worker.rank, deaths=worker.life + 1)
+        self._store.record_death(worker.rank, deaths=worker.incarnation + 1)
         self._drain(worker)
         if self._num_interrupts and (
             worker.rank in self._ended_by_us or worker.process.returncode == -signal.SIGTERM
@@ -301,7 +307,7 @@ class Crew:
             return  # it was asked to stop
         why = self._cause(worker)
         if worker.joined:
-            loss = Loss(
+            loss = WorkerLoss(
                 rank=worker.rank,
                 step=last_step(self.run_directory, worker.rank),
                 seconds=self.seconds,
@@ -316,15 +322,19 @@ class Crew:
         else:
             text = f"worker {worker.rank} was started again and could not join: {why}"
             self.remarks.append(text)
-        self._on_progress(News(rank=worker.rank, gone=True, text=text))
+        self._on_progress(MembershipChange(rank=worker.rank, departed=True, text=text))
 
-    def _note_return(self, rank: int, step: int) -> None:
+    def _record_return(self, rank: int, step: int) -> None:
         last = max(place for place, loss in enumerate(self.losses) if loss.rank == rank)
         self.losses[last] = self.losses[last].model_copy(
             update={"returned_step": step, "returned_s": self.seconds}
         )
         self._on_progress(
-            News(rank=rank, gone=False, text=f"worker {rank} is back: it goes on from step {step}")
+            MembershipChange(
+                rank=rank,
+                departed=False,
+                text=f"worker {rank} is back: it goes on from step {step}",
+            )
         )
 
     def _cause(self, worker: LocalWorker) -> str:
@@ -334,69 +344,71 @@ class Crew:
             return f"killed by the script at {self._ended_by_script[worker.rank]:g} s"
         return cause(worker.process.returncode, worker.failure)
 
-    def _note_what_never_came(self) -> None:
-        for action in self._script.left:
-            if isinstance(action, Fault) and action.action == "return":
-                self._note_undone(action, "the run was over before")
+    def _remark_on_late_returns(self) -> None:
+        for action in self._events.remaining:
+            if isinstance(action, ClusterFault) and action.action == "return":
+                self._remark_not_carried_out(action, "the run was over before")
 
-    def _note_undone(self, fault: Fault, why: str) -> None:
+    def _remark_not_carried_out(self, fault: ClusterFault, why: str) -> None:
         self.remarks.append(
             f"not carried out: {fault.action} worker {fault.worker} at {fault.at_s:g} s; {why}"
         )
 
-    def _script_s(self) -> float:
-        """The script's time: training time, but by the clock while a fault may hold everybody up,
-        or none would ever end.
+    def _event_time_s(self) -> float:
+        """The time that events are due by: training time, but the clock's while a fault may hold
+        all workers up, since no training would bring about the fault's end.
         """
         return self.seconds + (time.monotonic() - self._heard_s if self._held_up else 0.0)
 
-    def _carry_out(self, action: Fault | SpeedChange) -> None:
+    def _carry_out(self, action: ClusterFault | SpeedChange) -> None:
         worker = self._workers[action.worker]
         if isinstance(action, SpeedChange):
             self._apply_speed(action.worker)
         elif action.action == "return":
-            self._bring_back(action)
+            self._restart(action)
         elif action.action in SIGNALS:
             if worker.alive:
                 self._ended_by_script |= (
                     {worker.rank: action.at_s} if action.action == "kill" else {}
                 )
                 os.killpg(worker.process.pid, SIGNALS[action.action])
-                self._note_hold_up(action)
+                self._record_hold_up(action)
         elif self._emulation.set_link(action.worker, up=action.action == "mend"):
-            self._note_hold_up(action)
+            self._record_hold_up(action)
         else:
-            self._note_undone(action, "it needs network namespaces")
+            self._remark_not_carried_out(action, "it needs network namespaces")
 
-    def _bring_back(self, action: Fault) -> None:
-        """Start the process of a worker anew, unless it never died, or there is nobody left to
+    def _restart(self, action: ClusterFault) -> None:
+        """Start the process of a worker anew, unless it never died, or no peer is left for it to
         join.
         """
         old = self._workers[action.worker]
         if old.rank in self._ended_by_script:
             old.process.wait()  # the same moment may have killed it
-        self._note_deaths()
-        if not old.noted or not self._goes_on:
+        self._find_deaths()
+        if not old.death_recorded or not self._peers_go_on:
             return
         if self._num_interrupts or not any(worker.alive for worker in self._workers):
-            self._note_undone(action, "the run was over before")
+            self._remark_not_carried_out(action, "the run was over before")
             return
         self._drain(old)
         old.close()
         self._ended_by_script.pop(old.rank, None)
-        worker = self._workers[old.rank] = self._start(old.rank, self._secret, life=old.life + 1)
+        worker = self._workers[old.rank] = self._start(
+            old.rank, self._secret, incarnation=old.incarnation + 1
+        )
         self._watch(worker)
         if self._until_step is not None:
-            self._let_go(worker, self._until_step)
+            self._run_until(worker, self._until_step)
 
     def _drain(self, worker: LocalWorker) -> None:
-        """Take all that a process which is gone has written."""
+        """Read everything that a dead process has written."""
         if worker.pipe in self._selector.get_map():
             while self._read(worker):
                 pass
             self._selector.unregister(worker.pipe)
 
-    def _note_hold_up(self, fault: Fault) -> None:
+    def _record_hold_up(self, fault: ClusterFault) -> None:
         if fault.action in UNDONE_BY:
             self._held_up.add((UNDONE_BY[fault.action], fault.worker))
             self._heard_s = time.monotonic()
@@ -420,43 +432,43 @@ class Crew:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How the workers of a run ended.
 
     Attributes:
         finished: False when they were interrupted and have written a checkpoint.
         remarks: what of the cluster's script could not be carried out.
-        losses: workers that died while the others went on.
+        losses: workers that died while their peers went on.
     """
 
     finished: bool
     remarks: list[str]
-    losses: list[Loss]
+    losses: list[WorkerLoss]
 
 
 def supervise(
     run_directory: Path, config: RunConfig, emulation: Emulation, *, on_progress: Listener
-) -> Outcome:
+) -> RunOutcome:
     """Run the workers of `run_directory/config.json` to their end.
 
     Args:
         run_directory: a record with a config.json; workers write beside it.
         config: what it says.
         emulation: of its cluster.
-        on_progress: called for each report of a worker, and when one is gone or back.
+        on_progress: called for each report of a worker, and when one dies or comes back.
 
     Raises:
-        PeerError: a worker died or failed that the others need, or all did, or the run was
+        PeerError: a worker died or failed that its peers need, or all did, or the run was
             interrupted before it could write a checkpoint. No worker is left.
     """
     with (
         interrupts() as interrupted,
-        Crew(run_directory, config, emulation, on_progress=on_progress) as crew,
+        WorkerGroup(run_directory, config, emulation, on_progress=on_progress) as group,
     ):
         told = 0
-        while not crew.over:
+        while not group.has_ended:
             while told < interrupted.count:
-                crew.interrupt()
+                group.interrupt()
                 told += 1
-            crew.poll(_POLL_S)
-        return Outcome(finished=crew.verdict(), remarks=crew.remarks, losses=crew.losses)
+            group.poll(_POLL_S)
+        return RunOutcome(finished=group.has_finished(), remarks=group.remarks, losses=group.losses)

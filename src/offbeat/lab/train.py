@@ -11,8 +11,8 @@ from offbeat.errors import ConfigError, OffbeatError, RecordError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.config import Request, RunConfig, resolve, resolve_resume
 from offbeat.lab.emulation import emulate
-from offbeat.lab.memory import how_many_fit
-from offbeat.lab.progress import Listener, Progress
+from offbeat.lab.memory import num_runs_that_fit
+from offbeat.lab.progress import Listener, WorkerProgress
 from offbeat.lab.records import Record, Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.lab.rendezvous import Launch, join, launched, leave
 from offbeat.lab.replaying import check_replay
@@ -22,7 +22,7 @@ from offbeat.session.checkpoint import latest, verify
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class RunPlan:
     """A checked run that has touched nothing yet.
 
     Attributes:
@@ -38,7 +38,7 @@ class Plan:
     launch: Launch | None
 
 
-def plan(request: Request, *, out: Path | None = None, resume: Path | None = None) -> Plan:
+def plan(request: Request, *, out: Path | None = None, resume: Path | None = None) -> RunPlan:
     """Check everything that can be checked before anything starts.
 
     Raises:
@@ -65,8 +65,8 @@ def plan(request: Request, *, out: Path | None = None, resume: Path | None = Non
         if config.replay is not None:
             check_replay(config, config.replay)
         if launch is None:
-            how_many_fit(1, config.workers, config.build_task().num_parameters())
-        return Plan(config=config, out=out, start_step=0, launch=launch)
+            num_runs_that_fit(1, config.workers, config.build_task().num_parameters())
+        return RunPlan(config=config, out=out, start_step=0, launch=launch)
     if out is not None and out.resolve() != resume.resolve():
         raise ConfigError(
             f"--resume goes on in {resume}, so --out {out} has no meaning; leave it out"
@@ -78,7 +78,7 @@ def plan(request: Request, *, out: Path | None = None, resume: Path | None = Non
     config = resolve_resume(
         record.config, request, steps_done=position.step, epochs_done=position.epoch
     )
-    return Plan(config=config, out=resume, start_step=manifest.step, launch=launch)
+    return RunPlan(config=config, out=resume, start_step=manifest.step, launch=launch)
 
 
 def _needs_supervisor(cluster: Cluster) -> bool:
@@ -88,7 +88,7 @@ def _needs_supervisor(cluster: Cluster) -> bool:
     return uneven or limited or bool(cluster.faults) or bool(cluster.changes)
 
 
-def train(planned: Plan, on_progress: Listener) -> Summary | None:
+def train(planned: RunPlan, on_progress: Listener) -> Summary | None:
     """Carry `planned` out.
 
     Returns:
@@ -119,12 +119,12 @@ def train(planned: Plan, on_progress: Listener) -> Summary | None:
     return summary
 
 
-def _join(planned: Plan, on_progress: Listener) -> Summary | None:
+def _join(planned: RunPlan, on_progress: Listener) -> Summary | None:
     from offbeat.lab.worker import train_rank  # the supervisor's side needs no session
 
-    meeting = join()
+    coordinator = join()
     problem, directory, claim = "", Path(), None
-    if meeting.rank == 0:
+    if coordinator.rank == 0:
         try:
             directory = _directory(planned).resolve()
             claim = lock(directory)
@@ -132,21 +132,21 @@ def _join(planned: Plan, on_progress: Listener) -> Summary | None:
         except (OffbeatError, OSError) as error:  # told to all ranks, or they would wait for ever
             problem = str(error)
     problem, chosen = (
-        meeting.share("problem", problem)[0],
-        Path(meeting.share("directory", str(directory))[0]),
+        coordinator.all_gather("problem", problem)[0],
+        Path(coordinator.all_gather("directory", str(directory))[0]),
     )
     if problem:
         raise RecordError(problem)
     if not (chosen / "config.json").exists():
         raise ConfigError(
-            f"rank {meeting.rank} does not see {chosen}; give an --out on a file system that all"
-            " hosts share"
+            f"rank {coordinator.rank} does not see {chosen}; give an --out on a file system that"
+            " all hosts share"
         )
     try:
         summary = train_rank(
             chosen,
-            meeting,
-            lambda report: on_progress(report) if isinstance(report, Progress) else None,
+            coordinator,
+            lambda report: on_progress(report) if isinstance(report, WorkerProgress) else None,
         )
     finally:
         if claim is not None:
@@ -155,7 +155,7 @@ def _join(planned: Plan, on_progress: Listener) -> Summary | None:
     return summary
 
 
-def _directory(planned: Plan) -> Path:
+def _directory(planned: RunPlan) -> Path:
     if planned.start_step:
         assert planned.out is not None
         return planned.out

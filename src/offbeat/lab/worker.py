@@ -24,13 +24,12 @@ import torch
 
 from offbeat.errors import OffbeatError
 from offbeat.lab.attaching import AttachedModel, attach_recipe
-from offbeat.lab.conclusion import HANGS_S, conclude
 from offbeat.lab.config import RunConfig
-from offbeat.lab.gate import Gate
-from offbeat.lab.loop import Pauses, train, train_on_claims
-from offbeat.lab.meeting import Meeting
+from offbeat.lab.coordination import Coordinator
+from offbeat.lab.emulation.step_time import StepTimeEmulator
+from offbeat.lab.loop import train, train_on_claims
 from offbeat.lab.native import NativeSession
-from offbeat.lab.pace import Pace
+from offbeat.lab.pauses import Pauses, StepLimit
 from offbeat.lab.progress import (
     EXIT_STOPPED,
     TURNS_VARIABLE,
@@ -42,25 +41,30 @@ from offbeat.lab.progress import (
 from offbeat.lab.records import Record, Summary
 from offbeat.lab.rendezvous import join, leave
 from offbeat.lab.replaying import recording_of
+from offbeat.lab.run_summary import HANGS_S, summarize_run
 from offbeat.lab.saving import restore, save
 from offbeat.lab.schedule import ClaimedSchedule, Position, Schedule, claimed_schedule
+from offbeat.lab.step_recorder import RankRun, StepRecorder
 from offbeat.lab.tasks import Batch, Task
-from offbeat.lab.watch import Run, Watch
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.session.session import Session
 
 
 def train_rank(
-    run_directory: Path, meeting: Meeting, report: Reporter, *, gate: Gate | None = None
+    run_directory: Path,
+    coordinator: Coordinator,
+    report: Reporter,
+    *,
+    limit: StepLimit | None = None,
 ) -> Summary | None:
-    """Train as rank `meeting.rank` what `run_directory/config.json` says, from its checkpoint if
-    the attempt is a resume.
+    """Train as rank `coordinator.rank` what `run_directory/config.json` says, from its checkpoint
+    if the attempt is a resume.
 
     Args:
         run_directory: the record.
-        meeting: of this run's ranks.
+        coordinator: of this run's ranks.
         report: hears how far this rank is.
-        gate: whose turn it is; None trains without pause.
+        limit: the steps that it may do; None trains without pause.
 
     Returns:
         The summary, on the rank that leads; it has been written too.
@@ -71,7 +75,7 @@ def train_rank(
     record = Record(run_directory)
     config = record.config
     torch.set_num_threads(1)
-    torch.manual_seed(config.seed * 65_537 + meeting.rank)
+    torch.manual_seed(config.seed * 65_537 + coordinator.rank)
     task = config.build_task()
     model = task.build_model(config.seed)
     optimizer = task.optimizer(model)
@@ -80,46 +84,46 @@ def train_rank(
         config.build_strategy(),
         model,
         optimizer,
-        rank=meeting.rank,
-        world_size=meeting.world_size,
+        rank=coordinator.rank,
+        world_size=coordinator.world_size,
         cluster=config.cluster if in_user_space else None,
     )
     with attached.session as session, _stop_requests() as stop_requested:
         loader = _loader(config, session, task)  # before what is saved of it is restored
-        position = _position(record, meeting, attached, task, loader)
-        run = Run(
+        position = _position(record, coordinator, attached, task, loader)
+        run = RankRun(
             record=record,
-            meeting=meeting,
+            coordinator=coordinator,
             task=task,
             attached=attached,
-            schedule=_schedule(config, task, position, meeting),
-            pace=Pace(
+            schedule=_schedule(config, task, position, coordinator),
+            step_time=StepTimeEmulator(
                 config.cluster,
-                meeting.rank,
+                coordinator.rank,
                 by_sleeping=record.emulation is not None and record.emulation.speeds == "sleeping",
             ),
         )
-        if meeting.life:
-            meeting.came_back(position.step + 1)
-            report(Joined(rank=meeting.rank, step=position.step))
-        watch = Watch(run, report)
+        if coordinator.incarnation:
+            coordinator.rejoin_at(position.step + 1)
+            report(Joined(rank=coordinator.rank, step=position.step))
+        recorder = StepRecorder(run, report)
         try:
-            pauses = Pauses(run, watch, gate or Gate.open(), stop_requested)
+            pauses = Pauses(run, recorder, limit or StepLimit.unlimited(), stop_requested)
             if loader is None:
-                train(run, watch, pauses)
+                train(run, recorder, pauses)
             else:
-                train_on_claims(run, watch, pauses, loader)
+                train_on_claims(run, recorder, pauses, loader)
         finally:
-            watch.close()
+            recorder.close()
         session.finish()
         if config.checkpoint_every is not None:
             save(run, "end", patience_s=HANGS_S)
-        return conclude(run, watch)
+        return summarize_run(run, recorder)
 
 
 def _position(
     record: Record,
-    meeting: Meeting,
+    coordinator: Coordinator,
     attached: AttachedModel,
     task: Task,
     loader: DispatchLoader | None,
@@ -127,9 +131,9 @@ def _position(
     """Where this rank begins: with the run, with its checkpoint, or, if it has come back, where it
     has joined the others.
     """
-    if meeting.life:
-        began = Position.from_json(json.loads(meeting.noted("origin") or "{}"))
-        schedule = _schedule(record.config, task, began, meeting)
+    if coordinator.incarnation:
+        began = Position.from_json(json.loads(coordinator.published("origin") or "{}"))
+        schedule = _schedule(record.config, task, began, coordinator)
         if isinstance(schedule, ClaimedSchedule):
             assert loader is not None
             schedule.merged(loader.epoch, loader.num_samples_merged)
@@ -138,8 +142,8 @@ def _position(
             schedule.advance()
         return schedule.position
     resumes = record.attempts[-1].start_step > 0
-    position = restore(record, meeting, attached) if resumes else Position()
-    meeting.note("origin", json.dumps(position.to_json()))
+    position = restore(record, coordinator, attached) if resumes else Position()
+    coordinator.publish("origin", json.dumps(position.to_json()))
     return position
 
 
@@ -162,12 +166,14 @@ def _loader(
 
 
 def _schedule(
-    config: RunConfig, task: Task, position: Position, meeting: Meeting
+    config: RunConfig, task: Task, position: Position, coordinator: Coordinator
 ) -> Schedule | ClaimedSchedule:
     mega_batch = config.build_strategy().samples_between_merges
     if mega_batch is None:
-        return Schedule(config, task, position, rank=meeting.rank, world_size=meeting.world_size)
-    return claimed_schedule(config, task, position, mega_batch, meeting.world_size)
+        return Schedule(
+            config, task, position, rank=coordinator.rank, world_size=coordinator.world_size
+        )
+    return claimed_schedule(config, task, position, mega_batch, coordinator.world_size)
 
 
 @contextmanager
@@ -186,14 +192,14 @@ def _stop_requests() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _listen_to_supervisor(gate: Gate) -> None:
+def _listen_to_supervisor(limit: StepLimit) -> None:
     """Obey lines on standard input; die when it closes: the supervisor holds its other end, and may
     have been killed.
     """
 
     def listen() -> None:
         for line in sys.stdin:
-            gate.move(int(line))
+            limit.raise_to(int(line))
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=listen, name="supervisor-watch", daemon=True).start()
@@ -202,13 +208,13 @@ def _listen_to_supervisor(gate: Gate) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of a supervised worker; returns its exit status."""
     (config_path,) = sys.argv[1:] if arguments is None else arguments
-    gate = Gate(0) if TURNS_VARIABLE in os.environ else Gate.open()
-    _listen_to_supervisor(gate)
+    limit = StepLimit(0) if TURNS_VARIABLE in os.environ else StepLimit.unlimited()
+    _listen_to_supervisor(limit)
     report = pipe_reporter()
-    meeting: Meeting | None = None
+    coordinator: Coordinator | None = None
     try:
-        meeting = join()
-        summary = train_rank(Path(config_path).parent, meeting, report, gate=gate)
+        coordinator = join()
+        summary = train_rank(Path(config_path).parent, coordinator, report, limit=limit)
         leave()
     except Exception as error:  # noqa: BLE001 - the supervisor wants to know of every kind
         message = (
@@ -216,7 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         report(
             Failure(
-                rank=meeting.rank if meeting else -1, kind=type(error).__name__, message=message
+                rank=coordinator.rank if coordinator else -1,
+                kind=type(error).__name__,
+                message=message,
             )
         )
         traceback.print_exc()  # after the report, since a full disk takes no log

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.report.data import Contestant, Curve, Floats, Report, Run
+from offbeat.report.data import Curve, Floats, PageContent, RunResults, StrategyResults
 from offbeat.report.style import BYTES, COUNT, NUMBER, SECONDS, Unit, capital, write
 
 MAX_POINTS = 600
@@ -79,7 +79,7 @@ class LineChart:
     legend: Sequence[str] = ()
 
 
-def line_charts(report: Report) -> list[LineChart]:
+def line_charts(report: PageContent) -> list[LineChart]:
     """The metric against time, steps and bytes; for a run alone also loss, step time
     and traffic.
     """
@@ -114,7 +114,7 @@ def bin_mean(
     return np.add.reduceat(x, starts) / lengths, mean, low, high
 
 
-def _metric_charts(report: Report) -> Iterator[LineChart]:
+def _metric_charts(report: PageContent) -> Iterator[LineChart]:
     if not any(
         run.curve.metric.size > 1 for contestant in report.contestants for run in contestant.runs
     ):
@@ -149,7 +149,7 @@ def _metric_charts(report: Report) -> Iterator[LineChart]:
             )
 
 
-def _curves(number: int, contestant: Contestant, key: str, *, log: bool) -> Iterator[Series]:
+def _curves(number: int, contestant: StrategyResults, key: str, *, log: bool) -> Iterator[Series]:
     """The seeds as thin lines and the median over them; a contestant of one seed is its median."""
     runs = [run for run in contestant.runs if run.curve.metric.size > 1]
     if len(runs) > 1:
@@ -182,7 +182,7 @@ def _points(x: Floats, y: Floats, *, log: bool) -> tuple[Line, Line]:
     return rounded(x), rounded(y)
 
 
-def _step_charts(run: Run) -> Iterator[LineChart]:
+def _step_charts(run: RunResults) -> Iterator[LineChart]:
     """What changes from step to step, mean over workers, with a band from the least to the greatest
     of any worker.
     """
@@ -232,7 +232,7 @@ def _wide(values: Floats) -> bool:
     return bool(seen.min() > 0 and seen.max() / seen.min() > _LOG_Y_FROM)
 
 
-def _ends(report: Report, key: str, unit: Unit) -> str:
+def _ends(report: PageContent, key: str, unit: Unit) -> str:
     """Where each line ends, in words."""
     parts = []
     for contestant in report.contestants:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from offbeat.lab.records import MegaBatch, Share
 from offbeat.report.charts import MAX_POINTS, Axis, LineChart, Series, bin_mean, rounded
-from offbeat.report.data import Floats, Report, Run
+from offbeat.report.data import Floats, PageContent, RunResults
 from offbeat.report.style import COUNT, NUMBER, SAMPLES_PER_S, SECONDS, SHARE, Unit, write
 
 MOST_LINES: Final = 8
@@ -63,7 +63,7 @@ class Dispatch:
     num_lines: int
 
 
-def dispatches(report: Report) -> Iterator[Dispatch]:
+def dispatches(report: PageContent) -> Iterator[Dispatch]:
     """Of each contestant that shared samples out, its first run."""
     for number, contestant in enumerate(report.contestants):
         run = next((run for run in contestant.runs if run.mega_batches), None)
@@ -93,7 +93,7 @@ def reached(mega_batch: MegaBatch) -> float:
     )
 
 
-def _worker_charts(contestant: int, run: Run) -> Iterator[LineChart]:
+def _worker_charts(contestant: int, run: RunResults) -> Iterator[LineChart]:
     numbers = np.array([one.number for one in run.mega_batches], dtype=np.float64)
     for key, heading, title, unit, value in _OF_WORKERS:
         values = _by_worker(run, value)
@@ -110,7 +110,7 @@ def _worker_charts(contestant: int, run: Run) -> Iterator[LineChart]:
         )
 
 
-def _rate_chart(contestant: int, run: Run) -> LineChart:
+def _rate_chart(contestant: int, run: RunResults) -> LineChart:
     numbers = np.array([one.number for one in run.mega_batches], dtype=np.float64)
     rates = np.array(
         [[function(one) for one in run.mega_batches] for function in (reached, own_speeds)]
@@ -134,7 +134,7 @@ def _rate_chart(contestant: int, run: Run) -> LineChart:
     )
 
 
-def _by_worker(run: Run, value: Callable[[Share], float]) -> Floats:
+def _by_worker(run: RunResults, value: Callable[[Share], float]) -> Floats:
     """Shape (workers, mega-batches); NaN where a worker took no part."""
     values: NDArray[np.float64] = np.full((run.steps.num_ranks, len(run.mega_batches)), np.nan)
     for place, mega_batch in enumerate(run.mega_batches):

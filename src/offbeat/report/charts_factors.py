@@ -16,7 +16,7 @@ import numpy as np
 
 from offbeat.lab.factor_work import WAITS, in_force, under_way
 from offbeat.parts.profile import Span
-from offbeat.report.data import Report, Run
+from offbeat.report.data import PageContent, RunResults
 
 MAX_SPANS: Final = 6000
 """Of one run, in the page."""
@@ -65,7 +65,7 @@ class FactorTimeline:
     messages: tuple[int, ...]
 
 
-def factor_timelines(report: Report) -> Iterator[FactorTimeline]:
+def factor_timelines(report: PageContent) -> Iterator[FactorTimeline]:
     """Of every run of which some steps were looked at on all workers."""
     for number, contestant in enumerate(report.contestants):
         for position, run in enumerate(contestant.runs):
@@ -74,7 +74,7 @@ def factor_timelines(report: Report) -> Iterator[FactorTimeline]:
                 yield timeline
 
 
-def _timeline(contestant: int, position: int, run: Run) -> FactorTimeline | None:
+def _timeline(contestant: int, position: int, run: RunResults) -> FactorTimeline | None:
     workers = run.steps.num_ranks
     by_rank = [
         {one.step: one.spans for one in in_force(run.profiles.get(rank, ()))}
@@ -107,7 +107,7 @@ def _timeline(contestant: int, position: int, run: Run) -> FactorTimeline | None
     )
 
 
-def _row(run: Run, rank: int, step: int, spans: Sequence[Span]) -> FactorRow:
+def _row(run: RunResults, rank: int, step: int, spans: Sequence[Span]) -> FactorRow:
     column = int(np.searchsorted(run.steps.step, step))
     origin_s = float(np.nanmin(run.steps.began_s[:, column]))
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.lab.breakdown import Steps
-from offbeat.report.data import Report, Run
+from offbeat.report.data import PageContent, RunResults
 
 PHASES = ("compute", "padded", "encode", "waiting", "transfer")
 _DRAWN = (*PHASES, "encode", "compute")
@@ -36,7 +36,7 @@ Cell = list[int] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timeline:
+class TimelineChart:
     """One run's window.
 
     Attributes:
@@ -64,7 +64,7 @@ class Timeline:
     gone: list[tuple[int, int]]
 
 
-def timelines(report: Report) -> Iterator[Timeline]:
+def timelines(report: PageContent) -> Iterator[TimelineChart]:
     """The window of every run that has steps."""
     for number, contestant in enumerate(report.contestants):
         for position, run in enumerate(contestant.runs):
@@ -73,7 +73,7 @@ def timelines(report: Report) -> Iterator[Timeline]:
                 yield _timeline(number, position, run, window)
 
 
-def middle(run: Run) -> Steps:
+def middle(run: RunResults) -> Steps:
     """A window of steps from the middle of the last attempt, or around the first death in it, few
     enough to be drawn.
     """
@@ -149,7 +149,7 @@ def phase_lengths_s(steps: Steps) -> NDArray[np.float64]:
     return np.stack([compute, padded, encode, waiting, transfer, encode_after, left - encode_after])
 
 
-def _timeline(contestant: int, run: int, of: Run, window: Steps) -> Timeline:
+def _timeline(contestant: int, run: int, of: RunResults, window: Steps) -> TimelineChart:
     steps, numbers, reference = side_by_side(of.steps, window)
     origin_s = float(np.nanmin(steps.began_s))
     cells = np.concatenate([(steps.began_s - origin_s)[None], phase_lengths_s(steps)]).transpose(
@@ -158,7 +158,7 @@ def _timeline(contestant: int, run: int, of: Run, window: Steps) -> Timeline:
     apart = steps is not window
     exchanged = ~np.isnan(steps.ready_s).any(axis=0) & (steps.num_ranks > 1) & (not apart)
     ready_s = np.where(exchanged, np.fmax.reduce(steps.ready_s) - origin_s, 0.0)
-    return Timeline(
+    return TimelineChart(
         contestant=contestant,
         run=run,
         steps=numbers.tolist(),

@@ -16,7 +16,7 @@ from offbeat.lab.comparison import Difference
 from offbeat.lab.emulation import LinkCheck
 from offbeat.lab.factor_work import FactorWork
 from offbeat.lab.profiles import Profiled
-from offbeat.lab.records import Loss, MegaBatch
+from offbeat.lab.records import MegaBatch, WorkerLoss
 from offbeat.lab.statistics import Estimate
 
 Floats = NDArray[np.float64]
@@ -48,7 +48,7 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Run:
+class RunResults:
     """One run of a contestant.
 
     Attributes:
@@ -70,14 +70,14 @@ class Run:
     curve: Curve
     steps: Steps
     last_start: int = 0
-    losses: Sequence[Loss] = ()
+    losses: Sequence[WorkerLoss] = ()
     profiles: Mapping[int, Sequence[Profiled]] = field(default_factory=dict)
     work: FactorWork | None = None
     mega_batches: Sequence[MegaBatch] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Contestant:
+class StrategyResults:
     """One strategy with its options, and what its runs gave.
 
     Attributes:
@@ -90,14 +90,14 @@ class Contestant:
     strategy: str
     options: Mapping[str, object]
     summary: str = ""
-    runs: Sequence[Run] = ()
+    runs: Sequence[RunResults] = ()
     measures: Mapping[str, Estimate] = field(default_factory=dict)
     notices: Sequence[str] = ()
     failure: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class EmulatedCluster:
     """What the runs ran on.
 
     Attributes:
@@ -116,7 +116,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Report:
+class PageContent:
     """Everything on the page.
 
     Attributes:
@@ -140,9 +140,9 @@ class Report:
     metric_name: str
     metric_better: Better
     target: float | None = None
-    contestants: Sequence[Contestant]
+    contestants: Sequence[StrategyResults]
     differences: Sequence[Difference] = ()
-    setting: Setting = Setting()
+    setting: EmulatedCluster = EmulatedCluster()
     details: Sequence[tuple[str, str]] = ()
     environment: Sequence[tuple[str, str]] = ()
     command: str = ""

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from offbeat.errors import RecordError
-from offbeat.lab.comparison import Contestant as Compared
-from offbeat.lab.comparison import read_comparison
+from offbeat.lab.comparison import ComparedStrategy, read_comparison
 from offbeat.lab.records import Record
-from offbeat.report.data import Better, Contestant, Report
+from offbeat.report.data import Better, PageContent, StrategyResults
 from offbeat.report.data_records import count_workers, read_run, rows, setting, words
 from offbeat.report.style import write_option
 
 
-def report_of_comparison(directory: Path) -> Report:
+def report_of_comparison(directory: Path) -> PageContent:
     """Everything that the page shows of the comparison in `directory`. Raises `RecordError`."""
     comparison = read_comparison(directory)
     unfinished = None
@@ -22,7 +21,7 @@ def report_of_comparison(directory: Path) -> Report:
             f"This comparison is {comparison.status}: the page shows what had been measured when it"
             " was written."
         )
-    return Report(
+    return PageContent(
         title=f"{comparison.task} on {count_workers(comparison.workers)}",
         verdict=comparison.verdict,
         findings=comparison.findings,
@@ -47,14 +46,14 @@ def report_of_comparison(directory: Path) -> Report:
     )
 
 
-def _contestant(directory: Path, compared: Compared) -> Contestant:
+def _contestant(directory: Path, compared: ComparedStrategy) -> StrategyResults:
     runs, missing = [], []
     for name in compared.runs:
         try:
             runs.append(read_run(Record(directory / name), name=name))
         except RecordError as error:
             missing.append(f"the charts leave out {name}: {error}")
-    return Contestant(
+    return StrategyResults(
         label=compared.label,
         strategy=compared.strategy,
         options=compared.options,

@@ -15,18 +15,18 @@ from offbeat.lab.emulation import EmulationReport
 from offbeat.lab.factor_work import factor_work
 from offbeat.lab.profiles import Profiled, read_profiles
 from offbeat.lab.records import Evaluation, Record
-from offbeat.report.data import Curve, Run, Setting
+from offbeat.report.data import Curve, EmulatedCluster, RunResults
 from offbeat.report.style import BYTES, write, write_option
 
 
-def read_run(record: Record, *, name: str) -> Run:
+def read_run(record: Record, *, name: str) -> RunResults:
     """One run: its steps on one clock, and its metric on the way."""
     steps = read_steps(record)
     summary = record.summary()
     profiles = {
         rank: _on_one_clock(record, rank, found) for rank, found in read_profiles(record).items()
     }
-    return Run(
+    return RunResults(
         seed=record.config.seed,
         directory=name,
         status=summary.status if summary else "unfinished",
@@ -79,12 +79,12 @@ def _curve(evaluations: Sequence[Evaluation], steps: Steps) -> Curve:
     )
 
 
-def setting(emulation: EmulationReport | None, cluster: Cluster | None) -> Setting:
+def setting(emulation: EmulationReport | None, cluster: Cluster | None) -> EmulatedCluster:
     """What a run or comparison ran on."""
     described = (
-        Setting()
+        EmulatedCluster()
         if cluster is None
-        else Setting(cluster=cluster.describe(), cluster_file=cluster.to_toml())
+        else EmulatedCluster(cluster=cluster.describe(), cluster_file=cluster.to_toml())
     )
     if emulation is None:
         return described

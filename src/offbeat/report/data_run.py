@@ -11,12 +11,12 @@ import numpy as np
 from offbeat.lab.breakdown import Steps
 from offbeat.lab.records import Record, Summary
 from offbeat.lab.statistics import Estimate
-from offbeat.report.data import Better, Contestant, Report
+from offbeat.report.data import Better, PageContent, StrategyResults
 from offbeat.report.data_records import count_workers, read_run, rows, setting, words
 from offbeat.report.style import BYTES, NUMBER, SECONDS, capital, write
 
 
-def report_of_run(directory: Path) -> Report:
+def report_of_run(directory: Path) -> PageContent:
     """Everything that the page shows of the run in `directory`. Raises `RecordError`."""
     record = Record(directory)
     config, summary = record.config, record.summary()
@@ -32,7 +32,7 @@ def report_of_run(directory: Path) -> Report:
         if config.steps is not None
         else ("epochs", f"{config.epochs:,}")
     )
-    return Report(
+    return PageContent(
         title=f"{config.strategy} on {config.task}, {count_workers(config.workers)}",
         verdict=_verdict(run.steps, summary, measures, metric_name),
         unfinished=status.get(run.status),
@@ -42,7 +42,7 @@ def report_of_run(directory: Path) -> Report:
         if summary is None or summary.higher_is_better
         else Better.LOWER,
         contestants=[
-            Contestant(
+            StrategyResults(
                 label=config.strategy,
                 strategy=config.strategy,
                 options=config.strategy_options,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.report.data import Floats, Run
+from offbeat.report.data import Floats, RunResults
 from offbeat.report.style import SECONDS, write
 
 _TOGETHER = 0.02
@@ -63,7 +63,7 @@ class Lateness:
         )
 
 
-def lateness(runs: Sequence[Run]) -> Lateness | None:
+def lateness(runs: Sequence[RunResults]) -> Lateness | None:
     """What `runs` say about lateness; None where no step had two workers that exchanged
     something.
     """

@@ -24,7 +24,7 @@ from offbeat.report.charts import line_charts
 from offbeat.report.charts_dispatch import dispatches
 from offbeat.report.charts_factors import factor_timelines
 from offbeat.report.charts_timeline import timelines
-from offbeat.report.data import Report
+from offbeat.report.data import PageContent
 from offbeat.report.data_comparison import report_of_comparison
 from offbeat.report.data_run import report_of_run
 from offbeat.report.style import BITS_PER_S, SECONDS, SHARE, write, write_option
@@ -53,7 +53,7 @@ def write_report(directory: Path) -> Path:
     return path
 
 
-def read_report(directory: Path) -> Report:
+def read_report(directory: Path) -> PageContent:
     """What is to be said of the run or comparison in `directory`. Raises `RecordError`, see
     `write_report`.
     """
@@ -67,7 +67,7 @@ def read_report(directory: Path) -> Report:
     )
 
 
-def render(report: Report) -> str:
+def render(report: PageContent) -> str:
     """The page as text. Everything that comes from records is escaped."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

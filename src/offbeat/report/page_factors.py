@@ -10,7 +10,7 @@ from typing import Final
 
 from offbeat.lab.factor_work import FactorWork, MessageTime
 from offbeat.parts.profile import FactorAssignment
-from offbeat.report.data import Report
+from offbeat.report.data import PageContent
 from offbeat.report.page_sections import Bar, Bars
 from offbeat.report.style import NOTHING, SECONDS, SHARE, capital, write
 
@@ -25,7 +25,7 @@ _SEEN: Final = 0.001
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class FactorPlacement:
     """Who inverts what.
 
     Attributes:
@@ -42,7 +42,7 @@ class Placement:
     duties: Sequence[tuple[str, ...]]
 
 
-def works(report: Report) -> list[tuple[int, str, FactorWork]]:
+def works(report: PageContent) -> list[tuple[int, str, FactorWork]]:
     """Contestants that did such work, by number and label, each with its first run that says so."""
     return [
         (number, contestant.label, work)
@@ -52,7 +52,7 @@ def works(report: Report) -> list[tuple[int, str, FactorWork]]:
     ]
 
 
-def sentences(report: Report) -> Iterator[tuple[str, str]]:
+def sentences(report: PageContent) -> Iterator[tuple[str, str]]:
     """For each of them: its label, and what its messages and inversions cost."""
     for _, label, work in works(report):
         yield label, sentence_of(work)
@@ -76,7 +76,7 @@ def sentence_of(work: FactorWork) -> str:
     return " ".join(said)
 
 
-def message_bars(report: Report) -> Iterator[Bars]:
+def message_bars(report: PageContent) -> Iterator[Bars]:
     """How long messages were under way in a step, and what of it was hidden."""
     for heading, kind in (
         ("Factors under way", "sums"),
@@ -109,12 +109,12 @@ def message_bars(report: Report) -> Iterator[Bars]:
         )
 
 
-def placements(report: Report) -> Iterator[Placement]:
+def placements(report: PageContent) -> Iterator[FactorPlacement]:
     """The plan of each contestant beside what was measured."""
     for _, label, work in works(report):
         if work.duties:
             predicted = ["Predicted"] if _is_predicted(work) else []
-            yield Placement(
+            yield FactorPlacement(
                 heading=label,
                 sentence=_placed(work),
                 columns=["Worker", "Factors of its own", "Of all the work", *predicted, "Measured"],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from offbeat.lab.comparison import Difference
-from offbeat.report.data import Better, Contestant, Report
+from offbeat.report.data import Better, PageContent, StrategyResults
 from offbeat.report.data_waiting import lateness
 from offbeat.report.style import (
     MEASURES,
@@ -77,7 +77,7 @@ class Bars:
     left_out: int = 0
 
 
-def rows(report: Report) -> Iterator[Row]:
+def rows(report: PageContent) -> Iterator[Row]:
     """The table: a row for each measure that somebody has."""
     for name, measure in MEASURES.items():
         known = any(_median(contestant, name) is not None for contestant in report.contestants)
@@ -85,7 +85,7 @@ def rows(report: Report) -> Iterator[Row]:
             yield _row(report, name, measure)
 
 
-def difference_rows(report: Report) -> Iterator[tuple[str, str, str, str, str, bool]]:
+def difference_rows(report: PageContent) -> Iterator[tuple[str, str, str, str, str, bool]]:
     """Every comparison of two: measure, a, b, ratio, interval, and whether the difference is beyond
     the spread.
     """
@@ -98,7 +98,7 @@ def difference_rows(report: Report) -> Iterator[tuple[str, str, str, str, str, b
         yield title, found.a, found.b, ratio, interval, found.decided
 
 
-def step_bars(report: Report) -> Bars | None:
+def step_bars(report: PageContent) -> Bars | None:
     """Where a step's time goes; None where no contestant says."""
     steps = [_median(contestant, "step_s") for contestant in report.contestants]
     longest = max((step for step in steps if step), default=None)
@@ -128,7 +128,7 @@ def step_bars(report: Report) -> Bars | None:
     return Bars(heading="Where the time of a step goes", bars=bars) if bars else None
 
 
-def lateness_bars(report: Report) -> Iterator[Bars]:
+def lateness_bars(report: PageContent) -> Iterator[Bars]:
     """How late each worker came, for every contestant that says; of many workers the latest."""
     for number, contestant in enumerate(report.contestants):
         late = lateness(contestant.runs)
@@ -157,7 +157,7 @@ def lateness_bars(report: Report) -> Iterator[Bars]:
         )
 
 
-def traffic_bars(report: Report) -> Iterator[Bars]:
+def traffic_bars(report: PageContent) -> Iterator[Bars]:
     """Bytes, messages and memory."""
     for name in ("bytes_per_step", "messages_per_step", "peak_memory_bytes"):
         values = [_median(contestant, name) for contestant in report.contestants]
@@ -179,7 +179,7 @@ def traffic_bars(report: Report) -> Iterator[Bars]:
         yield Bars(heading=MEASURES[name].title, bars=bars)
 
 
-def _row(report: Report, name: str, measure: Measure) -> Row:
+def _row(report: PageContent, name: str, measure: Measure) -> Row:
     best, equals = _best(report, name, measure)
     cells = []
     for contestant in report.contestants:
@@ -202,7 +202,7 @@ def _row(report: Report, name: str, measure: Measure) -> Row:
     return Row(title=_title(measure, report), cells=cells, note=note)
 
 
-def _best(report: Report, name: str, measure: Measure) -> tuple[str | None, list[str]]:
+def _best(report: PageContent, name: str, measure: Measure) -> tuple[str | None, list[str]]:
     """The best contestant of a measure, and those from which it does not differ beyond
     the spread.
     """
@@ -222,10 +222,10 @@ def _decided(differences: Sequence[Difference], a: str, b: str) -> bool:
     return any(found.decided for found in differences if {found.a, found.b} == {a, b})
 
 
-def _median(contestant: Contestant, name: str) -> float | None:
+def _median(contestant: StrategyResults, name: str) -> float | None:
     estimate = contestant.measures.get(name)
     return None if estimate is None else estimate.median
 
 
-def _title(measure: Measure, report: Report) -> str:
+def _title(measure: Measure, report: PageContent) -> str:
     return capital(measure.title.format(metric=report.metric_name))

@@ -14,9 +14,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from offbeat.errors import ConfigError, RecordError
-from offbeat.lab.breakdown import together
+from offbeat.lab.breakdown import combine_events
 from offbeat.lab.records import StepEvent
-from offbeat.report.trace import Timeline, open_runs, refuse_existing
+from offbeat.report.trace import TraceTimeline, open_runs, refuse_existing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -55,7 +55,7 @@ def write_scalars(run: Path, out: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write(timeline: Timeline, writer: SummaryWriter) -> None:
+def _write(timeline: TraceTimeline, writer: SummaryWriter) -> None:
     for step, by_rank in _steps(timeline):
         ended_ns = max(
             timeline.at_ns(rank, step, event.began_s + event.duration_s)
@@ -83,7 +83,7 @@ def _scalars(by_rank: dict[int, StepEvent]) -> dict[str, float]:
     return scalars
 
 
-def _steps(timeline: Timeline) -> Iterator[tuple[int, dict[int, StepEvent]]]:
+def _steps(timeline: TraceTimeline) -> Iterator[tuple[int, dict[int, StepEvent]]]:
     """Each step with the events of the ranks that took part, by rank. Reads all ranks at once, so
     that none is kept.
     """
@@ -95,5 +95,5 @@ def _steps(timeline: Timeline) -> Iterator[tuple[int, dict[int, StepEvent]]]:
     for step, entries in groupby(merged, key=lambda entry: entry[0]):
         by_rank: dict[int, StepEvent] = {}
         for _, rank, event in entries:  # several of a rank where samples are claimed
-            by_rank[rank] = together(by_rank[rank], event) if rank in by_rank else event
+            by_rank[rank] = combine_events(by_rank[rank], event) if rank in by_rank else event
         yield step, by_rank

@@ -73,7 +73,7 @@ def write_trace(run: Path, out: Path) -> int:
     return num_events
 
 
-def open_runs(path: Path) -> list[tuple[str, Timeline]]:
+def open_runs(path: Path) -> list[tuple[str, TraceTimeline]]:
     """The runs of a comparison that have begun, with their names; or the one run that `path` is,
     without a name.
 
@@ -87,12 +87,12 @@ def open_runs(path: Path) -> list[tuple[str, Timeline]]:
             for run in contestant.runs
         ]
         runs = [
-            (place.name, Timeline(Record(place)))
+            (place.name, TraceTimeline(Record(place)))
             for place in places
             if (place / "config.json").exists()
         ]
     else:
-        runs = [("", Timeline(Record(path)))]
+        runs = [("", TraceTimeline(Record(path)))]
     begun = [(name, timeline) for name, timeline in runs if timeline.ranks]
     if not begun:
         raise RecordError(
@@ -107,7 +107,7 @@ def refuse_existing(out: Path) -> None:
         raise ConfigError(f"{out} exists; choose another --out")
 
 
-class Timeline:
+class TraceTimeline:
     """The times of all ranks and attempts of a run on one axis, which begins with the first thing
     recorded.
 
@@ -176,7 +176,7 @@ class Timeline:
         }
 
 
-def _trace(runs: list[tuple[str, Timeline]]) -> Iterator[Event]:
+def _trace(runs: list[tuple[str, TraceTimeline]]) -> Iterator[Event]:
     first_pid = 0
     for name, timeline in runs:
         for rank in timeline.ranks:
@@ -190,7 +190,7 @@ def _trace(runs: list[tuple[str, Timeline]]) -> Iterator[Event]:
 class _Worker:
     """One process of the trace. What it puts on one track never overlaps without nesting."""
 
-    def __init__(self, timeline: Timeline, rank: int, pid: int) -> None:
+    def __init__(self, timeline: TraceTimeline, rank: int, pid: int) -> None:
         self._timeline = timeline
         self._rank = rank
         self._pid = pid

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offbeat.collectives.control import gather_values
+from offbeat.collectives.dense import gather_values
 from offbeat.errors import MismatchError, OffbeatError
 from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Driver, Stream

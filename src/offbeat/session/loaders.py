@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from offbeat.collectives.control import gather_values
+from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, MismatchError, OffbeatError
 from offbeat.megabatch.claims import ClaimLog
 from offbeat.megabatch.loader import (

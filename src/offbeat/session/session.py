@@ -382,6 +382,13 @@ class Session:
         """
         return self._counting.take_ready_at_s()
 
+    @property
+    def parts(self) -> Sequence[Part]:
+        """What the strategy has built, in the order in which parts get events: for a look into
+        one of them.
+        """
+        return self._parts
+
     def take_profile(self) -> StepProfile | None:
         """What the strategy did within the step that has just ended, if it is one that was looked
         at closely.

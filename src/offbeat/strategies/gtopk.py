@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from offbeat.codec.value_codecs import Float32
+from offbeat.codec.value_codecs import Float32Values
 from offbeat.collectives.base import SparseCollective
 from offbeat.collectives.gtopk_tree import gtopk_tree
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
@@ -78,7 +78,7 @@ class GTopK(SparseGradientStrategy):
                 f"variant='paper' exists in the tree only, got collective={self.collective!r}; pass"
                 " collective='tree'"
             )
-        if self.variant == "paper" and self.values not in ("float32", Float32()):
+        if self.variant == "paper" and self.values not in ("float32", Float32Values()):
             raise ConfigError(
                 f"variant='paper' sends float32 values as published, got values={self.values!r}"
             )

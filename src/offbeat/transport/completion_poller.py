@@ -1,5 +1,5 @@
-"""Tells when collectives under way are over, while their rank does something else: a thread looks
-now and then.
+"""Tells when collectives under way are over, while their rank does something else: a thread polls
+them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 from offbeat.transport.driver import Pending
 
 EVERY_S: Final = 0.0005
-"""From one look to the next."""
+"""From one poll to the next."""
 
 _Watched: TypeAlias = tuple[Sequence[Pending[Any]], Callable[[float], None]]
 
@@ -46,7 +46,7 @@ class CompletionPoller:
                 self._thread.start()
 
     def poll(self) -> bool:
-        """Look now. Returns whether anything is still under way."""
+        """Poll now. Returns whether anything is still under way."""
         with self._lock:
             still: list[_Watched] = []
             for pending, over in self._watched:
@@ -58,7 +58,7 @@ class CompletionPoller:
             return bool(still)
 
     def stop(self) -> None:
-        """Look once more and watch nothing any longer. No thread is left."""
+        """Poll once more and watch nothing any longer. No thread is left."""
         self.poll()
         with self._lock:
             self._watched = []

@@ -69,8 +69,8 @@ class Driver(ABC):
         """Tell wrappers that script or count by step which training step begins."""
 
     def abort(self, reason: str, *, blame: int | None = None) -> None:  # noqa: B027 - without a side channel nobody can be told
-        """Tell every other rank that this one gives up, so that nobody waits for it. `blame`: the
-        rank at the root of it.
+        """Tell all peers that this rank gives up, so that none of them waits for it. `blame`: the
+        rank whose failure is the cause.
         """
 
     def departed(self) -> frozenset[int]:
@@ -78,7 +78,7 @@ class Driver(ABC):
         return frozenset()
 
     def launch(self, collective: Collective[T], channel: int) -> Pending[T]:
-        """Begin `collective` and go as far as it gets without waiting."""
+        """Begin `collective` and carry it out as far as that is possible without waiting."""
         pending = Pending(self, collective, channel)
         pending.poll()
         return pending

@@ -62,7 +62,16 @@ def pack(
     sequence: int,
     payload: Payload,
 ) -> bytes:
-    """The header of `payload`, which must be contiguous bytes."""
+    """The header of a message.
+
+    Args:
+        kind: what the message is.
+        sender: the rank that sends it, < 2**32.
+        generation: number of the membership, < 2**32.
+        channel: < 2**64.
+        sequence: how many messages the sender has sent to the receiver before, < 2**64.
+        payload: contiguous bytes, of which length and checksum are taken.
+    """
     return _LAYOUT.pack(
         _MAGIC,
         WIRE_VERSION,

@@ -62,7 +62,8 @@ class Inbox:
         envelope, payload = queue.popleft()
         del self._queues[peer, channel]
         if queue:
-            self._queues[peer, channel] = queue  # behind all others, so that nobody starves
+            # Behind all other queues: `first_of` goes through them in order, and no sender starves.
+            self._queues[peer, channel] = queue
         if envelope is not None:
             verify(envelope, payload)
         return payload

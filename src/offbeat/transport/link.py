@@ -1,4 +1,4 @@
-"""The outgoing connection to one peer, and whether that peer still lives."""
+"""The outgoing connection to one peer, and whether that peer is still alive."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class PeerLimits:
         max_message_bytes: largest payload of one message, sent or received.
         heartbeat_interval_s: how often an idle connection is probed. The peer's I/O thread answers,
             busy or not.
-        heartbeat_timeout_s: a connection on which nothing is heard for this long is gone. The
+        heartbeat_timeout_s: a connection on which nothing is heard for this long is lost. The
             longest that a peer may be stopped (a debugger, SIGSTOP, a suspended virtual machine)
             without being held dead.
-        grace_s: a peer whose connection is gone and stays gone for this long is dead. Longer than
-            what a closing peer's last messages may take to arrive.
+        grace_s: a peer whose connection is lost and does not come back for this long is dead. Must
+            be longer than a closing peer's last messages may take to arrive.
         connect_timeout_s: how long the first connection to a peer may take.
-        linger_s: how long closing waits for messages already sent to reach peers that still live.
+        linger_s: how long closing waits for messages already sent to reach peers that are alive.
     """
 
     max_message_bytes: int = 1 << 31
@@ -55,8 +55,21 @@ class PeerLimits:
 class Link:
     """Sends to one peer, and learns from the socket's monitor whether the peer can be reached.
 
+    Args:
+        context: the ZeroMQ context to open the socket in.
+        endpoint: where the peer listens, "tcp://address:port".
+        sender: this rank.
+        generation: number of the membership.
+        own_keys: this rank's CURVE keys.
+        peer_key: the peer's public key.
+        limits: when the peer counts as dead.
+        now_s: the monotonic clock.
+
     Attributes:
-        ever_connected: whether there was a connection when it was looked at.
+        ever_connected: whether there was a connection at some call of `watch`.
+
+    Raises:
+        ConfigError: the endpoint is malformed.
     """
 
     def __init__(
@@ -121,12 +134,14 @@ class Link:
         self._socket.send(view, zmq.NOBLOCK, copy=view.nbytes < _ZERO_COPY_BYTES)
 
     def watch(self, now_s: float) -> None:
-        """Take note of what happened to the connection. Never blocks."""
+        """Read what ZeroMQ reports of the connection. Never blocks."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._disconnected_since_s = None
                 if self.ever_connected:
+                    # Its sequence number shows the peer whether messages were lost with the
+                    # connection, even if this rank sends nothing else for long.
                     self.send(EnvelopeKind.HELLO, 0, b"")
                 self.ever_connected = True
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -165,7 +180,7 @@ class Link:
         self._socket.close(linger=math.ceil(linger_s * 1000))
 
     def _remaining_grace_s(self, now_s: float) -> float:
-        """How much longer the connection may stay away; infinite while it is there."""
+        """How much longer the connection may stay lost; infinite while it is there."""
         if self._refused:
             return 0.0
         if self._disconnected_since_s is None:

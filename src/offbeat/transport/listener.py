@@ -32,13 +32,22 @@ class Listener:
     def __init__(
         self, address: str, *, rank: int, generation: int, roster: Roster, max_message_bytes: int
     ) -> None:
-        """Bind a free port of `address`. Raises `ConfigError` when that is no numeric address of
-        this host.
+        """Bind a free port.
+
+        Args:
+            address: numeric address of this host, no wildcard.
+            rank: this rank.
+            generation: number of the membership; messages of another one are dropped.
+            roster: the keys of all ranks.
+            max_message_bytes: largest payload of a message.
+
+        Raises:
+            ConfigError: `address` is no numeric address of this host.
         """
         if address in ("0.0.0.0", "::"):  # noqa: S104 - this is the refusal to bind them
             raise ConfigError(
-                f"peers cannot listen on {address}: the others need an address to connect to; name"
-                " the interface or address by which they reach this host, for instance in"
+                f"peers cannot listen on {address}: they need an address to connect to; name the"
+                " interface or address by which they reach this host, for instance in"
                 " OFFBEAT_INTERFACE"
             )
         self.num_foreign = 0
@@ -47,6 +56,7 @@ class Listener:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = start_authenticator(self._context, roster)
         self._socket = self._context.socket(zmq.PULL)
+        # ZeroMQ sockets belong to one thread; a socket pair is what other threads can wake it by.
         self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
         self._wakeup_receiver.setblocking(False)
         self._wakeup_sender.setblocking(False)
@@ -69,14 +79,14 @@ class Listener:
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def wait(self, timeout_s: float) -> None:
-        """Block until something arrives, the bell rings or `timeout_s` has passed."""
+        """Block until something arrives, `wake` is called or `timeout_s` has passed."""
         self._poller.poll(math.ceil(timeout_s * 1000))
         with contextlib.suppress(BlockingIOError):
             self._wakeup_receiver.recv(4096)
 
     def wake(self) -> None:
-        """Let the thread that waits look up. Never blocks; may be called from any thread."""
-        with contextlib.suppress(BlockingIOError):  # a full pipe rings already
+        """Let the thread that waits return. Never blocks; may be called from any thread."""
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes it anyway
             self._wakeup_sender.send(b"!")
 
     def drain(self) -> Iterator[tuple[Envelope, Payload]]:

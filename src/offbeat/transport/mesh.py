@@ -1,4 +1,4 @@
-"""One rank's connections to all others and what it knows of them. Never blocks, knows no threads;
+"""One rank's connections to its peers, and what it knows of them. Never blocks, knows no threads;
 `peers` adds both.
 
 Every rank binds one PULL socket and connects one PUSH socket to each other rank: O(P) sockets a
@@ -38,6 +38,14 @@ _NOBODY = -1
 
 class Mesh:
     """The connections of `rank` within one generation.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        address: numeric address of this host that its peers can route to.
+        secret: the run's.
+        generation: number of the membership.
+        limits: when a peer counts as dead.
 
     Attributes:
         listener: what arrives here.
@@ -116,8 +124,8 @@ class Mesh:
                 link.send(EnvelopeKind.ABORT, 0, note)
 
     def send_goodbye(self) -> None:
-        """Tell everyone that this rank sends nothing more; those that failed too, for they may be
-        about to close.
+        """Tell all peers that this rank sends nothing more; those that failed too, because they may
+        be about to close.
         """
         for peer in self._links.keys() - self.left:
             self._links[peer].send(EnvelopeKind.GOODBYE, 0, b"")
@@ -140,7 +148,7 @@ class Mesh:
             self._next_watch_s = now_s + WATCH_INTERVAL_S
             for link in self._links.values():
                 link.watch(now_s)
-        # a dead rank's last words count, so they are read before it is judged
+        # What a rank sent before it died still counts, so it is read before the rank is judged.
         for message in self.listener.drain():
             for control, payload in self.inbox.put(*message):
                 self._handle_control(control, payload)
@@ -150,8 +158,8 @@ class Mesh:
             )
         if watch:
             for peer, link in self._links.items():
-                if self._reads(peer) and (obituary := link.death_reason(now_s)):
-                    self.failures[peer] = obituary
+                if self._reads(peer) and (reason := link.death_reason(now_s)):
+                    self.failures[peer] = reason
 
     def failure_of(self, peer: int, channel: int) -> OffbeatError | None:
         """Why a message that is not here will never come; None when it may."""
@@ -185,11 +193,11 @@ class Mesh:
         return None
 
     def lost(self) -> frozenset[int]:
-        """The ranks whose connection is gone without a word: those that failed and said so live on,
-        as those that left do.
+        """The ranks whose connection was lost without a message. Those that reported a failure, or
+        left in good order, are still running.
         """
-        gone = {peer for peer, link in self._links.items() if link.is_disconnected}
-        return frozenset(gone - self.left - self._aborted)
+        disconnected = {peer for peer, link in self._links.items() if link.is_disconnected}
+        return frozenset(disconnected - self.left - self._aborted)
 
     def wait_of(self, peer: int, channel: int) -> str:
         """What a receive of `peer`'s message on `channel` waits for, in words."""

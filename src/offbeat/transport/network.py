@@ -1,9 +1,9 @@
-"""What a rank needs to open meshes later, without asking the other ranks together: the store, its
-address and the secret.
+"""What a rank needs to open meshes later, without a collective call: the store, its address and the
+secret.
 
-The store is the one that torch.distributed met through, under a prefix that belongs to this session
-alone. Where that prefix is, the founders leave in the store itself, so that a worker that comes
-later can find it.
+The store is the one through which torch.distributed was initialised, under a prefix that belongs to
+this session alone. Rank 0 writes an entry into the store itself that says where that prefix is, so
+that a worker that comes later can find it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Network:
             `own_store`.
         rank: this process's. One that came later may have any rank >= 0.
         world_size: number of ranks when the session was founded.
-        address: numeric address of this host that the others can route to.
+        address: numeric address of this host that its peers can route to.
         secret: of this session's meshes, 32 bytes.
     """
 
@@ -168,7 +168,13 @@ def create_network(
 
 
 def find_network(store: Store, *, rank: int, address: str, secret: bytes) -> Network:
-    """The network whose entry lies in `store`: of the session that was founded last.
+    """The network whose entry is in `store`: of the session that was founded last.
+
+    Args:
+        store: the store of the run, without any prefix.
+        rank: this rank, >= 0.
+        address: numeric address of this host that its peers can route to.
+        secret: the run's.
 
     Raises:
         ConfigError: no session was founded, it has ended, or it has another secret.

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from offbeat.transport.backends import Backends, BackendWork
 
@@ -199,9 +200,11 @@ class AllReduceTensor(DenseOperation):
     tensor: torch.Tensor
 
     @property
+    @override
     def num_bytes(self) -> int:
         return self.tensor.nbytes
 
+    @override
     def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
         """Of n bytes, on P ranks: 2 (P - 1) messages and ceil(2 (P - 1) n / P) bytes, both sent and
         received.
@@ -216,6 +219,7 @@ class AllReduceTensor(DenseOperation):
         )
 
     @classmethod
+    @override
     def combine(cls, operations: Sequence[Self]) -> list[Any]:
         tensors = [operation.tensor for operation in operations]
         if len(tensors) == 1:
@@ -223,10 +227,12 @@ class AllReduceTensor(DenseOperation):
         total = torch.stack(tensors).sum(dim=0)
         return [tensor.copy_(total) for tensor in tensors]
 
+    @override
     def begin(self, backends: Backends) -> BackendWork:
         backend = backends.backend_for(self.tensor)
         return backend.allreduce([self.tensor], dist.AllreduceOptions())
 
+    @override
     def finish(self, backends: Backends) -> torch.Tensor:
         return self.tensor
 
@@ -239,13 +245,16 @@ class Broadcast(DenseOperation):
     root: int
 
     @property
+    @override
     def num_bytes(self) -> int:
         return self.tensor.nbytes
 
     @property
+    @override
     def root_rank(self) -> int:
         return self.root
 
+    @override
     def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
         """The tensor is passed on from rank to rank: each rank but the last one sends it, and each
         but the root receives it.
@@ -260,15 +269,18 @@ class Broadcast(DenseOperation):
         )
 
     @classmethod
+    @override
     def combine(cls, operations: Sequence[Self]) -> list[Any]:
         source = operations[operations[0].root].tensor
         return [operation.tensor.copy_(source) for operation in operations]
 
+    @override
     def begin(self, backends: Backends) -> BackendWork:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self.root, 0
         return backends.backend_for(self.tensor).broadcast([self.tensor], options)
 
+    @override
     def finish(self, backends: Backends) -> torch.Tensor:
         return self.tensor
 
@@ -286,9 +298,11 @@ class AllGather(DenseOperation):
     payload: Payload
 
     @property
+    @override
     def num_bytes(self) -> int:
         return memoryview(self.payload).nbytes
 
+    @override
     def traffic(self, result: Any, *, rank: int, world_size: int) -> Traffic:
         """Each rank sends every payload but its successor's, and receives every one but its own.
 
@@ -304,10 +318,12 @@ class AllGather(DenseOperation):
         )
 
     @classmethod
+    @override
     def combine(cls, operations: Sequence[Self]) -> list[Any]:
         payloads = [bytes(operation.payload) for operation in operations]
         return [payloads] * len(payloads)
 
+    @override
     def finish(self, backends: Backends) -> list[bytes]:
         mine = bytes_as_tensor(self.payload)
         backend = backends.backend_for(mine)

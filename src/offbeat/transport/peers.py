@@ -32,9 +32,9 @@ class Peers(Driver):
     holding the lock. It does not survive a fork.
 
     Attributes:
-        endpoint: where this rank listens, "tcp://address:port"; the others' `connect` needs it.
-        lost: once closed, the ranks whose connection was gone then, without a goodbye and without a
-            word of failure.
+        endpoint: where this rank listens, "tcp://address:port"; the peers' `connect` needs it.
+        lost: once closed, the ranks whose connection had been lost by then although they had
+            neither closed it nor reported a failure.
     """
 
     def __init__(
@@ -78,9 +78,10 @@ class Peers(Driver):
         )
         self.endpoint = self._mesh.listener.endpoint
         self.lost: frozenset[int] = frozenset()
+        # The lock guards the mesh; the condition says that something may have happened to it.
         self._changed = threading.Condition(threading.Lock())
-        # the thread that polls is the only one to touch the mesh's receiving side, though it does
-        # not hold the lock
+        # While it is set, one thread polls the sockets without holding the lock, so that others can
+        # send. That thread alone may touch the mesh's receiving side then.
         self._is_polled = False
         self._closed = False
 
@@ -162,8 +163,8 @@ class Peers(Driver):
         return self.wait_for_death(0)
 
     def wait_for_death(self, timeout_s: float) -> dict[int, str]:
-        """As `dead`, but waits for up to `timeout_s` for somebody to be dead: for another driver
-        that asks whom to blame.
+        """As `dead`, but waits for up to `timeout_s` until some rank is dead: for another driver
+        that has to name the cause of its failure.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -175,8 +176,8 @@ class Peers(Driver):
                 self._wait_for_change(remaining_s)
 
     def await_connections(self, timeout_s: float) -> None:
-        """Return once every rank has been met, or after `timeout_s`. A connection that is lost
-        afterwards tells of a death.
+        """Return once there has been a connection to every rank, or after `timeout_s`. A connection
+        that is lost afterwards tells of a death.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -189,7 +190,7 @@ class Peers(Driver):
                 self._update()
 
     def left(self) -> list[int]:
-        """The ranks that said goodbye, in the order of their numbers. Never blocks."""
+        """The ranks that closed in good order, by their numbers. Never blocks."""
         with self._changed:
             self._update()
             return sorted(self._mesh.left)
@@ -211,18 +212,20 @@ class Peers(Driver):
                 self._mesh.abort(reason, blame)
 
     def close(self) -> None:
-        """Say goodbye, deliver what was sent (for up to `limits.linger_s`), and end every thread.
-        Idempotent.
+        """Announce the departure, deliver what was sent (for up to `limits.linger_s`), and end
+        every thread. Idempotent.
         """
         with self._changed:
             if self._closed:
                 return
             self._closed = True
+            # Sockets must not be closed while another thread polls them.
             while self._is_polled:
                 self._changed.wait()
             self._mesh.update()
             self._mesh.send_goodbye()
-            # those who leave at the same moment read no more, so nothing has to linger for them
+            # Peers that close at the same moment read no more: wait shortly for their goodbyes, so
+            # that closing does not linger for messages to them.
             deadline_s = time.monotonic() + WATCH_INTERVAL_S
             while (
                 self._mesh.any_peer_reads() and (remaining_s := deadline_s - time.monotonic()) > 0
@@ -299,7 +302,7 @@ class Peers(Driver):
             self._check_open()
             self._mesh.inbox.post(self.rank, channel, payload)
             if self._is_polled:
-                self._mesh.listener.wake()
+                self._mesh.listener.wake()  # else it would sleep until a message comes
             self._changed.notify_all()
 
     def _send(self, operation: Send, channel: int) -> None:
@@ -341,6 +344,7 @@ class Peers(Driver):
         if self._is_polled:
             self._changed.wait(timeout_s)
             return
+        # Whoever waits first polls for all. It gives up the lock meanwhile, and wakes the others.
         self._is_polled = True
         self._changed.release()
         try:

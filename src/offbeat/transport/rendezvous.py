@@ -1,12 +1,13 @@
-"""Who is there when a session begins. Told through the store, since there are no connections yet.
+"""Waits until all ranks have come to `attach`. The ranks tell each other through the store, since
+there are no connections yet:
 
     here/<position>       this rank has come
-    halted                one has come and refuses, or knows of one that never will
-    through/<position>    this rank has connected, or has failed to; who says neither has ended
-    meanwhile
+    halted                a rank has come and refuses, or knows of a rank that will never come
+    through/<position>    this rank has connected, or has failed to; a rank that says neither has
+                          ended meanwhile
 
-Nobody can be let go here: ranks are compared and models copied from the first, so a death ends the
-beginning, for all alike.
+No rank can be left out here: ranks are compared and models copied from the first one, so a death
+ends the start of the session on all ranks.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ def await_all(
         store: under a prefix of this session alone.
         position: of this rank in `ranks`.
         ranks: who takes part, by their number in the default process group.
-        lost: those that are known to be gone.
+        lost: those that are known to be dead.
         refusal: why this rank cannot take part.
 
     Raises:
         OffbeatError: `refusal`.
         MismatchError: another rank refuses.
-        PeerError: a rank is gone, on every rank; or one has not come within the time limit.
+        PeerError: a rank is dead, on every rank; or one has not come within the time limit.
     """
     if refusal is not None:
         _halt(store, f"rank {position} refused: {refusal}", None)
@@ -88,15 +89,14 @@ def await_all(
                     rank=rank,
                 )
             time.sleep(min(_LOOK_S + waited_s / 50, 0.25))
-    _raise_if_halted(store)  # who was held lost and comes late must not go on alone
+    _raise_if_halted(store)  # a rank that was held dead and comes late must not go on alone
 
 
 @contextmanager
 def naming_failed_rank(
     store: Store, position: int, world_size: int, *, limit_s: float
 ) -> Iterator[None]:
-    """Name the rank that ends while ranks connect, which looks like a broken connection to each of
-    the others.
+    """Name the rank that ends while ranks connect, which its peers see only as a broken connection.
 
     Args:
         store: under a prefix of this session alone.

@@ -1,8 +1,8 @@
 """One driver made of two: dense collectives go through torch.distributed, messages between two
 ranks through ZeroMQ.
 
-gloo knows that a connection broke but not whose death broke it; the ZeroMQ side knows who died but
-carries no dense collective. Here the one's failure gets the other's explanation.
+gloo reports that a connection broke, but not which rank died; the ZeroMQ side knows which rank died
+but carries no dense collective. Here a failure of the first gets its cause from the second.
 """
 
 from __future__ import annotations
@@ -81,12 +81,13 @@ def _with_cause(error: PeerError, messages: Peers) -> PeerError:
     """The error of a broken dense collective, with the name of the rank that broke it, if that can
     be learnt.
     """
-    gone = messages.wait_for_death(CAUSE_TIMEOUT_S) or dict.fromkeys(
+    # gloo may see the broken connection before the heartbeats of ZeroMQ have given it up.
+    departed = messages.wait_for_death(CAUSE_TIMEOUT_S) or dict.fromkeys(
         messages.left(), "finished and closed its connections"
     )
-    if not gone:
+    if not departed:
         return error
-    rank, reason = next(iter(gone.items()))
+    rank, reason = next(iter(departed.items()))
     return PeerError(
         f"rank {rank} {reason} (rank {messages.rank} learnt of it by this: {error})", rank=rank
     )

@@ -7,9 +7,9 @@ direction, one message at a time, and adds `latency_s`; `jitter_s` adds a random
 seed (messages between two ranks still arrive in order).
 
 When nothing can ever happen again the run ends with `DeadlockError`, which says who waits for whom.
-A rank that raises or is killed is dead for the others: their receives raise `PeerError`, as they
+A rank that raises or is killed is dead to its peers: their receives raise `PeerError`, as they
 would over sockets. A rank may have several collectives under way, as a process has threads
-(`beside`), and may be stopped for a while (`freeze`).
+(`run_in_background`), and may be stopped for a while (`freeze`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class VirtualCluster:
         seed: decides the order in which ranks go on and every jitter.
         link: the network.
         watch_all: whether any rank's death fails every receive, or only those from it.
-        death_notice_s: how long after a death the others learn of it, in seconds.
+        death_notice_s: how long after a death the peers learn of it, in seconds.
     """
 
     def __init__(
@@ -142,11 +142,13 @@ class VirtualCluster:
         unfinished = set(range(self.world_size))
         self.touch(*unfinished)
         while unfinished:
+            # Only ranks to which something happened are looked at again: with 1,024 ranks, asking
+            # all of them after each event would take most of the time.
             for rank in self._touched:
-                stands_still = rank in self._failed or rank in self._frozen
+                is_stopped = rank in self._failed or rank in self._frozen
                 for number in numbers[rank]:
                     task = tasks[number][1]
-                    can_go_on = not (stands_still or task.over) and task.ready()
+                    can_go_on = not (is_stopped or task.over) and task.ready()
                     (ready.add if can_go_on else ready.discard)(number)
                 if rank in self._failed or own[rank].over:
                     unfinished.discard(rank)
@@ -163,15 +165,15 @@ class VirtualCluster:
         ]
 
     def run_in_background(self, rank: int, collective: Collective[object], *, channel: int) -> None:
-        """Let `collective` go on at `rank` during the next run, beside the rank's own, as another
-        thread would.
+        """Carry out `collective` at `rank` during the next run, while the rank's own collective
+        goes on, as another thread would.
 
         It is dropped when every rank's own is over. If it raises, the rank is dead.
         """
         self._background.append((rank, (collective, channel)))
 
     def kill(self, rank: int, reason: str = "was killed") -> None:
-        """End `rank` where it stands. What has not wholly left it is lost."""
+        """End `rank` now. What it has not sent to the last byte is lost."""
         self._fail(rank, PeerError(f"rank {rank} {reason}", rank=rank))
 
     def leave(self, rank: int) -> None:
@@ -203,9 +205,11 @@ class VirtualCluster:
                 lambda: self._after_pending_sends(rank, lambda: self._mark_dead(rank)),
             )
 
-    def _after_pending_sends(self, rank: int, tell: Callable[[], None]) -> None:
-        """What a rank has sent arrives before the news that it is gone, as it does over sockets."""
-        self._pending_notices[rank] = tell
+    def _after_pending_sends(self, rank: int, notify: Callable[[], None]) -> None:
+        """Call `notify` once everything that the rank has sent has arrived. Over sockets too, peers
+        read what a rank has sent before they see that its connection is closed.
+        """
+        self._pending_notices[rank] = notify
         self._notify_if_all_sent(rank)
 
     def _notify_if_all_sent(self, rank: int) -> None:
@@ -250,7 +254,14 @@ class VirtualCluster:
         heapq.heappush(self._events, (max(when_s, self.now_s), self._num_events, happen))
 
     def deliver(self, source: int, target: int, channel: int, payload: Payload) -> None:
-        """Put a message on the wire."""
+        """Send a message.
+
+        Args:
+            source: the rank that sends it.
+            target: the rank that receives it.
+            channel: the collective's channel.
+            payload: is copied.
+        """
         duration_s = len(payload) / self._link.bytes_per_s
         departs_s = max(self.now_s, self._out_free_s[source])
         self._out_free_s[source] = departs_s + duration_s
@@ -261,6 +272,8 @@ class VirtualCluster:
 
         self._num_in_flight[source] += 1
 
+        # A message occupies the sender's link, travels, and then occupies the receiver's link,
+        # which it may find busy with another sender's message.
         def reach() -> None:
             self._in_free_s[target] = max(self.now_s, self._in_free_s[target]) + duration_s
             self.at(self._in_free_s[target], arrive)
@@ -304,12 +317,11 @@ class VirtualCluster:
 
     def departed_among(self, peers: Set[int]) -> tuple[int, str] | None:
         """The first of `peers` that will send nothing more, and why."""
-        gone = peers & (self._dead.keys() | self._left)
-        return (
-            (min(gone), self._dead.get(min(gone), "it finished and closed its connections"))
-            if gone
-            else None
-        )
+        departed = peers & (self._dead.keys() | self._left)
+        if not departed:
+            return None
+        first = min(departed)
+        return first, self._dead.get(first, "it finished and closed its connections")
 
     def begin_dense(self, rank: int, number: int, operation: DenseOperation) -> None:
         """Rank `rank` begins its dense operation `number`. The last rank to begin it computes the

@@ -143,8 +143,9 @@ class _VirtualReceiveAny:
         if here := self._here():
             sender = self._cluster.choose(here)
             return sender, self._cluster.take(sender, self._target, self._channel)
-        if (gone := self._cluster.departed_among(self._peers)) is not None:
-            raise PeerError(f"rank {gone[0]} will send nothing more: {gone[1]}", rank=gone[0])
+        if (departure := self._cluster.departed_among(self._peers)) is not None:
+            rank, reason = departure
+            raise PeerError(f"rank {rank} will send nothing more: {reason}", rank=rank)
         assert self._limit.expired, "a virtual receive was waited for before it was done"
         raise PeerTimeoutError("nothing came from anybody in time")
 

@@ -70,7 +70,7 @@ def attached() -> Iterator[Attach]:
 
 
 def part_of(session: Session) -> KFACPart:
-    return next(part for part in session._parts if isinstance(part, KFACPart))
+    return next(part for part in session.parts if isinstance(part, KFACPart))
 
 
 def batches(steps: range) -> list[reference.Batch]:

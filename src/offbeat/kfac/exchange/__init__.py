@@ -1,1 +1,1 @@
-"""What K-FAC sends: factors, inverses and preconditioned gradients, and in which order."""
+"""Factors, inverses and preconditioned gradients on their way between ranks."""

@@ -58,8 +58,8 @@ NUM_AT_ONCE = 8
 
 
 def device_kind(device: torch.device) -> str:
-    """What decides how results are rounded: ranks of which this is the same compute the
-    same bits.
+    """What decides how results are rounded: ranks of which this is the same compute the same
+    bits.
     """
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} {torch.version.cuda} {torch.__version__}"
@@ -180,59 +180,21 @@ def measure(
         like: any tensor of the factors' dtype and device.
         invert: inverts a matrix of shape (d, d), as training does.
     """
-    generator = torch.Generator().manual_seed(0)
-    other = torch.zeros(CACHE_ELEMENTS, device=like.device)
-    inversions = {}
-    for dim in sizes_to_time(dims):
-        rows = torch.randn(2 * dim, dim, generator=generator).to(like)
-        matrix = rows.mT @ rows / dim
-        inversions[dim] = _fastest_s(
-            like,
-            lambda matrix=matrix: invert(matrix),  # type: ignore[misc]
-            before=other.zero_,
-            clock=inversion_clock(like.device),
-        )
-    one, many = MESSAGE_ELEMENTS
-    tensors = {size: like.new_zeros(size) for size in MESSAGE_ELEMENTS}
-    reduces = {
-        size: _fastest_s(
-            like,
-            lambda size=size: _run(  # type: ignore[misc]
-                driver, stream, [dense_all_reduce(tensors[size])]
-            ),
-        )
-        for size in (one, many)
-    }
-    sends = {
-        size: _fastest_s(
-            like,
-            lambda size=size: _run(  # type: ignore[misc]
-                driver, stream, [dense_broadcast(tensors[size], 0)]
-            ),
-        )
-        for size in (one, many)
-    }
-    roots = [number % driver.world_size for number in range(NUM_AT_ONCE)]
-    several_s = _fastest_s(
-        like,
-        lambda: _run(
-            driver, stream, [dense_broadcast(like.new_zeros(one), root) for root in roots]
-        ),
-    )
+    one, _ = MESSAGE_ELEMENTS
     mine = {
-        "inversions": inversions,
-        "reduces": reduces,
-        "sends": sends,
-        "several": {NUM_AT_ONCE: several_s},
+        "inversions": _time_inversions(dims, like, invert),
+        **_time_messages(driver, stream, like),
     }
     answers = [
         json.loads(answer) for answer in driver.run(_gather(json.dumps(mine)), stream.next())
     ]
+    # A rank that plans from what all ranks measured plans what all ranks plan; the slowest counts,
+    # since everybody waits for it.
     agreed = {what: slowest(_by_size(answer[what]) for answer in answers) for what in mine}
-    broadcast = _link(agreed["sends"], like)
-    gap_s = (agreed["several"][NUM_AT_ONCE] - agreed["sends"][one]) / (NUM_AT_ONCE - 1)
+    broadcast = _link(agreed["broadcasts"], like)
+    gap_s = (agreed["several"][NUM_AT_ONCE] - agreed["broadcasts"][one]) / (NUM_AT_ONCE - 1)
     return FactorCosts(
-        all_reduce=_link(agreed["reduces"], like),
+        all_reduce=_link(agreed["all-reduces"], like),
         inverse=InverseCosts(
             inversion=TabledInversion(
                 dims=tuple(agreed["inversions"]), seconds=tuple(agreed["inversions"].values())
@@ -241,6 +203,53 @@ def measure(
             fused=True,
         ),
     )
+
+
+def _time_inversions(
+    dims: Sequence[int], like: torch.Tensor, invert: Callable[[torch.Tensor], object]
+) -> dict[int, float]:
+    """Seconds by number of rows."""
+    generator = torch.Generator().manual_seed(0)
+    elsewhere = torch.zeros(CACHE_ELEMENTS, device=like.device)
+    clock = inversion_clock(like.device)
+    times_s = {}
+    for dim in sizes_to_time(dims):
+        rows = torch.randn(2 * dim, dim, generator=generator).to(like)
+        matrix = rows.mT @ rows / dim
+        times_s[dim] = _fastest_s(
+            like, partial(invert, matrix), before=elsewhere.zero_, clock=clock
+        )
+    return times_s
+
+
+def _time_messages(
+    driver: Driver, stream: Stream, like: torch.Tensor
+) -> dict[str, dict[int, float]]:
+    """Seconds of an all-reduce and of a broadcast by number of elements, and of several small
+    broadcasts at once by their number.
+    """
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        _run(driver, stream, [dense_all_reduce(tensor)])
+
+    def broadcast(tensor: torch.Tensor) -> None:
+        _run(driver, stream, [dense_broadcast(tensor, 0)])
+
+    def broadcast_several() -> None:
+        roots = [number % driver.world_size for number in range(NUM_AT_ONCE)]
+        _run(driver, stream, [dense_broadcast(like.new_zeros(one), root) for root in roots])
+
+    one, _ = MESSAGE_ELEMENTS
+    tensors = {size: like.new_zeros(size) for size in MESSAGE_ELEMENTS}
+    return {
+        "all-reduces": {
+            size: _fastest_s(like, partial(all_reduce, tensor)) for size, tensor in tensors.items()
+        },
+        "broadcasts": {
+            size: _fastest_s(like, partial(broadcast, tensor)) for size, tensor in tensors.items()
+        },
+        "several": {NUM_AT_ONCE: _fastest_s(like, broadcast_several)},
+    }
 
 
 def sizes_to_time(dims: Sequence[int]) -> list[int]:
@@ -258,7 +267,10 @@ def sizes_to_time(dims: Sequence[int]) -> list[int]:
 
 
 def inversion_clock(device: torch.device) -> Callable[[], float]:
-    """Seconds that inversions on `device` are timed with."""
+    """The clock, in seconds, that inversions on `device` are timed with. On a CPU it is the
+    processor's: ranks that share a core measure all at once, but an owner mostly inverts while
+    its peers wait.
+    """
     return time.thread_time if device.type == "cpu" else time.perf_counter
 
 

@@ -1,12 +1,13 @@
-"""Inverses: each made by its owner as soon as its factors are there and broadcast while the next is
-being made, or made by all.
+"""How every rank gets the inverses it needs. Each is made by its owner as soon as its factors have
+arrived, and is broadcast while the owner makes the next one; or every rank makes it.
 
-1. `start`, when gradients are final.
-2. `advance` whenever another message of factors has been taken in: what that completes is inverted
-   by its owners, and sent, in the order that was planned (`kfac.planning.inverse_order`). Messages
-   are begun in this order on every rank.
-3. `fill`, while the next message is still under way: some of what every rank inverts.
-4. `finish`: the rest of it, and the other ranks' inverses.
+1. `start` is called when gradients are final.
+2. `advance` is called whenever another message of factors has been taken in. What that completes is
+   inverted by its owners and sent, in the order that was planned (`kfac.planning.inverse_order`).
+   Messages are launched in this order on every rank.
+3. `fill` is called while the next message is still under way, and makes some of what every rank
+   inverts.
+4. `finish` makes the rest of it, and waits for the peers' inverses.
 
 No thread inverts beside the backward pass: on a CPU it would take its cores from that pass. What
 could be gained by it is what remains exposed of broadcasts.

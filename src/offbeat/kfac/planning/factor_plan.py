@@ -1,5 +1,5 @@
-"""What the K-FAC strategies plan: which factors travel together, in which order, who inverts them,
-who uses the inverses.
+"""What the K-FAC strategies plan: which factors share a message, in which order messages are
+launched, which rank inverts which factor, and which ranks use the inverses.
 
 A *slot* is a factor: slot 2 l is A of block l, slot 2 l + 1 its G. Plans are pure functions of a
 `PlanInputs`, which is the same on all ranks, so all ranks make the same plan.

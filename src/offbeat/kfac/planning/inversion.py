@@ -1,9 +1,10 @@
 """What it costs to invert a symmetric matrix of d rows.
 
-A polynomial a + b d^2 + c d^3, fitted to a few timed inversions, or a table of them. **Difference
-from SPD-KFAC** (arXiv 2107.06533), which takes alpha exp(beta d): an exponential through 147 and
-4,608 rows overestimates everything between, by a factor of 2.4 for the sum over ResNet-50's
-factors. It is here only to repeat what was published.
+It is a polynomial a + b d^2 + c d^3 that is fitted to a few timed inversions, or a table of them.
+
+**Difference from SPD-KFAC** (arXiv 2107.06533), which takes alpha exp(beta d): an exponential
+through 147 and 4,608 rows overestimates everything between, by a factor of 2.4 for the sum over
+ResNet-50's factors. It is here only to repeat what was published.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ virtual driver.
 
 from offbeat.lab.cluster.flags import from_flags
 from offbeat.lab.cluster.model import Cluster
-from offbeat.lab.cluster.parts import Fault, LinkSpec, SpeedChange, Straggling
+from offbeat.lab.cluster.parts import ClusterFault, LinkSpec, SpeedChange, Straggling
 from offbeat.lab.cluster.reading import PRESETS, load, parse_cluster, preset
 
 __all__ = [
     "PRESETS",
     "Cluster",
-    "Fault",
+    "ClusterFault",
     "LinkSpec",
     "SpeedChange",
     "Straggling",

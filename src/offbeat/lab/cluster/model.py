@@ -15,8 +15,8 @@ from offbeat.errors import UnsupportedError
 from offbeat.lab.cluster.parts import (
     SPEEDS,
     Action,
-    Described,
-    Fault,
+    ClusterFault,
+    DescribedModel,
     InvalidClusterError,
     Length,
     LinkSpec,
@@ -32,7 +32,7 @@ MAX_WORKERS = 65_536
 _UNDOES: Mapping[Action, Action] = {"return": "kill", "continue": "stop", "mend": "cut"}
 
 
-class Cluster(Described):
+class Cluster(DescribedModel):
     """A cluster, to be emulated by real processes or simulated under a virtual clock.
 
     Attributes:
@@ -73,7 +73,7 @@ class Cluster(Described):
     changes: tuple[SpeedChange, ...] = Field(
         default=(), description="a list of tables with at, worker and speed"
     )
-    faults: tuple[Fault, ...] = Field(
+    faults: tuple[ClusterFault, ...] = Field(
         default=(), description="a list of tables with at, worker and action"
     )
     step_s: Length | None = Field(default=None, description="more than 0, up to 1 day")
@@ -117,7 +117,7 @@ class Cluster(Described):
 
     @field_validator("faults")
     @classmethod
-    def _faults_in_order(cls, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
+    def _faults_in_order(cls, faults: tuple[ClusterFault, ...]) -> tuple[ClusterFault, ...]:
         return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
     @model_validator(mode="after")

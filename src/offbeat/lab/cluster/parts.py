@@ -52,7 +52,7 @@ def path_text(path: tuple[str | int, ...]) -> str:
     ).removeprefix(".")
 
 
-class Described(BaseModel):
+class DescribedModel(BaseModel):
     """Base of all parts: frozen, without unknown keys, and refusing in one sentence."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,7 +70,7 @@ class Described(BaseModel):
         return {name: getattr(self, name) for name in type(self).model_fields}
 
 
-class LinkSpec(Described):
+class LinkSpec(DescribedModel):
     """What connects one worker to the others.
 
     Attributes:
@@ -102,7 +102,7 @@ class LinkSpec(Described):
         return f"{rate}, {display_duration(self.latency_s)} one way" if self.latency_s else rate
 
 
-class Straggling(Described):
+class Straggling(DescribedModel):
     """Workers that sleep before they exchange.
 
     Attributes:
@@ -143,7 +143,7 @@ class Straggling(Described):
         return f"{who} {display_duration(self.delay_s)} late {how_often}"
 
 
-class SpeedChange(Described):
+class SpeedChange(DescribedModel):
     """From `at_s` seconds after the start, `worker` has `speed` (0.001 to 1, on the scale of
     `Cluster.speeds`).
     """
@@ -153,7 +153,7 @@ class SpeedChange(Described):
     speed: Speed
 
 
-class Fault(Described):
+class ClusterFault(DescribedModel):
     """Something that breaks, or recovers, `at_s` seconds after the start.
 
     Attributes:

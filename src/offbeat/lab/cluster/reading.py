@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from offbeat.errors import ConfigError, nearest
 from offbeat.lab.cluster.model import Cluster
 from offbeat.lab.cluster.parts import (
-    Fault,
+    ClusterFault,
     InvalidClusterError,
     LinkSpec,
     SpeedChange,
@@ -32,7 +32,7 @@ PRESETS: Final[Mapping[str, str]] = {
 }
 """Clusters that come with the package: name and a line about each."""
 
-_LISTS: Final[Mapping[str, type[BaseModel]]] = {"changes": SpeedChange, "faults": Fault}
+_LISTS: Final[Mapping[str, type[BaseModel]]] = {"changes": SpeedChange, "faults": ClusterFault}
 
 
 def load(path: Path) -> Cluster:

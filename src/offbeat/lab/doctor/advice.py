@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offbeat.codec.index_codecs import GapIndices
-from offbeat.codec.value_codecs import Float32
+from offbeat.codec.value_codecs import Float32Values
 from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import gtopk_tree
 from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
@@ -54,7 +54,7 @@ def predict(
     bucket = BucketKind(
         num_elements=num_parameters,
         element_bytes=_FLOAT_BYTES,
-        pair_bytes=pair_bytes(Float32(), GapIndices()),
+        pair_bytes=pair_bytes(Float32Values(), GapIndices()),
     )
     choice = CheapestCollective(network, world_size=world_size, notify=lambda notice: None)
     costs_s = choice.costs_s(bucket, k)

@@ -78,10 +78,10 @@ def diagnose(
             return None
     elif workers is not None:
         measurement = measure_locally(workers)
-    return judge(find_all(), measurement, sizes=parameters or USUAL_SIZES, density=density)
+    return analyse(find_all(), measurement, sizes=parameters or USUAL_SIZES, density=density)
 
 
-def judge(
+def analyse(
     findings: list[Finding],
     measurement: Measurement | None,
     *,

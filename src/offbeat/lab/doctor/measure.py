@@ -22,7 +22,7 @@ from offbeat.transport.driver import Driver, Stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
+class HostFacts:
     """Where one rank runs, and with what."""
 
     name: str
@@ -45,7 +45,7 @@ class Measurement:
 
     world_size: int
     device: str
-    hosts: list[Host]
+    hosts: list[HostFacts]
     network: NetworkCosts
     pairs: list[PairLink]
     listening: list[Listening]
@@ -62,25 +62,28 @@ def measure() -> Measurement:
         OffbeatError: the workers cannot find or reach each other.
     """
     opened: dict[str, frozenset[tuple[str, int]]] = {"before": own_sockets()}
-    meeting = join()
+    coordinator = join()
     opened["process group"] = own_sockets()
-    has_device = int(os.environ.get("LOCAL_RANK", meeting.rank)) < torch.cuda.device_count()
-    device = "cuda" if set(meeting.share("cuda", str(has_device))) == {"True"} else "cpu"
+    has_device = int(os.environ.get("LOCAL_RANK", coordinator.rank)) < torch.cuda.device_count()
+    device = "cuda" if set(coordinator.all_gather("cuda", str(has_device))) == {"True"} else "cpu"
     driver = connect(cuda=device == "cuda").driver
     try:
         opened["offbeat"] = own_sockets()
         network, pairs = _probe(driver, device)
     finally:
         driver.close()
-    host = Host(
+    host = HostFacts(
         name=platform.node(), torch=str(torch.__version__), num_threads=torch.get_num_threads()
     )
-    sockets = _by_owner(opened, meeting.rank)
-    hosts = [Host(**json.loads(said)) for said in meeting.share("host", json.dumps(asdict(host)))]
-    found = meeting.share("sockets", json.dumps([asdict(socket) for socket in sockets]))
+    sockets = _by_owner(opened, coordinator.rank)
+    hosts = [
+        HostFacts(**json.loads(said))
+        for said in coordinator.all_gather("host", json.dumps(asdict(host)))
+    ]
+    found = coordinator.all_gather("sockets", json.dumps([asdict(socket) for socket in sockets]))
     leave()
     return Measurement(
-        world_size=meeting.world_size,
+        world_size=coordinator.world_size,
         device=device,
         hosts=hosts,
         network=network,

@@ -18,7 +18,7 @@ from offbeat.lab.cluster import Cluster
 from offbeat.lab.cluster.quantities import display_rate
 from offbeat.lab.emulation.base import LinkCheck
 from offbeat.lab.emulation.commands import call_in
-from offbeat.lab.emulation.plan import Name, data_address
+from offbeat.lab.emulation.plan import EmulationName, data_address
 
 LEAST_SHARE = 0.9
 _ROUNDS = 3  # a machine that was busy with something else for a moment gets another chance
@@ -74,7 +74,7 @@ def neighbours(cluster: Cluster) -> list[Flow]:
     return flows if len(flows) > 1 else []
 
 
-def check_links(name: Name, cluster: Cluster) -> list[LinkCheck]:
+def check_links(name: EmulationName, cluster: Cluster) -> list[LinkCheck]:
     """Measure every link both ways at once, all together; those that fall short once more, a pair
     by itself.
 
@@ -93,7 +93,9 @@ def check_links(name: Name, cluster: Cluster) -> list[LinkCheck]:
         ) from error
 
 
-def _check(name: Name, cluster: Cluster, flows: Sequence[Flow], timing: _Timing) -> list[LinkCheck]:
+def _check(
+    name: EmulationName, cluster: Cluster, flows: Sequence[Flow], timing: _Timing
+) -> list[LinkCheck]:
     trips_s = _round_trips(name, flows)
     rates = _best_of(name, flows, timing)
     alone: set[Flow] = set()
@@ -166,7 +168,7 @@ def _refusal(flow: Flow, rate_bit_per_s: float) -> str:
     )
 
 
-def _best_of(name: Name, flows: Sequence[Flow], timing: _Timing) -> dict[Flow, float]:
+def _best_of(name: EmulationName, flows: Sequence[Flow], timing: _Timing) -> dict[Flow, float]:
     """Rates in bit/s, of the round in which the worst flow did best."""
     best: dict[Flow, float] = {}
     worst = -1.0
@@ -183,7 +185,7 @@ def _best_of(name: Name, flows: Sequence[Flow], timing: _Timing) -> dict[Flow, f
     return best
 
 
-def _measure(name: Name, flows: Sequence[Flow], timing: _Timing) -> dict[Flow, float]:
+def _measure(name: EmulationName, flows: Sequence[Flow], timing: _Timing) -> dict[Flow, float]:
     """Bits per second that each flow delivers while all run."""
     if not flows:
         return {}
@@ -235,7 +237,7 @@ def _receive(connection: socket.socket, start: threading.Barrier, timing: _Timin
             since_s = now_s
 
 
-def _round_trips(name: Name, flows: Sequence[Flow]) -> dict[Flow, float]:
+def _round_trips(name: EmulationName, flows: Sequence[Flow]) -> dict[Flow, float]:
     """The shortest of a few round trips of each flow, in seconds; one flow after the other."""
     trips_s = {}
     for flow in flows:
@@ -257,7 +259,9 @@ def _ping(near: socket.socket, far: socket.socket) -> float:
     return time.perf_counter() - begun_s
 
 
-def _connect(name: Name, flow: Flow, stack: ExitStack) -> tuple[socket.socket, socket.socket]:
+def _connect(
+    name: EmulationName, flow: Flow, stack: ExitStack
+) -> tuple[socket.socket, socket.socket]:
     """Both ends of a connection from one worker's namespace to another's; closed with `stack`."""
     listener = stack.enter_context(
         call_in(

@@ -11,9 +11,9 @@ from typing import Literal, TypeVar
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.emulation import leftovers
 from offbeat.lab.emulation.base import Emulation, EmulationReport, MissingMeansError, Placement
-from offbeat.lab.emulation.compute import Compute, open_compute
-from offbeat.lab.emulation.namespaces import InNamespaces
-from offbeat.lab.emulation.plan import Name
+from offbeat.lab.emulation.compute import ComputeShares, open_compute
+from offbeat.lab.emulation.namespaces import NamespaceEmulation
+from offbeat.lab.emulation.plan import EmulationName
 from offbeat.lab.emulation.quotas import needs_quotas
 
 T = TypeVar("T")
@@ -36,15 +36,15 @@ def emulate(cluster: Cluster, *, mode: Mode = "auto") -> Emulation:
             machine cannot carry.
     """
     if mode == "none" or (mode == "auto" and not needs_network(cluster)):
-        return OnLoopback(cluster, kind="none", limit_compute=mode != "none")
+        return LoopbackEmulation(cluster, kind="none", limit_compute=mode != "none")
     if mode == "delaying":
-        return OnLoopback(cluster, kind="delaying")
+        return LoopbackEmulation(cluster, kind="delaying")
     try:
-        return InNamespaces(cluster)
+        return NamespaceEmulation(cluster)
     except MissingMeansError as error:
         if mode == "namespaces":
             raise
-        return OnLoopback(cluster, kind="delaying", reason=str(error))
+        return LoopbackEmulation(cluster, kind="delaying", reason=str(error))
 
 
 def needs_network(cluster: Cluster) -> bool:
@@ -55,7 +55,7 @@ def needs_network(cluster: Cluster) -> bool:
     )
 
 
-class OnLoopback(Emulation):
+class LoopbackEmulation(Emulation):
     """No network is emulated by the kernel; speeds may be.
 
     Args:
@@ -74,7 +74,7 @@ class OnLoopback(Emulation):
         limit_compute: bool = True,
     ) -> None:
         self.store_address = _LOOPBACK
-        self._name: Name | None = None
+        self._name: EmulationName | None = None
         self._holder = os.getpid()
         notices = _network_notices(cluster, kind, reason)
         if limit_compute:
@@ -82,7 +82,9 @@ class OnLoopback(Emulation):
         else:
             ignored = "speeds are not emulated: no emulation was asked for"
             compute = (
-                Compute(speeds="ignored", notices=[ignored]) if needs_quotas(cluster) else Compute()
+                ComputeShares(speeds="ignored", notices=[ignored])
+                if needs_quotas(cluster)
+                else ComputeShares()
             )
         super().__init__(compute.quotas)
         delayed = "loopback; the workers deliver messages late"

@@ -15,7 +15,7 @@ from offbeat.lab.emulation.quotas import Quotas, needs_quotas, open_quotas, shar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compute:
+class ComputeShares:
     """What makes the speeds of a cluster: `quotas` if the kernel does, and the same for
     the report.
     """
@@ -26,13 +26,13 @@ class Compute:
     notices: list[str] = field(default_factory=list)
 
 
-def open_compute(cluster: Cluster, claim: Callable[[], str]) -> Compute:
+def open_compute(cluster: Cluster, claim: Callable[[], str]) -> ComputeShares:
     """Quotas where `cluster` needs some, called what `claim` says."""
     if cluster.step_s is not None:
         words = f"padded by the workers: {display_duration(cluster.step_s)} a step at speed 1"
-        return Compute(speeds="padded", words=words)
+        return ComputeShares(speeds="padded", words=words)
     if not needs_quotas(cluster):
-        return Compute()
+        return ComputeShares()
     try:
         quotas = open_quotas(cluster, claim())
     except ConfigError as error:
@@ -40,11 +40,11 @@ def open_compute(cluster: Cluster, claim: Callable[[], str]) -> Compute:
             f"no quotas of the processors: {error}; in their place slower workers sleep after they"
             " computed"
         )
-        return Compute(
+        return ComputeShares(
             speeds="sleeping",
             words="slower workers sleep in proportion to what they compute",
             notices=[notice],
         )
     cores_per_speed = share_out(cluster, usable_cores())
     words = f"quotas of the processors by cgroups: {cores_per_speed:.2f} of a core at speed 1"
-    return Compute(quotas=quotas, speeds="quotas", words=words)
+    return ComputeShares(quotas=quotas, speeds="quotas", words=words)

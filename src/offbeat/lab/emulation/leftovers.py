@@ -18,7 +18,7 @@ from pathlib import Path
 from offbeat.errors import ConfigError
 from offbeat.lab.emulation.base import MissingMeansError
 from offbeat.lab.emulation.commands import NAMESPACES, run_batch
-from offbeat.lab.emulation.plan import Name
+from offbeat.lab.emulation.plan import EmulationName
 from offbeat.lab.emulation.quotas import find_hierarchies, members, remove_group
 
 REGISTER = Path("/run/offbeat")
@@ -26,7 +26,7 @@ _END_S = 10.0  # how long a killed process may take to be gone
 _STARTED = 19  # field 22 of /proc/PID/stat, counted from the one after the program's name
 
 
-def claim() -> Name:
+def claim() -> EmulationName:
     """A name that nothing on this machine has, held by this process.
 
     Raises:
@@ -36,9 +36,9 @@ def claim() -> Name:
     number = next(
         number
         for number in range(len(taken) + 1)
-        if Name(pid=os.getpid(), number=number) not in taken
+        if EmulationName(pid=os.getpid(), number=number) not in taken
     )
-    name = Name(pid=os.getpid(), number=number)
+    name = EmulationName(pid=os.getpid(), number=number)
     try:
         REGISTER.mkdir(mode=0o755, exist_ok=True)
         (REGISTER / str(name)).write_text(_started(name.pid))
@@ -69,11 +69,13 @@ def clean() -> list[str]:
     return removed
 
 
-def remove(name: Name) -> list[str]:
+def remove(name: EmulationName) -> list[str]:
     """Remove everything called `name`, ending the processes in it (never this one). Returns what
     there was.
     """
-    namespaces = [entry.name for entry in _entries(NAMESPACES) if Name.parse(entry.name) == name]
+    namespaces = [
+        entry.name for entry in _entries(NAMESPACES) if EmulationName.parse(entry.name) == name
+    ]
     groups = [
         group for hierarchy in find_hierarchies() if (group := hierarchy.root / str(name)).is_dir()
     ]
@@ -85,14 +87,14 @@ def remove(name: Name) -> list[str]:
     return removed
 
 
-def _names() -> list[Name]:
+def _names() -> list[EmulationName]:
     """Of everything on this machine that an emulation made, repeatedly."""
     places = [NAMESPACES, REGISTER, *(hierarchy.root for hierarchy in find_hierarchies())]
     return [
         name
         for place in places
         for entry in _entries(place)
-        if (name := Name.parse(entry.name)) is not None
+        if (name := EmulationName.parse(entry.name)) is not None
     ]
 
 
@@ -100,7 +102,7 @@ def _entries(place: Path) -> Iterable[Path]:
     return place.iterdir() if place.is_dir() else ()
 
 
-def _is_held(name: Name) -> bool:
+def _is_held(name: EmulationName) -> bool:
     """Whether the process that made `name` is there. In doubt it is."""
     try:
         started = _started(name.pid)

@@ -28,7 +28,7 @@ from offbeat.lab.emulation.delay_lines import PATH_S, DelayLines, tick_s
 from offbeat.lab.emulation.plan import (
     DATA,
     HUB_CONTROL_ADDRESS,
-    Name,
+    EmulationName,
     check_size,
     choose_mtu,
     create_links,
@@ -52,7 +52,7 @@ _WORKER_SETTINGS = {
 }
 
 
-class InNamespaces(Emulation):
+class NamespaceEmulation(Emulation):
     """An emulation by the kernel. It is checked: links that do not carry what was asked for are
     refused.
 
@@ -216,7 +216,7 @@ def _require_means() -> None:
         path_of(program)
 
 
-def _has_netem(name: Name) -> bool:
+def _has_netem(name: EmulationName) -> bool:
     """Whether the kernel has the queue that delays packets; tried on the hub's own loopback."""
     try:
         run_batch(

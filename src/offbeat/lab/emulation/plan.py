@@ -41,7 +41,7 @@ _NAME = re.compile(r"offbeat-(?P<pid>\d+)-(?P<number>\d+)(?:-(?P<part>hub|w\d+))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Name:
+class EmulationName:
     """Of an emulation: the process that holds it, and which of that process's it is."""
 
     pid: int
@@ -58,14 +58,14 @@ class Name:
         return f"{self}-w{worker}"
 
     @classmethod
-    def parse(cls, text: str) -> Name | None:
+    def parse(cls, text: str) -> EmulationName | None:
         """Whose namespace or group `text` is, if it is one of an emulation."""
         match = _NAME.fullmatch(text)
         return cls(pid=int(match["pid"]), number=int(match["number"])) if match else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class TokenBucket:
     """A token bucket, which lets `burst_bytes` pass at once and then keeps to the rate, with a
     queue at each end of a link.
     """
@@ -76,7 +76,7 @@ class Shape:
     hub_queue_bytes: int
 
 
-def shape(link: LinkSpec, mtu: int) -> Shape | None:
+def shape(link: LinkSpec, mtu: int) -> TokenBucket | None:
     """How to keep to the rate of `link`; None where it has none.
 
     The rate is that of the wire, and large packets would leave more of it to the payload than
@@ -92,7 +92,7 @@ def shape(link: LinkSpec, mtu: int) -> Shape | None:
         return None
     per_ms = link.rate_bit_per_s / 8 / 1000
     least = min(_QUEUED_PACKETS * mtu, _QUEUED_BYTES)
-    return Shape(
+    return TokenBucket(
         rate_bit_per_s=link.rate_bit_per_s * _payload_share(_ETHERNET_MTU) / _payload_share(mtu),
         burst_bytes=round(max(per_ms, 2 * (mtu + _FRAME))),
         worker_queue_bytes=round(max(_QUEUED_MS * per_ms, least)),
@@ -149,7 +149,7 @@ def check_size(cluster: Cluster) -> None:
             )
 
 
-def create_namespaces(name: Name, num_workers: int) -> list[str]:
+def create_namespaces(name: EmulationName, num_workers: int) -> list[str]:
     """For `ip`, outside of all namespaces."""
     return [
         f"netns add {name.hub}",
@@ -157,7 +157,7 @@ def create_namespaces(name: Name, num_workers: int) -> list[str]:
     ]
 
 
-def create_links(name: Name, num_workers: int, mtu: int) -> list[str]:
+def create_links(name: EmulationName, num_workers: int, mtu: int) -> list[str]:
     """For `ip`, outside of all namespaces; both ends are made where they belong."""
     lines = []
     for worker in range(num_workers):
@@ -223,7 +223,7 @@ def plug_in(worker: int, through: str | None = None) -> list[str]:
     ]
 
 
-def worker_queue(bucket: Shape | None) -> str:
+def worker_queue(bucket: TokenBucket | None) -> str:
     """For `tc` in the worker's namespace. Without limit too there is a queue, because it counts
     bytes.
     """
@@ -232,7 +232,7 @@ def worker_queue(bucket: Shape | None) -> str:
     return f"qdisc add dev {DATA} root tbf {_bucket(bucket)} limit {bucket.worker_queue_bytes}"
 
 
-def hub_queues(worker: int, bucket: Shape | None, netem_latency_s: float) -> list[str]:
+def hub_queues(worker: int, bucket: TokenBucket | None, netem_latency_s: float) -> list[str]:
     """For `tc` in the hub: the latency first where netem is to make it, then the rate."""
     lines, where = [], "root"
     if netem_latency_s:
@@ -248,7 +248,7 @@ def hub_queues(worker: int, bucket: Shape | None, netem_latency_s: float) -> lis
     return lines
 
 
-def _bucket(bucket: Shape) -> str:
+def _bucket(bucket: TokenBucket) -> str:
     return f"rate {bucket.rate_bit_per_s:.0f}bit burst {bucket.burst_bytes}"
 
 

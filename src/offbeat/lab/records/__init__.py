@@ -16,11 +16,11 @@ from offbeat.lab.records.layout import (
     Attempt,
     Evaluation,
     Head,
-    Loss,
     MegaBatch,
     Share,
     StepEvent,
     Summary,
+    WorkerLoss,
 )
 from offbeat.lab.records.reading import Record, last_step, read_versioned
 from offbeat.lab.records.writing import (
@@ -39,12 +39,12 @@ __all__ = [
     "Evaluation",
     "EventWriter",
     "Head",
-    "Loss",
     "MegaBatch",
     "Record",
     "Share",
     "StepEvent",
     "Summary",
+    "WorkerLoss",
     "add_to_summary",
     "begin_attempt",
     "create",

@@ -157,7 +157,7 @@ EVENT_FIELDS: Final = tuple(field.name for field in fields(StepEvent))
 HEAD_FIELDS: Final = tuple(field.name for field in fields(Head))
 
 
-class Loss(BaseModel):
+class WorkerLoss(BaseModel):
     """A worker that died while the others went on.
 
     Attributes:
@@ -222,7 +222,7 @@ class Summary(BaseModel):
     replicas_identical: bool
     resumed_from_step: int | None
     notices: list[str]
-    losses: list[Loss] = []
+    losses: list[WorkerLoss] = []
     run_directory: str
 
 

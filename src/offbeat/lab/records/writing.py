@@ -31,11 +31,11 @@ from offbeat.lab.records.layout import (
     SUMMARY,
     Attempt,
     Evaluation,
-    Loss,
     MegaBatch,
     RunHead,
     StepEvent,
     Summary,
+    WorkerLoss,
 )
 from offbeat.lab.records.reading import Record, read_head, tail
 from offbeat.session.checkpoint import Json
@@ -169,7 +169,9 @@ def write_summary(summary: Summary) -> None:
     _write_text(Path(summary.run_directory) / SUMMARY, summary.model_dump_json(indent=1))
 
 
-def add_to_summary(path: Path, remarks: Sequence[str], losses: Sequence[Loss]) -> Summary | None:
+def add_to_summary(
+    path: Path, remarks: Sequence[str], losses: Sequence[WorkerLoss]
+) -> Summary | None:
     """Complete the summary of the run in `path` with what its supervisor saw, and return it; None
     where there is none.
     """

@@ -9,7 +9,7 @@ from offbeat.transport.wrappers.base import Wrapper
 from offbeat.transport.wrappers.counting import Arrival, Counting
 from offbeat.transport.wrappers.delaying import Delaying, Delivery
 from offbeat.transport.wrappers.failing import Failing, ScriptedFault
-from offbeat.transport.wrappers.recording import Recorded, Recording
+from offbeat.transport.wrappers.recording import Recorded, RecordingDriver
 
 __all__ = [
     "Arrival",
@@ -18,7 +18,7 @@ __all__ = [
     "Delivery",
     "Failing",
     "Recorded",
-    "Recording",
+    "RecordingDriver",
     "ScriptedFault",
     "Traffic",
     "Wrapper",

@@ -24,7 +24,7 @@ _Awaited: TypeAlias = Recv | RecvAny | DenseOperation
 
 
 class Arrival(NamedTuple):
-    """When this rank came to an operation that needs others, and how long that took.
+    """When this rank came to an operation that needs its peers, and how long that took.
 
     Attributes:
         step: training step, as marked.
@@ -47,8 +47,8 @@ class Counting(Wrapper):
 
     Args:
         inner: the wrapped driver.
-        in_background: a thread of its own uses it: nobody stands still while that one waits, so its
-            waiting is not counted.
+        in_background: a thread of its own uses it: training does not wait while that thread does,
+            so its waiting is not counted.
 
     Attributes:
         traffic: totals. Dense operations count as their `traffic` says.
@@ -80,8 +80,8 @@ class Counting(Wrapper):
         self._ready_at_s = None
 
     def record_wait(self, begin_s: float, end_s: float) -> None:
-        """Count a wait for the others that was not one of this driver's own operations; on the
-        driver's clock.
+        """Count a wait for peers that was not one of this driver's own operations; times are those
+        of the driver's clock.
         """
         if self._ready_at_s is None:
             self._ready_at_s = begin_s
@@ -94,8 +94,8 @@ class Counting(Wrapper):
         return taken
 
     def take_ready_at_s(self) -> float | None:
-        """When this rank first stood still for the others since the last call, on the driver's
-        clock; None if it never did.
+        """When this rank first waited for its peers since the last call, on the driver's clock;
+        None if it never did.
         """
         taken, self._ready_at_s = self._ready_at_s, None
         return taken

@@ -35,7 +35,7 @@ class Recorded(NamedTuple):
     channel: int
 
 
-class Recording(Wrapper):
+class RecordingDriver(Wrapper):
     """Keeps every operation but `Now`: receives when their message is taken, the others when they
     begin.
 

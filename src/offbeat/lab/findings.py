@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from offbeat.lab.comparison import Comparison, Contestant, Difference, Measure
+from offbeat.lab.comparison import ComparedStrategy, Comparison, Difference, Measure
 
 _NOTABLE_LATENESS = 0.05
 """Fraction of a step by which a worker is late before a finding says so."""
@@ -31,7 +31,7 @@ def between(comparison: Comparison, measure: Measure, a: str, b: str) -> Differe
     return None
 
 
-def ranking(comparison: Comparison, measure: Measure) -> list[Contestant]:
+def ranking(comparison: Comparison, measure: Measure) -> list[ComparedStrategy]:
     """Those that have a median of `measure`, the least first."""
     able = [
         c
@@ -83,7 +83,9 @@ def verdict(comparison: Comparison) -> str:
     )
 
 
-def _verdict_for_few(comparison: Comparison, goal: str, complete: Sequence[Contestant]) -> str:
+def _verdict_for_few(
+    comparison: Comparison, goal: str, complete: Sequence[ComparedStrategy]
+) -> str:
     """The verdict where at most one strategy reached the target in every run."""
     if len(ranking(comparison, "step_s")) < 2:
         return _step_verdict(comparison)
@@ -146,7 +148,9 @@ def findings(comparison: Comparison) -> list[str]:
     return found + _slow_worker(order)
 
 
-def _against(reference: Contestant, contestant: Contestant, difference: Difference) -> str:
+def _against(
+    reference: ComparedStrategy, contestant: ComparedStrategy, difference: Difference
+) -> str:
     steps = (
         f"{contestant.label} takes {_seconds(contestant, 'step_s')} a step, {reference.label}"
         f" {_seconds(reference, 'step_s')}"
@@ -184,7 +188,7 @@ def _metric_gaps(comparison: Comparison) -> list[str]:
     return gaps
 
 
-def _slow_worker(order: Sequence[Contestant]) -> list[str]:
+def _slow_worker(order: Sequence[ComparedStrategy]) -> list[str]:
     """The worker that others wait for most, if one stands out."""
     for contestant in order:
         late, step_s = contestant.lateness_s, contestant.measures["step_s"].median
@@ -201,7 +205,9 @@ def _slow_worker(order: Sequence[Contestant]) -> list[str]:
     return []
 
 
-def _decided(comparison: Comparison, measure: Measure, a: Contestant, b: Contestant) -> bool:
+def _decided(
+    comparison: Comparison, measure: Measure, a: ComparedStrategy, b: ComparedStrategy
+) -> bool:
     difference = between(comparison, measure, a.label, b.label)
     return difference is not None and difference.decided
 
@@ -221,7 +227,7 @@ def _times(difference: Difference) -> str:
     return f"{difference.ratio:.3g} times ({difference.low:.3g} to {difference.high:.3g})"
 
 
-def _seconds(contestant: Contestant, measure: Measure) -> str:
+def _seconds(contestant: ComparedStrategy, measure: Measure) -> str:
     return _time_text(contestant.measures[measure].median or 0.0)
 
 

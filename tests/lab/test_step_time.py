@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.lab import pace as pacing
 from offbeat.lab.cluster import Cluster, SpeedChange, Straggling
-from offbeat.lab.pace import Pace
+from offbeat.lab.emulation import step_time as step_time_module
+from offbeat.lab.emulation.step_time import StepTimeEmulator
 
 
 class Clock:
@@ -36,7 +36,7 @@ class Clock:
 
 
 def step(
-    pace: Pace,
+    step_time: StepTimeEmulator,
     clock: Clock,
     number: int,
     *,
@@ -48,20 +48,20 @@ def step(
 ) -> float:
     """One step as the worker does it; returns how long it took."""
     began_s = clock.now_s
-    pace.begin(number)
+    step_time.begin_step(number)
     clock.work(forward_s)
-    pace.before_backward(0.0, size=size)
-    with pace.backward():
+    step_time.before_backward(0.0, size=size)
+    with step_time.backward():
         clock.work(backward_s + encode_s)
         clock.sleep(wait_s)
-    pace.not_compute(encode_s, wait_s)
+    step_time.exclude_overhead(encode_s, wait_s)
     return clock.now_s - began_s
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(pacing, "time", clock)
+    monkeypatch.setattr(step_time_module, "time", clock)
     return clock
 
 
@@ -80,20 +80,22 @@ def test_a_step_is_padded_to_what_an_accelerator_of_this_speed_takes(
 ) -> None:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pacing, "time", clock)
-        pace = Pace(Cluster(workers=1, speeds=(speed,), step_s=0.2), 0, by_sleeping=False)
+        patch.setattr(step_time_module, "time", clock)
+        step_time = StepTimeEmulator(
+            Cluster(workers=1, speeds=(speed,), step_s=0.2), 0, by_sleeping=False
+        )
         own_s = {
             "forward_s": forward_s,
             "backward_s": backward_s,
             "encode_s": encode_s,
             "wait_s": wait_s,
         }
-        step(pace, clock, 1, **own_s)  # from here on it knows how long a backward pass takes
+        step(step_time, clock, 1, **own_s)  # from here on it knows how long a backward pass takes
         for number in (2, 3):
-            duration_s = step(pace, clock, number, **own_s)
+            duration_s = step(step_time, clock, number, **own_s)
             assert duration_s - encode_s - wait_s == pytest.approx(0.2 / speed)
-            assert pace.slept_s == pytest.approx(0.2 / speed - forward_s - backward_s)
-    assert pace.num_late == 0
+            assert step_time.slept_s == pytest.approx(0.2 / speed - forward_s - backward_s)
+    assert step_time.num_late == 0
 
 
 @given(
@@ -102,24 +104,26 @@ def test_a_step_is_padded_to_what_an_accelerator_of_this_speed_takes(
 def test_a_larger_batch_takes_as_much_longer(speed: float, sizes: list[float]) -> None:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pacing, "time", clock)
-        pace = Pace(Cluster(workers=1, speeds=(speed,), step_s=0.2), 0, by_sleeping=False)
-        step(pace, clock, 1, forward_s=0.01, backward_s=0.02)
+        patch.setattr(step_time_module, "time", clock)
+        step_time = StepTimeEmulator(
+            Cluster(workers=1, speeds=(speed,), step_s=0.2), 0, by_sleeping=False
+        )
+        step(step_time, clock, 1, forward_s=0.01, backward_s=0.02)
         for number, size in enumerate(sizes, start=2):
             duration_s = step(
-                pace, clock, number, forward_s=0.01 * size, backward_s=0.02 * size, size=size
+                step_time, clock, number, forward_s=0.01 * size, backward_s=0.02 * size, size=size
             )
             assert duration_s == pytest.approx(0.2 * size / speed)
 
 
 def test_steps_longer_than_they_were_to_be_are_counted_and_not_padded(clock: Clock) -> None:
-    pace = Pace(Cluster(workers=1, step_s=0.2), 0, by_sleeping=False)
+    step_time = StepTimeEmulator(Cluster(workers=1, step_s=0.2), 0, by_sleeping=False)
     for number in (1, 2, 3):
-        step(pace, clock, number, forward_s=0.15, backward_s=0.1)
-    assert pace.num_late == 2  # the first could not know how long its backward pass would be
-    assert pace.slept_s == 0.0
-    step(pace, clock, 4, forward_s=0.25, backward_s=0.0)
-    assert pace.num_late == 3
+        step(step_time, clock, number, forward_s=0.15, backward_s=0.1)
+    assert step_time.num_late == 2  # the first could not know how long its backward pass would be
+    assert step_time.slept_s == 0.0
+    step(step_time, clock, 4, forward_s=0.25, backward_s=0.0)
+    assert step_time.num_late == 3
 
 
 @given(seed=st.integers(0, 2**32 - 1), rank=st.integers(0, 3), number=st.integers(1, 50))
@@ -129,19 +133,19 @@ def test_a_straggler_sleeps_its_delay_and_nobody_else_does(
     late = (Straggling(workers=2, delay_s=0.32, probability=0.5),)
     clock, cluster = Clock(), Cluster(workers=4, straggling=late, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pacing, "time", clock)
-        pace = Pace(cluster, rank, by_sleeping=False)
-        duration_s = step(pace, clock, number, forward_s=0.01, backward_s=0.02)
+        patch.setattr(step_time_module, "time", clock)
+        step_time = StepTimeEmulator(cluster, rank, by_sleeping=False)
+        duration_s = step(step_time, clock, number, forward_s=0.01, backward_s=0.02)
     assert duration_s == pytest.approx(0.03 + cluster.delay_s(rank, number))
-    assert pace.slept_s == pytest.approx(cluster.delay_s(rank, number))
+    assert step_time.slept_s == pytest.approx(cluster.delay_s(rank, number))
 
 
 def test_a_delay_comes_on_top_of_the_padded_step(clock: Clock) -> None:
     cluster = Cluster(workers=1, step_s=0.2, straggling=(Straggling(workers=(0,), delay_s=0.3),))
-    pace = Pace(cluster, 0, by_sleeping=False)
-    step(pace, clock, 1, forward_s=0.05, backward_s=0.05)
-    assert step(pace, clock, 2, forward_s=0.05, backward_s=0.05) == pytest.approx(0.5)
-    assert pace.slept_s == pytest.approx(0.4)
+    step_time = StepTimeEmulator(cluster, 0, by_sleeping=False)
+    step(step_time, clock, 1, forward_s=0.05, backward_s=0.05)
+    assert step(step_time, clock, 2, forward_s=0.05, backward_s=0.05) == pytest.approx(0.5)
+    assert step_time.slept_s == pytest.approx(0.4)
 
 
 @given(speed=st.floats(0.05, 1), forward_s=seconds, backward_s=seconds)
@@ -150,9 +154,9 @@ def test_without_a_quota_a_slow_worker_sleeps_as_if_it_computed_for_longer(
 ) -> None:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pacing, "time", clock)
+        patch.setattr(step_time_module, "time", clock)
         by_sleeping, by_quota = (
-            Pace(Cluster(workers=1, speeds=(speed,)), 0, by_sleeping=asleep)
+            StepTimeEmulator(Cluster(workers=1, speeds=(speed,)), 0, by_sleeping=asleep)
             for asleep in (True, False)
         )
         for number in (1, 2):
@@ -164,16 +168,16 @@ def test_without_a_quota_a_slow_worker_sleeps_as_if_it_computed_for_longer(
 
 def test_a_change_of_speed_counts_from_its_time_on(clock: Clock) -> None:
     cluster = Cluster(workers=1, step_s=0.2, changes=(SpeedChange(at_s=5.0, worker=0, speed=0.5),))
-    pace = Pace(cluster, 0, by_sleeping=False)
+    step_time = StepTimeEmulator(cluster, 0, by_sleeping=False)
     for elapsed_s, expected_s in ((0.0, 0.2), (4.9, 0.2), (5.0, 0.4), (100.0, 0.4)):
         began_s = clock.now_s
-        pace.begin(1)
-        pace.before_backward(elapsed_s)
+        step_time.begin_step(1)
+        step_time.before_backward(elapsed_s)
         assert clock.now_s - began_s == pytest.approx(expected_s)
 
 
 def test_what_is_not_described_is_not_paced(clock: Clock) -> None:
     for cluster in (None, Cluster(workers=1)):
-        pace = Pace(cluster, 0, by_sleeping=True)
-        assert step(pace, clock, 1, forward_s=0.01, backward_s=0.02) == pytest.approx(0.03)
-        assert pace.slept_s == 0.0
+        step_time = StepTimeEmulator(cluster, 0, by_sleeping=True)
+        assert step(step_time, clock, 1, forward_s=0.01, backward_s=0.02) == pytest.approx(0.03)
+        assert step_time.slept_s == 0.0

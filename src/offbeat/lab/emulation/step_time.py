@@ -21,11 +21,11 @@ from contextlib import contextmanager
 from offbeat.lab.cluster import Cluster
 
 
-class Pace:
-    """One worker's clockwork.
+class StepTimeEmulator:
+    """Makes one worker's steps as long as the cluster says.
 
     Args:
-        cluster: None paces nothing.
+        cluster: None changes nothing.
         rank: of this worker.
         by_sleeping: whether a lower speed is to be imitated here, since no CPU quota does it.
     """
@@ -38,12 +38,12 @@ class Pace:
         self._began_s = 0.0
         self._size = 1.0
         self.slept_s = 0.0
-        """In the current step."""
+        """Seconds slept in the current step."""
         self.num_late = 0
         """Steps whose own computing already took longer than it was to take altogether."""
 
-    def begin(self, step: int) -> None:
-        """Step `step`, counted from 1, begins: be late, if it is this worker's turn."""
+    def begin_step(self, step: int) -> None:
+        """Step `step`, counted from 1, begins. Sleep first, if this worker is to be late in it."""
         self.slept_s = 0.0
         if self._cluster is not None:
             self._sleep(self._cluster.delay_s(self._rank, step))
@@ -77,7 +77,7 @@ class Pace:
         self._backward_s = time.monotonic() - before_s
         self._backward_cpu_s = time.thread_time() - before_cpu_s
 
-    def not_compute(self, encode_s: float, wait_s: float) -> None:
+    def exclude_overhead(self, encode_s: float, wait_s: float) -> None:
         """Of the last backward pass, the strategy's own work took `encode_s`, and `wait_s` were
         spent waiting.
 

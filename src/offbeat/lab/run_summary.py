@@ -1,5 +1,5 @@
-"""The end of a run: the replicas are compared, the leader measures the model and writes the
-summary.
+"""The summary of a run, written at its end: the replicas are compared, and the leader measures the
+model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offbeat.lab.records import Summary, write_summary
-from offbeat.lab.watch import Run, Watch
+from offbeat.lab.step_recorder import RankRun, StepRecorder
 
 HANGS_S: Final = 10.0
 """Where ranks do not keep step: for how long the end waits for one that does not come, though all
@@ -27,29 +27,31 @@ no remark.
 """
 
 
-def conclude(run: Run, watch: Watch) -> Summary | None:
+def summarize_run(run: RankRun, recorder: StepRecorder) -> Summary | None:
     """Compare the replicas, measure the model on the leader, and write the summary. Returns it
     there.
     """
     config, step, session = run.record.config, run.schedule.position.step, run.attached.session
     last, apart = session.stats, session.averages_alone
     final = None if apart else run.attached.averaged_model()
-    num_steps = max(1, step - watch.first_step)
+    num_steps = max(1, step - recorder.first_step)
     mine = {
         "digest": digest(run.attached.model),
-        "bytes_per_step": (last.bytes_sent - watch.first.bytes_sent) / num_steps,
-        "messages_per_step": (last.messages_sent - watch.first.messages_sent) / num_steps,
-        "samples_per_s": watch.num_samples / watch.seconds if watch.seconds else 0.0,
+        "bytes_per_step": (last.bytes_sent - recorder.first.bytes_sent) / num_steps,
+        "messages_per_step": (last.messages_sent - recorder.first.messages_sent) / num_steps,
+        "samples_per_s": recorder.num_samples / recorder.seconds if recorder.seconds else 0.0,
         "peak_memory_bytes": _peak_memory_bytes(),
         "notices": [
             *session.notices,
             *run.notices,
             *_length_notices(run),
-            *_pace_notices(run, num_steps),
+            *_step_time_notices(run, num_steps),
         ],
     }
-    told = run.meeting.gather("end", json.dumps(mine), patience_s=HANGS_S if apart else None)
-    if not run.meeting.is_to_do("summary", {*told, run.meeting.rank}):
+    told = run.coordinator.gather_living(
+        "end", json.dumps(mine), patience_s=HANGS_S if apart else None
+    )
+    if not run.coordinator.must_perform("summary", {*told, run.coordinator.rank}):
         return None
     if final is None:
         final = run.attached.averaged_model()
@@ -60,27 +62,27 @@ def conclude(run: Run, watch: Watch) -> Summary | None:
         final.eval()
         others = run.task.metrics(final)
         metric = others.pop(run.task.metric_name)
-        watch.measured(metric, others)
+        recorder.add_evaluation(metric, others)
     identical = len({end["digest"] for end in ends}) == 1
     summary = Summary(
         status="stopped" if stopped else "finished",
         task=config.task,
         strategy=config.strategy,
         workers=config.workers,
-        world_size=run.meeting.world_size,
+        world_size=run.coordinator.world_size,
         steps=step,
         metric=metric,
         metric_name=run.task.metric_name,
         higher_is_better=run.task.higher_is_better,
         other_metrics=others,
-        loss=watch.last_loss,
-        seconds=watch.seconds,
-        steps_per_s=(step - watch.first_step) / watch.seconds if watch.seconds else 0.0,
+        loss=recorder.last_loss,
+        seconds=recorder.seconds,
+        steps_per_s=(step - recorder.first_step) / recorder.seconds if recorder.seconds else 0.0,
         samples_per_s=sum(end["samples_per_s"] for end in ends),
         bytes_sent_per_step=sum(end["bytes_per_step"] for end in ends) / len(ends),
         messages_sent_per_step=sum(end["messages_per_step"] for end in ends) / len(ends),
         peak_memory_bytes=[end["peak_memory_bytes"] for end in ends],
-        skipped_steps=last.skipped_steps - watch.first.skipped_steps,
+        skipped_steps=last.skipped_steps - recorder.first.skipped_steps,
         num_parameters=sum(parameter.numel() for parameter in run.attached.model.parameters()),
         parameters_sha256=digest(final),
         replicas_identical=identical,
@@ -96,7 +98,7 @@ def conclude(run: Run, watch: Watch) -> Summary | None:
         run_directory=str(run.record.path),
     )
     write_summary(summary)
-    run.meeting.note("summary", "written")
+    run.coordinator.publish("summary", "written")
     return summary
 
 
@@ -111,7 +113,7 @@ def digest(model: nn.Module) -> str:
     return total.hexdigest()
 
 
-def _replica_notices(run: Run, final: nn.Module, *, identical: bool) -> list[str]:
+def _replica_notices(run: RankRun, final: nn.Module, *, identical: bool) -> list[str]:
     return (
         []
         if final is run.attached.model or identical
@@ -119,7 +121,7 @@ def _replica_notices(run: Run, final: nn.Module, *, identical: bool) -> list[str
     )
 
 
-def _length_notices(run: Run) -> list[str]:
+def _length_notices(run: RankRun) -> list[str]:
     step, asked = run.schedule.position.step, run.record.config.steps
     if asked is None or step <= asked * _TOLERATED:
         return []
@@ -129,12 +131,12 @@ def _length_notices(run: Run) -> list[str]:
     ]
 
 
-def _pace_notices(run: Run, num_steps: int) -> list[str]:
-    if run.pace.num_late * 20 < num_steps:
+def _step_time_notices(run: RankRun, num_steps: int) -> list[str]:
+    if run.step_time.num_late * 20 < num_steps:
         return []
     what = (
-        f"worker {run.meeting.rank} computed for longer than the emulated step in"
-        f" {run.pace.num_late} of {num_steps} steps"
+        f"worker {run.coordinator.rank} computed for longer than the emulated step in"
+        f" {run.step_time.num_late} of {num_steps} steps"
     )
     return [f"{what}; give a longer --step-time, or fewer workers"]
 

@@ -1,10 +1,10 @@
-"""What ranks settle among themselves besides training: who is there, who leads, when all are done.
-Through a store.
+"""What the lab's ranks agree on besides training, through a store: who lives, who leads, when all
+are done.
 
-Where a strategy survives the death of a worker, the supervisor notes deaths in the store, and
-whoever waits, waits for the living only. A worker that comes back counts again from the step at
-which it joins, so what is waited for is named by its step. Under torchrun nobody notes deaths, and
-all wait for all.
+Where a strategy survives the death of a worker, the supervisor records deaths in the store, and a
+rank that waits, waits for the living ones only. A worker that comes back counts again from the step
+at which it joins, so what is waited for is named by its step. Under torchrun nobody records deaths,
+and every rank waits for all.
 """
 
 from __future__ import annotations
@@ -26,29 +26,35 @@ _LONGEST_PAUSE_S: Final = 0.02
 _never: Final = threading.Event()
 
 
-def note_death(store: Store, rank: int, *, deaths: int) -> None:
-    """Let all know that the process of `rank` is gone, for the `deaths`-th time. The supervisor's
-    side.
+def record_death(store: Store, rank: int, *, deaths: int) -> None:
+    """Tell all ranks that the process of `rank` has died, for the `deaths`-th time. The supervisor
+    calls this.
     """
     store.set(_deaths_key(rank), str(deaths))
 
 
-class Meeting:
-    """One rank's view of the store.
+class Coordinator:
+    """One rank's view of what is agreed on.
 
     Args:
         store: of this run.
         rank, world_size: this rank's place, as the run was begun.
-        life: how many processes have had this rank before.
-        supervised: whether somebody notes deaths in the store.
+        incarnation: how many processes have had this rank before.
+        supervised: whether a supervisor records deaths in the store.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, *, life: int = 0, supervised: bool = False
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        incarnation: int = 0,
+        supervised: bool = False,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.life = life
+        self.incarnation = incarnation
         self.supervised = supervised
         self._store = store
 
@@ -64,23 +70,23 @@ class Meeting:
         """
         return int(self._store.get(_STOP)) if self._store.check([_STOP]) else None
 
-    def note(self, name: str, text: str) -> None:
-        """Let all ranks know, and those who come later; in place of what was noted under that name
-        before.
+    def publish(self, name: str, text: str) -> None:
+        """Store `text` under `name` for all ranks, those that join later included. It replaces what
+        was published under that name before.
         """
         self._store.set(f"{_PREFIX}/{name}", text)
 
-    def noted(self, name: str) -> str | None:
-        """What has been noted under `name`, if anything has."""
+    def published(self, name: str) -> str | None:
+        """What has been published under `name`; None if nothing has."""
         key = f"{_PREFIX}/{name}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def came_back(self, first_step: int) -> None:
+    def rejoin_at(self, first_step: int) -> None:
         """From `first_step` on, this rank takes part in what is waited for."""
-        self._store.set(_back_key(self.rank, self.life), str(first_step))
+        self._store.set(_back_key(self.rank, self.incarnation), str(first_step))
 
-    def share(self, name: str, text: str) -> list[str]:
-        """Every rank's `text`, by rank; waits for all, whatever becomes of them. A name serves
+    def all_gather(self, name: str, text: str) -> list[str]:
+        """Every rank's `text`, by rank. Waits for all of them, dead or alive. A name serves
         once.
         """
         self._store.set(f"{_PREFIX}/{name}/{self.rank}", text)
@@ -88,19 +94,19 @@ class Meeting:
             self._store.get(f"{_PREFIX}/{name}/{rank}").decode() for rank in range(self.world_size)
         ]
 
-    def gather(
+    def gather_living(
         self, name: str, text: str, *, step: int | None = None, patience_s: float | None = None
     ) -> dict[int, str]:
-        """Wait for the living ranks and return what each of them said, by rank, ascending; all get
-        the same answer.
+        """Wait for the living ranks and return each one's `text`, by rank, ascending. All get the
+        same answer.
 
         Args:
-            name: of this meeting point; serves once.
-            text: what this rank says.
+            name: of this exchange; serves once.
+            text: this rank's.
             step: a rank that came back is waited for if it took part in this step; None: in any
                 case.
-            patience_s: how long to wait for late ones before they are left out, this rank too if it
-                is one; None: for ever.
+            patience_s: how long to wait for late ranks before they are left out, this rank too if
+                it is one; None: for ever.
         """
         self._store.set(f"{_PREFIX}/{name}/{self.rank}", text)
         decided = f"{_PREFIX}/{name}"
@@ -110,7 +116,8 @@ class Meeting:
                 rank: self._text(name, rank, step, until_s, decided)
                 for rank in range(self.world_size)
             }
-            here = {rank: said for rank, said in texts.items() if said is not None}
+            here = {rank: found for rank, found in texts.items() if found is not None}
+            # Two ranks may have left out different late ones; the first to write decides for all.
             self._store.compare_set(decided, "", json.dumps(list(here.items())))
         return dict(json.loads(self._store.get(decided)))
 
@@ -131,10 +138,8 @@ class Meeting:
 
     @property
     def leader(self) -> int:
-        """The rank that measures and writes for all: of those that have died least often, the
-        lowest that lives.
-
-        So somebody else leads only once the leader is gone.
+        """The rank that measures and writes for all: of the living ranks, the one that has died
+        least often, and the lowest of those. So another rank leads only once the leader is dead.
         """
         return self._leader_among(range(self.world_size))
 
@@ -142,30 +147,30 @@ class Meeting:
         if not self.supervised:
             return 0
         deaths = {rank: self._deaths(rank) for rank in ranks}
-        living = [rank for rank in deaths if rank == self.rank or self._lives(rank, None)]
+        living = [rank for rank in deaths if rank == self.rank or self._is_alive(rank, None)]
         return min(living, key=lambda rank: (deaths[rank], rank))
 
-    def is_to_do(self, name: str, among: Collection[int]) -> bool:
-        """Whether this rank is to do `name` for all, as the leader. Elsewhere False, once the
-        leader has noted that it did.
+    def must_perform(self, name: str, among: Collection[int]) -> bool:
+        """Whether this rank must do `name` for all, as the leader. Elsewhere False, once the leader
+        has published that it did.
 
-        If the leader dies before, the next one is to do it. Where nobody notes deaths, those who do
-        not lead do not wait.
+        If the leader dies before that, the next leader must do it. Where nobody records deaths,
+        ranks that do not lead do not wait.
 
         Args:
             name: of what is to be done.
-            among: who may lead: those who are known to have come this far, this rank among them.
+            among: ranks that may lead: those known to have come this far, this rank among them.
         """
         while (leader := self._leader_among(among)) != self.rank:
             if not self.supervised:
                 return False
             pause_s = 1e-3
-            while self._lives(leader, None) and self._leader_among(among) == leader:
-                if self.noted(name) is not None:
+            while self._is_alive(leader, None) and self._leader_among(among) == leader:
+                if self.published(name) is not None:
                     return False
                 _never.wait(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            if self.noted(name) is not None:
+            if self.published(name) is not None:
                 return False
         return True
 
@@ -177,14 +182,14 @@ class Meeting:
         until_s: float | None,
         decided: str | None = None,
     ) -> str | None:
-        """What `rank` said; None once it is clear that it says nothing in time, or that all has
-        been decided without it.
+        """The text of `rank`; None once it is clear that none will come in time, or that the
+        answer has been decided without it.
         """
         key, pause_s = f"{_PREFIX}/{name}/{rank}", 2e-4
         if not self.supervised:
             return self._store.get(key).decode()
         while True:
-            lives = self._lives(
+            lives = self._is_alive(
                 rank, step
             )  # before looking: what a dead rank has not said by now it will never say
             if self._store.check([key]):
@@ -196,8 +201,8 @@ class Meeting:
             _never.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _lives(self, rank: int, step: int | None) -> bool:
-        """Whether `rank` is there; with `step`, whether it takes part in that step."""
+    def _is_alive(self, rank: int, step: int | None) -> bool:
+        """Whether `rank` lives; with `step`, whether it takes part in that step."""
         deaths = self._deaths(rank)
         if deaths == 0 or rank == self.rank:
             return True
@@ -213,5 +218,5 @@ def _deaths_key(rank: int) -> str:
     return f"{_PREFIX}/deaths/{rank}"
 
 
-def _back_key(rank: int, life: int) -> str:
-    return f"{_PREFIX}/back/{rank}/{life}"
+def _back_key(rank: int, incarnation: int) -> str:
+    return f"{_PREFIX}/back/{rank}/{incarnation}"

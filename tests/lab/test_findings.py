@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab_support.made import comparison, contestant
-from offbeat.lab.comparison import Comparison, Contestant, Difference, Measure
+from offbeat.lab.comparison import ComparedStrategy, Comparison, Difference, Measure
+from offbeat.lab.findings import between, findings, ranking, verdict
 from offbeat.lab.statistics import compare
-from offbeat.lab.verdict import between, findings, ranking, verdict
 
 Values = Mapping[Measure, Sequence[float | None]]
 
@@ -24,12 +24,14 @@ def measured(
     step_s: Sequence[float],
     *,
     final_metric: Sequence[float | None] = (None,),
-) -> Contestant:
+) -> ComparedStrategy:
     values: Values = {"time_to_target_s": time_s, "step_s": step_s, "final_metric": final_metric}
     return contestant(label, values, num_seeds=len(time_s))
 
 
-def judged(*contestants: Contestant, target: float | None = 0.9, **settings: bool) -> Comparison:
+def analysed(
+    *contestants: ComparedStrategy, target: float | None = 0.9, **settings: bool
+) -> Comparison:
     """A comparison with the differences that follow from the measures."""
     differences = [
         Difference(
@@ -53,7 +55,7 @@ AS_FAST = measured("topk", [1.9, 2.15, 2.3], [0.19, 0.215, 0.23])
 
 def test_a_decided_race_names_the_winner_and_by_how_much() -> None:
     assert (
-        verdict(judged(SLOW, FAST))
+        verdict(analysed(SLOW, FAST))
         == "gtopk reached accuracy 0.9 in 2.1 s, 4.86 times (4.53 to 5.21) faster than ddp, the"
         " next best."
     )
@@ -61,12 +63,12 @@ def test_a_decided_race_names_the_winner_and_by_how_much() -> None:
 
 def test_a_race_within_the_spread_has_no_winner() -> None:
     assert (
-        verdict(judged(FAST, AS_FAST))
+        verdict(analysed(FAST, AS_FAST))
         == "No difference in the time to accuracy 0.9 between gtopk and topk that this comparison"
         " can see."
     )
     assert (
-        verdict(judged(SLOW, FAST, AS_FAST))
+        verdict(analysed(SLOW, FAST, AS_FAST))
         == "No difference in the time to accuracy 0.9 between gtopk and topk that this comparison"
         " can see; ddp took 10.2 s."
     )
@@ -74,7 +76,7 @@ def test_a_race_within_the_spread_has_no_winner() -> None:
 
 def test_with_one_seed_only_the_steps_can_be_told_apart() -> None:
     one, other = measured("ddp", [10.0], [1.0]), measured("gtopk", [2.0], [0.2])
-    text = verdict(judged(one, other))
+    text = verdict(analysed(one, other))
     assert "faster" not in text
     assert text.endswith(
         "in the only run of each, gtopk was the first to reach accuracy 0.9 in 2 s."
@@ -83,12 +85,12 @@ def test_with_one_seed_only_the_steps_can_be_told_apart() -> None:
 
 def test_without_target_the_steps_decide() -> None:
     assert (
-        verdict(judged(SLOW, FAST, target=None))
+        verdict(analysed(SLOW, FAST, target=None))
         == "gtopk takes the shortest steps, 210 ms: 4.81 times (4.38 to 5.29) faster than ddp, the"
         " next best."
     )
     assert (
-        verdict(judged(FAST, AS_FAST, target=None))
+        verdict(analysed(FAST, AS_FAST, target=None))
         == "No difference in step time between gtopk and topk that this comparison can see."
     )
 
@@ -100,11 +102,11 @@ def test_a_target_that_nobody_reached_is_said_to_be_so() -> None:
         measured("gtopk", [2.0, None, None], [0.2, 0.21, 0.22]),
     )
     assert (
-        verdict(judged(slow, fast))
+        verdict(analysed(slow, fast))
         == "gtopk takes the shortest steps, 210 ms: 4.81 times (4.38 to 5.29) faster than ddp, the"
         " next best; none of them reached accuracy 0.9 in every run."
     )
-    assert findings(judged(slow, fast))[-2:] == [
+    assert findings(analysed(slow, fast))[-2:] == [
         "ddp did not reach 0.9 in 3 of its 3 runs.",
         "gtopk did not reach 0.9 in 2 of its 3 runs.",
     ]
@@ -112,19 +114,21 @@ def test_a_target_that_nobody_reached_is_said_to_be_so() -> None:
 
 def test_who_alone_reached_the_target_is_best_however_short_the_others_steps() -> None:
     short = measured("gtopk", [None, 2.0, 2.0], [0.2, 0.21, 0.22])
-    assert verdict(judged(SLOW, short)) == "Only ddp reached accuracy 0.9 in every run, in 10.2 s."
+    assert (
+        verdict(analysed(SLOW, short)) == "Only ddp reached accuracy 0.9 in every run, in 10.2 s."
+    )
 
 
 def test_one_that_missed_the_target_once_does_not_win_the_race() -> None:
     lucky = measured("topk", [None, 0.1, 0.1], [0.1, 0.1, 0.1])
-    assert verdict(judged(SLOW, FAST, lucky)).startswith("gtopk reached accuracy 0.9 in 2.1 s")
+    assert verdict(analysed(SLOW, FAST, lucky)).startswith("gtopk reached accuracy 0.9 in 2.1 s")
 
 
 def test_one_finisher_and_none() -> None:
     failed = contestant("gtopk", failure="worker 1 was killed")
-    assert verdict(judged(SLOW, failed)) == "Only ddp finished: 1.01 s a step."
-    assert verdict(judged(failed)) == "No strategy finished."
-    assert findings(judged(SLOW, failed))[0] == "gtopk failed: worker 1 was killed"
+    assert verdict(analysed(SLOW, failed)) == "Only ddp finished: 1.01 s a step."
+    assert verdict(analysed(failed)) == "No strategy finished."
+    assert findings(analysed(SLOW, failed))[0] == "gtopk failed: worker 1 was killed"
 
 
 @given(
@@ -157,7 +161,7 @@ def test_a_difference_read_the_other_way_is_its_inverse(
 
 def test_the_ranking_leaves_out_who_has_no_value() -> None:
     never = measured("topk", [None, None, None], [0.3, 0.3, 0.3])
-    made = judged(SLOW, never, FAST, contestant("ddp-fp16", failure="no"))
+    made = analysed(SLOW, never, FAST, contestant("ddp-fp16", failure="no"))
     assert [c.label for c in ranking(made, "time_to_target_s")] == ["gtopk", "ddp"]
     assert [c.label for c in ranking(made, "step_s")] == ["gtopk", "topk", "ddp"]
     assert ranking(made, "efficiency") == []
@@ -166,7 +170,7 @@ def test_the_ranking_leaves_out_who_has_no_value() -> None:
 def test_each_strategy_is_held_against_ddp() -> None:
     slower = measured("ddp-powersgd", [30.0, 30.5, 31.0], [2.02, 2.03, 2.04])
     same = measured("ddp-fp16", [10.0, 10.2, 10.4], [0.99, 1.015, 1.03])
-    found = findings(judged(SLOW, FAST, slower, same))
+    found = findings(analysed(SLOW, FAST, slower, same))
     assert found[:3] == [
         "gtopk takes 210 ms a step, ddp 1.01 s: 4.81 times (4.38 to 5.29) faster.",
         "ddp-fp16 takes 1.01 s a step, ddp 1.01 s: no difference larger than the spread.",
@@ -185,7 +189,7 @@ def test_final_metrics_are_held_against_the_dense_ones(
         measured(label, [1.0], [1.0], final_metric=[metric])
         for label, metric in (("ddp", 0.9), ("gtopk", worse), ("topk", better), ("allreduce", 0.9))
     ]
-    found = findings(judged(*contestants, higher_is_better=higher))
+    found = findings(analysed(*contestants, higher_is_better=higher))
     assert [line for line in found if line.startswith("After")] == [
         f"After 40 steps gtopk has accuracy {worse:.4f}, 1.00% worse than ddp's.",
         f"After 40 steps topk has accuracy {better:.4f}, 1.00% better than ddp's.",
@@ -207,7 +211,7 @@ def test_the_slow_worker_is_named_if_one_stands_out(
     lateness_s: list[float], slow: int | None
 ) -> None:
     late = FAST.model_copy(update={"lateness_s": lateness_s})
-    named = [line for line in findings(judged(SLOW, late)) if line.startswith("Worker")]
+    named = [line for line in findings(analysed(SLOW, late)) if line.startswith("Worker")]
     if slow is None:
         assert named == []
     else:

@@ -1,5 +1,5 @@
-"""Keeps the books of one rank while it trains: an event for each step, and a report a few times a
-second.
+"""Records one rank's training: an event for each step in the record, and a report to the supervisor
+a few times a second.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from offbeat.lab.attaching import AttachedModel
-from offbeat.lab.breakdown import together
-from offbeat.lab.meeting import Meeting
-from offbeat.lab.pace import Pace
+from offbeat.lab.breakdown import combine_events
+from offbeat.lab.coordination import Coordinator
+from offbeat.lab.emulation.step_time import StepTimeEmulator
 from offbeat.lab.profiles import ProfileWriter
-from offbeat.lab.progress import ELAPSED_VARIABLE, Paused, Progress, Reporter
+from offbeat.lab.progress import ELAPSED_VARIABLE, Paused, Reporter, WorkerProgress
 from offbeat.lab.records import Evaluation, EventWriter, MegaBatch, Record, Share, StepEvent
 from offbeat.lab.schedule import ClaimedSchedule, Schedule
 from offbeat.lab.tasks import Task
@@ -25,32 +25,32 @@ _REPORT_EVERY_S = 0.1
 
 
 @dataclass(kw_only=True)
-class Run:
+class RankRun:
     """Everything one rank trains with."""
 
     record: Record
-    meeting: Meeting
+    coordinator: Coordinator
     task: Task
     attached: AttachedModel
     schedule: Schedule | ClaimedSchedule
-    pace: Pace
+    step_time: StepTimeEmulator
     notices: list[str] = field(default_factory=list)
 
 
-class Watch:
+class StepRecorder:
     """Writes the event of each step and reports progress a few times a second."""
 
-    def __init__(self, run: Run, report: Reporter) -> None:
+    def __init__(self, run: RankRun, report: Reporter) -> None:
         self._run = run
         self._report = report
         self._events = EventWriter(
             run.record.path,
-            rank=run.meeting.rank,
+            rank=run.coordinator.rank,
             attempt=len(run.record.attempts) - 1,
-            start_step=run.schedule.position.step if run.meeting.life else None,
+            start_step=run.schedule.position.step if run.coordinator.incarnation else None,
         )
         self._profiles = ProfileWriter(
-            run.record.path, rank=run.meeting.rank, attempt=len(run.record.attempts) - 1
+            run.record.path, rank=run.coordinator.rank, attempt=len(run.record.attempts) - 1
         )
         self._before = self.first = run.attached.session.stats
         self.first_step = run.schedule.position.step
@@ -75,8 +75,8 @@ class Watch:
         return self._missed_s + self.seconds
 
     def step_done(self, *, loss: float, batch_size: int) -> None:
-        event = self._event(loss=loss, batch_size=batch_size, padded_s=self._run.pace.slept_s)
-        self._run.pace.not_compute(event.encode_s, event.wait_s)
+        event = self._event(loss=loss, batch_size=batch_size, padded_s=self._run.step_time.slept_s)
+        self._run.step_time.exclude_overhead(event.encode_s, event.wait_s)
         self.num_samples += batch_size
         self.last_loss = loss
         if isinstance(self._run.schedule, ClaimedSchedule):
@@ -85,7 +85,7 @@ class Watch:
             self._events.add(event)
         if (profile := self._run.attached.session.take_profile()) is not None:
             self._profiles.add(event.step, profile)
-        self._tell_now_and_then()
+        self._report_if_due()
 
     def merged(
         self, works: Sequence[MegaBatchShare], *, number: int, epoch: int, first_step: int
@@ -101,17 +101,17 @@ class Watch:
         # What was waited for belongs to the last batch, as it does elsewhere.
         events = [
             *self._unmerged[:-1],
-            *(together(batch, merge) for batch in self._unmerged[-1:]),
+            *(combine_events(batch, merge) for batch in self._unmerged[-1:]),
         ] or [merge]
         num_steps = self._run.schedule.position.step - first_step + 1
         for place, event in enumerate(events, start=1):
             self._events.add(
                 replace(event, step=first_step - 1 + -(-place * num_steps // len(events)))
             )
-        if self._run.meeting.leader == self._run.meeting.rank:
-            self._note(works, number=number, epoch=epoch, waited_s=merge.duration_s)
+        if self._run.coordinator.leader == self._run.coordinator.rank:
+            self._add_mega_batch(works, number=number, epoch=epoch, waited_s=merge.duration_s)
         self._unmerged, self._merged_s = [], self.seconds
-        self._tell_now_and_then()
+        self._report_if_due()
 
     def _event(self, *, loss: float | None, batch_size: int, padded_s: float) -> StepEvent:
         """What has happened since the event before."""
@@ -140,15 +140,13 @@ class Watch:
         )
         self.seconds += step_s
         self._before = stats
-        self.restart(now_s)
+        self.restart_clock(now_s)
         return event
 
-    def _note(
+    def _add_mega_batch(
         self, works: Sequence[MegaBatchShare], *, number: int, epoch: int, waited_s: float
     ) -> None:
-        """Write down what all ranks did in a mega-batch; this one came to its end
-        `waited_s` ago.
-        """
+        """Record what all ranks did in a mega-batch; this rank came to its end `waited_s` ago."""
         longest_s = max(work.busy_s for work in works)
         shares = [
             Share(
@@ -164,7 +162,7 @@ class Watch:
             for work in works
         ]
         own_idle_s = next(
-            (share.idle_s for share in shares if share.rank == self._run.meeting.rank), 0.0
+            (share.idle_s for share in shares if share.rank == self._run.coordinator.rank), 0.0
         )
         self._events.add_mega_batch(
             MegaBatch(
@@ -179,19 +177,19 @@ class Watch:
             )
         )
 
-    def _tell_now_and_then(self) -> None:
+    def _report_if_due(self) -> None:
         now_s, schedule = self._since_s, self._run.schedule
         if now_s - self._reported_s >= _REPORT_EVERY_S or schedule.position.step >= schedule.target:
-            self._tell(now_s)
+            self._report_progress(now_s)
 
-    def restart(self, since_s: float | None = None) -> None:
+    def restart_clock(self, since_s: float | None = None) -> None:
         """Count the next step from `since_s`, by default from now: what happened before belongs to
         no step.
         """
         self._since_s = time.monotonic() if since_s is None else since_s
 
-    def measured(self, metric: float, others: Mapping[str, float]) -> None:
-        """This rank leads and has measured the metric, and what else the task tells."""
+    def add_evaluation(self, metric: float, others: Mapping[str, float]) -> None:
+        """This rank leads and has measured the metric, and whatever else the task measures."""
         self._metric = metric
         earlier_s, earlier_bytes = self._earlier()
         self._events.add_evaluation(
@@ -201,16 +199,16 @@ class Watch:
                 bytes_sent=earlier_bytes + self._before.bytes_sent - self.first.bytes_sent,
                 metric=metric,
                 at_s=time.monotonic(),
-                rank=self._run.meeting.rank,
+                rank=self._run.coordinator.rank,
                 others=others,
             )
         )
 
-    def paused(self) -> None:
-        """This rank's turn is over."""
+    def report_paused(self) -> None:
+        """This rank waits until it may do more steps."""
         self._report(
             Paused(
-                rank=self._run.meeting.rank,
+                rank=self._run.coordinator.rank,
                 step=self._run.schedule.position.step,
                 seconds=self.elapsed_s,
             )
@@ -224,7 +222,7 @@ class Watch:
         if self._earlier_totals is None:
             record, start_step = self._run.record, self._run.record.attempts[-1].start_step
             events = (
-                [e for e in record.events(self._run.meeting.rank) if e.step <= start_step]
+                [e for e in record.events(self._run.coordinator.rank) if e.step <= start_step]
                 if start_step
                 else []
             )
@@ -234,7 +232,7 @@ class Watch:
             )
         return self._earlier_totals
 
-    def _tell(self, now_s: float) -> None:
+    def _report_progress(self, now_s: float) -> None:
         schedule, stats = self._run.schedule, self._before
         step = schedule.position.step
         if (
@@ -244,8 +242,8 @@ class Watch:
         num_steps = max(1, step - self._step_reported)
         seconds = max(1e-9, self.seconds - self._seconds_reported)
         self._report(
-            Progress(
-                rank=self._run.meeting.rank,
+            WorkerProgress(
+                rank=self._run.coordinator.rank,
                 pid=os.getpid(),
                 step=step,
                 seconds=self.elapsed_s,

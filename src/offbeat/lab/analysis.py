@@ -1,5 +1,5 @@
 """From the records of runs to figures. Reads records only; what the figures mean in words is in
-`offbeat.lab.verdict`.
+`offbeat.lab.findings`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from offbeat.lab.breakdown import Steps, read_steps
 from offbeat.lab.comparison import Comparison, Difference, Measure
 from offbeat.lab.factor_work import FactorWork, factor_work
+from offbeat.lab.findings import findings, verdict
 from offbeat.lab.profiles import read_profiles
 from offbeat.lab.records import Evaluation, Record, Summary
 from offbeat.lab.statistics import Estimate, compare, estimate
-from offbeat.lab.verdict import findings, verdict
 
 _PHASES: Final[Mapping[Measure, str]] = {
     "share_compute": "compute",
@@ -50,7 +50,7 @@ class _Run:
         return self.steps.block_samples_per_s()
 
 
-def judge(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) -> Comparison:
+def analyse(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) -> Comparison:
     """`comparison` with measures, differences, verdict and findings.
 
     Args:
@@ -86,13 +86,15 @@ def judge(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) ->
         else contestant
         for contestant in comparison.contestants
     ]
-    judged = comparison.model_copy(update={"contestants": contestants, "target": target})
+    analysed = comparison.model_copy(update={"contestants": contestants, "target": target})
     samples = {
         label: [s for run in of if run is not None for s in run.block_s]
         for label, of in runs.items()
     }
-    judged = judged.model_copy(update={"differences": _differences(judged, samples)})
-    return judged.model_copy(update={"verdict": verdict(judged), "findings": findings(judged)})
+    analysed = analysed.model_copy(update={"differences": _differences(analysed, samples)})
+    return analysed.model_copy(
+        update={"verdict": verdict(analysed), "findings": findings(analysed)}
+    )
 
 
 def _read(path: Path) -> _Run | None:

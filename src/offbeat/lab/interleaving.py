@@ -1,4 +1,4 @@
-"""The runs of a comparison, by turns.
+"""The runs of a comparison, which take turns on one machine.
 
     for each seed
         start the workers of every strategy, and let them wait
@@ -25,16 +25,16 @@ from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import Emulation
 from offbeat.lab.interrupts import Interrupts
 from offbeat.lab.options import build_strategy, strategy_values
-from offbeat.lab.progress import Listener, News, Progress
-from offbeat.lab.supervisor import Crew
+from offbeat.lab.progress import Listener, MembershipChange, WorkerProgress
+from offbeat.lab.supervisor import WorkerGroup
 
 _POLL_S = 0.1
 _FIRST_TURN_STEPS = 3
 _ALONE_STEPS = 30
 
 
-class Watcher(Protocol):
-    """Hears how a comparison goes on."""
+class ComparisonListener(Protocol):
+    """Is told how a comparison goes on."""
 
     def begin(self, labels: Sequence[str], num_workers: int, num_seeds: int, steps: int) -> None:
         """It begins."""
@@ -45,46 +45,46 @@ class Watcher(Protocol):
     def turn(self, label: str) -> None:
         """It is the turn of `label`."""
 
-    def progress(self, label: str, progress: Progress) -> None:
+    def progress(self, label: str, progress: WorkerProgress) -> None:
         """One worker of `label` reports."""
 
-    def news(self, label: str, news: News) -> None:
-        """One worker of `label` is gone, and the others go on; or it is back."""
+    def membership_changed(self, label: str, change: MembershipChange) -> None:
+        """One worker of `label` has died, and its peers go on; or it is back."""
 
     def failed(self, label: str, reason: str) -> None:
-        """`label` is out."""
+        """`label` has failed, and the comparison goes on without it."""
 
 
 @dataclass(kw_only=True)
-class _Entrant:
+class _InterleavedRun:
     """One run that takes turns."""
 
     label: str
-    crew: Crew
+    group: WorkerGroup
     step_s: float = 0.0
     last_s: float = 0.0
     last_step: int = 0
-    judged: bool = False
+    reported: bool = False
 
 
-class Rounds:
+class InterleavedRuns:
     """Carries out the runs, seed by seed.
 
     Attributes:
-        failures: by label, why it is out.
+        failures: by label, why it failed.
         alone: by seed, the run without exchange.
     """
 
     def __init__(
-        self, directory: Path, plan: ComparePlan, emulation: Emulation, watcher: Watcher
+        self, directory: Path, plan: ComparePlan, emulation: Emulation, listener: ComparisonListener
     ) -> None:
         self.failures: dict[str, str] = {}
         self.alone: dict[int, Path] = {}
         self._directory = directory
         self._plan = plan
         self._emulation = emulation
-        self._watcher = watcher
-        self._told = 0
+        self._listener = listener
+        self._num_passed_on = 0
 
     def run_seed(self, place: int, seed: int, interrupted: Interrupts) -> None:
         """All runs of one seed, as many at a time as fit."""
@@ -105,7 +105,7 @@ class Rounds:
                 (ALONE, self._directory / f"runs/{ALONE}-seed-{seed}", self._alone_config(seed))
             )
         while runs and not interrupted.count:
-            self._run_together(runs[: plan.at_once], interrupted)
+            self.run_together(runs[: plan.at_once], interrupted)
             runs = runs[plan.at_once :]
         path = self._directory / f"runs/{ALONE}-seed-{seed}"
         if ALONE not in self.failures and path.exists():
@@ -123,73 +123,77 @@ class Rounds:
             }
         )
 
-    def _run_together(
+    def run_together(
         self, runs: Sequence[tuple[str, Path, RunConfig]], interrupted: Interrupts
     ) -> None:
         with ExitStack() as stack:
-            entrants: list[_Entrant] = []
+            started: list[_InterleavedRun] = []
             for label, path, config in runs:
                 if interrupted.count:
                     break
                 records.create(path, config)
                 records.begin_attempt(path, config, start_step=0, emulation=self._emulation.report)
-                crew = Crew(
-                    path, config, self._emulation, turns=True, on_progress=self._listener(label)
+                group = WorkerGroup(
+                    path, config, self._emulation, turns=True, on_progress=self._forward(label)
                 )
-                entrants.append(_Entrant(label=label, crew=stack.enter_context(crew)))
-                # One after the other, and nobody's turn before all are ready: some measure the
-                # network while they start.
-                while not crew.over and crew.paused_at is None:
-                    self._poll([entrants[-1]], entrants, interrupted)
-            while waiting := [entrant for entrant in entrants if not entrant.crew.over]:
-                for entrant in waiting:
-                    self._take_turn(entrant, entrants, interrupted)
-            self._poll([], entrants, interrupted)
+                started.append(_InterleavedRun(label=label, group=stack.enter_context(group)))
+                # One run after the other, and no turn before all are ready: some strategies measure
+                # the network while they start.
+                while not group.has_ended and group.paused_at is None:
+                    self._poll([started[-1]], started, interrupted)
+            while waiting := [run for run in started if not run.group.has_ended]:
+                for run in waiting:
+                    self._take_turn(run, started, interrupted)
+            self._poll([], started, interrupted)
 
     def _take_turn(
-        self, entrant: _Entrant, entrants: Sequence[_Entrant], interrupted: Interrupts
+        self, run: _InterleavedRun, started: Sequence[_InterleavedRun], interrupted: Interrupts
     ) -> None:
-        crew = entrant.crew
-        if (done := crew.paused_at) is not None:
-            self._watcher.turn(entrant.label)
+        group = run.group
+        if (done := group.paused_at) is not None:
+            self._listener.turn(run.label)
             turn_s = self._plan.request.turn_s
-            crew.let_go(
-                done
-                + (max(1, round(turn_s / entrant.step_s)) if entrant.step_s else _FIRST_TURN_STEPS)
+            group.run_until(
+                done + (max(1, round(turn_s / run.step_s)) if run.step_s else _FIRST_TURN_STEPS)
             )
-        while not crew.over and crew.paused_at is None:
-            self._poll([entrant], entrants, interrupted)
-        if (paused_at := crew.paused_at) is not None and paused_at > entrant.last_step:
-            entrant.step_s = (crew.seconds - entrant.last_s) / (paused_at - entrant.last_step)
-            entrant.last_s, entrant.last_step = crew.seconds, paused_at
+        while not group.has_ended and group.paused_at is None:
+            self._poll([run], started, interrupted)
+        if (paused_at := group.paused_at) is not None and paused_at > run.last_step:
+            run.step_s = (group.seconds - run.last_s) / (paused_at - run.last_step)
+            run.last_s, run.last_step = group.seconds, paused_at
 
     def _poll(
-        self, active: Sequence[_Entrant], entrants: Sequence[_Entrant], interrupted: Interrupts
+        self,
+        active: Sequence[_InterleavedRun],
+        started: Sequence[_InterleavedRun],
+        interrupted: Interrupts,
     ) -> None:
-        """Hear everybody, above all who is `active`, and note who has failed."""
-        while self._told < interrupted.count:
-            self._told += 1
-            for entrant in entrants:
-                entrant.crew.interrupt()
-        for entrant in entrants:
-            entrant.crew.poll(_POLL_S / max(1, len(active)) if entrant in active else 0.0)
-            if entrant.crew.over and not entrant.judged:
-                entrant.judged = True
+        """Poll all runs, above all the `active` ones, and record which have failed."""
+        while self._num_passed_on < interrupted.count:
+            self._num_passed_on += 1
+            for run in started:
+                run.group.interrupt()
+        for run in started:
+            run.group.poll(_POLL_S / max(1, len(active)) if run in active else 0.0)
+            if run.group.has_ended and not run.reported:
+                run.reported = True
                 try:
-                    if entrant.crew.verdict():
+                    if run.group.has_finished():
                         records.add_to_summary(
-                            entrant.crew.run_directory, entrant.crew.remarks, entrant.crew.losses
+                            run.group.run_directory, run.group.remarks, run.group.losses
                         )
                 except OffbeatError as error:
                     if not interrupted.count:
-                        self.failures[entrant.label] = str(error)
-                        self._watcher.failed(entrant.label, str(error))
+                        self.failures[run.label] = str(error)
+                        self._listener.failed(run.label, str(error))
 
-    def _listener(self, label: str) -> Listener:
-        def listen(report: Progress | News) -> None:
-            if isinstance(report, News):
-                self._watcher.news(label, report)
+    def _forward(self, label: str) -> Listener:
+        """Passes the reports of a run's workers on under its label."""
+
+        def listen(report: WorkerProgress | MembershipChange) -> None:
+            if isinstance(report, MembershipChange):
+                self._listener.membership_changed(label, report)
             else:
-                self._watcher.progress(label, report)
+                self._listener.progress(label, report)
 
         return listen

@@ -1,4 +1,4 @@
-"""The gate lets a worker train as far as it was told, wakes it at once when that changes, and lets
+"""The limit lets a worker train as far as it was told, wakes it at once when that changes, and lets
 it give up.
 """
 
@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from offbeat.lab.gate import Gate
+from offbeat.lab.pauses import StepLimit
 
 AT_MOST_S = 10.0
 
@@ -39,51 +39,50 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def waiting_at(
-    gate: Gate, pool: ThreadPoolExecutor, give_up: threading.Event
-) -> tuple[Future[None], Watched]:
-    """Somebody who has done three steps and stands before `gate`."""
+def waiting_at_step_3(
+    pool: ThreadPoolExecutor, give_up: threading.Event
+) -> tuple[StepLimit, Future[None], Watched]:
+    """A limit of three steps, and a worker that has done them and waits for more."""
     condition = Watched()
-    gate._moved = condition
-    future = pool.submit(gate.wait, 3, give_up)
+    limit = StepLimit(3, condition)
+    future = pool.submit(limit.wait_beyond, 3, give_up)
     assert condition.waiting.wait(AT_MOST_S)
-    return future, condition
+    return limit, future, condition
 
 
-def test_a_gate_is_closed_at_the_step_it_names_and_beyond() -> None:
-    gate = Gate(2)
-    assert [gate.closed(steps_done) for steps_done in range(4)] == [False, False, True, True]
-    gate.move(3)
-    assert [gate.closed(steps_done) for steps_done in range(4)] == [False, False, False, True]
+def test_a_limit_is_reached_at_the_step_it_names_and_beyond() -> None:
+    limit = StepLimit(2)
+    assert [limit.is_reached(steps_done) for steps_done in range(4)] == [False, False, True, True]
+    limit.raise_to(3)
+    assert [limit.is_reached(steps_done) for steps_done in range(4)] == [False, False, False, True]
 
 
-def test_an_open_gate_is_never_closed() -> None:
-    gate = Gate.open()
-    assert not gate.closed(10**12)
-    gate.wait(10**12, threading.Event())
+def test_no_limit_is_never_reached() -> None:
+    limit = StepLimit.unlimited()
+    assert not limit.is_reached(10**12)
+    limit.wait_beyond(10**12, threading.Event())
 
 
 def test_waiting_where_there_is_nothing_to_wait_for_returns() -> None:
-    Gate(1).wait(0, threading.Event())
+    StepLimit(1).wait_beyond(0, threading.Event())
     gave_up = threading.Event()
     gave_up.set()
-    Gate(0).wait(0, gave_up)
+    StepLimit(0).wait_beyond(0, gave_up)
 
 
-def test_moving_the_gate_lets_the_worker_on(pool: ThreadPoolExecutor) -> None:
-    gate = Gate(3)
-    future, _ = waiting_at(gate, pool, threading.Event())
-    gate.move(3)  # no step more than before
+def test_a_raised_limit_lets_the_worker_on(pool: ThreadPoolExecutor) -> None:
+    limit, future, _ = waiting_at_step_3(pool, threading.Event())
+    limit.raise_to(3)  # no step more than before
     assert not future.done()
-    gate.move(4)
+    limit.raise_to(4)
     future.result(AT_MOST_S)
 
 
 def test_a_worker_that_is_to_stop_gives_up_waiting(pool: ThreadPoolExecutor) -> None:
-    gate, give_up = Gate(3), threading.Event()
-    future, condition = waiting_at(gate, pool, give_up)
+    give_up = threading.Event()
+    limit, future, condition = waiting_at_step_3(pool, give_up)
     give_up.set()  # by a signal handler, which may not take a lock
     future.result(AT_MOST_S)
-    assert gate.closed(3)
+    assert limit.is_reached(3)
     # It looks again now and then, since nobody wakes it, but it does not spin.
     assert all(patience_s is not None and patience_s >= 0.05 for patience_s in condition.patience_s)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from lab_support.made import comparison, contestant, write_run
 from offbeat.errors import RecordError
+from offbeat.lab.analysis import _common_level, _reach, _Run, analyse
 from offbeat.lab.comparison import MEASURES, Comparison, read_comparison, write_comparison
-from offbeat.lab.judge import _common_level, _reach, _Run, judge
 from offbeat.lab.profiles import ProfileWriter
 from offbeat.lab.records import Evaluation, Record
 from offbeat.parts.profile import Span, StepProfile
@@ -30,7 +30,7 @@ def compare_runs(
     alone: Sequence[dict[str, Any]] = (),
     **settings: Any,
 ) -> Comparison:
-    """The judged comparison of these runs, by label and seed; a contestant without runs
+    """The analysed comparison of these runs, by label and seed; a contestant without runs
     has failed.
     """
     entries = []
@@ -43,11 +43,11 @@ def compare_runs(
         seed: write_run(directory / f"runs/alone-seed-{seed}", **made)
         for seed, made in enumerate(alone)
     }
-    return judge(directory, comparison(entries, num_seeds=num_seeds, **settings), ceiling)
+    return analyse(directory, comparison(entries, num_seeds=num_seeds, **settings), ceiling)
 
 
-def measured(judged: Comparison, label: str, measure: str) -> list[float | None]:
-    (found,) = (c for c in judged.contestants if c.label == label)
+def measured(analysed: Comparison, label: str, measure: str) -> list[float | None]:
+    (found,) = (c for c in analysed.contestants if c.label == label)
     return found.measures[measure].values  # type: ignore[index]  # a key that is none fails
 
 
@@ -117,7 +117,7 @@ def test_nothing_measured_gives_no_target() -> None:
 def test_measures_of_runs_whose_figures_are_known(tmp_path: Path) -> None:
     rising = [(0, 0.1), (20, 0.5), (40, 0.9)]
     slow, fast, ideal = [0.4] * STEPS, [0.1] * STEPS, [0.05] * STEPS
-    judged = compare_runs(
+    analysed = compare_runs(
         tmp_path,
         {
             "ddp": [{"step_s": slow, "metrics": rising}, {"step_s": slow, "metrics": rising}],
@@ -144,19 +144,19 @@ def test_measures_of_runs_whose_figures_are_known(tmp_path: Path) -> None:
     }
     assert expected.keys() == MEASURES.keys() - SECOND_ORDER
     for measure, (ddp, gtopk) in expected.items():
-        assert measured(judged, "ddp", measure) == pytest.approx([ddp, ddp]), measure
-        assert measured(judged, "gtopk", measure) == pytest.approx([gtopk, gtopk]), measure
-    assert [(d.measure, d.a, d.b, d.decided) for d in judged.differences] == [
+        assert measured(analysed, "ddp", measure) == pytest.approx([ddp, ddp]), measure
+        assert measured(analysed, "gtopk", measure) == pytest.approx([gtopk, gtopk]), measure
+    assert [(d.measure, d.a, d.b, d.decided) for d in analysed.differences] == [
         ("time_to_target_s", "ddp", "gtopk", True),
         ("step_s", "ddp", "gtopk", True),
     ]
-    assert [d.ratio for d in judged.differences] == pytest.approx([4.0, 4.0])
-    assert judged.verdict.startswith("gtopk reached accuracy 0.7 in 3 s, 4 times")
+    assert [d.ratio for d in analysed.differences] == pytest.approx([4.0, 4.0])
+    assert analysed.verdict.startswith("gtopk reached accuracy 0.7 in 3 s, 4 times")
 
 
 def test_a_target_that_some_run_never_reaches(tmp_path: Path) -> None:
     steps = [0.1] * STEPS
-    judged = compare_runs(
+    analysed = compare_runs(
         tmp_path,
         {
             "ddp": [{"step_s": steps, "metrics": [(0, 0.0), (40, 0.8)]}] * 2,
@@ -164,27 +164,27 @@ def test_a_target_that_some_run_never_reaches(tmp_path: Path) -> None:
         },
         target=0.4,
     )
-    assert measured(judged, "ddp", "time_to_target_s") == pytest.approx([2.0, 2.0])
-    assert measured(judged, "gtopk", "time_to_target_s") == [None, pytest.approx(2.0)]
-    assert judged.verdict == "Only ddp reached accuracy 0.4 in every run, in 2 s."
-    assert "gtopk did not reach 0.4 in 1 of its 2 runs." in judged.findings
+    assert measured(analysed, "ddp", "time_to_target_s") == pytest.approx([2.0, 2.0])
+    assert measured(analysed, "gtopk", "time_to_target_s") == [None, pytest.approx(2.0)]
+    assert analysed.verdict == "Only ddp reached accuracy 0.4 in every run, in 2 s."
+    assert "gtopk did not reach 0.4 in 1 of its 2 runs." in analysed.findings
 
 
 def test_the_derived_target_is_noted_as_such(tmp_path: Path) -> None:
     made = [{"step_s": [0.1] * STEPS, "metrics": [(0, 0.0), (40, last)]} for last in (0.8, 0.5)]
-    judged = compare_runs(
+    analysed = compare_runs(
         tmp_path, {"ddp": made[:1], "gtopk": made[1:]}, target=None, target_was_given=False
     )
-    assert judged.target == 0.5
-    assert measured(judged, "ddp", "time_to_target_s") == pytest.approx([2.5])
-    assert measured(judged, "gtopk", "time_to_target_s") == pytest.approx([4.0])
+    assert analysed.target == 0.5
+    assert measured(analysed, "ddp", "time_to_target_s") == pytest.approx([2.5])
+    assert measured(analysed, "gtopk", "time_to_target_s") == pytest.approx([4.0])
 
 
 def test_a_target_that_holds_before_the_first_step_is_no_race(tmp_path: Path) -> None:
     """A strategy that diverges at once makes the untrained model the best that every
     run reached.
     """
-    judged = compare_runs(
+    analysed = compare_runs(
         tmp_path,
         {
             "ddp": [{"step_s": [0.4] * STEPS, "metrics": [(0, 0.1), (40, 0.8)]}] * 2,
@@ -193,14 +193,14 @@ def test_a_target_that_holds_before_the_first_step_is_no_race(tmp_path: Path) ->
         target=None,
         target_was_given=False,
     )
-    assert judged.target == 0.1
-    assert [d.measure for d in judged.differences] == ["step_s"]
-    assert judged.verdict.startswith("gtopk takes the shortest steps")
-    assert judged.verdict.endswith("accuracy 0.1 was reached before the first step.")
+    assert analysed.target == 0.1
+    assert [d.measure for d in analysed.differences] == ["step_s"]
+    assert analysed.verdict.startswith("gtopk takes the shortest steps")
+    assert analysed.verdict.endswith("accuracy 0.1 was reached before the first step.")
 
 
 def test_a_metric_that_is_not_a_number_is_none_that_was_reached(tmp_path: Path) -> None:
-    judged = compare_runs(
+    analysed = compare_runs(
         tmp_path,
         {
             "ddp": [{"step_s": [0.1] * STEPS, "metrics": [(0, 3.0), (20, math.nan), (40, 1.0)]}],
@@ -211,27 +211,27 @@ def test_a_metric_that_is_not_a_number_is_none_that_was_reached(tmp_path: Path) 
         target=2.0,
         higher_is_better=False,
     )
-    assert measured(judged, "ddp", "time_to_target_s") == pytest.approx([2.0])
-    assert measured(judged, "gtopk", "time_to_target_s") == [None]
+    assert measured(analysed, "ddp", "time_to_target_s") == pytest.approx([2.0])
+    assert measured(analysed, "gtopk", "time_to_target_s") == [None]
 
 
 def test_a_failed_contestant_has_no_measures_and_the_others_have(tmp_path: Path) -> None:
     made = {"step_s": [0.1] * STEPS, "metrics": [(0, 0.1), (40, 0.9)]}
-    judged = compare_runs(tmp_path, {"ddp": [made] * 2, "gtopk": []}, target=0.5)
-    ddp, gtopk = judged.contestants
+    analysed = compare_runs(tmp_path, {"ddp": [made] * 2, "gtopk": []}, target=0.5)
+    ddp, gtopk = analysed.contestants
     assert (gtopk.failure, gtopk.measures, gtopk.lateness_s) == ("it broke", {}, [])
     assert ddp.measures["step_s"].median == pytest.approx(0.1)
-    assert judged.differences == []
-    assert judged.verdict == "Only ddp finished: 100 ms a step."
-    assert "gtopk failed: it broke" in judged.findings
+    assert analysed.differences == []
+    assert analysed.verdict == "Only ddp finished: 100 ms a step."
+    assert "gtopk failed: it broke" in analysed.findings
 
 
 def test_all_failed(tmp_path: Path) -> None:
-    judged = judge(
+    analysed = analyse(
         tmp_path, comparison([contestant("ddp", failure="a"), contestant("gtopk", failure="b")]), {}
     )
-    assert judged.verdict == "No strategy finished."
-    assert judged.findings == ["ddp failed: a", "gtopk failed: b"]
+    assert analysed.verdict == "No strategy finished."
+    assert analysed.findings == ["ddp failed: a", "gtopk failed: b"]
 
 
 @pytest.mark.parametrize("unfinished", [{"status": "stopped"}, {"step_s": []}])
@@ -239,9 +239,9 @@ def test_a_run_that_did_not_finish_has_no_values(
     tmp_path: Path, unfinished: dict[str, Any]
 ) -> None:
     made: dict[str, Any] = {"step_s": [0.1] * STEPS, "metrics": [(0, 0.1), (40, 0.9)]}
-    judged = compare_runs(tmp_path, {"ddp": [made, {"step_s": [0.1], **unfinished}]}, target=0.5)
+    analysed = compare_runs(tmp_path, {"ddp": [made, {"step_s": [0.1], **unfinished}]}, target=0.5)
     for measure in MEASURES.keys() - SECOND_ORDER - {"efficiency"}:
-        first, second = measured(judged, "ddp", measure)
+        first, second = measured(analysed, "ddp", measure)
         assert first is not None, measure
         assert second is None, measure
 
@@ -252,35 +252,35 @@ def test_efficiency_is_against_the_runs_without_exchange_that_finished(tmp_path:
         {"step_s": [0.1] * STEPS},
         {"step_s": [0.1] * STEPS, "status": "stopped"},
     ]
-    judged = compare_runs(tmp_path / "a", {"ddp": [made] * 2}, alone=alone)
-    assert measured(judged, "ddp", "efficiency") == pytest.approx([0.5, 0.5])
-    judged = compare_runs(tmp_path / "b", {"ddp": [made] * 2})
-    assert "efficiency" not in judged.contestants[0].measures
+    analysed = compare_runs(tmp_path / "a", {"ddp": [made] * 2}, alone=alone)
+    assert measured(analysed, "ddp", "efficiency") == pytest.approx([0.5, 0.5])
+    analysed = compare_runs(tmp_path / "b", {"ddp": [made] * 2})
+    assert "efficiency" not in analysed.contestants[0].measures
 
 
 def test_lateness_is_the_mean_of_each_rank_over_all_runs(tmp_path: Path) -> None:
     step_s = [1.0] * STEPS
-    judged = compare_runs(
+    analysed = compare_runs(
         tmp_path, {"ddp": [{"step_s": step_s, "late_s": (0.0, late)} for late in (0.1, 0.3)]}
     )
-    assert judged.contestants[0].lateness_s == pytest.approx([0.0, 0.2])
-    assert measured(judged, "ddp", "share_wait") == pytest.approx(
+    assert analysed.contestants[0].lateness_s == pytest.approx([0.0, 0.2])
+    assert measured(analysed, "ddp", "share_wait") == pytest.approx(
         [0.05, 0.15]
     )  # rank 0 alone waits, and that is a half
 
 
 @pytest.mark.parametrize("late_s", [(None, None), (0.0, None)])
 def test_who_never_waits_has_no_lateness(tmp_path: Path, late_s: tuple[float | None, ...]) -> None:
-    judged = compare_runs(tmp_path / "in", {"ddp": [{"step_s": [1.0] * STEPS, "late_s": late_s}]})
-    assert judged.contestants[0].lateness_s == []
-    write_comparison(tmp_path, judged)
-    assert read_comparison(tmp_path) == judged
+    analysed = compare_runs(tmp_path / "in", {"ddp": [{"step_s": [1.0] * STEPS, "late_s": late_s}]})
+    assert analysed.contestants[0].lateness_s == []
+    write_comparison(tmp_path, analysed)
+    assert read_comparison(tmp_path) == analysed
 
 
 def test_notices_are_said_once_and_skipped_steps_are_among_them(tmp_path: Path) -> None:
     made = {"step_s": [0.1] * STEPS, "notices": ["slow disk"], "skipped_steps": 2}
-    judged = compare_runs(tmp_path, {"ddp": [made, made]})
-    assert judged.contestants[0].notices == [
+    analysed = compare_runs(tmp_path, {"ddp": [made, made]})
+    assert analysed.contestants[0].notices == [
         "slow disk",
         "4 steps were skipped, since some gradient was not finite",
     ]
@@ -292,14 +292,14 @@ def test_a_damaged_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError):
         Record(run)
     with pytest.raises(RecordError):
-        judge(tmp_path, comparison([contestant("ddp", num_seeds=1)], num_seeds=1), {})
+        analyse(tmp_path, comparison([contestant("ddp", num_seeds=1)], num_seeds=1), {})
 
 
 def test_what_was_judged_is_written_and_read_back(tmp_path: Path) -> None:
     made = {"step_s": [0.1] * STEPS, "metrics": [(0, 0.1), (40, 0.9)]}
-    judged = compare_runs(tmp_path, {"ddp": [made] * 3, "gtopk": [made] * 3}, target=0.5)
-    write_comparison(tmp_path, judged)
-    assert read_comparison(tmp_path) == judged
+    analysed = compare_runs(tmp_path, {"ddp": [made] * 3, "gtopk": [made] * 3}, target=0.5)
+    write_comparison(tmp_path, analysed)
+    assert read_comparison(tmp_path) == analysed
 
 
 def test_second_order_work_is_measured_where_it_was_looked_at(tmp_path: Path) -> None:
@@ -315,11 +315,11 @@ def test_second_order_work_is_measured_where_it_was_looked_at(tmp_path: Path) ->
         ProfileWriter(tmp_path / f"runs/spdkfac-seed-{seed}", rank=0, attempt=0).add(
             7, StepProfile(spans=spans)
         )
-    judged = judge(
+    analysed = analyse(
         tmp_path,
         comparison([contestant(label, num_seeds=2) for label in directories], num_seeds=2),
         {},
     )
-    assert measured(judged, "spdkfac", "factors_exposed_s") == pytest.approx([0.01, 0.03])
-    assert measured(judged, "spdkfac", "inversion_s") == pytest.approx([0.005, 0.015])
-    assert not {"factors_exposed_s", "inversion_s"} & judged.contestants[1].measures.keys()
+    assert measured(analysed, "spdkfac", "factors_exposed_s") == pytest.approx([0.01, 0.03])
+    assert measured(analysed, "spdkfac", "inversion_s") == pytest.approx([0.005, 0.015])
+    assert not {"factors_exposed_s", "inversion_s"} & analysed.contestants[1].measures.keys()

@@ -1,0 +1,92 @@
+"""What makes a rank pause between steps, or stop for good."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+from offbeat.lab.step_recorder import RankRun, StepRecorder
+
+_POLL_S = 0.2
+
+
+class StepLimit:
+    """The number of steps up to which a worker may train. Its supervisor raises it, so that several
+    runs can take turns on one machine.
+
+    Args:
+        until_step: the first limit.
+        raised: is notified when the limit is raised.
+    """
+
+    def __init__(self, until_step: float, raised: threading.Condition | None = None) -> None:
+        self._until_step = until_step
+        self._raised = threading.Condition() if raised is None else raised
+
+    @classmethod
+    def unlimited(cls) -> StepLimit:
+        """One that is never reached."""
+        return cls(math.inf)
+
+    def is_reached(self, steps_done: int) -> bool:
+        return steps_done >= self._until_step
+
+    def wait_beyond(self, steps_done: int, give_up: threading.Event) -> None:
+        """Return once more than `steps_done` steps are allowed, or `give_up` is set."""
+        with self._raised:
+            # A signal handler sets `give_up` and may take no lock, so that nothing is notified
+            # then: look again now and then.
+            while self.is_reached(steps_done) and not give_up.is_set():
+                self._raised.wait(_POLL_S)
+
+    def raise_to(self, until_step: int) -> None:
+        """Allow steps up to `until_step`."""
+        with self._raised:
+            self._until_step = until_step
+            self._raised.notify_all()
+
+
+class Pauses:
+    """What makes this rank pause, or stop for good.
+
+    Args:
+        run: this rank's.
+        recorder: of its steps.
+        limit: the steps that it may do.
+        stop_requested: is set when this rank has been asked to stop.
+    """
+
+    def __init__(
+        self,
+        run: RankRun,
+        recorder: StepRecorder,
+        limit: StepLimit,
+        stop_requested: threading.Event,
+    ) -> None:
+        self._run = run
+        self._recorder = recorder
+        self._limit = limit
+        self._stop_requested = stop_requested
+
+    def should_stop(self, steps_done: int) -> bool:
+        """Wait until this rank may do more than `steps_done` steps, and return whether it is to do
+        none.
+        """
+        if self._limit.is_reached(steps_done):
+            self._recorder.report_paused()
+            self._limit.wait_beyond(steps_done, self._stop_requested)
+            self._recorder.restart_clock()
+        self.pass_on_request(steps_done)
+        stop_step = self._run.coordinator.stop_step()
+        if stop_step is None:
+            return False
+        return steps_done >= stop_step or self._run.attached.session.averages_alone
+
+    def pass_on_request(self, steps_done: int) -> None:
+        """If this rank has been asked to stop, let all ranks do so after the coming step.
+
+        Where ranks keep step, no rank can finish that step without this one, so all of them read
+        the request before the step after it.
+        """
+        if self._stop_requested.is_set():
+            self._run.coordinator.stop_at(steps_done + 1)
