@@ -7,20 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.codec.model_wire import ABSENT, HEAD_BYTES, NOTE_BYTES, Kind, ModelMessage, Note
+from offbeat.codec.model_wire import ABSENT, HEAD_BYTES, NOTE_BYTES, MessageKind, ModelMessage, Note
 from offbeat.errors import WireError
 
 notes = st.builds(Note, weight=st.floats(0, 1e9), step=st.integers(-1, 2**62), fresh=st.booleans())
 messages = st.builds(
     ModelMessage,
-    kind=st.sampled_from(Kind),
+    kind=st.sampled_from(MessageKind),
     generation=st.integers(0, 2**32 - 1),
     version=st.integers(-1, 2**62),
     step=st.integers(-1, 2**62),
     fresh=st.booleans(),
     arrived=st.booleans(),
     weight=st.floats(0, 1e9),
-    party=st.integers(0, 2**64 - 1),
+    participants=st.integers(0, 2**64 - 1),
     num_elements=st.integers(100, 2**40),
     begin=st.integers(0, 50),
     counters=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5).map(
@@ -52,7 +52,7 @@ def test_what_is_written_is_read(message: ModelMessage) -> None:
         "fresh",
         "arrived",
         "weight",
-        "party",
+        "participants",
         "num_elements",
         "begin",
         "notes",
@@ -92,10 +92,10 @@ def test_a_truncated_or_extended_message_is_refused(message: ModelMessage, count
 def test_weights_that_cannot_be_are_refused(weight: float) -> None:
     with pytest.raises(WireError, match="holds the weight"):
         ModelMessage.from_bytes(
-            ModelMessage(kind=Kind.PART, generation=0, weight=weight).to_bytes()
+            ModelMessage(kind=MessageKind.CHUNK, generation=0, weight=weight).to_bytes()
         )
     noted = ModelMessage(
-        kind=Kind.AVERAGE, generation=0, notes=(Note(weight=weight, step=0, fresh=False),)
+        kind=MessageKind.AVERAGE, generation=0, notes=(Note(weight=weight, step=0, fresh=False),)
     )
     with pytest.raises(WireError, match="holds the weight"):
         ModelMessage.from_bytes(noted.to_bytes())
@@ -103,7 +103,11 @@ def test_weights_that_cannot_be_are_refused(weight: float) -> None:
 
 def test_values_beyond_the_model_are_refused() -> None:
     message = ModelMessage(
-        kind=Kind.PART, generation=0, num_elements=4, begin=3, values=np.zeros(2, np.float32)
+        kind=MessageKind.CHUNK,
+        generation=0,
+        num_elements=4,
+        begin=3,
+        values=np.zeros(2, np.float32),
     )
     with pytest.raises(WireError, match="elements 3 to 5 of a model of 4"):
         ModelMessage.from_bytes(message.to_bytes())
@@ -113,7 +117,7 @@ def test_values_beyond_the_model_are_refused() -> None:
 def test_values_begin_at_a_multiple_of_eight(dtype: type[np.floating]) -> None:
     for num_notes, num_counters in ((0, 0), (3, 1), (2, 4)):
         message = ModelMessage(
-            kind=Kind.AVERAGE,
+            kind=MessageKind.AVERAGE,
             generation=0,
             num_elements=3,
             notes=(ABSENT,) * num_notes,
@@ -125,7 +129,7 @@ def test_values_begin_at_a_multiple_of_eight(dtype: type[np.floating]) -> None:
 
 def test_values_are_not_copied() -> None:
     content = ModelMessage(
-        kind=Kind.PART, generation=0, num_elements=3, values=np.arange(3, dtype=np.float32)
+        kind=MessageKind.CHUNK, generation=0, num_elements=3, values=np.arange(3, dtype=np.float32)
     ).to_bytes()
     buffer = bytearray(content)
     read = ModelMessage.from_bytes(buffer)
@@ -134,7 +138,7 @@ def test_values_are_not_copied() -> None:
 
 
 def test_the_note_of_what_is_withheld_says_that_nothing_is_in() -> None:
-    assert ModelMessage(kind=Kind.PART, generation=0, step=3, fresh=True).note == ABSENT
-    assert ModelMessage(kind=Kind.PART, generation=0, step=3, fresh=True, weight=2.0).note == Note(
-        weight=2.0, step=3, fresh=True
-    )
+    assert ModelMessage(kind=MessageKind.CHUNK, generation=0, step=3, fresh=True).note == ABSENT
+    assert ModelMessage(
+        kind=MessageKind.CHUNK, generation=0, step=3, fresh=True, weight=2.0
+    ).note == Note(weight=2.0, step=3, fresh=True)

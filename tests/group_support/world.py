@@ -20,13 +20,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.averaging.background import group_average, pair_average
-from offbeat.averaging.background.deadlines import Patience
-from offbeat.averaging.background.group_average import arrive, ask, finish, rest
-from offbeat.averaging.background.group_base import Contribution, Happenings, Outcome, Piece, Terms
-from offbeat.averaging.background.group_merge import merge_delta, merge_paper
+from offbeat.averaging.background.deadlines import DeadlineRule
+from offbeat.averaging.background.interface import (
+    Contribution,
+    Piece,
+    ProtocolCounts,
+    ProtocolSettings,
+    VersionResult,
+)
+from offbeat.averaging.background.merge_rules import merge_delta, merge_paper
+from offbeat.averaging.background.protocol_member import arrive, fetch_model, finish, stop_stepping
 from offbeat.codec.model_wire import COUNTER_BYTES, HEAD_BYTES, NOTE_BYTES, Note
 from offbeat.errors import OffbeatError, PeerError
-from offbeat.planning.groups import Meeting, meeting
+from offbeat.planning.groups import VersionGroup, group_of_version
 from offbeat.transport.driver import Driver, Finished, Ticket
 from offbeat.transport.operations import Collective, Now, Operation, Post, RecvAny, Send, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
@@ -52,10 +58,10 @@ class Schedule:
     direct_bytes: int = 0
     merge: str = "delta"
     link: VirtualLink = field(default_factory=lambda: VirtualLink(latency_s=0.001))
-    patience: Patience = field(
-        default_factory=lambda: Patience(floor_s=0.25, cap_s=1.0, min_samples=4)
+    reply_deadline: DeadlineRule = field(
+        default_factory=lambda: DeadlineRule(floor_s=0.25, cap_s=1.0, min_samples=4)
     )
-    arrival_patience: Patience | None = None
+    arrival_deadline: DeadlineRule | None = None
     death_notice_s: float = 0.0
     compute_s: Callable[[int, int], float] = lambda rank, step: 1.0
     weights: list[float] | None = None
@@ -111,12 +117,12 @@ class Model:
         self.invited_to: int | None = None
         self.answered: set[int] = set()
         self.open: dict[int, NDArray[np.float64]] = {}
-        self.settled: set[int] = set()
-        self.gathered_at_s: dict[int, float] = {}
-        self.closed: list[Outcome] = []
+        self.finalized: set[int] = set()
+        self.quorum_at_s: dict[int, float] = {}
+        self.closed: list[VersionResult] = []
         self.received: list[tuple[int, Contribution | None]] = []
-        self.buried: list[int] = []
-        self.at_rest: list[int] = []
+        self.marked_dead: list[int] = []
+        self.stopped: list[int] = []
         self.waits_s: list[tuple[int, float]] = []
 
     def contribute(self, version: int) -> Contribution | None:
@@ -146,16 +152,16 @@ class Model:
         )
 
     def invite(self, version: int) -> None:
-        assert self.rank not in self.at_rest
+        assert self.rank not in self.stopped
         self.invited_to = version
 
-    def gathered(self, version: int) -> None:
+    def quorum_arrived(self, version: int) -> None:
         assert version in self.open
-        assert version not in self.gathered_at_s
-        self.gathered_at_s[version] = self.world.cluster.now_s
+        assert version not in self.quorum_at_s
+        self.quorum_at_s[version] = self.world.cluster.now_s
         self._wake()
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: VersionResult) -> None:
         buffer = self.open.pop(outcome.version)
         self.closed.append(outcome)
         covered = [(piece.begin, piece.end) for piece in outcome.pieces]
@@ -165,8 +171,8 @@ class Model:
         buffer.fill(np.nan)  # another snapshot takes its place
         self._wake()
 
-    def amend(self, version: int, piece: Piece) -> None:
-        assert version not in self.settled
+    def merge_late(self, version: int, piece: Piece) -> None:
+        assert version not in self.finalized
         outcome = next(outcome for outcome in self.closed if outcome.version == version)
         assert all(piece.begin != other.begin for other in outcome.pieces)
         self._merge(outcome, piece)
@@ -176,23 +182,23 @@ class Model:
             return None
         return self._contribution(self.values)
 
-    def receive(self, sender: int, state: Contribution | None) -> None:
+    def receive_model(self, sender: int, state: Contribution | None) -> None:
         self.received.append((sender, state))
         self._wake()
 
-    def settle(self, version: int) -> None:
-        assert version not in self.settled
+    def finalize_version(self, version: int) -> None:
+        assert version not in self.finalized
         assert version not in self.open
-        self.settled.add(version)
+        self.finalized.add(version)
 
-    def bury(self, rank: int) -> None:
-        assert rank not in self.buried
-        self.buried.append(rank)
+    def mark_dead(self, rank: int) -> None:
+        assert rank not in self.marked_dead
+        self.marked_dead.append(rank)
         self._wake()
 
-    def rested(self, rank: int) -> None:
-        assert rank not in self.at_rest
-        self.at_rest.append(rank)
+    def mark_stopped(self, rank: int) -> None:
+        assert rank not in self.stopped
+        self.stopped.append(rank)
 
     def _wake(self) -> None:
         self.world.cluster.drivers[self.rank].start(Post(b""), TRAIN)
@@ -200,9 +206,9 @@ class Model:
     def _gone_past(self) -> set[int]:
         """The versions that a trainer which has arrived there need not wait for any longer."""
         closed = {outcome.version for outcome in self.closed}
-        return closed | self.gathered_at_s.keys() if self.world.schedule.overlap else closed
+        return closed | self.quorum_at_s.keys() if self.world.schedule.overlap else closed
 
-    def _merge(self, outcome: Outcome, piece: Piece) -> None:
+    def _merge(self, outcome: VersionResult, piece: Piece) -> None:
         self.world.saw(self.rank, outcome, piece)
         mine = self.values[piece.begin : piece.end]
         if self.world.schedule.merge == "delta":
@@ -216,7 +222,7 @@ class Model:
         channel_to_serve = self.world.drivers[self.rank]
         for step in range(schedule.num_steps):
             if schedule.rests.get(self.rank) == step:
-                channel_to_serve.start(Post(rest(generation=GENERATION)), SERVE)
+                channel_to_serve.start(Post(stop_stepping(generation=GENERATION)), SERVE)
             yield Sleep(schedule.compute_s(self.rank, step))
             update = self.draw.integers(-9, 9, self.values[::2].size)
             self.values[::2] += update
@@ -246,8 +252,8 @@ class Model:
             if self.invited_to is not None and self.invited_to <= self.newest:
                 self.invited_to = None
         if schedule.asks:
-            channel_to_serve.start(Post(ask(None, generation=GENERATION)), SERVE)
-            while {rank for rank, _ in self.received} | set(self.buried) | {self.rank} != set(
+            channel_to_serve.start(Post(fetch_model(None, generation=GENERATION)), SERVE)
+            while {rank for rank, _ in self.received} | set(self.marked_dead) | {self.rank} != set(
                 range(schedule.world_size)
             ):
                 yield RecvAny(everyone)
@@ -271,7 +277,7 @@ class World:
         self.drivers = [Counting(Cut(driver, self._cut)) for driver in self.cluster.drivers]
         self.total: NDArray[np.float64] = np.zeros(-(-schedule.num_elements // 2))
         self.models = [Model(rank, self) for rank in range(schedule.world_size)]
-        self.happenings = [Happenings() for _ in self.models]
+        self.counts = [ProtocolCounts() for _ in self.models]
         for model, weight in zip(self.models, self.weights, strict=True):
             self.total += weight * model.values[::2]
         self.given: dict[tuple[int, int], Contribution] = {}
@@ -279,14 +285,14 @@ class World:
             tuple[int, tuple[int, ...], int], tuple[bytes, bytes, tuple[Note, ...]]
         ] = {}
 
-    def meeting(self, rank: int, version: int) -> Meeting:
+    def group_of(self, rank: int, version: int) -> VersionGroup:
         schedule = self.schedule
         if schedule.pairs:
             others = [other for other in range(schedule.world_size) if other != rank]
-            return Meeting(
-                group=(rank, random.Random(f"{schedule.seed} {rank} {version}").choice(others))
+            return VersionGroup(
+                ranks=(rank, random.Random(f"{schedule.seed} {rank} {version}").choice(others))
             )
-        return meeting(
+        return group_of_version(
             version,
             rank,
             range(schedule.world_size),
@@ -295,7 +301,7 @@ class World:
             quorum=schedule.quorum,
         )
 
-    def saw(self, rank: int, outcome: Outcome, piece: Piece) -> None:
+    def saw(self, rank: int, outcome: VersionResult, piece: Piece) -> None:
         """`rank` got `piece`: who else does must get the same bits, the mean of what its members
         gave, with weights.
         """
@@ -319,7 +325,7 @@ class World:
             assert _is_made_of(piece, [self.given[member, outcome.version] for member in in_it])
         assert self._seen.setdefault(key, what) == what
 
-    def _check_pair(self, rank: int, outcome: Outcome, piece: Piece) -> None:
+    def _check_pair(self, rank: int, outcome: VersionResult, piece: Piece) -> None:
         """Both are in, this rank with what it gave for the outcome's version, the other with
         anything it ever gave.
         """
@@ -334,7 +340,7 @@ class World:
             given.note == other_note and _is_made_of(piece, [mine, given]) for given in theirs
         )
 
-    def run(self) -> list[Happenings | OffbeatError]:
+    def run(self) -> list[ProtocolCounts | OffbeatError]:
         """Each rank's outcome. Raises what any invariant that holds in every schedule
         objects to.
         """
@@ -354,39 +360,39 @@ class World:
         self._check(outcomes)
         return outcomes
 
-    def _main(self, rank: int) -> Collective[Happenings]:
+    def _main(self, rank: int) -> Collective[ProtocolCounts]:
         schedule = self.schedule
-        terms = Terms(
+        settings = ProtocolSettings(
             members=tuple(range(schedule.world_size)),
             generation=GENERATION,
             num_elements=schedule.num_elements,
-            meeting=partial(self.meeting, rank),
+            group_of=partial(self.group_of, rank),
             direct_bytes=schedule.direct_bytes,
             num_counters=NUM_COUNTERS,
             dtype=np.dtype(np.float64),
-            patience=schedule.patience,
-            arrival_patience=schedule.arrival_patience or schedule.patience,
+            reply_deadline=schedule.reply_deadline,
+            arrival_deadline=schedule.arrival_deadline or schedule.reply_deadline,
         )
         protocol = pair_average.serve if schedule.pairs else group_average.serve
-        yield from protocol(rank, terms, self.models[rank], self.happenings[rank])
+        yield from protocol(rank, settings, self.models[rank], self.counts[rank])
         if schedule.leaves:
             self.drivers[rank].close()
-        return self.happenings[rank]
+        return self.counts[rank]
 
-    def _check(self, outcomes: list[Happenings | OffbeatError]) -> None:
+    def _check(self, outcomes: list[ProtocolCounts | OffbeatError]) -> None:
         schedule = self.schedule
         killed = {rank for rank, _ in schedule.kills}
         alive = [rank for rank in range(schedule.world_size) if rank not in killed]
         for rank in alive:
             outcome, model = outcomes[rank], self.models[rank]
-            assert isinstance(outcome, Happenings), outcome
+            assert isinstance(outcome, ProtocolCounts), outcome
             assert model.step == schedule.num_steps
             assert not model.open
             np.testing.assert_allclose(model.values[1::2], 1.0, rtol=1e-9)
-            happenings = self.happenings[rank]
-            assert happenings.resting | happenings.dead >= set(range(schedule.world_size))
-            assert happenings.resting == set(model.at_rest)
-            assert happenings.dead == set(model.buried)
+            counts = self.counts[rank]
+            assert counts.stopped | counts.dead >= set(range(schedule.world_size))
+            assert counts.stopped == set(model.stopped)
+            assert counts.dead == set(model.marked_dead)
             self._check_bytes(rank)
             self._check_waits(rank)
         if schedule.nobody_is_lost and schedule.merge == "delta":
@@ -404,7 +410,7 @@ class World:
         if self.schedule.freezes or not self.schedule.nobody_is_lost or link.bytes_per_s < math.inf:
             return
         for version, wait_s in model.waits_s:
-            if self.meeting(rank, version).min_fresh == 1:
+            if self.group_of(rank, version).min_arrivals == 1:
                 assert (
                     wait_s
                     <= (2 if self.schedule.pairs else 3) * (link.latency_s + link.jitter_s) + 1e-9
@@ -425,11 +431,11 @@ class World:
             else:
                 allowed += 2 * num_bytes * (size - 1) / size + (size - 2) * 8
                 allowed += (size - 1) * (2 * HEAD_BYTES + 2 * counter_bytes + size * NOTE_BYTES)
-            if not schedule.pairs and self.meeting(rank, outcome.version).min_fresh > 1:
-                allowed += (size - 1) * HEAD_BYTES  # the word that it has arrived
+            if not schedule.pairs and self.group_of(rank, outcome.version).min_arrivals > 1:
+                allowed += (size - 1) * HEAD_BYTES  # the announcement that it has arrived
         if schedule.pairs:
             partners = [
-                self.meeting(giver, version).group[1]
+                self.group_of(giver, version).ranks[1]
                 for giver, version in self.given
                 if version >= 0
             ]
@@ -483,7 +489,7 @@ def draw_schedule(seed: int) -> Schedule:
             jitter_s=draw.choice([0.0, latency_s, 0.3]),
             bytes_per_s=draw.choice([math.inf, 1e5]),
         ),
-        patience=Patience(
+        reply_deadline=DeadlineRule(
             floor_s=draw.choice([0.05, 0.25]),
             cap_s=draw.choice([0.3, 1.0]),
             min_samples=draw.choice([1, 8]),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, WireError
 from offbeat.megabatch.merge_weights import (
+    MergeMomentum,
     Weighting,
     merge_weights,
     normalised,
@@ -121,3 +123,41 @@ def test_unknown_names_and_deltas_are_refused() -> None:
         merge_weights("sizes", updates=[1], batch_sizes=[1], samples=[1])  # type: ignore[arg-type]  # misspelt
     with pytest.raises(ConfigError, match="delta is 1"):
         perturbed([1.0], [0.0], delta=1)
+
+
+def momentum_of(num_merges: int, dtypes: list[torch.dtype]) -> MergeMomentum:
+    """The momentum of a model with one parameter of each type, after some merges."""
+    generator = torch.Generator().manual_seed(num_merges)
+    parameters = {
+        f"layer/{number}": torch.randn(2, 3, 4, 4, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .contiguous(memory_format=torch.channels_last)
+        for number, dtype in enumerate(dtypes)
+    }
+    momentum = MergeMomentum(parameters, gamma=0.5)
+    for _ in range(num_merges):
+        for parameter in parameters.values():
+            parameter.add_(1)
+        momentum.add_()
+    return momentum
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128]
+
+
+@pytest.mark.parametrize("num_merges", range(3))
+def test_the_state_of_the_momentum_arrives_to_the_bit(num_merges: int) -> None:
+    sent, received = momentum_of(num_merges, DTYPES), momentum_of(3, DTYPES)
+    received.from_bytes(sent.to_bytes())
+    expected, state = sent.state(), received.state()
+    assert list(state) == list(expected)
+    for key, tensor in expected.items():
+        assert torch.equal(state[key], tensor)
+        assert state[key].dtype == tensor.dtype
+
+
+def test_the_momentum_of_another_model_is_refused() -> None:
+    received = momentum_of(1, DTYPES)
+    for payload in (momentum_of(1, DTYPES[:2]).to_bytes(), momentum_of(1, DTYPES).to_bytes()[:-8]):
+        with pytest.raises(WireError, match="do all ranks train the same model"):
+            received.from_bytes(payload)

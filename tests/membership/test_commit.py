@@ -76,7 +76,7 @@ def test_what_somebody_has_given_up_is_done_for_nobody() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_death_on_the_way_leaves_the_others_of_one_mind(when: str) -> None:
+def test_a_death_during_the_commit_gives_all_survivors_the_same_result(when: str) -> None:
     """After the work, and before or after the dead member's last word: what the others hear of it
     is the same.
     """

@@ -234,7 +234,7 @@ def test_two_that_leave_at_once_are_no_more_than_two_generations(run: Run) -> No
     everyone_can_talk(staying)
 
 
-def test_the_younger_half_goes_on_when_the_elder_one_has_taken_leave(run: Run) -> None:
+def test_the_younger_half_continues_when_the_older_half_has_left(run: Run) -> None:
     first, second = run.founded(2)
     first.leave()
     assert second.reaches(founders(1)).number == 1
@@ -288,7 +288,7 @@ def test_the_last_survivor_goes_on_once_the_others_are_silent(run: Run) -> None:
     assert survivor.reaches(founders(0)).number in (1, 2)
 
 
-def test_a_member_of_the_next_generation_that_is_gone_before_it_begins_leads_to_the_one_after(
+def test_a_member_of_the_next_generation_that_departs_before_it_begins_leads_to_the_one_after(
     run: Run,
 ) -> None:
     workers = run.founded(2, silence_s=0.5)
@@ -303,7 +303,7 @@ def test_a_member_of_the_next_generation_that_is_gone_before_it_begins_leads_to_
     everyone_can_talk(workers)
 
 
-def test_one_that_has_skipped_a_generation_does_not_take_those_who_began_it_for_gone(
+def test_a_rank_that_has_skipped_a_generation_does_not_take_members_that_began_it_for_departed(
     run: Run,
 ) -> None:
     """They have left the mesh that it still is in, and are slower than it to come to the newest

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError
-from offbeat.planning.groups import Meeting, groups, meeting, num_groups
+from offbeat.planning.groups import VersionGroup, group_of_version, groups, num_groups
 
 WORLD_SIZES = [*range(1, 34), 63, 64, 65, 100, 255, 256, 1000, 1023, 1024]
 GROUP_SIZES = [2, 3, 4, 5, 8, 10, 16, 32, 100]
@@ -92,25 +92,31 @@ def test_the_number_of_groups_is_the_one_announced(world_size: int, size: int) -
 
 
 @given(st.integers(0, 1000), worlds, st.integers(2, 9), st.integers(1, 12), st.floats(0.01, 1.0))
-def test_members_meet_each_other(
+def test_members_of_a_group_agree_on_it(
     version: int, members: list[int], size: int, period: int, quorum: float
 ) -> None:
-    meetings = {
-        rank: meeting(version, rank, members, group_size=size, period=period, quorum=quorum)
+    found_groups = {
+        rank: group_of_version(
+            version, rank, members, group_size=size, period=period, quorum=quorum
+        )
         for rank in members
     }
-    for rank, found in meetings.items():
-        assert rank in found.group
-        assert all(meetings[other] == found for other in found.group)
+    for rank, found in found_groups.items():
+        assert rank in found.ranks
+        assert all(found_groups[other] == found for other in found.ranks)
     if (version + 1) % period == 0:
-        everyone = Meeting(group=tuple(members), min_fresh=meetings[members[0]].min_fresh)
-        assert set(meetings.values()) == {everyone}
-        assert everyone.min_fresh >= 1
+        everyone = VersionGroup(
+            ranks=tuple(members), min_arrivals=found_groups[members[0]].min_arrivals
+        )
+        assert set(found_groups.values()) == {everyone}
+        assert everyone.min_arrivals >= 1
         assert (
-            quorum * len(members) - 1 < everyone.min_fresh <= max(1, quorum * len(members) + 1e-6)
+            quorum * len(members) - 1
+            < everyone.min_arrivals
+            <= max(1, quorum * len(members) + 1e-6)
         )
     else:
-        assert all(found.min_fresh == 1 for found in meetings.values())
+        assert all(found.min_arrivals == 1 for found in found_groups.values())
 
 
 @pytest.mark.parametrize(
@@ -137,14 +143,14 @@ def test_arguments_out_of_range_are_refused(
         ({"quorum": 1.5}, "quorum is 1.5"),
     ],
 )
-def test_meetings_out_of_range_are_refused(options: dict[str, float], complaint: str) -> None:
+def test_found_groups_out_of_range_are_refused(options: dict[str, float], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         # just these are wrong
-        meeting(0, 0, [0, 1], group_size=2, **options)  # type: ignore[arg-type]
+        group_of_version(0, 0, [0, 1], group_size=2, **options)  # type: ignore[arg-type]
 
 
-def test_a_stranger_meets_nobody() -> None:
+def test_a_rank_that_is_no_member_has_no_group() -> None:
     with pytest.raises(ConfigError, match="rank 5 is no member"):
-        meeting(0, 5, [0, 1], group_size=2)
-    with pytest.raises(ConfigError, match="min_fresh is 3, allowed is 1 to 2"):
-        Meeting(group=(0, 1), min_fresh=3)
+        group_of_version(0, 5, [0, 1], group_size=2)
+    with pytest.raises(ConfigError, match="min_arrivals is 3, allowed is 1 to 2"):
+        VersionGroup(ranks=(0, 1), min_arrivals=3)

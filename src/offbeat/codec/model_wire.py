@@ -1,12 +1,12 @@
-"""Messages of a group average: parts of models on their way to be averaged, and averages on their
-way back.
+"""The messages of background averages: chunks of models on their way to be averaged, and averages
+on their way back.
 
 Layout, little-endian: a head of 80 bytes, 24 bytes for each note, 8 for each counter, then the
-values, which so begin at a multiple of 8.
+values, which therefore begin at a multiple of 8.
 
     kind (u8), flags (u8: 1 fresh, 2 arrived), dtype (u8), zero (u8), generation (u32), version
-    (i64), step (i64), weight (f64), party (u64), elements of the model (u64), first element (u64),
-    number of values (u64), of notes (u64), of counters (u64)
+    (i64), step (i64), weight (f64), participants (u64), elements of the model (u64), first element
+    (u64), number of values (u64), of notes (u64), of counters (u64)
     note: weight (f64), step (i64), fresh (u64)
     counter: i64
 """
@@ -45,46 +45,47 @@ def no_counters() -> Counters:
     return np.empty(0, np.int64)
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message says."""
 
-    PART = 1
-    """What the sender contributes to the receiver's region, or to all of the model."""
+    CHUNK = 1
+    """The sender's contribution to the receiver's region, or to the whole model."""
     AVERAGE = 2
     """The average of the sender's region, with a note on each member."""
-    ASK = 3
-    """The receiver is to send its model as it is."""
-    STATE = 4
+    MODEL_REQUEST = 3
+    """The receiver must send its current model."""
+    MODEL_REPLY = 4
     """The sender's model, or none."""
-    RESTED = 5
-    """The sender will not arrive at any further version; it goes on answering."""
+    STOPPED = 5
+    """The sender takes no more steps; it still contributes when peers need it."""
     FINISHED = 6
-    """The sender needs nobody any more; it goes on answering until that is true of all."""
+    """The sender needs no peer any more; it still contributes until all have finished."""
     ARRIVE = 7
     """From a rank to itself: it has come to the end of a step."""
-    SEEK = 8
-    """From a rank to itself: ask member `version` for its model, or every member where that is
-    negative.
+    FETCH_MODEL = 8
+    """From a rank to itself: request the model of member `version`, or of every member where that
+    is negative.
     """
-    REST = 9
-    """From a rank to itself: it will not arrive any more."""
+    STOP_STEPPING = 9
+    """From a rank to itself: it takes no more steps."""
     FINISH = 10
-    """From a rank to itself: that was all."""
+    """From a rank to itself: it needs nothing more."""
     ARRIVED = 11
-    """The sender has arrived at the version, or at a later one; its parts follow, and may take
+    """The sender has arrived at the version, or at a later one. Its chunks follow, and may take
     long.
     """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
-    """What an average holds of one member.
+    """What an average says of the contribution of one member.
 
     Attributes:
-        weight: with which its contribution counts, >= 0; 0 when it is not in.
-        step: after which of its steps the contribution was taken; -1 when it is not in.
-        fresh: whether the member had arrived; a contribution that is not fresh was taken while it
-            was computing.
+        weight: the weight of the contribution, >= 0; 0 when it is not included.
+        step: how many steps the member had made when the contribution was taken; -1 when it is not
+            included.
+        fresh: whether the member had arrived. A contribution that is not fresh was taken while the
+            member was computing.
     """
 
     weight: float
@@ -100,32 +101,32 @@ class ModelMessage:
     """One message.
 
     Attributes:
-        kind: what it says; the other attributes matter as far as it needs them.
-        generation: number of the membership, 0 <= generation < 2**32.
-        version: which average.
+        kind: what it says. Each kind uses only some of the other attributes.
+        generation: the number of the generation, 0 <= generation < 2**32.
+        version: the number of the average.
         step: of the contribution, as in `Note`.
-        fresh: likewise.
-        weight: likewise; 0 for a part that is withheld.
-        arrived: whether the sender has arrived at this version or a later one, so that nobody need
-            wait for it to.
-        party: in an exchange without owners, among whom the sender means to average: bit i for the
-            group's i-th member.
-        num_elements: of the whole model.
-        begin: first element that `values` are for.
-        counters: integer buffers of the model, int64, shape (any,); of an average, the largest of
-            each.
-        values: float32 or float64, shape (any,). Arrays of a received message cannot be written to.
-        notes: of a group's members, in the order of the group.
+        fresh: of the contribution, as in `Note`.
+        weight: of the contribution, as in `Note`; 0 for a chunk whose values are withheld.
+        arrived: whether the sender has arrived at this version or a later one, so that no peer
+            needs to wait for its arrival.
+        participants: in an exchange without owners, the members among which the sender means to
+            average: bit i for the i-th member of the group.
+        num_elements: the number of elements of the whole model.
+        begin: the index of the first element in `values`.
+        counters: the integer buffers of the model, int64, shape (any,); in an average, the largest
+            value of each.
+        values: float32 or float64, shape (any,). Arrays of a received message are read-only.
+        notes: one for each member of the group, in the order of the group.
     """
 
-    kind: Kind
+    kind: MessageKind
     generation: int
     version: int = -1
     step: int = -1
     fresh: bool = False
     weight: float = 0.0
     arrived: bool = False
-    party: int = 0
+    participants: int = 0
     num_elements: int = 0
     begin: int = 0
     counters: Counters = field(default_factory=no_counters)
@@ -134,7 +135,7 @@ class ModelMessage:
 
     @property
     def note(self) -> Note:
-        """The sender's note of what it contributes."""
+        """The note of the sender's contribution."""
         return Note(weight=self.weight, step=self.step, fresh=self.fresh) if self.weight else ABSENT
 
     def to_bytes(self) -> bytes:
@@ -147,7 +148,7 @@ class ModelMessage:
             self.version,
             self.step,
             self.weight,
-            self.party,
+            self.participants,
             self.num_elements,
             self.begin,
             self.values.size,
@@ -160,8 +161,8 @@ class ModelMessage:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> ModelMessage:
-        """Inverse of `to_bytes`, without copying values. Raises `WireError` for anything that it
-        did not write.
+        """The inverse of `to_bytes`; it does not copy the values. Raises `WireError` for bytes that
+        `to_bytes` did not write.
         """
         if len(data) < HEAD_BYTES:
             raise WireError(
@@ -169,10 +170,18 @@ class ModelMessage:
                 " was truncated"
             )
         kind, flags, code, zero, generation, *rest = _HEAD.unpack_from(data)
-        version, step, weight, party, num_elements, begin, num_values, num_notes, num_counters = (
-            rest
-        )
-        if zero or flags > 3 or kind not in Kind._value2member_map_ or code not in _DTYPES:
+        (
+            version,
+            step,
+            weight,
+            participants,
+            num_elements,
+            begin,
+            num_values,
+            num_notes,
+            num_counters,
+        ) = rest
+        if zero or flags > 3 or kind not in MessageKind._value2member_map_ or code not in _DTYPES:
             raise WireError(
                 f"got a message of a group average of kind {kind}, dtype {code}, flags"
                 f" {flags}.{zero}; it is corrupt"
@@ -197,14 +206,14 @@ class ModelMessage:
             )
         ]
         return cls(
-            kind=Kind(kind),
+            kind=MessageKind(kind),
             generation=generation,
             version=version,
             step=step,
             fresh=bool(flags & 1),
             arrived=bool(flags & 2),
             weight=_checked(weight),
-            party=party,
+            participants=participants,
             num_elements=num_elements,
             begin=begin,
             counters=_array(data, _COUNTER, num_counters, counters_at),

@@ -206,7 +206,10 @@ class MergeMomentum:
                     "the merges' momentum was saved with another model or strategy: it lacks"
                     f" '{model}/{min(missing)}'"
                 )
-        self._latest, self._before = models["latest"], models["before"]
+        self._latest, self._before = (
+            {name: tensors[name] for name in self._parameters if tensors}
+            for tensors in (models["latest"], models["before"])
+        )
 
     def to_bytes(self) -> bytes:
         """The state in the format of safetensors, for a worker that joins the run."""
@@ -230,8 +233,8 @@ class MergeMomentum:
             self.load(state)
         except (safetensors.SafetensorError, CheckpointError) as error:
             raise WireError(
-                f"the merges' momentum came as {len(payload)} bytes that do not fit the model; do"
-                f" all ranks train the same model? ({error})"
+                f"the merges' momentum came as {memoryview(payload).nbytes} bytes that do not fit"
+                f" the model; do all ranks train the same model? ({error})"
             ) from error
 
 

@@ -42,7 +42,7 @@ _MAX_BACKOFF_S = 30.0
 _RESET_BACKOFF_AFTER_S = 60.0
 
 
-class Host(Protocol):
+class GenerationHost(Protocol):
     """The part of a program that works within generations."""
 
     def begin(self, generation: Generation, position: int, driver: Driver) -> None:
@@ -88,7 +88,7 @@ class Generations:
     def __init__(
         self,
         network: Network,
-        host: Host,
+        host: GenerationHost,
         *,
         interval_s: float = 0.1,
         silence_s: float = 3.0,

@@ -9,7 +9,7 @@ from itertools import count
 import torch
 from torch.distributed import HashStore, Store
 
-from offbeat.membership.generations import Generations, Host
+from offbeat.membership.generations import GenerationHost, Generations
 from offbeat.transport.driver import Driver, Stream
 
 
@@ -48,7 +48,7 @@ class Workspace:
     buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
     optimizer: torch.optim.Optimizer | None = None
     model: torch.nn.Module | None = None
-    enter: Callable[[Host], Generations | None] = lambda host: None
+    enter: Callable[[GenerationHost], Generations | None] = lambda host: None
     own_store: Callable[[], Store] = HashStore
     count: Callable[[Driver], Driver] = lambda driver: driver
     record_wait: Callable[[float, float], None] = lambda begin_s, end_s: None

@@ -1,18 +1,19 @@
-"""Rotating groups: who averages with whom in which version, for any number of members and any group
-size.
+"""Rotating groups: which ranks average together in a version, for any number of ranks P and any
+group size S.
 
-Any ceil(log_S P) + 1 consecutive versions connect everyone with everyone; where both numbers are
-powers of two, ceil(log_S P) do. Every member computes the same groups from the same arguments, so
-nothing has to be agreed upon.
+In any ceil(log_S P) + 1 consecutive versions every rank is connected with every other one; where
+both numbers are powers of two, ceil(log_S P) versions suffice. Every member computes the same
+groups from the same arguments, so that no message is needed to agree on them.
 
 With powers of two this is the butterfly of WAGMA-SGD (arXiv 2005.00124, algorithm 1). **Difference
-from the paper:** its mask accumulates over the phases, which contradicts the paper's own example: P
-= 8, S = 4, t = 1 should give {0, 1, 4, 5} and {2, 3, 6, 7} and gives groups of two as printed. Here
-version t joins those who agree in all bits of their position but `{(t g + r) mod n : r = 0 ..
-g-1}`, with g = log2 S and n = log2 P.
+from the paper:** the mask of the printed algorithm accumulates over the phases, which contradicts
+the paper's own example: P = 8, S = 4, t = 1 should give {0, 1, 4, 5} and {2, 3, 6, 7}, and gives
+groups of two as printed. Here a group of version t consists of the ranks whose positions agree in
+all bits except `{(t g + r) mod n : r = 0 .. g-1}`, with g = log2 S and n = log2 P.
 
-Any other case deals members like cards: they stand in a row that is cut into groups; for the next
-version everyone's first goes first, then everyone's second, and so on, and the row is cut again.
+In all other cases the members form a sequence that is cut into groups. The sequence of the next
+version has first the first member of every group, then the second member of every group, and so on;
+it is cut into groups again.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from offbeat.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
-    """Who averages in a version, and whom they wait for.
+class VersionGroup:
+    """The ranks that average together in a version, and how many of them must arrive first.
 
     Attributes:
-        group: the ranks, in the same order everywhere.
-        min_fresh: how many of them have to arrive (at this version or a later one) before the
-            others are made to contribute what they have. 1: nobody waits for anybody; len(group):
-            all wait for all.
+        ranks: the members of the group, in the same order at all of them.
+        min_arrivals: how many of them have to arrive (at this version or a later one) before the
+            other members are made to contribute their last snapshots. With 1 no rank waits for
+            another; with len(ranks) all wait for all.
     """
 
-    group: tuple[int, ...]
-    min_fresh: int = 1
+    ranks: tuple[int, ...]
+    min_arrivals: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_fresh <= len(self.group):
+        if not 1 <= self.min_arrivals <= len(self.ranks):
             raise ConfigError(
-                f"min_fresh is {self.min_fresh}, allowed is 1 to {len(self.group)}, the size of the"
-                " group"
+                f"min_arrivals is {self.min_arrivals}, allowed is 1 to {len(self.ranks)}, the size"
+                " of the group"
             )
 
 
-def meeting(
+def group_of_version(
     version: int,
     rank: int,
     members: Sequence[int],
@@ -58,23 +59,27 @@ def meeting(
     group_size: int,
     period: int | None = None,
     quorum: float = 0.75,
-) -> Meeting:
-    """Where `rank` averages in `version`: in its group, or with everyone in every `period`-th
-    version.
+) -> VersionGroup:
+    """The group with which `rank` averages in `version`.
+
+    In every `period`-th version this is a global synchronization: the group of all members.
 
     Args:
-        version: which version, >= 0.
+        version: the number of the version, >= 0.
         rank: one of `members`.
         members: as for `groups`.
         group_size: as for `groups`.
-        period: everyone meets in versions period - 1, 2 period - 1, ...; None: never.
-        quorum: the fraction of all members that has to arrive when everyone meets, rounded down to
-            one or more, in (0, 1].
+        period: the versions period - 1, 2 period - 1, ... are global; None: none is.
+        quorum: the fraction of all members that has to arrive at a global synchronization, in
+            (0, 1]; the number of members is rounded down, to at least one.
 
-    >>> meeting(1, 5, range(8), group_size=4, period=3)
-    Meeting(group=(0, 1, 4, 5), min_fresh=1)
-    >>> meeting(2, 5, range(8), group_size=4, period=3)
-    Meeting(group=(0, 1, 2, 3, 4, 5, 6, 7), min_fresh=6)
+    Raises:
+        ConfigError: an argument is out of range.
+
+    >>> group_of_version(1, 5, range(8), group_size=4, period=3)
+    VersionGroup(ranks=(0, 1, 4, 5), min_arrivals=1)
+    >>> group_of_version(2, 5, range(8), group_size=4, period=3)
+    VersionGroup(ranks=(0, 1, 2, 3, 4, 5, 6, 7), min_arrivals=6)
     """
     if period is not None and period < 1:
         raise ConfigError(f"period is {period}, allowed is 1 or more, or None for never")
@@ -85,29 +90,31 @@ def meeting(
         )
     if period is not None and (version + 1) % period == 0:
         _check(version, members, group_size)
-        return Meeting(
-            group=tuple(members), min_fresh=max(1, math.floor(quorum * len(members) + 1e-9))
-        )
+        # 1e-9: the quorum of 0.3 of 10 members is 3, although 0.3 * 10 may be rounded to 2.999...
+        min_arrivals = max(1, math.floor(quorum * len(members) + 1e-9))
+        return VersionGroup(ranks=tuple(members), min_arrivals=min_arrivals)
     mine = next((group for group in groups(version, members, group_size) if rank in group), None)
     if mine is None:
         raise ConfigError(f"rank {rank} is no member; members are {list(members)}")
-    return Meeting(group=mine)
+    return VersionGroup(ranks=mine)
 
 
 def groups(version: int, members: Sequence[int], group_size: int) -> list[tuple[int, ...]]:
-    """The groups of one version: disjoint, covering, of nearly equal size, each in the order of
+    """The groups of one version.
+
+    They are disjoint, contain all members, and have nearly equal sizes. Each is in the order of
     `members`.
 
     Args:
-        version: which version, >= 0.
+        version: the number of the version, >= 0.
         members: the ranks that take part, all different, in the same order everywhere; at least
             one.
-        group_size: S, 2 or more; more than there are members means one group of all. No group is
-            larger and none is of one alone; where that cannot be (S = 2, an odd number of members)
-            one group has three.
+        group_size: S, 2 or more; a number above that of members means one group of all. No group
+            is larger and none has a single member, except that one group has three members where S
+            is 2 and the number of members is odd.
 
     Returns:
-        The groups, in an order that says nothing.
+        The groups, in no particular order.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -118,13 +125,14 @@ def groups(version: int, members: Sequence[int], group_size: int) -> list[tuple[
     ([(3, 4, 6), (8, 9)], [(3, 4, 8), (6, 9)])
     """
     _check(version, members, group_size)
-    groups_of_positions = _dealt(len(members), min(group_size, len(members)), version)
+    groups_of_positions = _groups_of_positions(len(members), min(group_size, len(members)), version)
     return [tuple(members[position] for position in group) for group in groups_of_positions]
 
 
 def default_group_size(num_members: int) -> int:
-    """About the square root of `num_members`, 2 or more; a power of two among as many, so that
-    groups are a butterfly's.
+    """About the square root of `num_members`, at least 2.
+
+    Where `num_members` is a power of two the result is one too, so that groups form a butterfly.
 
     >>> [default_group_size(num_members) for num_members in (1, 2, 4, 5, 8, 16, 17, 64)]
     [2, 2, 2, 3, 4, 4, 5, 8]
@@ -135,7 +143,7 @@ def default_group_size(num_members: int) -> int:
 
 
 def num_groups(num_members: int, group_size: int) -> int:
-    """Into how many groups `num_members` are divided.
+    """The number of groups into which `num_members` are divided.
 
     >>> num_groups(16, 4), num_groups(17, 4), num_groups(5, 2), num_groups(1, 2)
     (4, 5, 2, 1)
@@ -158,14 +166,16 @@ def _check(version: int, members: Sequence[int], group_size: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _dealt(num_members: int, group_size: int, version: int) -> tuple[tuple[int, ...], ...]:
-    """Groups of positions, each sorted."""
+def _groups_of_positions(
+    num_members: int, group_size: int, version: int
+) -> tuple[tuple[int, ...], ...]:
+    """The groups of `version`, as sorted positions in the list of members."""
     if _is_power_of_two(num_members) and _is_power_of_two(group_size) and group_size > 1:
-        rows = _butterfly(num_members, group_size, version)
+        found = _butterfly(num_members, group_size, version)
     else:
         count = num_groups(num_members, group_size)
-        rows = np.array_split(_power(_deal(num_members, count), version), count)
-    return tuple(tuple(np.sort(row).tolist()) for row in rows)
+        found = np.array_split(_power(_next_sequence(num_members, count), version), count)
+    return tuple(tuple(np.sort(group).tolist()) for group in found)
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -177,19 +187,21 @@ def _butterfly(num_members: int, group_size: int, version: int) -> list[NDArray[
     free_bits = [
         (version * bits_per_version + phase) % num_bits for phase in range(bits_per_version)
     ]
+    # Members of one group agree in all bits but the free ones, so a stable sort by the fixed bits
+    # puts the members of each group next to each other.
     fixed = ~np.int64(sum(1 << bit for bit in free_bits))
     positions = np.arange(num_members)
     in_order_of_groups = positions[np.argsort(positions & fixed, kind="stable")]
     return list(in_order_of_groups.reshape(-1, group_size))
 
 
-def _deal(num_members: int, count: int) -> NDArray[np.int64]:
-    """The permutation that stands one version's row anew for the next: whose place each place takes
-    over.
+def _next_sequence(num_members: int, count: int) -> NDArray[np.int64]:
+    """The permutation from the sequence of one version to that of the next: entry i is the index
+    of the member that comes to index i.
     """
-    rows = np.array_split(np.arange(num_members), count)
-    places_in_row = np.concatenate([np.arange(len(row)) for row in rows])
-    return np.argsort(places_in_row, kind="stable")
+    cut = np.array_split(np.arange(num_members), count)
+    index_in_group = np.concatenate([np.arange(len(group)) for group in cut])
+    return np.argsort(index_in_group, kind="stable")
 
 
 def _power(permutation: NDArray[np.int64], exponent: int) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Who averages with whom, and with which weights, when nobody averages with everybody."""
+"""Graphs for gossip averaging: with which neighbours, and with which weights, a rank averages."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 
 def ring_weights(rank: int, world_size: int) -> dict[int, float]:
-    """Rank `rank`'s row of the ring's mixing matrix: the weight of each rank it averages with,
-    itself included.
+    """The row of `rank` in the mixing matrix of a ring: the weight of each rank it averages with,
+    including itself.
 
-    Neighbours and the rank itself count the same, so the matrix is symmetric and doubly stochastic:
-        the mean over ranks stays
-    what it is.
+    The two neighbours and the rank itself have equal weights. The matrix is therefore symmetric and
+    doubly stochastic, and averaging does not change the mean over ranks.
 
     >>> ring_weights(0, 2), ring_weights(0, 1)
     ({0: 0.5, 1: 0.5}, {0: 1.0})
@@ -21,11 +20,11 @@ def ring_weights(rank: int, world_size: int) -> dict[int, float]:
 
 
 class GossipPeers(NamedTuple):
-    """One rank's part in a round of a directed graph.
+    """The neighbours of one rank in a round of a directed graph.
 
     Attributes:
-        targets: the ranks it sends to.
-        sources: the ranks it hears from.
+        targets: the ranks that it sends to.
+        sources: the ranks that it receives from.
     """
 
     targets: tuple[int, ...]
@@ -33,11 +32,11 @@ class GossipPeers(NamedTuple):
 
 
 def exponential_hops(world_size: int, out_degree: int) -> list[int]:
-    """The distances that messages of a directed exponential graph travel, in the order in which
-    rounds use them.
+    """The distances, in ranks, between sender and receiver in a directed exponential graph.
 
-    These are the powers of two below `world_size`. Where `out_degree`, 1 <= out_degree <
-    world_size, asks for more of them than there are, the other distances follow.
+    The distances are in the order in which rounds use them: first the powers of two below
+    `world_size`. Where `out_degree`, 1 <= out_degree < world_size, is larger than their number, all
+    other distances follow.
 
     >>> exponential_hops(6, 1), exponential_hops(6, 4)
     ([1, 2, 4], [1, 2, 4, 3, 5])
@@ -51,12 +50,18 @@ def exponential_hops(world_size: int, out_degree: int) -> list[int]:
 def exponential_peers(
     rank: int, world_size: int, *, round_number: int, out_degree: int
 ) -> GossipPeers:
-    """Whom rank `rank` sends to and hears from in a round of the directed exponential graph (arXiv
-    1811.10792, appendix A).
+    """The neighbours of `rank` in a round of the directed exponential graph (arXiv 1811.10792,
+    appendix A).
 
-    Each round takes the next `out_degree` hops in turn, so one peer a round reaches the ranks 1, 2,
-    4, ... further on, in ceil(log2(world_size)) rounds. With a power of two ranks that averages
-    exactly. A world of one has no peers.
+    Each round takes the next `out_degree` distances in turn. With one target a round, a rank sends
+    to the ranks at distances 1, 2, 4, ... in ceil(log2(world_size)) rounds; where the number of
+    ranks is a power of two, these rounds average exactly. A world of one has no neighbours.
+
+    Args:
+        rank: this rank, 0 <= rank < world_size.
+        world_size: the number of ranks, >= 1.
+        round_number: the number of the round, >= 0, the same on every rank.
+        out_degree: the number of targets in a round, 1 <= out_degree < world_size.
 
     >>> exponential_peers(0, 4, round_number=1, out_degree=1)
     GossipPeers(targets=(2,), sources=(2,))

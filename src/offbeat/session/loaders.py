@@ -66,7 +66,21 @@ class LoaderFactory:
         record: bool,
         replay: Recording | None,
     ) -> DispatchLoader | LockstepLoader:
-        """A loader for this rank. See `Session.loader`, which has the arguments and errors."""
+        """A loader for this rank, as `Session.loader` says. Collective.
+
+        Args:
+            dataset: of map style; the same on all ranks.
+            seed: of the order, >= 0.
+            batch_size: of this rank, >= 1; None where the strategy has one.
+            max_batch_size: what fits into this rank's memory, in samples; None: any number.
+            collate: makes a batch of a list of samples; torch's `default_collate` if None.
+            record: keep who claimed what.
+            replay: a recording to be repeated.
+
+        Raises:
+            ConfigError: this cannot work, with the reason. Every rank raises.
+            MismatchError: the ranks disagree on the data.
+        """
         policy = next((part for part in self.parts if isinstance(part, DispatchPolicy)), None)
         description: OffbeatError | dict[str, Any]
         try:

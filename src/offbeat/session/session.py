@@ -22,7 +22,7 @@ import torch.distributed as dist
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError, UnsupportedError
 from offbeat.megabatch.loader import DispatchLoader, MapStyle, Recording
 from offbeat.membership.agreement import Generation, Member
-from offbeat.membership.generations import Generations, Host
+from offbeat.membership.generations import GenerationHost, Generations
 from offbeat.parts.part import Part, PartState
 from offbeat.parts.profile import StepProfile
 from offbeat.parts.workspace import Workspace, stream_counter
@@ -723,7 +723,7 @@ class Session:
             part.on_after_step()
         self._driver.mark_step(self._steps)
 
-    def _enter(self, host: Host) -> Generations | None:
+    def _enter(self, host: GenerationHost) -> Generations | None:
         """Make `host` a member of the run's generations, from the first one on or from now on.
         Collective.
         """

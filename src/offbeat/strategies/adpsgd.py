@@ -1,19 +1,20 @@
-"""AD-PSGD: each rank averages its weights with one random other rank at a time, and nobody keeps
-step (arXiv 1710.06952).
+"""AD-PSGD: each rank averages its weights with one random peer at a time, asynchronously (arXiv
+1710.06952).
 
     on each rank i, after each step:  choose a random j; atomically x_i, x_j = (x_i + x_j)/2 each
-    meanwhile:                        g = gradient; x_i = x_i - gamma g, whatever x_i has become by
-        then
+    meanwhile:                        g = gradient; x_i = x_i - gamma g, for the current x_i
 
-Rank j answers from its progress thread while it computes. The trainer waits for nobody: it finds
-what has come in at the end of its step, and leaves a partner out that has not answered by then.
+The protocol is `averaging.background.pair_average`. Rank j answers from its progress thread while
+it computes. The trainer of rank i does not wait: it takes the averages that have come at the end of
+its step, and an answer that has not come by then is merged later.
 
-Cost per step: on average 2 n elements sent by each rank, one asked for and one answered.
+Cost per step: each rank sends on average 2 n elements for n weights: n to ask a partner, and n to
+answer a peer.
 
-Differences from the paper: there, ranks are either active or passive, because two that ask each
-other would wait for ever; here averages are merged as differences, so ranks may ask and answer at
-once, whatever the number of ranks, and the mean over ranks stays exact. Buffers are averaged too; a
-rank whose gradient is not finite skips its own step.
+Differences from the paper: there, ranks are either active or passive, because two ranks that ask
+each other would wait for ever. Here averages are merged as differences, so that any rank may ask
+and answer at once, and the mean over ranks stays exact. Buffers are averaged too. A rank whose
+gradient is not finite skips its own step.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ from typing import ClassVar
 import numpy as np
 
 from offbeat.averaging.background import pair_average
-from offbeat.averaging.background.averager import GroupAverage
-from offbeat.averaging.background.merge_rules import DeltaIterate
-from offbeat.averaging.background.published_model import Replica
+from offbeat.averaging.background.averager import (
+    BackgroundWeightAverage,
+    averaged_tensors,
+    start_background_averager,
+)
+from offbeat.averaging.background.merge_rules import DeltaMerge
+from offbeat.averaging.background.published_model import ModelState, PublishedModel
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
-from offbeat.planning.groups import Meeting
+from offbeat.planning.groups import VersionGroup
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.beside import answer
 from offbeat.strategies.options import require_at_least
 from offbeat.weights.model_weights import ModelWeights
+from offbeat.weights.staging import Staging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +59,20 @@ class ADPSGD(AveragingStrategy):
         require_at_least("seed", self.seed, 0)
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
-        beside = answer(
+        averager = start_background_averager(
             workspace,
             weights,
-            lambda staging: Replica(weight=1.0, make_iterate=DeltaIterate, by_turns=False),
-            service=pair_average.serve,
-            meeting=self._meeting,
+            PublishedModel(ModelState(DeltaMerge), one_at_a_time=False),
+            staging=Staging(averaged_tensors(weights)),
+            serve=pair_average.serve,
+            group_of=self._pair_of,
         )
-        return [GroupAverage(beside, interval=1, overlap=True)]
+        return [BackgroundWeightAverage(averager, interval=1, overlap=True)]
 
-    def _meeting(self, version: int, position: int, num_members: int) -> Meeting:
+    def _pair_of(self, version: int, position: int, num_members: int) -> VersionGroup:
         if num_members == 1:
-            return Meeting(group=(position,))
+            return VersionGroup(ranks=(position,))
+        # One draw of a generator of its own for each version, so that the choice depends on
+        # nothing else.
         draw = int(np.random.default_rng([self.seed, position, version]).integers(num_members - 1))
-        return Meeting(group=(position, draw + (draw >= position)))
+        return VersionGroup(ranks=(position, draw + (draw >= position)))

@@ -1,23 +1,29 @@
-"""eager-SGD: gradients, averaged over whoever has come; who is late contributes its gradient to a
-later one (arXiv 1908.04207).
+"""eager-SGD: gradients averaged over the ranks that have arrived; a late rank contributes its
+gradient to a later average (arXiv 1908.04207).
 
     on each rank, in each step:
     G_send += gradient
-    G = (1/P) partial_allreduce(G_send)                  who is late contributes what it has, which
-    may be nothing, G_send = 0 if it was taken in                        and finds G when it comes
+    G = (1/P) partial_allreduce(G_send)   a late rank contributes what it has, which may be nothing,
+                                          and finds G when it arrives
+    G_send = 0                            if it was in the average; else it is still owed
     the user's optimizer steps with G
 
-- solo: the first to come begins the average. majority: it begins when half of the ranks have come.
+- solo: the average begins when the first rank arrives.
+- majority: it begins when half of the ranks have arrived.
 
-Every rank applies every average, so models stay alike but for the order; in every `period`-th
-version they are averaged.
+Every rank applies every average, so that models are equal except for the order of the updates; in
+every `period`-th version the models are averaged.
 
-Cost per step: at most 2 n (P-1)/P elements sent by each rank, nothing by one that owes nothing.
+The protocol is `averaging.background.group_average`, among all ranks; the account of what is owed
+is `averaging.background.gradient_ledger`.
 
-Differences from the paper: "majority" counts who has come, where the paper waits for one rank drawn
-at random, which is half of the ranks in expectation only; models are averaged by steps rather than
-epochs, and among a quorum; a rank that several averages have passed applies their sum in one step;
-a rank whose gradient is not finite contributes nothing.
+Cost per step: at most 2 n (P-1)/P elements sent by each rank, and nothing by a rank that owes
+nothing.
+
+Differences from the paper: "majority" counts the ranks that have arrived, where the paper waits for
+one rank drawn at random, which is half of the ranks in expectation only. Models are averaged by
+steps instead of epochs, and among a quorum. A rank that missed several averages applies their sum
+in one step. A rank whose gradient is not finite contributes nothing.
 """
 
 from __future__ import annotations
@@ -29,16 +35,18 @@ from typing import ClassVar, Literal
 import torch
 
 from offbeat.averaging.background import group_average
-from offbeat.averaging.background.gradient_ledger import GradientReplica
-from offbeat.averaging.background.merge_rules import DeltaIterate
-from offbeat.averaging.background.partial_gradients import PartialExchange
+from offbeat.averaging.background.averager import averaged_tensors, start_background_averager
+from offbeat.averaging.background.gradient_ledger import GradientLedger, GradientPort
+from offbeat.averaging.background.merge_rules import DeltaMerge
+from offbeat.averaging.background.partial_all_reduce import PartialAllReduce
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
-from offbeat.planning.groups import Meeting
+from offbeat.planning.groups import VersionGroup
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.beside import answer
 from offbeat.strategies.options import require_at_least, require_dense_optimizer, require_one_of
 from offbeat.weights.model_weights import ModelWeights
+from offbeat.weights.staging import Staging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +54,9 @@ class EagerSGD(AveragingStrategy):
     """Gradients averaged without waiting for stragglers.
 
     Args:
-        mode: "solo": the first worker to come begins; "majority": half of them have to come.
-        period: models are averaged in every so many versions, >= 2.
+        mode: "solo": an average begins when the first worker arrives; "majority": when half of the
+            workers have arrived.
+        period: the models are averaged in every `period`-th version, >= 2.
     """
 
     name: ClassVar[str] = "eagersgd"
@@ -66,33 +75,42 @@ class EagerSGD(AveragingStrategy):
 
     def build(self, workspace: Workspace) -> Sequence[Part]:
         *exchanges, guard = super().build(workspace)
-        return [guard, *exchanges]  # what is not finite must go before it is given away
+        # The guard first: a gradient that is not finite must be removed before it is contributed.
+        return [guard, *exchanges]
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
+        staging = Staging(averaged_tensors(weights))
         num_parameters = len(workspace.parameters)
-        beside = answer(
+        ledger = GradientLedger(
+            staging.num_elements,
+            num_parameters,
+            make_rule=DeltaMerge,
+            averages_models=self._averages_models,
+        )
+        # A rank that skipped more than one arrival would keep its gradients for too long.
+        published = PublishedModel(ledger, max_credit=1)
+        averager = start_background_averager(
             workspace,
             weights,
-            lambda staging: GradientReplica(
-                staging.num_elements,
-                num_parameters,
-                make_iterate=DeltaIterate,
-                averages_models=self._averages_models,
-            ),
-            service=group_average.serve,
-            meeting=self._meeting,
+            published,
+            staging=staging,
+            serve=group_average.serve,
+            group_of=self._group_of,
             num_flags=num_parameters,
         )
         return [
-            PartialExchange(
-                beside, parameters=workspace.parameters, averages_models=self._averages_models
+            PartialAllReduce(
+                averager,
+                GradientPort(published, ledger),
+                parameters=workspace.parameters,
+                averages_models=self._averages_models,
             )
         ]
 
     def _averages_models(self, version: int) -> bool:
         return (version + 1) % self.period == 0
 
-    def _meeting(self, version: int, position: int, num_members: int) -> Meeting:
+    def _group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
         half = -(-num_members // 2)
         several = self.mode == "majority" or self._averages_models(version)
-        return Meeting(group=tuple(range(num_members)), min_fresh=half if several else 1)
+        return VersionGroup(ranks=tuple(range(num_members)), min_arrivals=half if several else 1)

@@ -2,34 +2,36 @@
 algorithm 2).
 
     on each rank, in step t:
-    W' = W + U(G)                                        the user's optimizer, on this rank's own
-    gradient if (t + 1) mod period:
-        W_sum = wait_avoiding_group_allreduce(W')        who is late contributes its last model, and
-        computes on W = W_sum / S                                    if W' was in, else (W_sum + W')
-        / (S + 1)
+    W' = W + U(G)                                    the user's optimizer, with the rank's gradient
+    if (t + 1) mod period:
+        W_sum = wait_avoiding_group_allreduce(W')    a late rank contributes its last snapshot
+        W = W_sum / S                                if W' was in it
+        W = (W_sum + W') / (S + 1)                   else
     else:
-        W = mean of everyone's W'
+        W = mean of all ranks' W'                    global synchronization
 
-The protocol is `averaging.background.group_average`, the groups `planning.groups`; a progress
-thread (`averaging.background.progress`) runs it beside training. A worker that dies, hangs or is
-cut off does not stop the others, and may come back (`membership.generations`).
+The protocol is `averaging.background.group_average`, the groups are those of `planning.groups`. A
+progress thread (`averaging.background.progress_thread`) runs the protocol while the trainer
+computes. A worker that dies, hangs or is disconnected does not stop its peers, and may return
+(`membership.generations`).
 
-Cost per step: at most 2 n (S-1)/S elements sent by each rank, 2 n (P-1)/P in every `period`-th;
-(S-1) n where models are small. The trainer waits in every `period`-th step for a quorum to arrive,
-and for the network unless `overlap`.
+Cost per step: each rank sends at most 2 n (S-1)/S elements, 2 n (P-1)/P at a global
+synchronization, and (S-1) n where models are small. At a global synchronization the trainer waits
+for a quorum to arrive, and, unless `overlap`, for the network.
 
-Differences from the paper, further to those of the two modules:
-- `merge="delta"`, the default, is W_sum/S + (W' - what W' contributed): what a late rank did
-  meanwhile is kept, and so is the mean over ranks. The paper's rule, which pulls the mean towards
-  the late, is `merge="paper"`.
-- `overlap`, the default with it: an average travels while the next step is computed and is merged
-  at its end. For that of everyone a rank waits until enough have arrived, and not for the network.
-- the periodic average goes on when `quorum` of the ranks have arrived; the others contribute what
-  they have. The paper waits for all, as `quorum=1.0` does.
-- a version is the group's time rather than a rank's step: a rank that is slower for good takes part
-  in all of them.
-- buffers are averaged with the weights, integer ones by their maximum; a rank whose gradient is not
-  finite skips its step.
+Differences from the paper, besides those of the two modules:
+- `merge="delta"`, the default, is W_sum/S + (W' - what W' contributed): it keeps what a late rank
+  did meanwhile, and it keeps the mean over ranks. The paper's rule, which moves the mean towards
+  late ranks, is `merge="paper"`.
+- `overlap`, the default with "delta": an average travels while the next step is computed and is
+  merged at its end. At a global synchronization a rank waits until enough ranks have arrived, and
+  not for the network.
+- A global synchronization proceeds when `quorum` of the ranks have arrived; the snapshots of the
+  other ranks are contributed on their behalf. The paper waits for all, as `quorum=1.0` does.
+- A version is the time of a group, not the step of a rank: a rank that is always slow takes part in
+  all versions.
+- Buffers are averaged with the weights, integer buffers by their maximum. A rank whose gradient is
+  not finite skips its step.
 """
 
 from __future__ import annotations
@@ -40,18 +42,22 @@ from typing import ClassVar, Literal
 import torch
 
 from offbeat.averaging.background import group_average
-from offbeat.averaging.background.averager import GroupAverage
-from offbeat.averaging.background.merge_rules import DeltaIterate, PaperIterate
-from offbeat.averaging.background.published_model import Replica
+from offbeat.averaging.background.averager import (
+    BackgroundWeightAverage,
+    averaged_tensors,
+    start_background_averager,
+)
+from offbeat.averaging.background.merge_rules import DeltaMerge, PaperMerge
+from offbeat.averaging.background.published_model import ModelState, PublishedModel
 from offbeat.errors import ConfigError
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
-from offbeat.planning.groups import Meeting, default_group_size, meeting
+from offbeat.planning.groups import VersionGroup, default_group_size, group_of_version
 from offbeat.strategies.averaging import AveragingStrategy
-from offbeat.strategies.beside import answer
 from offbeat.strategies.options import require_at_least, require_one_of
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import Momenta, momentum_name
+from offbeat.weights.staging import Staging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +66,18 @@ class WAGMA(AveragingStrategy):
 
     Args:
         group_size: S, from 2 to the number of workers; None: about its square root.
-        period: everyone averages together in every so many versions, >= 1.
-        merge: "delta" keeps the mean over ranks and what late ranks did; "paper" is the paper's
-            rule.
-        quorum: the fraction of workers that has to arrive at the periodic average, in (0, 1]; 1
+        period: every `period`-th version is a global synchronization, an average of all workers,
+            >= 1.
+        merge: "delta" keeps the mean over ranks and the steps of late ranks; "paper" is the rule of
+            the paper.
+        quorum: the fraction of workers that has to arrive at a global synchronization, in (0, 1]; 1
             waits for all.
-        overlap: go on computing while an average travels, be it a group's or everyone's; None: with
-            "delta". "paper" cannot.
-        momenta: "averaged": when everyone meets, the optimizers' momenta are averaged with the
-            weights; "local": they stay each worker's own.
-        groups: "rotating", or for ablations "fixed" (the same groups for good) and "off" (the
-            periodic average only).
+        overlap: whether to compute while an average travels; None: with "delta". It is impossible
+            with "paper".
+        momenta: "averaged": at global synchronizations the optimizers' momenta are averaged with
+            the weights; "local": each worker keeps its own.
+        groups: "rotating", or for ablations "fixed" (always the same groups) and "off" (global
+            synchronizations only).
     """
 
     name: ClassVar[str] = "wagma"
@@ -119,30 +126,30 @@ class WAGMA(AveragingStrategy):
         momenta = None
         if self.momenta == "averaged" and workspace.optimizer is not None:
             momenta = Momenta(workspace.optimizer, workspace.parameters)
-        iterate = DeltaIterate if self.merge == "delta" else PaperIterate
-        beside = answer(
+        averager = start_background_averager(
             workspace,
             weights,
-            lambda staging: Replica(weight=1.0, make_iterate=iterate),
-            service=group_average.serve,
-            meeting=self._meeting,
+            PublishedModel(ModelState(DeltaMerge if self.merge == "delta" else PaperMerge)),
+            staging=Staging(averaged_tensors(weights, momenta)),
+            serve=group_average.serve,
+            group_of=self._group_of,
             momenta=momenta,
-            averages_momenta=lambda version: momenta is not None and self._meets_everyone(version),
+            averages_momenta=lambda version: momenta is not None and self._is_global(version),
         )
         return [
-            GroupAverage(
-                beside,
+            BackgroundWeightAverage(
+                averager,
                 interval=self.period if self.groups == "off" else 1,
                 overlap=self.merge == "delta" if self.overlap is None else self.overlap,
             )
         ]
 
-    def _meets_everyone(self, version: int) -> bool:
+    def _is_global(self, version: int) -> bool:
         return self.groups == "off" or (version + 1) % self.period == 0
 
-    def _meeting(self, version: int, position: int, num_members: int) -> Meeting:
-        return meeting(
-            version if self.groups != "fixed" or self._meets_everyone(version) else 0,
+    def _group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
+        return group_of_version(
+            version if self.groups != "fixed" or self._is_global(version) else 0,
             position,
             range(num_members),
             group_size=(

@@ -1,5 +1,5 @@
-"""Gradients that wait for nobody: each is owed until it is in some average, and every average is
-applied once.
+"""Gradients in averages that wait for no rank: each is owed until it is in some average, and every
+average is applied once.
 """
 
 from __future__ import annotations
@@ -10,21 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
-from offbeat.averaging.background.gradient_ledger import GradientReplica
-from offbeat.averaging.background.group_base import Contribution, Outcome, Piece
-from offbeat.averaging.background.merge_rules import DeltaIterate
+from offbeat.averaging.background.gradient_ledger import GradientLedger, GradientPort
+from offbeat.averaging.background.interface import Contribution, Piece, VersionResult
+from offbeat.averaging.background.merge_rules import DeltaMerge
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.codec.model_wire import ABSENT, Note, Values
 
 NUM = 4
 NOTHING = np.zeros(0, np.bool_)
 
 
-def ledger() -> GradientReplica:
-    replica = GradientReplica(
-        NUM, 0, make_iterate=DeltaIterate, averages_models=lambda version: version == 99
-    )
-    replica.begin(np.zeros(NUM, np.float64), np.empty(0, np.int64), step=0)
-    return replica
+class Rank:
+    """The ports of a rank that averages gradients, and models in version 99."""
+
+    def __init__(self) -> None:
+        ledger = GradientLedger(
+            NUM, 0, make_rule=DeltaMerge, averages_models=lambda version: version == 99
+        )
+        published = PublishedModel(ledger, max_credit=1)
+        self.gradients = GradientPort(published, ledger)
+        self.trainer = published.trainer
+        self.protocol = published.protocol
+        self.membership = published.membership
+        self.trainer.begin(np.zeros(NUM, np.float64), np.empty(0, np.int64), step=0)
 
 
 def piece(
@@ -56,62 +64,62 @@ def piece(
     )
 
 
-def over(version: int, *pieces: Piece) -> Outcome:
-    return Outcome(version=version, group=(0, 1), pieces=pieces, opened_s=0.0, closed_s=0.0)
+def over(version: int, *pieces: Piece) -> VersionResult:
+    return VersionResult(version=version, group=(0, 1), pieces=pieces, opened_s=0.0, closed_s=0.0)
 
 
 def gradient(value: float) -> Values:
     return np.full(NUM, float(value))
 
 
-def test_the_sum_is_divided_by_the_number_of_members_whoever_had_something_to_give() -> None:
-    replica = ledger()
-    replica.owe(gradient(6), NOTHING)
-    mine = replica.contribute(0)
-    replica.close(over(0, piece(0, NUM, [mine, None], 0)))
-    assert_array_equal(replica.take_update()[0], gradient(3))
-    assert replica.take_update()[0] is None
-    assert replica.owed() is None
+def test_the_sum_is_divided_by_the_number_of_members_whichever_of_them_contributed() -> None:
+    rank = Rank()
+    rank.gradients.owe(gradient(6), NOTHING)
+    mine = rank.protocol.contribute(0)
+    rank.protocol.close(over(0, piece(0, NUM, [mine, None], 0)))
+    assert_array_equal(rank.gradients.take_update()[0], gradient(3))
+    assert rank.gradients.take_update()[0] is None
+    assert rank.gradients.owed() is None
 
 
-def test_who_owes_nothing_stays_out_and_has_the_average_all_the_same() -> None:
-    replica = ledger()
-    assert replica.contribute(0) is None
+def test_a_rank_that_owes_nothing_stays_out_and_still_gets_the_average() -> None:
+    rank = Rank()
+    assert rank.protocol.contribute(0) is None
     theirs = Contribution(values=gradient(4), step=0, fresh=True)
-    replica.close(over(0, piece(0, NUM, [None, theirs], 0)))
-    assert_array_equal(replica.take_update()[0], gradient(2))
+    rank.protocol.close(over(0, piece(0, NUM, [None, theirs], 0)))
+    assert_array_equal(rank.gradients.take_update()[0], gradient(2))
 
 
 def test_a_gradient_that_came_too_late_is_owed_again_where_it_was_left_out() -> None:
-    replica = ledger()
-    replica.owe(gradient(5), NOTHING)
-    mine = replica.contribute(0)
+    rank = Rank()
+    rank.gradients.owe(gradient(5), NOTHING)
+    mine = rank.protocol.contribute(0)
     theirs = Contribution(values=gradient(1), step=0, fresh=True)
-    replica.owe(gradient(2), NOTHING)
-    replica.close(
+    rank.gradients.owe(gradient(2), NOTHING)
+    rank.protocol.close(
         over(0, piece(0, 2, [mine, theirs], 0), piece(2, NUM, [mine, theirs], 0, left_out=True))
     )
-    assert_array_equal(replica.owed(), [2, 2, 7, 7])
-    assert_array_equal(replica.take_update()[0], [3, 3, 0.5, 0.5])
+    assert_array_equal(rank.gradients.owed(), [2, 2, 7, 7])
+    assert_array_equal(rank.gradients.take_update()[0], [3, 3, 0.5, 0.5])
 
 
 def test_what_is_under_way_is_owed_until_its_average_comes() -> None:
-    replica = ledger()
-    replica.owe(gradient(5), NOTHING)
-    mine = replica.contribute(0)
-    replica.close(over(0, piece(0, 2, [mine, None], 0)))
-    assert_array_equal(replica.owed(), [0, 0, 5, 5])
-    replica.amend(0, piece(2, NUM, [mine, None], 0))
-    assert replica.owed() is None
-    assert_array_equal(replica.take_update()[0], gradient(2.5))
+    rank = Rank()
+    rank.gradients.owe(gradient(5), NOTHING)
+    mine = rank.protocol.contribute(0)
+    rank.protocol.close(over(0, piece(0, 2, [mine, None], 0)))
+    assert_array_equal(rank.gradients.owed(), [0, 0, 5, 5])
+    rank.protocol.merge_late(0, piece(2, NUM, [mine, None], 0))
+    assert rank.gradients.owed() is None
+    assert_array_equal(rank.gradients.take_update()[0], gradient(2.5))
 
 
 def test_a_new_membership_owes_what_the_old_one_had_under_way() -> None:
-    replica = ledger()
-    replica.owe(gradient(5), NOTHING)
-    replica.contribute(0)
-    replica.restart()
-    again = replica.contribute(0)
+    rank = Rank()
+    rank.gradients.owe(gradient(5), NOTHING)
+    rank.protocol.contribute(0)
+    rank.membership.begin_generation()
+    again = rank.protocol.contribute(0)
     assert again is not None
     assert_array_equal(again.values, gradient(5))
 
@@ -122,33 +130,35 @@ def test_what_an_owner_that_dies_while_it_sends_leaves_undecided_is_its_region_a
     """Nobody asks who else has an average: where only rank 0 has it, it keeps it, and rank 1 owes
     its gradient again.
     """
-    ranks = [ledger(), ledger()]
-    ranks[0].owe(gradient(2), NOTHING)
-    ranks[1].owe(gradient(4), NOTHING)
-    offers = [replica.contribute(0) for replica in ranks]
-    ranks[0].close(over(0, piece(0, 2, offers, 0), piece(2, NUM, offers, 0)))
-    ranks[1].close(over(0, piece(0, 2, offers, 1)))
-    ranks[1].settle(0)
-    assert ranks[0].owed() is None
-    again = [replica.contribute(1) for replica in ranks]
-    for place, replica in enumerate(ranks):
-        replica.close(over(1, piece(0, NUM, again, place)))
-        assert replica.owed() is None
-    assert_array_equal(ranks[0].take_update()[0], [3, 3, 3 + 2, 3 + 2])  # rank 1's gradient twice
-    assert_array_equal(ranks[1].take_update()[0], [3, 3, 2, 2])  # rank 0's gradient never
+    ranks = [Rank(), Rank()]
+    ranks[0].gradients.owe(gradient(2), NOTHING)
+    ranks[1].gradients.owe(gradient(4), NOTHING)
+    offers = [rank.protocol.contribute(0) for rank in ranks]
+    ranks[0].protocol.close(over(0, piece(0, 2, offers, 0), piece(2, NUM, offers, 0)))
+    ranks[1].protocol.close(over(0, piece(0, 2, offers, 1)))
+    ranks[1].protocol.finalize_version(0)
+    assert ranks[0].gradients.owed() is None
+    again = [rank.protocol.contribute(1) for rank in ranks]
+    for place, rank in enumerate(ranks):
+        rank.protocol.close(over(1, piece(0, NUM, again, place)))
+        assert rank.gradients.owed() is None
+    assert_array_equal(
+        ranks[0].gradients.take_update()[0], [3, 3, 3 + 2, 3 + 2]
+    )  # rank 1's gradient twice
+    assert_array_equal(ranks[1].gradients.take_update()[0], [3, 3, 2, 2])  # rank 0's gradient never
 
 
 def test_some_versions_average_models() -> None:
-    replica = ledger()
-    replica.owe(gradient(5), NOTHING)
-    mine = replica.contribute(99)
+    rank = Rank()
+    rank.gradients.owe(gradient(5), NOTHING)
+    mine = rank.protocol.contribute(99)
     assert mine is not None
     assert_array_equal(mine.values, gradient(0))
-    replica.close(
+    rank.protocol.close(
         over(99, piece(0, NUM, [mine, Contribution(values=gradient(8), step=0, fresh=True)], 0))
     )
-    assert_array_equal(replica.take()[0], gradient(4))
-    assert_array_equal(replica.owed(), gradient(5))
+    assert_array_equal(rank.trainer.take()[0], gradient(4))
+    assert_array_equal(rank.gradients.owed(), gradient(5))
 
 
 @given(
@@ -158,27 +168,27 @@ def test_some_versions_average_models() -> None:
 )
 def test_nothing_is_lost(events: list[tuple[int, int, bool, bool]]) -> None:
     """applied + owed == the sum of gradients, over two ranks, in units of the mean."""
-    ranks = [ledger(), ledger()]
+    ranks = [Rank(), Rank()]
     total = gradient(0)
     applied = gradient(0)
     for version, (rank, number, both, left_out) in enumerate(events):
-        ranks[rank].owe(gradient(number), NOTHING)
+        ranks[rank].gradients.owe(gradient(number), NOTHING)
         total += number
         if both:
-            offers = [replica.contribute(version) for replica in ranks]
+            offers = [each.protocol.contribute(version) for each in ranks]
             late = left_out and all(offer is not None for offer in offers)
             if any(offer is not None for offer in offers):
-                for place, replica in enumerate(ranks):
-                    replica.close(over(version, made_of(offers, place, late=late)))
+                for place, each in enumerate(ranks):
+                    each.protocol.close(over(version, made_of(offers, place, late=late)))
             else:
-                for replica in ranks:
-                    replica.close(over(version))
-        updates = [replica.take_update()[0] for replica in ranks]
+                for each in ranks:
+                    each.protocol.close(over(version))
+        updates = [each.gradients.take_update()[0] for each in ranks]
         assert (updates[0] is None) == (updates[1] is None)
         if updates[0] is not None and updates[1] is not None:
             assert_array_equal(updates[0], updates[1])
             applied += 2 * updates[0]
-        owed = [replica.owed() for replica in ranks]
+        owed = [each.gradients.owed() for each in ranks]
         assert_allclose(
             applied + sum(values for values in owed if values is not None), total, atol=1e-9
         )
@@ -202,9 +212,9 @@ def made_of(offers: list[Contribution | None], own: int, *, late: bool) -> Piece
 
 @pytest.mark.parametrize("num", [1, 3])
 def test_several_averages_that_came_between_two_steps_are_applied_together(num: int) -> None:
-    replica = ledger()
+    rank = Rank()
     for version in range(num):
-        replica.owe(gradient(2), NOTHING)
-        mine = replica.contribute(version)
-        replica.close(over(version, piece(0, NUM, [mine, None], 0)))
-    assert_array_equal(replica.take_update()[0], gradient(num))
+        rank.gradients.owe(gradient(2), NOTHING)
+        mine = rank.protocol.contribute(version)
+        rank.protocol.close(over(version, piece(0, NUM, [mine, None], 0)))
+    assert_array_equal(rank.gradients.take_update()[0], gradient(num))

@@ -10,12 +10,24 @@ import numpy as np
 import pytest
 
 from group_support.world import GENERATION, SERVE, Schedule, World
-from offbeat.averaging.background.deadlines import Patience
-from offbeat.averaging.background.group_average import arrive, ask, finish, rest, serve
-from offbeat.averaging.background.group_base import Contribution, Happenings, Outcome, Piece, Terms
-from offbeat.codec.model_wire import Kind, ModelMessage
+from offbeat.averaging.background.deadlines import DeadlineRule
+from offbeat.averaging.background.group_average import serve
+from offbeat.averaging.background.interface import (
+    Contribution,
+    Piece,
+    ProtocolCounts,
+    ProtocolSettings,
+    VersionResult,
+)
+from offbeat.averaging.background.protocol_member import (
+    arrive,
+    fetch_model,
+    finish,
+    stop_stepping,
+)
+from offbeat.codec.model_wire import MessageKind, ModelMessage
 from offbeat.errors import OffbeatError, WireError
-from offbeat.planning.groups import Meeting, meeting
+from offbeat.planning.groups import VersionGroup, group_of_version
 from offbeat.transport.operations import Collective, Payload, Post, RecvAny, Send, Sleep
 from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
@@ -55,7 +67,9 @@ def test_a_group_of_all_that_arrive_together_is_an_all_reduce(
 
 
 @BOTH_WAYS
-def test_who_computes_contributes_its_last_snapshot_and_computes_on(direct_bytes: int) -> None:
+def test_a_rank_that_computes_contributes_its_last_snapshot_and_computes_on(
+    direct_bytes: int,
+) -> None:
     late_s = 100.0
     world = run(
         Schedule(
@@ -67,8 +81,8 @@ def test_who_computes_contributes_its_last_snapshot_and_computes_on(direct_bytes
             compute_s=lambda rank, step: late_s if rank == 2 else 1.0 + rank,
         )
     )
-    assert [happening.arrivals for happening in world.happenings] == [1, 0, 0]
-    assert [happening.answers for happening in world.happenings] == [0, 1, 1]
+    assert [counts.arrivals for counts in world.counts] == [1, 0, 0]
+    assert [counts.stale_contributions for counts in world.counts] == [0, 1, 1]
     (outcome,) = world.models[0].closed
     assert {rank: note.fresh for rank, note in outcome.members.items()} == {
         0: True,
@@ -80,7 +94,7 @@ def test_who_computes_contributes_its_last_snapshot_and_computes_on(direct_bytes
     assert world.models[2].waits_s == []
 
 
-def test_who_is_twice_as_slow_costs_the_others_nothing() -> None:
+def test_a_rank_that_is_twice_as_slow_does_not_delay_its_peers() -> None:
     world = run(
         Schedule(
             seed=3,
@@ -95,7 +109,7 @@ def test_who_is_twice_as_slow_costs_the_others_nothing() -> None:
         assert sum(wait_s for _, wait_s in world.models[rank].waits_s) <= 20 * 3 * LATENCY_S + 1e-9
 
 
-def sync_of_four(quorum: float, patience: Patience | None = None) -> World:
+def sync_of_four(quorum: float, reply_deadline: DeadlineRule | None = None) -> World:
     return run(
         Schedule(
             seed=4,
@@ -104,22 +118,22 @@ def sync_of_four(quorum: float, patience: Patience | None = None) -> World:
             num_steps=1,
             period=1,
             quorum=quorum,
-            patience=patience or Patience(cap_s=1000.0),
+            reply_deadline=reply_deadline or DeadlineRule(cap_s=1000.0),
             compute_s=lambda rank, step: [1.0, 2.0, 3.0, 50.0][rank],
         )
     )
 
 
 @pytest.mark.parametrize(("quorum", "at_s"), [(0.25, 1.0), (0.5, 2.0), (0.75, 3.0), (1.0, 50.0)])
-def test_a_meeting_of_everyone_waits_for_its_quorum_and_no_longer(
+def test_a_global_synchronization_waits_for_its_quorum_and_no_longer(
     quorum: float, at_s: float
 ) -> None:
     for model in sync_of_four(quorum).models:
         assert at_s <= model.closed[0].closed_s <= at_s + 4 * LATENCY_S
 
 
-def meeting_over_slow_links(quorum: float, **changes: object) -> World:
-    """A model takes 0.2 s to send, the word of an arrival 0.5 ms."""
+def synchronization_over_slow_links(quorum: float, **changes: object) -> World:
+    """A model takes 0.2 s to send, the announcement of an arrival 0.5 ms."""
     options: dict[str, object] = {
         "seed": 11,
         "world_size": 4,
@@ -128,7 +142,7 @@ def meeting_over_slow_links(quorum: float, **changes: object) -> World:
         "period": 1,
         "quorum": quorum,
         "overlap": True,
-        "patience": Patience(cap_s=1000.0, first_s=1000.0),
+        "reply_deadline": DeadlineRule(cap_s=1000.0, initial_s=1000.0),
         "link": VirtualLink(latency_s=LATENCY_S, bytes_per_s=4000 * 8 / 0.2),
         "compute_s": lambda rank, step: [1.0, 2.0, 3.0, 50.0][rank],
     }
@@ -140,7 +154,7 @@ def meeting_over_slow_links(quorum: float, **changes: object) -> World:
 def test_a_trainer_that_overlaps_waits_for_arrivals_and_not_for_the_average(
     quorum: float, at_s: float
 ) -> None:
-    world = meeting_over_slow_links(quorum)
+    world = synchronization_over_slow_links(quorum)
     words_s = LATENCY_S + 2 * 3 * 0.0005
     for model, arrived_s in zip(world.models, [1.0, 2.0, 3.0, 50.0], strict=True):
         outcome = next(outcome for outcome in model.closed if outcome.version == 0)
@@ -151,43 +165,41 @@ def test_a_trainer_that_overlaps_waits_for_arrivals_and_not_for_the_average(
             ]
 
 
-def test_nobody_goes_on_to_a_later_version_before_the_slowest_has_come_to_a_strict_meeting() -> (
-    None
-):
+def test_no_rank_proceeds_before_the_slowest_has_arrived_at_a_version_that_waits_for_all() -> None:
     def compute_s(rank: int, step: int) -> float:
         return 5.0 if rank == 3 else 1.0
 
-    world = meeting_over_slow_links(
+    world = synchronization_over_slow_links(
         1.0, period=3, num_steps=12, num_elements=400, compute_s=compute_s
     )
     slowest = world.models[3]
     meetings = [
-        version for version in slowest.gathered_at_s if world.meeting(3, version).min_fresh == 4
+        version for version in slowest.quorum_at_s if world.group_of(3, version).min_arrivals == 4
     ]
     assert len(meetings) >= 3
     for version in meetings:
         later = [o.opened_s for model in world.models for o in model.closed if o.version > version]
-        assert min(later, default=math.inf) >= slowest.gathered_at_s[version]
+        assert min(later, default=math.inf) >= slowest.quorum_at_s[version]
 
 
-def test_a_quorum_that_does_not_come_together_in_time_is_done_without() -> None:
-    world = sync_of_four(0.75, Patience(floor_s=0.1, cap_s=0.5))
+def test_a_version_proceeds_without_a_quorum_that_does_not_arrive_in_time() -> None:
+    world = sync_of_four(0.75, DeadlineRule(floor_s=0.1, cap_s=0.5))
     assert all(
         model.closed[0].closed_s == pytest.approx(1.5, abs=4 * LATENCY_S) for model in world.models
     )
-    assert [happening.suspicions for happening in world.happenings] == [0] * 4
+    assert [counts.suspicions for counts in world.counts] == [0] * 4
 
 
 @BOTH_WAYS
-def test_a_stopped_rank_is_waited_for_once_and_taken_back(direct_bytes: int) -> None:
-    patience = Patience(floor_s=0.05, cap_s=0.5, min_samples=3)
+def test_a_suspended_rank_is_waited_for_once_and_takes_part_again(direct_bytes: int) -> None:
+    reply_deadline = DeadlineRule(floor_s=0.05, cap_s=0.5, min_samples=3)
     world = run(
         Schedule(
             seed=5,
             world_size=4,
             group_size=4,
             num_steps=12,
-            patience=patience,
+            reply_deadline=reply_deadline,
             direct_bytes=direct_bytes,
             freezes=[(3, 2.5, 4.0)],
             compute_s=lambda rank, step: 1.0 + 0.01 * rank,
@@ -209,7 +221,7 @@ def test_a_stopped_rank_is_waited_for_once_and_taken_back(direct_bytes: int) -> 
         assert max(outcome.version for outcome in complete) > max(
             outcome.version for outcome in without
         )
-    assert all(not happening.suspected for happening in world.happenings)
+    assert all(not counts.suspected for counts in world.counts)
 
 
 @BOTH_WAYS
@@ -229,12 +241,12 @@ def test_all_but_one_may_die(world_size: int, direct_bytes: int) -> None:
     )
     survivor = world.models[0]
     assert survivor.step == 8
-    assert world.happenings[0].dead == set(range(1, world_size))
+    assert world.counts[0].dead == set(range(1, world_size))
     assert all(wait_s <= 1.0 for _, wait_s in survivor.waits_s)
 
 
 @BOTH_WAYS
-def test_a_meeting_of_all_waits_for_who_is_suspected(direct_bytes: int) -> None:
+def test_a_version_that_waits_for_all_waits_for_suspected_ranks(direct_bytes: int) -> None:
     world = run(
         Schedule(
             seed=10,
@@ -247,15 +259,15 @@ def test_a_meeting_of_all_waits_for_who_is_suspected(direct_bytes: int) -> None:
             freezes=[(2, 0.5, 10.0)],
         )
     )
-    for model, happenings in zip(world.models[:2], world.happenings[:2], strict=True):
-        assert happenings.suspicions >= 1
+    for model, counts in zip(world.models[:2], world.counts[:2], strict=True):
+        assert counts.suspicions >= 1
         closed = {outcome.version: outcome for outcome in model.closed}
         assert closed[0].closed_s < 3.0
         assert closed[1].closed_s > 10.0
         assert all(closed[1].members[rank].fresh for rank in range(3))
 
 
-def test_who_has_finished_goes_on_answering() -> None:
+def test_a_rank_that_has_finished_still_contributes() -> None:
     world = run(
         Schedule(
             seed=7,
@@ -271,7 +283,9 @@ def test_who_has_finished_goes_on_answering() -> None:
 
 
 @BOTH_WAYS
-def test_who_rests_is_not_waited_for_and_goes_on_answering(direct_bytes: int) -> None:
+def test_a_rank_that_takes_no_more_steps_is_not_waited_for_and_still_contributes(
+    direct_bytes: int,
+) -> None:
     world = run(
         Schedule(
             seed=8,
@@ -288,7 +302,7 @@ def test_who_rests_is_not_waited_for_and_goes_on_answering(direct_bytes: int) ->
     for model in world.models[:2]:
         assert sum(wait_s for _, wait_s in model.waits_s) <= 4 * (1.0 + 4 * LATENCY_S)
         assert all(outcome.members.keys() == {0, 1, 2} for outcome in model.closed)
-        assert model.at_rest.index(2) == 0
+        assert model.stopped.index(2) == 0
     assert [outcome.members[2].fresh for outcome in world.models[0].closed] == [
         True,
         False,
@@ -317,19 +331,19 @@ def test_counters_are_the_largest_of_those_that_are_in(direct_bytes: int) -> Non
 
 
 class Recorder:
-    """A replica that contributes the same values every time."""
+    """A port that contributes the same values every time."""
 
     def __init__(self, values: np.ndarray[tuple[int], np.dtype[np.float32]]) -> None:
         self.values = values
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[VersionResult] = []
         self.fresh = True
         self.invited: list[int] = []
-        self.gathered_at: list[int] = []
+        self.quorum_at: list[int] = []
         self.state: Contribution | None = None
         self.received: dict[int, Contribution | None] = {}
-        self.buried: list[int] = []
-        self.at_rest: list[int] = []
-        self.settled: list[int] = []
+        self.marked_dead: list[int] = []
+        self.stopped: list[int] = []
+        self.finalized: list[int] = []
 
     def contribute(self, version: int) -> Contribution | None:
         return Contribution(values=self.values, step=version + 1, fresh=self.fresh)
@@ -337,80 +351,80 @@ class Recorder:
     def invite(self, version: int) -> None:
         self.invited.append(version)
 
-    def gathered(self, version: int) -> None:
-        self.gathered_at.append(version)
+    def quorum_arrived(self, version: int) -> None:
+        self.quorum_at.append(version)
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: VersionResult) -> None:
         self.outcomes.append(outcome)
 
-    def amend(self, version: int, piece: Piece) -> None:
+    def merge_late(self, version: int, piece: Piece) -> None:
         raise AssertionError(f"{piece} of version {version} was not owed")
 
     def snapshot(self) -> Contribution | None:
         return self.state
 
-    def receive(self, sender: int, state: Contribution | None) -> None:
+    def receive_model(self, sender: int, state: Contribution | None) -> None:
         self.received[sender] = state
 
-    def settle(self, version: int) -> None:
-        self.settled.append(version)
+    def finalize_version(self, version: int) -> None:
+        self.finalized.append(version)
 
-    def bury(self, rank: int) -> None:
-        self.buried.append(rank)
+    def mark_dead(self, rank: int) -> None:
+        self.marked_dead.append(rank)
 
-    def rested(self, rank: int) -> None:
-        self.at_rest.append(rank)
+    def mark_stopped(self, rank: int) -> None:
+        self.stopped.append(rank)
 
 
-def terms_of(num_members: int, num_elements: int = 4, rank: int = 0) -> Terms:
+def settings_of(num_members: int, num_elements: int = 4, rank: int = 0) -> ProtocolSettings:
     members = tuple(range(num_members))
-    return Terms(
+    return ProtocolSettings(
         members=members,
         generation=GENERATION,
         num_elements=num_elements,
-        meeting=partial(meeting, rank=rank, members=members, group_size=2),
+        group_of=partial(group_of_version, rank=rank, members=members, group_size=2),
     )
 
 
 def test_a_world_of_one_averages_with_itself() -> None:
-    solo, replica = SingleRank(), Recorder(np.arange(4, dtype=np.float32))
+    solo, port = SingleRank(), Recorder(np.arange(4, dtype=np.float32))
     for version in (0, 1, 0, 1):
         solo.start(Post(arrive(version, generation=GENERATION)), SERVE)
     solo.start(Post(finish(generation=GENERATION)), SERVE)
-    happenings = solo.run(serve(0, terms_of(1), replica), SERVE)
-    assert happenings == Happenings(arrivals=2, resting={0})
-    assert [outcome.version for outcome in replica.outcomes] == [0, 1]
-    for outcome in replica.outcomes:
+    counts = solo.run(serve(0, settings_of(1), port), SERVE)
+    assert counts == ProtocolCounts(arrivals=2, stopped={0})
+    assert [outcome.version for outcome in port.outcomes] == [0, 1]
+    for outcome in port.outcomes:
         assert outcome.pieces[0].average.tolist() == [0.0, 1.0, 2.0, 3.0]
         assert outcome.pieces[0].sum_of_weights == 1.0
 
 
-def answer_to(message: Payload) -> tuple[Happenings | OffbeatError, Recorder]:
-    """What becomes of rank 0 when rank 1 sends `message` and is gone."""
-    replica = Recorder(np.ones(4, np.float32))
+def answer_to(message: Payload) -> tuple[ProtocolCounts | OffbeatError, Recorder]:
+    """What becomes of rank 0 when rank 1 sends `message` and leaves."""
+    port = Recorder(np.ones(4, np.float32))
     cluster = VirtualCluster(2, watch_all=False, link=VirtualLink(latency_s=LATENCY_S))
 
-    def work() -> Collective[Happenings]:
+    def work() -> Collective[ProtocolCounts]:
         yield Post(finish(generation=GENERATION))
-        return (yield from serve(0, terms_of(2), replica))
+        return (yield from serve(0, settings_of(2), port))
 
-    def intrude() -> Collective[Happenings]:
+    def intrude() -> Collective[ProtocolCounts]:
         yield Send(0, message)
         yield RecvAny(frozenset({0}))
         cluster.leave(1)
-        return Happenings()
+        return ProtocolCounts()
 
-    return cluster.outcomes([work(), intrude()], channel=SERVE)[0], replica
+    return cluster.outcomes([work(), intrude()], channel=SERVE)[0], port
 
 
 def part(**changes: object) -> ModelMessage:
     options: dict[str, object] = {
-        "kind": Kind.PART,
+        "kind": MessageKind.CHUNK,
         "generation": GENERATION,
         "version": 0,
         "step": 1,
         "weight": 1.0,
-        "party": 0b11,
+        "participants": 0b11,
         "num_elements": 4,
         "values": np.zeros(4, np.float32),
     }
@@ -427,48 +441,54 @@ def part(**changes: object) -> ModelMessage:
         (part(values=np.zeros(4, np.float64)).to_bytes(), "same model"),
         (part(values=np.zeros(3, np.float32)).to_bytes(), "same model"),
         (part(counters=np.zeros(1, np.int64)).to_bytes(), "same model"),
-        (part(kind=Kind.AVERAGE).to_bytes(), "without owners"),
-        (part(kind=Kind.STATE, values=np.zeros(3, np.float32)).to_bytes(), "same model"),
-        (part(kind=Kind.STATE, counters=np.zeros(1, np.int64)).to_bytes(), "same model"),
-        (rest(generation=GENERATION), "which it cannot"),
-        (ask(None, generation=GENERATION), "which it cannot"),
+        (part(kind=MessageKind.AVERAGE).to_bytes(), "without owners"),
+        (
+            part(kind=MessageKind.MODEL_REPLY, values=np.zeros(3, np.float32)).to_bytes(),
+            "same model",
+        ),
+        (
+            part(kind=MessageKind.MODEL_REPLY, counters=np.zeros(1, np.int64)).to_bytes(),
+            "same model",
+        ),
+        (stop_stepping(generation=GENERATION), "which it cannot"),
+        (fetch_model(None, generation=GENERATION), "which it cannot"),
         (arrive(0, generation=GENERATION), "which it cannot"),
     ],
 )
 def test_a_message_that_cannot_be_right_is_one_clear_error_and_touches_no_model(
     message: Payload, complaint: str
 ) -> None:
-    outcome, replica = answer_to(message)
+    outcome, port = answer_to(message)
     assert isinstance(outcome, WireError)
     assert complaint in str(outcome)
-    assert replica.outcomes == []
+    assert port.outcomes == []
 
 
 def test_a_message_of_another_generation_is_ignored_and_counted() -> None:
-    outcome, replica = answer_to(part(generation=GENERATION + 1).to_bytes())
-    assert outcome == Happenings(foreign=1, dead={1}, resting={0})
-    assert replica.outcomes == []
+    outcome, port = answer_to(part(generation=GENERATION + 1).to_bytes())
+    assert outcome == ProtocolCounts(foreign=1, dead={1}, stopped={0})
+    assert port.outcomes == []
 
 
-def test_a_message_for_a_group_that_one_is_not_in_is_an_error() -> None:
-    def wrong_meeting(version: int) -> Meeting:
-        return Meeting(group=(0, 2))
+def test_a_message_from_outside_the_group_is_an_error() -> None:
+    def wrong_group(version: int) -> VersionGroup:
+        return VersionGroup(ranks=(0, 2))
 
-    terms = terms_of(3)
-    terms = Terms(
-        members=terms.members, generation=GENERATION, num_elements=4, meeting=wrong_meeting
+    settings = settings_of(3)
+    settings = ProtocolSettings(
+        members=settings.members, generation=GENERATION, num_elements=4, group_of=wrong_group
     )
     cluster = VirtualCluster(3, watch_all=False)
 
-    def intrude() -> Collective[Happenings]:
+    def intrude() -> Collective[ProtocolCounts]:
         yield Send(0, part().to_bytes())
-        return Happenings()
+        return ProtocolCounts()
 
-    def idle() -> Collective[Happenings]:
+    def idle() -> Collective[ProtocolCounts]:
         yield Post(b"")
-        return Happenings()
+        return ProtocolCounts()
 
-    work = [serve(0, terms, Recorder(np.ones(4, np.float32))), intrude(), idle()]
+    work = [serve(0, settings, Recorder(np.ones(4, np.float32))), intrude(), idle()]
     outcome = cluster.outcomes(work, channel=SERVE)[0]
     assert isinstance(outcome, WireError)
     assert "same options" in str(outcome)
@@ -476,59 +496,55 @@ def test_a_message_for_a_group_that_one_is_not_in_is_an_error() -> None:
 
 def test_ranks_that_wait_for_all_at_different_versions_do_not_wait_for_ever() -> None:
     cluster = VirtualCluster(2, watch_all=False)
-    replicas = [Recorder(np.full(4, float(rank), np.float32)) for rank in range(2)]
-    terms = Terms(
+    ports = [Recorder(np.full(4, float(rank), np.float32)) for rank in range(2)]
+    settings = ProtocolSettings(
         members=(0, 1),
         generation=GENERATION,
         num_elements=4,
-        meeting=lambda _: Meeting(group=(0, 1), min_fresh=2),
+        group_of=lambda _: VersionGroup(ranks=(0, 1), min_arrivals=2),
     )
 
-    def work(rank: int, versions: tuple[int, ...]) -> Collective[Happenings]:
+    def work(rank: int, versions: tuple[int, ...]) -> Collective[ProtocolCounts]:
         for version in versions:
             yield Post(arrive(version, generation=GENERATION))
         yield Post(finish(generation=GENERATION))
-        return (yield from serve(rank, terms, replicas[rank]))
+        return (yield from serve(rank, settings, ports[rank]))
 
     cluster.run([work(0, (1,)), work(1, (0, 1))], channel=SERVE)
-    for replica in replicas:
-        assert {outcome.version for outcome in replica.outcomes} == {0, 1}
-        assert [outcome.pieces[0].average.tolist() for outcome in replica.outcomes] == [
-            [0.5] * 4
-        ] * 2
+    for port in ports:
+        assert {outcome.version for outcome in port.outcomes} == {0, 1}
+        assert [outcome.pieces[0].average.tolist() for outcome in port.outcomes] == [[0.5] * 4] * 2
 
 
 @BOTH_WAYS
 @pytest.mark.parametrize("rests", [False, True])
-def test_who_has_passed_a_meeting_of_all_does_not_count_for_those_who_have_yet_to_come(
+def test_a_rank_that_has_passed_a_version_does_not_count_for_ranks_that_have_not_arrived(
     direct_bytes: int, rests: bool
 ) -> None:
     cluster = VirtualCluster(3, watch_all=False)
-    replicas = [Recorder(np.full(6, float(rank), np.float32)) for rank in range(3)]
-    replicas[0].fresh = False
-    terms = Terms(
+    ports = [Recorder(np.full(6, float(rank), np.float32)) for rank in range(3)]
+    ports[0].fresh = False
+    settings = ProtocolSettings(
         members=(0, 1, 2),
         generation=GENERATION,
         num_elements=6,
         direct_bytes=direct_bytes,
-        meeting=lambda _: Meeting(group=(0, 1, 2), min_fresh=3),
+        group_of=lambda _: VersionGroup(ranks=(0, 1, 2), min_arrivals=3),
     )
 
     def arrivals(version: int, when_s: float) -> Collective[None]:
         yield Sleep(when_s)
         yield Post(arrive(version, generation=GENERATION))
         if rests:
-            yield Post(rest(generation=GENERATION))
+            yield Post(stop_stepping(generation=GENERATION))
         yield Sleep(60.0)
         yield Post(finish(generation=GENERATION))
 
     for rank, (version, when_s) in enumerate([(5, 1.0), (0, 2.0), (0, 50.0)]):
         cluster.run_in_background(rank, arrivals(version, when_s), channel=SERVE)
-    cluster.run(
-        [serve(rank, terms, replica) for rank, replica in enumerate(replicas)], channel=SERVE
-    )
-    for replica in replicas:
-        first = next(outcome for outcome in replica.outcomes if outcome.version == 0)
+    cluster.run([serve(rank, settings, port) for rank, port in enumerate(ports)], channel=SERVE)
+    for port in ports:
+        first = next(outcome for outcome in port.outcomes if outcome.version == 0)
         assert first.closed_s == 50.0
         assert {rank: note.fresh for rank, note in first.members.items()} == {
             0: False,
@@ -537,13 +553,13 @@ def test_who_has_passed_a_meeting_of_all_does_not_count_for_those_who_have_yet_t
         }
 
 
-def ask_around(
+def fetch_from_peers(
     *peers: int | None, dead: tuple[int, ...] = ()
-) -> tuple[list[Recorder], list[Happenings | OffbeatError]]:
+) -> tuple[list[Recorder], list[ProtocolCounts | OffbeatError]]:
     """Rank 0 of three asks `peers` and finishes; rank 1 has a model and rank 2 has none."""
     cluster = VirtualCluster(3, watch_all=False, link=VirtualLink(latency_s=LATENCY_S))
-    replicas = [Recorder(np.zeros(4, np.float32)) for _ in range(3)]
-    replicas[1].state = Contribution(
+    ports = [Recorder(np.zeros(4, np.float32)) for _ in range(3)]
+    ports[1].state = Contribution(
         values=np.arange(4, dtype=np.float32),
         step=7,
         fresh=True,
@@ -551,49 +567,51 @@ def ask_around(
         counters=np.array([3, 2**40]),
     )
 
-    def work(rank: int) -> Collective[Happenings]:
-        posts = [ask(peer, generation=GENERATION) for peer in peers] if rank == 0 else []
+    def work(rank: int) -> Collective[ProtocolCounts]:
+        posts = [fetch_model(peer, generation=GENERATION) for peer in peers] if rank == 0 else []
         for post in [*posts, finish(generation=GENERATION)]:
             yield Post(post)
         return (
-            yield from serve(rank, replace(terms_of(3, rank=rank), num_counters=2), replicas[rank])
+            yield from serve(rank, replace(settings_of(3, rank=rank), num_counters=2), ports[rank])
         )
 
     for rank in dead:
         cluster.kill(rank)
-    return replicas, cluster.outcomes([work(rank) for rank in range(3)], channel=SERVE)
+    return ports, cluster.outcomes([work(rank) for rank in range(3)], channel=SERVE)
 
 
 @pytest.mark.parametrize(("peer", "who_answers"), [(None, {1, 2}), (1, {1}), (2, {2})])
-def test_who_is_asked_sends_its_whole_model(peer: int | None, who_answers: set[int]) -> None:
-    replicas, _ = ask_around(peer)
-    assert replicas[0].received.keys() == who_answers
+def test_a_rank_that_is_asked_sends_its_whole_model(
+    peer: int | None, who_answers: set[int]
+) -> None:
+    ports, _ = fetch_from_peers(peer)
+    assert ports[0].received.keys() == who_answers
     if 2 in who_answers:
-        assert replicas[0].received[2] is None
+        assert ports[0].received[2] is None
     if 1 in who_answers:
-        state = replicas[0].received[1]
+        state = ports[0].received[1]
         assert state is not None
         assert (state.step, state.fresh, state.weight) == (7, True, 2.5)
         assert state.values.tolist() == [0.0, 1.0, 2.0, 3.0]
         assert state.values.dtype == np.float32
         assert state.counters.tolist() == [3, 2**40]
-    assert all(not replica.received for replica in replicas[1:])
+    assert all(not port.received for port in ports[1:])
 
 
-def test_of_who_is_dead_or_no_member_one_hears_that_it_is_buried() -> None:
-    replicas, outcomes = ask_around(2, 9, None, 9, dead=(2,))
-    assert sorted(replicas[0].buried) == [2, 9]
-    assert replicas[0].received.keys() == {1}
-    assert outcomes[0] == Happenings(dead={2, 9}, resting={0, 1})
+def test_a_peer_that_is_dead_or_no_member_is_marked_dead() -> None:
+    ports, outcomes = fetch_from_peers(2, 9, None, 9, dead=(2,))
+    assert sorted(ports[0].marked_dead) == [2, 9]
+    assert ports[0].received.keys() == {1}
+    assert outcomes[0] == ProtocolCounts(dead={2, 9}, stopped={0, 1})
 
 
-def test_who_rests_is_heard_of_once() -> None:
-    replica, solo = Recorder(np.ones(4, np.float32)), SingleRank()
+def test_a_stopped_rank_is_reported_once() -> None:
+    port, solo = Recorder(np.ones(4, np.float32)), SingleRank()
     for message in (
-        rest(generation=GENERATION),
-        rest(generation=GENERATION),
+        stop_stepping(generation=GENERATION),
+        stop_stepping(generation=GENERATION),
         finish(generation=GENERATION),
     ):
         solo.start(Post(message), SERVE)
-    assert solo.run(serve(0, terms_of(1), replica), SERVE).resting == {0}
-    assert replica.at_rest == [0]
+    assert solo.run(serve(0, settings_of(1), port), SERVE).stopped == {0}
+    assert port.stopped == [0]

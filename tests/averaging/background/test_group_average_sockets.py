@@ -10,11 +10,17 @@ from functools import partial
 import numpy as np
 import pytest
 
-from offbeat.averaging.background.group_average import arrive, ask, finish, serve
-from offbeat.averaging.background.group_base import Contribution, Outcome, Piece, Terms
-from offbeat.averaging.background.group_merge import merge_delta
+from offbeat.averaging.background.group_average import serve
+from offbeat.averaging.background.interface import (
+    Contribution,
+    Piece,
+    ProtocolSettings,
+    VersionResult,
+)
+from offbeat.averaging.background.merge_rules import merge_delta
+from offbeat.averaging.background.protocol_member import arrive, fetch_model, finish
 from offbeat.codec.model_wire import Values
-from offbeat.planning.groups import meeting
+from offbeat.planning.groups import group_of_version
 from offbeat.transport.operations import Post
 from offbeat.transport.peers import PeerLimits, Peers
 
@@ -34,7 +40,7 @@ class Trainer:
         self.step = 0
         self.waits = False
         self.received: dict[int, Contribution | None] = {}
-        self.at_rest: list[int] = []
+        self.stopped: list[int] = []
 
     def contribute(self, version: int) -> Contribution | None:
         with self.lock:
@@ -44,17 +50,17 @@ class Trainer:
     def invite(self, version: int) -> None:
         pass
 
-    def gathered(self, version: int) -> None:
+    def quorum_arrived(self, version: int) -> None:
         pass
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: VersionResult) -> None:
         for piece in outcome.pieces:
-            self.amend(outcome.version, piece)
+            self.merge_late(outcome.version, piece)
         with self.closed:
             self.newest_closed = max(self.newest_closed, outcome.version)
             self.closed.notify_all()
 
-    def amend(self, version: int, piece: Piece) -> None:
+    def merge_late(self, version: int, piece: Piece) -> None:
         with self.lock:
             self.values[piece.begin : piece.end] = merge_delta(
                 self.values[piece.begin : piece.end], piece
@@ -64,17 +70,17 @@ class Trainer:
         with self.lock:
             return Contribution(values=self.values.copy(), step=self.step, fresh=self.waits)
 
-    def receive(self, sender: int, state: Contribution | None) -> None:
+    def receive_model(self, sender: int, state: Contribution | None) -> None:
         self.received[sender] = state
 
-    def settle(self, version: int) -> None:
+    def finalize_version(self, version: int) -> None:
         pass
 
-    def bury(self, rank: int) -> None:
+    def mark_dead(self, rank: int) -> None:
         raise AssertionError(f"rank {rank} is not dead")
 
-    def rested(self, rank: int) -> None:
-        self.at_rest.append(rank)
+    def mark_stopped(self, rank: int) -> None:
+        self.stopped.append(rank)
 
     def train(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -86,7 +92,7 @@ class Trainer:
                 self.peers.start(Post(arrive(version, generation=0)), CHANNEL)
                 self.closed.wait_for(lambda version=version: self.newest_closed >= version)  # type: ignore[misc]
                 self.waits = False
-        self.peers.start(Post(ask(None, generation=0)), CHANNEL)
+        self.peers.start(Post(fetch_model(None, generation=0)), CHANNEL)
         self.peers.start(Post(finish(generation=0)), CHANNEL)
 
 
@@ -116,15 +122,15 @@ def test_five_ranks_keep_their_mean(mesh: list[Peers], num_elements: int) -> Non
     members = tuple(range(5))
     threads = []
     for rank, trainer in enumerate(trainers):
-        terms = Terms(
+        settings = ProtocolSettings(
             members=members,
             generation=0,
             num_elements=num_elements,
             dtype=np.dtype(np.float64),
-            meeting=partial(meeting, rank=rank, members=members, group_size=3, period=4),
+            group_of=partial(group_of_version, rank=rank, members=members, group_size=3, period=4),
         )
         threads.append(
-            threading.Thread(target=mesh[rank].run, args=(serve(rank, terms, trainer), CHANNEL))
+            threading.Thread(target=mesh[rank].run, args=(serve(rank, settings, trainer), CHANNEL))
         )
         threads.append(threading.Thread(target=trainer.train, args=(6,)))
     for thread in threads:
@@ -140,4 +146,4 @@ def test_five_ranks_keep_their_mean(mesh: list[Peers], num_elements: int) -> Non
             state is not None and state.values.shape == (num_elements,)
             for state in trainer.received.values()
         )
-        assert sorted(trainer.at_rest) == list(members)
+        assert sorted(trainer.stopped) == list(members)

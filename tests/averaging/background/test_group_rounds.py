@@ -16,31 +16,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from offbeat.averaging.background.group_base import Contribution, Piece, Terms
-from offbeat.averaging.background.group_merge import merge_delta
-from offbeat.averaging.background.rounds import Direct, Outgoing, Round, Scattered
+from offbeat.averaging.background.interface import Contribution, Piece, ProtocolSettings
+from offbeat.averaging.background.merge_rules import merge_delta
+from offbeat.averaging.background.rounds import DirectRound, GroupRound, Outgoing, ScatteredRound
 from offbeat.codec.model_wire import ModelMessage
-from offbeat.planning.groups import Meeting
+from offbeat.planning.groups import VersionGroup
 
-BOTH_WAYS = pytest.mark.parametrize("kind", [Scattered, Direct])
+BOTH_WAYS = pytest.mark.parametrize("kind", [ScatteredRound, DirectRound])
 
 
 class Version:
     """Carries one version out, in an order drawn from a seed."""
 
-    def __init__(self, kind: type[Round], seed: int) -> None:
+    def __init__(self, kind: type[GroupRound], seed: int) -> None:
         self.draw = random.Random(seed)
         self.group = tuple(self.draw.sample(range(9), self.draw.randint(2, 6)))
         self.num_elements = self.draw.choice([1, 4, 11])
-        terms = Terms(
+        settings = ProtocolSettings(
             members=self.group,
             generation=0,
             num_elements=self.num_elements,
             num_counters=1,
             dtype=np.dtype(np.float64),
-            meeting=lambda _: Meeting(group=self.group),
+            group_of=lambda _: VersionGroup(ranks=self.group),
         )
-        self.rounds = {rank: kind(0, self.group, rank=rank, terms=terms) for rank in self.group}
+        self.rounds = {
+            rank: kind(0, self.group, rank=rank, settings=settings) for rank in self.group
+        }
         self.weights = {rank: float(self.draw.randint(1, 3)) for rank in self.group}
         self.values = {rank: self._random_values() for rank in self.group}
         self.total = self.sum_of_values()
@@ -59,7 +61,7 @@ class Version:
             elif not round_.contributed:
                 self._contribute(rank)
             else:
-                self._send(rank, round_.go_on(round_.awaited() | self._some_others(rank)))
+                self._send(rank, round_.proceed_without(round_.awaited() | self._some_others(rank)))
             self._settle(rank)
 
     def _moves(self) -> list[tuple[int, int | None]]:
@@ -90,8 +92,8 @@ class Version:
 
     def _deliver(self, sender: int, rank: int) -> None:
         message = ModelMessage.from_bytes(self.links[sender, rank].popleft())
-        if rank not in self.closed or self.rounds[rank].debtors():
-            self.rounds[rank].take(sender, message)
+        if rank not in self.closed or self.rounds[rank].late_senders():
+            self.rounds[rank].receive(sender, message)
 
     def _settle(self, rank: int) -> None:
         round_ = self.rounds[rank]
@@ -100,7 +102,7 @@ class Version:
         assert round_.contributed
         if rank not in self.closed:
             self.closed.add(rank)
-            if round_.debtors():
+            if round_.late_senders():
                 round_.keep_for_late_pieces()
         for piece in round_.take_pieces():
             self._merge(rank, piece)
@@ -145,26 +147,32 @@ class Version:
 
 @BOTH_WAYS
 @given(seed=st.integers(0, 2**32 - 1))
-def test_the_mean_is_kept_whoever_is_suspected_when(kind: type[Round], seed: int) -> None:
+def test_the_mean_is_kept_whoever_is_suspected_when(kind: type[GroupRound], seed: int) -> None:
     version = Version(kind, seed)
     version.run()
     np.testing.assert_allclose(version.sum_of_values(), version.total, rtol=1e-9, atol=1e-7)
-    assert all(not round_.debtors() for round_ in version.rounds.values())
+    assert all(not round_.late_senders() for round_ in version.rounds.values())
 
 
-def a_round(rank: int, kind: type[Round] = Scattered) -> Round:
-    terms = Terms(
-        members=(0, 1, 2), generation=0, num_elements=3, meeting=lambda _: Meeting(group=(0, 1, 2))
+def a_round(rank: int, kind: type[GroupRound] = ScatteredRound) -> GroupRound:
+    settings = ProtocolSettings(
+        members=(0, 1, 2),
+        generation=0,
+        num_elements=3,
+        group_of=lambda _: VersionGroup(ranks=(0, 1, 2)),
     )
-    return kind(0, (0, 1, 2), rank=rank, terms=terms)
+    return kind(0, (0, 1, 2), rank=rank, settings=settings)
 
 
 def test_a_suspect_whose_contribution_is_in_is_sent_the_average() -> None:
     mine = Contribution(values=np.ones(3, np.float32), step=0, fresh=True)
     rounds = [a_round(rank) for rank in range(3)]
     parts = [dict(round_.contribute(mine, set(), arrived=True)) for round_ in rounds]
-    rounds[0].take(1, ModelMessage.from_bytes(parts[1][0]))
-    sent = {rank: ModelMessage.from_bytes(message) for rank, message in rounds[0].go_on({1, 2})}
+    rounds[0].receive(1, ModelMessage.from_bytes(parts[1][0]))
+    sent = {
+        rank: ModelMessage.from_bytes(message)
+        for rank, message in rounds[0].proceed_without({1, 2})
+    }
     assert [note.weight for note in sent[1].notes] == [1.0, 1.0, 0.0]
     assert sent[1].values.tolist() == [1.0]
     assert sent[2].values.size == 0
@@ -172,7 +180,7 @@ def test_a_suspect_whose_contribution_is_in_is_sent_the_average() -> None:
 
 
 @BOTH_WAYS
-def test_who_is_suspected_is_sent_no_values_but_the_news(kind: type[Round]) -> None:
+def test_a_suspected_rank_is_sent_a_message_without_values(kind: type[GroupRound]) -> None:
     mine = Contribution(values=np.ones(3, np.float32), step=4, fresh=True)
     outgoing = a_round(0, kind).contribute(mine, {1}, arrived=True)
     sent = {rank: ModelMessage.from_bytes(message) for rank, message in outgoing}
@@ -183,25 +191,25 @@ def test_who_is_suspected_is_sent_no_values_but_the_news(kind: type[Round]) -> N
         True,
         True,
     )
-    assert (sent[2].weight, sent[2].values.size) == (1.0, 1 if kind is Scattered else 3)
+    assert (sent[2].weight, sent[2].values.size) == (1.0, 1 if kind is ScatteredRound else 3)
 
 
-def test_a_part_that_comes_after_the_average_is_late() -> None:
+def test_a_chunk_that_comes_after_the_average_is_late() -> None:
     mine = Contribution(values=np.ones(3, np.float32), step=0, fresh=True)
     owner = a_round(0)
     owner.contribute(mine, set(), arrived=True)
     part = ModelMessage.from_bytes(dict(a_round(1).contribute(mine, set(), arrived=True))[0])
-    assert not owner.take(2, part)
-    owner.go_on({1})
-    assert owner.take(1, part)
+    assert not owner.receive(2, part)
+    owner.proceed_without({1})
+    assert owner.receive(1, part)
 
 
-def test_whoever_has_an_average_is_called_and_sends_nothing_to_its_owner() -> None:
+def test_a_rank_with_an_average_must_contribute_and_sends_nothing_to_its_owner() -> None:
     mine = Contribution(values=np.ones(3, np.float32), step=0, fresh=True)
     owner, late = a_round(1), a_round(0)
     owner.contribute(mine, {0}, arrived=True)
-    average = dict(owner.go_on({0, 2}))[0]
-    assert not late.is_called(3, set(), set())
-    late.take(1, ModelMessage.from_bytes(average))
-    assert late.is_called(3, set(), set())
+    average = dict(owner.proceed_without({0, 2}))[0]
+    assert not late.must_contribute(3, set(), set())
+    late.receive(1, ModelMessage.from_bytes(average))
+    assert late.must_contribute(3, set(), set())
     assert [rank for rank, _ in late.contribute(mine, set(), arrived=False)] == [2]

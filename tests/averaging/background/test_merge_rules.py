@@ -1,6 +1,8 @@
-"""What a rank shows, and how averages get into it while it trains."""
+"""How averages get into a model that is being trained."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -8,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
-from offbeat.averaging.background.group_base import Piece
-from offbeat.averaging.background.merge_rules import DeltaIterate, Iterate, PaperIterate
-from offbeat.codec.model_wire import Note, Values
+from offbeat.averaging.background.interface import Piece
+from offbeat.averaging.background.merge_rules import (
+    DeltaMerge,
+    MergeRule,
+    PaperMerge,
+    merge_delta,
+    merge_paper,
+)
+from offbeat.codec.model_wire import ABSENT, Note, Values
 
 
 def vector(*values: float) -> Values:
@@ -30,35 +38,35 @@ def average_of(
 
 
 def test_delta_keeps_what_the_trainer_does_between_taking_and_advancing() -> None:
-    iterate = DeltaIterate(vector(0, 0))
-    model = iterate.take()
-    iterate.merge([average_of(iterate.shown, vector(4, 8))])
-    iterate.advance(model + vector(1, 1))
-    assert_array_equal(iterate.take(), vector(3, 5))
+    rule = DeltaMerge(vector(0, 0))
+    model = rule.take()
+    rule.merge([average_of(rule.snapshot, vector(4, 8))])
+    rule.advance(model + vector(1, 1))
+    assert_array_equal(rule.take(), vector(3, 5))
 
 
 def test_delta_shows_what_it_has_merged_even_while_the_trainer_computes() -> None:
-    """Else a rank that answers twice within a step would be pulled twice as far as the
-    average is.
+    """Else a rank that contributes twice within a step would be moved twice as far as the average
+    is.
     """
-    iterate = DeltaIterate(vector(0))
-    iterate.take()
+    rule = DeltaMerge(vector(0))
+    rule.take()
     for _ in range(3):
-        iterate.merge([average_of(iterate.shown, vector(8))])
-    assert_array_equal(iterate.shown, vector(7))
+        rule.merge([average_of(rule.snapshot, vector(8))])
+    assert_array_equal(rule.snapshot, vector(7))
 
 
 def test_delta_leaves_a_model_alone_that_is_not_in_the_average() -> None:
-    iterate = DeltaIterate(vector(1))
-    iterate.merge([average_of(vector(5), vector(7), own=None)])
-    assert_array_equal(iterate.take(), vector(1))
+    rule = DeltaMerge(vector(1))
+    rule.merge([average_of(vector(5), vector(7), own=None)])
+    assert_array_equal(rule.take(), vector(1))
 
 
 @given(st.lists(st.tuples(st.sampled_from(["step", "merge"]), st.integers(-9, 9)), max_size=30))
 def test_delta_keeps_the_mean_over_two_ranks_in_any_order_of_events(
     events: list[tuple[str, int]],
 ) -> None:
-    ranks = [DeltaIterate(vector(0)), DeltaIterate(vector(10))]
+    ranks = [DeltaMerge(vector(0)), DeltaMerge(vector(10))]
     models = [rank.take() for rank in ranks]
     total = 10.0
     for kind, number in events:
@@ -68,59 +76,136 @@ def test_delta_keeps_the_mean_over_two_ranks_in_any_order_of_events(
             models[mover] = ranks[mover].take()
             total += number
         else:
-            shown = [rank.shown for rank in ranks]
+            snapshot = [rank.snapshot for rank in ranks]
             for place, rank in enumerate(ranks):
-                rank.merge([average_of(*shown, own=place)])
-    assert_allclose(sum(rank.shown[0] for rank in ranks), total)
+                rank.merge([average_of(*snapshot, own=place)])
+    assert_allclose(sum(rank.snapshot[0] for rank in ranks), total)
 
 
-def test_an_average_of_nothing_but_ones_own_leaves_every_bit_alone() -> None:
-    iterate = DeltaIterate(vector(0.1))
-    model = iterate.take()
-    iterate.merge([average_of(iterate.shown)])
-    iterate.advance(model + vector(0.2))
-    assert iterate.take()[0] == 0.1 + 0.2
+def test_an_average_of_ones_own_contribution_alone_changes_no_bit() -> None:
+    rule = DeltaMerge(vector(0.1))
+    model = rule.take()
+    rule.merge([average_of(rule.snapshot)])
+    rule.advance(model + vector(0.2))
+    assert rule.take()[0] == 0.1 + 0.2
 
 
 def test_a_step_counts_from_what_the_model_really_held() -> None:
     """Half precision rounds what is taken; the rounding is no progress."""
-    iterate = DeltaIterate(vector(1.001))
-    iterate.take()
-    iterate.hold(vector(1.0))
-    iterate.advance(vector(1.5))
-    assert_allclose(iterate.take(), vector(1.501))
+    rule = DeltaMerge(vector(1.001))
+    rule.take()
+    rule.rebase(vector(1.0))
+    rule.advance(vector(1.5))
+    assert_allclose(rule.take(), vector(1.501))
 
 
 def test_the_papers_rule_takes_the_average_when_on_time_and_counts_itself_once_more_when_late() -> (
     None
 ):
-    iterate = PaperIterate(vector(0))
-    iterate.advance(vector(2))
-    iterate.merge([average_of(vector(2), vector(6))])
-    assert_array_equal(iterate.take(), vector(4))
-    iterate.merge([average_of(vector(2), vector(6), fresh=False)])
-    iterate.advance(vector(10))
-    assert_array_equal(iterate.take(), vector((2 + 6 + 10) / 3))
+    rule = PaperMerge(vector(0))
+    rule.advance(vector(2))
+    rule.merge([average_of(vector(2), vector(6))])
+    assert_array_equal(rule.take(), vector(4))
+    rule.merge([average_of(vector(2), vector(6), fresh=False)])
+    rule.advance(vector(10))
+    assert_array_equal(rule.take(), vector((2 + 6 + 10) / 3))
 
 
 def test_the_papers_rule_shows_the_model_before_its_average() -> None:
-    iterate = PaperIterate(vector(0))
-    iterate.advance(vector(2))
-    iterate.merge([average_of(vector(2), vector(6))])
-    iterate.take()
-    assert_array_equal(iterate.shown, vector(2))
+    rule = PaperMerge(vector(0))
+    rule.advance(vector(2))
+    rule.merge([average_of(vector(2), vector(6))])
+    rule.take()
+    assert_array_equal(rule.snapshot, vector(2))
 
 
-@pytest.mark.parametrize("kind", [DeltaIterate, PaperIterate])
-def test_what_was_handed_out_never_changes(kind: type[Iterate]) -> None:
-    iterate = kind(vector(1, 2))
-    seen = [iterate.shown, iterate.take()]
-    iterate.merge([average_of(vector(1), vector(9), begin=1)])
-    iterate.advance(vector(5, 6))
-    seen.append(iterate.shown)
+@pytest.mark.parametrize("kind", [DeltaMerge, PaperMerge])
+def test_what_was_handed_out_never_changes(kind: Callable[[Values], MergeRule]) -> None:
+    rule = kind(vector(1, 2))
+    seen = [rule.snapshot, rule.take()]
+    rule.merge([average_of(vector(1), vector(9), begin=1)])
+    rule.advance(vector(5, 6))
+    seen.append(rule.snapshot)
     before = [values.copy() for values in seen]
-    iterate.merge([average_of(vector(5, 6), vector(7, 8))])
-    iterate.advance(vector(3, 3))
-    iterate.take()
+    rule.merge([average_of(vector(5, 6), vector(7, 8))])
+    rule.advance(vector(3, 3))
+    rule.take()
     for values, copy in zip(seen, before, strict=True):
         assert_array_equal(values, copy)
+
+
+def piece_of(contributions: list[Values], weights: list[float], own: int, *, fresh: bool) -> Piece:
+    total = sum(weight * values for weight, values in zip(weights, contributions, strict=True))
+    return Piece(
+        begin=0,
+        average=np.asarray(total / sum(weights)),
+        notes=tuple(Note(weight=weight, step=1, fresh=fresh) for weight in weights),
+        contributed=contributions[own],
+        fresh=fresh,
+    )
+
+
+models = st.integers(0, 2**32 - 1).map(lambda seed: np.random.default_rng(seed).normal(size=4))
+
+
+@given(st.lists(st.tuples(models, models, st.floats(0.1, 10.0)), min_size=1, max_size=6))
+def test_delta_keeps_the_weighted_mean_whatever_was_contributed(
+    members: list[tuple[Values, Values, float]],
+) -> None:
+    contributed = [stale for stale, _, _ in members]
+    weights = [weight for _, _, weight in members]
+    after = [
+        merge_delta(now, piece_of(contributed, weights, own, fresh=False))
+        for own, (_, now, _) in enumerate(members)
+    ]
+    sums = [
+        sum(weight * values for weight, values in zip(weights, side, strict=True))
+        for side in ([m[1] for m in members], after)
+    ]
+    np.testing.assert_allclose(sums[0], sums[1], rtol=1e-9, atol=1e-9)
+
+
+@given(st.lists(models, min_size=1, max_size=5))
+def test_both_rules_give_a_rank_that_was_on_time_the_bits_of_the_average(
+    contributions: list[Values],
+) -> None:
+    for own, mine in enumerate(contributions):
+        piece = piece_of(contributions, [1.0] * len(contributions), own, fresh=True)
+        assert (
+            merge_delta(mine, piece).tobytes()
+            == merge_paper(mine, piece).tobytes()
+            == piece.average.tobytes()
+        )
+
+
+def test_the_papers_rule_for_a_late_rank() -> None:
+    stale, other, now = np.array([2.0]), np.array([6.0]), np.array([10.0])
+    piece = piece_of([stale, other], [1.0, 1.0], 0, fresh=False)
+    assert merge_paper(now, piece).tolist() == [(2.0 + 6.0 + 10.0) / 3]
+    assert merge_delta(now, piece).tolist() == [4.0 + (10.0 - 2.0)]
+
+
+def test_a_rank_that_is_not_in_the_average_keeps_its_model_or_counts_once_more() -> None:
+    mine = np.array([10.0])
+    piece = Piece(
+        begin=0,
+        average=np.array([4.0]),
+        notes=(Note(weight=2.0, step=0, fresh=True), ABSENT),
+        contributed=None,
+        fresh=False,
+    )
+    assert merge_delta(mine, piece).tolist() == [10.0]
+    assert merge_paper(mine, piece, weight=1.0).tolist() == [(2 * 4.0 + 10.0) / 3]
+
+
+def test_single_precision_stays_single_precision() -> None:
+    values = np.ones(3, np.float32)
+    piece = piece_of([values, values], [1.0, 3.0], 0, fresh=False)
+    piece = Piece(
+        begin=0,
+        average=piece.average.astype(np.float32),
+        notes=piece.notes,
+        contributed=values,
+        fresh=False,
+    )
+    assert merge_delta(values, piece).dtype == merge_paper(values, piece).dtype == np.float32

@@ -9,13 +9,19 @@ import numpy as np
 import pytest
 
 from group_support.world import GENERATION, SERVE, Schedule, World, draw_pairs
-from offbeat.averaging.background.deadlines import Patience
-from offbeat.averaging.background.group_average import arrive, finish
-from offbeat.averaging.background.group_base import Contribution, Happenings, Outcome, Piece, Terms
+from offbeat.averaging.background.deadlines import DeadlineRule
+from offbeat.averaging.background.interface import (
+    Contribution,
+    Piece,
+    ProtocolCounts,
+    ProtocolSettings,
+    VersionResult,
+)
 from offbeat.averaging.background.pair_average import serve
-from offbeat.codec.model_wire import ABSENT, Kind, ModelMessage
+from offbeat.averaging.background.protocol_member import arrive, finish
+from offbeat.codec.model_wire import ABSENT, MessageKind, ModelMessage
 from offbeat.errors import OffbeatError, WireError
-from offbeat.planning.groups import Meeting
+from offbeat.planning.groups import VersionGroup
 from offbeat.transport.operations import Collective, Now, Post, RecvAny, Send, Sleep
 from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
@@ -47,14 +53,14 @@ def test_ten_thousand_random_schedules(first: int) -> None:
 def test_a_seed_replays_its_schedule(seed: int) -> None:
     first, second = run(draw_pairs(seed)), run(draw_pairs(seed))
     assert first.cluster.now_s == second.cluster.now_s
-    assert first.happenings == second.happenings
+    assert first.counts == second.counts
     assert [model.values.tobytes() for model in first.models] == [
         model.values.tobytes() for model in second.models
     ]
 
 
 @pytest.mark.parametrize("world_size", range(2, 10))
-def test_nobody_waits_for_who_computes(world_size: int) -> None:
+def test_no_rank_waits_for_one_that_computes(world_size: int) -> None:
     world = run(Schedule(seed=world_size, world_size=world_size, num_steps=20, pairs=True))
     for model in world.models:
         assert len(model.waits_s) == 20
@@ -62,49 +68,49 @@ def test_nobody_waits_for_who_computes(world_size: int) -> None:
         assert sum(wait_s for _, wait_s in model.waits_s) <= 20 * 2 * LATENCY_S + 1e-9
 
 
-class Replica:
-    """Contributes what it has and takes averages in."""
+class PublishedModel:
+    """Contributes what it has and merges averages."""
 
     def __init__(self, value: float, *, gives: bool = True) -> None:
         self.values = np.full(4, value)
         self.gives = gives
         self.contributed: list[int] = []
-        self.outcomes: list[Outcome] = []
-        self.amended: list[int] = []
-        self.buried: list[int] = []
+        self.outcomes: list[VersionResult] = []
+        self.merged_late: list[int] = []
+        self.marked_dead: list[int] = []
 
     def contribute(self, version: int) -> Contribution | None:
         self.contributed.append(version)
         return Contribution(values=self.values.copy(), step=5, fresh=False) if self.gives else None
 
     def invite(self, version: int) -> None:
-        raise AssertionError("nobody is waited for")
+        raise AssertionError("no rank is waited for")
 
-    def gathered(self, version: int) -> None:
-        raise AssertionError("nobody is waited for")
+    def quorum_arrived(self, version: int) -> None:
+        raise AssertionError("no rank is waited for")
 
-    def close(self, outcome: Outcome) -> None:
+    def close(self, outcome: VersionResult) -> None:
         self.outcomes.append(outcome)
         for piece in outcome.pieces:
             self._merge(piece)
 
-    def amend(self, version: int, piece: Piece) -> None:
-        self.amended.append(version)
+    def merge_late(self, version: int, piece: Piece) -> None:
+        self.merged_late.append(version)
         self._merge(piece)
 
     def snapshot(self) -> Contribution | None:
         return None
 
-    def receive(self, sender: int, state: Contribution | None) -> None:
+    def receive_model(self, sender: int, state: Contribution | None) -> None:
         raise AssertionError(f"rank {sender} was not asked")
 
-    def settle(self, version: int) -> None:
+    def finalize_version(self, version: int) -> None:
         pass
 
-    def bury(self, rank: int) -> None:
-        self.buried.append(rank)
+    def mark_dead(self, rank: int) -> None:
+        self.marked_dead.append(rank)
 
-    def rested(self, rank: int) -> None:
+    def mark_stopped(self, rank: int) -> None:
         pass
 
     def _merge(self, piece: Piece) -> None:
@@ -112,15 +118,15 @@ class Replica:
         self.values = piece.average + (self.values - piece.contributed)
 
 
-def terms_of(rank: int, world_size: int, partners: Sequence[int]) -> Terms:
-    return Terms(
+def settings_of(rank: int, world_size: int, partners: Sequence[int]) -> ProtocolSettings:
+    return ProtocolSettings(
         members=tuple(range(world_size)),
         generation=GENERATION,
         num_elements=4,
         dtype=np.dtype(np.float64),
-        patience=Patience(floor_s=0.1, first_s=0.5, min_samples=2),
-        meeting=lambda version: Meeting(
-            group=(rank, partners[version % len(partners)]) if partners else (rank,)
+        reply_deadline=DeadlineRule(floor_s=0.1, initial_s=0.5, min_samples=2),
+        group_of=lambda version: VersionGroup(
+            ranks=(rank, partners[version % len(partners)]) if partners else (rank,)
         ),
     )
 
@@ -133,10 +139,10 @@ def cluster_of(num_ranks: int, latency_s: float = LATENCY_S) -> VirtualCluster:
 
 def play(
     cluster: VirtualCluster,
-    replicas: list[Replica],
+    ports: list[PublishedModel],
     *arrivals_s: list[float],
     partners: list[list[int]] | None = None,
-) -> list[Happenings | OffbeatError]:
+) -> list[ProtocolCounts | OffbeatError]:
     """Each rank arrives at its versions 0, 1, ... at its times, with the next rank if not told, and
     finishes after 10 s.
     """
@@ -148,21 +154,21 @@ def play(
         yield Sleep(10.0 - (yield Now()))
         yield Post(finish(generation=GENERATION))
 
-    world_size = len(replicas)
+    world_size = len(ports)
     for rank in range(world_size):
         cluster.run_in_background(rank, train(rank), channel=SERVE)
     partners = partners or [[(rank + 1) % world_size] for rank in range(world_size)]
     work = [
-        serve(rank, terms_of(rank, world_size, partners[rank]), replica)
-        for rank, replica in enumerate(replicas)
+        serve(rank, settings_of(rank, world_size, partners[rank]), port)
+        for rank, port in enumerate(ports)
     ]
     return cluster.outcomes(work, channel=SERVE)
 
 
-def test_who_is_asked_answers_at_once_and_both_have_the_same_bits() -> None:
-    replicas = [Replica(1.0), Replica(8.0)]
-    play(cluster_of(2), replicas, [1.0], [])
-    (asked,), (answered,) = replicas[0].outcomes, replicas[1].outcomes
+def test_a_rank_that_is_asked_answers_at_once_and_both_have_the_same_bits() -> None:
+    ports = [PublishedModel(1.0), PublishedModel(8.0)]
+    play(cluster_of(2), ports, [1.0], [])
+    (asked,), (answered,) = ports[0].outcomes, ports[1].outcomes
     assert (asked.version, answered.version) == (0, -1)
     assert asked.group == answered.group == (0, 1)
     assert asked.closed_s == pytest.approx(1.0 + 2 * LATENCY_S)
@@ -172,115 +178,117 @@ def test_who_is_asked_answers_at_once_and_both_have_the_same_bits() -> None:
         == np.full(4, 4.5).tobytes()
     )
     assert asked.pieces[0].notes == answered.pieces[0].notes
-    assert replicas[0].values.tolist() == replicas[1].values.tolist() == [4.5] * 4
+    assert ports[0].values.tolist() == ports[1].values.tolist() == [4.5] * 4
 
 
 def test_two_that_ask_each_other_at_once_are_averaged_once() -> None:
-    replicas = [Replica(1.0), Replica(8.0)]
-    play(cluster_of(2), replicas, [1.0, 2.0], [1.0, 2.0])
-    assert replicas[0].contributed == [0, 1]
-    assert replicas[1].contributed == [0, -1, 1, -2]
-    assert [outcome.version for outcome in replicas[1].outcomes if outcome.pieces] == [-1, -2]
-    assert replicas[0].values.tolist() == replicas[1].values.tolist() == [4.5] * 4
-    for replica in replicas:
+    ports = [PublishedModel(1.0), PublishedModel(8.0)]
+    play(cluster_of(2), ports, [1.0, 2.0], [1.0, 2.0])
+    assert ports[0].contributed == [0, 1]
+    assert ports[1].contributed == [0, -1, 1, -2]
+    assert [outcome.version for outcome in ports[1].outcomes if outcome.pieces] == [-1, -2]
+    assert ports[0].values.tolist() == ports[1].values.tolist() == [4.5] * 4
+    for port in ports:
         assert all(
-            outcome.closed_s - outcome.opened_s <= 2 * LATENCY_S + 1e-9
-            for outcome in replica.outcomes
+            outcome.closed_s - outcome.opened_s <= 2 * LATENCY_S + 1e-9 for outcome in port.outcomes
         )
 
 
 @pytest.mark.parametrize("world_size", range(2, 10))
-def test_ranks_in_lock_step_come_together(world_size: int) -> None:
+def test_ranks_in_lock_step_converge(world_size: int) -> None:
     draw = random.Random(world_size)
-    replicas = [Replica(float(rank)) for rank in range(world_size)]
+    ports = [PublishedModel(float(rank)) for rank in range(world_size)]
     partners = [
         [draw.choice([other for other in range(world_size) if other != rank]) for _ in range(40)]
         for rank in range(world_size)
     ]
     play(
         cluster_of(world_size),
-        replicas,
+        ports,
         *[[1.0 + 0.1 * step for step in range(40)]] * world_size,
         partners=partners,
     )
-    values = np.array([replica.values for replica in replicas])
+    values = np.array([port.values for port in ports])
     np.testing.assert_allclose(values.mean(axis=0), (world_size - 1) / 2)
     assert np.ptp(values, axis=0).max() < 0.02 * world_size
 
 
 def test_a_ring_in_which_all_ask_at_once_does_not_wait_for_ever() -> None:
-    replicas = [Replica(float(rank)) for rank in range(5)]
-    play(cluster_of(5), replicas, *[[1.0, 1.0, 1.0]] * 5)
-    assert [len(replica.outcomes) for replica in replicas] == [6] * 5
-    np.testing.assert_allclose(sum(replica.values for replica in replicas), 10.0)
+    ports = [PublishedModel(float(rank)) for rank in range(5)]
+    play(cluster_of(5), ports, *[[1.0, 1.0, 1.0]] * 5)
+    assert [len(port.outcomes) for port in ports] == [6] * 5
+    np.testing.assert_allclose(sum(port.values for port in ports), 10.0)
 
 
 def test_a_silent_partner_is_suspected_and_its_answer_merged_when_it_comes() -> None:
-    cluster, replicas = cluster_of(2), [Replica(1.0), Replica(8.0)]
+    cluster, ports = cluster_of(2), [PublishedModel(1.0), PublishedModel(8.0)]
     cluster.at(0.5, lambda: cluster.freeze(1, 3.0))
-    outcomes = play(cluster, replicas, [1.0, 2.0, 5.0], [])
-    closed = {outcome.version: outcome for outcome in replicas[0].outcomes}
+    outcomes = play(cluster, ports, [1.0, 2.0, 5.0], [])
+    closed = {outcome.version: outcome for outcome in ports[0].outcomes}
     assert [bool(closed[version].pieces) for version in range(3)] == [False, False, True]
     assert closed[0].closed_s == pytest.approx(1.5)
     assert closed[1].closed_s == pytest.approx(2.0)
-    assert replicas[0].amended == [0]
-    assert replicas[1].contributed == [-1, -2]
-    assert replicas[0].values.tolist() == replicas[1].values.tolist() == [4.5] * 4
-    assert outcomes[0] == Happenings(arrivals=3, late_averages=1, suspicions=1, resting={0, 1})
+    assert ports[0].merged_late == [0]
+    assert ports[1].contributed == [-1, -2]
+    assert ports[0].values.tolist() == ports[1].values.tolist() == [4.5] * 4
+    assert outcomes[0] == ProtocolCounts(arrivals=3, late_averages=1, suspicions=1, stopped={0, 1})
 
 
 def test_how_long_answers_take_is_learned() -> None:
-    replicas = [Replica(1.0), Replica(8.0)]
-    play(cluster_of(2, latency_s=1.0), replicas, [1.0, 3.5, 6.0], [])
-    assert [bool(outcome.pieces) for outcome in replicas[0].outcomes] == [False, False, True]
-    assert [outcome.closed_s for outcome in replicas[0].outcomes] == pytest.approx([1.5, 4.0, 8.0])
-    assert replicas[0].amended == [0, 1]
+    ports = [PublishedModel(1.0), PublishedModel(8.0)]
+    play(cluster_of(2, latency_s=1.0), ports, [1.0, 3.5, 6.0], [])
+    assert [bool(outcome.pieces) for outcome in ports[0].outcomes] == [False, False, True]
+    assert [outcome.closed_s for outcome in ports[0].outcomes] == pytest.approx([1.5, 4.0, 8.0])
+    assert ports[0].merged_late == [0, 1]
 
 
 def test_a_dead_partner_is_waited_for_until_that_is_known() -> None:
-    cluster, replicas = cluster_of(2), [Replica(1.0), Replica(8.0)]
+    cluster, ports = cluster_of(2), [PublishedModel(1.0), PublishedModel(8.0)]
     cluster.at(0.9, lambda: cluster.kill(1))
-    play(cluster, replicas, [1.0, 2.0], [])
-    assert [outcome.closed_s for outcome in replicas[0].outcomes] == pytest.approx([1.1, 2.0])
-    assert replicas[0].buried == [1]
-    assert replicas[0].values.tolist() == [1.0] * 4
+    play(cluster, ports, [1.0, 2.0], [])
+    assert [outcome.closed_s for outcome in ports[0].outcomes] == pytest.approx([1.1, 2.0])
+    assert ports[0].marked_dead == [1]
+    assert ports[0].values.tolist() == [1.0] * 4
 
 
 def test_a_partner_that_stays_out_says_so() -> None:
-    replicas = [Replica(1.0), Replica(8.0, gives=False)]
-    play(cluster_of(2), replicas, [1.0], [])
-    for replica in replicas:
-        (outcome,) = replica.outcomes
+    ports = [PublishedModel(1.0), PublishedModel(8.0, gives=False)]
+    play(cluster_of(2), ports, [1.0], [])
+    for port in ports:
+        (outcome,) = port.outcomes
         assert outcome.pieces == ()
-    assert replicas[0].outcomes[0].closed_s == pytest.approx(1.0 + 2 * LATENCY_S)
-    assert replicas[0].values.tolist() == [1.0] * 4
+    assert ports[0].outcomes[0].closed_s == pytest.approx(1.0 + 2 * LATENCY_S)
+    assert ports[0].values.tolist() == [1.0] * 4
 
 
-def test_who_has_nothing_to_give_asks_nobody() -> None:
-    replicas = [Replica(1.0, gives=False), Replica(8.0)]
-    play(cluster_of(2), replicas, [1.0], [])
-    assert [(outcome.version, outcome.pieces) for outcome in replicas[0].outcomes] == [(0, ())]
-    assert replicas[1].contributed == []
+def test_a_rank_without_a_contribution_asks_no_peer() -> None:
+    ports = [PublishedModel(1.0, gives=False), PublishedModel(8.0)]
+    play(cluster_of(2), ports, [1.0], [])
+    assert [(outcome.version, outcome.pieces) for outcome in ports[0].outcomes] == [(0, ())]
+    assert ports[1].contributed == []
 
 
 def test_a_world_of_one_keeps_what_it_has() -> None:
-    solo, replica = SingleRank(), Replica(1.0)
+    solo, port = SingleRank(), PublishedModel(1.0)
     for message in (
         arrive(0, generation=GENERATION),
         arrive(0, generation=GENERATION),
         finish(generation=GENERATION),
     ):
         solo.start(Post(message), SERVE)
-    assert solo.run(serve(0, terms_of(0, 1, []), replica), SERVE) == Happenings(
-        arrivals=1, resting={0}
+    assert solo.run(serve(0, settings_of(0, 1, []), port), SERVE) == ProtocolCounts(
+        arrivals=1, stopped={0}
     )
-    assert [(outcome.version, outcome.pieces) for outcome in replica.outcomes] == [(0, ())]
+    assert [(outcome.version, outcome.pieces) for outcome in port.outcomes] == [(0, ())]
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"kind": Kind.AVERAGE, "notes": (ABSENT, ABSENT), "values": np.empty(0)}, "not asked for"),
+        (
+            {"kind": MessageKind.AVERAGE, "notes": (ABSENT, ABSENT), "values": np.empty(0)},
+            "not asked for",
+        ),
         ({"num_elements": 5, "values": np.zeros(5)}, "same model"),
         ({"values": np.zeros(4, np.float32)}, "same model"),
         ({"counters": np.zeros(1, np.int64)}, "same model"),
@@ -290,7 +298,7 @@ def test_a_message_that_cannot_be_right_is_one_clear_error(
     changes: dict[str, object], complaint: str
 ) -> None:
     options = {
-        "kind": Kind.PART,
+        "kind": MessageKind.CHUNK,
         "generation": GENERATION,
         "version": 0,
         "weight": 1.0,
@@ -299,16 +307,16 @@ def test_a_message_that_cannot_be_right_is_one_clear_error(
     }
     # tests name fields that exist
     message = ModelMessage(**(options | changes))  # type: ignore[arg-type]
-    replica = Replica(1.0)
+    port = PublishedModel(1.0)
 
-    def intrude() -> Collective[Happenings]:
+    def intrude() -> Collective[ProtocolCounts]:
         yield Send(0, message.to_bytes())
         yield RecvAny(frozenset({0}))
-        return Happenings()
+        return ProtocolCounts()
 
     outcome = cluster_of(2).outcomes(
-        [serve(0, terms_of(0, 2, [1]), replica), intrude()], channel=SERVE
+        [serve(0, settings_of(0, 2, [1]), port), intrude()], channel=SERVE
     )[0]
     assert isinstance(outcome, WireError)
     assert complaint in str(outcome)
-    assert replica.outcomes == []
+    assert port.outcomes == []

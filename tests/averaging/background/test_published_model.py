@@ -1,4 +1,4 @@
-"""Where a rank stands between its trainer and the protocol."""
+"""The state that the trainer, the protocol and the membership of a rank share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from offbeat.averaging.background.group_base import Contribution, Outcome, Piece
-from offbeat.averaging.background.merge_rules import DeltaIterate
-from offbeat.averaging.background.published_model import Replica
+from offbeat.averaging.background.interface import Contribution, Piece, VersionResult
+from offbeat.averaging.background.merge_rules import DeltaMerge
+from offbeat.averaging.background.published_model import ModelState, PublishedModel
 from offbeat.codec.model_wire import Note, Values
 from offbeat.errors import PeerError
 
@@ -23,16 +23,16 @@ def model(*values: float) -> Values:
 
 
 @pytest.fixture
-def replica() -> Replica:
-    replica = Replica(weight=1.0, make_iterate=DeltaIterate)
-    replica.begin(model(0), NONE, step=0)
-    replica.take()
-    return replica
+def published() -> PublishedModel:
+    published = PublishedModel(ModelState(DeltaMerge))
+    published.trainer.begin(model(0), NONE, step=0)
+    published.trainer.take()
+    return published
 
 
 def outcome(
     version: int, mine: Contribution | None, other: float, counters: tuple[int, ...] = ()
-) -> Outcome:
+) -> VersionResult:
     """Of a group of two, with a model of one element."""
     own = 0.0 if mine is None else float(mine.values[0])
     piece = Piece(
@@ -43,7 +43,7 @@ def outcome(
         fresh=mine is not None and mine.fresh,
         counters=np.array(counters, np.int64),
     )
-    return Outcome(version=version, group=(0, 1), pieces=(piece,), opened_s=0.0, closed_s=0.0)
+    return VersionResult(version=version, group=(0, 1), pieces=(piece,), opened_s=0.0, closed_s=0.0)
 
 
 def never(version: int) -> bool:
@@ -55,187 +55,204 @@ def always(version: int) -> bool:
 
 
 def test_there_is_nothing_to_contribute_before_there_is_a_model() -> None:
-    replica = Replica(weight=1.0, make_iterate=DeltaIterate)
-    assert replica.contribute(0) is None
-    assert replica.snapshot() is None
-    assert not replica.ready
+    published = PublishedModel(ModelState(DeltaMerge))
+    assert published.protocol.contribute(0) is None
+    assert published.protocol.snapshot() is None
+    assert not published.trainer.has_begun
 
 
-def test_who_arrives_is_fresh_and_who_computes_is_not(replica: Replica) -> None:
-    stale = replica.contribute(0)
+def test_a_rank_that_arrives_is_fresh_and_one_that_computes_is_not(
+    published: PublishedModel,
+) -> None:
+    stale = published.protocol.contribute(0)
     assert stale is not None
     assert not stale.fresh
-    replica.close(outcome(0, stale, 0.0))
-    assert replica.arrive(never) is None  # it has had its average
-    assert replica.arrive(never) == 1
-    fresh = replica.contribute(1)
+    published.protocol.close(outcome(0, stale, 0.0))
+    assert published.trainer.arrive(never) is None  # it has had its average
+    assert published.trainer.arrive(never) == 1
+    fresh = published.protocol.contribute(1)
     assert fresh is not None
     assert fresh.fresh
 
 
-def test_an_invitation_is_followed_even_by_who_was_answered_for(replica: Replica) -> None:
-    answered = replica.contribute(0)
-    replica.close(outcome(0, answered, 0.0))
-    replica.invite(4)
-    assert replica.arrive(never) == 4
+def test_an_invitation_is_followed_even_after_a_contribution_on_the_ranks_behalf(
+    published: PublishedModel,
+) -> None:
+    answered = published.protocol.contribute(0)
+    published.protocol.close(outcome(0, answered, 0.0))
+    published.protocol.invite(4)
+    assert published.trainer.arrive(never) == 4
 
 
 def test_an_invitation_is_void_once_its_version_went_on_without_waiting_any_longer(
-    replica: Replica,
+    published: PublishedModel,
 ) -> None:
-    replica.invite(0)
-    late = replica.contribute(0)
-    replica.close(outcome(0, late, 0.0))
-    assert replica.arrive(always) is None
+    published.protocol.invite(0)
+    late = published.protocol.contribute(0)
+    published.protocol.close(outcome(0, late, 0.0))
+    assert published.trainer.arrive(always) is None
 
 
-def test_one_average_at_a_time(replica: Replica) -> None:
-    first = replica.contribute(0)
-    assert replica.contribute(1) is None
-    replica.close(outcome(0, first, 4.0))
-    later = replica.contribute(2)
+def test_one_average_at_a_time(published: PublishedModel) -> None:
+    first = published.protocol.contribute(0)
+    assert published.protocol.contribute(1) is None
+    published.protocol.close(outcome(0, first, 4.0))
+    later = published.protocol.contribute(2)
     assert later is not None
     assert_array_equal(later.values, model(2))
 
 
-def test_where_ranks_do_not_take_turns_an_answer_is_given_at_any_time() -> None:
-    replica = Replica(weight=1.0, make_iterate=DeltaIterate, by_turns=False)
-    replica.begin(model(0), NONE, step=0)
-    assert replica.contribute(7) is not None
-    assert replica.contribute(8) is not None
-    assert replica.arrive(never) == 9  # being answered for does not count as a turn
+def test_without_one_at_a_time_a_rank_contributes_whenever_it_is_asked() -> None:
+    published = PublishedModel(ModelState(DeltaMerge), one_at_a_time=False)
+    published.trainer.begin(model(0), NONE, step=0)
+    assert published.protocol.contribute(7) is not None
+    assert published.protocol.contribute(8) is not None
+    assert published.trainer.arrive(never) == 9  # a contribution on its behalf does not count
 
 
 def test_a_trainer_that_need_not_wait_does_without_a_version_while_another_is_under_way(
-    replica: Replica,
+    published: PublishedModel,
 ) -> None:
-    assert replica.arrive(never) == 0
-    mine = replica.contribute(0)
-    replica.advance(model(1), NONE)
-    assert replica.arrive(never) is None
-    replica.close(outcome(0, mine, 0.0))
-    assert replica.arrive(never) == 1
+    assert published.trainer.arrive(never) == 0
+    mine = published.protocol.contribute(0)
+    published.trainer.advance(model(1), NONE)
+    assert published.trainer.arrive(never) is None
+    published.protocol.close(outcome(0, mine, 0.0))
+    assert published.trainer.arrive(never) == 1
 
 
 def test_one_that_must_wait_does_until_it_is_over(
-    replica: Replica, in_thread: Callable[..., threading.Thread]
+    published: PublishedModel, in_thread: Callable[..., threading.Thread]
 ) -> None:
-    assert replica.arrive(always) == 0
-    mine = replica.contribute(0)
-    waiting = in_thread(replica.wait)
-    replica.close(outcome(0, mine, 6.0))
+    assert published.trainer.arrive(always) == 0
+    mine = published.protocol.contribute(0)
+    waiting = in_thread(published.trainer.wait)
+    published.protocol.close(outcome(0, mine, 6.0))
     waiting.join(10)
     assert not waiting.is_alive()
-    assert_array_equal(replica.take()[0], model(3))
+    assert_array_equal(published.trainer.take()[0], model(3))
 
 
 def test_one_that_can_do_without_the_average_waits_for_arrivals_alone(
-    replica: Replica, in_thread: Callable[..., threading.Thread]
+    published: PublishedModel, in_thread: Callable[..., threading.Thread]
 ) -> None:
-    assert replica.arrive(always) == 0
-    mine = replica.contribute(0)
-    for_average = in_thread(replica.wait)
-    replica.gathered(0)
-    replica.wait(for_average=False)
+    assert published.trainer.arrive(always) == 0
+    mine = published.protocol.contribute(0)
+    for_average = in_thread(published.trainer.wait)
+    published.protocol.quorum_arrived(0)
+    published.trainer.wait(for_average=False)
     assert for_average.is_alive()
-    replica.advance(model(1), NONE)
-    assert_array_equal(replica.take()[0], model(1))
-    replica.close(outcome(0, mine, 6.0))
-    replica.advance(model(3), NONE)
+    published.trainer.advance(model(1), NONE)
+    assert_array_equal(published.trainer.take()[0], model(1))
+    published.protocol.close(outcome(0, mine, 6.0))
+    published.trainer.advance(model(3), NONE)
     assert_array_equal(
-        replica.take()[0], model(3 + 3)
+        published.trainer.take()[0], model(3 + 3)
     )  # the average, and what the trainer did since it contributed
     for_average.join(10)
     assert not for_average.is_alive()
 
 
-def test_a_meeting_is_not_arrived_at_while_the_one_before_travels(
-    replica: Replica, in_thread: Callable[..., threading.Thread]
+def test_a_rank_does_not_arrive_while_the_average_before_travels(
+    published: PublishedModel, in_thread: Callable[..., threading.Thread]
 ) -> None:
-    assert replica.arrive(always) == 0
-    mine = replica.contribute(0)
-    replica.gathered(0)
-    replica.wait(for_average=False)
-    arriving = in_thread(replica.arrive, always)
-    assert replica.is_arrived_at(0)
-    replica.close(outcome(0, mine, 6.0))
+    assert published.trainer.arrive(always) == 0
+    mine = published.protocol.contribute(0)
+    published.protocol.quorum_arrived(0)
+    published.trainer.wait(for_average=False)
+    arriving = in_thread(published.trainer.arrive, always)
+    assert published.membership.is_arrived_at(0)
+    published.protocol.close(outcome(0, mine, 6.0))
     arriving.join(10)
-    assert replica.is_arrived_at(1)
-    waiting = in_thread(lambda: replica.wait(for_average=False))
-    assert waiting.is_alive()  # the word of one meeting does not count for the next
-    replica.restart()
+    assert published.membership.is_arrived_at(1)
+    waiting = in_thread(lambda: published.trainer.wait(for_average=False))
+    assert waiting.is_alive()  # the quorum of one version does not count for the next
+    published.membership.begin_generation()
     waiting.join(10)
     assert not waiting.is_alive()
 
 
-def test_a_change_of_membership_frees_who_waits(
-    replica: Replica, in_thread: Callable[..., threading.Thread]
+def test_a_new_generation_ends_all_waits(
+    published: PublishedModel, in_thread: Callable[..., threading.Thread]
 ) -> None:
-    assert replica.arrive(always) == 0
-    waiting = in_thread(replica.wait)
-    replica.restart()
+    assert published.trainer.arrive(always) == 0
+    waiting = in_thread(published.trainer.wait)
+    published.membership.begin_generation()
     waiting.join(10)
     assert not waiting.is_alive()
-    assert replica.arrive(never) == 0  # versions are numbered anew
+    assert published.trainer.arrive(never) == 0  # versions are numbered anew
 
 
-def test_an_error_of_the_protocol_comes_out_at_the_trainer(replica: Replica) -> None:
-    assert replica.arrive(always) == 0
-    replica.fail(PeerError("they are gone"))
-    with pytest.raises(PeerError, match="they are gone"):
-        replica.wait()
-    with pytest.raises(PeerError, match="they are gone"):
-        replica.arrive(never)
+def test_an_error_of_the_protocol_comes_out_at_the_trainer(published: PublishedModel) -> None:
+    assert published.trainer.arrive(always) == 0
+    published.membership.fail(PeerError("they are dead"))
+    with pytest.raises(PeerError, match="they are dead"):
+        published.trainer.wait()
+    with pytest.raises(PeerError, match="they are dead"):
+        published.trainer.arrive(never)
 
 
-def test_the_largest_counters_are_kept(replica: Replica) -> None:
-    replica.begin(model(0), np.array([3, 5]), step=0)
-    mine = replica.contribute(0)
-    replica.close(outcome(0, mine, 0.0, counters=(4, 4)))
-    replica.advance(model(0), np.array([1, 6]))
-    assert_array_equal(replica.take()[1], [4, 6])
+def test_the_largest_counters_are_kept(published: PublishedModel) -> None:
+    published.trainer.begin(model(0), np.array([3, 5]), step=0)
+    mine = published.protocol.contribute(0)
+    published.protocol.close(outcome(0, mine, 0.0, counters=(4, 4)))
+    published.trainer.advance(model(0), np.array([1, 6]))
+    assert_array_equal(published.trainer.take()[1], [4, 6])
 
 
-def test_models_that_were_asked_for_are_waited_for_only_from_the_living(replica: Replica) -> None:
+def test_models_that_were_asked_for_are_waited_for_only_from_the_living(
+    published: PublishedModel,
+) -> None:
     theirs = Contribution(values=model(9), step=3, fresh=False)
-    replica.receive(1, theirs)
-    replica.receive(3, None)
-    replica.bury(2)
-    assert replica.states(frozenset({1, 2, 3}), replica.epoch, patience_s=60) == {1: theirs}
+    published.protocol.receive_model(1, theirs)
+    published.protocol.receive_model(3, None)
+    published.protocol.mark_dead(2)
+    assert published.membership.collect_models(
+        frozenset({1, 2, 3}), published.membership.epoch, timeout_s=60
+    ) == {1: theirs}
 
 
-def test_a_model_that_does_not_come_is_done_without(replica: Replica) -> None:
-    assert replica.states(frozenset({1}), replica.epoch, patience_s=0.0) == {}
+def test_a_model_that_does_not_arrive_is_left_out(published: PublishedModel) -> None:
+    assert (
+        published.membership.collect_models(
+            frozenset({1}), published.membership.epoch, timeout_s=0.0
+        )
+        == {}
+    )
 
 
-def test_waiting_for_rest_ends_when_the_last_one_rests_or_dies(
-    replica: Replica, in_thread: Callable[..., threading.Thread]
+def test_waiting_until_peers_stop_ends_when_the_last_one_stops_or_dies(
+    published: PublishedModel, in_thread: Callable[..., threading.Thread]
 ) -> None:
-    replica.rested(1)
-    waiting = in_thread(replica.wait_for_rest, frozenset({1, 2}), replica.epoch)
-    replica.bury(2)
+    published.protocol.mark_stopped(1)
+    waiting = in_thread(
+        published.membership.wait_until_stopped, frozenset({1, 2}), published.membership.epoch
+    )
+    published.protocol.mark_dead(2)
     waiting.join(10)
     assert not waiting.is_alive()
 
 
-def test_who_was_expelled_goes_on_alone_and_then_takes_a_members_model(replica: Replica) -> None:
-    replica.leave()
-    assert replica.contribute(5) is None
-    replica.advance(model(7), NONE)
-    assert replica.arrive(always) is None
-    assert_array_equal(replica.take()[0], model(7))
-    replica.adopt(Contribution(values=model(100), step=50, fresh=False))
-    replica.advance(model(8), NONE)  # of a step that began before
-    assert_array_equal(replica.take()[0], model(100))
-    assert replica.step == 2
-    assert replica.snapshot() is not None
+def test_an_expelled_rank_continues_alone_and_then_adopts_a_members_model(
+    published: PublishedModel,
+) -> None:
+    published.membership.expel()
+    assert published.protocol.contribute(5) is None
+    published.trainer.advance(model(7), NONE)
+    assert published.trainer.arrive(always) is None
+    assert_array_equal(published.trainer.take()[0], model(7))
+    published.membership.adopt(Contribution(values=model(100), step=50, fresh=False))
+    published.trainer.advance(model(8), NONE)  # of a step that began before
+    assert_array_equal(published.trainer.take()[0], model(100))
+    assert published.trainer.step == 2
+    assert published.protocol.snapshot() is not None
 
 
 def test_a_newcomer_counts_on_from_the_step_of_the_model_it_took() -> None:
-    replica = Replica(weight=1.0, make_iterate=DeltaIterate)
-    replica.adopt(Contribution(values=model(100), step=50, fresh=False))
-    assert replica.ready
-    assert replica.step == 50
-    model_taken, _ = replica.take()
-    replica.advance(model_taken + 1, NONE)
-    assert_array_equal(replica.take()[0], model(101))
+    published = PublishedModel(ModelState(DeltaMerge))
+    published.membership.adopt(Contribution(values=model(100), step=50, fresh=False))
+    assert published.trainer.has_begun
+    assert published.trainer.step == 50
+    model_taken, _ = published.trainer.take()
+    published.trainer.advance(model_taken + 1, NONE)
+    assert_array_equal(published.trainer.take()[0], model(101))

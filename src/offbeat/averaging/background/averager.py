@@ -1,5 +1,7 @@
-"""Weights, averaged beside training: a progress thread answers for this rank, and the trainer waits
-for nobody who computes.
+"""The background averager: averages travel and are merged while the trainer computes.
+
+`start_background_averager` puts together what a rank needs for that. The parts of strategies extend
+`BackgroundPart`; `BackgroundWeightAverage` is the part of WAGMA-SGD and AD-PSGD.
 """
 
 from __future__ import annotations
@@ -7,125 +9,202 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from typing_extensions import override
 
-from offbeat.averaging.background.progress import Progress
-from offbeat.averaging.background.published_model import Replica
+from offbeat.averaging.background.interface import ProtocolSettings
+from offbeat.averaging.background.progress_thread import AveragingProtocol, ProgressThread
+from offbeat.averaging.background.published_model import PublishedModel, TrainerPort
 from offbeat.codec.model_wire import Values
-from offbeat.errors import CheckpointError
+from offbeat.errors import CheckpointError, UnsupportedError
+from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import Generations
 from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
+from offbeat.planning.groups import VersionGroup
 from offbeat.weights.model_weights import ModelWeights, require_finite
 from offbeat.weights.optimizer_state import Momenta
 from offbeat.weights.staging import Staging
 
-R = TypeVar("R", bound=Replica)
+GroupOf: TypeAlias = Callable[[int, int, int], VersionGroup]
+"""The group of (a version, this rank's position, the number of members)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Beside(Generic[R]):
-    """What answers for a rank beside its training.
+class BackgroundAverager:
+    """What takes part in averages on behalf of a rank while its trainer computes.
 
     Attributes:
-        weights: what is averaged.
-        momenta: what is averaged with them when everyone meets; None: nothing.
-        staging: of `tensors()`.
-        replica: the model that the others see.
-        progress: answers for it.
-        generations: the membership; None in a world of one.
-        rank: for errors.
-        notify: for remarks.
-        record_wait: told from when to when the trainer waited, in seconds of the monotonic clock.
+        weights: the weights that are averaged.
+        momenta: the momenta that are averaged with them at global synchronizations; None: none.
+        staging: reads and writes `tensors()` as one vector.
+        trainer: the trainer's port of the published model.
+        progress: runs the protocol.
+        generations: keeps this rank in the newest generation; None in a world of one.
+        rank: this rank, for errors and remarks.
+        notify: writes a remark for the user.
+        record_wait: is told from when to when the trainer waited, in seconds of the monotonic
+            clock.
     """
 
     weights: ModelWeights
     momenta: Momenta | None
     staging: Staging
-    replica: R
-    progress: Progress
+    trainer: TrainerPort
+    progress: ProgressThread
     generations: Generations | None
     rank: int
     notify: Callable[[str], None]
     record_wait: Callable[[float, float], None]
 
     def close(self, *, over: bool = False) -> None:
-        """End what runs beside. `over`: the run has ended for everyone."""
+        """End the threads of this rank. `over`: the run has ended for all members."""
+        # The membership first: it could begin a generation that nobody would close.
         if self.generations is not None:
             self.generations.close(over=over)
         self.progress.close()
 
     def tensors(self) -> list[torch.Tensor]:
-        """What the vector that is averaged is made of."""
+        """The tensors that form the averaged vector, in this order."""
         return averaged_tensors(self.weights, self.momenta)
 
 
-def averaged_tensors(weights: ModelWeights, momenta: Momenta | None) -> list[torch.Tensor]:
-    """A model's tensors, and after them its optimizer's where these are averaged too."""
+def averaged_tensors(weights: ModelWeights, momenta: Momenta | None = None) -> list[torch.Tensor]:
+    """A model's tensors, followed by its optimizer's momenta where these are averaged too."""
     return [*weights.tensors(), *([] if momenta is None else momenta.tensors())]
 
 
-class AnsweredPart(Part, Generic[R]):
-    """A part of a rank that is answered for beside its training.
+def start_background_averager(
+    workspace: Workspace,
+    weights: ModelWeights,
+    published: PublishedModel,
+    *,
+    staging: Staging,
+    serve: AveragingProtocol,
+    group_of: GroupOf,
+    num_flags: int = 0,
+    momenta: Momenta | None = None,
+    averages_momenta: Callable[[int], bool] = lambda version: False,
+) -> BackgroundAverager:
+    """Start the threads that average on behalf of this rank. Collective.
 
-    Attributes:
-        start_step: the step at which this rank came in: 0, or that of the member whose model it
-            took.
+    Args:
+        workspace: of the session.
+        weights: the weights to average.
+        published: the model that peers may have; it is empty.
+        staging: of `averaged_tensors(weights, momenta)`.
+        serve: the protocol.
+        group_of: the group of each version.
+        num_flags: how many counters `published` adds to the model's own, >= 0.
+        momenta: the optimizer's momenta, to be averaged in some versions; None: in none.
+        averages_momenta: whether a version averages them.
+
+    Raises:
+        UnsupportedError: momenta are to be averaged, and the model has tensors of several types or
+            devices.
+        PeerError: a newcomer received no model.
     """
+    if momenta is not None and not staging.in_order:
+        raise UnsupportedError(
+            "momenta='averaged' needs all parameters and buffers of one type on one device; pass"
+            " 'local'"
+        )
+    num_weights = sum(_num_reals(tensor) for tensor in weights.tensors())
+    buffers = weights.buffers()
+    num_counters = num_flags + sum(buffers[name].numel() for name in weights.chosen.counters)
+
+    def settings(generation: Generation, position: int) -> ProtocolSettings:
+        num_members = len(generation.members)
+        return ProtocolSettings(
+            members=tuple(range(num_members)),
+            generation=generation.number,
+            num_elements=staging.num_elements,
+            num_counters=num_counters,
+            num_averaged=lambda version: (
+                staging.num_elements if averages_momenta(version) else num_weights
+            ),
+            dtype=staging.dtype,
+            group_of=lambda version: group_of(version, position, num_members),
+        )
+
+    progress = ProgressThread(
+        published, serve=serve, settings=settings, count=workspace.count, notify=workspace.notify
+    )
+    generations = None
+    try:
+        generations = workspace.enter(progress)
+        progress.wait_for_model()
+    except BaseException:
+        if generations is not None:
+            generations.close()
+        progress.close()
+        raise
+    return BackgroundAverager(
+        weights=weights,
+        momenta=momenta,
+        staging=staging,
+        trainer=published.trainer,
+        progress=progress,
+        generations=generations,
+        rank=workspace.driver.rank,
+        notify=workspace.notify,
+        record_wait=workspace.record_wait,
+    )
+
+
+class BackgroundPart(Part):
+    """A part of a rank that has a background averager."""
 
     averages_models = True
     averages_alone = True
 
-    def __init__(self, beside: Beside[R]) -> None:
-        self._beside = beside
-        self._replica = beside.replica
-        self._num_steps = self.start_step = beside.replica.step
+    def __init__(self, averager: BackgroundAverager) -> None:
+        self._averager = averager
+        self._trainer = averager.trainer
+        self._num_steps = self.start_step = self._trainer.step
         self._encode_s = 0.0
-        if beside.replica.ready:  # a newcomer has taken a model over
+        if self._trainer.has_begun:  # this rank is a newcomer and has the model of a member
             self._load()
 
     @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
-        """The model is shown as late as can be: the user may load weights after attaching."""
-        self._begin()
+        # The model is published as late as possible, because the user may load weights after
+        # attaching.
+        self._publish()
 
     @override
     def on_finish(self) -> None:
-        """No more steps: return when no living rank takes any."""
-        self._begin()
-        self._beside.progress.rest()
-        averages = self._replica.averages
-        if averages.contributions:
-            self._beside.notify(
-                f"worker {self._beside.rank} had {averages.made} averages and missed"
-                f" {averages.missed}; {averages.stale / averages.contributions:.0%} of what they"
+        self._publish()
+        self._averager.progress.stop_stepping()
+        counts = self._trainer.counts
+        if counts.contributions:
+            self._averager.notify(
+                f"worker {self._averager.rank} had {counts.made} averages and missed"
+                f" {counts.missed}; {counts.stale / counts.contributions:.0%} of what they"
                 " were made of came from workers that were computing"
             )
 
     @override
     def on_abandon(self, reason: str) -> None:
-        """This rank has failed: the others need not wait for it to part."""
-        self._beside.progress.abort(reason)
-        self._beside.close()
+        self._averager.progress.abort(reason)
+        self._averager.close()
 
     @override
     def average_into(self, weights: ModelWeights) -> None:
-        """Write the mean of all living ranks' models into `weights`, another model's of the same
-        shape. Not collective.
-        """
-        self._begin()
-        values, counters = self._beside.progress.mean()
-        staging = self._beside.staging
-        own = len(weights.tensors())
-        aside = [torch.empty_like(tensor) for tensor in self._beside.tensors()[own:]]
-        staging.write_(values.astype(staging.dtype), [*weights.tensors(), *aside])
+        self._publish()
+        values, counters = self._averager.progress.mean()
+        staging = self._averager.staging
+        # The vector ends with momenta where these are averaged too; the copy of the model has none.
+        num_tensors = len(weights.tensors())
+        unused = [torch.empty_like(tensor) for tensor in self._averager.tensors()[num_tensors:]]
+        staging.write_(values.astype(staging.dtype), [*weights.tensors(), *unused])
         weights.write_counters(counters)
 
     @override
     def counters(self) -> dict[str, float]:
-        return {"exchanges": self._replica.averages.made, "encode_s": self._encode_s}
+        return {"exchanges": self._trainer.counts.made, "encode_s": self._encode_s}
 
     @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -136,79 +215,88 @@ class AnsweredPart(Part, Generic[R]):
         if "num_steps" not in state.get("local", {}):
             raise CheckpointError("the state lacks 'num_steps'; it was saved by another strategy")
         self._num_steps = int(state["local"]["num_steps"])
-        self._replica.forget()  # the model was loaded as well, or is about to be
+        # The weights are loaded too, before or after this, so what was published is out of date.
+        self._trainer.forget()
 
     @override
     def close(self) -> None:
-        """The weights stay as they are: the user's."""
-        self._beside.close(over=self._beside.progress.part())
+        self._averager.close(over=self._averager.progress.leave())
 
-    def _begin(self) -> None:
-        if not self._replica.ready:
-            self._replica.begin(
-                self._read(), self._beside.weights.read_counters(), step=self._num_steps
+    def _publish(self) -> None:
+        """Publish the model, unless it is published."""
+        if not self._trainer.has_begun:
+            self._trainer.begin(
+                self._read(), self._averager.weights.read_counters(), step=self._num_steps
             )
 
     def _advance(self) -> None:
-        """Show the others the model as it is at the end of a step."""
+        """Publish the model as it is at the end of a step."""
         begin_s = time.perf_counter()
         self._num_steps += 1
-        self._replica.advance(self._read(), self._beside.weights.read_counters())
+        self._trainer.advance(self._read(), self._averager.weights.read_counters())
         self._encode_s += time.perf_counter() - begin_s
 
     def _arrive(self, must_wait: Callable[[int], bool], *, for_average: bool = True) -> int | None:
-        """Arrive at a version, unless this rank need not, and wait for it if it must. Returns
-        which.
+        """Arrive at a version, unless this rank need not, and wait for it if it must.
 
-        `for_average`: whether to wait for the average, too, or for arrivals alone.
+        Args:
+            must_wait: whether the trainer must wait for a version.
+            for_average: whether it waits for the average; else for the arrivals of peers alone.
+
+        Returns:
+            The version; None without an arrival.
         """
         begin_s = time.monotonic()
-        version = self._replica.arrive(must_wait)
+        version = self._trainer.arrive(must_wait)
         if version is not None:
-            self._beside.progress.arrive(version)
+            self._averager.progress.arrive(version)
             if must_wait(version):
-                self._replica.wait(for_average=for_average)
-        self._beside.record_wait(begin_s, time.monotonic())
+                self._trainer.wait(for_average=for_average)
+        self._averager.record_wait(begin_s, time.monotonic())
         return version
 
     def _load(self) -> None:
-        """Go on from what averages have made of the model."""
+        """Continue with what averages have made of the model."""
         begin_s = time.perf_counter()
-        values, counters = self._replica.take()
-        beside, tensors = self._beside, self._beside.tensors()
-        beside.staging.write_(values, tensors)
-        if not beside.staging.exact or not (beside.momenta is None or beside.momenta.complete):
-            self._replica.hold(self._read())
-        self._beside.weights.write_counters(counters)
+        averager, tensors = self._averager, self._averager.tensors()
+        values, counters = self._trainer.take()
+        averager.staging.write_(values, tensors)
+        # The tensors do not hold exactly `values` where their type is shorter, or where a momentum
+        # does not exist yet. The next step must count from what they hold.
+        if not averager.staging.exact or not (
+            averager.momenta is None or averager.momenta.complete
+        ):
+            self._trainer.rebase(self._read())
+        averager.weights.write_counters(counters)
         self._encode_s += time.perf_counter() - begin_s
 
     def _read(self) -> Values:
-        values = self._beside.staging.read(self._beside.tensors())
-        require_finite([torch.from_numpy(values)], rank=self._beside.rank)
+        values = self._averager.staging.read(self._averager.tensors())
+        require_finite([torch.from_numpy(values)], rank=self._averager.rank)
         return values
 
 
-class GroupAverage(AnsweredPart[Replica]):
-    """After every optimizer step: shows the others this rank's model, and takes what averages have
-    made of it.
+class BackgroundWeightAverage(BackgroundPart):
+    """After every optimizer step, publishes this rank's weights and takes the averaged ones.
 
     Args:
-        beside: what answers for this rank.
-        interval: local steps between arrivals, >= 1.
-        overlap: whether the trainer goes on as soon as enough have arrived, at once where that is
-            one, and finds the average at the end of a later step; else it waits for the network.
+        averager: averages on behalf of this rank.
+        interval: the number of local steps between arrivals, >= 1.
+        overlap: whether the trainer continues as soon as enough ranks have arrived (at once where
+            one suffices) and takes the average at the end of a later step; else it waits for the
+            average.
     """
 
     state_key: ClassVar[str] = "group_average"
 
-    def __init__(self, beside: Beside[Replica], *, interval: int, overlap: bool) -> None:
-        super().__init__(beside)
+    def __init__(self, averager: BackgroundAverager, *, interval: int, overlap: bool) -> None:
+        super().__init__(averager)
         self._interval = interval
         self._overlap = overlap
 
     @override
     def on_before_step(self) -> None:
-        self._begin()
+        self._publish()
 
     @override
     def on_after_step(self) -> None:
@@ -218,4 +306,8 @@ class GroupAverage(AnsweredPart[Replica]):
         self._load()
 
     def _must_wait(self, version: int) -> bool:
-        return not self._overlap or self._beside.progress.must_wait(version)
+        return not self._overlap or self._averager.progress.must_wait(version)
+
+
+def _num_reals(tensor: torch.Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)

@@ -1,11 +1,12 @@
-"""How long to wait for others before going on without them, learned from how long they took so far.
+"""Deadlines after which a rank proceeds without a peer, learned from how long earlier waits took.
 
     deadline = median + k MAD,  within [floor, cap]
 
-MAD is the median absolute deviation from the median. Neither is moved by a few outliers, so one
-rank that was suspended does not make everyone patient, and the first steps, when caches are cold
-and libraries load, are forgotten in time. Before enough is known the deadline is a guess,
-`first_s`: long where a wrong suspicion is dear, short where it is cheap and taken back.
+MAD is the median absolute deviation from the median. A few outliers change neither of them. One
+rank that was suspended therefore does not lengthen the deadline, and the first steps, in which
+caches are cold and libraries load, stop counting after `window` waits. Before enough waits are
+known the deadline is `initial_s`: long where a wrong suspicion is costly, short where it costs
+little and ends with the peer's next message.
 """
 
 from __future__ import annotations
@@ -20,24 +21,27 @@ from offbeat.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Patience:
+class DeadlineRule:
     """How a deadline follows from the waits before it.
 
     Attributes:
-        window: so many latest waits count, >= 1.
-        min_samples: so many waits have to be known before the deadline follows from them, >= 1.
-        first_s: the deadline until then, if `floor_s` and `cap_s` allow it, in seconds, >= 0.
+        window: the number of latest waits that count, >= 1.
+        min_samples: how many waits must be known before the deadline follows from them, >= 1.
+        initial_s: the deadline until then, limited by `floor_s` and `cap_s`, in seconds, >= 0.
         num_mads: k, >= 0.
-        min_spread: the MAD is taken for at least this fraction of the median, >= 0: waits that were
-            all alike do not promise that the next one will be.
-        floor_s: the deadline is never shorter, in seconds, > 0. Longer than a busy machine may take
-            to schedule a thread.
-        cap_s: nor longer, in seconds, >= floor_s.
+        min_spread: the MAD counts as at least this fraction of the median, >= 0, because waits
+            that were all equal do not mean that the next one will be.
+        floor_s: the shortest deadline, in seconds, > 0. It should be longer than a busy machine may
+            take to schedule a thread.
+        cap_s: the longest deadline, in seconds, >= floor_s.
+
+    Raises:
+        ConfigError: a value is out of its range.
     """
 
     window: int = 128
     min_samples: int = 8
-    first_s: float = 30.0
+    initial_s: float = 30.0
     num_mads: float = 8.0
     min_spread: float = 0.05
     floor_s: float = 0.25
@@ -48,34 +52,36 @@ class Patience:
             value = getattr(self, field.name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(
-                    f"Patience.{field.name} is {value}, allowed is any finite number from 0"
+                    f"DeadlineRule.{field.name} is {value}, allowed is any finite number from 0"
                 )
         for name in ("window", "min_samples"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"Patience.{name} is {getattr(self, name)}, allowed is 1 or more")
+                raise ConfigError(
+                    f"DeadlineRule.{name} is {getattr(self, name)}, allowed is 1 or more"
+                )
         if not 0 < self.floor_s <= self.cap_s:
             raise ConfigError(
-                f"Patience.floor_s is {self.floor_s}, allowed is above 0 and up to cap_s,"
+                f"DeadlineRule.floor_s is {self.floor_s}, allowed is above 0 and up to cap_s,"
                 f" {self.cap_s}"
             )
 
 
-def deadline_s(waits_s: Collection[float], patience: Patience) -> float:
-    """How long to wait this time, in seconds.
+def deadline_s(waits_s: Collection[float], rule: DeadlineRule) -> float:
+    """The time after which to proceed without a peer, in seconds.
 
     Args:
-        waits_s: how long it took before, latest last, each >= 0; waits that ended only after a
-            deadline included.
-        patience: the rule.
+        waits_s: the earlier waits in seconds, the latest last, each >= 0. They include waits that
+            ended only after their deadline.
+        rule: how the deadline follows from them.
 
-    >>> deadline_s([], Patience())
+    >>> deadline_s([], DeadlineRule())
     30.0
-    >>> deadline_s([1.0] * 8 + [100.0], Patience(num_mads=4.0, min_spread=0.25))
+    >>> deadline_s([1.0] * 8 + [100.0], DeadlineRule(num_mads=4.0, min_spread=0.25))
     2.0
     """
-    latest_s = np.fromiter(waits_s, dtype=np.float64, count=len(waits_s))[-patience.window :]
-    if latest_s.size < patience.min_samples:
-        return min(max(patience.first_s, patience.floor_s), patience.cap_s)
+    latest_s = np.fromiter(waits_s, dtype=np.float64, count=len(waits_s))[-rule.window :]
+    if latest_s.size < rule.min_samples:
+        return min(max(rule.initial_s, rule.floor_s), rule.cap_s)
     median_s = float(np.median(latest_s))
-    mad_s = max(float(np.median(np.abs(latest_s - median_s))), patience.min_spread * median_s)
-    return min(max(median_s + patience.num_mads * mad_s, patience.floor_s), patience.cap_s)
+    mad_s = max(float(np.median(np.abs(latest_s - median_s))), rule.min_spread * median_s)
+    return min(max(median_s + rule.num_mads * mad_s, rule.floor_s), rule.cap_s)

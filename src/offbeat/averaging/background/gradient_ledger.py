@@ -1,8 +1,12 @@
-"""Gradients in averages that wait for nobody: what is owed, what is under way, what has come and is
-still to be applied.
+"""Gradients in averages that wait for no rank, the bookkeeping of eager-SGD (arXiv 1908.04207).
 
-Nothing is lost: a gradient is owed until a version has taken it in, and every average is applied by
-every rank once.
+A gradient passes through three accounts of its rank, and no account loses anything:
+
+    owed          no version has it yet
+    under way     it was contributed to a version, and is owed again wherever the average came
+                  without it
+    to apply      averages that came, and that the trainer has not applied yet; every rank applies
+                  every average once
 """
 
 from __future__ import annotations
@@ -12,27 +16,30 @@ from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
-from offbeat.averaging.background.group_base import Contribution, Piece
-from offbeat.averaging.background.merge_rules import Iterate
-from offbeat.averaging.background.published_model import Counters, Replica
-from offbeat.codec.model_wire import Values
+from offbeat.averaging.background.interface import Contribution, Piece
+from offbeat.averaging.background.merge_rules import MergeRule
+from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.codec.model_wire import Counters, Values
 
-Used = NDArray[np.bool_]
+UsedParameters = NDArray[np.bool_]
 """Which parameters had a gradient, shape (num_parameters,)."""
 
 
-class GradientReplica(Replica):
-    """A rank in versions that average gradients, and in some that average models.
+class GradientLedger(ModelState):
+    """A rank's model and gradients, for versions that average gradients and some that average
+    models. Used under the lock of a `PublishedModel`.
 
-    Which parameters anyone used travels with the model's counters, of which the largest is taken.
+    Which parameters any rank has used travels as further counters of the model: an average has the
+    largest value of each.
 
     Args:
-        num_elements: of the model.
-        num_parameters: of the model.
-        make_iterate: makes the iterate of a model, for the versions that average models, and for
-            who asks for it.
-        averages_models: whether a version does.
+        num_elements: the number of elements of the model.
+        num_parameters: the number of its parameters.
+        make_rule: makes the merge rule of the model, for the versions that average models and for
+            peers that request the model.
+        averages_models: whether a version averages models.
     """
 
     def __init__(
@@ -40,132 +47,192 @@ class GradientReplica(Replica):
         num_elements: int,
         num_parameters: int,
         *,
-        make_iterate: Callable[[Values], Iterate],
+        make_rule: Callable[[Values], MergeRule],
         averages_models: Callable[[int], bool],
     ) -> None:
+        super().__init__(make_rule)
         self._num_elements = num_elements
         self._num_parameters = num_parameters
-        self._owed: Values | None = None
-        self._used = self._nothing_used()
-        self._update: Values | None = None
-        self._used_in_update = self._nothing_used()
-        self._under_way: dict[int, Values] = {}
-        super().__init__(weight=1.0, make_iterate=make_iterate, max_credit=1)
         self._averages_models = averages_models
+        self._owed: Values | None = None
+        self._used = self._none_used()
+        self._under_way: dict[int, Values] = {}
+        self._to_apply: Values | None = None
+        self._used_to_apply = self._none_used()
 
-    def begin(self, model: Values, counters: Counters, *, step: int) -> None:
-        super().begin(model, self._with_used(counters, self._nothing_used()), step=step)
+    # The trainer's gradients
 
-    def advance(self, model: Values, counters: Counters) -> None:
-        super().advance(model, self._with_used(counters, self._nothing_used()))
-
-    def take(self) -> tuple[Values, Counters]:
-        values, counters = super().take()
-        return values, counters[: counters.size - self._num_parameters]
-
-    def owe(self, gradient: Values, used: Used) -> None:
-        """This rank has a new gradient, shape (num_elements,), which belongs to the replica from
-        now on.
-        """
-        with self._changed:
-            self._owed = gradient if self._owed is None else self._owed + gradient
-            self._used = self._used | used
-
-    def take_update(self) -> tuple[Values | None, Used]:
-        """The sum, over versions since the last call, of their contributions by the number of
-        members; None: there was none.
-        """
-        with self._changed:
-            taken, used = self._update, self._used_in_update
-            self._update, self._used_in_update = None, self._nothing_used()
-            return taken, used
-
-    def adopt(self, state: Contribution) -> None:
-        """Gradients of the model that is given up are of no use to another one."""
-        with self._changed:
-            super().adopt(state)
-            self._owed = self._update = None
-            self._used, self._used_in_update = self._nothing_used(), self._nothing_used()
-            self._under_way = {}
-
-    def ledger(self) -> tuple[Values | None, Values | None]:
-        """What is owed, and what has come and was not applied; copies."""
-        with self._changed:
-            return self.owed(), None if self._update is None else self._update.copy()
-
-    def resume(self, *, owed: Values, to_apply: Values, used: Used) -> None:
-        """Go on with what was owed and what was to be applied when the state was saved."""
-        with self._changed:
-            self._owed = owed if owed.any() else None
-            self._update = to_apply if to_apply.any() else None
-            self._used = used if self._owed is not None else self._nothing_used()
-            self._used_in_update = used if self._update is not None else self._nothing_used()
+    def owe(self, gradient: Values, used: UsedParameters) -> None:
+        """Add a new gradient to what is owed."""
+        self._owed = gradient if self._owed is None else self._owed + gradient
+        self._used = self._used | used
 
     def owed(self) -> Values | None:
-        """What no version has taken in so far, what is under way included."""
-        with self._changed:
-            parts = [*self._under_way.values(), *([] if self._owed is None else [self._owed])]
-            return np.sum(parts, axis=0) if parts else None
+        """What no version has taken in so far, including what is under way; None: nothing."""
+        accounts = [*self._under_way.values(), *([] if self._owed is None else [self._owed])]
+        return np.sum(accounts, axis=0) if accounts else None
 
-    def _is_under_way(self) -> bool:
-        return super()._is_under_way() or bool(self._under_way)
+    def to_apply(self) -> Values | None:
+        """A copy of what has come and was not applied; None: nothing."""
+        return None if self._to_apply is None else self._to_apply.copy()
 
-    def settle(self, version: int) -> None:
-        with self._changed:
-            if (lost := self._under_way.pop(version, None)) is not None:
-                self._owe_again(lost, 0, lost.size)
-                self._changed.notify_all()
+    def take_update(self) -> tuple[Values | None, UsedParameters]:
+        """What is to be applied, which counts as applied from now on."""
+        taken, used = self._to_apply, self._used_to_apply
+        self._to_apply, self._used_to_apply = None, self._none_used()
+        return taken, used
 
-    def _restart(self) -> None:
-        """What was under way in the membership that is over will not come back."""
-        super()._restart()
-        for values in self._under_way.values():
-            self._owe_again(values, 0, values.size)
-        self._under_way = {}
+    def resume(self, *, owed: Values, to_apply: Values, used: UsedParameters) -> None:
+        """Restore the accounts of a saved state."""
+        self._owed = owed if owed.any() else None
+        self._to_apply = to_apply if to_apply.any() else None
+        self._used = used if self._owed is not None else self._none_used()
+        self._used_to_apply = used if self._to_apply is not None else self._none_used()
 
-    def _offer(self, version: int, iterate: Iterate, *, fresh: bool) -> Contribution | None:
-        if self._averages_models(version):
-            return super()._offer(version, iterate, fresh=fresh)
+    # Versions
+
+    @override
+    def averages_models(self, version: int) -> bool:
+        return self._averages_models(version)
+
+    @override
+    def contribute(self, version: int, *, fresh: bool) -> Contribution | None:
+        if self.averages_models(version):
+            return super().contribute(version, fresh=fresh)
         if self._owed is None:
-            self._was_answered_for(not fresh)
-            return None  # as good as zeros, and nothing to send
+            return None  # it would be zeros, so there is no reason to send it
         mine, used = self._owed, self._used
-        self._owed, self._used = None, self._nothing_used()
+        self._owed, self._used = None, self._none_used()
+        # A copy, because elements become zero when their average comes.
         self._under_way[version] = mine.copy()
-        counters = self._with_used(
-            self._counters[: self._counters.size - self._num_parameters], used
-        )
+        own_counters = self._counters[: self._counters.size - self._num_parameters]
+        counters = self._with_used(own_counters, used)
         return replace(self._contribution(mine, fresh=fresh), counters=counters)
 
-    def _merge(self, version: int, pieces: tuple[Piece, ...]) -> None:
-        if self._averages_models(version):
-            super()._merge(version, pieces)
+    @override
+    def merge(self, version: int, pieces: tuple[Piece, ...]) -> None:
+        if self.averages_models(version):
+            super().merge(version, pieces)
             return
         mine = self._under_way.get(version)
         for piece in pieces:
-            if self._update is None:
-                self._update = np.zeros(self._num_elements, piece.average.dtype)
-            self._used_in_update |= piece.counters[piece.counters.size - self._num_parameters :] > 0
-            self._update[piece.begin : piece.end] += piece.average * (
+            if self._to_apply is None:
+                self._to_apply = np.zeros(self._num_elements, piece.average.dtype)
+            self._used_to_apply |= piece.counters[piece.counters.size - self._num_parameters :] > 0
+            # The sum of contributions divided by the number of members: a member that owed nothing
+            # has contributed zero.
+            self._to_apply[piece.begin : piece.end] += piece.average * (
                 piece.sum_of_weights / len(piece.notes)
             )
             if mine is not None:
-                if piece.contributed is None:
+                if piece.contributed is None:  # this rank's contribution came too late for it
                     self._owe_again(mine, piece.begin, piece.end)
                 mine[piece.begin : piece.end] = 0
         if mine is not None and not mine.any():
             del self._under_way[version]
 
+    @override
+    def finalize_version(self, version: int) -> None:
+        if (lost := self._under_way.pop(version, None)) is not None:
+            self._owe_again(lost, 0, lost.size)
+
+    @override
+    def begin_generation(self) -> None:
+        for values in self._under_way.values():
+            self._owe_again(values, 0, values.size)
+        self._under_way = {}
+
+    @property
+    @override
+    def is_under_way(self) -> bool:
+        return bool(self._under_way)
+
+    # The model
+
+    @override
+    def begin(self, model: Values, counters: Counters, *, step: int) -> None:
+        super().begin(model, self._with_used(counters, self._none_used()), step=step)
+
+    @override
+    def advance(self, model: Values, counters: Counters) -> None:
+        super().advance(model, self._with_used(counters, self._none_used()))
+
+    @override
+    def take(self) -> tuple[Values, Counters]:
+        values, counters = super().take()
+        return values, counters[: counters.size - self._num_parameters]
+
+    @override
+    def adopt(self, model: Contribution) -> None:
+        super().adopt(model)
+        # Gradients of the model that is given up say nothing about the new one.
+        self._owed = self._to_apply = None
+        self._used, self._used_to_apply = self._none_used(), self._none_used()
+        self._under_way = {}
+
     def _owe_again(self, values: Values, begin: int, end: int) -> None:
         if self._owed is None:
             self._owed = np.zeros_like(values)
         self._owed[begin:end] += values[begin:end]
-        self._used[:] = (
-            True  # whose it was is forgotten; its gradient is zero where it was nobody's
-        )
+        # Which parameters these elements belong to was not kept. Where no rank used a parameter its
+        # gradient is zero.
+        self._used[:] = True
 
-    def _nothing_used(self) -> Used:
+    def _none_used(self) -> UsedParameters:
         return np.zeros(self._num_parameters, np.bool_)
 
-    def _with_used(self, counters: Counters, used: Used) -> Counters:
+    def _with_used(self, counters: Counters, used: UsedParameters) -> Counters:
         return np.concatenate([counters, used.astype(np.int64)])
+
+
+class GradientPort:
+    """What the thread that trains may do with gradients, besides its `TrainerPort`.
+
+    Args:
+        published: the state object.
+        ledger: the model that it was made with.
+    """
+
+    def __init__(self, published: PublishedModel, ledger: GradientLedger) -> None:
+        self._lock = published.changed
+        self._ledger = ledger
+
+    def owe(self, gradient: Values, used: UsedParameters) -> None:
+        """This rank has a new gradient, shape (num_elements,), which belongs to this object from
+        now on.
+        """
+        with self._lock:
+            self._ledger.owe(gradient, used)
+
+    def take_update(self) -> tuple[Values | None, UsedParameters]:
+        """What the trainer must apply now.
+
+        Returns:
+            The sum, over the versions since the last call, of their contributions divided by the
+            number of members, None if there was no version; and which parameters any rank used.
+        """
+        with self._lock:
+            return self._ledger.take_update()
+
+    def owed(self) -> Values | None:
+        """A copy of what no version has taken in so far, including what is under way; None:
+        nothing.
+        """
+        with self._lock:
+            return self._ledger.owed()
+
+    def accounts(self) -> tuple[Values | None, Values | None]:
+        """Copies, of one moment, of what is owed and of what is to be applied; None: nothing."""
+        with self._lock:
+            return self._ledger.owed(), self._ledger.to_apply()
+
+    def resume(self, *, owed: Values, to_apply: Values, used: UsedParameters) -> None:
+        """Restore the accounts of a saved state.
+
+        Args:
+            owed: what was owed, shape (num_elements,).
+            to_apply: what was to be applied, shape (num_elements,).
+            used: which parameters count as used, where an account is not zero.
+        """
+        with self._lock:
+            self._ledger.resume(owed=owed, to_apply=to_apply, used=used)

@@ -1,94 +1,374 @@
-"""Wait-avoiding group averaging, the protocol of WAGMA-SGD (arXiv 2005.00124, algorithm 2): nobody
-waits for who computes.
+"""Wait-avoiding group averaging, the protocol of WAGMA-SGD (arXiv 2005.00124, algorithm 2).
 
-    a rank arrives at version t:        it contributes its model, fresh, and tells its group
-    a message of version t reaches one  it contributes the last snapshot of its model, stale, and
-    computes on;
-    that has not contributed:           arriving later it sends nothing and finds the average
-    waiting
-    all contributions are here:         they are averaged, by weight, and merged
+No rank waits for one that computes. What happens at a rank in version t:
 
-One collective a rank, `serve`, runs beside training for as long as the membership lasts and answers
-for its rank at any time. What it averages, and what becomes of averages, is the business of the
-`Replica` that it is given.
+    the trainer arrives at t:        the rank contributes its model, which is fresh, to its group
+    a message of t arrives, and the  the last snapshot of the model is contributed on its behalf,
+    rank has not contributed to t:   which is stale; the trainer computes on
+    the trainer arrives later:       it sends nothing, and finds the average of t in its model
+    all contributions are here:      they are averaged by weight and merged
+
+Each rank runs one collective, `serve`, in a thread beside its trainer for as long as the generation
+lasts. `serve` asks the `ProtocolPort` of its rank for contributions and hands it the averages.
 
 Differences from the paper:
-- any world and group size, members that come late, stop or die; every average says what it is made
-  of (`Piece.notes`) and is divided by the sum of those weights;
-- a version is begun within its group alone, not by a tree over all ranks, so groups do not hold
-  each other up and ranks may be at different versions;
-- the whole model is averaged in one version, as one contribution;
-- `Meeting.min_fresh` says for how many arrivals the others' snapshots are held back. Group averages
-  hold back for none; the periodic average of everyone waits for a quorum, or for all as in the
-  paper. The word of an arrival goes ahead of the model, so that trainers need not wait for the
-  network (`Replica.gathered`).
+- The world and the groups may have any size, and members may be late, stop or die. Every average
+  lists its contributions (`Piece.notes`) and is divided by the sum of their weights.
+- The message that activates a version goes to the members of the group alone, not over a tree of
+  all ranks. Therefore groups do not delay each other, and ranks may be at different versions.
+- The whole model is averaged in one version, as one contribution.
+- `VersionGroup.min_arrivals` says how many arrivals a version waits for before the snapshots of the
+  other members are contributed. A group average waits for one; a global synchronization waits for a
+  quorum, or for all as in the paper. An arrival is announced in a small message before the model is
+  sent, so that trainers need not wait for the network (`ProtocolPort.quorum_arrived`).
 
-Who does not answer within a deadline learned from earlier answers is *suspected*: nobody waits for
-it and it is sent no values, until it is heard of again. Who is *dead*, says the driver, is left out
-for good. A late contribution is ignored and counted; a late average is merged when it comes
-(`Replica.amend`), so that suspicion costs time and mixing but no weight.
+A peer that does not answer within a deadline learned from earlier answers is *suspected*: no rank
+waits for it and it is sent no values, until a message of it arrives. A peer that is *dead*, as the
+driver says, is left out for good. A late contribution is ignored and counted. A late average is
+merged when it arrives (`ProtocolPort.merge_late`). A suspicion therefore costs time and mixing, but
+changes no weight.
 
-Bytes a rank and version, for models of N bytes and groups of S: at most 2 N (S-1) / S, or (S-1) N
-where the model is small; 80 bytes a message, 24 a member and average, and 8 a counter on top, and
-80 a peer for the word of an arrival.
+Bytes for a rank and version, for a model of N bytes and a group of S: at most 2 N (S-1) / S, or
+(S-1) N where the model is small; 80 bytes a message, 24 a member and average, 8 a counter, and 80 a
+peer for the announcement of an arrival.
 """
 
 from __future__ import annotations
 
-from offbeat.averaging.background.group_base import Happenings, Replica, Terms
-from offbeat.averaging.background.round_manager import Attendant
-from offbeat.averaging.background.round_member import attend
-from offbeat.codec.model_wire import Kind, ModelMessage
+import math
+from collections import deque
+from collections.abc import Set
+from typing import Literal, TypeAlias
+
+from offbeat.averaging.background.deadlines import DeadlineRule, deadline_s
+from offbeat.averaging.background.interface import (
+    ProtocolCounts,
+    ProtocolPort,
+    ProtocolSettings,
+    VersionResult,
+)
+from offbeat.averaging.background.protocol_member import ProtocolMember, run_member
+from offbeat.averaging.background.rounds import DirectRound, GroupRound, ScatteredRound
+from offbeat.codec.model_wire import MessageKind, ModelMessage
+from offbeat.errors import WireError
+from offbeat.planning.groups import VersionGroup
 from offbeat.transport.operations import Collective
 
+Phase: TypeAlias = Literal["arrivals", "contributions", "averages"]
+"""What a round waits for: that enough members arrive, that all contribute, or that the owners of
+regions send their averages.
+"""
 
-def arrive(version: int, *, generation: int) -> bytes:
-    """What a rank posts to its own `serve` when it has come to the end of a step and
-    `Replica.contribute` will be fresh.
-    """
-    return ModelMessage(kind=Kind.ARRIVE, generation=generation, version=version).to_bytes()
-
-
-def ask(peer: int | None, *, generation: int) -> bytes:
-    """What a rank posts to be sent the model of member `peer`, or of every other living member:
-    `Replica.receive`.
-
-    Where the one asked is dead, or is no member, `Replica.bury` is all there is to hear of it.
-    Asked before `finish`, `serve` does not return before the answers are here.
-    """
-    return ModelMessage(
-        kind=Kind.SEEK, generation=generation, version=-1 if peer is None else peer
-    ).to_bytes()
-
-
-def rest(*, generation: int) -> bytes:
-    """What a rank posts when it will not arrive any more. `serve` goes on answering, and nobody
-    waits for it to arrive.
-    """
-    return ModelMessage(kind=Kind.REST, generation=generation).to_bytes()
-
-
-def finish(*, generation: int) -> bytes:
-    """What a rank posts last; it rests, too. `serve` goes on answering, and returns when all
-    members have finished or died.
-    """
-    return ModelMessage(kind=Kind.FINISH, generation=generation).to_bytes()
+_MAX_DIRECT_GROUP = 64
+_REMEMBERED_VERSIONS = 4096
 
 
 def serve(
-    rank: int, terms: Terms, replica: Replica, happenings: Happenings | None = None
-) -> Collective[Happenings]:
-    """Answer for `rank` throughout a generation. Close the driver when it has returned: who was cut
-    off may still wait.
+    rank: int, settings: ProtocolSettings, port: ProtocolPort, counts: ProtocolCounts | None = None
+) -> Collective[ProtocolCounts]:
+    """Take part in group averages on behalf of `rank` throughout a generation.
+
+    The caller must close the driver after this has returned, because a peer that is cut off from
+    this rank may still be waiting for it.
 
     Args:
-        rank: one of `terms.members`.
-        terms: what the members agree on.
-        replica: this rank's model.
-        happenings: counted into, to be looked at meanwhile.
+        rank: one of `settings.members`.
+        settings: what the members agree on.
+        port: gives this rank's contributions and receives the averages.
+        counts: is updated while the protocol runs, and can be read meanwhile.
 
     Raises:
         WireError: a message is corrupt, or its sender trains another model. No average was merged
             because of it.
     """
-    return attend(Attendant(rank, terms, replica, happenings or Happenings()))
+    return run_member(RoundManager(rank, settings, port, counts or ProtocolCounts()))
+
+
+class _ManagedRound:
+    """A round, what it waits for, and since when.
+
+    Attributes:
+        announced: the ranks that have announced their arrival.
+        quorum_arrived: whether enough have arrived, and the port has been told.
+        contributions_due_s: when all members had to contribute.
+        averages_due_s: when this rank had averaged its own region.
+    """
+
+    def __init__(self, round_: GroupRound, group: VersionGroup, now_s: float) -> None:
+        self.round = round_
+        self.group = group
+        self.opened_s = now_s
+        self.phase: Phase = "arrivals"
+        self.contributions_due_s = math.inf
+        self.averages_due_s = math.inf
+        self.deadline_s = math.inf
+        self.announced: set[int] = set()
+        self.quorum_arrived = False
+
+    @property
+    def waits_for_all(self) -> bool:
+        return self.group.min_arrivals == len(self.group.ranks)
+
+
+class RoundManager(ProtocolMember):
+    """Opens, advances and closes the rounds of one rank."""
+
+    def __init__(
+        self, rank: int, settings: ProtocolSettings, port: ProtocolPort, counts: ProtocolCounts
+    ) -> None:
+        super().__init__(rank, settings, port, counts)
+        self._rounds: dict[int, _ManagedRound] = {}
+        self._closed: dict[int, float] = {}  # version: when its contributions were due
+        self._newest_closed = -1
+        self._arrived = -1
+        self._rules: dict[Phase, DeadlineRule] = {
+            "arrivals": settings.arrival_deadline,
+            "contributions": settings.reply_deadline,
+            "averages": settings.reply_deadline,
+        }
+        self._waits_s: dict[Phase, deque[float]] = {
+            phase: deque(maxlen=rule.window) for phase, rule in self._rules.items()
+        }
+
+    # What happens to a version, in this order
+
+    def _arrive(self, version: int, now_s: float) -> None:
+        """The trainer of this rank has arrived at `version`."""
+        self._arrived = max(self._arrived, version)
+        if self._is_past(version):
+            return
+        managed = self._rounds.get(version) or self._open(version, now_s)
+        if not managed.round.contributed:
+            self.counts.arrivals += 1
+            self._contribute(managed)
+
+    def _open(self, version: int, now_s: float) -> _ManagedRound:
+        group = self._settings.group_of(version)
+        round_ = _new_round(version, group.ranks, self._rank, self._settings)
+        managed = _ManagedRound(round_, group, now_s)
+        # A version that waits for one arrival has it already; one that waits for all has no
+        # deadline, since all ranks must take part in it.
+        if 1 < group.min_arrivals < len(group.ranks):
+            managed.deadline_s = now_s + self._deadline_s("arrivals")
+        self._rounds[version] = managed
+        return managed
+
+    def _contribute(self, managed: _ManagedRound) -> None:
+        version, group = managed.round.version, managed.round.group
+        mine = self._contribution(version)
+        arrived = version <= self._arrived or (mine is not None and mine.fresh)
+        if (
+            arrived
+            and managed.group.min_arrivals > 1
+            and not _is_small(version, group, self._settings)
+        ):
+            # The announcement goes ahead of the chunks, which may take long: a trainer that waits
+            # for arrivals only can then continue.
+            announcement = ModelMessage(
+                kind=MessageKind.ARRIVED, generation=self._settings.generation, version=version
+            ).to_bytes()
+            self._outgoing += [(peer, announcement) for peer in group if peer != self._rank]
+        # Where all wait for all, suspected peers get the values too: they are waited for.
+        absent = self.counts.dead if managed.waits_for_all else self._absent()
+        self._outgoing += managed.round.contribute(mine, absent, arrived=arrived)
+
+    def _call_contributions(self, managed: _ManagedRound, now_s: float) -> None:
+        """Enough members have arrived, so all must contribute. From now on the round waits for the
+        network only.
+        """
+        if not managed.round.contributed:
+            self.counts.stale_contributions += 1
+            self._contribute(managed)
+        managed.phase, managed.contributions_due_s = "contributions", now_s
+        managed.deadline_s = now_s + self._deadline_s("contributions")
+
+    def _advance(self, now_s: float) -> None:
+        for managed in list(self._rounds.values()):
+            round_ = managed.round
+            # A rank that has arrived at a later version counts as arrived here. It must say so, or
+            # peers that wait for its arrival at this version would wait for ever.
+            if round_.version <= self._arrived and not round_.contributed:
+                self._contribute(managed)
+            if managed.phase == "arrivals" and self._must_contribute(managed):
+                if managed.group.min_arrivals > 1:
+                    self._learn("arrivals", managed.opened_s, now_s)
+                self._call_contributions(managed, now_s)
+            while (
+                managed.phase != "arrivals"
+                and not round_.over
+                and round_.awaited() <= self._absent()
+            ):
+                self._outgoing += round_.proceed_without(self._absent())
+                managed.phase, managed.averages_due_s = "averages", now_s
+                managed.deadline_s = now_s + self._deadline_s("averages")
+            if round_.over:
+                self._close(managed, now_s)
+            elif not managed.quorum_arrived and self._has_quorum(managed):
+                managed.quorum_arrived = True
+                self._port.quorum_arrived(round_.version)
+
+    def _close(self, managed: _ManagedRound, now_s: float) -> None:
+        """Hand over what has arrived. The round is kept as long as late pieces may arrive."""
+        round_ = managed.round
+        version, pieces = round_.version, round_.take_pieces()
+        if version in self._closed:
+            for piece in pieces:
+                self._port.merge_late(version, piece)
+        else:
+            self._remember_closed(version, managed.contributions_due_s)
+            managed.deadline_s = math.inf
+            # `close` gives the contribution's values back, so what late pieces need is copied
+            # before.
+            if round_.late_senders():
+                round_.keep_for_late_pieces()
+            pieces.sort(key=lambda piece: piece.begin)
+            self._port.close(
+                VersionResult(
+                    version=version,
+                    group=round_.group,
+                    pieces=tuple(pieces),
+                    opened_s=managed.opened_s,
+                    closed_s=now_s,
+                )
+            )
+        if not round_.late_senders():
+            del self._rounds[version]
+            self._port.finalize_version(version)
+
+    # Messages of peers
+
+    def _receive_of_version(self, sender: int, message: ModelMessage, now_s: float) -> None:
+        if message.kind == MessageKind.ARRIVE:
+            self._arrive(message.version, now_s)
+        elif message.version not in self._rounds and self._is_past(message.version):
+            self._count_late(message, is_late=True)
+            if message.kind == MessageKind.CHUNK:
+                due_s = self._closed.get(message.version, math.inf)
+                self._learn("contributions", due_s, now_s)
+        else:
+            self._receive_in_round(sender, message, now_s)
+
+    def _receive_in_round(self, sender: int, message: ModelMessage, now_s: float) -> None:
+        version, is_new = message.version, message.version not in self._rounds
+        managed = self._open(version, now_s) if is_new else self._rounds[version]
+        if sender not in managed.round.group:
+            raise WireError(
+                f"rank {sender} sent a message of version {version}, in which rank {self._rank}"
+                f" averages with {managed.round.group}; do all ranks have the same options?"
+            )
+        match message.kind:
+            case MessageKind.ARRIVED:
+                managed.announced.add(sender)
+            case MessageKind.AVERAGE:
+                self._learn("averages", managed.averages_due_s, now_s)
+                self._count_late(message, is_late=managed.round.receive(sender, message))
+            case _:
+                self._learn("contributions", managed.contributions_due_s, now_s)
+                self._count_late(message, is_late=managed.round.receive(sender, message))
+        has_stopped = self._rank in self.counts.stopped
+        if is_new and not has_stopped and not self._must_contribute(managed):
+            self._port.invite(version)
+
+    def _count_late(self, message: ModelMessage, *, is_late: bool) -> None:
+        self.counts.late_chunks += is_late and message.kind == MessageKind.CHUNK
+        self.counts.late_averages += is_late and message.kind == MessageKind.AVERAGE
+
+    def _forget_rank(self, rank: int) -> None:
+        for managed in self._rounds.values():
+            managed.round.mark_dead(rank)
+
+    # Whether enough members have arrived
+
+    def _must_contribute(self, managed: _ManagedRound) -> bool:
+        """Whether all members must contribute now.
+
+        Where all wait for all, an announcement does not count here: the chunks are waited for
+        without a deadline, so that all that take part get the same average.
+        """
+        return self._is_quorum(managed, frozenset() if managed.waits_for_all else managed.announced)
+
+    def _is_quorum(self, managed: _ManagedRound, announced: Set[int]) -> bool:
+        """Whether enough members have arrived; members that will not arrive are not waited for."""
+        absent = self.counts.dead | self.counts.stopped
+        if not managed.waits_for_all:
+            absent = absent | self.counts.suspected
+        return managed.round.must_contribute(managed.group.min_arrivals, absent, announced)
+
+    def _has_quorum(self, managed: _ManagedRound) -> bool:
+        """Whether the trainer of this rank may stop waiting for arrivals."""
+        return managed.phase != "arrivals" or (
+            managed.round.contributed and self._is_quorum(managed, managed.announced)
+        )
+
+    # Deadlines
+
+    def time_left_s(self, now_s: float) -> float | None:
+        earliest_s = min(
+            (managed.deadline_s for managed in self._rounds.values()), default=math.inf
+        )
+        return None if earliest_s == math.inf else max(0.0, earliest_s - now_s)
+
+    def on_deadline(self, now_s: float) -> None:
+        late = min(self._rounds.values(), key=lambda managed: managed.deadline_s)
+        if late.phase == "arrivals":
+            # After the call below, the members' arrivals are not observed any more. How long they
+            # would have taken can be learned only by waiting longer the next time.
+            self._waits_s["arrivals"].append(2 * (now_s - late.opened_s))
+            self._call_contributions(late, now_s)
+        else:
+            silent = late.round.awaited() - self._absent()
+            self.counts.suspected |= silent
+            self.counts.suspicions += len(silent)
+        self._advance(now_s)
+
+    def _learn(self, phase: Phase, due_s: float, now_s: float) -> None:
+        """Learn how long a message takes. One that came before this rank began to wait for it
+        tells nothing.
+        """
+        if due_s <= now_s:
+            self._waits_s[phase].append(now_s - due_s)
+
+    def _deadline_s(self, phase: Phase) -> float:
+        return deadline_s(self._waits_s[phase], self._rules[phase])
+
+    # Versions that are over
+
+    def _is_busy(self) -> bool:
+        return bool(self._rounds)
+
+    def _is_average_due(self) -> bool:
+        return any(
+            managed.quorum_arrived and not managed.round.over for managed in self._rounds.values()
+        )
+
+    def _is_past(self, version: int) -> bool:
+        return version in self._closed or self._is_forgotten(version)
+
+    def _remember_closed(self, version: int, due_s: float) -> None:
+        self._closed[version] = due_s
+        self._newest_closed = max(self._newest_closed, version)
+        if len(self._closed) > 2 * _REMEMBERED_VERSIONS:
+            self._closed = {
+                known: when_s
+                for known, when_s in self._closed.items()
+                if not self._is_forgotten(known)
+            }
+
+    def _is_forgotten(self, version: int) -> bool:
+        return version < self._newest_closed - _REMEMBERED_VERSIONS
+
+
+def _new_round(
+    version: int, group: tuple[int, ...], rank: int, settings: ProtocolSettings
+) -> GroupRound:
+    is_direct = len(group) <= 2 or (
+        _is_small(version, group, settings) and len(group) <= _MAX_DIRECT_GROUP
+    )
+    kind = DirectRound if is_direct else ScatteredRound
+    return kind(version, group, rank=rank, settings=settings)
+
+
+def _is_small(version: int, group: tuple[int, ...], settings: ProtocolSettings) -> bool:
+    """Whether the model is so small that each member can send all of it to all others."""
+    num_bytes = settings.length(version) * settings.dtype.itemsize
+    return (len(group) - 1) * num_bytes <= settings.direct_bytes

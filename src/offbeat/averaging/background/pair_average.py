@@ -1,30 +1,32 @@
-"""Averages of two at any time, the protocol of AD-PSGD (arXiv 1710.06952, algorithm 1): nobody
-waits for who computes.
+"""Averages of two ranks at any time, the protocol of AD-PSGD (arXiv 1710.06952, algorithm 1).
 
-    a rank arrives at its version t:  it sends its model to a partner
-    a model reaches a rank:           it averages it with its own as that is now, takes that in, and
-    sends the average back
-    an average reaches a rank:        it takes that in
+No rank waits for one that computes. What happens at a rank:
 
-It has the face of `group_average` and the same posts. Versions are each rank's own: `Meeting.group`
-is this rank and its partner, who need not know of it, or this rank alone; `Meeting.min_fresh` says
-nothing. What a rank averages because it was asked has no version: `Replica.contribute` and `close`
-get -1, -2, -3, ... for these, never a number twice, each closed before anything else happens.
-Averages are to be taken in by `merge_delta`: a rank that waits for its partner may have been
-averaged with others meanwhile.
+    its trainer arrives at version t:    it sends its model to a partner
+    the model of a peer arrives:         it averages that with its own current model, merges the
+                                         average, and sends it back
+    the average comes back:              it merges it
+
+The interface is that of `group_average`, and the trainer posts the same messages. Versions are each
+rank's own. `VersionGroup.ranks` is this rank and its partner, who need not know of it, or this rank
+alone; `VersionGroup.min_arrivals` is not used. An average that a peer asked for has no version of
+this rank: `ProtocolPort.contribute` and `close` get -1, -2, -3, ... for these. No number is used
+twice, and each such version is closed before anything else happens. Averages must be merged by
+`merge_delta`, because a rank that waits for its partner may have averaged with peers meanwhile.
 
 Differences from the paper:
-- its average is atomic: both models are locked until both hold it, which needs a bipartite graph,
-  or ranks that ask each other wait for ever. Here the asked one never waits, and who asked adds
-  what it did since to the average that comes back (average + now - then). The mean over ranks is
-  the same, and any two may be partners. Two that ask each other at once would so swap their models
-  and come no nearer: the lower rank declines, and one average serves both.
-- averages carry weights, and partners may be slow, stop or die. A partner that does not answer
-  within a deadline is suspected: its answer is merged when it comes, and it is not asked again
-  until it is heard of.
+- The average of the paper is atomic: both models are locked until both have the average. That needs
+  a bipartite graph, or ranks that ask each other wait for ever. Here the rank that is asked never
+  waits, and the rank that asked adds what it did since to the average that comes back (average +
+  now - then). The mean over ranks is the same, and any two ranks may be partners. Two ranks that
+  ask each other at once would only exchange their models: therefore the lower rank declines, and
+  one average serves both.
+- Averages have weights, and partners may be slow, stop or die. A partner that does not answer
+  within a deadline is suspected: its answer is merged when it arrives, and it is not asked again
+  until a message of it arrives.
 
-Bytes a rank and version, for models of N bytes: N asking and N for each time it is asked; 80 bytes
-a message and 48 an answer on top, and 8 a counter.
+Bytes for a rank and version, for a model of N bytes: N to ask and N for each time that it is asked;
+80 bytes a message, 48 an answer, and 8 a counter.
 """
 
 from __future__ import annotations
@@ -34,32 +36,40 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from offbeat.averaging.background.deadlines import deadline_s
-from offbeat.averaging.background.group_base import (
+from offbeat.averaging.background.interface import (
     Contribution,
-    Happenings,
-    Outcome,
     Piece,
-    Replica,
-    Terms,
-    check_model,
+    ProtocolCounts,
+    ProtocolPort,
+    ProtocolSettings,
+    VersionResult,
+    check_values,
 )
-from offbeat.averaging.background.round_member import Member, attend
+from offbeat.averaging.background.protocol_member import ProtocolMember, run_member
 from offbeat.averaging.background.rounds import largest_of, mean_of
-from offbeat.codec.model_wire import ABSENT, Kind, ModelMessage
+from offbeat.codec.model_wire import ABSENT, MessageKind, ModelMessage
 from offbeat.errors import WireError
 from offbeat.transport.operations import Collective
 
 
 def serve(
-    rank: int, terms: Terms, replica: Replica, happenings: Happenings | None = None
-) -> Collective[Happenings]:
-    """As `group_average.serve`. Versions at which a rank arrives are 0 or more and grow."""
-    return attend(PairMember(rank, terms, replica, happenings or Happenings()))
+    rank: int, settings: ProtocolSettings, port: ProtocolPort, counts: ProtocolCounts | None = None
+) -> Collective[ProtocolCounts]:
+    """Take part in averages of pairs on behalf of `rank` throughout a generation.
+
+    Args, return value and errors are those of `group_average.serve`. The versions at which a rank
+    arrives are 0 or more and grow.
+    """
+    return run_member(PairMember(rank, settings, port, counts or ProtocolCounts()))
 
 
 @dataclass(kw_only=True, slots=True)
 class _Request:
-    """A model that was sent to a partner who has not answered."""
+    """A model that was sent to a partner whose answer has not arrived.
+
+    Attributes:
+        closed: whether the version was closed without the answer.
+    """
 
     partner: int
     mine: Contribution
@@ -68,106 +78,75 @@ class _Request:
     closed: bool = False
 
 
-class PairMember(Member):
-    """Asks partners, and answers those whose partner this rank is."""
+class PairMember(ProtocolMember):
+    """Sends this rank's model to partners, and answers peers that have chosen this rank."""
 
-    def __init__(self, rank: int, terms: Terms, replica: Replica, happenings: Happenings) -> None:
-        super().__init__(rank, terms, replica, happenings)
+    def __init__(
+        self, rank: int, settings: ProtocolSettings, port: ProtocolPort, counts: ProtocolCounts
+    ) -> None:
+        super().__init__(rank, settings, port, counts)
         self._requests: dict[int, _Request] = {}
         self._newest = -1
         self._num_answers = 0
-        self._waits_s: deque[float] = deque(maxlen=terms.patience.window)
+        self._waits_s: deque[float] = deque(maxlen=settings.reply_deadline.window)
 
-    def time_left_s(self, now_s: float) -> float | None:
-        earliest_s = min(
-            (request.deadline_s for request in self._requests.values()), default=math.inf
-        )
-        return None if earliest_s == math.inf else max(0.0, earliest_s - now_s)
-
-    def lose_patience(self, now_s: float) -> None:
-        late = min(self._requests.values(), key=lambda request: request.deadline_s)
-        self.happenings.suspected.add(late.partner)
-        self.happenings.suspicions += 1
-        self._go_on(now_s)
-
-    def _is_busy(self) -> bool:
-        return bool(self._requests)
-
-    def _is_settling(self) -> bool:
-        return any(not request.closed for request in self._requests.values())
-
-    def _take(self, sender: int, message: ModelMessage, now_s: float) -> None:
-        match message.kind:
-            case Kind.ARRIVE:
-                self._arrive(message.version, now_s)
-            case Kind.PART:
-                self._answer(sender, message, now_s)
-            case _:
-                self._take_answer(sender, message, now_s)
-
-    def _do_without(self, rank: int) -> None:
-        """Nothing: whoever is dead is absent."""
-
-    def _go_on(self, now_s: float) -> None:
-        absent = self._absent()
-        for version, request in list(self._requests.items()):
-            if request.partner in absent and not request.closed:
-                request.mine = replace(request.mine, values=request.mine.values.copy())
-                request.closed, request.deadline_s = True, math.inf
-                self._close(version, (self._rank, request.partner), request.opened_s, now_s)
-            if request.partner in self.happenings.dead:
-                del self._requests[version]
-                self._replica.settle(version)
-
-    def _arrive(self, version: int, now_s: float) -> None:
+    def _ask_partner(self, version: int, now_s: float) -> None:
+        """The trainer has arrived at `version`: send the model to the partner of that version."""
         if version <= self._newest:
             return
         self._newest = version
-        self.happenings.arrivals += 1
-        group = self._terms.meeting(version).group
-        assert len(group) <= 2, "a pair has two members"
+        self.counts.arrivals += 1
+        pair = self._settings.group_of(version).ranks
+        assert len(pair) <= 2, "a pair has two members"
         mine = self._contribution(version)
-        partner = next((rank for rank in group if rank != self._rank), None)
+        partner = next((rank for rank in pair if rank != self._rank), None)
         if partner is None or partner in self._absent() or mine is None:
-            self._close(version, group, now_s, now_s)
-            self._replica.settle(version)
+            self._close(version, pair, now_s, now_s)
+            self._port.finalize_version(version)
             return
-        self._outgoing.append((partner, self._message(Kind.PART, mine, version=version).to_bytes()))
+        chunk = self._message(MessageKind.CHUNK, mine, version=version)
+        self._outgoing.append((partner, chunk.to_bytes()))
         self._requests[version] = _Request(
             partner=partner,
             mine=mine,
             opened_s=now_s,
-            deadline_s=now_s + deadline_s(self._waits_s, self._terms.patience),
+            deadline_s=now_s + deadline_s(self._waits_s, self._settings.reply_deadline),
         )
 
     def _answer(self, sender: int, theirs: ModelMessage, now_s: float) -> None:
-        check_model(sender, theirs, self._terms, 0, self._terms.num_elements, has_values=True)
-        answer = replace(
-            self._message(Kind.AVERAGE, None, version=theirs.version), notes=(ABSENT, ABSENT)
+        """A peer's model has arrived: average it with this rank's, and send the average back."""
+        check_values(
+            sender, theirs, self._settings, 0, self._settings.num_elements, has_values=True
         )
+        answer = replace(
+            self._message(MessageKind.AVERAGE, None, version=theirs.version), notes=(ABSENT, ABSENT)
+        )
+        # Both have asked each other. If both averaged, they would only exchange their models. The
+        # higher rank's answer to this rank's own request brings the average.
         if sender > self._rank and any(
             request.partner == sender for request in self._requests.values()
         ):
             self._outgoing.append((sender, answer.to_bytes()))
             return
         self._num_answers += 1
-        self.happenings.answers += 1
+        self.counts.stale_contributions += 1
         mine = self._contribution(-self._num_answers)
         pieces: list[Piece] = []
         if mine is not None:
-            both = [theirs, self._message(Kind.PART, mine)]
+            both = [theirs, self._message(MessageKind.CHUNK, mine)]
             answer = replace(
                 answer,
-                notes=tuple(part.note for part in both),
+                notes=tuple(chunk.note for chunk in both),
                 counters=largest_of(both),
                 values=mean_of(both),
             )
             pieces.append(_piece(answer, mine))
         self._outgoing.append((sender, answer.to_bytes()))
         self._close(-self._num_answers, (sender, self._rank), now_s, now_s, *pieces)
-        self._replica.settle(-self._num_answers)
+        self._port.finalize_version(-self._num_answers)
 
-    def _take_answer(self, sender: int, answer: ModelMessage, now_s: float) -> None:
+    def _receive_answer(self, sender: int, answer: ModelMessage, now_s: float) -> None:
+        """The average that this rank asked for has come back."""
         request = self._requests.get(answer.version)
         if request is None or request.partner != sender or len(answer.notes) != 2:
             raise WireError(
@@ -176,23 +155,69 @@ class PairMember(Member):
                 " options?"
             )
         is_in = answer.notes[0].weight > 0
-        check_model(sender, answer, self._terms, 0, self._terms.num_elements, has_values=is_in)
+        check_values(
+            sender, answer, self._settings, 0, self._settings.num_elements, has_values=is_in
+        )
         del self._requests[answer.version]
         self._waits_s.append(now_s - request.opened_s)
         pieces = [_piece(answer, request.mine)] if is_in else []
         if request.closed:
-            self.happenings.late_averages += 1
+            self.counts.late_averages += 1
             for piece in pieces:
-                self._replica.amend(answer.version, piece)
+                self._port.merge_late(answer.version, piece)
         else:
             self._close(answer.version, (self._rank, sender), request.opened_s, now_s, *pieces)
-        self._replica.settle(answer.version)
+        self._port.finalize_version(answer.version)
+
+    def _advance(self, now_s: float) -> None:
+        """Close the versions whose partner is dead or suspected."""
+        absent = self._absent()
+        for version, request in list(self._requests.items()):
+            if request.partner in absent and not request.closed:
+                # The answer of a suspected partner may still arrive, and must then be merged with
+                # what was contributed, whose values `close` gives back.
+                request.mine = replace(request.mine, values=request.mine.values.copy())
+                request.closed, request.deadline_s = True, math.inf
+                self._close(version, (self._rank, request.partner), request.opened_s, now_s)
+            if request.partner in self.counts.dead:
+                del self._requests[version]
+                self._port.finalize_version(version)
+
+    def _receive_of_version(self, sender: int, message: ModelMessage, now_s: float) -> None:
+        match message.kind:
+            case MessageKind.ARRIVE:
+                self._ask_partner(message.version, now_s)
+            case MessageKind.CHUNK:
+                self._answer(sender, message, now_s)
+            case _:
+                self._receive_answer(sender, message, now_s)
+
+    def _forget_rank(self, rank: int) -> None:
+        """Nothing to do here: `_advance` closes the requests to absent partners."""
+
+    def time_left_s(self, now_s: float) -> float | None:
+        earliest_s = min(
+            (request.deadline_s for request in self._requests.values()), default=math.inf
+        )
+        return None if earliest_s == math.inf else max(0.0, earliest_s - now_s)
+
+    def on_deadline(self, now_s: float) -> None:
+        late = min(self._requests.values(), key=lambda request: request.deadline_s)
+        self.counts.suspected.add(late.partner)
+        self.counts.suspicions += 1
+        self._advance(now_s)
+
+    def _is_busy(self) -> bool:
+        return bool(self._requests)
+
+    def _is_average_due(self) -> bool:
+        return any(not request.closed for request in self._requests.values())
 
     def _close(
         self, version: int, group: tuple[int, ...], opened_s: float, closed_s: float, *pieces: Piece
     ) -> None:
-        self._replica.close(
-            Outcome(
+        self._port.close(
+            VersionResult(
                 version=version, group=group, pieces=pieces, opened_s=opened_s, closed_s=closed_s
             )
         )

@@ -1,15 +1,62 @@
-"""Between the thread that trains and the thread that answers: one rank's model, and where the rank
-stands.
+"""The published model of a rank: the model that peers may have, and where the rank stands.
 
-    the trainer, at the end of a step: advance(model); arrive() -> a version to go to, or none;
-    wait(); take()
-    the protocol, at any time:         contribute, invite, gathered, close, amend; snapshot,
-    receive; bury, rested
+Three callers share this state, each in a thread of its own. Each of them has a port with the
+operations that it may use, and gets no other one:
 
-Usually a rank takes part in one average at a time and one a step (`by_turns`): for each time that
-it was answered for it does without an arrival, so that traffic is bounded by steps, and while a
-contribution of it is under way it stays out of other versions, since two averages of the same model
-would move it twice as far.
+- `TrainerPort`: the thread that trains. It publishes the model at the end of a step, arrives at
+  versions, and takes what averages have made of the model.
+- `ProtocolPort` (in `interface`): the thread that runs the averaging protocol. It asks for
+  contributions and snapshots, and hands over averages.
+- `MembershipPort`: what runs the protocol through the generations (`progress_thread`).
+
+The state has three components, which change independently.
+
+**The model.**
+
+    EMPTY      There is no model: the training has not begun, or a checkpoint was loaded.
+    PUBLISHED  Peers may have the model.
+    EXPELLED   This rank is not a member. Its trainer continues alone, with its own model.
+
+    event                                   from             to
+    trainer.begin                           EMPTY            PUBLISHED, with the trainer's model
+    trainer.forget                          any              EMPTY
+    membership.expel                        any              EXPELLED
+    membership.adopt, protocol.receive_model EMPTY, EXPELLED PUBLISHED, with a member's model
+    membership.continue_without_model       EXPELLED         PUBLISHED, with the rank's own model
+    membership.continue_without_model       EMPTY            failed
+    membership.fail                         any              failed
+
+After a failure, every later call of the trainer that could wait raises the error.
+
+**The arrival of the trainer.**
+
+    COMPUTING    The trainer has arrived at no version whose average is still to come.
+    ARRIVED(v)   It has arrived at version v. Its contribution is fresh.
+    QUORUM(v)    Enough ranks have arrived at v; the average depends on the network alone.
+
+    event                         from                   to
+    trainer.arrive                COMPUTING              ARRIVED(v)
+    protocol.quorum_arrived(v)    ARRIVED(v)             QUORUM(v)
+    protocol.close(v)             ARRIVED(v), QUORUM(v)  COMPUTING
+    membership.begin_generation   any                    COMPUTING
+
+`trainer.arrive` waits for COMPUTING, or returns without an arrival. `trainer.wait` waits for
+COMPUTING, or, where the average may come later, for QUORUM.
+
+**Each version.**
+
+    event                           from      to
+    protocol.contribute(v)          unknown   open: a contribution of this rank is under way
+    protocol.close(v)               open      closed: the averages that came are merged
+    protocol.merge_late(v)          closed    closed: an average that came late is merged
+    protocol.finalize_version(v)    closed    final: nothing more will come
+    membership.begin_generation     any       unknown: versions are numbered anew
+
+With `one_at_a_time` a rank has at most one open version, because two averages that both contain one
+snapshot of its model would move the model twice. Then it also takes part in about one version for
+each of its steps, which bounds its traffic: every contribution that was made on its behalf while it
+was computing gives it a *credit*, and for each credit it skips one arrival. `membership.quiesce`
+ends all this before a generation changes: no version opens any more.
 """
 
 from __future__ import annotations
@@ -19,26 +66,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from typing_extensions import override
 
-from offbeat.averaging.background.group_base import Contribution, Outcome, Piece
-from offbeat.averaging.background.merge_rules import Iterate
-from offbeat.codec.model_wire import Values
+from offbeat.averaging.background.interface import (
+    Contribution,
+    Piece,
+    ProtocolPort,
+    VersionResult,
+)
+from offbeat.averaging.background.merge_rules import MergeRule
+from offbeat.codec.model_wire import Counters, Values, no_counters
 from offbeat.errors import PeerError
-
-Counters = NDArray[np.int64]
-"""A model's integer buffers, side by side, shape (any,)."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Averages:
-    """What became of a rank's averages, in counts.
+class AveragingCounts:
+    """What became of the averages of a rank.
 
     Attributes:
-        made: versions from which it had at least a piece.
-        missed: versions that it contributed to, or arrived at, and had nothing from.
-        stale: contributions of members, its own included, that were not fresh.
-        contributions: contributions of members in all.
+        made: the versions of which it received at least one piece.
+        missed: the versions that it contributed to, or arrived at, and of which it received none.
+        stale: the contributions in its averages, its own included, that were not fresh.
+        contributions: all contributions in its averages.
     """
 
     made: int = 0
@@ -47,384 +96,531 @@ class Averages:
     contributions: int = 0
 
 
-class Replica:
-    """A rank's model as its protocol sees it. All methods may be called from any thread.
+class ModelState:
+    """The model of a rank, its integer buffers and its step. Used under the lock of a
+    `PublishedModel`.
 
     Args:
-        weight: of this rank in averages, > 0.
-        make_iterate: makes the iterate of a model, once there is one.
-        by_turns: whether it takes part in one average at a time; else it arrives after every step
-            and answers at any time.
-        max_credit: for how many answers at most it later does without an arrival, >= 1.
+        make_rule: makes the merge rule that holds a model, once there is one.
+        weight: the weight of this rank in averages, > 0.
 
     Attributes:
-        averages: counts.
-        look_for_model: called when a member that may have been asked for its model has none to
-            give, or is dead.
+        step: how many steps the trainer has made, including those of the member whose model was
+            adopted.
     """
 
-    def __init__(
-        self,
-        *,
-        weight: float,
-        make_iterate: Callable[[Values], Iterate],
-        by_turns: bool = True,
-        max_credit: int = 20,
-    ) -> None:
-        self.averages = Averages()
+    def __init__(self, make_rule: Callable[[Values], MergeRule], *, weight: float = 1.0) -> None:
+        self.step = 0
+        self._make_rule = make_rule
         self._weight = weight
-        self._by_turns = by_turns
-        self.look_for_model: Callable[[int], None] = lambda member: None
-        self._max_credit = max_credit
-        self._make_iterate = make_iterate
-        self._changed = threading.Condition(threading.RLock())
-        self._iterate: Iterate | None = None
-        self._counters: Counters = np.empty(0, np.int64)
-        self._step = 0
-        self._error: Exception | None = None
-        self._states: dict[int, Contribution | None] = {}
-        self._absent = False
+        self._rule: MergeRule | None = None
+        self._counters = no_counters()
         self._replaced = False
-        self._epoch = 0
-        self._restart()
-
-    def _restart(self) -> None:
-        self._settling_down = False
-        self._open: set[int] = set()
-        self._newest = -1
-        self._invited: int | None = None
-        self._arrived: int | None = None
-        self._gathered = False
-        self._credit = 0
-        self._waits = False
-        self._dead: set[int] = set()
-        self._resting: set[int] = set()
-        self._states.clear()
-
-    # The trainer's side
 
     @property
-    def step(self) -> int:
-        """How many steps the trainer has come to the end of, those of the member included whose
-        model was taken over.
+    def exists(self) -> bool:
+        return self._rule is not None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something that this rank has contributed may still come back, besides averages
+        of open versions.
         """
-        with self._changed:
-            return self._step
+        return False
 
-    @property
-    def ready(self) -> bool:
-        """Whether there is a model to answer with."""
-        with self._changed:
-            return self._iterate is not None
+    def averages_models(self, version: int) -> bool:
+        """Whether `version` averages models, as opposed to gradients."""
+        return True
 
     def begin(self, model: Values, counters: Counters, *, step: int) -> None:
-        """From now on there is a model: `model`, which belongs to the replica."""
-        with self._changed:
-            self._iterate, self._counters, self._step = self._make_iterate(model), counters, step
+        """From now on there is a model."""
+        self._rule, self._counters, self.step = self._make_rule(model), counters, step
 
     def forget(self) -> None:
-        """There is no model any more, until `begin`."""
-        with self._changed:
-            self._iterate = None
+        """From now on there is no model."""
+        self._rule = None
 
     def advance(self, model: Values, counters: Counters) -> None:
-        """The trainer has come to the end of a step. `model` belongs to the replica from now on."""
-        with self._changed:
-            if not self._replaced:
-                self._present().advance(model)
-                self._counters = np.maximum(self._counters, counters)
-            self._replaced = False
-            self._step += 1
+        """The trainer has ended a step."""
+        # A step that began with a model which was replaced meanwhile says nothing about the new
+        # one.
+        if not self._replaced:
+            self._existing.advance(model)
+            self._counters = np.maximum(self._counters, counters)
+        self._replaced = False
+        self.step += 1
 
     def take(self) -> tuple[Values, Counters]:
-        """What the trainer goes on from, not to be changed."""
-        with self._changed:
-            self._replaced = False
-            return self._present().take(), self._counters
+        """The model and counters with which the trainer continues; read-only."""
+        self._replaced = False
+        return self._existing.take(), self._counters
 
-    def hold(self, held: Values) -> None:
-        """The trainer's model holds `held` in the place of what it took."""
-        with self._changed:
-            self._present().hold(held)
+    def rebase(self, held: Values) -> None:
+        """The trainer's model holds `held` instead of what it took."""
+        self._existing.rebase(held)
 
-    def arrive(self, must_wait: Callable[[int], bool]) -> int | None:
-        """Where the trainer should arrive now; None when it need not.
+    def adopt(self, model: Contribution) -> None:
+        """Replace this rank's model by that of a member."""
+        self._replaced = self._rule is not None
+        self._rule, self._counters = self._make_rule(model.values.copy()), model.counters
+        self.step = self.step if self._replaced else model.step
 
-        Waits while contributions are under way, but only for a version that `must_wait`: else the
-        rank does without one.
-        Afterwards the trainer has arrived there, and the protocol has to be told.
-        """
-        with self._changed:
-            while True:
-                self._check()
-                if (
-                    self._absent
-                    or self._settling_down
-                    or (self._by_turns and self._credit and self._invited is None)
-                ):
-                    self._credit = max(0, self._credit - 1)
-                    return None
-                version = max(self._newest + 1, self._invited or 0)
-                if self._arrived is None and not (self._by_turns and self._open):
-                    break
-                if not must_wait(version):
-                    return None
-                self._changed.wait()
-            self._arrived, self._invited, self._gathered = version, None, False
-            self._waits = must_wait(version)
-            return version
+    def snapshot(self) -> Contribution:
+        """The current model, as a contribution that is not fresh."""
+        return self._contribution(self._existing.snapshot, fresh=False)
 
-    def wait(self, *, for_average: bool = True) -> None:
-        """Return when the version that the trainer arrived at is over, or the membership has
-        changed.
+    def contribute(self, version: int, *, fresh: bool) -> Contribution | None:
+        """What this rank contributes to `version`; None if it has nothing to contribute."""
+        return self._contribution(self._existing.snapshot, fresh=fresh)
 
-        Without `for_average` it is enough that no arrivals are waited for any more; the average
-        comes beside the next step.
-        """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._arrived is None
-                    or self._error is not None
-                    or (self._gathered and not for_average)
-                )
-            )
-            self._waits = False
-            self._check()
+    def merge(self, version: int, pieces: tuple[Piece, ...]) -> None:
+        """Merge averages of `version`."""
+        if self._rule is None:
+            return
+        self._rule.merge(pieces)
+        for piece in pieces:
+            self._counters = np.maximum(self._counters, piece.counters)
 
-    @property
-    def has_model(self) -> bool:
-        """Whether there is a model that the others may have."""
-        with self._changed:
-            return self._iterate is not None and not self._absent
+    def finalize_version(self, version: int) -> None:
+        """No further piece of `version` will come."""
 
-    def do_without_theirs(self, error: PeerError) -> None:
-        """No member has a model to give: go on with this rank's own, or fail if it has none."""
-        with self._changed:
-            self._absent = False
-            self._error = error if self._iterate is None else self._error
-            self._changed.notify_all()
-
-    @property
-    def epoch(self) -> int:
-        """Number of the membership, counted here."""
-        with self._changed:
-            return self._epoch
-
-    def is_arrived_at(self, version: int) -> bool:
-        """Whether the trainer's arrival at `version` still counts."""
-        with self._changed:
-            return self._arrived == version
-
-    def own(self) -> Contribution:
-        """This rank's model as it is, whether or not the others may have it."""
-        with self._changed:
-            return self._contribution(self._present().shown, fresh=False)
-
-    def wait_until_ready(self, timeout_s: float) -> bool:
-        """Wait until there is a model. Returns whether there is."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._iterate is not None or self._error is not None, timeout_s
-            )
-            self._check()
-            return self._iterate is not None
-
-    def states(
-        self, of: frozenset[int], epoch: int, *, patience_s: float
-    ) -> dict[int, Contribution] | None:
-        """The models that members `of` have sent; waits for those that live. None: the membership
-        has changed meanwhile.
-
-        Args:
-            of: positions of members.
-            epoch: of the membership in which they were asked.
-            patience_s: after how long those that hang are left out.
-        """
-        with self._changed:
-            same = self._wait_in(epoch, lambda: of - self._dead <= self._states.keys(), patience_s)
-            states, self._states = self._states, {}
-            return (
-                {rank: state for rank in sorted(of) if (state := states.get(rank)) is not None}
-                if same
-                else None
-            )
-
-    def wait_for_rest(self, members: frozenset[int], epoch: int) -> bool:
-        """Wait until those of `members` that live take no more steps. False: the membership has
-        changed meanwhile.
-        """
-        with self._changed:
-            return self._wait_in(epoch, lambda: members <= self._dead | self._resting)
-
-    def dead(self) -> frozenset[int]:
-        """Members that are dead or have left."""
-        with self._changed:
-            return frozenset(self._dead)
-
-    def _wait_in(
-        self, epoch: int, until: Callable[[], bool], patience_s: float | None = None
-    ) -> bool:
-        self._changed.wait_for(
-            lambda: until() or self._error is not None or self._epoch != epoch, patience_s
-        )
-        self._check()
-        return self._epoch == epoch
-
-    # The engine's side
-
-    def restart(self) -> None:
-        """A new membership begins: nothing is under way, and whoever waits goes on."""
-        with self._changed:
-            self._epoch += 1
-            self._restart()
-            self._changed.notify_all()
-
-    def settle_down(self, timeout_s: float) -> None:
-        """Stay out of new versions, and wait for what is under way: for who takes part, half an
-        average is worse than none.
-        """
-        with self._changed:
-            self._settling_down = True
-            self._changed.wait_for(lambda: not self._is_under_way(), timeout_s)
-
-    def leave(self) -> None:
-        """This rank is no member any more. Its trainer goes on alone, and nobody is given its
-        model, until `adopt`.
-        """
-        with self._changed:
-            self._absent = True
-            self._changed.notify_all()
-
-    def adopt(self, state: Contribution) -> None:
-        """Take a member's model in the place of this rank's, with whatever the trainer did since it
-        last took one.
-        """
-        with self._changed:
-            self._replaced = self._iterate is not None
-            self._iterate, self._counters = self._make_iterate(state.values.copy()), state.counters
-            self._step = self._step if self._replaced else state.step
-            self._absent = False
-            self._changed.notify_all()
-
-    def fail(self, error: Exception) -> None:
-        """The protocol has ended in `error`, which the trainer's next call raises."""
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
-
-    # The protocol's side
-
-    def contribute(self, version: int) -> Contribution | None:
-        with self._changed:
-            self._newest = max(self._newest, version)
-            if self._invited is not None and self._invited <= version:
-                self._invited = None  # it goes on without this rank's arrival
-            if self._iterate is None or self._absent or self._settling_down:
-                return None
-            mine = self._offer(
-                version, self._iterate, fresh=version == self._arrived or self._waits
-            )
-            if mine is not None:
-                self._open.add(version)
-                self._was_answered_for(not mine.fresh)
-            return mine
-
-    def _was_answered_for(self, was: bool) -> None:
-        self._credit = min(self._credit + was, self._max_credit)
-
-    def invite(self, version: int) -> None:
-        with self._changed:
-            self._invited = max(version, self._invited or 0)
-
-    def gathered(self, version: int) -> None:
-        with self._changed:
-            if version == self._arrived:
-                self._gathered = True
-                self._changed.notify_all()
-
-    def close(self, outcome: Outcome) -> None:
-        with self._changed:
-            self._merge(outcome.version, outcome.pieces)
-            self._count(outcome)
-            self._open.discard(outcome.version)
-            if outcome.version == self._arrived:
-                self._arrived = None
-            self._changed.notify_all()
-
-    def amend(self, version: int, piece: Piece) -> None:
-        with self._changed:
-            self._merge(version, (piece,))
-
-    def settle(self, version: int) -> None:
-        """What has come of `version` is merged; there is nothing else."""
-
-    def snapshot(self) -> Contribution | None:
-        with self._changed:
-            return (
-                None
-                if self._iterate is None or self._absent
-                else self._contribution(self._iterate.shown, fresh=False)
-            )
-
-    def receive(self, sender: int, state: Contribution | None) -> None:
-        with self._changed:
-            if self._iterate is not None and not self._absent:
-                self._states[sender] = state
-                self._changed.notify_all()
-                return
-        if state is None:
-            self.look_for_model(sender)
-        else:
-            self.adopt(state)
-
-    def bury(self, rank: int) -> None:
-        with self._changed:
-            self._dead.add(rank)
-            self._changed.notify_all()
-        self.look_for_model(rank)
-
-    def rested(self, rank: int) -> None:
-        with self._changed:
-            self._resting.add(rank)
-            self._changed.notify_all()
-
-    def _offer(self, version: int, iterate: Iterate, *, fresh: bool) -> Contribution | None:
-        """What to contribute to `version`."""
-        if self._by_turns and self._open and version != self._arrived:
-            return None
-        return self._contribution(iterate.shown, fresh=fresh)
+    def begin_generation(self) -> None:
+        """No piece of a version of the old generation will come."""
 
     def _contribution(self, values: Values, *, fresh: bool) -> Contribution:
         return Contribution(
             values=values,
-            step=self._step,
+            step=self.step,
             fresh=fresh,
             weight=self._weight,
             counters=self._counters,
         )
 
-    def _merge(self, version: int, pieces: tuple[Piece, ...]) -> None:
-        if self._iterate is None:
-            return
-        self._iterate.merge(pieces)
-        for piece in pieces:
-            self._counters = np.maximum(self._counters, piece.counters)
+    @property
+    def _existing(self) -> MergeRule:
+        assert self._rule is not None, "begin must be called first"
+        return self._rule
 
-    def _is_under_way(self) -> bool:
-        return bool(self._open)
 
-    def _count(self, outcome: Outcome) -> None:
-        notes = outcome.members.values()
-        self.averages.made += bool(outcome.pieces)
-        self.averages.missed += not outcome.pieces
-        self.averages.contributions += len(notes)
-        self.averages.stale += sum(not note.fresh for note in notes)
+@dataclass(slots=True)
+class _Arrival:
+    """The trainer has arrived at a version that is not closed."""
 
-    def _present(self) -> Iterate:
-        assert self._iterate is not None, "begin comes first"
-        return self._iterate
+    version: int
+    has_quorum: bool = False
 
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+
+class PublishedModel:
+    """The state object. Only the three ports read and change it.
+
+    Args:
+        model: the model, or the model and the gradients, that this rank averages.
+        one_at_a_time: whether the rank takes part in one average at a time; else it arrives after
+            every step, and contributes whenever a peer asks.
+        max_credit: how many arrivals the rank skips at most for contributions on its behalf, >= 1.
+
+    Attributes:
+        trainer, protocol, membership: the ports.
+    """
+
+    def __init__(
+        self, model: ModelState, *, one_at_a_time: bool = True, max_credit: int = 20
+    ) -> None:
+        self.model = model
+        self.one_at_a_time = one_at_a_time
+        self.max_credit = max_credit
+        # One lock for everything: a port method is one transition, and callers wait on its
+        # condition. It is re-entrant because transitions use each other.
+        self.changed = threading.Condition(threading.RLock())
+        self.counts = AveragingCounts()
+        self.expelled = False
+        self.error: Exception | None = None
+        self.epoch = 0
+        self.on_missing_model: Callable[[int], None] = lambda member: None
+        self._reset()
+        self.trainer = TrainerPort(self)
+        self.protocol: ProtocolPort = _ProtocolPort(self)
+        self.membership = MembershipPort(self)
+
+    def _reset(self) -> None:
+        """The state of a new generation."""
+        self.quiescing = False
+        self.open: set[int] = set()
+        self.newest = -1
+        self.invited: int | None = None
+        self.arrival: _Arrival | None = None
+        self.trainer_waits = False
+        self.credit = 0
+        self.dead: set[int] = set()
+        self.stopped: set[int] = set()
+        self.received: dict[int, Contribution | None] = {}
+
+    @property
+    def is_available(self) -> bool:
+        """Whether there is a model that peers may have."""
+        return self.model.exists and not self.expelled
+
+    @property
+    def arrived_at(self) -> int | None:
+        return None if self.arrival is None else self.arrival.version
+
+    def begin_generation(self) -> None:
+        self.epoch += 1
+        self._reset()
+        self.model.begin_generation()
+
+    def adopt(self, model: Contribution) -> None:
+        self.model.adopt(model)
+        self.expelled = False
+        self.changed.notify_all()
+
+    def raise_failure(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class TrainerPort:
+    """What the thread that trains may do."""
+
+    def __init__(self, state: PublishedModel) -> None:
+        self._state = state
+
+    @property
+    def counts(self) -> AveragingCounts:
+        return self._state.counts
+
+    @property
+    def step(self) -> int:
+        """How many steps the trainer has made, including those of the member whose model was
+        adopted.
+        """
+        with self._state.changed:
+            return self._state.model.step
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a model."""
+        with self._state.changed:
+            return self._state.model.exists
+
+    def begin(self, model: Values, counters: Counters, *, step: int) -> None:
+        """From now on there is a model: `model`, which belongs to this object."""
+        with self._state.changed:
+            self._state.model.begin(model, counters, step=step)
+
+    def forget(self) -> None:
+        """There is no model any more, until `begin`."""
+        with self._state.changed:
+            self._state.model.forget()
+
+    def advance(self, model: Values, counters: Counters) -> None:
+        """The trainer has ended a step with `model`, which belongs to this object from now on."""
+        with self._state.changed:
+            self._state.model.advance(model, counters)
+
+    def take(self) -> tuple[Values, Counters]:
+        """The model and counters with which the trainer continues; read-only."""
+        with self._state.changed:
+            return self._state.model.take()
+
+    def rebase(self, held: Values) -> None:
+        """The trainer's model holds `held` instead of what it took."""
+        with self._state.changed:
+            self._state.model.rebase(held)
+
+    def arrive(self, must_wait: Callable[[int], bool]) -> int | None:
+        """Arrive at a version, unless this rank need not.
+
+        While a contribution is under way this waits, but only for a version that `must_wait`: else
+        the rank does without an arrival. After an arrival the protocol must be told of it.
+
+        Returns:
+            The version; None without an arrival.
+
+        Raises:
+            Exception: what the protocol has failed with.
+        """
+        state = self._state
+        with state.changed:
+            while True:
+                state.raise_failure()
+                skips = state.one_at_a_time and state.credit > 0 and state.invited is None
+                if state.expelled or state.quiescing or skips:
+                    state.credit = max(0, state.credit - 1)
+                    return None
+                version = max(state.newest + 1, state.invited or 0)
+                if state.arrival is None and not (state.one_at_a_time and state.open):
+                    break
+                if not must_wait(version):
+                    return None
+                state.changed.wait()
+            state.arrival, state.invited = _Arrival(version), None
+            state.trainer_waits = must_wait(version)
+            return version
+
+    def wait(self, *, for_average: bool = True) -> None:
+        """Wait until the version at which the trainer arrived is closed, or the generation changes.
+
+        Args:
+            for_average: whether to wait for the average. If not, it suffices that enough ranks have
+                arrived; the average comes while the next step is computed.
+
+        Raises:
+            Exception: what the protocol has failed with.
+        """
+        state = self._state
+
+        def is_over() -> bool:
+            return (
+                state.arrival is None
+                or state.error is not None
+                or (state.arrival.has_quorum and not for_average)
+            )
+
+        with state.changed:
+            state.changed.wait_for(is_over)
+            state.trainer_waits = False
+            state.raise_failure()
+
+
+class _ProtocolPort(ProtocolPort):
+    """What the thread that runs the protocol may do; see `interface.ProtocolPort`."""
+
+    def __init__(self, state: PublishedModel) -> None:
+        self._state = state
+
+    @override
+    def contribute(self, version: int) -> Contribution | None:
+        state = self._state
+        with state.changed:
+            state.newest = max(state.newest, version)
+            if state.invited is not None and state.invited <= version:
+                state.invited = None  # the version proceeds without this rank's arrival
+            if not state.is_available or state.quiescing:
+                return None
+            if (
+                state.one_at_a_time
+                and state.open
+                and state.model.averages_models(version)
+                and version != state.arrived_at
+            ):
+                return None
+            # A trainer that waits has ended its step, so its model is fresh at any version.
+            fresh = version == state.arrived_at or state.trainer_waits
+            mine = state.model.contribute(version, fresh=fresh)
+            if mine is not None:
+                state.open.add(version)
+            state.credit = min(state.credit + (not fresh), state.max_credit)
+            return mine
+
+    @override
+    def invite(self, version: int) -> None:
+        with self._state.changed:
+            self._state.invited = max(version, self._state.invited or 0)
+
+    @override
+    def quorum_arrived(self, version: int) -> None:
+        state = self._state
+        with state.changed:
+            if state.arrival is not None and state.arrival.version == version:
+                state.arrival.has_quorum = True
+                state.changed.notify_all()
+
+    @override
+    def close(self, result: VersionResult) -> None:
+        state = self._state
+        with state.changed:
+            state.model.merge(result.version, result.pieces)
+            notes = result.members.values()
+            state.counts.made += bool(result.pieces)
+            state.counts.missed += not result.pieces
+            state.counts.contributions += len(notes)
+            state.counts.stale += sum(not note.fresh for note in notes)
+            state.open.discard(result.version)
+            if result.version == state.arrived_at:
+                state.arrival = None
+            state.changed.notify_all()
+
+    @override
+    def merge_late(self, version: int, piece: Piece) -> None:
+        with self._state.changed:
+            self._state.model.merge(version, (piece,))
+
+    @override
+    def finalize_version(self, version: int) -> None:
+        with self._state.changed:
+            self._state.model.finalize_version(version)
+            self._state.changed.notify_all()
+
+    @override
+    def snapshot(self) -> Contribution | None:
+        with self._state.changed:
+            return self._state.model.snapshot() if self._state.is_available else None
+
+    @override
+    def receive_model(self, sender: int, model: Contribution | None) -> None:
+        state = self._state
+        with state.changed:
+            if state.is_available:  # it was asked for a mean of all models
+                state.received[sender] = model
+                state.changed.notify_all()
+                return
+            if model is not None:  # it was asked for by a rank that has none
+                state.adopt(model)
+                return
+        # Outside the lock: the callback asks the next member, and posts to the protocol.
+        state.on_missing_model(sender)
+
+    @override
+    def mark_dead(self, rank: int) -> None:
+        with self._state.changed:
+            self._state.dead.add(rank)
+            self._state.changed.notify_all()
+        self._state.on_missing_model(rank)
+
+    @override
+    def mark_stopped(self, rank: int) -> None:
+        with self._state.changed:
+            self._state.stopped.add(rank)
+            self._state.changed.notify_all()
+
+
+class MembershipPort:
+    """What the owner of the progress thread may do, in the trainer's thread or the membership's.
+
+    Generations are counted here in epochs. A call that waits for members is told the epoch in which
+    it began, and ends when that is over.
+    """
+
+    def __init__(self, state: PublishedModel) -> None:
+        self._state = state
+
+    @property
+    def epoch(self) -> int:
+        with self._state.changed:
+            return self._state.epoch
+
+    @property
+    def is_available(self) -> bool:
+        """Whether there is a model that peers may have."""
+        with self._state.changed:
+            return self._state.is_available
+
+    def begin_generation(self) -> None:
+        """A new generation begins: no version is open, and every caller that waits continues."""
+        with self._state.changed:
+            self._state.begin_generation()
+            self._state.changed.notify_all()
+
+    def quiesce(self, timeout_s: float) -> None:
+        """Open no versions any more, and wait for those that are open.
+
+        A rank that left in the middle of an average would have contributed to models of peers that
+        it never receives.
+        """
+        state = self._state
+        with state.changed:
+            state.quiescing = True
+            state.changed.wait_for(lambda: not (state.open or state.model.is_under_way), timeout_s)
+
+    def expel(self) -> None:
+        """This rank is not a member any more. Its trainer continues alone, and peers do not get its
+        model, until `adopt`.
+        """
+        with self._state.changed:
+            self._state.expelled = True
+            self._state.changed.notify_all()
+
+    def adopt(self, model: Contribution) -> None:
+        """Replace this rank's model, and what the trainer does until it takes the next one, by the
+        model of a member.
+        """
+        with self._state.changed:
+            self._state.adopt(model)
+
+    def continue_without_model(self, error: PeerError) -> None:
+        """No member has a model to give: continue with this rank's own, or fail if it has none."""
+        state = self._state
+        with state.changed:
+            state.expelled = False
+            if not state.model.exists:
+                state.error = error
+            state.changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """The protocol has ended with `error`, which the trainer's next call raises."""
+        with self._state.changed:
+            self._state.error = error
+            self._state.changed.notify_all()
+
+    def on_missing_model(self, callback: Callable[[int], None]) -> None:
+        """Call `callback(member)` when a member that may have been asked for its model has none to
+        give, or is dead.
+        """
+        self._state.on_missing_model = callback
+
+    def is_arrived_at(self, version: int) -> bool:
+        """Whether the trainer has arrived at `version`, and the version is not closed."""
+        with self._state.changed:
+            return self._state.arrived_at == version
+
+    def own_model(self) -> Contribution:
+        """This rank's current model, whether or not peers may have it."""
+        with self._state.changed:
+            return self._state.model.snapshot()
+
+    def dead(self) -> frozenset[int]:
+        """The members that are dead or have left."""
+        with self._state.changed:
+            return frozenset(self._state.dead)
+
+    def wait_until_begun(self, timeout_s: float) -> bool:
+        """Wait until there is a model. Returns whether there is one."""
+        state = self._state
+        with state.changed:
+            state.changed.wait_for(lambda: state.model.exists or state.error is not None, timeout_s)
+            state.raise_failure()
+            return state.model.exists
+
+    def collect_models(
+        self, members: frozenset[int], epoch: int, *, timeout_s: float
+    ) -> dict[int, Contribution] | None:
+        """The models that `members` have sent.
+
+        Args:
+            members: the positions of members that were asked.
+            epoch: in which they were asked.
+            timeout_s: how long to wait for members that live, in seconds, >= 0.
+
+        Returns:
+            The models that came, by position; None when the generation has changed.
+        """
+        state = self._state
+        with state.changed:
+            same = self._wait_in(
+                epoch, lambda: members - state.dead <= state.received.keys(), timeout_s
+            )
+            received, state.received = state.received, {}
+            if not same:
+                return None
+            return {
+                rank: model for rank in sorted(members) if (model := received.get(rank)) is not None
+            }
+
+    def wait_until_stopped(self, members: frozenset[int], epoch: int) -> bool:
+        """Wait until all of `members` that live take no more steps. Returns False when the
+        generation has changed.
+        """
+        state = self._state
+        with state.changed:
+            return self._wait_in(epoch, lambda: members <= state.dead | state.stopped)
+
+    def _wait_in(
+        self, epoch: int, until: Callable[[], bool], timeout_s: float | None = None
+    ) -> bool:
+        state = self._state
+        state.changed.wait_for(
+            lambda: until() or state.error is not None or state.epoch != epoch, timeout_s
+        )
+        state.raise_failure()
+        return state.epoch == epoch

@@ -1,15 +1,17 @@
-"""One version of a group average as one member sees it: what it has sent, what it has, what it
-still waits for.
+"""One version of a group average at one member: what it sent, what it has, what it waits for.
 
-Two ways to average. Both end with the same bits at every member that gets an average at all.
+There are two ways to average. With both, all members that get an average get the same bits.
 
-- `Direct`: everyone sends its model to everyone and adds them up in the order of the group. One
-  message a peer, (S-1) N bytes. All or nothing: members average among themselves only when each
-  knows that all of them mean to average in just this party, which is more than half of the group.
-- `Scattered`: the model is cut into as many regions as there are members, and each member owns one.
-  Everyone sends its part of a region to the owner, who averages what it has and sends that to
-  everyone. Two messages a peer, 2 N (S-1) / S bytes. An owner that is not there costs its region
-  and no more; a contribution that is not there misses the owner's average.
+- `DirectRound`: every member sends its model to every other one and adds up all models in the order
+  of the group. That is one message a peer and (S-1) N bytes, for a group of S and a model of N.
+  Either all of the participants have the average or none has. Participants average among themselves
+  only when each of them knows that all of them mean to average among exactly these participants,
+  and when these are more than half of the group.
+- `ScatteredRound`: a reduce-scatter and an all-gather. The model is cut into as many regions as
+  there are members, and each member owns one. Every member sends its chunk of a region to the
+  owner. The owner averages the chunks that it has and sends the average to all. That is two
+  messages a peer and 2 N (S-1) / S bytes. A missing owner costs its region only; a missing
+  contribution is not in that owner's average.
 """
 
 from __future__ import annotations
@@ -21,199 +23,249 @@ from typing import TypeAlias
 
 import numpy as np
 
-from offbeat.averaging.background.group_base import Contribution, Piece, Terms, check_model
-from offbeat.codec.model_wire import ABSENT, Counters, Kind, ModelMessage, Values, no_counters
+from offbeat.averaging.background.interface import (
+    Contribution,
+    Piece,
+    ProtocolSettings,
+    check_values,
+)
+from offbeat.codec.model_wire import (
+    ABSENT,
+    Counters,
+    MessageKind,
+    ModelMessage,
+    Values,
+    no_counters,
+)
 from offbeat.errors import WireError
 
 Outgoing: TypeAlias = list[tuple[int, bytes]]
-"""Messages and whom to send them to. They are copies: the contribution they were made of may change
-once they are made.
+"""Messages to send, each with its receiver. They hold copies: the contribution that they were made
+of may change afterwards.
 """
 
 
-class Round(ABC):
-    """One version at one member. Knows no clock and no network; `group_average` adds both.
+class GroupRound(ABC):
+    """One version at one member. It uses no clock and no network; `group_average` adds both.
 
     Attributes:
-        version, group: which average, among whom.
-        contributed: whether this rank has contributed, or has stayed out.
-        over: whether this rank is done with the version, but for what may come late.
+        version: the number of the version.
+        group: the ranks of its group.
+        contributed: whether this rank has contributed, or has decided to stay out.
+        over: whether this rank is done with the version, except for pieces that may arrive late.
     """
 
-    def __init__(self, version: int, group: tuple[int, ...], *, rank: int, terms: Terms) -> None:
+    def __init__(
+        self, version: int, group: tuple[int, ...], *, rank: int, settings: ProtocolSettings
+    ) -> None:
         self.version = version
         self.group = group
         self.contributed = False
         self.over = False
         self._rank = rank
-        self._terms = terms
-        self._num_elements = terms.length(version)
-        self._parts: dict[int, ModelMessage] = {}
+        self._settings = settings
+        self._num_elements = settings.length(version)
+        self._chunks: dict[int, ModelMessage] = {}
         self._new_pieces: list[Piece] = []
         self._fresh = False
         self._arrived = False
 
-    def is_called(self, min_fresh: int, gone: Set[int], announced: Set[int]) -> bool:
-        """Whether all must contribute now: `min_fresh` or all but `gone` have arrived, or somebody
-        knows that they have.
+    def must_contribute(self, min_arrivals: int, absent: Set[int], announced: Set[int]) -> bool:
+        """Whether all members must contribute now.
 
-        `announced`: those whose word that they have arrived counts, though their parts may still be
-            on the way.
+        This is so when `min_arrivals` members have arrived, when all that are not absent have, or
+        when some member that has not arrived has contributed, which shows that it knew so.
+
+        Args:
+            min_arrivals: how many arrivals the version waits for, >= 1.
+            absent: the ranks that will not arrive.
+            announced: the ranks that have announced their arrival, although their chunks may still
+                be on the way.
         """
-        arrived = announced | {rank for rank, part in self._parts.items() if part.arrived}
+        arrived = announced | {rank for rank, chunk in self._chunks.items() if chunk.arrived}
         return (
-            len(arrived) >= min_fresh
-            or arrived | gone >= set(self.group)
-            or not self._parts.keys() <= arrived
+            len(arrived) >= min_arrivals
+            or arrived | absent >= set(self.group)
+            or not self._chunks.keys() <= arrived
         )
 
     def take_pieces(self) -> list[Piece]:
-        """The averages that have come since the last call."""
+        """The averages that have arrived since the last call."""
         taken, self._new_pieces = self._new_pieces, []
         return taken
 
     @abstractmethod
     def contribute(self, mine: Contribution | None, absent: Set[int], *, arrived: bool) -> Outgoing:
-        """Take part with `mine`, or stay out; `absent` get no values. Returns the messages to send.
+        """Take part in the version, or stay out of it. Returns the messages to send.
 
-        `arrived`: whether this rank has arrived at this version or a later one.
+        Args:
+            mine: this rank's contribution; None to stay out.
+            absent: the ranks that are sent no values.
+            arrived: whether this rank has arrived at this version or a later one.
         """
 
     @abstractmethod
-    def take(self, sender: int, message: ModelMessage) -> bool:
-        """Take in a part or an average of this version. Returns whether it was too late to count.
-        Raises `WireError`.
+    def receive(self, sender: int, message: ModelMessage) -> bool:
+        """Take in a chunk or an average of this version.
+
+        Returns:
+            Whether the message came too late to count.
+
+        Raises:
+            WireError: the message does not fit this version.
         """
 
     @abstractmethod
     def awaited(self) -> Set[int]:
-        """Whose messages the round waits for at this point, once this rank has contributed."""
+        """The ranks whose messages this round waits for, once this rank has contributed."""
 
     @abstractmethod
-    def go_on(self, absent: Set[int]) -> Outgoing:
-        """Do without `absent`, who are all that is awaited. Returns the messages to send."""
-
-    @abstractmethod
-    def debtors(self) -> Set[int]:
-        """Whose messages may yet bring a piece that this rank is in, after the round is over."""
-
-    @abstractmethod
-    def keep_for_late_pieces(self) -> None:
-        """Copy what late pieces will need of the contribution, whose buffer is about to be given
-        back.
+    def proceed_without(self, absent: Set[int]) -> Outgoing:
+        """Do the next thing although messages of `absent` are missing, who must be all that is
+        awaited. Returns the messages to send.
         """
 
     @abstractmethod
-    def bury(self, rank: int) -> None:
-        """Rank `rank` will never send anything any more."""
+    def late_senders(self) -> Set[int]:
+        """The ranks whose messages may still bring a piece with this rank's contribution, after
+        the round is over.
+        """
 
-    def _part(
-        self, mine: Contribution | None, begin: int, end: int, *, withheld: bool, party: int = 0
+    @abstractmethod
+    def keep_for_late_pieces(self) -> None:
+        """Copy what late pieces will need of the contribution, whose values the rank may change
+        after this.
+        """
+
+    @abstractmethod
+    def mark_dead(self, rank: int) -> None:
+        """No more messages of `rank` will arrive."""
+
+    def _make_chunk(
+        self,
+        mine: Contribution | None,
+        begin: int,
+        end: int,
+        *,
+        withheld: bool,
+        participants: int = 0,
     ) -> ModelMessage:
         given = None if withheld else mine
-        part = ModelMessage(
-            kind=Kind.PART,
-            generation=self._terms.generation,
+        chunk = ModelMessage(
+            kind=MessageKind.CHUNK,
+            generation=self._settings.generation,
             version=self.version,
             step=-1 if mine is None else mine.step,
             fresh=mine is not None and mine.fresh,
             arrived=self._arrived,
-            party=party,
+            participants=participants,
             num_elements=self._num_elements,
             begin=begin,
         )
         if given is None:
-            return part
+            return chunk
         return replace(
-            part, weight=given.weight, counters=given.counters, values=given.values[begin:end]
+            chunk, weight=given.weight, counters=given.counters, values=given.values[begin:end]
         )
 
 
-class Direct(Round):
-    """Everyone sends everything to everyone."""
+class DirectRound(GroupRound):
+    """Every member sends its whole model to every other member."""
 
-    def __init__(self, version: int, group: tuple[int, ...], *, rank: int, terms: Terms) -> None:
-        super().__init__(version, group, rank=rank, terms=terms)
-        self._party: frozenset[int] = frozenset()
-        self._settled = False
+    def __init__(
+        self, version: int, group: tuple[int, ...], *, rank: int, settings: ProtocolSettings
+    ) -> None:
+        super().__init__(version, group, rank=rank, settings=settings)
+        self._participants: frozenset[int] = frozenset()
+        self._decided = False
 
     def contribute(self, mine: Contribution | None, absent: Set[int], *, arrived: bool) -> Outgoing:
         self.contributed = True
         self._arrived = arrived
         self._fresh = mine is not None and mine.fresh
-        self._party = frozenset(self.group) - absent
-        mask = sum(1 << position for position, rank in enumerate(self.group) if rank in self._party)
-        parts = {
-            rank: self._part(mine, 0, self._num_elements, withheld=rank in absent, party=mask)
+        self._participants = frozenset(self.group) - absent
+        mask = sum(
+            1 << position for position, rank in enumerate(self.group) if rank in self._participants
+        )
+        chunks = {
+            rank: self._make_chunk(
+                mine, 0, self._num_elements, withheld=rank in absent, participants=mask
+            )
             for rank in self.group
         }
-        self._parts[self._rank] = parts.pop(self._rank)
-        self._settle()
-        return [(peer, part.to_bytes()) for peer, part in parts.items()]
+        self._chunks[self._rank] = chunks.pop(self._rank)
+        self._decide()
+        return [(peer, chunk.to_bytes()) for peer, chunk in chunks.items()]
 
-    def take(self, sender: int, message: ModelMessage) -> bool:
-        if message.kind != Kind.PART:
+    def receive(self, sender: int, message: ModelMessage) -> bool:
+        if message.kind != MessageKind.CHUNK:
             raise WireError(
                 f"rank {sender} sent an average of version {self.version}, whose members exchange"
                 " without owners"
             )
-        check_model(
+        check_values(
             sender,
             message,
-            self._terms,
+            self._settings,
             0,
             self._num_elements,
             has_values=message.weight > 0,
             num_elements=self._num_elements,
         )
         is_late = self.over
-        self._parts.setdefault(sender, message)
+        self._chunks.setdefault(sender, message)
         if self.contributed:
-            self._settle()
+            self._decide()
         return is_late
 
     def awaited(self) -> Set[int]:
-        return self._party - self._parts.keys()
+        return self._participants - self._chunks.keys()
 
-    def go_on(self, absent: Set[int]) -> Outgoing:
+    def proceed_without(self, absent: Set[int]) -> Outgoing:
+        # The others may still send their chunks, and may have averaged already. So this only ends
+        # the wait: the average is merged when the missing chunks arrive.
         self.over = True
         return []
 
-    def debtors(self) -> Set[int]:
-        return set() if self._settled else self.awaited()
+    def late_senders(self) -> Set[int]:
+        return set() if self._decided else self.awaited()
 
     def keep_for_late_pieces(self) -> None:
-        mine = self._parts[self._rank]
-        self._parts[self._rank] = replace(mine, values=mine.values.copy())
+        mine = self._chunks[self._rank]
+        self._chunks[self._rank] = replace(mine, values=mine.values.copy())
 
-    def bury(self, rank: int) -> None:
+    def mark_dead(self, rank: int) -> None:
         if self.contributed and rank in self.awaited():
-            self._settle(failed=True)
+            self._decide(failed=True)
 
-    def _settle(self, *, failed: bool = False) -> None:
-        """See whether the party is complete, or never will be."""
-        if self._settled:
+    def _decide(self, *, failed: bool = False) -> None:
+        """Average if all participants' chunks are here; give up if they never will agree."""
+        if self._decided:
             return
         here = [
-            self._parts[rank] for rank in self.group if rank in self._party and rank in self._parts
+            self._chunks[rank]
+            for rank in self.group
+            if rank in self._participants and rank in self._chunks
         ]
-        mask = self._parts[self._rank].party
+        mask = self._chunks[self._rank].participants
+        # Every participant must average the same chunks. That is certain only if all of them named
+        # the same participants; and two disjoint sets of participants must not both average.
         failed = (
             failed
-            or any(part.party != mask for part in here)
-            or 2 * len(self._party) <= len(self.group)
+            or any(chunk.participants != mask for chunk in here)
+            or 2 * len(self._participants) <= len(self.group)
         )
-        if not failed and len(here) < len(self._party):
+        if not failed and len(here) < len(self._participants):
             return
-        self._settled = self.over = True
-        if not failed and any(part.weight for part in here):
-            own = self._parts[self._rank]
+        self._decided = self.over = True
+        if not failed and any(chunk.weight for chunk in here):
+            own = self._chunks[self._rank]
             self._new_pieces.append(
                 Piece(
                     begin=0,
                     average=mean_of(here),
                     notes=tuple(
-                        self._parts[rank].note if rank in self._party else ABSENT
+                        self._chunks[rank].note if rank in self._participants else ABSENT
                         for rank in self.group
                     ),
                     contributed=own.values if own.weight else None,
@@ -221,22 +273,26 @@ class Direct(Round):
                     counters=largest_of(here),
                 )
             )
-        self._parts = {
-            rank: replace(part, values=part.values[:0]) for rank, part in self._parts.items()
+        # The chunks are still needed to tell who has sent one, but their values are not.
+        self._chunks = {
+            rank: replace(chunk, values=chunk.values[:0]) for rank, chunk in self._chunks.items()
         }
 
 
-class Scattered(Round):
-    """Reduce-scatter and all-gather, with an owner for each region."""
+class ScatteredRound(GroupRound):
+    """A reduce-scatter and an all-gather, with an owner for each region of the model."""
 
-    def __init__(self, version: int, group: tuple[int, ...], *, rank: int, terms: Terms) -> None:
-        super().__init__(version, group, rank=rank, terms=terms)
-        self._bounds = _bounds(group, self._num_elements)
-        self._given: dict[int, Values] = {}
+    def __init__(
+        self, version: int, group: tuple[int, ...], *, rank: int, settings: ProtocolSettings
+    ) -> None:
+        super().__init__(version, group, rank=rank, settings=settings)
+        self._bounds = _region_bounds(group, self._num_elements)
+        self._contributed_to: dict[int, Values] = {}
         self._averages: set[int] = set()
 
-    def is_called(self, min_fresh: int, gone: Set[int], announced: Set[int]) -> bool:
-        return bool(self._averages) or super().is_called(min_fresh, gone, announced)
+    def must_contribute(self, min_arrivals: int, absent: Set[int], announced: Set[int]) -> bool:
+        # An owner averages only after all had to contribute.
+        return bool(self._averages) or super().must_contribute(min_arrivals, absent, announced)
 
     def contribute(self, mine: Contribution | None, absent: Set[int], *, arrived: bool) -> Outgoing:
         self.contributed = True
@@ -245,83 +301,90 @@ class Scattered(Round):
         outgoing = []
         for owner in self.group:
             if owner in self._averages:
-                continue  # its average is out, without this rank
-            part = self._part(mine, *self._bounds[owner], withheld=owner in absent)
-            if part.weight:
-                self._given[owner] = part.values
+                continue  # the owner has averaged its region without this rank
+            chunk = self._make_chunk(mine, *self._bounds[owner], withheld=owner in absent)
+            if chunk.weight:
+                self._contributed_to[owner] = chunk.values
             if owner == self._rank:
-                self._parts[owner] = part
+                self._chunks[owner] = chunk
             else:
-                outgoing.append((owner, part.to_bytes()))
+                outgoing.append((owner, chunk.to_bytes()))
         return outgoing
 
-    def take(self, sender: int, message: ModelMessage) -> bool:
+    def receive(self, sender: int, message: ModelMessage) -> bool:
         is_late = self.over
-        if message.kind == Kind.AVERAGE:
-            self._take_average(sender, message)
+        if message.kind == MessageKind.AVERAGE:
+            self._receive_average(sender, message)
             return is_late
-        check_model(
+        check_values(
             sender,
             message,
-            self._terms,
+            self._settings,
             *self._bounds[self._rank],
             has_values=message.weight > 0,
             num_elements=self._num_elements,
         )
         if self._rank in self._averages:
             return True
-        self._parts.setdefault(sender, message)
+        self._chunks.setdefault(sender, message)
         return False
 
     def awaited(self) -> Set[int]:
-        here = self._averages if self._rank in self._averages else self._parts.keys()
+        # First the chunks of this rank's own region, then the averages of all regions.
+        here = self._averages if self._rank in self._averages else self._chunks.keys()
         return set(self.group) - here
 
-    def go_on(self, absent: Set[int]) -> Outgoing:
+    def proceed_without(self, absent: Set[int]) -> Outgoing:
         if self._rank in self._averages:
             self.over = True
             return []
-        parts = self._parts
-        in_order = [parts[rank] for rank in self.group if rank in parts]
+        chunks = self._chunks
+        in_order = [chunks[rank] for rank in self.group if rank in chunks]
         begin, _ = self._bounds[self._rank]
         average = ModelMessage(
-            kind=Kind.AVERAGE,
-            generation=self._terms.generation,
+            kind=MessageKind.AVERAGE,
+            generation=self._settings.generation,
             version=self.version,
             num_elements=self._num_elements,
             begin=begin,
             counters=largest_of(in_order),
             values=mean_of(in_order),
-            notes=tuple(parts[rank].note if rank in parts else ABSENT for rank in self.group),
+            notes=tuple(chunks[rank].note if rank in chunks else ABSENT for rank in self.group),
         )
-        self._take_average(self._rank, average)
+        self._receive_average(self._rank, average)
         content = average.to_bytes()
-        no_values, no_counters = average.values[:0], average.counters[:0]
-        nothing = replace(
-            average, values=no_values, counters=no_counters, notes=(ABSENT,) * len(self.group)
+        without_values = replace(
+            average,
+            values=average.values[:0],
+            counters=average.counters[:0],
+            notes=(ABSENT,) * len(self.group),
         ).to_bytes()
-        spared = {rank for rank in absent if rank not in parts or not parts[rank].weight}
-        self._parts = {}
+        # An absent rank whose contribution is in the average needs it, or the mean over ranks would
+        # change when it wakes. Any other absent rank is spared the values.
+        spared = {rank for rank in absent if rank not in chunks or not chunks[rank].weight}
+        self._chunks = {}
         return [
-            (rank, nothing if rank in spared else content)
+            (rank, without_values if rank in spared else content)
             for rank in self.group
             if rank != self._rank
         ]
 
-    def debtors(self) -> Set[int]:
-        return self._given.keys() - self._averages
+    def late_senders(self) -> Set[int]:
+        return self._contributed_to.keys() - self._averages
 
     def keep_for_late_pieces(self) -> None:
-        self._given = {owner: self._given[owner].copy() for owner in self.debtors()}
+        self._contributed_to = {
+            owner: self._contributed_to[owner].copy() for owner in self.late_senders()
+        }
 
-    def bury(self, rank: int) -> None:
-        self._given.pop(rank, None)
+    def mark_dead(self, rank: int) -> None:
+        self._contributed_to.pop(rank, None)
 
-    def _take_average(self, owner: int, message: ModelMessage) -> None:
-        check_model(
+    def _receive_average(self, owner: int, message: ModelMessage) -> None:
+        check_values(
             owner,
             message,
-            self._terms,
+            self._settings,
             *self._bounds[owner],
             has_values=any(note.weight for note in message.notes),
             num_elements=self._num_elements,
@@ -334,15 +397,16 @@ class Scattered(Round):
         if owner in self._averages:
             return
         self._averages.add(owner)
-        given = self._given.get(owner)
-        is_in = given is not None and message.notes[self.group.index(self._rank)].weight > 0
+        mine = self._contributed_to.get(owner)
+        # The note tells whether the owner had this rank's chunk in time.
+        is_in = mine is not None and message.notes[self.group.index(self._rank)].weight > 0
         if message.values.size:
             self._new_pieces.append(
                 Piece(
                     begin=message.begin,
                     average=message.values,
                     notes=message.notes,
-                    contributed=given if is_in else None,
+                    contributed=mine if is_in else None,
                     fresh=is_in and self._fresh,
                     counters=message.counters,
                 )
@@ -350,30 +414,32 @@ class Scattered(Round):
         self.over = self.over or self._averages.issuperset(self.group)
 
 
-def _bounds(group: Sequence[int], num_elements: int) -> dict[int, tuple[int, int]]:
-    """The first element of each member's region and the first after it."""
+def _region_bounds(group: Sequence[int], num_elements: int) -> dict[int, tuple[int, int]]:
+    """For each member, the index of its region's first element and the index after the last."""
     cuts = [position * num_elements // len(group) for position in range(len(group) + 1)]
     return {rank: (cuts[position], cuts[position + 1]) for position, rank in enumerate(group)}
 
 
-def mean_of(parts: Sequence[ModelMessage]) -> Values:
-    """Their weighted mean, added up in this order; empty when all were withheld. Read-only."""
-    weighted = [part for part in parts if part.weight]
+def mean_of(chunks: Sequence[ModelMessage]) -> Values:
+    """The weighted mean of `chunks`, added up in this order; read-only. It is empty when all were
+    withheld.
+    """
+    weighted = [chunk for chunk in chunks if chunk.weight]
     if not weighted:
         return np.empty(0, np.float32)
     total = weighted[0].values * weighted[0].weight
-    for part in weighted[1:]:
-        total += part.values if part.weight == 1 else part.values * part.weight
-    total /= sum(part.weight for part in weighted)
+    for chunk in weighted[1:]:
+        total += chunk.values if chunk.weight == 1 else chunk.values * chunk.weight
+    total /= sum(chunk.weight for chunk in weighted)
     total.flags.writeable = False
     return total
 
 
-def largest_of(parts: Sequence[ModelMessage]) -> Counters:
-    """The largest of each counter; empty when all were withheld. Read-only."""
+def largest_of(chunks: Sequence[ModelMessage]) -> Counters:
+    """The largest value of each counter; read-only. It is empty when all chunks were withheld."""
     largest = no_counters()
-    for part in parts:
-        if part.weight:
-            largest = np.maximum(largest, part.counters) if largest.size else part.counters.copy()
+    for chunk in chunks:
+        if chunk.weight:
+            largest = np.maximum(largest, chunk.counters) if largest.size else chunk.counters.copy()
     largest.flags.writeable = False
     return largest

@@ -1,4 +1,4 @@
-"""How long the others wait for who does not answer, with the patience that `Terms` come with.
+"""How long ranks wait for a peer that does not answer, with the default deadlines.
 
 Models and links are scaled down together: what counts is how long a model takes.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import pytest
 
 from group_support.world import Model, Schedule, World
-from offbeat.averaging.background.group_base import Terms
-from offbeat.planning.groups import Meeting
+from offbeat.averaging.background.interface import ProtocolSettings
+from offbeat.planning.groups import VersionGroup
 from offbeat.transport.virtual import VirtualLink
 
-DEFAULTS = Terms(members=(0,), generation=0, num_elements=1, meeting=lambda _: Meeting(group=(0,)))
+DEFAULTS = ProtocolSettings(
+    members=(0,), generation=0, num_elements=1, group_of=lambda _: VersionGroup(ranks=(0,))
+)
 NUM_ELEMENTS = 500
 MODEL_BYTES = NUM_ELEMENTS * 8
 BOTH_WAYS = pytest.mark.parametrize("direct_bytes", [0, 1 << 20], ids=["scattered", "direct"])
@@ -32,8 +34,8 @@ def cluster(*, model_s: float = 0.032, **changes: object) -> World:
         "num_steps": 4,
         "quorum": 0.75,
         "link": VirtualLink(latency_s=0.001, bytes_per_s=MODEL_BYTES / model_s),
-        "patience": DEFAULTS.patience,
-        "arrival_patience": DEFAULTS.arrival_patience,
+        "reply_deadline": DEFAULTS.reply_deadline,
+        "arrival_deadline": DEFAULTS.arrival_deadline,
         "compute_s": lambda rank, step: 1.0 + 0.02 * rank,
     }
     # tests name fields that exist
@@ -44,7 +46,7 @@ def cluster(*, model_s: float = 0.032, **changes: object) -> World:
 
 @BOTH_WAYS
 @pytest.mark.parametrize("period", [None, 1])
-def test_who_is_killed_in_a_first_version_stalls_the_others_for_a_second_at_most(
+def test_a_rank_killed_in_a_first_version_delays_its_peers_for_a_second_at_most(
     direct_bytes: int, period: int | None
 ) -> None:
     """Models of 4 MB at 1 Gbit/s take 32 ms; and here it takes five seconds until a
@@ -71,9 +73,9 @@ def test_slow_links_are_taken_for_what_they_are_before_long(direct_bytes: int) -
         direct_bytes=direct_bytes,
         compute_s=lambda rank, step: 1.0 + 0.1 * rank,
     )
-    for model, happenings in zip(world.models, world.happenings, strict=True):
-        assert happenings.suspicions > 0
-        assert not happenings.suspected
+    for model, counts in zip(world.models, world.counts, strict=True):
+        assert counts.suspicions > 0
+        assert not counts.suspected
         last = max(model.closed, key=lambda outcome: outcome.version)
         assert last.members.keys() == {0, 1, 2, 3}
 

@@ -1,0 +1,345 @@
+"""The progress thread: it runs the averaging protocol of this rank, in one generation after
+another, while the trainer computes.
+
+The thread waits inside the transport, without the interpreter's lock. It wakes when a message of a
+peer arrives, or when this rank's trainer posts one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from typing_extensions import override
+
+from offbeat.averaging.background.interface import (
+    Contribution,
+    ProtocolCounts,
+    ProtocolPort,
+    ProtocolSettings,
+)
+from offbeat.averaging.background.protocol_member import (
+    arrive,
+    fetch_model,
+    finish,
+    stop_stepping,
+)
+from offbeat.averaging.background.published_model import PublishedModel
+from offbeat.codec.model_wire import Counters, Values
+from offbeat.errors import PeerError
+from offbeat.membership.agreement import Generation, changes
+from offbeat.transport.driver import Driver, Ticket
+from offbeat.transport.operations import Collective, Operation, Post
+from offbeat.transport.wrappers.base import Wrapper
+
+CHANNEL = 1 << 32
+"""The channel of the protocol. A generation's mesh carries nothing else."""
+
+QUIESCE_S = 0.5
+"""How long open averages of one generation may delay the next one, in seconds."""
+
+MODEL_TIMEOUT_S = 60.0
+"""How long a newcomer waits for the model of a member, in seconds."""
+
+
+class AveragingProtocol(Protocol):
+    """A protocol that averages on behalf of a rank: `group_average.serve`, `pair_average.serve`."""
+
+    def __call__(
+        self,
+        rank: int,
+        settings: ProtocolSettings,
+        port: ProtocolPort,
+        counts: ProtocolCounts | None = None,
+    ) -> Collective[ProtocolCounts]: ...
+
+
+class ProgressThread:
+    """Runs the protocol of one rank. It is the host of `membership.generations`.
+
+    Args:
+        published: this rank's model.
+        serve: the protocol.
+        settings: what a generation's members agree on, as the member at a position of it sees it.
+        count: puts a wrapper that counts traffic around a generation's driver.
+        notify: writes a remark for the user.
+    """
+
+    def __init__(
+        self,
+        published: PublishedModel,
+        *,
+        serve: AveragingProtocol,
+        settings: Callable[[Generation, int], ProtocolSettings],
+        count: Callable[[Driver], Driver],
+        notify: Callable[[str], None],
+    ) -> None:
+        self._published = published
+        self._membership = published.membership
+        self._serve = serve
+        self._settings = settings
+        self._count = count
+        self._notify = notify
+        self._current: _ServedGeneration | None = None
+        # Held while one generation takes the place of another, and while the trainer posts: a
+        # version number means nothing in the next generation.
+        self._switching = threading.Lock()
+        self._closed = False
+        self._stopped_stepping = False
+        self._needs_model = False
+
+    # Calls of the trainer
+
+    def arrive(self, version: int) -> None:
+        """Tell the protocol that the trainer has arrived at `version`, unless the generation has
+        changed since.
+        """
+        with self._switching:
+            if self._membership.is_arrived_at(version):
+                self._served.post(arrive(version, generation=self._served.generation.number))
+
+    def must_wait(self, version: int) -> bool:
+        """Whether several ranks have to arrive at `version` before it proceeds."""
+        return self._served.settings.group_of(version).min_arrivals > 1
+
+    def stop_stepping(self) -> None:
+        """This rank takes no more steps. Returns when no living member does."""
+        self._stopped_stepping = True
+        while True:
+            with self._switching:
+                served, epoch = self._served, self._membership.epoch
+                served.post(stop_stepping(generation=served.generation.number))
+            if self._membership.wait_until_stopped(served.peers, epoch):
+                return
+
+    def mean(self) -> tuple[Values, Counters]:
+        """The weighted mean of the current models of all living members, in float64, and the
+        largest value of each of their counters. The trainers of the peers are not involved.
+        """
+        models: dict[int, Contribution] | None = None
+        while models is None:
+            with self._switching:
+                served, epoch = self._served, self._membership.epoch
+                served.post(fetch_model(None, generation=served.generation.number))
+            models = self._membership.collect_models(
+                served.peers, epoch, timeout_s=served.collect_timeout_s
+            )
+        if silent := served.peers - models.keys() - self._membership.dead():
+            self._notify(
+                f"a mean of all models was taken without worker {served.ranks(silent)}, which did"
+                " not answer"
+            )
+        included = [self._membership.own_model(), *models.values()]
+        total = np.zeros(served.settings.num_elements, np.float64)
+        for model in included:
+            total += model.values * np.float64(model.weight)
+        total /= sum(model.weight for model in included)
+        return total, np.maximum.reduce([model.counters for model in included])
+
+    def wait_for_model(self) -> None:
+        """Return when a newcomer has the model of a member; at once for all other ranks.
+
+        Raises:
+            PeerError: no member has sent one.
+        """
+        if self._needs_model and not self._membership.wait_until_begun(MODEL_TIMEOUT_S):
+            raise PeerError(
+                f"no member of the run sent its model within {MODEL_TIMEOUT_S:g} s; do they train,"
+                " and can they be reached?"
+            )
+
+    def leave(self) -> bool:
+        """Finish, and return when all living members have finished.
+
+        Returns:
+            Whether that is so; False when the protocol has failed.
+        """
+        while True:
+            with self._switching:
+                if (served := self._current) is None:
+                    return False
+                served.post(finish(generation=served.generation.number))
+            served.join()
+            # If another generation has begun meanwhile, this rank must finish in that one too.
+            with self._switching:
+                if served is self._current:
+                    return served.ended_well
+
+    def close(self) -> None:
+        """Close the mesh. `leave` comes before, unless something has failed. Idempotent."""
+        with self._switching:
+            self._closed = True
+            served, self._current = self._current, None
+        if served is not None:
+            served.stop()
+            served.driver.close()
+
+    def abort(self, reason: str) -> None:
+        """Tell the peers that this rank has failed, and why."""
+        with self._switching:
+            if self._current is not None:
+                self._current.driver.abort(reason)
+
+    # Calls of `membership.generations`
+
+    def begin(self, generation: Generation, position: int, driver: Driver) -> None:
+        """Go over to `generation`. A newcomer requests the model of a member that is not new.
+
+        Args:
+            generation: the new generation.
+            position: this rank's position in it.
+            driver: a connected mesh of its members.
+        """
+        settings, counted = self._settings(generation, position), self._count(driver)
+        if self._current is not None:
+            self._membership.quiesce(QUIESCE_S)
+        with self._switching:
+            if self._closed:
+                counted.close()
+                return
+            old = self._current
+            if old is not None:
+                old.stop()
+            # After the old protocol has stopped, so that it cannot change the new state, and before
+            # the new one starts.
+            self._membership.begin_generation()
+            served = self._current = _ServedGeneration(
+                generation, position, counted, settings, self._serve, self._published
+            )
+            if self._stopped_stepping:
+                served.post(stop_stepping(generation=generation.number))
+        if old is not None:
+            # This takes as long as its last messages do, and the trainer need not wait for that.
+            old.driver.close()
+            self._notify(changes(old.generation, generation))
+        self._needs_model = not self._membership.is_available and (
+            self._needs_model or position in generation.newcomers
+        )
+        if self._needs_model:
+            served.request_model(without=position)
+
+    def unreachable(self) -> frozenset[int]:
+        return self._membership.dead()
+
+    def expelled(self) -> None:
+        self._membership.expel()
+        self._needs_model = True
+        self._notify(
+            "this worker was away for so long that the others went on without it; it joins them"
+            " again"
+        )
+
+    def lost_store(self, reason: str) -> None:
+        self._notify(
+            f"the run's store cannot be reached ({reason}): training goes on, but nobody can join"
+            " until it is back"
+        )
+
+    def retired(self, reason: str) -> None:
+        self._membership.fail(PeerError(reason))
+
+    @property
+    def _served(self) -> _ServedGeneration:
+        assert self._current is not None, "begin must be called first"
+        return self._current
+
+
+@dataclass(eq=False)
+class _ServedGeneration:
+    """The protocol of one generation, and the thread that runs it."""
+
+    generation: Generation
+    position: int
+    driver: Driver
+    settings: ProtocolSettings
+    serve: AveragingProtocol
+    published: PublishedModel
+
+    def __post_init__(self) -> None:
+        self.counts = ProtocolCounts()
+        self.ended_well = False
+        self._stoppable = _Stoppable(self.driver)
+        self._membership = self.published.membership
+        self._have_no_model: set[int] = set()
+        self._model_source: int | None = None
+        self._membership.on_missing_model(self._on_missing_model)
+        self._thread = threading.Thread(
+            target=self._run, name=f"offbeat-progress-{self.position}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """The positions of the other members."""
+        return frozenset(self.settings.members) - {self.position}
+
+    @property
+    def collect_timeout_s(self) -> float:
+        """How long to wait for the models of all members: their time at 10 Mbit/s and a second."""
+        settings = self.settings
+        model_bytes = settings.num_elements * settings.dtype.itemsize
+        return 1.0 + len(settings.members) * model_bytes / 1.25e6
+
+    def ranks(self, positions: Collection[int]) -> str:
+        return ", ".join(
+            str(self.generation.members[position].rank) for position in sorted(positions)
+        )
+
+    def request_model(self, *, without: int) -> None:
+        """Request the model of a member, but not of `without` or of members that had none."""
+        self._have_no_model.add(without)
+        candidates = (
+            self.peers - self.generation.newcomers - self._have_no_model - self._membership.dead()
+        )
+        self._model_source = min(candidates, default=None)
+        if self._model_source is not None:
+            self.post(fetch_model(self._model_source, generation=self.generation.number))
+        else:
+            self._membership.continue_without_model(
+                PeerError("no member of the run has a model to give to this worker")
+            )
+
+    def _on_missing_model(self, member: int) -> None:
+        if member == self._model_source and not self._membership.is_available:
+            self.request_model(without=member)
+
+    def post(self, message: bytes) -> None:
+        """Hand `message` to the protocol, as one of this rank's own."""
+        self.driver.start(Post(message), CHANNEL).wait()
+
+    def join(self) -> None:
+        """Wait until the protocol has ended."""
+        self._thread.join()
+
+    def stop(self) -> None:
+        """End the protocol wherever it is. The driver stays open."""
+        self._stoppable.stopped = True
+        self.post(stop_stepping(generation=self.generation.number))  # any message wakes the thread
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._stoppable.run(
+                self.serve(self.position, self.settings, self.published.protocol, self.counts),
+                CHANNEL,
+            )
+            self.ended_well = True
+        except Exception as error:  # noqa: BLE001 - the trainer must hear of any failure of this thread
+            if not self._stoppable.stopped:
+                self.driver.abort(f"{type(error).__name__}: {error}")
+                self._membership.fail(error)
+
+
+class _Stoppable(Wrapper):
+    """Refuses to start operations once it is `stopped`."""
+
+    stopped = False
+
+    @override
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        if self.stopped:
+            raise PeerError("this generation is over for this rank")
+        return super().start(operation, channel)

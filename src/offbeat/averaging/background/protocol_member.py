@@ -1,0 +1,280 @@
+"""What both averaging protocols have in common: one rank's member of a generation.
+
+A `ProtocolMember` takes messages and times and gives messages; `run_member` carries them over a
+driver. The member keeps account of the peers that have stopped, have finished or are dead, and
+answers requests for models. What it does with arrivals, chunks and averages is the business of the
+two subclasses, `group_average.RoundManager` and `pair_average.PairMember`.
+
+The trainer of a rank speaks to its own member by posting the messages of `arrive`, `fetch_model`,
+`stop_stepping` and `finish`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Set
+
+from offbeat.averaging.background.interface import (
+    Contribution,
+    ProtocolCounts,
+    ProtocolPort,
+    ProtocolSettings,
+    check_values,
+)
+from offbeat.codec.model_wire import MessageKind, ModelMessage
+from offbeat.errors import PeerError, PeerTimeoutError, WireError
+from offbeat.transport.operations import Collective, Now, Payload, RecvAny, Send
+
+_FROM_THIS_RANK = (
+    MessageKind.ARRIVE,
+    MessageKind.FETCH_MODEL,
+    MessageKind.STOP_STEPPING,
+    MessageKind.FINISH,
+)
+
+
+def arrive(version: int, *, generation: int) -> bytes:
+    """A rank posts this to its own member when it has ended a step. From then on, and until the
+    version is closed, `ProtocolPort.contribute` must be fresh.
+    """
+    return ModelMessage(kind=MessageKind.ARRIVE, generation=generation, version=version).to_bytes()
+
+
+def fetch_model(peer: int | None, *, generation: int) -> bytes:
+    """A rank posts this to request the model of member `peer`, or of every living peer if that is
+    None. The answers come to `ProtocolPort.receive_model`.
+
+    For a peer that is dead, or is not a member, there is only `ProtocolPort.mark_dead`. The
+    protocol does not return before the answers to requests made before `finish` have arrived.
+    """
+    return ModelMessage(
+        kind=MessageKind.FETCH_MODEL, generation=generation, version=-1 if peer is None else peer
+    ).to_bytes()
+
+
+def stop_stepping(*, generation: int) -> bytes:
+    """A rank posts this when it takes no more steps. Its member still contributes when peers need
+    it, and no peer waits for the rank to arrive.
+    """
+    return ModelMessage(kind=MessageKind.STOP_STEPPING, generation=generation).to_bytes()
+
+
+def finish(*, generation: int) -> bytes:
+    """A rank posts this last. It implies `stop_stepping`. The protocol returns when all members
+    have finished or are dead.
+    """
+    return ModelMessage(kind=MessageKind.FINISH, generation=generation).to_bytes()
+
+
+class ProtocolMember(ABC):
+    """One rank's member of a generation.
+
+    Attributes:
+        counts: what it has counted, and what it knows of its peers.
+    """
+
+    def __init__(
+        self, rank: int, settings: ProtocolSettings, port: ProtocolPort, counts: ProtocolCounts
+    ) -> None:
+        self.counts = counts
+        self._rank = rank
+        self._settings = settings
+        self._port = port
+        self._outgoing: list[tuple[int, bytes]] = []
+        self._asked: set[int] = set()
+        self._requesters: list[int] = []
+        self._finished: set[int] = set()
+
+    @property
+    def live_peers(self) -> frozenset[int]:
+        """The other members that are not dead."""
+        return frozenset(self._settings.members) - self.counts.dead - {self._rank}
+
+    @property
+    def sources(self) -> frozenset[int]:
+        """The ranks from which messages may arrive: the living peers, and this rank's trainer."""
+        return self.live_peers | {self._rank}
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank and all living peers have finished, and nothing is still due here."""
+        return self._finished >= self.sources and not (
+            self._asked & self.live_peers or self._is_busy()
+        )
+
+    def take_outgoing(self) -> list[tuple[int, bytes]]:
+        """The messages to send now, each with its receiver."""
+        # The sender of a request may have merged an average that this rank is about to merge.
+        # Without it this model would lag behind, so the answer waits.
+        if self._requesters and not self._is_average_due():
+            model = self._message(
+                MessageKind.MODEL_REPLY, self._checked(self._port.snapshot())
+            ).to_bytes()
+            self._outgoing += [(requester, model) for requester in self._requesters]
+            self._requesters = []
+        taken, self._outgoing = self._outgoing, []
+        return [(peer, message) for peer, message in taken if peer not in self.counts.dead]
+
+    def receive(self, sender: int, payload: Payload, now_s: float) -> None:
+        """Take in a message.
+
+        Raises:
+            WireError: the message is corrupt, or cannot come from `sender`.
+        """
+        message = ModelMessage.from_bytes(payload)
+        if message.generation != self._settings.generation:
+            self.counts.foreign += 1
+            return
+        if (sender == self._rank) != (message.kind in _FROM_THIS_RANK):
+            raise WireError(
+                f"rank {sender} sent rank {self._rank} a message of kind {message.kind.name}, which"
+                " it cannot"
+            )
+        self.counts.suspected.discard(sender)  # any message shows that the sender is there
+        match message.kind:
+            case MessageKind.STOP_STEPPING:
+                self._mark_stopped(sender)
+                self._tell(MessageKind.STOPPED, self.live_peers)
+            case MessageKind.FINISH:
+                self._mark_finished(sender)
+                self._tell(MessageKind.FINISHED, self.live_peers)
+            case MessageKind.STOPPED:
+                self._mark_stopped(sender)
+            case MessageKind.FINISHED:
+                self._mark_finished(sender)
+            case MessageKind.FETCH_MODEL:
+                self._request_model(message.version, now_s)
+            case MessageKind.MODEL_REQUEST:
+                self._requesters.append(sender)
+            case MessageKind.MODEL_REPLY:
+                self._receive_model(sender, message)
+            case _:
+                self._receive_of_version(sender, message, now_s)
+        self._advance(now_s)
+
+    def mark_dead(self, rank: int, now_s: float) -> None:
+        """The driver says that `rank` is dead."""
+        self.counts.dead.add(rank)
+        self.counts.suspected.discard(rank)
+        self._port.mark_dead(rank)
+        self._forget_rank(rank)
+        self._advance(now_s)
+
+    @abstractmethod
+    def time_left_s(self, now_s: float) -> float | None:
+        """The time until the earliest deadline; None where no peer is awaited with a deadline."""
+
+    @abstractmethod
+    def on_deadline(self, now_s: float) -> None:
+        """The earliest deadline has passed."""
+
+    @abstractmethod
+    def _is_busy(self) -> bool:
+        """Whether some version is open, or a piece of a closed one may still arrive."""
+
+    @abstractmethod
+    def _is_average_due(self) -> bool:
+        """Whether an average is about to arrive that peers may have merged already."""
+
+    @abstractmethod
+    def _receive_of_version(self, sender: int, message: ModelMessage, now_s: float) -> None:
+        """Take in a message of a version. Raises `WireError`."""
+
+    @abstractmethod
+    def _forget_rank(self, rank: int) -> None:
+        """Wait for nothing from `rank`, which is dead."""
+
+    @abstractmethod
+    def _advance(self, now_s: float) -> None:
+        """After each event: let every version proceed as far as it can without waiting."""
+
+    def _absent(self) -> set[int]:
+        return self.counts.dead | self.counts.suspected
+
+    def _contribution(self, version: int) -> Contribution | None:
+        return self._checked(self._port.contribute(version))
+
+    def _checked(self, mine: Contribution | None) -> Contribution | None:
+        assert mine is None or mine.counters.size == self._settings.num_counters, (
+            "ProtocolSettings.num_counters is not that of the model"
+        )
+        return mine
+
+    def _tell(self, kind: MessageKind, peers: Set[int]) -> None:
+        message = ModelMessage(kind=kind, generation=self._settings.generation).to_bytes()
+        self._outgoing += [(peer, message) for peer in sorted(peers)]
+
+    def _mark_stopped(self, rank: int) -> None:
+        if rank not in self.counts.stopped:
+            self.counts.stopped.add(rank)
+            self._port.mark_stopped(rank)
+
+    def _mark_finished(self, rank: int) -> None:
+        self._finished.add(rank)
+        self._mark_stopped(rank)
+
+    def _request_model(self, peer: int, now_s: float) -> None:
+        assert peer != self._rank, "a rank has its own model without a request"
+        if peer >= 0 and peer not in self._settings.members:
+            if peer not in self.counts.dead:
+                self.mark_dead(peer, now_s)
+            return
+        asked = self.live_peers if peer < 0 else {peer}
+        self._asked |= asked
+        self._tell(MessageKind.MODEL_REQUEST, asked)
+
+    def _message(
+        self, kind: MessageKind, mine: Contribution | None, *, version: int = -1
+    ) -> ModelMessage:
+        """A message with the whole model, or without one."""
+        generation, num_elements = self._settings.generation, self._settings.num_elements
+        if mine is None:
+            return ModelMessage(
+                kind=kind, generation=generation, version=version, num_elements=num_elements
+            )
+        return ModelMessage(
+            kind=kind,
+            generation=generation,
+            version=version,
+            step=mine.step,
+            fresh=mine.fresh,
+            weight=mine.weight,
+            num_elements=num_elements,
+            counters=mine.counters,
+            values=mine.values,
+        )
+
+    def _receive_model(self, sender: int, message: ModelMessage) -> None:
+        self._asked.discard(sender)
+        has_values = message.weight > 0
+        check_values(
+            sender, message, self._settings, 0, self._settings.num_elements, has_values=has_values
+        )
+        model = Contribution(
+            values=message.values,
+            step=message.step,
+            fresh=message.fresh,
+            weight=message.weight,
+            counters=message.counters,
+        )
+        self._port.receive_model(sender, model if has_values else None)
+
+
+def run_member(member: ProtocolMember) -> Collective[ProtocolCounts]:
+    """Carry messages to and from `member` until it is done."""
+    while True:
+        for peer, message in member.take_outgoing():
+            yield Send(peer, message)
+        if member.done:
+            return member.counts
+        now_s = yield Now()
+        try:
+            sender, payload = yield RecvAny(member.sources, member.time_left_s(now_s))
+        except PeerTimeoutError:
+            member.on_deadline((yield Now()))
+        except PeerError as error:
+            if error.rank is None:
+                raise
+            member.mark_dead(error.rank, (yield Now()))
+        else:
+            member.receive(sender, payload, (yield Now()))
