@@ -35,7 +35,8 @@ from _results import Figure
 from offbeat.kfac.exchange import costs as factor_costs
 from offbeat.kfac.inverses import InversionTask, Inverter
 from offbeat.kfac.part import KFACPart
-from offbeat.session.session import Session, attach_through
+from offbeat.session.attach import attach_through
+from offbeat.session.session import Session
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.transport.driver import Driver
 from offbeat.transport.wrappers.delaying import Delaying

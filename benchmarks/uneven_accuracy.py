@@ -47,7 +47,7 @@ from offbeat.lab.cluster import Cluster
 from offbeat.lab.emulation.step_time import StepTimeEmulator
 from offbeat.lab.tasks import Batch, build_task, num_samples_of
 from offbeat.megabatch.loader import DispatchLoader
-from offbeat.session.session import attach_through
+from offbeat.session.attach import attach_through
 from offbeat.transport.driver import Driver
 from offbeat.transport.wrappers.delaying import Delaying
 

@@ -63,7 +63,7 @@ STORES = frozenset({f"torch.distributed.{name}" for name in ("Store", "HashStore
 
 MAY_BLOCK = {
     "torch_private.py": {"torch.distributed"},  # makes gloo's and NCCL's groups for transport
-    "session/session.py": {
+    "session/attach.py": {
         "torch.distributed"
     },  # names the type of the user's group and asks whether there is one
     "lab/rendezvous.py": {
@@ -346,7 +346,7 @@ def test_no_file_names_a_path_of_one_machine() -> None:
         ("lab", "import offbeat", True),
         ("lab", "from offbeat import attach", True),
         ("transport", "import offbeat", False),
-        ("", "from offbeat.session.session import attach", True),
+        ("", "from offbeat.session.attach import attach", True),
         ("", "from offbeat.transport.peers import Peers", False),
     ],
 )

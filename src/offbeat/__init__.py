@@ -23,9 +23,9 @@ from offbeat.strategies.registry import REGISTRY as _REGISTRY
 if TYPE_CHECKING:  # type checkers read no table; a test compares these lines with it
     from offbeat.errors import OffbeatError as OffbeatError
     from offbeat.lab.cluster import Cluster as Cluster
+    from offbeat.session.attach import attach as attach
     from offbeat.session.session import Session as Session
-    from offbeat.session.session import attach as attach
-    from offbeat.session.session import reshard as reshard
+    from offbeat.session.state import reshard as reshard
     from offbeat.strategies.adaptive import AdaptiveSGD as AdaptiveSGD
     from offbeat.strategies.adpsgd import ADPSGD as ADPSGD
     from offbeat.strategies.allreduce import AllReduce as AllReduce
@@ -51,8 +51,8 @@ _HOMES = {
     "OffbeatError": "offbeat.errors",
     "Outer": "offbeat.strategies.localsgd",
     "Session": "offbeat.session.session",
-    "attach": "offbeat.session.session",
-    "reshard": "offbeat.session.session",
+    "attach": "offbeat.session.attach",
+    "reshard": "offbeat.session.state",
     **{entry.class_name: entry.module for entry in _REGISTRY.entries.values()},
 }
 """Where each public name is defined; strategies come from their registry."""

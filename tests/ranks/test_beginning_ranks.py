@@ -17,10 +17,10 @@ from offbeat.errors import OffbeatError
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.generations import Generations
 from offbeat.session import session as session_module
-from offbeat.session.session import attach_through
+from offbeat.session.attach import attach_through
 from offbeat.strategies.base import Strategy
-from offbeat.transport import attendance
 from offbeat.transport import connect as connect_module
+from offbeat.transport import rendezvous
 from offbeat.transport.link import PeerLimits
 from rank_jobs.megabatch import NUM_SAMPLES, Dying, Numbers, make_net, merges_of, samples, sgd, step
 from rank_jobs.regression import fingerprint
@@ -34,7 +34,7 @@ def notice_deaths_soon() -> None:
     limits = PeerLimits(grace_s=0.2, heartbeat_interval_s=0.2, connect_timeout_s=1.5, linger_s=1.0)
     session_module.Generations = partial(Generations, interval_s=0.02, silence_s=1.0, limits=limits)  # type: ignore[misc, assignment]
     connect_module.CONNECT_LIMIT_S = 2.0
-    attendance.GRACE_S = 0.2  # type: ignore[misc]
+    rendezvous.GRACE_S = 0.2  # type: ignore[misc]
 
 
 def die(*_: object, **__: object) -> NoReturn:

@@ -23,7 +23,8 @@ from offbeat.megabatch.claims import Claim, ClaimLog
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.membership.generations import Generations
 from offbeat.session import session as session_module
-from offbeat.session.session import Session, attach_through
+from offbeat.session.attach import attach_through
+from offbeat.session.session import Session
 from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 from offbeat.transport.link import PeerLimits

@@ -2,8 +2,8 @@
 as in `codec.select`.
 
     guess a threshold from a sample, or take the last step's
-    one pass: add, write back, collect the candidates           (a Triton kernel; without Triton a
-    few passes of torch)
+    one pass: add, write back, collect the candidates        (a Triton kernel; without Triton some
+                                                              passes of torch)
     finish among the candidates with torch
 
 A candidate's place depends on which block of the GPU comes first, so candidates are sorted by index

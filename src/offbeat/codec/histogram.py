@@ -55,11 +55,10 @@ class Histogram:
 def histogram(sparse: Sparse, k: int, world_size: int) -> Histogram:
     """Of the magnitudes around this owner's share of the `k` largest.
 
-    Shares are close to k / world_size, so the boundary lies near that rank. Entries that rank well
-    above it are counted with
-    the largest magnitude reported, entries well below it are left out: at most 2 k / world_size +
-    `MARGIN` counters, and
-    commonly one or two hundred.
+    Shares are close to k / world_size, so the boundary is near that place in the order of
+    magnitudes. Entries well above it are counted with the largest magnitude reported, and entries
+    well below it are left out: at most 2 k / world_size + `MARGIN` counters, and commonly one or
+    two hundred.
     """
     share = k // world_size
     surely_kept, reported = max(0, share // 2 - MARGIN), min(k, 2 * share + MARGIN)

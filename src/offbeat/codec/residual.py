@@ -132,6 +132,8 @@ class ErrorFeedback:
             A zeroed buffer, shape (n,), to be used as the gradient's from now on: for half
             precision the same as before.
         """
+        # What is left in the gradient's buffer is the new residual, and the old residual's buffer
+        # becomes the gradient's: no copy of either is made.
         gradient, free = self._staged(), self._residual
         self._residual = self._accumulator if self._is_half else gradient
         self._finish()

@@ -101,9 +101,9 @@ def _reduce(num_bytes: int, device: torch.device) -> Collective[None]:
 def _fit(small_s: float, large_s: float, small_bytes: float, large_bytes: float) -> LinkCost:
     """The line through both points.
 
-    If the small one was disturbed, the line would be flat, and any number of bytes would seem to
-        cost nothing: so at least half
-    of the large one's time is put down to its bytes.
+    If the measurement of the small one was disturbed, the line would be flat, and any number of
+    bytes would seem to cost nothing: so at least half of the large one's time is put down to its
+    bytes.
     """
     beta = max((large_s - small_s) / (large_bytes - small_bytes), large_s / large_bytes / 2)
     return LinkCost(alpha_s=max(small_s - small_bytes * beta, 0.0), beta_s_per_byte=beta)

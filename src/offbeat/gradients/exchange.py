@@ -275,6 +275,8 @@ class GradientExchange(Part):
     def _exchange(self, *, failed: bool = False) -> None:
         while self._num_launched < len(self._pairs):
             self._launch_next(failed=failed)
+        # All buckets are waited for before any is committed: the step counts only if it is good on
+        # every rank in every bucket.
         tallies = [reduction.wait() for _, reduction in self._pairs]
         self._num_launched = 0
         self._exchanged_since_step = True

@@ -235,8 +235,7 @@ def launch_sums(
 ) -> list[Pending[torch.Tensor]]:
     """Begin to sum each tensor over all ranks, in place.
 
-    All of them are begun here and now, in this order: dense collectives meet in the order in which
-    ranks begin them, so none
-    may be begun whenever another one happens to be over.
+    All of them are begun at once, in this order: dense operations of different ranks are matched by
+    the order in which each rank begins them, so none may wait until another one happens to be over.
     """
     return [driver.launch(dense_all_reduce(tensor), stream.next()) for tensor in tensors]

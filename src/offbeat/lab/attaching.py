@@ -13,7 +13,8 @@ from torch import nn
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.native import CommunicationMeter, Native, NativeSession
 from offbeat.lab.options import Recipe
-from offbeat.session.session import Session, attach_through
+from offbeat.session.attach import attach_through
+from offbeat.session.session import Session
 from offbeat.transport.wrappers.delaying import Delaying, Delivery
 
 

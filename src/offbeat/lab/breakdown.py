@@ -114,7 +114,7 @@ class Steps:
         return together
 
     def lateness_s(self) -> Matrix:
-        """How long after the first rank each rank came to wait for the others; NaN in steps without
+        """How long after the first rank each rank came to wait for its peers; NaN in steps without
         an exchange.
 
         Straggling is seen here and nowhere else: all ranks leave a synchronous step at the same
@@ -124,7 +124,7 @@ class Steps:
         return np.where(self.in_step(), self.ready_s - _over_ranks(np.fmin, self.ready_s), np.nan)
 
     def waiting_for_others_s(self) -> Matrix:
-        """The part of `wait_s` in which somebody was still to come. The rest is transfer. NaN where
+        """The part of `wait_s` in which a rank was still to come. The rest is transfer. NaN where
         a rank has no such step.
         """
         longest_s = _over_ranks(np.fmax, self.ready_s) - self.ready_s

@@ -18,7 +18,7 @@ from offbeat.strategies.docstrings import first_sentence
 
 _EVALUATIONS = 12
 ALONE = "alone"
-"""The strategy that exchanges nothing, and bounds what the others can do."""
+"""The strategy that exchanges nothing, and bounds what the other strategies can do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

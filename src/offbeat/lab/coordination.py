@@ -3,7 +3,7 @@ are done.
 
 Where a strategy survives the death of a worker, the supervisor records deaths in the store, and a
 rank that waits, waits for the living ones only. A worker that comes back counts again from the step
-at which it joins, so what is waited for is named by its step. Under torchrun nobody records deaths,
+at which it joins, so what is waited for is named by its step. Under torchrun no one records deaths,
 and every rank waits for all.
 """
 
@@ -133,7 +133,7 @@ class Coordinator:
         for rank in ranks:
             if self._text(name, rank, None, until_s) is None:
                 raise PeerError(
-                    f"worker {rank} did not come to {name!r}: it is gone, or hangs", rank=rank
+                    f"worker {rank} did not come to {name!r}: it is dead, or hangs", rank=rank
                 )
 
     @property

@@ -19,7 +19,14 @@ def cause(code: int, failure: Failure | None) -> str:
 
 
 def describe(run_directory: Path, rank: int, pid: int, code: int, failure: Failure | None) -> str:
-    """Who ended, why, after which step, and where to look."""
+    """Which worker ended, why, after which step, and where to look.
+
+    Args:
+        run_directory: of the run.
+        rank, pid: of the process that ended.
+        code: its exit status, or minus the number of a signal.
+        failure: what it reported before it ended, if anything.
+    """
     log = run_directory / "logs" / f"rank-{rank}.log"
     who, step = f"worker {rank} (pid {pid})", last_step(run_directory, rank)
     if code < 0:

@@ -99,7 +99,7 @@ class FactorWork:
 
     @property
     def longest_inversion_s(self) -> float | None:
-        """How long that one inverts; None where nobody did."""
+        """How long that one inverts; None where no worker did."""
         longest_s = self.invert_s[self.slowest]
         return None if math.isnan(longest_s) else longest_s
 

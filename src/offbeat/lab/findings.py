@@ -15,7 +15,13 @@ _NOTABLE_LATENESS = 0.05
 
 
 def between(comparison: Comparison, measure: Measure, a: str, b: str) -> Difference | None:
-    """The difference from `a` to `b`, whichever way round it is stored; None if there is none."""
+    """The difference from `a` to `b`, whichever way round it is stored; None if there is none.
+
+    Args:
+        comparison: with its differences.
+        measure: which of them.
+        a, b: labels of two strategies.
+    """
     for found in comparison.differences:
         if found.measure == measure and (found.a, found.b) == (a, b):
             return found
@@ -189,7 +195,7 @@ def _metric_gaps(comparison: Comparison) -> list[str]:
 
 
 def _slow_worker(order: Sequence[ComparedStrategy]) -> list[str]:
-    """The worker that others wait for most, if one stands out."""
+    """The worker that its peers wait for most, if one stands out."""
     for contestant in order:
         late, step_s = contestant.lateness_s, contestant.measures["step_s"].median
         if len(late) > 1 and step_s:

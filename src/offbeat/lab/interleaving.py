@@ -37,7 +37,14 @@ class ComparisonListener(Protocol):
     """Is told how a comparison goes on."""
 
     def begin(self, labels: Sequence[str], num_workers: int, num_seeds: int, steps: int) -> None:
-        """It begins."""
+        """It begins.
+
+        Args:
+            labels: of the strategies.
+            num_workers: of each run.
+            num_seeds: runs of each strategy.
+            steps: of each run.
+        """
 
     def seed(self, place: int) -> None:
         """The runs of the `place`-th seed begin, from 0."""

@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM as something to be counted, so that whoever is interrupted can end what it has
-begun.
+"""Ctrl-C and SIGTERM as something to be counted, so that an interrupted process can end what it
+has begun.
 """
 
 from __future__ import annotations

@@ -30,7 +30,14 @@ def train(run: RankRun, recorder: StepRecorder, pauses: Pauses) -> None:
 def train_on_claims(
     run: RankRun, recorder: StepRecorder, pauses: Pauses, loader: DispatchLoader
 ) -> None:
-    """Mega-batches, of which each rank claims what it can."""
+    """Train on mega-batches, of which each rank claims what it can.
+
+    Args:
+        run: this rank's.
+        recorder: of its steps and merges.
+        pauses: may pause or stop it between mega-batches.
+        loader: gives the batches that this rank claims.
+    """
     schedule = run.schedule
     assert isinstance(schedule, ClaimedSchedule)
     _begin(run, recorder)

@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 _SUPERVISED = "OFFBEAT_STORE_PORT"
 _PATIENCE = timedelta(
     minutes=30
-)  # slowness is no failure: a dead worker is noticed by whoever started it
+)  # slowness is no failure: a dead worker is noticed by the process that started it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

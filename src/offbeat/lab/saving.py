@@ -1,10 +1,10 @@
 """Checkpoints of a run: who writes one, and what is read from one.
 
-    those who are there agree on who writes               the others come too late, or are dead
+    ranks that come in time agree on who writes           the other ranks are too late, or dead
     each of them writes its part                          the writers are numbered anew, from 0
     the first of them writes the manifest
 
-Where ranks do not keep step nobody waits long for a late one, and one that dies while it writes
+Where ranks do not keep step none waits long for a late one, and one that dies while it writes
 takes the checkpoint with it; the one before stays. A resume with as many workers as there are parts
 goes on as if nothing had been; with another number each begins from the mean of all parts, if the
 models differ on purpose.
@@ -26,10 +26,11 @@ from offbeat.lab.records import Record
 from offbeat.lab.schedule import Position
 from offbeat.lab.step_recorder import RankRun
 from offbeat.session.checkpoint import Manifest, Tree, latest, read_shard, write_checkpoint
-from offbeat.session.session import Session, reshard
+from offbeat.session.session import Session
+from offbeat.session.state import reshard
 
 LATE_S: Final = 0.5
-"""Where ranks do not keep step: for how long the others wait for a late one before they write
+"""Where ranks do not keep step: for how long ranks wait for a late one before they write
 without it.
 """
 
@@ -50,7 +51,7 @@ class _State(TypedDict):
 def save(run: RankRun, name: str, *, patience_s: float = LATE_S) -> None:
     """Write a checkpoint together with those who are there.
 
-    It is of the first writer's step: where ranks do not keep step, the others may be at another
+    It is of the first writer's step: where ranks do not keep step, other ranks may be at another
     one.
 
     Args:

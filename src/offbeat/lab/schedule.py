@@ -112,7 +112,15 @@ class ClaimedSchedule:
 def claimed_schedule(
     config: RunConfig, task: Task, position: Position, mega_batch: int, world_size: int
 ) -> ClaimedSchedule:
-    """That of a run on `task` with `mega_batch` samples between merges."""
+    """The schedule of a run whose ranks claim samples.
+
+    Args:
+        config: of the run.
+        task: that it trains.
+        position: where it begins.
+        mega_batch: samples between merges, nearly.
+        world_size: number of ranks, as the run was begun.
+    """
     return ClaimedSchedule(
         config,
         position,
@@ -125,6 +133,12 @@ def claimed_schedule(
 class Schedule:
     """The batches one rank still has to train on; `position` is where it stands before the next
     one.
+
+    Args:
+        config: of the run.
+        task: gives the batches.
+        position: where the run begins.
+        rank, world_size: this rank's place.
     """
 
     def __init__(

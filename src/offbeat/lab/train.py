@@ -96,7 +96,7 @@ def train(planned: RunPlan, on_progress: Listener) -> Summary | None:
 
     Raises:
         RecordError: the output directory is in use.
-        PeerError: a worker died or failed that the others need; the message names it and says how
+        PeerError: a worker died or failed that its peers need; the message names it and says how
             to go on.
         OffbeatError: under torchrun or srun, what went wrong on this rank.
     """

@@ -129,7 +129,7 @@ def _position(
     loader: DispatchLoader | None,
 ) -> Position:
     """Where this rank begins: with the run, with its checkpoint, or, if it has come back, where it
-    has joined the others.
+    has joined its peers.
     """
     if coordinator.incarnation:
         began = Position.from_json(json.loads(coordinator.published("origin") or "{}"))

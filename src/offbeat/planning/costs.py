@@ -121,9 +121,9 @@ def fit(
 ) -> list[float]:
     """Coefficients, none below zero, with which `terms` of a size sum to its duration.
 
-    Relative errors are what is made small, so that short durations count as much as long ones.
-    Several durations of one size
-    stand for their median: a hiccup of the machine must not tilt the fit.
+    Relative errors are what is made small, so that short durations count as much as long ones. Of
+    several durations of one size the median counts: one disturbed measurement must not change the
+    fit.
 
     Args:
         samples: (size, seconds > 0), of at least as many different sizes as there are terms.

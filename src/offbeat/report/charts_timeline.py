@@ -6,7 +6,7 @@ computing, sleeping and encoding before the worker is ready; then waiting for la
 and what is left of encoding and computing.
 
 Where workers keep step, a window is some steps; where they do not, it is the time that some steps
-of one worker take, and what the others did in it. A window that a worker's death falls into is the
+of one worker take, and what its peers did in it. A window that a worker's death falls into is the
 one to look at.
 """
 

@@ -57,7 +57,7 @@ class RunResults:
         status: "finished", "stopped", or "unfinished" where there is no summary.
         curve, steps: what it did.
         last_start: the step from which the last attempt went on; 0 unless the run was resumed.
-        losses: workers that died while the others went on.
+        losses: workers that died while its peers went on.
         profiles: by worker, the steps that were looked at closely, on the clock of `steps`; empty
             for most strategies.
         work: what these say of second-order work; None where there was none.

@@ -32,7 +32,7 @@ class Lateness:
 
     @property
     def slow_worker(self) -> int | None:
-        """The worker that is last in most steps, if there is one and others notice it."""
+        """The worker that is last in most steps, if there is one and its peers notice it."""
         slowest = int(np.argmax(self.last_share))
         mostly = self.last_share[slowest] >= max(0.5, 1.5 / len(self.mean_s))
         return slowest if mostly and not self.together else None

@@ -78,7 +78,7 @@ class Bars:
 
 
 def rows(report: PageContent) -> Iterator[Row]:
-    """The table: a row for each measure that somebody has."""
+    """The table: a row for each measure that some strategy has."""
     for name, measure in MEASURES.items():
         known = any(_median(contestant, name) is not None for contestant in report.contestants)
         if known and measure.better is not Better.NEITHER:

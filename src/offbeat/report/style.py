@@ -15,7 +15,7 @@ NOTHING: Final = "–"
 
 _USUAL_DIGITS: Final = 3
 _MOST_DIGITS: Final = 4
-"""However narrow an interval is, nobody reads more."""
+"""However narrow an interval is, no reader needs more."""
 
 
 @dataclass(frozen=True, slots=True)

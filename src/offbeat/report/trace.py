@@ -349,7 +349,7 @@ def _beginnings_s(event: StepEvent) -> Iterator[float]:
 
 @contextmanager
 def _whole_file(out: Path) -> Iterator[IO[str]]:
-    """A text file that gets its name once all of it has been written, and is gone if that fails."""
+    """A text file that gets its name once all of it has been written; removed if that fails."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         if not out.parent.exists():

@@ -1,13 +1,13 @@
-"""`attach`: a strategy goes into a training loop, and comes out again.
+"""`Session`: a strategy at work in a training loop.
 
-The session owns no algorithm. It checks that all ranks mean the same, puts hooks into the model and
-the optimizer, hands events to the strategy's parts, and keeps their state.
+The session owns no algorithm. It makes sure that all ranks mean the same, lets the strategy build
+its parts, and answers the user. Hooks and events are in `events.py`, state in `state.py`, counts in
+`traffic.py`, checks of arguments in `attach.py`.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,56 +17,32 @@ from typing import Any, Self
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 
-from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError, UnsupportedError
+from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError
 from offbeat.megabatch.loader import DispatchLoader, MapStyle, Recording
 from offbeat.membership.agreement import Generation, Member
 from offbeat.membership.generations import GenerationHost, Generations
-from offbeat.parts.part import Part, PartState
+from offbeat.parts.part import Part
 from offbeat.parts.profile import StepProfile
 from offbeat.parts.workspace import Workspace, stream_counter
 from offbeat.session.agreement import adopt_rank_0, agree, describe
-from offbeat.session.hooks import BackwardHooks
+from offbeat.session.events import EventDispatcher
 from offbeat.session.loaders import LoaderFactory
 from offbeat.session.lockstep_loader import LockstepLoader
+from offbeat.session.model_tensors import digest_of_frozen, persistent_buffers, plain_name
+from offbeat.session.state import load_state_of, state_of
+from offbeat.session.traffic import SessionTraffic
 from offbeat.strategies.base import Strategy
-from offbeat.transport.connect import (
-    RETURN_VARIABLE,
-    Connection,
-    connect,
-    is_returning,
-    join_process_group,
-    reconnect,
-)
+from offbeat.transport.connect import Connection
 from offbeat.transport.driver import Driver
 from offbeat.transport.network import store_of
 from offbeat.transport.single_rank import SingleRank
-from offbeat.transport.wrappers import Arrival, Counting, Traffic
+from offbeat.transport.wrappers import Arrival
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
 
 MAX_NOTICES = 100
 
-STATE_KEYS_OF_0_1 = {
-    "CentreAverage": "central_model",
-    "CheapestCollective": "collective_choice",
-    "DispatchLoader": "loader",
-    "FactorExchange": "kfac",
-    "GradientExchange": "gradients",
-    "GradientGuard": "gradient_guard",
-    "GradientPhase": "start_phase",
-    "GroupAverage": "group_average",
-    "LockstepLoader": "lockstep_loader",
-    "MegaBatches": "mega_batches",
-    "NeighbourAverage": "neighbour_average",
-    "PartialExchange": "partial_gradients",
-    "PeriodicAverage": "periodic_average",
-    "PushSum": "push_sum",
-    "ReplicaCheck": "replica_check",
-}
-"""Version 0.1 kept the state of a part under the name of its class; this is its `state_key` now."""
-
-_attached: WeakSet[torch.nn.Module] = WeakSet()
+ATTACHED_MODELS: WeakSet[torch.nn.Module] = WeakSet()
 """Models with a session, which exchanges their gradients; a second one would do so twice."""
 
 
@@ -92,168 +68,6 @@ class Stats:
     messages_sent: int
     wait_s: float
     encode_s: float
-
-
-def attach(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    *,
-    group: dist.ProcessGroup | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-) -> Session:
-    """Let `strategy` decide what ranks tell each other in training. Collective: every rank calls
-    it.
-
-    One that exchanges gradients decides what `param.grad` holds when `backward()` returns; one that
-    exchanges weights, what the parameters hold when `optimizer.step()` returns.
-
-    Rank 0's parameters and buffers are copied to all ranks. If torch.distributed is not initialised
-    but the environment is that of torchrun or srun, it is initialised; with neither, the session
-    trains alone, on the same code path.
-
-    Args:
-        model: a plain module: not wrapped in DistributedDataParallel, not sharded.
-        optimizer: one of torch.optim's, over parameters of `model`.
-        strategy: such as `offbeat.GTopK(density=0.001)`; the same on every rank.
-        group: the ranks that take part; all by default. It is never used for communication.
-        scaler: the GradScaler in use with AMP, so that residuals are kept unscaled and all ranks
-            skip the same steps.
-
-    Raises:
-        ConfigError, UnsupportedError: this cannot work, with the reason. Every rank raises; none is
-            left waiting.
-        MismatchError: the ranks disagree, with the first difference.
-    """
-    return attach_through(
-        lambda driver: driver, model, optimizer, strategy, group=group, scaler=scaler
-    )
-
-
-def attach_through(
-    wrap: Callable[[Driver], Driver],
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    *,
-    group: dist.ProcessGroup | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-) -> Session:
-    """`attach` with a wrapper of `offbeat.transport.wrappers` around the transport: to delay, to
-    fail, to record.
-    """
-    returns = is_returning()
-    if not returns:
-        join_process_group()
-    world_size = dist.get_world_size(group) if dist.is_initialized() else 1
-    refusal: OffbeatError | None = None
-    try:
-        _check(model, optimizer, strategy, world_size=world_size, returns=returns)
-    except OffbeatError as error:
-        refusal = error
-    if refusal is not None and (world_size == 1 or returns):
-        raise refusal
-    cuda = any(parameter.is_cuda for parameter in model.parameters())
-    connection = reconnect() if returns else connect(group, cuda=cuda)
-    try:
-        return Session(
-            model,
-            optimizer,
-            strategy,
-            connection=connection,
-            wrap=wrap,
-            scaler=scaler,
-            refusal=refusal,
-            returns=returns,
-        )
-    except BaseException:
-        connection.driver.close()
-        raise
-
-
-def _check(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    *,
-    world_size: int,
-    returns: bool,
-) -> None:
-    """Refuse what cannot work, before anything is sent."""
-    if not isinstance(strategy, Strategy):
-        raise ConfigError(
-            f"strategy must be one such as offbeat.GTopK(density=0.001), got {strategy!r}; did you"
-            " pass the class?"
-        )
-    if returns and not strategy.survives_death:
-        raise ConfigError(
-            f"{RETURN_VARIABLE} is set, but a run with {strategy.name} ends with the first worker"
-            " that does, so none can join it; start all workers again, or use a strategy that goes"
-            " on, such as offbeat.WAGMA()"
-        )
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise UnsupportedError(
-            "the model is wrapped in DistributedDataParallel, which exchanges gradients itself;"
-            " pass model.module"
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            "optimizer must be one of torch.optim's or made like them, got"
-            f" {type(optimizer).__name__}"
-        )
-    parameters = dict(model.named_parameters())
-    sharded = [
-        name for name, parameter in parameters.items() if type(parameter.data).__name__ == "DTensor"
-    ]
-    if sharded or type(model).__name__ == "FullyShardedDataParallel":
-        raise UnsupportedError(
-            f"the model is sharded (FSDP2 or DTensor{f', see {sharded[0]!r}' if sharded else ''});"
-            " offbeat needs every rank to hold whole parameters: pass the model before"
-            " fully_shard()"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "LBFGS runs several backward passes inside step(), each rank as many as it likes; use"
-            " another optimizer"
-        )
-    lazy = next(
-        (
-            name
-            for name, p in parameters.items()
-            if isinstance(p, torch.nn.parameter.UninitializedParameter)
-        ),
-        None,
-    )
-    if lazy is not None:
-        raise UnsupportedError(
-            f"parameter {lazy!r} has no shape yet; run the model once on a sample batch before"
-            " attaching"
-        )
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError(
-            "the model has no parameter that requires a gradient, so there is nothing to train"
-        )
-    known = {id(parameter) for parameter in parameters.values()}
-    foreign = sum(
-        id(parameter) not in known
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
-    if foreign:
-        raise ConfigError(
-            f"{foreign} of the optimizer's parameters are not the model's; build the optimizer from"
-            " model.parameters(), after moving the model to its device"
-        )
-    taken = {id(parameter) for attached in _attached for parameter in attached.parameters()}
-    if any(id(parameter) in taken for parameter in parameters.values()):
-        raise ConfigError(
-            "the model, or a part of it, is attached already; close that session first"
-        )
-    strategy.check(model, optimizer)
-    if (
-        not returns
-    ):  # such a worker does not know yet how many there are; the others have passed this check
-        strategy.check_world(world_size)
 
 
 class Session:
@@ -287,28 +101,22 @@ class Session:
             agree(driver, control, refusal or description)
             adopt_rank_0(driver, control, model)
         self._network = connection.network
-        self._wrap = wrap
         self._returns = returns
         self._description = json.dumps(
-            {**description, "frozen parameters": {"sha256": _digest_of_frozen(model)}}
+            {**description, "frozen parameters": {"sha256": digest_of_frozen(model)}}
         )
-        self._counting = Counting(driver)
-        self._in_background: Counting | None = None
-        self._counted_in_background = Traffic()
-        self._driver: Driver = self._counting
+        self._traffic = SessionTraffic(driver, wrap=wrap)
+        self._driver: Driver = self._traffic.counting
+        self._model = model
         self._parameters = {
-            _plain(name): p for name, p in model.named_parameters() if p.requires_grad
+            plain_name(name): p for name, p in model.named_parameters() if p.requires_grad
         }
-        self._frozen = [
-            (_plain(name), p) for name, p in model.named_parameters() if not p.requires_grad
-        ]
-        self._synchronised = True
-        self._steps = 0
         self._closed = False
-        self._chosen_buffers = choose_buffers(_persistent_buffers(model))
+        self._chosen_buffers = choose_buffers(persistent_buffers(model))
+        self._control = control
         workspace = Workspace(
             parameters=self._parameters,
-            buffers=lambda: _persistent_buffers(model),
+            buffers=lambda: persistent_buffers(model),
             optimizer=optimizer,
             model=model,
             driver=self._driver,
@@ -318,38 +126,36 @@ class Session:
             notify=self._notify,
             enter=self._enter,
             own_store=lambda: store_of(self._network),
-            count=self._count_in_background,
-            record_wait=self._counting.record_wait,
+            count=self._traffic.count_in_background,
+            record_wait=self._traffic.counting.record_wait,
         )
-        self._control = control
-        self._parts: Sequence[Part] = strategy.build(workspace)
+        self._parts: list[Part] = list(strategy.build(workspace))
         try:
-            self._put_in(model, optimizer)
+            self._traffic.restart()
+            self._mean_source = next((part for part in self._parts if part.averages_models), None)
+            self._events = EventDispatcher(
+                model,
+                optimizer,
+                self._parts,
+                parameters=self._parameters,
+                frozen={
+                    plain_name(name): p
+                    for name, p in model.named_parameters()
+                    if not p.requires_grad
+                },
+                step_ended=self._driver.mark_step,
+            )
         except BaseException as error:
             self._abandon(f"{type(error).__name__}: {error}")
             raise
-
-    def _put_in(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Connect the parts with the training loop."""
-        # what setting up took, such as measuring the links, is not training
-        self._counting.restart()
-        if self._in_background is not None:
-            self._in_background.restart()
-        self._mean_source = next((part for part in self._parts if part.averages_models), None)
-        self._hooks = BackwardHooks(model, list(self._parameters.values()), self)
-        self._step_handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
-        self._model = model
-        _attached.add(model)
+        ATTACHED_MODELS.add(model)
 
     # The user's side
 
     @property
     def stats(self) -> Stats:
         """Totals so far."""
-        traffic = self._traffic()
+        traffic = self._traffic.total()
         exchanges = skipped_steps = encode_s = 0.0
         for part in self._parts:
             counters = part.counters()
@@ -357,7 +163,7 @@ class Session:
             skipped_steps += counters.get("skipped_steps", 0.0)
             encode_s += counters.get("encode_s", 0.0)
         return Stats(
-            steps=self._steps,
+            steps=self._events.num_steps,
             exchanges=int(exchanges),
             skipped_steps=int(skipped_steps),
             bytes_sent=traffic.bytes_sent,
@@ -371,7 +177,7 @@ class Session:
         """When this rank came to each collective since the last call, and how long it
         waited there.
         """
-        return self._counting.take_arrivals()
+        return self._traffic.counting.take_arrivals()
 
     def take_ready_at_s(self) -> float | None:
         """When this rank first stood still for the others since the last call, on the monotonic
@@ -380,7 +186,7 @@ class Session:
         All ranks leave a collective at about the same time; who keeps whom waiting shows only in
         when they come to it.
         """
-        return self._counting.take_ready_at_s()
+        return self._traffic.counting.take_ready_at_s()
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -457,7 +263,7 @@ class Session:
         """
         factory = LoaderFactory(
             parts=self._parts,
-            driver=self._counting.inner,
+            driver=self._traffic.counting.inner,
             control=self._control,
             network=self._network,
             weigh=self.weigh,
@@ -473,7 +279,7 @@ class Session:
             record=record,
             replay=replay,
         )
-        self._parts = [*self._parts, made]
+        self._parts.append(made)  # from now on it gets events, and its position is state
         return made
 
     @contextmanager
@@ -481,11 +287,11 @@ class Session:
         """Backward passes inside accumulate locally; the next one outside exchanges everything
         accumulated.
         """
-        before, self._synchronised = self._synchronised, False
+        before, self._events.synchronised = self._events.synchronised, False
         try:
             yield
         finally:
-            self._synchronised = before
+            self._events.synchronised = before
 
     def averaged_model(self) -> torch.nn.Module:
         """A copy of the model that holds the mean over all ranks, to evaluate and to save.
@@ -508,14 +314,14 @@ class Session:
         """
         self._check_open("averaged_model")
         copied = copy.deepcopy(self._model)
-        parameters = {_plain(name): parameter for name, parameter in copied.named_parameters()}
+        parameters = {plain_name(name): parameter for name, parameter in copied.named_parameters()}
         weights = ModelWeights(
             parameters=(
                 {name: parameters[name] for name in self._parameters}
                 if self.strategy.replicas_differ
                 else {}
             ),
-            buffers=lambda: _persistent_buffers(copied),
+            buffers=lambda: persistent_buffers(copied),
             chosen=self._chosen_buffers,
         )
         if self._mean_source is not None:
@@ -523,7 +329,9 @@ class Session:
                 self._mean_source.average_into(weights)
             return copied
         with torch.no_grad():
-            weights.average_(self._counting.inner, self._control, weight=self.averaging_weight)
+            weights.average_(
+                self._traffic.counting.inner, self._control, weight=self.averaging_weight
+            )
         return copied
 
     @property
@@ -561,12 +369,11 @@ class Session:
         """This rank's state: residuals, momenta, counters. Tensors are copies, keyed by parameter
         name.
         """
-        parts = {part.state_key: _copied(part.state_dict()) for part in self._parts}
         return {
             "strategy": self.strategy.name,
             "world_size": self.world_size,
             "rank": self.rank,
-            "parts": parts,
+            "parts": state_of(self._parts),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -587,24 +394,14 @@ class Session:
                 raise CheckpointError(
                     f"the state was saved with {key} {state.get(key)!r}, here it is {here!r}{fix}"
                 )
-        parts = {
-            STATE_KEYS_OF_0_1.get(key, key): saved for key, saved in state.get("parts", {}).items()
-        }
-        for part in self._parts:
-            if part.state_key not in parts:
-                raise CheckpointError(
-                    f"the state lacks {part.state_key!r}; it was saved with other options of the"
-                    " strategy"
-                )
-        for part in self._parts:
-            part.load_state_dict(parts[part.state_key])
+        load_state_of(self._parts, state.get("parts", {}))
 
     def close(self) -> None:
         """Take every hook out and give back sockets and groups. Idempotent."""
         if self._closed:
             return
         try:
-            self._hooks.report_failed_pass()
+            self._events.report_failed_pass()
         finally:
             self._close()
 
@@ -616,10 +413,8 @@ class Session:
 
     def _close(self) -> None:
         self._closed = True
-        _attached.discard(self._model)
-        self._hooks.remove()
-        for handle in self._step_handles:
-            handle.remove()
+        ATTACHED_MODELS.discard(self._model)
+        self._events.remove()
         with ExitStack() as stack:
             stack.callback(self._driver.close)
             for part in reversed(self._parts):
@@ -652,77 +447,6 @@ class Session:
             with suppress(OffbeatError):
                 part.on_abandon(reason)
 
-    # Events, from the hooks
-
-    # Under backward(create_graph=True) autograd records; what is done with finished gradients is
-    # not to be recorded.
-
-    @torch.no_grad()
-    def forward_begins(self, *, trains: bool) -> None:
-        for part in self._parts:
-            part.on_forward_begins(trains=trains)
-
-    @torch.no_grad()
-    def backward_begins(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UnsupportedError(
-                    f"parameter {name!r} was frozen when the session was attached and requires a"
-                    " gradient now; close the session and attach again after unfreezing"
-                )
-        for part in self._parts:
-            part.on_backward_begins(synchronised=self._synchronised)
-
-    @torch.no_grad()
-    def gradient_ready(self, index: int) -> None:
-        for part in self._parts:
-            part.on_gradient_ready(index, synchronised=self._synchronised)
-
-    @torch.no_grad()
-    def backward_done(self) -> None:
-        for part in self._parts:
-            part.on_backward_done(synchronised=self._synchronised)
-
-    @torch.no_grad()
-    def backward_failed(self) -> None:
-        for part in self._parts:
-            part.on_backward_failed()
-
-    @torch.no_grad()
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._hooks.report_failed_pass()
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if callable(closure):  # it will run backward, and that exchanges
-            for part in self._parts:
-                part.on_closure()
-            return args[:1], {**kwargs, "closure": self._then_update(closure)}
-        for part in self._parts:
-            part.on_before_step()
-        self._before_update()
-        return None
-
-    def _then_update(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def called() -> Any:
-            loss = closure()
-            self._before_update()
-            return loss
-
-        return called
-
-    @torch.no_grad()
-    def _before_update(self) -> None:
-        for part in self._parts:
-            part.on_before_update()
-
-    @torch.no_grad()
-    def _after_step(self, *_: Any) -> None:
-        self._steps += 1
-        for part in self._parts:
-            part.on_after_step()
-        self._driver.mark_step(self._steps)
-
     def _enter(self, host: GenerationHost) -> Generations | None:
         """Make `host` a member of the run's generations, from the first one on or from now on.
         Collective.
@@ -744,101 +468,6 @@ class Session:
             raise
         return generations
 
-    def _count_in_background(self, driver: Driver) -> Driver:
-        """`driver`, its traffic counted with the session's. Of those before it only the counts are
-        kept.
-        """
-        self._counted_in_background = self._background_traffic()
-        self._in_background = Counting(self._wrap(driver), in_background=True)
-        return self._in_background
-
-    def _background_traffic(self) -> Traffic:
-        before, now = self._counted_in_background, self._in_background
-        return before if now is None else before.plus(now.traffic)
-
-    def _traffic(self) -> Traffic:
-        return self._counting.traffic.plus(self._background_traffic())
-
     def _notify(self, remark: str) -> None:
         if len(self.notices) < MAX_NOTICES:
             self.notices.append(remark)
-
-
-def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> dict[str, Any]:
-    """The state of `rank` in a world of `world_size`, made of the states of all ranks of an older
-    world.
-
-    What is additive (residuals, momenta) is shared out so that its sum over ranks stays the same:
-    rank r takes the old ranks r, r + world_size, ...; a rank beyond the old ones starts with zeros.
-    With the same world size nothing changes.
-
-    Args:
-        states: `Session.state_dict()` of every old rank, by rank.
-        world_size: of the new world, >= 1.
-        rank: in the new world.
-    """
-    if not states:
-        raise CheckpointError("there is no state to share out")
-    parts = {
-        name: _reshard_part([state["parts"][name] for state in states], world_size, rank)
-        for name in states[0]["parts"]
-    }
-    return {
-        "strategy": states[0]["strategy"],
-        "world_size": world_size,
-        "rank": rank,
-        "parts": parts,
-    }
-
-
-def _reshard_part(states: Sequence[PartState], world_size: int, rank: int) -> PartState:
-    mine = states[rank::world_size]
-    additive = {
-        name: (
-            torch.stack([state["additive"][name] for state in mine]).sum(dim=0)
-            if mine
-            else torch.zeros_like(tensor)
-        )
-        for name, tensor in states[0].get("additive", {}).items()
-    }
-    local = states[rank % len(states)].get("local", {})
-    return {"additive": additive, "local": local, "replicated": states[0].get("replicated", {})}
-
-
-def _copied(state: PartState) -> PartState:
-    return {
-        kind: {
-            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for name, value in entries.items()
-        }
-        for kind, entries in {"additive": {}, **state}.items()
-    }
-
-
-def _digest_of_frozen(model: torch.nn.Module) -> str:
-    """Of what is not averaged and yet has to be the same on all ranks."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            digest.update(_plain(name).encode())
-            digest.update(
-                parameter.detach()
-                .cpu()
-                .contiguous()
-                .reshape(-1)
-                .view(torch.uint8)
-                .numpy()
-                .tobytes()
-            )
-    return digest.hexdigest()
-
-
-def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to the model's state; the others are derived from something else."""
-    saved = model.state_dict(keep_vars=True).keys()
-    return {_plain(name): buffer for name, buffer in model.named_buffers() if name in saved}
-
-
-def _plain(name: str) -> str:
-    """A parameter's name without what torch.compile's wrapper puts in front."""
-    return name.replace("_orig_mod.", "")

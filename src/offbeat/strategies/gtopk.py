@@ -9,10 +9,12 @@
 
 Three collectives find the global top-k; see each one's page for its cost:
 
-    tree             the paper's; k log2(P) traffic; approximate; a patent exists (US 11,436,065),
-    so it is chosen by name only reduce_scatter   O(k) traffic; exact up to a relative 2**-8 at the
-    boundary all_gather       (P-1) k traffic; exact; for few ranks auto             the cheapest of
-    reduce_scatter, all_gather and plain dense all-reduce, measured when attached
+    tree            the paper's: k log2(P) traffic, approximate. A patent exists (US 11,436,065), so
+                    it is chosen by name only
+    reduce_scatter  O(k) traffic, exact up to a relative 2**-8 in magnitude at the boundary
+    all_gather      (P-1) k traffic, exact, for few ranks
+    auto            the cheapest of reduce_scatter, all_gather and a plain dense all-reduce, by what
+                    was measured when the session was attached
 
 Differences from the paper:
 - conserving by default: sum of applied + owed equals the sum of gradients. The paper puts an entry
@@ -20,7 +22,7 @@ Differences from the paper:
   is lost. `variant="paper"` does as published.
 - any world size;
 - momentum correction with factor masking (the published code has it switched off), bfloat16 values,
-  threshold re-use.
+  threshold re-use, and selectors and codecs of a user's own.
 
 Cost per step, local: one pass over residual and gradient (12 bytes a parameter), one to zero the
 result.

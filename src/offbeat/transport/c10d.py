@@ -100,6 +100,7 @@ class C10d(Driver):
         body = bytes_as_tensor(payload)
         header = torch.tensor([channel, body.numel()], dtype=torch.int64)
         backend = self.backend_for(body)
+        # A handle that is dropped before it is complete loses its message, and so does a tensor.
         self._in_flight = [
             (work, tensor) for work, tensor in self._in_flight if not work.is_completed()
         ]

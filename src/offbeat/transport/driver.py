@@ -140,6 +140,7 @@ class Pending(Generic[T]):
             try:
                 outcome = self._ticket.wait()
             except OffbeatError as error:
+                # The protocol may survive the failure of a peer; what it does not catch ends it.
                 operation = self._collective.throw(error)
             else:
                 operation = self._collective.send(outcome)
@@ -162,6 +163,8 @@ class Stream:
     """
 
     def __init__(self, number: int) -> None:
+        # The upper bits are the stream and the lower ones count its collectives: channels of two
+        # streams never coincide, in whatever order the streams are used.
         self._next = number << 32
 
     def next(self) -> int:

@@ -33,7 +33,7 @@ class Inbox:
         """
         sender = envelope.sender
         if envelope.sequence < self._next_sequence[sender]:
-            return []
+            return []  # a repetition
         early = self._out_of_order.setdefault(sender, {})
         early[envelope.sequence] = (envelope, payload)
         control = []

@@ -153,7 +153,7 @@ class LabelLayer(nn.Module):
             inside = (labels.columns >= begin) & (labels.columns < begin + size)
             entries = rows[inside], labels.columns[inside].long() - begin, shares[inside]
             normaliser, hit = checkpoint(
-                _look_at,
+                _normaliser_and_target_share,
                 hidden,
                 weight,
                 bias,
@@ -211,7 +211,7 @@ class LabelLayer(nn.Module):
         return (shares * (normaliser[rows] - scores[rows, places])).sum() / max(labels.num_rows, 1)
 
 
-def _look_at(
+def _normaliser_and_target_share(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,

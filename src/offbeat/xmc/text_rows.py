@@ -32,13 +32,13 @@ _EXPECTED = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Expected:
+class ExpectedFormat:
     """What rows of a file may hold.
 
     Attributes:
         with_labels: whether a line begins with labels, as `3,17 5:0.25`.
         kind: what messages call the columns that have a value.
-        num_labels: None where nobody knows, which allows up to `MOST_COUNTED`.
+        num_labels: None where it is unknown, which allows up to `MOST_COUNTED`.
         num_features: the same.
         first_label: the number of the first one, 0 or 1.
         first_feature: the same.
@@ -85,7 +85,7 @@ def read_header(path: Path, *, num_numbers: int) -> tuple[int, ...] | None:
 
 
 def read_rows(
-    path: Path, expected: Expected, *, header: tuple[int, ...] | None
+    path: Path, expected: ExpectedFormat, *, header: tuple[int, ...] | None
 ) -> Iterator[Examples]:
     """The rows of a file, about a megabyte of text at a time.
 
@@ -149,7 +149,7 @@ def _cut(
 
 
 def _parse(
-    text: NDArray[np.uint8], expected: Expected, path: Path, num_lines_before: int
+    text: NDArray[np.uint8], expected: ExpectedFormat, path: Path, num_lines_before: int
 ) -> Examples:
     num_lines = int(np.count_nonzero(text == ord("\n")))
     label_offsets, offsets = (
@@ -173,7 +173,9 @@ def _parse(
     )
     if wrong != text_kernels.FINE:
         raise ConfigError(
-            _objection(text, at, wrong, expected, f"{path}, line {num_lines_before + num_rows + 1}")
+            _describe_error(
+                text, at, wrong, expected, f"{path}, line {num_lines_before + num_rows + 1}"
+            )
         )
     limits = expected.limits
     num_labels, num_entries = label_offsets[-1] if expected.with_labels else 0, offsets[-1]
@@ -195,7 +197,9 @@ def _parse(
     )
 
 
-def _objection(text: NDArray[np.uint8], at: int, wrong: int, expected: Expected, where: str) -> str:
+def _describe_error(
+    text: NDArray[np.uint8], at: int, wrong: int, expected: ExpectedFormat, where: str
+) -> str:
     begin = text[:at].tobytes().rfind(b"\n") + 1
     token = re.split(r"[\s,]", text[at : at + 30].tobytes().decode(errors="replace"))[0]
     where = f"{where}, character {at - begin + 1}"

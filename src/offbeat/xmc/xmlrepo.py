@@ -29,7 +29,7 @@ import numpy as np
 
 from offbeat.errors import ConfigError
 from offbeat.xmc.rows import Examples, SparseRows, regroup
-from offbeat.xmc.text_rows import Expected, read_header, read_rows
+from offbeat.xmc.text_rows import ExpectedFormat, read_header, read_rows
 
 CHUNK_ROWS = 4096
 
@@ -112,7 +112,7 @@ class Inspection:
 
 
 def read(files: XmlFiles, *, num_rows: int = CHUNK_ROWS) -> Iterator[Examples]:
-    """The samples in order, `num_rows` at a time. Files without a header are gone through twice
+    """The samples in order, `num_rows` at a time. Files without a header are read twice
     unless their shape is told.
 
     Raises:
@@ -138,7 +138,7 @@ def inspect(files: XmlFiles) -> Inspection:
     for piece in pieces(files):
         features.add(piece.features)
         labels.add(piece.labels)
-    told_features, told_labels = _told_shape(files)
+    told_features, told_labels = _declared_shape(files)
     return Inspection(
         num_rows=features.num_rows,
         num_features=told_features or features.occurrences.size,
@@ -159,7 +159,7 @@ def inspect(files: XmlFiles) -> Inspection:
 
 def shaped(files: XmlFiles) -> XmlFiles:
     """The same files with both numbers of columns. Goes through files that have no header."""
-    num_features, num_labels = _told_shape(files)
+    num_features, num_labels = _declared_shape(files)
     if num_features is None or num_labels is None:
         counted = inspect(files)
         if counted.num_rows == 0:
@@ -168,7 +168,7 @@ def shaped(files: XmlFiles) -> XmlFiles:
     return replace(files, num_features=num_features, num_labels=num_labels)
 
 
-def _told_shape(files: XmlFiles) -> tuple[int | None, int | None]:
+def _declared_shape(files: XmlFiles) -> tuple[int | None, int | None]:
     """Numbers of features and labels: as the caller says, else the headers."""
     said = [
         columns
@@ -204,8 +204,8 @@ def pieces(files: XmlFiles) -> Iterator[Examples]:
     does.
     """
     headers = headers_of(files)
-    num_features, num_labels = _told_shape(files)
-    expected = Expected(
+    num_features, num_labels = _declared_shape(files)
+    expected = ExpectedFormat(
         with_labels=files.labels_path is None,
         num_labels=num_labels,
         num_features=num_features,

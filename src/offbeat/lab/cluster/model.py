@@ -40,7 +40,7 @@ class Cluster(DescribedModel):
         workers: how many.
         speeds: each worker's speed, 0.001 to 1, where 1 is the fastest; fewer than workers are
             repeated in turn.
-        link: what connects each worker to the others.
+        link: what connects each worker to its peers.
         links: workers with a link of their own; it stands in place of `link` as a whole.
         straggling: who is late. Delays of several entries add up.
         changes: speeds that change while training runs, sorted by time.
@@ -208,7 +208,7 @@ class Cluster(DescribedModel):
         return delays_s
 
     def delay_s(self, rank: int, step: int) -> float:
-        """Seconds that rank `rank` sleeps in step `step`; the same whoever asks, and in whatever
+        """Seconds that rank `rank` sleeps in step `step`; the same on every rank, and in whatever
         order.
         """
         return self.delayed_ranks(step).get(rank, 0.0) if self.straggling else 0.0
@@ -229,7 +229,7 @@ class Cluster(DescribedModel):
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing to emulate: full speed, no limit on links, nobody late, no
+        """Whether there is nothing to emulate: full speed, no limit on links, no worker late, no
         faults, no padded compute.
         """
         return self == Cluster(name=self.name, workers=self.workers, seed=self.seed)
@@ -239,17 +239,17 @@ class Cluster(DescribedModel):
 
         Raises:
             ConfigError: a pattern that does not fit into so few, or a fault, link or delay of a
-                worker that is gone.
+                worker that is left out.
         """
         return Cluster(**{**self.fields(), "workers": workers, "speeds": self.speed_pattern})
 
     def left_with(self, workers: int) -> Cluster:
-        """As `with_workers`, for a run that goes on with so many: what names workers that are gone
+        """As `with_workers`, for a run that goes on with so many: what names workers left out
         is left out.
 
         Raises:
-            ConfigError: a pattern of speeds that does not fit into so few, since nobody knows whose
-                speed is to go.
+            ConfigError: a pattern of speeds that does not fit into so few, since it is unknown
+                whose speed is to go.
         """
         if workers >= self.workers:
             return self.with_workers(workers)

@@ -63,7 +63,7 @@ class DescribedModel(BaseModel):
             try:
                 super().__init__(**values)
             except ValidationError as error:
-                raise _first_objection(type(self), error) from None
+                raise _first_error(type(self), error) from None
 
     def fields(self) -> dict[str, Any]:
         """Every field by name, to build another one from."""
@@ -71,7 +71,7 @@ class DescribedModel(BaseModel):
 
 
 class LinkSpec(DescribedModel):
-    """What connects one worker to the others.
+    """What connects one worker to its peers.
 
     Attributes:
         rate_bit_per_s: in each direction, 1 bit/s to 10 Tbit/s; None where it is not limited.
@@ -168,7 +168,7 @@ class ClusterFault(DescribedModel):
     action: Action = Field(description="kill, return, stop, continue, cut or mend")
 
 
-def _first_objection(model: type[BaseModel], error: ValidationError) -> InvalidClusterError:
+def _first_error(model: type[BaseModel], error: ValidationError) -> InvalidClusterError:
     """Pydantic's first complaint as one sentence with what was got and what is allowed."""
     first = error.errors()[0]
     path = tuple(part for part in first["loc"] if isinstance(part, int) or part.isidentifier())

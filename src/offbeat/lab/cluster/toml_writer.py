@@ -22,7 +22,7 @@ def toml_key(field: str) -> str:
 def to_toml(cluster: BaseModel) -> str:
     """Every field that differs from its default: plain values first, then tables."""
     plain, tables = [], []
-    for name, value in _told(cluster):
+    for name, value in _changed_fields(cluster):
         match value:
             case BaseModel():
                 tables.append(_table(f"[{name}]", value))
@@ -39,7 +39,7 @@ def to_toml(cluster: BaseModel) -> str:
     return "\n".join(["".join(plain), *tables])
 
 
-def _told(part: BaseModel) -> Iterator[tuple[str, object]]:
+def _changed_fields(part: BaseModel) -> Iterator[tuple[str, object]]:
     for name, field in type(part).model_fields.items():
         value = getattr(part, name)
         if field.is_required() or value != field.default:
@@ -47,7 +47,7 @@ def _told(part: BaseModel) -> Iterator[tuple[str, object]]:
 
 
 def _table(head: str, part: BaseModel) -> str:
-    return "".join([f"{head}\n", *(_line(name, value) for name, value in _told(part))])
+    return "".join([f"{head}\n", *(_line(name, value) for name, value in _changed_fields(part))])
 
 
 def _line(field: str, value: object) -> str:

@@ -88,7 +88,14 @@ def analyse(
     sizes: Sequence[int],
     density: float,
 ) -> Diagnosis:
-    """What the findings and the measurement mean, in words. Pure."""
+    """What the findings and the measurement mean, in words. Pure.
+
+    Args:
+        findings: about this machine.
+        measurement: of the network; None where none was made.
+        sizes: numbers of parameters to predict step times for.
+        density: of compressed gradients in these predictions, in (0, 1].
+    """
     if measurement is None:
         return Diagnosis(
             findings=findings, measurement=None, predictions=[], verdict=ALONE, advice=[]

@@ -49,7 +49,7 @@ class Finding:
 
 def find_all() -> list[Finding]:
     """Everything, in the order in which people ask. Tries the kernel in a network namespace that is
-    gone afterwards.
+    removed afterwards.
     """
     return [*_software(), *_machine(), *_emulation()]
 

@@ -1,4 +1,4 @@
-"""Tries what the kernel can do, where nobody is disturbed: a network namespace, queues on its
+"""Tries what the kernel can do, where it disturbs no one: a network namespace, queues on its
 loopback, an empty cgroup.
 
 All of it is taken away again before these functions return.

@@ -34,8 +34,8 @@ class PairLink:
 def partner(rank: int, world_size: int, round_: int) -> int | None:
     """Whom `rank` meets in round 0 <= `round_` < num_rounds(world_size); None when it sits out.
 
-    The last of an even number of seats stays; the others move round it. In an odd world that seat
-    is vacant.
+    The last of an even number of places stays; the other ranks move round it. In an odd world
+    that place is vacant.
     """
     last = world_size - 1 + world_size % 2
     if rank == last:
@@ -47,7 +47,7 @@ def partner(rank: int, world_size: int, round_: int) -> int | None:
 
 
 def num_rounds(world_size: int) -> int:
-    """How many rounds it takes until everybody has met everybody."""
+    """How many rounds it takes until every worker has met every other."""
     return world_size - 1 + world_size % 2 if world_size > 1 else 0
 
 

@@ -1,5 +1,5 @@
-"""What an emulated cluster offers to whoever starts its workers, and what it says about itself in a
-record.
+"""What an emulated cluster offers to the supervisor of its workers, and what it says about itself
+in a record.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class EmulationReport(BaseModel):
         network, compute: a sentence each.
         speeds: what makes workers of different speeds: the kernel's quotas, steps padded to a fixed
             time, or workers that sleep after they computed; "equal" where there is no difference,
-            "ignored" where nobody asked for emulation.
+            "ignored" where no emulation was asked for.
         checks: of each worker's link, by worker; empty where the kernel emulates none.
         notices: what was asked for and could not be emulated, why, and what stands in for it.
     """

@@ -22,7 +22,7 @@ from offbeat.lab.emulation.plan import EmulationName
 from offbeat.lab.emulation.quotas import find_hierarchies, members, remove_group
 
 REGISTER = Path("/run/offbeat")
-_END_S = 10.0  # how long a killed process may take to be gone
+_END_S = 10.0  # how long a killed process may take to end
 _STARTED = 19  # field 22 of /proc/PID/stat, counted from the one after the program's name
 
 
@@ -48,7 +48,7 @@ def claim() -> EmulationName:
 
 
 def clean() -> list[str]:
-    """Remove what emulations have left whose process is gone, and end what still runs in it.
+    """Remove what emulations have left whose process has ended, and end what still runs in it.
 
     Returns:
         Names of the namespaces and paths of the cgroups that were removed.
@@ -130,7 +130,7 @@ def _occupants(namespaces: Iterable[str], groups: Iterable[Path]) -> set[int]:
 
 
 def _end(pids: set[int]) -> None:
-    """Kill processes and wait until they are gone: a group cannot be removed before."""
+    """Kill processes and wait until they have ended: a group cannot be removed before."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

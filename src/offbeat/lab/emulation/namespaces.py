@@ -1,4 +1,4 @@
-"""The kernel's emulation: each worker in a network namespace of its own, linked to the others at
+"""The kernel's emulation: each worker in a network namespace of its own, linked to its peers at
 the rates asked for.
 """
 

@@ -33,7 +33,14 @@ _ONE_BUCKET_MIB = 1 << 20
 def wrapped(
     model: nn.Module, hook: Hook, meter: CommunicationMeter, *, bucket_mib: int | None = None
 ) -> DistributedDataParallel:
-    """`model` in DDP with `hook`, which is called for each bucket as its gradients are ready."""
+    """`model` in DDP with `hook`, which is called for each bucket as its gradients are ready.
+
+    Args:
+        model: with parameters on one device.
+        hook: begins the reduction of a bucket.
+        meter: counts the time that the hook takes.
+        bucket_mib: size of buckets; None: DDP's own.
+    """
 
     def timed(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         begun_s = time.monotonic()

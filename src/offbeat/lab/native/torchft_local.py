@@ -25,7 +25,7 @@ _JOIN_TIMEOUT_MS = 60_000
 
 @dataclass(frozen=True, kw_only=True)
 class TorchftLocalSGD(Native):
-    """LocalSGD of torchft: local steps, and every few of them an average over whoever is in the
+    """LocalSGD of torchft: local steps, and every few of them an average over the workers in the
     quorum. Needs torchft.
 
     Attributes:
@@ -132,7 +132,7 @@ class _TorchftSession(NativeSession):
     def close(self) -> None:
         super().close()
         self._local.__exit__(None, None, None)
-        dist.barrier()  # nobody's servers may go while another still votes
+        dist.barrier()  # no rank's servers may stop while another rank still votes
         self._manager.shutdown()
         if self._lighthouse is not None:
             self._lighthouse.shutdown()

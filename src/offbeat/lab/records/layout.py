@@ -32,7 +32,7 @@ class StepEvent:
         loss: of this rank's batch; None when it is not finite.
         batch_size: samples in it.
         began_s: when the step began.
-        ready_s: when this rank first stood still for others; None if it never did.
+        ready_s: when this rank first waited for peers; None if it never did.
         duration_s: of the whole step: `compute_s`, `encode_s` and `wait_s` together.
         compute_s: all of the step but `encode_s` and `wait_s`.
         encode_s: selection, compression and decoding.
@@ -40,7 +40,7 @@ class StepEvent:
         padded_s: the part of `compute_s` that was slept, for emulated compute and straggling.
         bytes_sent: handed to the network.
         messages_sent: likewise.
-        skipped: whether some rank's gradient was not finite, so that nobody applied the step.
+        skipped: whether some rank's gradient was not finite, so that no rank applied the step.
         arrivals: when this rank came to each collective.
     """
 
@@ -62,7 +62,7 @@ class StepEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """The metric, measured by the rank that leads: 0, and once that is gone the next one. It pauses
+    """The metric, measured by the rank that leads: 0, and once that is dead the next one. It pauses
     meanwhile.
 
     Attributes:
@@ -158,7 +158,7 @@ HEAD_FIELDS: Final = tuple(field.name for field in fields(Head))
 
 
 class WorkerLoss(BaseModel):
-    """A worker that died while the others went on.
+    """A worker that died while its peers went on.
 
     Attributes:
         rank: which one.

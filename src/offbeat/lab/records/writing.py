@@ -46,14 +46,17 @@ _WRITE_EVERY_S: Final = 0.1
 class EventWriter:
     """Appends one rank's events, a few times a second: a worker that is killed loses at most the
     last tenth of a second.
+
+    Args:
+        run_directory: of the run.
+        rank: whose file it is.
+        attempt: number of the attempt, from 0.
+        start_step: where a worker that came back goes on; None for others.
     """
 
     def __init__(
         self, run_directory: Path, *, rank: int, attempt: int, start_step: int | None = None
     ) -> None:
-        """Open the file of `rank` and begin its part of `attempt`; `start_step` is where a worker
-        that came back goes on.
-        """
         path = run_directory / f"events-rank-{rank}.jsonl"
         torn = _is_torn(path)
         self._run_directory = run_directory
@@ -145,10 +148,16 @@ def create(path: Path | None, config: RunConfig) -> Path:
 def begin_attempt(
     path: Path, config: RunConfig, *, start_step: int, emulation: EmulationReport | None = None
 ) -> int:
-    """Note in config.json that the run starts (again) with `config`; returns the attempt's number,
-    from 0.
+    """Write into config.json that the run starts (again) with `config`; returns the attempt's
+    number, from 0.
 
     The summary of the attempt before is kept as `summary-attempt-N.json`.
+
+    Args:
+        path: the run's directory.
+        config: of this attempt.
+        start_step: 0, or the step of the checkpoint from which the attempt goes on.
+        emulation: how the cluster is emulated; None where it is not.
     """
     head = read_head(path)
     if (path / SUMMARY).exists():

@@ -66,7 +66,7 @@ class Task(ABC):
         summary: one line for people.
         metric_name: what `evaluate` measures.
         higher_is_better: whether a larger metric is the better one.
-        default_epochs: passes over the data when nobody says how many.
+        default_epochs: passes over the data when the user does not say how many.
         options_type: the pydantic model of its options.
     """
 
@@ -147,6 +147,12 @@ class Task(ABC):
         Every epoch is a fresh permutation drawn from (seed, epoch); step s takes the next
         `world_size * batch_size` samples of it and deals each rank its share. So the samples of a
         step depend on neither the rank nor what came before.
+
+        Args:
+            seed: of the run, >= 0.
+            epoch: passes over the data completed before this one.
+            rank, world_size: this rank's place.
+            start_step: steps of this epoch to leave out.
         """
         order = np.random.default_rng((seed, epoch)).permutation(self.num_samples)
         size = self.options.batch_size

@@ -173,6 +173,12 @@ class LstmModel(nn.Module):
 class TransformerModel(nn.Module):
     """Pre-norm decoder without dropout: bytes (batch, time <= window) int64 to scores (batch, time,
     256).
+
+    Args:
+        width: of the residual stream; a multiple of `num_heads`.
+        num_heads: of attention.
+        num_layers: of the decoder.
+        window: the longest input, in bytes.
     """
 
     def __init__(self, width: int, num_heads: int, num_layers: int, *, window: int) -> None:

@@ -1,0 +1,129 @@
+"""From hooks to events: what happens in the model and the optimizer is told to the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offbeat.errors import UnsupportedError
+from offbeat.parts.part import Part
+from offbeat.session.hooks import BackwardHooks
+
+
+class EventDispatcher:
+    """Hooks on a model and an optimizer, whose events go to each part in order.
+
+    Args:
+        model: the root module.
+        optimizer: the user's.
+        parts: who gets the events; may grow.
+        parameters: the model's trainable parameters by name, in the model's order.
+        frozen: its other parameters by name, which must stay frozen.
+        step_ended: is called after each optimizer step with the number of steps so far.
+
+    Attributes:
+        synchronised: False inside `no_sync`, where gradients accumulate locally.
+        num_steps: optimizer steps so far.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        parts: Sequence[Part],
+        *,
+        parameters: Mapping[str, torch.nn.Parameter],
+        frozen: Mapping[str, torch.nn.Parameter],
+        step_ended: Callable[[int], None],
+    ) -> None:
+        self.parts = parts
+        self.synchronised = True
+        self.num_steps = 0
+        self._frozen = frozen
+        self._step_ended = step_ended
+        self._hooks = BackwardHooks(model, list(parameters.values()), self)
+        self._step_handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def report_failed_pass(self) -> None:
+        """If an exception ended a backward pass that was begun, say so now."""
+        self._hooks.report_failed_pass()
+
+    def remove(self) -> None:
+        """Take every hook out. Idempotent."""
+        self._hooks.remove()
+        for handle in self._step_handles:
+            handle.remove()
+
+    # Under backward(create_graph=True) autograd records; what is done with finished gradients is
+    # not to be recorded.
+
+    @torch.no_grad()
+    def forward_begins(self, *, trains: bool) -> None:
+        for part in self.parts:
+            part.on_forward_begins(trains=trains)
+
+    @torch.no_grad()
+    def backward_begins(self) -> None:
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise UnsupportedError(
+                    f"parameter {name!r} was frozen when the session was attached and requires a"
+                    " gradient now; close the session and attach again after unfreezing"
+                )
+        for part in self.parts:
+            part.on_backward_begins(synchronised=self.synchronised)
+
+    @torch.no_grad()
+    def gradient_ready(self, index: int) -> None:
+        for part in self.parts:
+            part.on_gradient_ready(index, synchronised=self.synchronised)
+
+    @torch.no_grad()
+    def backward_done(self) -> None:
+        for part in self.parts:
+            part.on_backward_done(synchronised=self.synchronised)
+
+    @torch.no_grad()
+    def backward_failed(self) -> None:
+        for part in self.parts:
+            part.on_backward_failed()
+
+    @torch.no_grad()
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self.report_failed_pass()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if callable(closure):  # it will run backward, and that exchanges
+            for part in self.parts:
+                part.on_closure()
+            return args[:1], {**kwargs, "closure": self._then_update(closure)}
+        for part in self.parts:
+            part.on_before_step()
+        self._before_update()
+        return None
+
+    def _then_update(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def called() -> Any:
+            loss = closure()
+            self._before_update()
+            return loss
+
+        return called
+
+    @torch.no_grad()
+    def _before_update(self) -> None:
+        for part in self.parts:
+            part.on_before_update()
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        self.num_steps += 1
+        for part in self.parts:
+            part.on_after_step()
+        self._step_ended(self.num_steps)

@@ -1,0 +1,103 @@
+"""The state of a session: that of its parts, by `state_key`, and how it is shared out anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offbeat.errors import CheckpointError
+from offbeat.parts.part import Part, PartState
+
+STATE_KEYS_OF_0_1 = {
+    "CentreAverage": "central_model",
+    "CheapestCollective": "collective_choice",
+    "DispatchLoader": "loader",
+    "FactorExchange": "kfac",
+    "GradientExchange": "gradients",
+    "GradientGuard": "gradient_guard",
+    "GradientPhase": "start_phase",
+    "GroupAverage": "group_average",
+    "LockstepLoader": "lockstep_loader",
+    "MegaBatches": "mega_batches",
+    "NeighbourAverage": "neighbour_average",
+    "PartialExchange": "partial_gradients",
+    "PeriodicAverage": "periodic_average",
+    "PushSum": "push_sum",
+    "ReplicaCheck": "replica_check",
+}
+"""Version 0.1 kept the state of a part under the name of its class; this is its `state_key` now."""
+
+
+def state_of(parts: Sequence[Part]) -> dict[str, PartState]:
+    """The state of each part. Tensors are copies."""
+    return {part.state_key: _copied(part.state_dict()) for part in parts}
+
+
+def load_state_of(parts: Sequence[Part], saved: Mapping[str, PartState]) -> None:
+    """Inverse of `state_of`; also reads what version 0.1 wrote.
+
+    Raises:
+        CheckpointError: the state of a part is missing or does not fit.
+    """
+    by_key = {STATE_KEYS_OF_0_1.get(key, key): state for key, state in saved.items()}
+    for part in parts:
+        if part.state_key not in by_key:
+            raise CheckpointError(
+                f"the state lacks {part.state_key!r}; it was saved with other options of the"
+                " strategy"
+            )
+    for part in parts:
+        part.load_state_dict(by_key[part.state_key])
+
+
+def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> dict[str, Any]:
+    """The state of `rank` in a world of `world_size`, made of the states of all ranks of an older
+    world.
+
+    What is additive (residuals, momenta) is shared out so that its sum over ranks stays the same:
+    rank r takes the old ranks r, r + world_size, ...; a rank beyond the old ones starts with zeros.
+    With the same world size nothing changes.
+
+    Args:
+        states: `Session.state_dict()` of every old rank, by rank.
+        world_size: of the new world, >= 1.
+        rank: in the new world.
+    """
+    if not states:
+        raise CheckpointError("there is no state to share out")
+    parts = {
+        name: _reshard_part([state["parts"][name] for state in states], world_size, rank)
+        for name in states[0]["parts"]
+    }
+    return {
+        "strategy": states[0]["strategy"],
+        "world_size": world_size,
+        "rank": rank,
+        "parts": parts,
+    }
+
+
+def _reshard_part(states: Sequence[PartState], world_size: int, rank: int) -> PartState:
+    mine = states[rank::world_size]
+    additive = {
+        name: (
+            torch.stack([state["additive"][name] for state in mine]).sum(dim=0)
+            if mine
+            else torch.zeros_like(tensor)
+        )
+        for name, tensor in states[0].get("additive", {}).items()
+    }
+    local = states[rank % len(states)].get("local", {})
+    return {"additive": additive, "local": local, "replicated": states[0].get("replicated", {})}
+
+
+def _copied(state: PartState) -> PartState:
+    return {
+        kind: {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in entries.items()
+        }
+        for kind, entries in {"additive": {}, **state}.items()
+    }
