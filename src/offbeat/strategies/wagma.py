@@ -1,5 +1,5 @@
-"""WAGMA-SGD: weights, averaged in small rotating groups that wait for nobody (arXiv 2005.00124,
-algorithm 2).
+"""WAGMA-SGD: weights averaged in small rotating groups that wait for no rank that computes (arXiv
+2005.00124, algorithm 2).
 
     on each rank, in step t:
     W' = W + U(G)                                    the user's optimizer, with the rank's gradient
