@@ -5,12 +5,12 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.stamp
 PIP = $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test test-slow check bench clean
 
 help:
 	@echo "make setup   install offbeat and its tools into $(VENV)"
 	@echo "make demo    compare DDP, gTop-k and PowerSGD on four workers behind a slow link"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests; make test-slow runs the long schedules, which take minutes"
 	@echo "make check   lint, formatting, types and the order of imports"
 	@echo "make bench   run every benchmark and print one table"
 	@echo "make clean   remove $(VENV) and everything generated"
@@ -36,6 +36,9 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -q -n 2 -m "not ranks and not slow"
 	$(BIN)/python -m pytest -q -m ranks
+
+test-slow: setup
+	$(BIN)/python -m pytest -q -n 2 --timeout 3600 -m slow
 
 check: setup
 	$(BIN)/ruff check

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -43,8 +45,24 @@ def test_every_public_name_can_be_had_and_is_documented(name: str) -> None:
 
 
 def test_every_strategy_is_public_under_its_class_name() -> None:
-    for strategy in REGISTRY.values():
-        assert getattr(offbeat, strategy.__name__) is strategy
+    for entry in REGISTRY.entries.values():
+        assert getattr(offbeat, entry.class_name) is entry.load()
+
+
+def test_type_checkers_see_what_is_there() -> None:
+    """They read the imports under `TYPE_CHECKING`, which nothing runs."""
+    block = next(
+        node
+        for node in ast.parse(Path(offbeat.__file__).read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    shown = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            assert alias.asname == alias.name, "only `X as X` is public to type checkers"
+            shown[alias.name] = getattr(import_module(str(node.module)), alias.name)
+    assert shown == {name: getattr(offbeat, name) for name in offbeat.__all__}
 
 
 def test_the_root_of_all_errors_is_public() -> None:
@@ -54,6 +72,7 @@ def test_the_root_of_all_errors_is_public() -> None:
 def test_importing_the_package_loads_nothing_heavy() -> None:
     report = (
         f"import json, sys; sys.path.insert(0, {str(SOURCE)!r}); import offbeat;"
+        " from offbeat.strategies import REGISTRY; list(REGISTRY), dir(offbeat);"
         " print(json.dumps(list(sys.modules)))"
     )
     output = subprocess.run(

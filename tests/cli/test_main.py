@@ -67,6 +67,20 @@ def test_tasks_and_strategies_are_listed_with_their_options(call) -> None:
     assert all(word in strategies for word in ("allreduce", "topk", "gtopk", "density", "0.001"))
 
 
+def test_one_strategy_is_listed_by_its_name(call) -> None:
+    listed = " ".join(call("strategies", "spdkfac").out.split())
+    assert listed.startswith("spdkfac K-FAC whose communication hides behind its computation")
+    assert "arXiv 2107.06533" in listed
+    assert "damping = 0.01 number" in listed
+    assert "gtopk =" not in listed
+
+
+def test_an_unknown_strategy_is_refused_with_the_nearest_name(call) -> None:
+    outcome = call("strategies", "gtopc")
+    assert outcome.status == 2
+    assert "did you mean 'gtopk'" in outcome.err
+
+
 TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
 
 

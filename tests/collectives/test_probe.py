@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offbeat.collectives.probe import MESSAGE_BYTES, _fit, probe
+from offbeat.collectives.probe import MESSAGE_BYTES, fit_cost, probe
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
 
@@ -28,6 +28,6 @@ def test_the_probe_finds_the_link_and_all_ranks_agree(world_size: int) -> None:
 
 @pytest.mark.parametrize("small_s", [0.0, 1e-3, 5e-3])
 def test_a_disturbed_small_message_does_not_make_bytes_free(small_s: float) -> None:
-    link = _fit(small_s, 2e-3, *MESSAGE_BYTES)
+    link = fit_cost(small_s, 2e-3, *MESSAGE_BYTES)
     assert link.time_s(num_messages=1, num_bytes=100 * MESSAGE_BYTES[1]) >= 50 * 2e-3
     assert link.alpha_s >= 0

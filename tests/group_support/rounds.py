@@ -1,9 +1,10 @@
 """Workers that claim samples and merge in rounds, in one thread under a virtual clock, while some
-die, stop and come in.
+of them die, are suspended or join.
 
-The claims, the rounds and the exchange are the real ones. Membership is scripted: some time after a
-death or a stop there is a generation without that worker, of which each of the others hears at a
-time of its own; one that wakes hears that it was left out, and is let in again as one that is new.
+The claims, the rounds and the exchange are the real ones. The membership is scripted: some time
+after a death or a suspension there is a generation without that worker, and each peer learns of it
+at a time of its own. A worker that wakes learns that it was left out, and joins again as a
+newcomer.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ class Worker:
 
     def _within(self, listed: Listed, collective: Collective[T]) -> Collective[T]:
         """Carry `collective` out between the positions of a generation, until it is over or a
-        member has gone on.
+        member has moved to another generation.
         """
         try:
             operation = next(collective)
@@ -234,12 +235,14 @@ class Worker:
                 stashed.popleft()
             if stashed:
                 if _HEAD.unpack_from(stashed[0])[0] > listed.number:
-                    raise PeerError(f"rank {peer} has gone on", rank=peer)
+                    raise PeerError(f"rank {peer} has moved to another generation", rank=peer)
                 return stashed.popleft()[_HEAD.size :]
             try:
                 stashed.append(bytes((yield Recv(peer, POLL_S))))
             except PeerTimeoutError:
-                if self.world.cluster.now_s > self.world.over_at_s + 5:  # the others have gone home
+                if (
+                    self.world.cluster.now_s > self.world.over_at_s + 5
+                ):  # all other workers have finished
                     raise Over from None
                 newest = self.world.newest_for(self.rank)
                 if newest is not None and newest.number > listed.number:
@@ -282,7 +285,7 @@ class World:
         for rank, at_s, duration_s in self.script.stops:
             self.cluster.at(at_s, lambda rank=rank, s=duration_s: self._stop(rank, s))  # type: ignore[misc]
         for rank, at_s in self.script.joins.items():
-            self.cluster.at(at_s, lambda rank=rank: self._list(come=rank))  # type: ignore[misc]
+            self.cluster.at(at_s, lambda rank=rank: self._list(joined=rank))  # type: ignore[misc]
         self.cluster.outcomes([worker.live() for worker in self.workers], channel=CHANNEL)
         self._check()
 
@@ -302,7 +305,7 @@ class World:
         first = next(heard, None)
         return (
             None
-            if first is None or (rank >= self.script.founders and not self._has_come(rank))
+            if first is None or (rank >= self.script.founders and not self._has_joined(rank))
             else first
         )
 
@@ -310,28 +313,28 @@ class World:
         self._attempts[rank, generation] += 1
         return self._attempts[rank, generation]
 
-    def _has_come(self, rank: int) -> bool:
+    def _has_joined(self, rank: int) -> bool:
         return any(rank in listed.ranks for listed in self._listed)
 
     def _kill(self, rank: int) -> None:
         self._dead.add(rank)
         self.cluster.kill(rank)
-        self.cluster.at(self.cluster.now_s + 0.5, lambda: self._list(gone=rank))
+        self.cluster.at(self.cluster.now_s + 0.5, lambda: self._list(departed=rank))
 
     def _stop(self, rank: int, duration_s: float) -> None:
         self.cluster.freeze(rank, duration_s)
-        if duration_s > 1:  # longer than the others' patience
-            self.cluster.at(self.cluster.now_s + 1, lambda: self._list(gone=rank))
-            self.cluster.at(self.cluster.now_s + duration_s + 0.4, lambda: self._list(come=rank))
+        if duration_s > 1:  # longer than its peers tolerate
+            self.cluster.at(self.cluster.now_s + 1, lambda: self._list(departed=rank))
+            self.cluster.at(self.cluster.now_s + duration_s + 0.4, lambda: self._list(joined=rank))
 
-    def _list(self, *, gone: int | None = None, come: int | None = None) -> None:
+    def _list(self, *, departed: int | None = None, joined: int | None = None) -> None:
         before = self._listed[-1].ranks
-        ranks = tuple(rank for rank in before if rank not in (gone, come))
-        if come is not None and come not in self._dead:
-            ranks = (*ranks, come)
+        ranks = tuple(rank for rank in before if rank not in (departed, joined))
+        if joined is not None and joined not in self._dead:
+            ranks = (*ranks, joined)
         now_s = self.cluster.now_s
         heard_at_s = {worker.rank: now_s + self.draw.random() * 0.3 for worker in self.workers}
-        newcomers = frozenset(() if come is None else (come,))
+        newcomers = frozenset(() if joined is None else (joined,))
         self._listed.append(
             Listed(
                 number=len(self._listed), ranks=ranks, newcomers=newcomers, heard_at_s=heard_at_s

@@ -56,7 +56,7 @@ def look(layer: nn.Module, x: torch.Tensor, losses: Losses) -> Seen:
     """
     is_conv, groups = isinstance(layer, nn.Conv2d), getattr(layer, "groups", 1)
     weight = layer.get_parameter("weight")
-    bias = layer._parameters.get("bias")
+    bias = getattr(layer, "bias", None)
     output = layer(x)
     flat = (
         output.flatten(2).mT if is_conv else output.reshape(output.shape[0], -1, output.shape[-1])

@@ -136,12 +136,12 @@ def _gradient(layer: nn.Module) -> torch.Tensor:
     weight = layer.get_parameter("weight").grad
     assert weight is not None
     matrix = weight.permute(0, 2, 3, 1).flatten(1) if weight.ndim == 4 else weight
-    bias = layer._parameters.get("bias")
+    bias = getattr(layer, "bias", None)
     return matrix if bias is None else torch.cat([matrix, bias.grad[:, None]], dim=1)
 
 
 def _set_gradient(layer: nn.Module, matrix: torch.Tensor) -> None:
-    weight, bias = layer.get_parameter("weight"), layer._parameters.get("bias")
+    weight, bias = layer.get_parameter("weight"), getattr(layer, "bias", None)
     if bias is not None:
         bias.grad, matrix = matrix[:, -1].clone(), matrix[:, :-1]
     if weight.ndim == 4:

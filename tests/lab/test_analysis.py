@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lab_support.made import comparison, contestant, write_run
 from offbeat.errors import RecordError
-from offbeat.lab.analysis import _common_level, _reach, _Run, analyse
+from offbeat.lab.analysis import AnalysedRun, analyse, common_level, reach
 from offbeat.lab.comparison import MEASURES, Comparison, read_comparison, write_comparison
 from offbeat.lab.profiles import ProfileWriter
 from offbeat.lab.records import Evaluation, Record
@@ -51,9 +51,9 @@ def measured(analysed: Comparison, label: str, measure: str) -> list[float | Non
     return found.measures[measure].values  # type: ignore[index]  # a key that is none fails
 
 
-def run_with(evaluations: Sequence[Evaluation]) -> _Run:
+def run_with(evaluations: Sequence[Evaluation]) -> AnalysedRun:
     # only its evaluations are read
-    return _Run(summary=None, steps=None, evaluations=evaluations)  # type: ignore[arg-type]
+    return AnalysedRun(summary=None, steps=None, evaluations=evaluations)  # type: ignore[arg-type]
 
 
 def evaluations(*rows: tuple[int, float, float]) -> list[Evaluation]:
@@ -75,17 +75,17 @@ def test_the_target_is_reached_between_two_measurements(higher_is_better: bool) 
             (30, 8.0, sign * 0.3),
         )
     )
-    assert _reach(run, sign * 0.8, higher_is_better) == pytest.approx((5.0, 17.5))
-    assert _reach(run, sign * 0.5, higher_is_better) == pytest.approx((2.0, 10.0))
-    assert _reach(run, sign * 0.9, higher_is_better) == pytest.approx((6.0, 20.0))
-    assert _reach(run, sign * 0.05, higher_is_better) == (0.0, 0.0)
-    assert _reach(run, sign * 0.91, higher_is_better) is None
+    assert reach(run, sign * 0.8, higher_is_better) == pytest.approx((5.0, 17.5))
+    assert reach(run, sign * 0.5, higher_is_better) == pytest.approx((2.0, 10.0))
+    assert reach(run, sign * 0.9, higher_is_better) == pytest.approx((6.0, 20.0))
+    assert reach(run, sign * 0.05, higher_is_better) == (0.0, 0.0)
+    assert reach(run, sign * 0.91, higher_is_better) is None
 
 
 def test_without_target_or_run_nothing_is_reached() -> None:
-    assert _reach(run_with(evaluations((0, 0.0, 0.1))), None, True) is None
-    assert _reach(None, 0.1, True) is None
-    assert _reach(run_with([]), 0.1, True) is None
+    assert reach(run_with(evaluations((0, 0.0, 0.1))), None, True) is None
+    assert reach(None, 0.1, True) is None
+    assert reach(run_with([]), 0.1, True) is None
 
 
 metrics = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6)
@@ -99,10 +99,10 @@ def test_the_derived_target_is_reached_by_every_run_and_is_the_best_such(
         run_with(evaluations(*((10 * i, float(i), metric) for i, metric in enumerate(of))))
         for of in runs
     ]
-    level = _common_level({"some": made[:1], "others": [*made[1:], None]}, higher)
+    level = common_level({"some": made[:1], "others": [*made[1:], None]}, higher)
     assert level is not None
     for run in made:
-        reached = _reach(run, level, higher)
+        reached = reach(run, level, higher)
         assert reached is not None
         assert 0 <= reached[0] <= run.evaluations[-1].seconds
     bests = [(max if higher else min)(of) for of in runs]
@@ -111,7 +111,7 @@ def test_the_derived_target_is_reached_by_every_run_and_is_the_best_such(
 
 
 def test_nothing_measured_gives_no_target() -> None:
-    assert _common_level({"a": [None], "b": [run_with([])]}, True) is None
+    assert common_level({"a": [None], "b": [run_with([])]}, True) is None
 
 
 def test_measures_of_runs_whose_figures_are_known(tmp_path: Path) -> None:

@@ -363,8 +363,8 @@ def test_a_worker_that_fails_ends_all_and_is_named(monkeypatch: pytest.MonkeyPat
         started.append(original(*arguments))
         return started[-1]
 
-    original = local._start
-    monkeypatch.setattr(local, "_start", start)
+    original = local.start_measurement_worker
+    monkeypatch.setattr(local, "start_measurement_worker", start)
     monkeypatch.setenv("OFFBEAT_RUN_SECRET", "short")
     with pytest.raises(
         OffbeatError, match=r"worker \d of the measurement failed: .*needed are 16 or more"

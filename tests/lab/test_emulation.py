@@ -417,7 +417,7 @@ def test_what_a_killed_run_left_is_removed_and_only_that(able: None) -> None:
         )
         assert holder.stdout
         inside = int(holder.stdout.readline())
-        theirs = {name for name in leftovers._names() if name.pid == holder.pid}
+        theirs = {name for name in leftovers.known_names() if name.pid == holder.pid}
         assert len(theirs) == 1
         assert not [path for path in clean() if f"-{holder.pid}-" in path]
         # The one inside must outlive its parent, as a worker that hangs would.
@@ -426,7 +426,7 @@ def test_what_a_killed_run_left_is_removed_and_only_that(able: None) -> None:
             holder.communicate()
             removed = clean()
         assert len([path for path in removed if f"-{holder.pid}-" in path]) >= 3
-        assert not {name for name in leftovers._names() if name.pid == holder.pid}
+        assert not {name for name in leftovers.known_names() if name.pid == holder.pid}
         assert traces() == mine
         with suppress(FileNotFoundError):
             assert Path(f"/proc/{inside}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -438,7 +438,7 @@ def test_a_number_that_was_given_out_again_protects_nothing(able: None) -> None:
     leftovers.REGISTER.mkdir(exist_ok=True)
     (leftovers.REGISTER / str(name)).write_text("another start")
     try:
-        assert not leftovers._is_held(name)
+        assert not leftovers.is_held(name)
     finally:
         assert leftovers.remove(name) == [name.hub]
     assert traces() == set()

@@ -20,10 +20,10 @@ from offbeat.lab.options import (
     build_strategy,
     strategy_options,
     strategy_values,
-    summary_line,
 )
 from offbeat.lab.tasks import TASKS
 from offbeat.strategies import REGISTRY
+from offbeat.strategies.docstrings import first_sentence
 
 HERE = [
     name for name in NATIVE if not name.startswith("torchft")
@@ -41,7 +41,7 @@ def test_each_can_be_listed_and_built_from_its_own_values(name: str) -> None:
     built = build_strategy(name, {})
     assert isinstance(built, Native)
     assert build_strategy(name, strategy_values(built)) == built
-    assert len(summary_line(type(built))) > 20
+    assert len(first_sentence(type(built))) > 20
     for option in strategy_options(name):
         assert option.help, f"option {option.name} is not documented"
 

@@ -156,7 +156,7 @@ def test_charlm_holds_text_out(tmp_path: Path) -> None:
     directory.mkdir()
     for number, block in enumerate(blocks):
         (directory / f"{number:02d}.txt").write_bytes(block)
-    train, test = build_task("charlm", {"path": str(directory)})._windows
+    train, test = build_task("charlm", {"path": str(directory)}).windows
     assert set(test.unique().tolist()) == {19, 39}
     assert set(train.unique().tolist()) == set(range(40)) - {19, 39}
 

@@ -16,17 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
-from offbeat.transport.network import bottom_of
 from rank_jobs.averaging import make_net, sgd, train
 from rank_jobs.regression import fingerprint
 from ranks_support.launch import RunRanks
-from ranks_support.process import start_process
+from ranks_support.process import launcher_environment, start_process
 
 pytestmark = pytest.mark.ranks
 
@@ -217,9 +215,7 @@ def come_back(until: str) -> None:
 
 def as_at_first(world_size: int) -> dict[str, str]:
     """The environment of the last rank when it is started anew."""
-    store = bottom_of(dist.distributed_c10d._get_default_store())
-    place = {"RANK": str(world_size - 1), "WORLD_SIZE": str(world_size), RETURN_VARIABLE: "1"}
-    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    return launcher_environment(world_size - 1, world_size) | {RETURN_VARIABLE: "1"}
 
 
 def returns(rank: int, world_size: int, *, until: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from offbeat.lab.cluster import Cluster, ClusterFault
 from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat.lab.comparison import MEASURES, Comparison, read_comparison
 from offbeat.lab.config import Request
+from offbeat.lab.local_worker import LocalWorker
 from offbeat.lab.progress import MembershipChange, WorkerProgress
 from offbeat.lab.records import Record, StepEvent
 from offbeat.lab.train import plan, train
@@ -326,10 +327,10 @@ def test_an_interrupt_stops_all_and_leaves_nobody(
 ) -> None:
     started: list[int] = []
     before = signal.getsignal(signal.SIGINT)
-    start = supervisor.WorkerGroup._start
+    start = supervisor.start_worker
 
-    def noting(group: supervisor.WorkerGroup, rank: int, secret: str) -> Any:
-        worker = start(group, rank, secret)
+    def noting(*arguments: Any, **options: Any) -> LocalWorker:
+        worker = start(*arguments, **options)
         started.append(worker.process.pid)
         if when == "starting" and len(started) == 2:
             signal.raise_signal(
@@ -346,7 +347,7 @@ def test_an_interrupt_stops_all_and_leaves_nobody(
 
         interrupted = False
 
-    monkeypatch.setattr(supervisor.WorkerGroup, "_start", noting)
+    monkeypatch.setattr(supervisor, "start_worker", noting)
     monkeypatch.setattr(
         offbeat.cli.comparing, "comparison_display", lambda quiet: nullcontext(Interrupting())
     )

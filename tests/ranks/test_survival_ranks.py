@@ -28,11 +28,10 @@ from offbeat.session.session import Session
 from offbeat.strategies.adaptive import MegaBatchStrategy
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 from offbeat.transport.link import PeerLimits
-from offbeat.transport.network import bottom_of
 from rank_jobs.megabatch import NUM_SAMPLES, Dying, Numbers, make_net, merges_of, samples, sgd, step
 from rank_jobs.regression import fingerprint
 from ranks_support.launch import RunRanks
-from ranks_support.process import start_process
+from ranks_support.process import launcher_environment, start_process
 
 pytestmark = pytest.mark.ranks
 
@@ -223,16 +222,6 @@ def come_back(label: str, until: str) -> None:
     Path(until).write_text(json.dumps({"taken": taken, "merges": merges}))
 
 
-def as_rank_2(world_size: int) -> dict[str, str]:
-    store = bottom_of(dist.distributed_c10d._get_default_store())
-    place = {
-        "RANK": "2",
-        "WORLD_SIZE": str(world_size),
-        RETURN_VARIABLE: "1",
-    }
-    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-
-
 def returns(rank: int, world_size: int, *, label: str, until: str) -> dict[str, Any]:
     """Rank 2 is killed, and rank 0 starts it anew as a process that joins the run."""
     os.environ[SECRET_VARIABLE] = SECRET
@@ -251,8 +240,9 @@ def returns(rank: int, world_size: int, *, label: str, until: str) -> dict[str, 
                     step(net, optimizer, batch)
                 merges.append(merges_of(loader, net))
             if rank == 0:
+                environment = launcher_environment(2, world_size) | {RETURN_VARIABLE: "1"}
                 newcomer = start_process(
-                    come_back, environment=as_rank_2(world_size), label=label, until=until
+                    come_back, environment=environment, label=label, until=until
                 )
             merges += until_it_is_back(session, loader, net, optimizer)
             return {"merges": merges, "notices": session.notices}

@@ -19,10 +19,9 @@ import pytest
 import torch.distributed as dist
 
 from ranks_support import references
-from ranks_support.rank import Orders
+from ranks_support.rank import LOOPBACK, STORE_PORT_VARIABLE, Orders
 from ranks_support.templates import Forked, Templates
 
-LOOPBACK = "127.0.0.1"
 START_S = 60.0
 """How long the processes may take to begin: several import torch at once, perhaps beside other
 tests.
@@ -185,6 +184,7 @@ def started(templates: Templates, orders: Orders, log: Path, timeout_s: float) -
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         "OFFBEAT_INTERFACE": LOOPBACK,
         "OMP_NUM_THREADS": "1",
+        STORE_PORT_VARIABLE: str(orders.store_port),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # for what it starts itself
     }
     try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ranks_support.rank import LOOPBACK, STORE_PORT_VARIABLE
 from ranks_support.references import dumps, loads
 
 
@@ -24,6 +25,16 @@ def start_process(
         [sys.executable, "-m", "ranks_support.process", call],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )
+
+
+def launcher_environment(rank: int, world_size: int) -> dict[str, str]:
+    """What a launcher would set for `rank`, were it started beside the calling rank of a test."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": os.environ[STORE_PORT_VARIABLE],
+    }
 
 
 def main() -> None:

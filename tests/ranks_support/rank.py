@@ -21,6 +21,10 @@ import torch.distributed as dist
 
 from ranks_support import references
 
+LOOPBACK = "127.0.0.1"
+STORE_PORT_VARIABLE = "OFFBEAT_TEST_STORE_PORT"
+"""Where the store of a rank's group listens, for jobs that play a launcher."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Orders:
@@ -38,7 +42,7 @@ class Orders:
 
 def carry_out(orders: Orders) -> Any:
     job = references.loads(orders.job)
-    store = dist.TCPStore("127.0.0.1", orders.store_port, is_master=False, wait_for_workers=False)
+    store = dist.TCPStore(LOOPBACK, orders.store_port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=orders.rank, world_size=orders.world_size)
     if store.add("num_joined", 1) == orders.world_size:
         store.set("all_joined", "")

@@ -21,10 +21,12 @@ import sys
 import threading
 from typing import Any, NoReturn
 
+from offbeat.strategies import REGISTRY
+
 PRELOADED = (
     "torch._dynamo",
     "offbeat.session.attach",
-    "offbeat.strategies",
+    *(entry.module for entry in REGISTRY.entries.values()),
     "offbeat.lab.native",
     "offbeat.megabatch.loader",
     "pytest",

@@ -25,6 +25,7 @@ from offbeat.transport.interface import bound_socket
 from offbeat.transport.network import OVER_KEY, Network, bottom_of, create_network, find_network
 from offbeat.transport.operations import AllReduceTensor, Now, Post, Recv, RecvAny, Send
 from offbeat.transport.single_rank import SingleRank
+from ranks_support.process import launcher_environment
 
 LOOPBACK = "127.0.0.1"
 RUN_SECRET = "a secret of this test run only"
@@ -237,14 +238,7 @@ def meet_again(rank: int, world_size: int) -> dict[str, Any]:
                 for p in range(world_size)
                 if p != peers.rank
             ]
-        bottom = bottom_of(dist.distributed_c10d._get_default_store())
-        assert isinstance(bottom, TCPStore)
-        os.environ |= {
-            "RANK": "9",
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(bottom.port),
-        }
+        os.environ |= launcher_environment(9, world_size)
         later = reconnect().network
         assert later is not None
         shared = later.store.get("endpoint/0") == network.store.get("endpoint/0")

@@ -59,7 +59,7 @@ def load() -> Calls:
 
 
 def test_functions_give_the_names_they_call_and_the_words_they_hold() -> None:
-    found = standard_library._functions(SOURCE.encode(), "pkg")
+    found = standard_library.functions_of(SOURCE.encode(), "pkg")
     late, fetch, outer = sorted(found, key=lambda function: min(function.calls))
     assert outer.calls == {"inner", "open", "read"}
     assert {
@@ -80,7 +80,7 @@ def test_functions_give_the_names_they_call_and_the_words_they_hold() -> None:
 
 
 def test_a_called_name_is_no_word() -> None:
-    (function,) = standard_library._functions(
+    (function,) = standard_library.functions_of(
         b"def f(read_it):\n    read_it()\n    other = read_it\n    x = 'read_it'\n", "pkg"
     )
     assert function.calls == {"read_it"}

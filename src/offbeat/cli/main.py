@@ -368,13 +368,24 @@ def tasks() -> None:
 
 
 @app.command()
-def strategies() -> None:
-    """List the strategies and what --set takes for each."""
+def strategies(
+    name: Annotated[
+        str | None, typer.Argument(help="Only this one, such as gtopk.", show_default=False)
+    ] = None,
+) -> None:
+    """List the strategies, and what --set takes for each: its meaning, what is allowed and the
+    default.
+    """
     from offbeat.cli import display
-    from offbeat.lab.options import RECIPES, strategy_options, summary_line
+    from offbeat.lab.options import RECIPES, strategy_options, strategy_type
+    from offbeat.strategies import REGISTRY
+    from offbeat.strategies.docstrings import first_sentence
 
-    for name, kind in RECIPES.items():
-        display.print_options(name, summary_line(kind), strategy_options(name))
+    kinds = RECIPES if name is None else {name: strategy_type(name)}
+    for kind_name, kind in kinds.items():
+        entry = REGISTRY.entries.get(kind_name)
+        summary = first_sentence(kind) + (f" ({entry.paper})" if entry is not None else "")
+        display.print_options(kind_name, summary, strategy_options(kind_name))
 
 
 def _cluster(

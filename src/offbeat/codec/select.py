@@ -136,7 +136,7 @@ def _k_largest(
         return None
     if _suffices(guess, count, k):
         return _taken_out(values, _largest(indices[:count], found[:count], values.size, k))
-    return _taken_out(values, _by_digits(values, k))
+    return _taken_out(values, by_digits(values, k))
 
 
 def _k_largest_of_sum(values: NDArray[np.floating], k: int) -> Sparse:
@@ -147,7 +147,7 @@ def _k_largest_of_sum(values: NDArray[np.floating], k: int) -> Sparse:
     return (
         _largest(indices[:count], found[:count], values.size, k)
         if _suffices(guess, count, k)
-        else _by_digits(values, k)
+        else by_digits(values, k)
     )
 
 
@@ -234,7 +234,7 @@ def _largest(
     return keep_largest(Sparse(indices=indices, values=values, num_elements=num_elements), k)[0]
 
 
-def _by_digits(values: NDArray[np.floating], k: int) -> Sparse:
+def by_digits(values: NDArray[np.floating], k: int) -> Sparse:
     """The `k` largest, whatever the distribution: the k-th magnitude is found 16 bits at a time."""
     bits, mask = bits_of(values), magnitude_mask(values.dtype)
     counts = np.empty(1 << kernels.DIGIT_BITS, dtype=np.int64)

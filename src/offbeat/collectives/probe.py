@@ -46,12 +46,12 @@ def probe(
     small_s, large_s = yield from _fastest(
         repeats, [partial(_pass_on, rank, world_size, n) for n in MESSAGE_BYTES]
     )
-    messages = _fit(small_s, large_s, *MESSAGE_BYTES)
+    messages = fit_cost(small_s, large_s, *MESSAGE_BYTES)
     small_s, large_s = yield from _fastest(
         repeats, [partial(_reduce, n, device) for n in TENSOR_BYTES]
     )
     hops = max(2 * (world_size - 1), 1)
-    dense = _fit(
+    dense = fit_cost(
         small_s / hops, large_s / hops, *(num_bytes / world_size for num_bytes in TENSOR_BYTES)
     )
     mine = (
@@ -98,7 +98,7 @@ def _reduce(num_bytes: int, device: torch.device) -> Collective[None]:
     float(total[0])  # on a GPU the sum is over only when the host can read it
 
 
-def _fit(small_s: float, large_s: float, small_bytes: float, large_bytes: float) -> LinkCost:
+def fit_cost(small_s: float, large_s: float, small_bytes: float, large_bytes: float) -> LinkCost:
     """The line through both points.
 
     If the measurement of the small one was disturbed, the line would be flat, and any number of

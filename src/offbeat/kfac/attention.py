@@ -79,10 +79,10 @@ def watch(module: nn.MultiheadAttention, observer: ProjectionObserver) -> None:
     # and no other thread sees the change.
     functional = {**vars(F), "linear": linear}
     for name, function in attention_functions().items():
-        functional[name] = _rebound(function, functional)
+        functional[name] = rebound(function, functional)
     forward = nn.MultiheadAttention.forward
     _watched[module] = (
-        _rebound(forward, {**forward.__globals__, "F": SimpleNamespace(**functional)}),
+        rebound(forward, {**forward.__globals__, "F": SimpleNamespace(**functional)}),
         observer,
     )
     module.__class__ = _WatchedAttention
@@ -94,7 +94,7 @@ def unwatch(module: nn.MultiheadAttention) -> None:
     module.__class__ = nn.MultiheadAttention
 
 
-def _rebound(function: Any, names: dict[str, Any]) -> FunctionType:
+def rebound(function: Any, names: dict[str, Any]) -> FunctionType:
     """`function` with its global names looked up in `names`."""
     bound = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__

@@ -29,7 +29,7 @@ _PHASES: Final[Mapping[Measure, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Run:
+class AnalysedRun:
     """One finished run."""
 
     summary: Summary
@@ -67,7 +67,7 @@ def analyse(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) 
     target = (
         comparison.target
         if comparison.target is not None
-        else _common_level(runs, comparison.higher_is_better)
+        else common_level(runs, comparison.higher_is_better)
     )
     ceiling = {
         seed: _samples_per_s(run)
@@ -97,7 +97,7 @@ def analyse(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) 
     )
 
 
-def _read(path: Path) -> _Run | None:
+def _read(path: Path) -> AnalysedRun | None:
     record = Record(path)
     summary = record.summary()
     if summary is None or summary.status != "finished":
@@ -108,7 +108,7 @@ def _read(path: Path) -> _Run | None:
     evaluations = [
         evaluation for evaluation in record.evaluations() if math.isfinite(evaluation.metric)
     ]  # diverged
-    return _Run(
+    return AnalysedRun(
         summary=summary,
         steps=steps,
         evaluations=evaluations,
@@ -116,8 +116,8 @@ def _read(path: Path) -> _Run | None:
     )
 
 
-def _common_level(
-    runs: Mapping[str, Sequence[_Run | None]], higher_is_better: bool
+def common_level(
+    runs: Mapping[str, Sequence[AnalysedRun | None]], higher_is_better: bool
 ) -> float | None:
     """The best metric that every run has reached at some time."""
     best = max if higher_is_better else min
@@ -131,12 +131,12 @@ def _common_level(
 
 
 def _measures(
-    runs: Sequence[_Run | None],
+    runs: Sequence[AnalysedRun | None],
     comparison: Comparison,
     target: float | None,
     ceiling: Mapping[int, float],
 ) -> dict[Measure, Estimate]:
-    reached = [_reach(run, target, comparison.higher_is_better) for run in runs]
+    reached = [reach(run, target, comparison.higher_is_better) for run in runs]
     block_s = [s for run in runs if run is not None for s in run.block_s]
     step_s = [None if run is None else float(np.median(run.block_s)) for run in runs]
     block_rates = [rate for run in runs if run is not None for rate in run.block_samples_per_s]
@@ -181,12 +181,12 @@ def _measures(
     return measures
 
 
-def _samples_per_s(run: _Run) -> float:
+def _samples_per_s(run: AnalysedRun) -> float:
     return float(np.median(run.block_samples_per_s))
 
 
-def _reach(
-    run: _Run | None, target: float | None, higher_is_better: bool
+def reach(
+    run: AnalysedRun | None, target: float | None, higher_is_better: bool
 ) -> tuple[float, float] | None:
     """(seconds, steps) when the metric reached the target, read off a straight line between
     measurements.
@@ -210,7 +210,7 @@ def _reach(
     return None
 
 
-def _mean_lateness_s(runs: Sequence[_Run | None]) -> list[float]:
+def _mean_lateness_s(runs: Sequence[AnalysedRun | None]) -> list[float]:
     late = [run.steps.settled().lateness_s() for run in runs if run is not None]
     if not late:
         return []
@@ -222,7 +222,7 @@ def _mean_lateness_s(runs: Sequence[_Run | None]) -> list[float]:
     )
 
 
-def _notices(runs: Sequence[_Run | None]) -> list[str]:
+def _notices(runs: Sequence[AnalysedRun | None]) -> list[str]:
     notices = list(
         dict.fromkeys(notice for run in runs if run is not None for notice in run.summary.notices)
     )

@@ -33,7 +33,7 @@ class Steps:
             empty elsewhere.
         loss: NaN where it was not finite.
         began_s, ready_s: on rank 0's monotonic clock; `ready_s` is NaN where a rank waited for
-            nobody.
+            no peer.
         duration_s, compute_s, encode_s, wait_s, padded_s: as in `StepEvent`.
         batch_size, bytes_sent, messages_sent, skipped: as in `StepEvent`.
     """
@@ -105,7 +105,7 @@ class Steps:
 
     def in_step(self) -> NDArray[np.bool_]:
         """Whether all ranks that did a step were in it at the same time, shape (steps,). Not so
-        where nobody waits.
+        where no rank waits.
         """
         began_s, ended_s = self.began_s, self.began_s + self.duration_s
         together: NDArray[np.bool_] = np.fmax.reduce(began_s, axis=0) <= np.fmin.reduce(

@@ -13,7 +13,8 @@ from offbeat.lab.comparison import ComparedStrategy
 from offbeat.lab.config import MAX_SEED, Request, RunConfig, resolve
 from offbeat.lab.emulation import Mode as EmulationMode
 from offbeat.lab.memory import num_runs_that_fit
-from offbeat.lab.options import parse_spec, strategy_type, summary_line
+from offbeat.lab.options import parse_spec, strategy_type
+from offbeat.strategies.docstrings import first_sentence
 
 _EVALUATIONS = 12
 ALONE = "alone"
@@ -94,7 +95,7 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
                 label=label,
                 strategy=name,
                 options=config.strategy_options,
-                summary=summary_line(strategy_type(name)),
+                summary=first_sentence(strategy_type(name)),
                 runs=[f"runs/{_file_name(label)}-seed-{seed}" for seed in request.seeds],
             )
         )

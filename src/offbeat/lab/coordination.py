@@ -59,13 +59,13 @@ class Coordinator:
         self._store = store
 
     def stop_at(self, step: int) -> None:
-        """Ask all ranks to stop once they have done `step` steps, unless someone has already named
+        """Ask all ranks to stop once they have done `step` steps, unless a rank has already named
         a step.
         """
         self._store.compare_set(_STOP, "", str(step))
 
     def stop_step(self) -> int | None:
-        """After how many steps all ranks are to stop, if someone asked for it. One round trip to
+        """After how many steps all ranks are to stop, if a rank asked for it. One round trip to
         the store.
         """
         return int(self._store.get(_STOP)) if self._store.check([_STOP]) else None
@@ -154,7 +154,7 @@ class Coordinator:
         """Whether this rank must do `name` for all, as the leader. Elsewhere False, once the leader
         has published that it did.
 
-        If the leader dies before that, the next leader must do it. Where nobody records deaths,
+        If the leader dies before that, the next leader must do it. Where no one records deaths,
         ranks that do not lead do not wait.
 
         Args:

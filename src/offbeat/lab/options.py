@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from offbeat.lab.tasks import task_type
 from offbeat.session.checkpoint import Json
 from offbeat.strategies import REGISTRY
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.docstrings import describe_options
 
 Recipe: TypeAlias = Strategy | Native
 """One of offbeat's strategies, or one that torch ships."""
@@ -62,8 +62,8 @@ def build_strategy(name: str, options: Mapping[str, object]) -> Recipe:
         ConfigError: no such strategy or option, or a value that is not allowed.
     """
     kind = strategy_type(name)
-    hints = typing.get_type_hints(kind)
-    fields = _field_names(kind)
+    described = {option.name: option for option in describe_options(kind)}
+    fields = list(described)
     values: dict[str, object] = {}
     for option, value in options.items():
         if option not in fields:
@@ -74,10 +74,10 @@ def build_strategy(name: str, options: Mapping[str, object]) -> Recipe:
         given = None if value == "none" else value
         try:
             values[option] = TypeAdapter[object](
-                hints[option], config=_OBJECTS_TOO
+                described[option].hint, config=_OBJECTS_TOO
             ).validate_python(given)
         except ValidationError as error:
-            allowed, meaning = _type_text(hints[option]), _argument_help(kind).get(option, "")
+            allowed, meaning = _type_text(described[option].hint), described[option].meaning
             hint = f" ({meaning.rstrip('.')})" if meaning else ""
             raise ConfigError(
                 f"option {option} of strategy {name!r}: got {value!r}; allowed is {allowed}{hint}"
@@ -157,24 +157,18 @@ def task_options(name: str) -> list[Option]:
 def strategy_options(name: str) -> list[Option]:
     """What `--set` takes for the strategy called `name`; the help is its docstring's."""
     kind = strategy_type(name)
-    hints, help_texts = typing.get_type_hints(kind), _argument_help(kind)
     return [
         Option(
-            name=field.name,
-            allowed=_type_text(hints[field.name]),
+            name=option.name,
+            allowed=_type_text(option.hint),
             default=(
-                "required" if field.default is dataclasses.MISSING else str(field.default).lower()
+                "required" if option.default is dataclasses.MISSING else str(option.default).lower()
             ),
-            help=help_texts.get(field.name, ""),
+            help=option.meaning,
         )
-        for field in dataclasses.fields(kind)
-        if field.name in _asked_names(kind)
+        for option in describe_options(kind)
+        if option.name in _asked_names(kind)
     ]
-
-
-def summary_line(kind: type) -> str:
-    """The first line of a class's docstring."""
-    return (inspect.getdoc(kind) or "").split("\n", 1)[0].removesuffix(".")
 
 
 def _field_names(kind: type[Recipe]) -> list[str]:
@@ -214,22 +208,3 @@ def _can_be_written(hint: object) -> bool:
     """
     in_python_only = dataclasses.is_dataclass(hint) or inspect.isabstract(hint)
     return typing.get_origin(hint) is not Callable and not in_python_only
-
-
-def _argument_help(kind: type) -> dict[str, str]:
-    """Help by argument name, from the `Args:` or `Attributes:` sections of the docstrings of `kind`
-    and its bases.
-    """
-    texts: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        section = re.search(
-            r"^(?:Args|Attributes):\n((?:[ \t]+.*\n?|\n)*)",
-            inspect.cleandoc(base.__doc__ or ""),
-            re.MULTILINE,
-        )
-        if section:
-            for name, text in re.findall(
-                r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {8}.*)*)", section[1], re.MULTILINE
-            ):
-                texts[name] = re.sub(r"\s+", " ", text)
-    return texts

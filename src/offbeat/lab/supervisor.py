@@ -175,6 +175,8 @@ class WorkerGroup:
             raise PeerError(
                 f"interrupted before the workers could write a checkpoint{hint(self.run_directory)}"
             )
+        # Of several failures the first one is the cause, unless it is a worker that only reported a
+        # peer's failure, or one that this group has ended itself.
         root_cause = min(
             (worker for worker in workers if codes[worker.rank] not in (0, EXIT_STOPPED)),
             key=lambda worker: (
@@ -267,6 +269,7 @@ class WorkerGroup:
         if self._num_interrupts and self._stop_deadline_s is None:
             self._stop_deadline_s = now_s + _STOP_S
             for worker in alive:
+                # SIGTERM asks for a checkpoint.
                 worker.process.terminate()
                 worker.process.send_signal(
                     signal.SIGCONT
@@ -299,6 +302,8 @@ class WorkerGroup:
     def _record_death(self, worker: LocalWorker) -> None:
         """Tell the peers of `worker`, and the listener, that it has died."""
         assert self._store is not None
+        # Peers must hear of the death before anything else here takes time: they wait for this rank
+        # until they do.
         self._store.record_death(worker.rank, deaths=worker.incarnation + 1)
         self._drain(worker)
         if self._num_interrupts and (
@@ -419,6 +424,7 @@ class WorkerGroup:
             self._emulation.set_speed(rank, self._config.cluster.speed_at(rank, self.seconds))
 
     def _close(self) -> None:
+        # All are killed before one is waited for: a worker may wait for its peers until they die.
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:

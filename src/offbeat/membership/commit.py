@@ -55,7 +55,7 @@ def all_or_none(
     try:
         yield from all_gather(position, size, b"", bytes)
     except PeerError:
-        # This member cannot know whether the others completed the all-gather; the entry does.
+        # This member cannot know whether its peers completed the all-gather; the entry does.
         if commit_entry(done=False):
             return outcome
         raise

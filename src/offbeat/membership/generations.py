@@ -156,7 +156,7 @@ class Generations:
             timeout_s: how long to wait for the members to let this worker in, in seconds.
 
         Raises:
-            ConfigError: nobody founded the run, or it has ended.
+            ConfigError: no founder has begun the run, or it has ended.
             MismatchError: the run trains something else; with the first difference.
             PeerError: no member let this worker in.
         """

@@ -180,8 +180,8 @@ class Session:
         return self._traffic.counting.take_arrivals()
 
     def take_ready_at_s(self) -> float | None:
-        """When this rank first stood still for the others since the last call, on the monotonic
-        clock; None if it never did.
+        """When this rank first waited for its peers since the last call, on the monotonic clock;
+        None if it never did.
 
         All ranks leave a collective at about the same time; who keeps whom waiting shows only in
         when they come to it.
@@ -203,11 +203,11 @@ class Session:
         return next((profile for profile in profiles if profile is not None), None)
 
     def join(self) -> None:
-        """Take part in the other ranks' exchange without a backward pass, contributing nothing new.
+        """Take part in the peers' exchange without a backward pass, contributing nothing new.
 
         For a rank that has no batch in this step. `optimizer.step()` does it by itself;
-        `GradScaler.step()` cannot, since it
-        looks for gradients first: there, call this in the place of `backward()`.
+        `GradScaler.step()` cannot, since it looks for gradients first: there, call this in the
+        place of `backward()`.
         """
         with torch.no_grad():
             for part in self._parts:
@@ -217,10 +217,9 @@ class Session:
         """Say that this rank's gradient of the coming step is the mean over so many samples.
 
         Gradients are then averaged over samples, in the place of ranks: the mean of the means of 1
-        and of 9 samples is not the
-        mean of 10. Call it before `backward()`, for each batch, on all ranks; loaders of `loader`
-        do it by themselves. Those that average weights pay no heed. In float16 give a number near
-        1, such as samples over the usual batch.
+        and of 9 samples is not the mean of 10. Call it before `backward()`, for each batch, on all
+        ranks; loaders of `loader` do it by themselves. Strategies that average weights ignore it.
+        In float16 give a number near 1, such as samples over the usual batch.
         """
         for part in self._parts:
             part.on_batch_claimed(num_samples)
@@ -301,8 +300,8 @@ class Session:
         a merge nothing moves.
 
         Unless `averages_alone`: then a rank calls it when it likes, and those that have died or
-        left are not in. The models
-        that the others send count in their `stats`, with what they send to average.
+        left are not in. The models that its peers send count in their `stats`, with what they send
+        to average.
 
         Trainable parameters and floating-point buffers are weighted means, integer buffers maxima,
         and everything else this rank's own. Where all ranks hold the same parameters anyway, only
@@ -336,7 +335,7 @@ class Session:
 
     @property
     def averages_alone(self) -> bool:
-        """Whether `averaged_model` is no collective: the other ranks answer beside training."""
+        """Whether `averaged_model` is no collective: the peers answer beside training."""
         return self._mean_source is not None and self._mean_source.averages_alone
 
     @property
@@ -356,9 +355,8 @@ class Session:
         """Say that this rank takes no more steps. Returns when every living rank has said so.
 
         For strategies whose ranks do not keep step: `averaged_model` is the mean of finished models
-        afterwards, and nobody
-        waits any more for this rank to train. `close` does it too. With the other strategies there
-        is nothing to do.
+        afterwards, and no rank waits any more for this one to train. `close` does it too. With the
+        other strategies there is nothing to do.
         """
         self._check_open("finish")
         with torch.no_grad():
@@ -440,7 +438,7 @@ class Session:
             self._close()
 
     def _abandon(self, reason: str, *, blame: int | None = None) -> None:
-        """Tell the other ranks that this one fails, so that nobody waits for it."""
+        """Tell the peers that this rank fails, so that none of them waits for it."""
         with suppress(OffbeatError):
             self._driver.abort(reason, blame=blame)
         for part in self._parts:

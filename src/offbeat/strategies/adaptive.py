@@ -113,16 +113,17 @@ class AdaptiveSGD(MegaBatchStrategy):
     Args:
         rule: how batch sizes follow: "proportional", the published "paper", its code's "reference",
             or "hogbatch".
-        min_batch_size: >= 1; None: an eighth of batch_size.
-        max_batch_size: >= batch_size; None: no limit. What fits into one rank's memory alone is
-            told to `Session.loader`.
+        min_batch_size: the smallest batch, >= 1; None: an eighth of batch_size.
+        max_batch_size: the largest batch, >= batch_size; None: no limit. What fits into one
+            rank's memory alone is told to `Session.loader`.
         merge: what merge weights follow: "paper" (updates, or batch sizes where updates are equal),
             "updates", "batch_sizes", "samples" or "equal".
         kappa: of "proportional": the part of a difference that is removed at once, in (0, 1].
         perturbation: delta, by which the largest merge weight is raised and the smallest lowered,
-            in [0, 1).
-        perturbation_threshold: only while every model's norm per parameter is below it.
-        merge_momentum: gamma of merges, in [0, 1).
+            in [0, 1); the paper's is 0.1.
+        perturbation_threshold: weights are perturbed only while every model's norm per
+            parameter is below it.
+        merge_momentum: gamma of merges, in [0, 1); the paper's is 0.9.
     """
 
     name: ClassVar[str] = "adaptive"

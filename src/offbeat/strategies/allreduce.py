@@ -1,5 +1,5 @@
 """S-SGD: dense gradient all-reduce, the baseline of everything here, and what
-DistributedDataParallel does.
+DistributedDataParallel (arXiv 2006.15704) does.
 
     for each bucket of gradients, as backward completes it: mean over all ranks
     optimizer step

@@ -25,8 +25,8 @@ class AveragingStrategy(Strategy):
     Args:
         buffers: "averaged": floating-point buffers, such as BatchNorm's running statistics, are
             averaged with the weights; "local": they are left alone.
-        max_skipped_steps: raise after more than this many steps in a row were skipped for
-            non-finite gradients, >= 0.
+        max_skipped_steps: raise `NonFiniteError` after more than this many steps in a row were
+            skipped for non-finite gradients, >= 0.
     """
 
     replicas_differ: ClassVar[bool] = True

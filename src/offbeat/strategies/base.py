@@ -1,25 +1,49 @@
-"""What a strategy is: a frozen description of four choices, which builds parts."""
+"""What a strategy is: a frozen description of four choices, which builds parts.
+
+Every system of the package answers four questions, and nothing else distinguishes it:
+
+- what is exchanged: gradients, weights, or Kronecker factors;
+- how it is encoded: densely, or as its largest entries, with what is left out kept for later;
+- with whom, and when: all ranks in each step, a group of them, or whoever is there;
+- how work is divided: equal batches, batches by speed, or layers to owners.
+
+`build` turns the answers into parts, which act on the events of training. The bases below answer
+the first question for the strategies that stand on them:
+
+- `GradientStrategy` (gradient.py): gradients, before each step; `SparseGradientStrategy`: their
+  largest entries, with error feedback;
+- `AveragingStrategy` (averaging.py): weights, after a step; `MegaBatchStrategy` (adaptive.py):
+  weights, after each batch of samples that ranks share out among themselves;
+- `KFACStrategy` (kfac.py): gradients and Kronecker factors.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
+from offbeat.strategies.docstrings import complete_docstring
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(ABC):
-    """A recipe. Subclasses are frozen keyword-only dataclasses that check their options in
-    `__post_init__`.
+    """A recipe. Subclasses are frozen keyword-only dataclasses, whose fields are the options.
+
+    A subclass describes each option that it adds in its docstring's `Args:` section; descriptions
+    of inherited options are added to the docstring when the class is made. Options are checked in
+    `__post_init__`, what depends on the model in `check` and what depends on the number of ranks in
+    `check_world`. All three run before any communication and raise `ConfigError` with what was
+    given, what is allowed and how to mend it.
     """
 
     name: ClassVar[str]
+    """What the command line, records and checkpoints call the strategy; its key in the registry."""
     survives_death: ClassVar[bool] = False
     """Whether the other workers go on when one dies."""
     replicas_differ: ClassVar[bool] = False
@@ -30,6 +54,10 @@ class Strategy(ABC):
     """Whether ranks share samples out among themselves, through `Session.loader`, so that nobody
     knows beforehand which rank computes which batch.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        complete_docstring(cls)
 
     @property
     def samples_between_merges(self) -> int | None:

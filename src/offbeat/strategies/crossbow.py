@@ -28,7 +28,7 @@ from offbeat.weights.model_weights import ModelWeights
 
 @dataclass(frozen=True, kw_only=True)
 class Crossbow(AveragingStrategy):
-    """Synchronous model averaging.
+    """Synchronous model averaging: every model is drawn towards a central one.
 
     Args:
         period: tau, steps between averages, >= 1.

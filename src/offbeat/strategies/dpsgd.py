@@ -34,9 +34,7 @@ from offbeat.weights.model_weights import ModelWeights
 
 @dataclass(frozen=True, kw_only=True)
 class DPSGD(AveragingStrategy):
-    """Weights averaged with two neighbours in every step. Its options are those of every strategy
-    that averages weights.
-    """
+    """Weights averaged with two neighbours in every step."""
 
     name: ClassVar[str] = "dpsgd"
 

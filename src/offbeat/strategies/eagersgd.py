@@ -56,7 +56,8 @@ class EagerSGD(AveragingStrategy):
     Args:
         mode: "solo": an average begins when the first worker arrives; "majority": when half of the
             workers have arrived.
-        period: the models are averaged in every `period`-th version, >= 2.
+        period: the models are averaged in every `period`-th version, among half of the
+            workers or more; >= 2.
     """
 
     name: ClassVar[str] = "eagersgd"

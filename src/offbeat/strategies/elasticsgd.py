@@ -1,5 +1,5 @@
-"""Elastic SGD as Adaptive SGD's paper compares itself with it: equal batches, equal shares, equal
-weights.
+"""Elastic SGD as Adaptive SGD's paper (arXiv 2110.07029) compares itself with it: equal batches,
+equal shares, equal weights.
 
     for each mega-batch of M samples, on each of n ranks
         M / n samples in batches of b:  w_i = w_i - eta gradient(w_i)

@@ -47,8 +47,8 @@ class GradientStrategy(Strategy):
     """Synchronous: every rank applies the same gradient in every step.
 
     Args:
-        max_skipped_steps: raise after more than this many steps in a row were skipped for
-            non-finite gradients, >= 0.
+        max_skipped_steps: raise `NonFiniteError` after more than this many steps in a row were
+            skipped for non-finite gradients, >= 0.
         replica_check_interval: compare the ranks' parameters every this many steps; 0 never does.
     """
 
@@ -110,7 +110,7 @@ class SparseGradientStrategy(GradientStrategy):
     """Only the largest entries of residual + gradient travel; the rest is owed.
 
     Args:
-        density: fraction of entries that travel, in (0, 1].
+        density: fraction of entries that travel, in (0, 1]; 1 gives the result of `AllReduce`.
         selection: "exact" takes exactly the k largest; "reuse" adapts the last step's threshold and
             takes 0.8 k to 1.2 k, in fewer passes; or a `Selector` of your own.
         momentum_correction: DGC's momentum (arXiv 1712.01887, section 3.1), in [0, 1): momentum is
@@ -118,7 +118,8 @@ class SparseGradientStrategy(GradientStrategy):
             momentum to the optimizer.
         momentum_masking: DGC's factor masking: momentum stops where an entry was sent.
         warmup: "paper" (0.25, 0.0725, 0.015, 0.004 in epochs 0 to 3), "exponential" (DGC), or None.
-        steps_per_epoch: exchanges in an epoch, >= 1; needed with `warmup`, which counts epochs.
+        steps_per_epoch: exchanges in an epoch, >= 1, such as `len(loader)`; needed with `warmup`,
+            which counts epochs. The lab fills it in.
         values: "float32", or "bfloat16" on the wire, or a `ValueCodec` of your own; what rounding
             loses is owed.
         indices: "gaps" between indices in 2 bytes, or plain indices where those are shorter; or an

@@ -57,7 +57,7 @@ COLLECTIVES: Mapping[str, SparseCollective | None] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GTopK(SparseGradientStrategy):
-    """Global top-k.
+    """Global top-k: only the k largest entries of the whole cluster's gradient.
 
     Args:
         variant: "conserving" loses nothing; "paper" puts back as published, and exists in the tree

@@ -25,9 +25,7 @@ from offbeat.strategies.gradient import Choose, SparseGradientStrategy
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(SparseGradientStrategy):
-    """Local top-k, summed over all ranks without a further selection. Its options are those of
-    every sparse strategy.
-    """
+    """Local top-k, summed over all ranks without a further selection."""
 
     name: ClassVar[str] = "topk"
 

@@ -1,5 +1,5 @@
-"""WAGMA-SGD: weights, averaged in small rotating groups that wait for nobody (arXiv 2005.00124,
-algorithm 2).
+"""WAGMA-SGD: weights averaged in small rotating groups that wait for no rank that computes (arXiv
+2005.00124, algorithm 2).
 
     on each rank, in step t:
     W' = W + U(G)                                    the user's optimizer, with the rank's gradient
@@ -70,8 +70,8 @@ class WAGMA(AveragingStrategy):
             >= 1.
         merge: "delta" keeps the mean over ranks and the steps of late ranks; "paper" is the rule of
             the paper.
-        quorum: the fraction of workers that has to arrive at a global synchronization, in (0, 1]; 1
-            waits for all.
+        quorum: the fraction of workers, rounded down to a number of them, that has to arrive at a
+            global synchronization, in (0, 1]; 1 waits for all.
         overlap: whether to compute while an average travels; None: with "delta". It is impossible
             with "paper".
         momenta: "averaged": at global synchronizations the optimizers' momenta are averaged with

@@ -86,7 +86,7 @@ def load_standard_library() -> Calls:
     for path in _modules(root):
         name = path.relative_to(root).with_suffix("").as_posix()
         functions = test if zlib.crc32(name.encode()) % TEST_EVERY == 0 else train
-        functions.extend(_functions(path.read_bytes(), name.partition("/")[0]))
+        functions.extend(functions_of(path.read_bytes(), name.partition("/")[0]))
     labels = _frequent((function.calls for function in train), MIN_LABEL)
     train, test = (
         [each for each in part if not each.calls.isdisjoint(labels)] for part in (train, test)
@@ -122,7 +122,7 @@ def _modules(root: Path) -> Iterator[Path]:
             yield path
 
 
-def _functions(source: bytes, package: str) -> Iterator[_Function]:
+def functions_of(source: bytes, package: str) -> Iterator[_Function]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old escapes in strings, which are the library's business
         tree = ast.parse(source)

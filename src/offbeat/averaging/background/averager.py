@@ -61,7 +61,7 @@ class BackgroundAverager:
 
     def close(self, *, over: bool = False) -> None:
         """End the threads of this rank. `over`: the run has ended for all members."""
-        # The membership first: it could begin a generation that nobody would close.
+        # The membership first: otherwise it could begin a generation whose mesh is never closed.
         if self.generations is not None:
             self.generations.close(over=over)
         self.progress.close()

@@ -17,15 +17,17 @@ The state has three components, which change independently.
     PUBLISHED  Peers may have the model.
     EXPELLED   This rank is not a member. Its trainer continues alone, with its own model.
 
-    event                                   from             to
-    trainer.begin                           EMPTY            PUBLISHED, with the trainer's model
-    trainer.forget                          any              EMPTY
-    membership.expel                        any              EXPELLED
-    membership.adopt, protocol.receive_model EMPTY, EXPELLED PUBLISHED, with a member's model
-    membership.continue_without_model       EXPELLED         PUBLISHED, with the rank's own model
-    membership.continue_without_model       EMPTY            failed
-    membership.fail                         any              failed
+    event                              from             to
+    trainer.begin                      EMPTY            PUBLISHED, with the trainer's model
+    trainer.forget                     PUBLISHED        EMPTY
+    membership.expel                   any              EXPELLED
+    membership.adopt                   any              PUBLISHED, with a member's model
+    protocol.receive_model             EMPTY, EXPELLED  PUBLISHED, with a member's model
+    membership.continue_without_model  EXPELLED         PUBLISHED, with the rank's own model
+    membership.continue_without_model  EMPTY            failed
+    membership.fail                    any              failed
 
+A rank may be EXPELLED without a model, too; `continue_without_model` then fails as from EMPTY.
 After a failure, every later call of the trainer that could wait raises the error.
 
 **The arrival of the trainer.**

@@ -121,8 +121,8 @@ class GroupRound(ABC):
 
     @abstractmethod
     def proceed_without(self, absent: Set[int]) -> Outgoing:
-        """Do the next thing although messages of `absent` are missing, who must be all that is
-        awaited. Returns the messages to send.
+        """Continue although the messages of `absent` are missing. No other message may be awaited.
+        Returns the messages to send.
         """
 
     @abstractmethod
@@ -222,7 +222,7 @@ class DirectRound(GroupRound):
         return self._participants - self._chunks.keys()
 
     def proceed_without(self, absent: Set[int]) -> Outgoing:
-        # The others may still send their chunks, and may have averaged already. So this only ends
+        # Peers may still send their chunks, and may have averaged already. So this only ends
         # the wait: the average is merged when the missing chunks arrive.
         self.over = True
         return []
@@ -273,7 +273,7 @@ class DirectRound(GroupRound):
                     counters=largest_of(here),
                 )
             )
-        # The chunks are still needed to tell who has sent one, but their values are not.
+        # The chunks are still needed to tell which members have sent one, but their values are not.
         self._chunks = {
             rank: replace(chunk, values=chunk.values[:0]) for rank, chunk in self._chunks.items()
         }

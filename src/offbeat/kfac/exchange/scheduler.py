@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,27 @@ PROFILED_STEPS = range(1, 4)
 """Steps with factors in which is measured when each factor is ready, where the plan depends on it.
 The first step with factors is left out, since it is slower than all others.
 """
+
+
+@dataclass(kw_only=True, slots=True)
+class _StepProgress:
+    """What the passes of one step have brought so far.
+
+    Attributes:
+        num_added: for each slot, how often its factor has been added to.
+        num_missing: for each message, how many of its factors are not complete.
+        is_handed_over: for each message, whether the launch order has it.
+        ready_s: for each slot, when its factor was added to last, in seconds since the first one.
+        first_added_s: when the first factor was added to; None: none has been.
+        sealed_s: when the last bucket of gradients was sealed, on the monotonic clock.
+    """
+
+    num_added: list[int]
+    num_missing: list[int]
+    is_handed_over: list[bool]
+    ready_s: list[float]
+    first_added_s: float | None = None
+    sealed_s: float = 0.0
 
 
 class FactorScheduler(ExchangeListener):
@@ -142,20 +164,23 @@ class FactorScheduler(ExchangeListener):
         """Take and send factors in this step if it is one with factors."""
         self.capture.stop()
         self._drop()
+        self._progress = self._no_progress()
         self._spans.begin(on=self._settings.is_noted(self.step), keep=self.is_good)
         self._is_open = self._settings.has_factors(self.step)
         # Without factors there is nothing that a bucket of gradients would have to wait for.
         self._launch_order.follow(self._sequence if self._is_open else ())
-        if not self._is_open:
-            return
-        self._num_added = [0] * len(self._slots)
-        self._num_missing = [
-            sum(not self._is_complete(slot) for slot in group) for group in self.plan.groups
-        ]
-        self._is_handed_over = [False] * len(self.plan.groups)
-        self._first_added_s: float | None = None
-        self._ready_s = [0.0] * len(self._slots)
-        self.capture.start(self._settings.num_with_factors(self.step))
+        if self._is_open:
+            self.capture.start(self._settings.num_with_factors(self.step))
+
+    def _no_progress(self) -> _StepProgress:
+        """At the beginning of a step. A factor that no earlier step has added to is complete."""
+        is_missing = [not self._knows_expected or num > 0 for num in self._expected]
+        return _StepProgress(
+            num_added=[0] * len(self._slots),
+            num_missing=[sum(is_missing[slot] for slot in group) for group in self.plan.groups],
+            is_handed_over=[False] * len(self.plan.groups),
+            ready_s=[0.0] * len(self._slots),
+        )
 
     def _drop(self) -> None:
         """Forget what was sent and never used. It must arrive first, because the next step's
@@ -169,32 +194,35 @@ class FactorScheduler(ExchangeListener):
 
     def _is_complete(self, slot: int) -> bool:
         """Whether a factor has been added to as often as it ever was in one step."""
-        return self._knows_expected and self._num_added[slot] >= self._expected[slot]
+        return self._knows_expected and self._progress.num_added[slot] >= self._expected[slot]
 
     def _on_added(self, block_index: int, side: Side, began_s: float) -> None:
         """`capture` has just added to a factor."""
-        slot = 2 * block_index + (side == "output")
+        slot, progress = 2 * block_index + (side == "output"), self._progress
         if not self._is_open:
             return
         if self._spans.on:
             self._spans.add("factor", self._slots[slot].name, began_s)
         now_s = time.perf_counter()
-        self._first_added_s = now_s if self._first_added_s is None else self._first_added_s
-        self._ready_s[slot] = now_s - self._first_added_s
+        if progress.first_added_s is None:
+            progress.first_added_s = now_s
+        progress.ready_s[slot] = now_s - progress.first_added_s
         was_complete = self._is_complete(slot)
-        self._num_added[slot] += 1
-        number = self._message_of.get(slot)
-        if number is None or was_complete or not self._is_complete(slot):
+        progress.num_added[slot] += 1
+        message = self._message_of.get(slot)
+        if message is None or was_complete or not self._is_complete(slot):
             return
-        self._num_missing[number] -= 1
+        progress.num_missing[message] -= 1
         if self.plan.streamed and self.is_training_pass:
-            for number, num_missing in enumerate(self._num_missing):
-                if not num_missing and not self._is_handed_over[number]:
+            # All that are complete, and not this one alone: others may have become so in a pass
+            # that was not one for training.
+            for number, num_missing in enumerate(progress.num_missing):
+                if not num_missing and not progress.is_handed_over[number]:
                     self._hand_over(number, failed=False)
 
     def _hand_over(self, number: int, *, failed: bool) -> None:
         """Let message `number` be launched when its place in the order has come."""
-        self._is_handed_over[number] = True
+        self._progress.is_handed_over[number] = True
 
         def begin() -> None:
             with torch.no_grad():
@@ -220,7 +248,7 @@ class FactorScheduler(ExchangeListener):
             return
         # A second exchange in the same step finds nothing open: factors are sent once a step.
         self._is_open, self._has_sent = False, True
-        for message, is_handed_over in enumerate(self._is_handed_over):
+        for message, is_handed_over in enumerate(self._progress.is_handed_over):
             if not is_handed_over:
                 self._hand_over(message, failed=failed)
         if not self.plan.groups:
@@ -229,7 +257,7 @@ class FactorScheduler(ExchangeListener):
                 for slot in range(len(self._slots))
                 if self.plan.is_kept_by(self._driver.rank, slot)
             }
-        self._sealed_s = time.monotonic()
+        self._progress.sealed_s = time.monotonic()
 
     def on_exchange_settled(self, *, good: bool) -> None:
         self.is_good = good
@@ -237,7 +265,7 @@ class FactorScheduler(ExchangeListener):
             self.begin_step()
             return
         if self._has_sent:
-            self._spans.add("wait for gradients", "", self._sealed_s)
+            self._spans.add("wait for gradients", "", self._progress.sealed_s)
         self.capture.stop()
 
     # What the part asks for, before and after the optimizer's step
@@ -260,13 +288,15 @@ class FactorScheduler(ExchangeListener):
         Returns:
             A new plan, where enough has been measured for one.
         """
-        self._expected = [max(pair) for pair in zip(self._expected, self._num_added, strict=True)]
+        self._expected = [
+            max(pair) for pair in zip(self._expected, self._progress.num_added, strict=True)
+        ]
         self._knows_expected = True
         self._num_profiled += 1
         if self._replan is None or self._num_profiled > PROFILED_STEPS.stop:
             return None
         if self._num_profiled - 1 in PROFILED_STEPS:
-            self._ready_s_of_steps.append(self._ready_s)
+            self._ready_s_of_steps.append(self._progress.ready_s)
         if self._num_profiled < PROFILED_STEPS.stop:
             return None
         # The median of the steps withstands one disturbed step; the slowest rank's time counts,

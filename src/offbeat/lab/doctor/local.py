@@ -41,7 +41,9 @@ def measure_locally(workers: int) -> Measurement:
         for rank in range(workers):
             said = stack.enter_context((directory / f"said-{rank}").open("wb"))
             complained = stack.enter_context((directory / f"complained-{rank}").open("wb"))
-            processes.append(_start(store.environment(rank, workers), said, complained))
+            processes.append(
+                start_measurement_worker(store.environment(rank, workers), said, complained)
+            )
         failed = _wait(processes)
         if failed is not None:
             lines = (
@@ -57,7 +59,7 @@ def measure_locally(workers: int) -> Measurement:
         return TypeAdapter(Measurement).validate_json((directory / "said-0").read_bytes())
 
 
-def _start(
+def start_measurement_worker(
     place: dict[str, str], said: IO[bytes], complained: IO[bytes]
 ) -> subprocess.Popen[bytes]:
     loopback = {

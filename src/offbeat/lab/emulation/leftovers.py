@@ -32,7 +32,7 @@ def claim() -> EmulationName:
     Raises:
         MissingMeansError: it cannot be written down.
     """
-    taken = set(_names())
+    taken = set(known_names())
     number = next(
         number
         for number in range(len(taken) + 1)
@@ -57,8 +57,8 @@ def clean() -> list[str]:
         ConfigError: there is something to remove, and this user may not.
     """
     removed = []
-    for name in sorted(set(_names()), key=str):
-        if not _is_held(name):
+    for name in sorted(set(known_names()), key=str):
+        if not is_held(name):
             try:
                 removed += remove(name)
             except OSError as error:
@@ -87,7 +87,7 @@ def remove(name: EmulationName) -> list[str]:
     return removed
 
 
-def _names() -> list[EmulationName]:
+def known_names() -> list[EmulationName]:
     """Of everything on this machine that an emulation made, repeatedly."""
     places = [NAMESPACES, REGISTER, *(hierarchy.root for hierarchy in find_hierarchies())]
     return [
@@ -102,7 +102,7 @@ def _entries(place: Path) -> Iterable[Path]:
     return place.iterdir() if place.is_dir() else ()
 
 
-def _is_held(name: EmulationName) -> bool:
+def is_held(name: EmulationName) -> bool:
     """Whether the process that made `name` is there. In doubt it is."""
     try:
         started = _started(name.pid)

@@ -101,7 +101,7 @@ class Charlm(Task):
             )
 
     @cached_property
-    def _windows(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def windows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Bytes to train on and held out, uint8, shape (windows, window + 1) each."""
         text = np.frombuffer(_text(self.options.path, self.options.max_bytes), dtype=np.uint8)
         length = self.options.window + 1
@@ -123,7 +123,7 @@ class Charlm(Task):
 
     @property
     def num_samples(self) -> int:
-        return len(self._windows[0])
+        return len(self.windows[0])
 
     def model(self) -> nn.Module:
         if self.options.model == "lstm":
@@ -138,7 +138,7 @@ class Charlm(Task):
         return torch.optim.Adam(model.parameters(), lr=self.options.lr)
 
     def batch(self, samples: NDArray[np.int64]) -> Batch:
-        return _shifted(self._windows[0][torch.from_numpy(samples)])
+        return _shifted(self.windows[0][torch.from_numpy(samples)])
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         inputs, targets = dense(batch)
@@ -146,7 +146,7 @@ class Charlm(Task):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> float:
-        held_out = self._windows[1]
+        held_out = self.windows[1]
 
         def total(part: slice) -> float:
             return self.loss(model, _shifted(held_out[part])).item() * len(held_out[part])

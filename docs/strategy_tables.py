@@ -1,0 +1,104 @@
+"""Writes the tables of strategies and of their options in `docs`, from the registry and from the
+docstrings of the strategies.
+
+    python docs/strategy_tables.py [--check]
+
+A page says where a table belongs, and everything between the two marks is written here:
+
+    <!-- options of gtopk -->          <!-- list of strategies -->
+    <!-- end of options -->            <!-- end of list -->
+
+With `--check` nothing is written, and the exit status says whether a page is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+from offbeat.strategies import REGISTRY
+from offbeat.strategies.docstrings import describe_options
+
+DOCS = Path(__file__).parent
+_OPTIONS = re.compile(r"<!-- options of (\w+) -->\n.*?<!-- end of options -->", re.DOTALL)
+_LIST = re.compile(r"<!-- list of strategies -->\n.*?<!-- end of list -->", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """The pages that have such tables."""
+    return [DOCS / "strategies.md", *(DOCS / "methods" / f"{name}.md" for name in REGISTRY)]
+
+
+def written(page: Path) -> str:
+    """The text of `page` with its tables as they should be."""
+
+    def options(mark: re.Match[str]) -> str:
+        rows = "\n".join(_option_rows(mark[1]))
+        return f"<!-- options of {mark[1]} -->\n\n{rows}\n\n<!-- end of options -->"
+
+    rows = "\n".join(_strategy_rows())
+    text = _OPTIONS.sub(options, page.read_text())
+    listing = f"<!-- list of strategies -->\n\n{rows}\n\n<!-- end of list -->"
+    return _LIST.sub(lambda mark: listing, text)
+
+
+def _option_rows(name: str) -> Iterator[str]:
+    yield "| option | allowed | default | meaning |"
+    yield "|---|---|---|---|"
+    for option in describe_options(REGISTRY[name]):
+        required = option.default is dataclasses.MISSING
+        default = "required" if required else f"`{_literal(option.default)}`"
+        cells = f"`{option.name}`", _allowed(option.hint), default, option.meaning
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _strategy_rows() -> Iterator[str]:
+    yield "| class | command line | what it does | paper | options of its own, and inherited ones |"
+    yield "|---|---|---|---|---|"
+    for name, entry in REGISTRY.entries.items():
+        number = entry.paper.removeprefix("arXiv ")
+        paper = f"arXiv [{number}](https://arxiv.org/abs/{number})"
+        options = ", ".join(f"`{option.name}`" for option in describe_options(REGISTRY[name]))
+        page = f"[`{entry.class_name}`](methods/{name}.md#options)"
+        yield f"| {page} | `{name}` | {entry.summary} | {paper} | {options} |"
+
+
+def _allowed(hint: object) -> str:
+    """A type as Python users write its values."""
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f"`{_literal(value)}`" for value in typing.get_args(hint))
+    if hint is type(None):
+        return "`None`"
+    if hint is bool:
+        return "`True`, `False`"
+    if inspect.isclass(hint):
+        return f"`{hint.__name__}`"
+    if "Callable" in str(typing.get_origin(hint)):
+        return "a callable"
+    return ", ".join(_allowed(part) for part in typing.get_args(hint))
+
+
+def _literal(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args().check
+    stale = [page for page in pages() if written(page) != page.read_text()]
+    for page in stale:
+        print(("out of date: " if check else "written: ") + str(page.relative_to(DOCS.parent)))
+        if not check:
+            page.write_text(written(page))
+    sys.exit(bool(check and stale))
+
+
+if __name__ == "__main__":
+    main()

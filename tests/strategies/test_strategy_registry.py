@@ -1,0 +1,59 @@
+"""The table of strategies agrees with the classes, and lists all of them."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+
+from offbeat import strategies
+from offbeat.strategies.base import Strategy
+from offbeat.strategies.docstrings import first_sentence
+from offbeat.strategies.registry import REGISTRY, StrategyEntry
+
+each_entry = pytest.mark.parametrize(
+    "entry", REGISTRY.entries.values(), ids=lambda entry: entry.name
+)
+
+
+def concrete_strategies() -> Iterator[type[Strategy]]:
+    for module in pkgutil.iter_modules(strategies.__path__):
+        loaded = import_module(f"{strategies.__name__}.{module.name}")
+        defined = [value for value in vars(loaded).values() if inspect.isclass(value)]
+        for kind in defined:
+            is_own = kind.__module__ == loaded.__name__
+            if is_own and issubclass(kind, Strategy) and not inspect.isabstract(kind):
+                yield kind
+
+
+@each_entry
+def test_an_entry_says_what_its_class_says(entry: StrategyEntry) -> None:
+    kind = entry.load()
+    assert issubclass(kind, Strategy)
+    assert (kind.name, kind.__name__, kind.__module__) == (
+        entry.name,
+        entry.class_name,
+        entry.module,
+    )
+    assert first_sentence(kind) == entry.summary
+
+
+@each_entry
+def test_a_module_names_its_paper(entry: StrategyEntry) -> None:
+    number = entry.paper.removeprefix("arXiv ")
+    assert number in (import_module(entry.module).__doc__ or "")
+
+
+def test_every_strategy_has_an_entry() -> None:
+    assert set(REGISTRY.values()) == set(concrete_strategies())
+    assert len(REGISTRY) == len(set(REGISTRY.values()))
+
+
+def test_a_name_that_is_not_there_is_no_key() -> None:
+    assert "gtopk" in REGISTRY
+    assert "gtopc" not in REGISTRY
+    with pytest.raises(KeyError):
+        REGISTRY["gtopc"]

@@ -1,0 +1,93 @@
+"""Tests stand outside what they test: they reach into no private attribute of another object."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+PRIVATE = re.compile(r"_[a-zA-Z]\w*")
+
+HOOKS = frozenset(
+    {
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_optimizer_step_post_hooks",
+        "_optimizer_step_pre_hooks",
+        "_post_accumulate_grad_hooks",
+    }
+)
+"""PyTorch's own lists of hooks: it offers no other way to see that none was left."""
+
+ALLOWED = {
+    "conformance/test_gradient_strategies.py": HOOKS,
+    "conformance/test_weight_strategies.py": HOOKS,
+    "kfac/test_capture.py": HOOKS,
+    "session/test_hooks.py": HOOKS,
+    "ranks/test_run_ranks.py": {"_exit"},  # documented by Python, as is the next
+    "report/test_trace.py": {"_replace"},
+    "ranks_support/leaks.py": {"_DummyThread"},  # Python's view of a thread that C++ began
+    "ranks_support/template.py": {"_exit", "_run_exitfuncs", "_shutdown"},  # an interpreter's end
+    "test_torch_private.py": {"_timeout"},  # is about private parts of PyTorch
+}
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Private attributes, imports and names of attributes in a source, other than of `self` and
+    `cls`.
+    """
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                continue
+            case ast.Attribute(attr=name):
+                names = [name]
+            case ast.ImportFrom(names=aliases):
+                names = [alias.name for alias in aliases]
+            case ast.Call(
+                func=ast.Name(id="getattr" | "setattr" | "hasattr" | "delattr")
+                | ast.Attribute(attr="setattr" | "delattr" | "object"),
+                args=[_, ast.Constant(value=str(name)), *_],
+            ):
+                names = [name]
+            case _:
+                continue
+        yield from (name for name in names if PRIVATE.fullmatch(name))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(TESTS).as_posix()
+
+
+FILES = sorted(TESTS.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_test_reaches_into_private_attributes(path: Path) -> None:
+    allowed = ALLOWED.get(name_of(path), frozenset())
+    assert {name for name in private_names(path.read_text()) if name not in allowed} == set()
+
+
+def test_no_exception_outlives_its_use() -> None:
+    for name, allowed in ALLOWED.items():
+        assert allowed & set(private_names((TESTS / name).read_text())), name
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("session._parts", ["_parts"]),
+        ("a.b()[0]._c.d", ["_c"]),
+        ("from offbeat.codec.select import _by_digits, exact", ["_by_digits"]),
+        ("monkeypatch.setattr(select, '_by_digits', exact)", ["_by_digits"]),
+        ("getattr(session, '_parts')", ["_parts"]),
+        ("self._parts; cls._made; session.parts; a.__class__; _ = 1", []),
+    ],
+)
+def test_private_names_are_found_in_every_form(source: str, found: list[str]) -> None:
+    assert list(private_names(source)) == found
