@@ -81,3 +81,13 @@ def test_calls_flow_one_way() -> None:
 @pytest.mark.parametrize("system", sorted(SYSTEMS))
 def test_systems_do_not_import_each_other(system: str) -> None:
     assert actual_rooms()[system] & SYSTEMS == set()
+
+
+def test_public_names_of_classes_are_unique() -> None:
+    """One name means one thing in the whole package."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(path.relative_to(SOURCE).as_posix())
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

@@ -25,7 +25,7 @@ from offbeat.codec.model_wire import Values
 from offbeat.collectives.gather import all_gather
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.errors import PeerError, PeerTimeoutError
-from offbeat.megabatch.claims import Claim, ClaimLog, ClaimRound, Span, Spans
+from offbeat.megabatch.claims import Claim, ClaimLog, ClaimRound, SampleRange, SampleRanges
 from offbeat.membership.commit import all_or_none
 from offbeat.transport.operations import Collective, Operation, Recv, Send, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
@@ -96,7 +96,7 @@ class Worker:
         self.world, self.rank = world, rank
         self.is_new = rank >= world.script.founders
         self.model: Values = np.zeros(NUM_ELEMENTS, np.float64)
-        self.history: list[tuple[ClaimRound, Spans, bytes]] = []
+        self.history: list[tuple[ClaimRound, SampleRanges, bytes]] = []
         self.was_left_out = self.came_to_the_end = False
         self._log = ClaimLog(world.store)
         self._stashed: dict[int, deque[bytes]] = defaultdict(deque)
@@ -133,9 +133,11 @@ class Worker:
             except PeerError:
                 continue
             theirs = next(statement for statement in stated if not statement["is_new"])["place"]
-            place = ClaimRound(**theirs | {"spans": tuple(Span(*span) for span in theirs["spans"])})
+            place = ClaimRound(
+                **theirs | {"spans": tuple(SampleRange(*span) for span in theirs["spans"])}
+            )
             merged = [
-                Claim(tuple(Span(*span) for span in spans))
+                Claim(tuple(SampleRange(*span) for span in spans))
                 for s in stated
                 if not s["is_new"]
                 for spans in s["held"]
@@ -292,9 +294,9 @@ class World:
     def first_place(self) -> ClaimRound:
         return ClaimRound(epoch=0, mega_batch=0, round=0, retry=0, spans=self.whole(0, 0))
 
-    def whole(self, epoch: int, number: int) -> Spans:
+    def whole(self, epoch: int, number: int) -> SampleRanges:
         count = self.script.num_samples, self.script.mega_batches
-        return (Span(count[0] * number // count[1], count[0] * (number + 1) // count[1]),)
+        return (SampleRange(count[0] * number // count[1], count[0] * (number + 1) // count[1]),)
 
     def newest_for(self, rank: int) -> Listed | None:
         heard = (

@@ -14,7 +14,7 @@ from offbeat.megabatch.claims import (
     Claim,
     ClaimLog,
     ClaimRound,
-    Span,
+    SampleRange,
     num_positions,
     part_of,
     without,
@@ -23,27 +23,31 @@ from offbeat.membership.agreement import StoreLostError
 
 disjoint_spans = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
     lambda cuts: tuple(
-        Span(*pair) for pair in zip(sorted(cuts)[::2], sorted(cuts)[1::2], strict=False)
+        SampleRange(*pair) for pair in zip(sorted(cuts)[::2], sorted(cuts)[1::2], strict=False)
     )
 )
 any_spans = st.lists(
-    st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda pair: Span(pair[0], sum(pair))),
+    st.tuples(st.integers(0, 60), st.integers(1, 20)).map(
+        lambda pair: SampleRange(pair[0], sum(pair))
+    ),
     max_size=6,
 )
 
 
-def positions(spans: tuple[Span, ...] | list[Span]) -> list[int]:
+def positions(spans: tuple[SampleRange, ...] | list[SampleRange]) -> list[int]:
     return [position for span in spans for position in range(*span)]
 
 
 @given(disjoint_spans, st.integers(0, 70), st.integers(0, 70))
-def test_a_part_is_a_slice(spans: tuple[Span, ...], begin: int, end: int) -> None:
+def test_a_part_is_a_slice(spans: tuple[SampleRange, ...], begin: int, end: int) -> None:
     assert positions(part_of(spans, begin, end)) == positions(spans)[begin : max(begin, end)]
     assert num_positions(spans) == len(positions(spans))
 
 
 @given(disjoint_spans, any_spans)
-def test_what_is_left_is_a_difference(spans: tuple[Span, ...], taken: list[Span]) -> None:
+def test_what_is_left_is_a_difference(
+    spans: tuple[SampleRange, ...], taken: list[SampleRange]
+) -> None:
     gone = set(positions(taken))
     assert positions(without(spans, taken)) == [
         position for position in positions(spans) if position not in gone
@@ -63,7 +67,7 @@ def test_every_sample_is_merged_exactly_once(
     """
     store = HashStore()
     merged: Counter[int] = Counter()
-    left = (Span(0, num_samples),)
+    left = (SampleRange(0, num_samples),)
     number = 0
     while left:
         logs = [ClaimLog(store, prefix="test") for _ in batch_sizes]
@@ -102,7 +106,7 @@ def test_nobody_gets_more_than_asked_and_only_the_last_gets_less(
     store = HashStore()
     logs = [ClaimLog(store) for _ in batch_sizes]
     for log in logs:
-        log.open(0, [Span(0, num_samples)])
+        log.open(0, [SampleRange(0, num_samples)])
     taken: list[tuple[int, Claim]] = []
     turn = 0
     while (claim := logs[turn].claim(batch_sizes[turn])) is not None:
@@ -120,8 +124,8 @@ def test_rounds_lead_through_every_epoch(num_samples: int, count: int, data: st.
     of their own.
     """
 
-    def whole(epoch: int, number: int) -> tuple[Span, ...]:
-        return (Span(num_samples * number // count, num_samples * (number + 1) // count),)
+    def whole(epoch: int, number: int) -> tuple[SampleRange, ...]:
+        return (SampleRange(num_samples * number // count, num_samples * (number + 1) // count),)
 
     place = ClaimRound(epoch=0, mega_batch=0, round=0, retry=0, spans=whole(0, 0))
     merged: Counter[tuple[int, int]] = Counter()
@@ -132,7 +136,9 @@ def test_rounds_lead_through_every_epoch(num_samples: int, count: int, data: st.
             else None
         )
         claims = [
-            Claim((Span(p, p + 1),)) for p in positions(place.spans) if taken is None or p in taken
+            Claim((SampleRange(p, p + 1),))
+            for p in positions(place.spans)
+            if taken is None or p in taken
         ]
         merged.update((place.epoch, p) for claim in claims for p in positions(claim.spans))
         following = place.after(claims, whole, count)
@@ -151,10 +157,10 @@ def test_a_claim_may_lie_in_two_spans() -> None:
     store = HashStore()
     first, second = (ClaimLog(store) for _ in range(2))
     for log in (first, second):
-        log.open(0, [Span(0, 4), Span(10, 14)])
-    assert first.claim(3) == Claim((Span(0, 3),))
-    assert second.claim(3) == Claim((Span(3, 4), Span(10, 12)))
-    assert first.claim(3) == Claim((Span(12, 14),))
+        log.open(0, [SampleRange(0, 4), SampleRange(10, 14)])
+    assert first.claim(3) == Claim((SampleRange(0, 3),))
+    assert second.claim(3) == Claim((SampleRange(3, 4), SampleRange(10, 12)))
+    assert first.claim(3) == Claim((SampleRange(12, 14),))
     assert second.claim(1) is None
     assert second.claim(1) is None
 
@@ -163,9 +169,9 @@ def test_rounds_do_not_meet() -> None:
     store = HashStore()
     log = ClaimLog(store)
     for number in range(3):
-        log.open(number, [Span(5, 7)])
+        log.open(number, [SampleRange(5, 7)])
         assert log.round == number
-        assert log.claim(2) == Claim((Span(5, 7),))
+        assert log.claim(2) == Claim((SampleRange(5, 7),))
         assert log.claim(2) is None
 
 
@@ -174,7 +180,7 @@ def test_a_log_does_not_grow() -> None:
     logs = [ClaimLog(store) for _ in range(3)]
     for number in range(4):
         for log in logs:
-            log.open(number, [Span(0, 9)], sweeps=log is logs[1])
+            log.open(number, [SampleRange(0, 9)], sweeps=log is logs[1])
         while any([log.claim(2) for log in logs]):  # noqa: C419 - everyone finds out that nothing is left
             pass
         assert store.num_keys() == 1
@@ -197,6 +203,6 @@ class Gone:
 @pytest.mark.parametrize("call", [lambda log: log.claim(1)])
 def test_a_lost_store_is_named(call: Callable[[ClaimLog], object]) -> None:
     log = ClaimLog(Gone())  # type: ignore[arg-type]  # as much of a store as is asked
-    log.open(0, [Span(0, 1)])
+    log.open(0, [SampleRange(0, 1)])
     with pytest.raises(StoreLostError, match="serves it ended"):
         call(log)

@@ -24,41 +24,41 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-class Span(NamedTuple):
+class SampleRange(NamedTuple):
     """Positions from `begin` up to, not including, `end` of an epoch's order."""
 
     begin: int
     end: int
 
 
-Spans: TypeAlias = tuple[Span, ...]
+SampleRanges: TypeAlias = tuple[SampleRange, ...]
 
 
-def num_positions(spans: Iterable[Span]) -> int:
+def num_positions(spans: Iterable[SampleRange]) -> int:
     return sum(span.end - span.begin for span in spans)
 
 
-def part_of(spans: Iterable[Span], begin: int, end: int) -> Spans:
+def part_of(spans: Iterable[SampleRange], begin: int, end: int) -> SampleRanges:
     """The positions number `begin` to `end` of those in `spans`, laid end to end.
 
-    >>> part_of([Span(0, 4), Span(10, 20)], 2, 6)
-    (Span(begin=2, end=4), Span(begin=10, end=12))
+    >>> part_of([SampleRange(0, 4), SampleRange(10, 20)], 2, 6)
+    (SampleRange(begin=2, end=4), SampleRange(begin=10, end=12))
     """
     found, passed = [], 0
     for span in spans:
         length = span.end - span.begin
         first, last = max(begin - passed, 0), min(end - passed, length)
         if first < last:
-            found.append(Span(span.begin + first, span.begin + last))
+            found.append(SampleRange(span.begin + first, span.begin + last))
         passed += length
     return tuple(found)
 
 
-def without(spans: Iterable[Span], taken: Iterable[Span]) -> Spans:
+def without(spans: Iterable[SampleRange], taken: Iterable[SampleRange]) -> SampleRanges:
     """What of `spans` lies in none of `taken`.
 
-    >>> without([Span(0, 10)], [Span(6, 12), Span(2, 3)])
-    (Span(begin=0, end=2), Span(begin=3, end=6))
+    >>> without([SampleRange(0, 10)], [SampleRange(6, 12), SampleRange(2, 3)])
+    (SampleRange(begin=0, end=2), SampleRange(begin=3, end=6))
     """
     left, by_begin = [], sorted(taken)
     for begin, end in spans:
@@ -66,10 +66,10 @@ def without(spans: Iterable[Span], taken: Iterable[Span]) -> Spans:
             if hole.end <= begin or hole.begin >= end:
                 continue
             if begin < hole.begin:
-                left.append(Span(begin, hole.begin))
+                left.append(SampleRange(begin, hole.begin))
             begin = max(begin, hole.end)
         if begin < end:
-            left.append(Span(begin, end))
+            left.append(SampleRange(begin, end))
     return tuple(left)
 
 
@@ -82,7 +82,7 @@ class Claim:
             departed workers had claimed.
     """
 
-    spans: Spans
+    spans: SampleRanges
 
     @property
     def num_samples(self) -> int:
@@ -140,10 +140,13 @@ class ClaimRound:
     mega_batch: int
     round: int
     retry: int
-    spans: Spans
+    spans: SampleRanges
 
     def after(
-        self, merged: Iterable[Claim], whole: Callable[[int, int], Spans], num_mega_batches: int
+        self,
+        merged: Iterable[Claim],
+        whole: Callable[[int, int], SampleRanges],
+        num_mega_batches: int,
     ) -> ClaimRound:
         """The round after this one, of which the claims `merged` are final.
 
@@ -201,7 +204,7 @@ class ClaimLog:
         self._store = store
         self._prefix = prefix
         self._round = -1
-        self._spans: Spans = ()
+        self._spans: SampleRanges = ()
         self._is_exhausted = True
 
     @property
@@ -209,7 +212,7 @@ class ClaimLog:
         """Number of the round that is open here; -1 before the first."""
         return self._round
 
-    def open(self, number: int, spans: Sequence[Span], *, sweeps: bool = False) -> None:
+    def open(self, number: int, spans: Sequence[SampleRange], *, sweeps: bool = False) -> None:
         """Begin a round.
 
         Args:

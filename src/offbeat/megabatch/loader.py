@@ -28,8 +28,8 @@ from offbeat.megabatch.claims import (
     ClaimRound,
     MegaBatchShare,
     MergedRound,
-    Span,
-    Spans,
+    SampleRange,
+    SampleRanges,
     num_positions,
     part_of,
     without,
@@ -137,14 +137,14 @@ def order_of(num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
     return np.random.default_rng((seed, epoch)).permutation(num_samples)
 
 
-def mega_batch_span(num_samples: int, mega_batch: int, number: int) -> Span:
+def mega_batch_span(num_samples: int, mega_batch: int, number: int) -> SampleRange:
     """Where mega-batch `number` of an epoch lies in its order.
 
     >>> [mega_batch_span(10, 4, number) for number in (0, 1)]
-    [Span(begin=0, end=5), Span(begin=5, end=10)]
+    [SampleRange(begin=0, end=5), SampleRange(begin=5, end=10)]
     """
     count = num_mega_batches(num_samples, mega_batch)
-    return Span(num_samples * number // count, num_samples * (number + 1) // count)
+    return SampleRange(num_samples * number // count, num_samples * (number + 1) // count)
 
 
 def num_mega_batches(num_samples: int, mega_batch: int) -> int:
@@ -356,7 +356,9 @@ class DispatchLoader(Part):
                 f" {places}); save them on all ranks after the same merge, or in the middle of the"
                 " same mega-batch"
             )
-        computed = [Span(*span) for theirs in by_rank.values() for span in theirs["computed"]]
+        computed = [
+            SampleRange(*span) for theirs in by_rank.values() for span in theirs["computed"]
+        ]
         spans = without(self._whole(self.epoch, self.mega_batch), computed)
         # Above every rank's number, so that no entry of an earlier round is read.
         number = 1 + max(theirs["round"] for theirs in by_rank.values())
@@ -474,10 +476,10 @@ class DispatchLoader(Part):
     def _num_mega_batches(self) -> int:
         return num_mega_batches(len(self._dataset), self._policy.mega_batch)
 
-    def _whole(self, epoch: int, number: int) -> Spans:
+    def _whole(self, epoch: int, number: int) -> SampleRanges:
         return (mega_batch_span(len(self._dataset), self._policy.mega_batch, number),)
 
-    def _equal_share(self, spans: Spans) -> Iterator[Claim]:
+    def _equal_share(self, spans: SampleRanges) -> Iterator[Claim]:
         """This rank's equal share of `spans`, in batches."""
         total, ranks = num_positions(spans), self._policy.ranks
         if self._rank not in ranks:
@@ -498,7 +500,8 @@ class DispatchLoader(Part):
             )
         self._policy.batch_sizes = tuple(recorded["batch_sizes"])
         claims = [
-            Claim(tuple(Span(*span) for span in spans)) for spans in recorded["claims"][self._rank]
+            Claim(tuple(SampleRange(*span) for span in spans))
+            for spans in recorded["claims"][self._rank]
         ]
         return claims[num_done:]
 
@@ -534,7 +537,9 @@ class DispatchLoader(Part):
         if "mega_batch" not in saved:
             raise CheckpointError("the state lacks 'mega_batch'; it was saved by another loader")
         self.epoch, self.mega_batch = int(saved["epoch"]), int(saved["mega_batch"])
-        self._computed = [Claim(tuple(Span(*span) for span in spans)) for spans in saved["claims"]]
+        self._computed = [
+            Claim(tuple(SampleRange(*span) for span in spans)) for spans in saved["claims"]
+        ]
         self._updates, self._busy_s = int(saved["updates"]), float(saved["busy_s"])
         self._handed_out, self._claimed_at_s = [], None
         self._open_round, self._earlier_shares = None, {}

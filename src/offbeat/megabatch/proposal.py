@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from offbeat.errors import WireError
-from offbeat.megabatch.claims import Claim, ClaimRound, MegaBatchShare, Span
+from offbeat.megabatch.claims import Claim, ClaimRound, MegaBatchShare, SampleRange
 from offbeat.transport.operations import Payload
 
 ProposalKind: TypeAlias = Literal["merge", "mean", "agree", "finish"]
@@ -121,5 +121,5 @@ def _renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
     return {names.get(name, name): value for name, value in fields.items()}
 
 
-def _spans(raw: Sequence[Any]) -> tuple[Span, ...]:
-    return tuple(Span(*span) for span in raw)
+def _spans(raw: Sequence[Any]) -> tuple[SampleRange, ...]:
+    return tuple(SampleRange(*span) for span in raw)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from offbeat.errors import CheckpointError, ConfigError
-from offbeat.megabatch.claims import Span
+from offbeat.megabatch.claims import SampleRange
 from offbeat.megabatch.loader import MapStyle, fetch, order_of
 from offbeat.parts.part import Part
 
@@ -40,11 +40,11 @@ def num_steps(num_samples: int, batch_sizes: Sequence[int]) -> int:
     )
 
 
-def spans_of(num_samples: int, batch_sizes: Sequence[int], step: int) -> tuple[Span, ...]:
+def spans_of(num_samples: int, batch_sizes: Sequence[int], step: int) -> tuple[SampleRange, ...]:
     """Where each rank's samples of a step lie in the epoch's order.
 
     >>> spans_of(20, [1, 9], 1)
-    (Span(begin=10, end=11), Span(begin=11, end=20))
+    (SampleRange(begin=10, end=11), SampleRange(begin=11, end=20))
     """
     count = num_steps(num_samples, batch_sizes)
     begin, end = num_samples * step // count, num_samples * (step + 1) // count
@@ -52,7 +52,7 @@ def spans_of(num_samples: int, batch_sizes: Sequence[int], step: int) -> tuple[S
     wanted = [size - 1 for size in batch_sizes] if max(batch_sizes) > 1 else [1] * len(batch_sizes)
     passed = [0, *accumulate(wanted)]
     cuts = [begin + rank + beyond_one * before // passed[-1] for rank, before in enumerate(passed)]
-    return tuple(map(Span, cuts, cuts[1:]))
+    return tuple(map(SampleRange, cuts, cuts[1:]))
 
 
 class LockstepLoader(Part):
