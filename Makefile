@@ -34,6 +34,7 @@ demo: setup
 	@$(BIN)/offbeat demo
 
 test: setup
+	@$(BIN)/python -m compileall -q src tests  # once, and not in each of the processes that tests start
 	$(BIN)/python -m pytest -q -n 2 -m "not ranks and not slow"
 	$(BIN)/python -m pytest -q -m ranks
 
@@ -44,7 +45,7 @@ check: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_architecture.py
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_rooms.py
 
 bench: setup
 	@$(BIN)/python benchmarks/run_all.py

@@ -104,6 +104,12 @@ def fit_cost(small_s: float, large_s: float, small_bytes: float, large_bytes: fl
     If the measurement of the small one was disturbed, the line would be flat, and any number of
     bytes would seem to cost nothing: so at least half of the large one's time is put down to its
     bytes.
+
+    Args:
+        small_s: seconds that `small_bytes` took, > 0.
+        large_s: seconds that `large_bytes` took, > 0.
+        small_bytes: >= 0.
+        large_bytes: more than `small_bytes`.
     """
     beta = max((large_s - small_s) / (large_bytes - small_bytes), large_s / large_bytes / 2)
     return LinkCost(alpha_s=max(small_s - small_bytes * beta, 0.0), beta_s_per_byte=beta)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
-from scipy import stats
 
 CONFIDENCE = 0.95
 _RESAMPLES = 2_000
@@ -148,6 +147,8 @@ def _bootstrap(
     data: tuple[NDArray[np.float64], ...], statistic: Callable[..., object]
 ) -> tuple[float, float] | None:
     """Percentile interval; None where a sample is too small."""
+    from scipy import stats  # late, since it takes half a second and workers import this module
+
     if min(part.size for part in data) < 2:
         return None
     if all(np.ptp(part) == 0 for part in data):  # a bootstrap of equal numbers is not a number
@@ -170,6 +171,8 @@ def _student(by_seed: NDArray[np.float64]) -> tuple[float, float] | None:
     A bootstrap of three numbers never leaves their range, and so promises more than they can:
         another three differ by more.
     """
+    from scipy import stats  # late, since it takes half a second and workers import this module
+
     if by_seed.size < _LEAST_SEEDS:
         return None
     positive = bool((by_seed > 0).all())

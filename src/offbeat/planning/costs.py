@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 import numpy as np
-from scipy.optimize import nnls
 
 from offbeat.errors import ConfigError
 
@@ -129,6 +128,8 @@ def fit(
         samples: (size, seconds > 0), of at least as many different sizes as there are terms.
         terms: functions of a size, all positive for some of the sizes.
     """
+    from scipy.optimize import nnls  # late, since it takes a third of a second to import
+
     durations_s: dict[int, list[float]] = {}
     for size, seconds in samples:
         if not (math.isfinite(seconds) and seconds > 0):

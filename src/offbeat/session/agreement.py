@@ -28,7 +28,14 @@ def describe(
     *,
     has_scaler: bool,
 ) -> Description:
-    """What must be the same on all ranks, as JSON."""
+    """What must be the same on all ranks, as JSON.
+
+    Args:
+        model: the root module.
+        optimizer: the user's, over parameters of `model`.
+        strategy: described by its options.
+        has_scaler: whether an enabled GradScaler is in use.
+    """
     return {
         "model parameters": {
             name: (

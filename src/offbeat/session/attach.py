@@ -67,6 +67,10 @@ def attach_through(
 ) -> Session:
     """`attach` with a wrapper of `offbeat.transport.wrappers` around the transport: to delay, to
     fail, to record.
+
+    Args:
+        wrap: puts the wrapper around the driver that it is given.
+        model, optimizer, strategy, group, scaler: as in `attach`, which also says what is raised.
     """
     returns = is_returning()
     if not returns:

@@ -86,6 +86,12 @@ def save(
     Tensors of any dtype safetensors knows (bfloat16 included) are stored contiguous and come back
     on the CPU. Numpy arrays come back as arrays; numpy scalars as Python numbers.
 
+    Args:
+        directory: must exist.
+        name: of the file, without its ending.
+        tree: nested dicts and lists of tensors, arrays, numbers, strings and None.
+        metadata: kept in the file's header, to be read without the tensors.
+
     Raises:
         CheckpointError: the tree holds something of another kind; the message names where.
     """
