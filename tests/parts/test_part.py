@@ -61,6 +61,7 @@ def test_a_part_may_ignore_every_event_and_a_wrapped_one_misses_none(event: str)
 def test_a_wrapped_part_answers_as_the_inner_one_does() -> None:
     class Answering(Part):
         state_key = "answering"
+        averages_models = True
 
         def counters(self) -> dict[str, float]:
             return {"exchanges": 2.0}
@@ -72,6 +73,7 @@ def test_a_wrapped_part_answers_as_the_inner_one_does() -> None:
             return {"local": {"value": 7}}
 
     wrapped = WrappedPart(Answering())
+    assert wrapped.averages_models
     assert wrapped.counters() == {"exchanges": 2.0}
     assert wrapped.averaging_weight() == 0.5
     assert wrapped.state_dict() == {"local": {"value": 7}}

@@ -155,6 +155,8 @@ class WrappedPart(Part):
 
     def __init__(self, inner: Part) -> None:
         self.inner = inner
+        self.averages_models = inner.averages_models
+        self.averages_alone = inner.averages_alone
 
     @property
     def forwards_events(self) -> bool:

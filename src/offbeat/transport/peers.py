@@ -288,8 +288,8 @@ class Peers(Driver):
                 self._update()
                 if (peer := mesh.inbox.first_of(peers, channel)) is not None:
                     return peer, mesh.inbox.take(peer, channel)
-                if (obituary := mesh.departure_of(peers)) is not None:
-                    raise obituary
+                if (departure := mesh.departure_of(peers)) is not None:
+                    raise departure
                 remaining_s = deadline_s - time.monotonic()
                 if remaining_s <= 0:
                     raise PeerTimeoutError(
