@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 STAMP = $(VENV)/.stamp
 PIP = $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: help setup demo test test-slow check bench clean
+.PHONY: help setup demo test test-slow check bench chaos clean
 
 help:
 	@echo "make setup   install offbeat and its tools into $(VENV)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test    run the tests; make test-slow runs the long schedules, which take minutes"
 	@echo "make check   lint, formatting, types and the order of imports"
 	@echo "make bench   run every benchmark and print one table"
+	@echo "make chaos   run the fault matrix, as far as benchmarks/results/chaos.jsonl lacks it"
 	@echo "make clean   remove $(VENV) and everything generated"
 
 setup: $(STAMP)
@@ -35,8 +36,7 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m compileall -q src tests  # once, and not in each of the processes that tests start
-	$(BIN)/python -m pytest -q -n 2 -m "not ranks and not slow"
-	$(BIN)/python -m pytest -q -m ranks
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 test-slow: setup
 	$(BIN)/python -m pytest -q -n 2 --timeout 3600 -m slow
@@ -49,6 +49,10 @@ check: setup
 
 bench: setup
 	@$(BIN)/python benchmarks/run_all.py
+
+chaos: setup
+	@PYTHONPATH=tests:benchmarks $(BIN)/python -m chaos_support
+	@$(BIN)/python benchmarks/pages.py
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

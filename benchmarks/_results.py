@@ -105,6 +105,17 @@ class ResultFile:
         first = old[0] if old else len(self.results)
         kept = [result for result in self.results if result.cell != cell]
         self.results = [*kept[:first], *fresh, *kept[first:]]
+        self._write()
+
+    def sort(self, cells: Sequence[str]) -> None:
+        """Bring cells into this order, and write the file; those that are not in `cells` come
+        last.
+        """
+        places = {cell: place for place, cell in enumerate(cells)}
+        self.results.sort(key=lambda result: places.get(result.cell, len(places)))
+        self._write()
+
+    def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # A file that is replaced whole is never found half written by who goes on with it.
         draft = self.path.with_suffix(".draft")

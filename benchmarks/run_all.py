@@ -1,6 +1,7 @@
 """Runs every benchmark of this directory, one after the other, and prints their cases as one table.
 
     python benchmarks/run_all.py [NAME ...] [--json] [--long] [--quick] [--mnist NPZ] [--text FILE]
+        [--images NPZ]
 
 Those of many runs take up to an hour each and run only when they are named, or with `--long`. With
 `--quick` they say no more than that they run. A goal that is missed is printed as missed; only a
@@ -28,11 +29,16 @@ LONG = {
     "deaths",
     "kfac_accuracy",
     "kfac_schedules",
+    "sparse_accuracy",
     "uneven",
     "uneven_accuracy",
 }
-READ_DATA = {"averaging_accuracy", "kfac_accuracy"}
-KNOW_QUICK = (LONG - {"kfac_schedules"}) | {"answering"}
+READ_DATA = {
+    "averaging_accuracy": ("mnist", "text"),
+    "kfac_accuracy": ("mnist", "text"),
+    "sparse_accuracy": ("images",),
+}
+KNOW_QUICK = (LONG - {"kfac_schedules", "sparse_accuracy"}) | {"answering"}
 VERDICTS = {True: "[green]holds", False: "[red]missed", "undecided": "[yellow]undecided"}
 
 
@@ -128,6 +134,7 @@ def main() -> None:
     )
     parser.add_argument("--mnist", help="npz file for averaging_accuracy and kfac_accuracy")
     parser.add_argument("--text", help="text for averaging_accuracy and kfac_accuracy")
+    parser.add_argument("--images", help="npz file for sparse_accuracy")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(scripts):
         parser.error(
@@ -135,17 +142,17 @@ def main() -> None:
         )
     cases: list[Case] = []
     failed: list[str] = []
-    data = [
-        part
-        for key in ("mnist", "text")
-        if (path := getattr(arguments, key))
-        for part in (f"--{key}", path)
-    ]
     for name in arguments.names or [name for name in scripts if arguments.long or name not in LONG]:
         print(f"{name} ...", file=sys.stderr)
         quick = ["--quick"] if arguments.quick and name in KNOW_QUICK else []
+        data = [
+            part
+            for key in READ_DATA.get(name, ())
+            if (path := getattr(arguments, key))
+            for part in (f"--{key}", path)
+        ]
         try:
-            cases.extend(run(scripts[name], quick + (data if name in READ_DATA else [])))
+            cases.extend(run(scripts[name], quick + data))
         except BenchmarkError as error:
             failed.append(str(error))
     if arguments.json:

@@ -18,6 +18,7 @@ from torch import nn
 
 import offbeat
 
+MAX_NORM = 10.0
 MICRO_BATCHES = 2
 
 
@@ -29,7 +30,8 @@ def main(steps: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     teacher = torch.randn(32, 1)
 
-    with offbeat.attach(model, optimizer, offbeat.TopK(density=0.1), scaler=scaler) as session:
+    strategy = offbeat.TopK(density=0.1, clip_norm=MAX_NORM)
+    with offbeat.attach(model, optimizer, strategy, scaler=scaler) as session:
         draw = torch.Generator().manual_seed(session.rank)  # every rank its own data
         for step in range(steps):
             for micro_batch in range(MICRO_BATCHES):
@@ -40,9 +42,7 @@ def main(steps: int) -> None:
                         loss = nn.functional.mse_loss(model(x).float(), x @ teacher) / MICRO_BATCHES
                     scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(
-                model.parameters(), max_norm=10.0
-            )  # clips the mean that all ranks apply
+            session.clip_grad_norm_(MAX_NORM)  # TopK has clipped before it selected
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

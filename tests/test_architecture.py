@@ -83,7 +83,10 @@ MAY_BLOCK = {
     "lab/emulation/commands.py": {"subprocess"},  # ip and tc
     "lab/emulation/delay_lines.py": {"socket"},  # names of interfaces
     "lab/emulation/step_time.py": {"time.sleep"},  # emulated compute
+    "lab/forking/client.py": {"socket", "subprocess"},  # has workers forked
+    "lab/forking/serving.py": {"socket"},  # forks workers; no training happens in it
     "lab/local_worker.py": {"subprocess"},  # starts a worker; no training happens in it
+    "lab/worker_server.py": {"socket"},  # takes the end of a socket that it was given
     "lab/supervisor.py": {"selectors"},  # watches workers
 }
 

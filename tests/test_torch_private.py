@@ -15,12 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 from offbeat.torch_private import (
     NO_BACKWARD_PASS,
+    active_ddp_module,
     attention_functions,
     call_after_backward_pass,
     current_backward_pass,
     has_avx512_bfloat16,
     is_dense,
     new_gloo_backend,
+    new_gloo_device,
     new_nccl_backend,
     stored_entries,
     tensors_in,
@@ -71,6 +73,24 @@ def test_a_callback_runs_once_when_the_outermost_pass_is_over() -> None:
     assert events == ["last gradient", "over"]
     weight.sum().backward()
     assert events == ["last gradient", "over"]
+
+
+def test_a_ddp_model_is_seen_while_its_forward_pass_runs() -> None:
+    class Seeing(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(active_ddp_module())
+            return super().forward(x)
+
+    seen: list[torch.nn.Module | None] = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Seeing(2, 1)
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        ddp(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+    finally:
+        dist.destroy_process_group()
+    assert seen == [ddp, None]
 
 
 def test_a_callback_needs_a_backward_pass() -> None:
@@ -148,7 +168,7 @@ def test_a_gloo_group_of_our_own_sums_and_has_two_limits() -> None:
         dist.HashStore(),
         0,
         1,
-        address="127.0.0.1",
+        device=new_gloo_device("127.0.0.1"),
         connect_limit=timedelta(seconds=30),
         wait_limit=timedelta(hours=7),
     )

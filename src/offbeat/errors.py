@@ -1,4 +1,4 @@
-"""Every error that offbeat raises on purpose, as one tree.
+"""Every error that offbeat raises on purpose, as one tree, and its one kind of warning.
 
 A message says what was got, what is allowed and the likely fix. `OffbeatError` catches them all;
 the command line prints their text and exits non-zero, without a traceback.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Final
 
 
 class OffbeatError(Exception):
@@ -60,6 +61,24 @@ class CheckpointError(OffbeatError):
 
 class RecordError(OffbeatError):
     """A directory is no run record, or one of a newer version."""
+
+
+class OffbeatWarning(UserWarning):
+    """Something changes the meaning of a run, and training goes on. Issued once a session."""
+
+
+MALFORMED: Final = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+)
+"""What Python raises where data that came from elsewhere do not have the shape that is expected. A
+reader turns them into an `OffbeatError`.
+"""
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 NO_BACKWARD_PASS: Final = -1
@@ -43,6 +44,15 @@ def call_after_backward_pass(callback: Callable[[], None]) -> None:
             compiled autograd.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def active_ddp_module() -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward pass runs now; None outside of any.
+
+    A module cannot see what calls it, and no public name tells.
+    """
+    active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
+    return active
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -93,25 +103,33 @@ def has_avx512_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported()
 
 
+def new_gloo_device(address: str) -> object:
+    """What a gloo process group opens its sockets by: it listens at a free port of `address`.
+
+    The public `torch.distributed.new_group` takes no address.
+    """
+    return dist.ProcessGroupGloo.create_device(hostname=address)
+
+
 def new_gloo_backend(
     store: dist.Store,
     rank: int,
     world_size: int,
     *,
-    address: str,
+    device: object,
     connect_limit: timedelta,
     wait_limit: timedelta,
 ) -> dist.ProcessGroupGloo:
-    """A gloo process group of our own, whose sockets are bound to `address`. Collective.
+    """A gloo process group of our own. Collective.
 
-    The public `torch.distributed.new_group` takes no address, has one limit for connecting and for
+    The public `torch.distributed.new_group` takes no device, has one limit for connecting and for
     waiting, and gives a group made after another one of the same ranks the same name in the store.
 
     Args:
         store: where the ranks find each other.
         rank: this rank.
         world_size: number of ranks.
-        address: numeric address of this host.
+        device: of `new_gloo_device`.
         connect_limit: how long connecting may take.
         wait_limit: how long a collective may take.
 
@@ -119,7 +137,7 @@ def new_gloo_backend(
         RuntimeError: connecting took longer.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stubs
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._devices = [device]
     options._timeout = connect_limit
     backend = dist.ProcessGroupGloo(store, rank, world_size, options)
     backend._set_default_timeout(wait_limit)

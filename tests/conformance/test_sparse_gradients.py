@@ -21,6 +21,8 @@ from offbeat.strategies.base import Strategy
 from offbeat.torch_private import stored_entries
 from offbeat.xmc.row_optimizers import RowAdagrad, RowAdam, RowSGD
 
+pytestmark = pytest.mark.filterwarnings("ignore:no loader of this session")
+
 EXCHANGE_GRADIENTS: dict[str, Strategy] = {
     "allreduce": offbeat.AllReduce(replica_check_interval=1),
     "allreduce in small buckets": offbeat.AllReduce(bucket_mib=1e-4, first_bucket_mib=1e-4),

@@ -17,10 +17,18 @@ import torch
 
 import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
-from offbeat.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedError
+from offbeat.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    OffbeatWarning,
+    UnsupportedError,
+)
 from offbeat.session.checkpoint import load, save
 from offbeat.session.session import Session
 from offbeat.strategies.averaging import AveragingStrategy
+
+pytestmark = pytest.mark.filterwarnings("ignore:no loader of this session")
 
 PLAIN: dict[str, AveragingStrategy] = {
     "localsgd": offbeat.LocalSGD(period=2),
@@ -30,6 +38,7 @@ PLAIN: dict[str, AveragingStrategy] = {
     "dpsgd": offbeat.DPSGD(),
     "sgp": offbeat.SGP(),
     "wagma": offbeat.WAGMA(),
+    "wagma with local buffers": offbeat.WAGMA(buffers="local"),
     "wagma without overlap": offbeat.WAGMA(overlap=False, period=1),
     "wagma by the paper's rule": offbeat.WAGMA(merge="paper"),
     "wagma with averaged momentum": offbeat.WAGMA(momenta="averaged", period=2),
@@ -197,7 +206,8 @@ def test_closing_with_an_exchange_under_way(
     net, _, session = attached(strategy)
     before = copy.deepcopy(net.state_dict())
     loss_of(net, 0).backward()
-    session.close()
+    with pytest.warns(OffbeatWarning, match="not stepped in 1 backward passes"):
+        session.close()
     for name, parameter in net.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0)
 

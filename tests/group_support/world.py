@@ -161,6 +161,12 @@ class Model:
         self.quorum_at_s[version] = self.world.cluster.now_s
         self._wake()
 
+    def await_step(self, version: int) -> bool:
+        raise AssertionError("these schedules do not bound how far a rank gets ahead")
+
+    def hold(self, late: frozenset[int]) -> None:
+        self.held_by = late
+
     def close(self, outcome: VersionResult) -> None:
         buffer = self.open.pop(outcome.version)
         self.closed.append(outcome)

@@ -18,6 +18,8 @@ from offbeat.lab.comparison import MEASURES, Comparison, read_comparison, write_
 from offbeat.lab.profiles import ProfileWriter
 from offbeat.lab.records import Evaluation, Record
 from offbeat.parts.profile import Span, StepProfile
+from offbeat.report.data_comparison import report_of_comparison
+from offbeat.report.page_sections import lateness_bars
 
 STEPS = 40
 SECOND_ORDER = {"factors_exposed_s", "inversion_s"}
@@ -267,6 +269,27 @@ def test_lateness_is_the_mean_of_each_rank_over_all_runs(tmp_path: Path) -> None
     assert measured(analysed, "ddp", "share_wait") == pytest.approx(
         [0.05, 0.15]
     )  # rank 0 alone waits, and that is a half
+
+
+@pytest.mark.parametrize("is_always_last", [True, False])
+def test_findings_and_page_agree_on_the_slow_worker(tmp_path: Path, is_always_last: bool) -> None:
+    """Worker 1 is the latest on average both times, and the last one in most steps once."""
+    others = [(0.0, 0.1, 0.0)] * 2 if is_always_last else [(0.0, 0.0, 0.1), (0.1, 0.0, 0.0)]
+    analysed = compare_runs(
+        tmp_path,
+        {
+            "ddp": [
+                {"step_s": [1.0] * STEPS, "late_s": late, "workers": 3}
+                for late in [(0.0, 0.5, 0.0), *others]
+            ]
+        },
+    )
+    write_comparison(tmp_path, analysed)
+    named = [line for line in analysed.findings if "slow one" in line]
+    (bars,) = lateness_bars(report_of_comparison(tmp_path))
+    assert [bar.mark for bar in bars.bars] == [False, is_always_last, False]
+    assert len(named) == is_always_last
+    assert bars.sentence.startswith("Worker 1 was" if is_always_last else "No single worker")
 
 
 @pytest.mark.parametrize("late_s", [(None, None), (0.0, None)])

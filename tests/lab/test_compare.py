@@ -115,7 +115,7 @@ def test_variants_of_one_strategy_have_labels_and_directories_of_their_own() -> 
     ]
     runs = [run for c in plan.contestants for run in c.runs]
     assert len(set(runs)) == len(runs) == 10
-    assert [c.options.get("density") for c in plan.contestants] == [0.001, None, 0.01, 0.01, None]
+    assert [c.options.get("density") for c in plan.contestants] == ["auto", None, 0.01, 0.01, None]
     assert plan.contestants[4].options["rank"] == 1
     assert [(config.strategy, config.strategy_options) for config in plan.configs] == [
         (c.strategy, c.options) for c in plan.contestants

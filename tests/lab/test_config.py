@@ -41,6 +41,14 @@ def test_warmup_learns_how_long_an_epoch_is() -> None:
     )
 
 
+def test_a_sparse_strategy_clips_as_the_task_does() -> None:
+    settings = ["max_grad_norm=0.5"]
+    assert resolve(asked(settings=settings)).strategy_options["clip_norm"] == 0.5
+    assert (
+        "clip_norm" not in resolve(asked(strategy="localsgd", settings=settings)).strategy_options
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -53,6 +61,7 @@ def test_warmup_learns_how_long_an_epoch_is() -> None:
         ({"workers": 64}, "64 workers"),
         ({"settings": ["density=2"]}, "density"),
         ({"settings": ["momentum_correction=0.9"]}, "momentum"),
+        ({"strategy": "adaptive", "settings": ["skew=0.3"]}, "skew= would change nothing"),
     ],
 )
 def test_what_cannot_be_run_is_refused(changes: dict[str, object], message: str) -> None:

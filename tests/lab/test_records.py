@@ -254,3 +254,20 @@ def test_a_loss_that_is_not_finite_stays_valid_json(tmp_path: Path) -> None:
     assert (
         json.loads((path / "summary.json").read_text(), parse_constant=pytest.fail)["loss"] is None
     )
+
+
+def test_a_full_disk_is_an_error_of_ours(tmp_path: Path) -> None:
+    path = create(tmp_path / "run", CONFIG)
+    (path / "events-rank-0.jsonl").symlink_to("/dev/full")
+    (path / ".summary.json.tmp").symlink_to("/dev/full")
+    message = "cannot write .* No space left .* make room"
+
+    writer = EventWriter(path, rank=0, attempt=0)
+    with pytest.raises(RecordError, match=message):
+        writer.add(event(1))
+    with pytest.raises(RecordError, match=message):
+        writer.close()
+    with pytest.raises(RecordError, match=message):
+        write_summary(summary(path))
+
+    assert not list(path.glob(".*.tmp"))

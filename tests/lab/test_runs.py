@@ -11,18 +11,26 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
+from offbeat.cli import main as command_line
 from offbeat.errors import CheckpointError, PeerError, RecordError
 from offbeat.lab.config import Request
+from offbeat.lab.forked_workers import WorkerForks
+from offbeat.lab.forking import ForkServerError
 from offbeat.lab.progress import WorkerProgress
 from offbeat.lab.records import Record, Summary
 from offbeat.lab.rendezvous import StoreServer
 from offbeat.lab.train import plan, train
 from offbeat.session.checkpoint import latest, verify
+from ranks_support.launch import Place, launch_in_places
+from ranks_support.templates import Templates
 
 pytestmark = pytest.mark.ranks
 
@@ -83,6 +91,21 @@ def test_a_resumed_run_is_identical_to_one_that_never_stopped(npz: Path, tmp_pat
     assert len(losses[0][0]) == 20
 
 
+def test_where_no_worker_can_be_forked_fresh_interpreters_do_the_same(
+    npz: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise ForkServerError("not on this system")
+
+    forked = run(npz, tmp_path / "forked", steps=5, workers=1)
+    monkeypatch.setattr(WorkerForks, "fork", refuse)
+    fresh = run(npz, tmp_path / "fresh", steps=5, workers=1)
+    assert forked.parameters_sha256 == fresh.parameters_sha256
+    log = Path("logs", "rank-0.log")
+    assert (tmp_path / "forked" / log).read_text() == ""
+    assert "not forked: not on this system" in (tmp_path / "fresh" / log).read_text()
+
+
 def test_another_number_of_workers_may_go_on(npz: Path, tmp_path: Path) -> None:
     run(npz, tmp_path / "run", steps=6)
     summary = resume(tmp_path / "run", workers=3, steps=9)
@@ -136,7 +159,7 @@ def test_a_worker_that_fails_says_why(npz: Path, tmp_path: Path) -> None:
     with np.load(npz) as arrays:
         good = dict(arrays)
     planned = plan(request(npz, steps=3), out=tmp_path / "run")
-    np.savez(npz, **(good | {"y_test": np.full(10, 99)}))
+    np.savez(npz, **(good | {"y_test": np.full(10, -1)}))
     with pytest.raises(
         PeerError, match=r"worker \d \(pid \d+\) failed after step 0: labels in .*no checkpoint yet"
     ):
@@ -183,48 +206,49 @@ train(plan(request, out=Path("run")), lambda progress: print(progress.pid, flush
     assert_gone(pids)
 
 
+def train_by_command(rank: int, world_size: int, *, command: list[str]) -> list[Any]:
+    """The command line, as in a process of its own: its exit status and its standard output."""
+    sys.argv = ["offbeat", *command]
+    with redirect_stdout(StringIO()) as printed, pytest.raises(SystemExit) as ended:
+        command_line.start()
+    return [ended.value.code, printed.getvalue()]
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_launched_ranks_join_each_other(npz: Path, tmp_path: Path, launcher: str) -> None:
-    store = (
-        StoreServer()
-    )  # stands in for the agent's: torchrun itself would listen on every interface
-    command = [
-        sys.executable,
-        "-m",
-        "offbeat.cli",
-        "train",
-        "--task",
-        "mnist",
-        "--strategy",
-        "gtopk",
-        "--steps",
-        "3",
-        "--json",
-    ]
-    command += ["--set", f"path={npz}", "--set", "batch_size=4", "--out", "run"]
-    variables = {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OFFBEAT_INTERFACE": "127.0.0.1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+def test_launched_ranks_join_each_other(
+    npz: Path,
+    tmp_path: Path,
+    launcher: str,
+    templates: Templates,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Stands in for the agent's: torchrun itself would listen on every interface.
+    store = StoreServer()
     names = ("RANK", "WORLD_SIZE") if launcher == "torchrun" else ("SLURM_PROCID", "SLURM_NTASKS")
-    ranks = []
-    for rank in range(2):
-        place = {
-            names[0]: str(rank),
-            names[1]: "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-        }
-        environment = os.environ | variables | place
-        ranks.append(
-            subprocess.Popen(
-                command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
-            )
+    places = [
+        Place(
+            environment={
+                names[0]: str(rank),
+                names[1]: "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
         )
-    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+        for rank in range(2)
+    ]
+    command = ["train", "--task", "mnist", "--strategy", "gtopk", "--steps", "3", "--json"]
+    command += ["--set", f"path={npz}", "--set", "batch_size=4", "--out", "run"]
+    outcomes = launch_in_places(
+        train_by_command,
+        places,
+        templates=templates,
+        directory=tmp_path,
+        arguments={"command": command},
+    )
     store.close()
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    assert outputs[1] == ""
-    assert json.loads(outputs[0])["world_size"] == 2
+    assert [status for status, _ in outcomes] == [0, 0]
+    assert outcomes[1][1] == ""
+    assert json.loads(outcomes[0][1])["world_size"] == 2
     assert len(list(Record(tmp_path / "run").events(1))) == 3

@@ -4,6 +4,7 @@ can be learnt.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import ConfigError
-from offbeat.lab.tasks import TASKS, Task, build_task
+from offbeat.lab.tasks import TASKS, Task, build_task, digits
+from offbeat.lab.tasks.dealing import label_shares
+from offbeat.lab.tasks.gpt import Gpt
 
 LIMITS = {
     "tiny": (0.08e6, 0.2e6),
@@ -88,10 +91,19 @@ def test_too_many_workers_for_the_data_are_refused() -> None:
 @pytest.mark.parametrize("size", LIMITS)
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("digits", {}), ("mnist", {}), ("charlm", {}), ("charlm", {"model": "transformer"})],
+    [
+        ("digits", {}),
+        ("mnist", {}),
+        ("images", {}),
+        ("images", {"model": "resnet"}),
+        ("charlm", {}),
+        ("charlm", {"model": "transformer"}),
+        ("text", {}),
+        ("sequences", {}),
+    ],
 )
 def test_sizes_are_what_they_say(name: str, options: dict[str, str], size: str, npz: Path) -> None:
-    extra = {"path": npz} if name == "mnist" else {}
+    extra = {"path": npz} if name in ("mnist", "images") else {}
     with torch.device("meta"):
         model = build_task(name, options | extra | {"size": size}).model()
     least, most = LIMITS[size]
@@ -111,6 +123,11 @@ def test_a_seed_determines_the_model_and_leaves_the_generator_alone(npz: Path) -
     ("name", "options"),
     [
         ("mnist", {}),
+        ("images", {"model": "resnet"}),
+        ("images", {"model": "cnn", "augment": "none", "optimizer": "adamw", "lr": "0.01"}),
+        ("text", {"window": "16"}),
+        ("text", {"window": "16", "tokens": "words", "vocabulary": "12"}),
+        ("sequences", {"longest": "64", "bucketed": "false"}),
         ("charlm", {"window": "16"}),
         ("charlm", {"model": "transformer", "window": "16"}),
         ("charlm", {"optimizer": "sgd", "lr": "0.5", "window": "16"}),
@@ -120,9 +137,10 @@ def test_training_lowers_the_loss(
     name: str, options: dict[str, str], npz: Path, tmp_path: Path
 ) -> None:
     text = tmp_path / "text"
-    text.write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog.\n\n" * 40)
     task = build_task(
-        name, options | {"path": str(npz if name == "mnist" else text), "batch_size": "8"}
+        name,
+        options | {"path": str(npz if name in ("mnist", "images") else text), "batch_size": "8"},
     )
     model = task.build_model(0)
     optimizer = task.optimizer(model)
@@ -168,13 +186,23 @@ def test_digits_holds_a_fifth_out() -> None:
     assert 0.0 == data.train_images.min() < data.train_images.max() == 1.0
 
 
+def test_digits_are_those_of_scikit_learn_which_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = build_task("digits", {}).data
+    monkeypatch.setattr(digits, "find_spec", lambda name: None)  # as if its file had moved
+    loaded = build_task("digits", {}).data
+    for field in fields(read):
+        assert torch.equal(getattr(read, field.name), getattr(loaded, field.name))
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         (
             "digit",
             {},
-            "no task 'digit'; allowed are digits, charlm, mnist, xmc; did you mean 'digits'",
+            "no task 'digit'; allowed are digits, images, .*xmc; did you mean 'digits'",
         ),
         (
             "digits",
@@ -189,6 +217,9 @@ def test_digits_holds_a_fifth_out() -> None:
         ),
         ("digits", {"lr": "fast"}, "option lr .* got 'fast'; .*number"),
         ("mnist", {}, "needs --set path="),
+        ("digits", {"nesterov": "true", "momentum": "0"}, "needs optimizer=sgd and momentum"),
+        ("sequences", {"shortest": "40", "longest": "30"}, "shortest must be less"),
+        ("images", {"path": "x.npz", "hidden": "3"}, "hidden=3 is for model=plain"),
         ("mnist", {"path": "nowhere.npz"}, r"no data at .*nowhere.npz; give"),
         ("charlm", {"path": "nowhere.txt"}, r"no text at .*nowhere.txt; give"),
     ],
@@ -212,9 +243,15 @@ def test_a_file_that_is_no_npz_is_refused(content: bytes, tmp_path: Path) -> Non
     ("change", "message"),
     [
         ({"x_train": np.zeros((64, 3, 3))}, r"shape \(64, 3, 3\)"),
-        ({"y_train": np.full(64, 10)}, "values 0 to 9"),
+        ({"y_train": np.full(64, -1)}, "whole numbers from 0 to"),
+        ({"y_train": np.zeros(64)}, "dtype float64"),
+        ({"x_test": np.zeros((10, 28, 30))}, "both must be equal"),
+        ({"x_train": np.full((64, 28, 28), 256)}, "from 256 to 256"),
         ({"y_test": np.zeros(3)}, r"allowed is \(10,\)"),
-        ({"x_test": np.array(["a"] * 10, dtype=object)}, "cannot read the arrays"),
+        (
+            {"x_test": np.array(["a"] * 10, dtype=object)},
+            "when allow_pickle=False",
+        ),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(
@@ -230,3 +267,182 @@ def test_missing_arrays_are_named(tmp_path: Path) -> None:
     np.savez(tmp_path / "half.npz", x_train=np.zeros((1, 28, 28)))
     with pytest.raises(ConfigError, match="has no y_train, x_test, y_test"):
         build_task("mnist", {"path": tmp_path / "half.npz"})
+
+
+def colours(path: Path, **changes: np.ndarray) -> Path:
+    """An npz of coloured images, three bright classes that differ in their channel."""
+    random = np.random.default_rng(1)
+    labels = np.arange(48) % 3
+    images = random.integers(0, 60, (48, 12, 16, 3), dtype=np.uint8)
+    images[np.arange(48), :, :, labels] += 150
+    arrays = {
+        "x_train": images,
+        "y_train": labels,
+        "x_test": images[:9],
+        "y_test": labels[:9],
+    }
+    np.savez(path, **(arrays | changes))
+    return path
+
+
+def test_coloured_images_of_any_shape_are_learnt(tmp_path: Path) -> None:
+    task = build_task(
+        "images", {"path": colours(tmp_path / "colours.npz"), "batch_size": "12", "lr": "0.02"}
+    )
+    model = task.build_model(0)
+    assert model(task.batch(np.arange(4))[0]).shape == (4, 3)
+    optimizer = task.optimizer(model)
+    for epoch in range(10):
+        for batch in task.batches(seed=0, epoch=epoch, rank=0, world_size=1):
+            optimizer.zero_grad()
+            task.loss(model, batch).backward()
+            optimizer.step()
+    model.eval()
+    assert task.evaluate(model) == 1.0
+
+
+def test_images_are_centred_by_channel(tmp_path: Path) -> None:
+    task = build_task("images", {"path": colours(tmp_path / "colours.npz")})
+    images = task.batch(np.arange(48))[0]
+    torch.testing.assert_close(images.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(images.std(dim=(0, 2, 3)), torch.ones(3), atol=1e-4, rtol=0)
+
+
+def test_images_are_changed_at_random_but_alike_after_a_resume(tmp_path: Path) -> None:
+    task = build_task("images", {"path": colours(tmp_path / "colours.npz")})
+    numbers = np.arange(12)
+    plain = task.batch(numbers)[0]
+    first, again, later = (
+        task.training_batch(numbers, seed=0, epoch=epoch)[0] for epoch in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, later)
+    assert not torch.equal(first, plain)
+    # Shifted images lose pixels at an edge, so no pixel is new but the zeros that fill in.
+    assert set(first.unique().tolist()) <= set(plain.unique().tolist()) | {0.0}
+
+
+def test_the_channels_of_an_image_stay_where_they_are(tmp_path: Path) -> None:
+    images = np.zeros((48, 12, 16, 3), dtype=np.uint8)
+    images[:, :4, :, 2] = 255
+    path = colours(tmp_path / "colours.npz", x_train=images)
+    batch, _ = build_task("images", {"path": path, "normalize": "false"}).batch(np.arange(2))
+    assert batch.shape == (2, 3, 12, 16)
+    assert batch[:, 2, :4].min() == 1.0
+    assert batch.sum() == 2 * 4 * 16
+
+
+@pytest.mark.parametrize("skew", [0.05, 0.3, 100.0])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_skewed_labels_use_up_the_data(skew: float, world_size: int) -> None:
+    labels = np.random.default_rng(0).integers(0, 5, 1000)
+    shares = label_shares(labels, skew, world_size=world_size, seed=1)
+    assert [len(share) for share in shares] == [1000 // world_size] * world_size
+    dealt = np.concatenate(shares)
+    assert len(np.unique(dealt)) == dealt.size
+    again = label_shares(labels, skew, world_size=world_size, seed=1)
+    assert all(np.array_equal(one, other) for one, other in zip(shares, again, strict=True))
+
+
+def test_the_smaller_the_skew_the_more_unequal_the_labels() -> None:
+    labels = np.random.default_rng(0).integers(0, 5, 4000)
+
+    def inequality(skew: float) -> float:
+        shares = label_shares(labels, skew, world_size=4, seed=1)
+        counts = np.array([np.bincount(labels[share], minlength=5) for share in shares])
+        return float(np.abs(counts / 1000 - np.bincount(labels) / 4000).sum() / 4)
+
+    assert inequality(0.1) > inequality(1.0) > inequality(100.0)
+    assert inequality(0.1) > 0.7
+    assert inequality(100.0) < 0.15
+
+
+def test_a_rank_keeps_its_skewed_share_from_epoch_to_epoch() -> None:
+    task = build_task("digits", {"skew": "0.3", "batch_size": "8"})
+    first, second = (samples_of(task, epoch) for epoch in (0, 1))
+    quota = task.num_samples // 4
+    assert first.shape == second.shape == (task.num_samples // 32, 4, 8)
+    for rank in range(4):
+        own = set(first[:, rank].ravel().tolist())
+        both = own | set(second[:, rank].ravel().tolist())
+        assert len(own) == first[:, rank].size
+        assert len(both) <= quota
+    assert not np.array_equal(first, second)
+
+
+def samples_of(task: Task, epoch: int) -> np.ndarray:
+    return task.samples(seed=3, epoch=epoch, world_size=4)
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    options = {"lr": "0.4", "lr_warmup": "0.2"}
+    linear = build_task("digits", options | {"lr_schedule": "linear"})
+    cosine = build_task("digits", options | {"lr_schedule": "cosine"})
+    constant = build_task("digits", options)
+    assert [linear.lr_at(at) for at in (0.1, 0.2, 0.6)] == pytest.approx([0.2, 0.4, 0.2])
+    assert [cosine.lr_at(at) for at in (0.1, 0.2, 0.6, 1.0)] == pytest.approx([0.2, 0.4, 0.2, 0.0])
+    assert [constant.lr_at(at) for at in (0.1, 0.2, 0.9)] == pytest.approx([0.2, 0.4, 0.4])
+    assert build_task("digits", {"lr": "0.4"}).lr_at(0.0) == 0.4
+
+
+def test_weight_decay_leaves_vectors_alone() -> None:
+    task = build_task("digits", {"weight_decay": "0.5", "lr": "0.1", "momentum": "0"})
+    model = task.build_model(0)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    task.optimizer(model).step()
+    for name, after in model.named_parameters():
+        expected = before[name] * (1 - 0.1 * 0.5) if after.dim() > 1 else before[name]
+        torch.testing.assert_close(after, expected)
+
+
+def test_words_are_numbered_by_frequency(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"b a a, " * 500 + b"rare word here " + b"b a a, " * 500)
+    task = build_task(
+        "text", {"path": str(text), "tokens": "words", "vocabulary": "5", "window": "8"}
+    )
+    train, test = task.windows
+    # A blank, "a" and the mark "," are as frequent as it gets; what is rare is 0.
+    assert train.max() == test.max() == 4
+    assert (train == 0).sum() == 3
+
+
+def test_the_metric_of_sequences_counts_no_padding(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"\n\n".join(bytes([97 + n % 26]) * (20 + 7 * n) for n in range(60)))
+    task = build_task("sequences", {"path": str(text)})
+
+    class Clueless(torch.nn.Module):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(*inputs.shape, 256)
+
+    assert task.evaluate(Clueless()) == pytest.approx(8.0)
+    assert task.loss(Clueless(), task.batch(np.arange(9))).item() == pytest.approx(np.log(256))
+
+
+def test_batches_of_sequences_hold_similar_lengths(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    random = np.random.default_rng(0)
+    text.write_bytes(b"\n\n".join(b"a" * int(n) for n in random.integers(20, 400, 700)))
+
+    def spread(bucketed: str) -> float:
+        """Mean difference of lengths within a batch, in bytes."""
+        task = build_task("sequences", {"path": str(text), "bucketed": bucketed, "batch_size": "8"})
+        dealt = task.samples(seed=0, epoch=0, world_size=2)
+        assert len(np.unique(dealt)) == dealt.size
+        return float(np.ptp(task.lengths[dealt], axis=2).mean())
+
+    assert spread("true") < 60 < 250 < spread("false")
+
+
+def test_the_scores_of_a_gpt_do_not_depend_on_what_comes_later() -> None:
+    model = Gpt(11, 16, 2, 2, window=8)
+    tokens = torch.randint(0, 11, (3, 8))
+    changed = tokens.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 11
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5:], after[:, 5:])
+    assert model.scores.weight is model.embedding.weight

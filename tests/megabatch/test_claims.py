@@ -14,6 +14,7 @@ from offbeat.megabatch.claims import (
     Claim,
     ClaimLog,
     ClaimRound,
+    MegaBatchShare,
     SampleRange,
     num_positions,
     part_of,
@@ -116,6 +117,64 @@ def test_nobody_gets_more_than_asked_and_only_the_last_gets_less(
         batch_sizes[rank] for rank, _ in taken[:-1]
     ]
     assert taken[-1][1].num_samples <= batch_sizes[taken[-1][0]]
+
+
+@given(st.integers(1, 100), st.integers(1, 12), st.data())
+def test_no_claim_is_smaller_than_the_smallest_unless_the_round_is(
+    num_samples: int, smallest: int, data: st.DataObject
+) -> None:
+    sizes = data.draw(st.lists(st.integers(smallest, 30), min_size=1, max_size=4))
+    store = HashStore()
+    logs = [ClaimLog(store) for _ in sizes]
+    for log in logs:
+        log.open(0, [SampleRange(0, num_samples)], smallest=smallest)
+    taken: list[int] = []
+    free = list(range(len(sizes)))
+    while free:
+        worker = data.draw(st.sampled_from(free))
+        claim = logs[worker].claim(sizes[worker])
+        if claim is None:
+            free.remove(worker)
+            continue
+        taken += positions(claim.spans)
+        assert claim.num_samples >= min(smallest, num_samples)
+        assert claim.num_samples < sizes[worker] + smallest
+    assert sorted(taken) == list(range(num_samples))
+
+
+@given(disjoint_spans.filter(bool), st.integers(1, 20))
+def test_a_claim_is_split_evenly(spans: tuple[SampleRange, ...], largest: int) -> None:
+    parts = list(Claim(spans).split(largest))
+    assert [p for part in parts for p in positions(part.spans)] == positions(spans)
+    sizes = [part.num_samples for part in parts]
+    assert max(sizes) <= largest
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "updates", "counted"),
+    [
+        ([10, 10], 2, 2.0),
+        ([10, 1], 2, 1.1),
+        ([10, 11], 2, 2.1),
+        ([10] * 4, 2, 2.0),
+        ([5, 5], 0, 0.0),
+    ],
+)
+def test_updates_are_counted_by_their_samples(
+    sizes: list[int], updates: int, counted: float
+) -> None:
+    """Full ones are whole numbers, also where several claims make one."""
+    share = MegaBatchShare(
+        rank=0,
+        claims=tuple(Claim((SampleRange(0, size),)) for size in sizes),
+        updates=updates,
+        batch_size=10,
+        busy_s=0.0,
+    )
+    assert share.full_updates == pytest.approx(counted)
+    if set(sizes) == {10}:
+        assert share.full_updates == updates
 
 
 @given(st.integers(1, 60), st.integers(1, 4), st.data())

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offbeat
-from offbeat.errors import CheckpointError, ConfigError
+from offbeat.errors import CheckpointError, ConfigError, OffbeatWarning
 from offbeat.megabatch.loader import (
     DispatchLoader,
     Recording,
@@ -114,6 +114,25 @@ def test_alone_every_sample_comes_once_an_epoch(
         assert loader.epoch == epoch + 1
 
 
+@pytest.mark.parametrize("name", ["AdaptiveSGD", "ElasticSGD"])
+@pytest.mark.parametrize("num_samples", [101, 103, 110])
+def test_no_batch_is_a_single_sample(attached: Make, num_samples: int, name: str) -> None:
+    """A layer that normalises over the batch refuses one: the second mega-batch has 51 samples."""
+    _, _, session = attached(getattr(offbeat, name)(mega_batch=50, batch_size=10))
+    sizes = [len(x) for (x,) in session.loader(numbers(num_samples))]
+    assert sum(sizes) == num_samples
+    assert all(2 <= size <= 11 for size in sizes)
+
+
+@pytest.mark.parametrize(("num_samples", "expected"), [(30, [10, 10, 10]), (33, [10, 10, 6, 7])])
+def test_what_is_left_is_halved_where_it_does_not_fit(
+    attached: Make, num_samples: int, expected: list[int]
+) -> None:
+    _, _, session = attached(offbeat.AdaptiveSGD(mega_batch=40, batch_size=10, min_batch_size=4))
+    loader = session.loader(numbers(num_samples), max_batch_size=10)
+    assert [len(x) for (x,) in loader] == expected
+
+
 def test_a_stop_goes_on_where_it_was(attached: Make) -> None:
     net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=16, batch_size=3))
     loader = session.loader(numbers(40))
@@ -176,9 +195,54 @@ def test_in_a_loop_of_ones_own_the_rate_is_left_alone(attached: Make) -> None:
     rates: list[float] = []
     optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
     session.weigh(3)
+    with pytest.warns(OffbeatWarning, match=r"no loader .* session.loader\(DataLoader or dataset"):
+        step(net, optimizer, torch.ones(3, 1))
+    step(net, optimizer, torch.ones(3, 1))  # which says nothing more
+    assert rates == [0.1, 0.1]
+    assert session.stats.exchanges == 2
+
+
+def test_elastic_sgd_in_a_loop_of_ones_own_says_nothing(attached: Make) -> None:
+    """It is what its name says with any batches."""
+    net, optimizer, session = attached(offbeat.ElasticSGD(mega_batch=8, batch_size=8))
     step(net, optimizer, torch.ones(3, 1))
-    assert rates == [0.1]
     assert session.stats.exchanges == 1
+    assert not session.notices
+
+
+def test_a_scheduler_can_be_stepped_by_merges(attached: Make) -> None:
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=10, batch_size=4), lr=0.8)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    session.on_merge(scheduler.step)
+    loader = session.loader(numbers(30))
+    rates: list[float] = []
+    for merged in range(6):
+        assert loader.num_merged == merged
+        for (x,) in loader.one_mega_batch():
+            rates.append(optimizer.param_groups[0]["lr"])
+            step(net, optimizer, x)
+    assert sorted(set(rates), reverse=True) == [0.8 * 0.5**merge for merge in range(6)]
+    assert 2 * loader.num_mega_batches == 6
+
+
+def test_without_a_loader_a_scheduler_can_be_stepped_by_merges(attached: Make) -> None:
+    net, optimizer, session = attached(offbeat.ElasticSGD(mega_batch=8, batch_size=4))
+    merges: list[int] = []
+    session.on_merge(lambda: merges.append(session.stats.steps))
+    for _ in range(5):
+        step(net, optimizer, torch.ones(4, 1))
+    assert len(merges) == 2
+
+
+def test_without_mega_batches_there_is_no_merge_to_step_at(attached: Make) -> None:
+    _, _, session = attached(offbeat.LocalSGD())
+    with pytest.raises(ConfigError, match="the strategy is localsgd, which has no mega-batches"):
+        session.on_merge(int)
+
+
+def test_the_expected_number_of_batches_is_known(attached: Make) -> None:
+    _, _, session = attached(offbeat.AdaptiveSGD(mega_batch=40, batch_size=10))
+    assert len(session.loader(numbers(101))) == 11
 
 
 def test_the_rate_is_scaled_in_a_step_with_a_closure(attached: Make) -> None:

@@ -53,6 +53,22 @@ def test_equal_updates_make_the_papers_weights_those_of_samples(
     )
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(2, 100)), min_size=1, max_size=8), st.data()
+)
+def test_a_remnant_counts_by_its_samples(drawn: list[tuple[int, int]], data: st.DataObject) -> None:
+    """One more update, with less than half a batch, changes weights by no more than its samples."""
+    updates, sizes = [made for made, _ in drawn], [size for _, size in drawn]
+    counted = [float(made) for made in updates]
+    worker = data.draw(st.integers(0, len(drawn) - 1))
+    counted[worker] += data.draw(st.floats(0, 0.499))
+    samples = [round(made * size) for made, size in zip(counted, sizes, strict=True)]
+    without = merge_weights("paper", updates=updates, batch_sizes=sizes, samples=samples)
+    found = merge_weights("paper", updates=counted, batch_sizes=sizes, samples=samples)
+    assert found == pytest.approx(without, abs=0.5 / min(updates))
+    assert found[worker] >= without[worker] - 1e-12
+
+
 def test_the_mean_of_means_is_not_the_mean() -> None:
     """Gradients of one sample and of nine: equal weights give 1.5 where the mean over samples is
     1.9.

@@ -40,6 +40,9 @@ class Quiet:
     def lost_store(self, reason: str) -> None:
         pass
 
+    def run_over(self) -> None:
+        pass
+
     def retired(self, reason: str) -> None:
         pass
 

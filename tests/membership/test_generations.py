@@ -89,6 +89,9 @@ class Worker:
     def lost_store(self, reason: str) -> None:
         self._hear(f"lost store: {reason}")
 
+    def run_over(self) -> None:
+        self._hear("run over")
+
     def retired(self, reason: str) -> None:
         self._hear(f"retired: {reason}")
 
@@ -348,7 +351,19 @@ def test_when_the_run_is_over_nobody_is_replaced_and_nobody_joins(run: Run) -> N
         late.generations.join("{}", timeout_s=PATIENCE_S)
     second.leave()
     assert second.generation.number == 0
-    assert second.told == late.told == []
+    assert set(second.told) <= {"run over"}
+    assert late.told == []
+
+
+def test_a_member_that_has_not_finished_is_told_before_it_does_that_the_run_is_over(
+    run: Run,
+) -> None:
+    """Its peers took it for dead, and ended the run."""
+    first, second, third = run.founded(3)
+    first.leave(over=True)
+    second.leave(over=True)
+    third.generations.confirm()
+    assert third.told == ["run over"]
 
 
 def test_a_worker_that_trains_something_else_is_not_let_in(run: Run) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from functools import partial
 from typing import Any, NoReturn
 
@@ -33,7 +34,6 @@ def notice_deaths_soon() -> None:
     """Else a test would wait for seconds."""
     limits = PeerLimits(grace_s=0.2, heartbeat_interval_s=0.2, connect_timeout_s=1.5, linger_s=1.0)
     session_module.Generations = partial(Generations, interval_s=0.02, silence_s=1.0, limits=limits)  # type: ignore[misc, assignment]
-    connect_module.CONNECT_LIMIT_S = 2.0
     rendezvous.GRACE_S = 0.2  # type: ignore[misc]
 
 
@@ -49,6 +49,8 @@ def in_attach(rank: int, world_size: int, *, victim: int, doing: str) -> dict[st
         match doing:
             case "connecting":
                 connect_module.gloo_backend = die  # type: ignore[assignment]
+            case "telling where it listens":
+                connect_module.Peers = die  # type: ignore[assignment, misc]
             case "comparing":
                 session_module.agree = die  # type: ignore[assignment]
     net = make_net()
@@ -63,10 +65,10 @@ def in_attach(rank: int, world_size: int, *, victim: int, doing: str) -> dict[st
     return {}
 
 
-@pytest.mark.parametrize("doing", ["connecting", "comparing"])
+@pytest.mark.parametrize("doing", ["connecting", "telling where it listens", "comparing"])
 def test_before_a_run_is_founded_a_death_is_named_to_all(run_ranks: RunRanks, doing: str) -> None:
-    results = run_ranks(in_attach, 3, victim=1, doing=doing, may_die=[1], timeout_s=25)
-    for heard in (results[0], results[2]):
+    results = run_ranks(in_attach, 4, victim=1, doing=doing, may_die=[1], timeout_s=25)
+    for heard in (results[0], results[2], results[3]):
         assert (heard["kind"], heard["rank"]) == ("PeerError", 1)
         assert heard["message"].startswith("rank 1 ")
 
@@ -147,6 +149,7 @@ def second_session(rank: int, world_size: int, *, strategy: str) -> dict[str, An
     optimizer = sgd(net)
     dataset = Numbers()
     batch = [column[:4] for column in (dataset.x, dataset.y)]
+    warnings.filterwarnings("ignore", "no loader of this session")
     with offbeat.attach(net, optimizer, recipe) as session:
         while not any("without worker" in notice for notice in session.notices):
             if rank == world_size - 1:

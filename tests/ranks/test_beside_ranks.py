@@ -4,28 +4,37 @@ real sockets.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import offbeat
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, PeerError
+from offbeat.membership.generations import Generations
+from offbeat.session import session as session_module
 from offbeat.strategies.averaging import AveragingStrategy
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
+from offbeat.transport.link import PeerLimits
 from rank_jobs.averaging import make_net, sgd, train
 from rank_jobs.regression import fingerprint
 from ranks_support.launch import RunRanks
-from ranks_support.process import launcher_environment, start_process
+from ranks_support.process import (
+    ExpectNewcomer,
+    ask_for,
+    expect_newcomer,
+    launcher_environment,
+)
 
+__all__ = ["expect_newcomer"]
 pytestmark = pytest.mark.ranks
 
 LR = 0.125
@@ -193,8 +202,8 @@ def test_the_others_go_on_when_some_are_killed(
             ]
 
 
-def come_back(until: str) -> None:
-    """What the newcomer does."""
+def come_back(rank: int, world_size: int, *, until: str) -> dict[str, Any]:
+    """What the newcomer does. `until`: a file that it writes before it leaves."""
     net = make_net(seed=2)
     optimizer = sgd(net)
     with offbeat.attach(
@@ -205,72 +214,109 @@ def come_back(until: str) -> None:
             time.sleep(5e-3)
             train(net, optimizer, 2, range(step, step + 1))
             prints.append(fingerprint(net))
-        part = Path(f"{until}.part")
-        part.write_text(
-            json.dumps({"taken": taken, "prints": prints, "start_step": session.start_step})
-        )
-        part.rename(until)
+        Path(until).touch()
         session.finish()
+    return {"taken": taken, "prints": prints, "start_step": session.start_step}
 
 
 def as_at_first(world_size: int) -> dict[str, str]:
     """The environment of the last rank when it is started anew."""
-    return launcher_environment(world_size - 1, world_size) | {RETURN_VARIABLE: "1"}
+    return launcher_environment(world_size - 1, world_size) | {
+        RETURN_VARIABLE: "1",
+        SECRET_VARIABLE: os.environ[SECRET_VARIABLE],
+    }
 
 
-def returns(rank: int, world_size: int, *, until: str) -> dict[str, Any]:
-    """The last rank is killed, and rank 0 starts it anew as a process that joins the run. What does
-    each hold after each step, before the average and after it?
+def returns(rank: int, world_size: int, *, wanted: str, until: str) -> dict[str, Any]:
+    """The last rank is killed, and rank 0 has it started anew as a process that joins the run. What
+    does each hold after each step, before the average and after it?
 
-    Everyone meets everyone in each version and waits for all. `until`: a file that the newcomer
-    writes its outcome to.
+    Everyone meets everyone in each version and waits for all. `wanted`: of the newcomer. `until`: a
+    file that the newcomer writes.
     """
     os.environ[SECRET_VARIABLE] = "a secret of this test run only"
-    newcomer: subprocess.Popen[bytes] | None = None
+    has_asked = False
     net = make_net()
     optimizer = sgd(net)
     prints = []
     optimizer.register_step_post_hook(
         lambda *_: prints.append(fingerprint(net))
     )  # who waits for the others shows this
-    try:
-        with offbeat.attach(
-            net, optimizer, offbeat.WAGMA(period=1, quorum=1.0, overlap=False)
-        ) as session:
-            for step in range(2000):
-                if rank == world_size - 1 and step == 5:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(5e-3)  # emulated computation
-                train(net, optimizer, rank, range(step, step + 1))
-                prints.append(fingerprint(net))
-                if (
-                    newcomer is None
-                    and rank == 0
-                    and any("without worker" in notice for notice in session.notices)
-                ):
-                    newcomer = start_process(
-                        come_back, environment=as_at_first(world_size), until=until
-                    )
-                if Path(until).exists():
-                    break
-            session.finish()
-            return {"prints": prints, "notices": list(session.notices)}
-    finally:
-        if newcomer is not None:
-            newcomer.wait()
+    with offbeat.attach(
+        net, optimizer, offbeat.WAGMA(period=1, quorum=1.0, overlap=False)
+    ) as session:
+        for step in range(2000):
+            if rank == world_size - 1 and step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(5e-3)  # emulated computation
+            train(net, optimizer, rank, range(step, step + 1))
+            prints.append(fingerprint(net))
+            if (
+                not has_asked
+                and rank == 0
+                and any("without worker" in notice for notice in session.notices)
+            ):
+                ask_for(wanted, as_at_first(world_size))
+                has_asked = True
+            if Path(until).exists():
+                break
+        session.finish()
+        return {"prints": prints, "notices": list(session.notices)}
 
 
 def test_a_worker_that_returns_is_equal_to_the_others_after_the_next_meeting(
-    run_ranks: RunRanks, tmp_path: Path
+    run_ranks: RunRanks, expect_newcomer: ExpectNewcomer, tmp_path: Path
 ) -> None:
-    until = tmp_path / "returned.json"
-    first, second, _ = run_ranks(returns, 3, until=str(until), may_die=[2], timeout_s=90)
-    newcomer = json.loads(until.read_text())
+    until = str(tmp_path / "returned")
+    expected = expect_newcomer(come_back, until=until)
+    first, second, _ = run_ranks(
+        returns, 3, wanted=str(expected.wanted), until=until, may_die=[2], timeout_s=90
+    )
+    newcomer = expected.value()
     assert newcomer["start_step"] > 5
     assert newcomer["taken"] in [*first["prints"], *second["prints"]]
     together = set(first["prints"]) & set(second["prints"])
     assert set(newcomer["prints"][1:-1]) <= together
     assert any("with worker 2 come in" in notice for notice in first["notices"])
+
+
+def ends_without_one(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
+    """Rank 1 is suspended, the others finish without it, and rank 0 wakes it afterwards. What does
+    it hear, and after how many steps?
+    """
+    limits = PeerLimits(
+        grace_s=0.2, heartbeat_interval_s=0.2, heartbeat_timeout_s=1.0, connect_timeout_s=10.0
+    )
+    session_module.Generations = partial(Generations, interval_s=0.02, silence_s=1.0, limits=limits)  # type: ignore[misc, assignment]
+    pids = torch.zeros(world_size, dtype=torch.int64)
+    pids[rank] = os.getpid()
+    dist.all_reduce(pids)
+    net = make_net()
+    optimizer = sgd(net)
+    num_steps = 0
+    try:
+        with offbeat.attach(net, optimizer, strategies()[label]) as session:
+            for step in range(30):
+                if rank == 1 and step == 10:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(2e-3)  # emulated computation
+                train(net, optimizer, rank, range(step, step + 1))
+                num_steps += 1
+            session.finish()
+    except PeerError as error:
+        return {"steps": num_steps, "raised": str(error)}
+    if rank == 0:
+        os.kill(int(pids[1]), signal.SIGCONT)
+    return {"steps": num_steps, "raised": None}
+
+
+@pytest.mark.parametrize("label", ["wagma", "adpsgd", "eagersgd"])
+def test_a_worker_that_comes_back_after_the_end_does_not_train_on_alone(
+    run_ranks: RunRanks, label: str
+) -> None:
+    first, late, other = run_ranks(ends_without_one, 3, label=label)
+    assert first["raised"] is other["raised"] is None
+    assert "its model is not the run's" in late["raised"].replace("Its", "its")
 
 
 def fails_in_its_loop(rank: int, world_size: int) -> dict[str, Any]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 import offbeat
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, OffbeatWarning
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.session.session import Session
 from rank_jobs.megabatch import NUM_SAMPLES, Numbers, make_net, sgd, step
@@ -120,6 +123,56 @@ def _begin(
     return net, optimizer, session, loader
 
 
+def read_by_workers(rank: int, world_size: int) -> dict[str, Any]:
+    """An epoch of a DataLoader's, with a scheduler that is stepped by merges. Rank 0 has one more,
+    which it has stepped by batches.
+    """
+    net = make_net()
+    optimizer = sgd(net)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    given = DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2)
+    # Under AdaptiveSGD a rank that is late might get no batch of a mega-batch.
+    strategy = offbeat.ElasticSGD(mega_batch=40, batch_size=4)
+    seen: list[int] = []
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        offbeat.attach(net, optimizer, strategy) as session,
+    ):
+        warnings.simplefilter("always")
+        session.on_merge(scheduler.step)
+        loader = session.loader(given, seed=3)
+        for _ in range(loader.num_mega_batches):
+            for batch in loader.one_mega_batch():
+                seen += step(net, optimizer, batch)
+            if rank == 0 and loader.num_merged == 1:
+                optimizer.param_groups[0]["lr"] = 0.02
+        return {
+            "seen": seen,
+            "lr": optimizer.param_groups[0]["lr"],
+            "batches": [len(given), len(loader)],
+            "notices": session.notices,
+            "warned": [
+                str(warning.message)
+                for warning in warned
+                if issubclass(warning.category, OffbeatWarning)
+            ],
+        }
+
+
+def test_a_data_loader_is_shared_out_and_schedulers_are_stepped_by_merges(
+    run_ranks: RunRanks,
+) -> None:
+    ranks = run_ranks(read_by_workers, 2)
+    assert sorted(index for rank in ranks for index in rank["seen"]) == list(range(NUM_SAMPLES))
+    assert [rank["lr"] for rank in ranks] == pytest.approx([0.02 / 4, 0.05 / 8])
+    for rank in ranks:
+        (warned,) = rank["warned"]
+        assert "differ between ranks at a merge: 0.02 on rank 0, 0.025 on rank 1" in warned
+        assert "session.on_merge(scheduler.step)" in warned
+        assert warned in rank["notices"]
+        assert rank["batches"] == [26, 13]
+
+
 def resumed(rank: int, world_size: int) -> dict[str, Any]:
     """Saved in the middle of a mega-batch, ranks a different number of steps into it; what is seen
     before and after?
@@ -132,6 +185,7 @@ def resumed(rank: int, world_size: int) -> dict[str, Any]:
         batches = iter(loader)
         for _ in range(1 + rank):
             seen += step(net, optimizer, next(batches))
+        dist.barrier()  # before that, a rank that goes on could take the batches of the other
         states = copy.deepcopy((net.state_dict(), optimizer.state_dict(), session.state_dict()))
         for _ in batches:  # lost, since it was not saved
             optimizer.step()
@@ -335,7 +389,7 @@ def drawn_together(rank: int, world_size: int) -> dict[str, float]:
     central = [p.detach().clone() for p in nets[0].parameters()]
     moved = [torch.zeros_like(p) for p in central]
     data = Numbers()
-    with offbeat.attach(net, optimizer, strategy):
+    with offbeat.attach(net, optimizer, strategy, finish="keep"):
         for number in range(6):
             chosen = [
                 slice(10 * number + 3 * other, 10 * number + 3 * other + 3)

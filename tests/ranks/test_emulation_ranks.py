@@ -5,42 +5,37 @@ nowhere else.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from offbeat.lab.cluster import Cluster, LinkSpec
 from offbeat.lab.emulation import Emulation, emulate
 from offbeat.lab.emulation.base import MissingMeansError
 from offbeat.transport.interface import bound_socket
+from ranks_support.launch import Place, launch_in_places
+from ranks_support.templates import Templates
 
 pytestmark = pytest.mark.ranks
 
 NUM_WORKERS = 4
 NUM_FLOATS = 1_000_000
 
-WORKER = """
-import os, sys
-import torch
-import torch.distributed as dist
 
-torch.set_num_threads(1)
-place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-store = dist.TCPStore(*place, is_master=False, wait_for_workers=False)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-tensor = torch.full((int(sys.argv[1]),), float(rank))
-dist.all_reduce(tensor)
-print(tensor.unique().tolist())
-dist.barrier()
-dist.destroy_process_group()
-"""
+def sum_over_links(rank: int, world_size: int, *, port: int) -> list[float]:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    tensor = torch.full((NUM_FLOATS,), float(rank))
+    dist.all_reduce(tensor)
+    dist.barrier()
+    dist.destroy_process_group()
+    return tensor.unique().tolist()
 
 
-def test_dense_sums_cross_the_links_at_every_worker() -> None:
+def test_dense_sums_cross_the_links_at_every_worker(templates: Templates, tmp_path: Path) -> None:
     with ExitStack() as stack:
         try:
             cluster = Cluster(
@@ -51,18 +46,26 @@ def test_dense_sums_cross_the_links_at_every_worker() -> None:
             pytest.skip(str(error))
         before = [emulation.sent_bytes(worker) or 0 for worker in range(NUM_WORKERS)]
         port, store = emulation.call_inside(lambda: serve(emulation.store_address))
-        processes = [
-            stack.enter_context(start(emulation, worker, port)) for worker in range(NUM_WORKERS)
-        ]
-        stack.callback(end, processes)
-        outputs = [process.communicate(timeout=100) for process in processes]
+        places = [place(emulation, worker) for worker in range(NUM_WORKERS)]
+        sums = launch_in_places(
+            sum_over_links,
+            places,
+            templates=templates,
+            directory=tmp_path,
+            arguments={"port": port},
+        )
         after = [emulation.sent_bytes(worker) or 0 for worker in range(NUM_WORKERS)]
         del store
-    for output, errors in outputs:
-        assert output.strip() == str([float(sum(range(NUM_WORKERS)))]), errors
+    assert sums == [[float(sum(range(NUM_WORKERS)))]] * NUM_WORKERS
     ring = 2 * (NUM_WORKERS - 1) / NUM_WORKERS * 4 * NUM_FLOATS
     for first, last in zip(before, after, strict=True):
         assert ring <= last - first <= 1.5 * ring
+
+
+def place(emulation: Emulation, worker: int) -> Place:
+    placement = emulation.placement(worker)
+    assert placement.namespace is not None
+    return Place(environment=placement.environment, namespace=placement.namespace)
 
 
 def serve(address: str) -> tuple[int, dist.Store]:
@@ -71,27 +74,3 @@ def serve(address: str) -> tuple[int, dist.Store]:
     return port, dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-
-
-def start(emulation: Emulation, worker: int, port: int) -> subprocess.Popen[str]:
-    placement = emulation.placement(worker)
-    place = {
-        "RANK": str(worker),
-        "WORLD_SIZE": str(NUM_WORKERS),
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.Popen(
-        [*placement.prefix, sys.executable, "-c", WORKER, str(NUM_FLOATS)],
-        env=os.environ | dict(placement.environment) | place,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    emulation.admit(worker, process.pid)
-    return process
-
-
-def end(processes: list[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.kill()

@@ -43,9 +43,11 @@ STRATEGIES: Strategies = {
         GTOPK, collective="reduce_scatter", values="bfloat16", bucket_mib=1e-3
     ),
     "gtopk by all-gather": replace(GTOPK, collective="all_gather"),
+    "gtopk by all-gather, the largest": replace(GTOPK, collective="all_gather", apply="global"),
     "gtopk by tree": replace(GTOPK, collective="tree"),
     "gtopk dense": replace(GTOPK, collective="dense", bucket_mib=1e-3),
     "gtopk auto": GTOPK,
+    "gtopk as it comes": offbeat.GTopK(**BASE),
 }
 PAIR: Strategies = {
     label: STRATEGIES[label] for label in ("allreduce in small buckets", "gtopk by reduce-scatter")
@@ -128,6 +130,19 @@ def test_applied_plus_owed_is_the_sum_of_gradients(run_ranks: RunRanks, world_si
         owed = np.sum([result["owed"] for result in ranks], axis=0)
         applied = world_size * np.array(ranks[0]["applied"])
         assert np.abs(applied + owed - computed).sum() <= 1e-6 * np.abs(computed).sum(), label
+
+
+def test_what_an_all_gather_has_brought_is_applied(run_ranks: RunRanks) -> None:
+    strategies = {
+        "topk": STRATEGIES["topk"],
+        "auto": STRATEGIES["gtopk by all-gather"],
+        "union": replace(GTOPK, collective="all_gather", apply="union"),
+        "global": STRATEGIES["gtopk by all-gather, the largest"],
+    }
+    results = by_strategy(run_ranks(for_each, 3, job=against_ddp, strategies=strategies))
+    found = {label: ranks[0]["fingerprint"] for label, ranks in results.items()}
+    assert found["topk"] == found["auto"] == found["union"] != found["global"]
+    assert len({ranks[0]["bytes_sent"] for ranks in results.values()}) == 1
 
 
 def test_ranks_that_use_parts_of_the_model_or_nothing(run_ranks: RunRanks) -> None:
@@ -237,6 +252,8 @@ def attach_error(rank: int, world_size: int, *, fault: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if odd and fault == "lr" else 0.1)
     if odd and fault == "optimizer":
         optimizer = torch.optim.LBFGS(model.parameters())
+    if odd and fault == "foreign parameters":
+        optimizer = torch.optim.SGD(torch.nn.Linear(6, 3).parameters(), lr=0.1)
     if odd and fault == "interface":
         os.environ["OFFBEAT_INTERFACE"] = "no-such-interface"
     strategy = offbeat.GTopK(density=0.5 if odd and fault == "strategy" else 0.1)
@@ -252,6 +269,7 @@ def attach_error(rank: int, world_size: int, *, fault: str) -> dict[str, Any]:
     [
         ("model", "'weight'"),
         ("optimizer", "rank 1 refused: LBFGS"),
+        ("foreign parameters", "rank 1 refused: 2 of the optimizer's parameters are not"),
         ("lr", "'group 0 lr': 0.2 there, 0.1 on rank 0"),
         ("strategy", "density=0.5"),
         ("interface", "rank 1 refused"),
@@ -261,5 +279,9 @@ def test_a_mismatch_is_one_error_on_every_rank(run_ranks: RunRanks, fault: str, 
     results = run_ranks(attach_error, 2, fault=fault)
     assert results[0]["kind"] == "MismatchError"
     assert said in results[0]["message"]
-    own = {"optimizer": "UnsupportedError", "interface": "ConfigError"}
+    own = {
+        "optimizer": "UnsupportedError",
+        "foreign parameters": "ConfigError",
+        "interface": "ConfigError",
+    }
     assert results[1]["kind"] == own.get(fault, "MismatchError")

@@ -5,18 +5,17 @@ processes.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
-import subprocess
 import time
+import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 import offbeat
 from offbeat.megabatch.claims import Claim, ClaimLog
@@ -31,8 +30,14 @@ from offbeat.transport.link import PeerLimits
 from rank_jobs.megabatch import NUM_SAMPLES, Dying, Numbers, make_net, merges_of, samples, sgd, step
 from rank_jobs.regression import fingerprint
 from ranks_support.launch import RunRanks
-from ranks_support.process import launcher_environment, start_process
+from ranks_support.process import (
+    ExpectNewcomer,
+    ask_for,
+    expect_newcomer,
+    launcher_environment,
+)
 
+__all__ = ["expect_newcomer"]
 pytestmark = pytest.mark.ranks
 
 SECRET = "a secret of this test run only"
@@ -70,6 +75,7 @@ def strategies() -> dict[str, MegaBatchStrategy]:
     adaptive = offbeat.AdaptiveSGD(mega_batch=40, batch_size=4)
     return {
         "adaptive": adaptive,
+        "adaptive, read ahead": adaptive,
         "momentum": offbeat.AdaptiveSGD(mega_batch=40, batch_size=4, merge_momentum=0.5),
         "elastic": offbeat.ElasticSGD(mega_batch=40, batch_size=4),
     }
@@ -87,7 +93,13 @@ def attached(
         else (lambda driver: Dying(driver, at_message))
     )
     session = attach_through(wrap, net, optimizer, strategies()[label])
-    loader = session.loader(Numbers(), seed=3)
+    reads_ahead = label == "adaptive, read ahead"
+    loader = session.loader(
+        DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2)
+        if reads_ahead
+        else Numbers(),
+        seed=3,
+    )
     assert isinstance(loader, DispatchLoader)
     return session, loader
 
@@ -154,6 +166,22 @@ def test_those_who_live_hold_the_same_after_each_merge(run_ranks: RunRanks) -> N
     assert len({merge["print"] for merge in results[0]["merges"]}) == 6
 
 
+def test_what_was_claimed_ahead_is_given_out_again(run_ranks: RunRanks) -> None:
+    """Rank 1 dies with a batch in hand, and with one that its worker process reads."""
+    results = run_ranks(
+        killed,
+        3,
+        label="adaptive, read ahead",
+        deaths={"1": ("computing", 2)},
+        may_die=[1],
+        timeout_s=25,
+    )
+    assert results[0]["merges"] == results[2]["merges"]
+    merges = results[0]["merges"]
+    assert samples(merges[:3]) == samples(merges[3:]) == list(range(NUM_SAMPLES))
+    assert any("are given out again" in notice for notice in results[0]["notices"])
+
+
 def until_it_is_back(
     session: Session, loader: DispatchLoader, net: torch.nn.Module, optimizer: Any
 ) -> list[dict[str, Any]]:
@@ -210,7 +238,7 @@ def test_a_worker_that_was_stopped_comes_back_with_the_others_model(run_ranks: R
     assert back["merges"][-1] == first["merges"][-1]
 
 
-def come_back(label: str, until: str) -> None:
+def come_back(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
     """What the newcomer does."""
     notice_deaths_soon()
     net = make_net(seed=5)
@@ -219,45 +247,40 @@ def come_back(label: str, until: str) -> None:
     with session:
         taken = fingerprint(net)
         merges = until_it_is_back(session, loader, net, optimizer)
-    Path(until).write_text(json.dumps({"taken": taken, "merges": merges}))
+    return {"taken": taken, "merges": merges}
 
 
-def returns(rank: int, world_size: int, *, label: str, until: str) -> dict[str, Any]:
-    """Rank 2 is killed, and rank 0 starts it anew as a process that joins the run."""
+def returns(rank: int, world_size: int, *, label: str, wanted: str) -> dict[str, Any]:
+    """Rank 2 is killed, and rank 0 has it started anew as a process that joins the run."""
     os.environ[SECRET_VARIABLE] = SECRET
     notice_deaths_soon()
-    newcomer: subprocess.Popen[bytes] | None = None
     net = make_net()
     optimizer = sgd(net)
     session, loader = attached(net, optimizer, label)
-    try:
-        with session:
-            merges = []
-            while not any("without worker 2" in notice for notice in session.notices):
-                for batch in loader.one_mega_batch():
-                    if rank == 2:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    step(net, optimizer, batch)
-                merges.append(merges_of(loader, net))
-            if rank == 0:
-                environment = launcher_environment(2, world_size) | {RETURN_VARIABLE: "1"}
-                newcomer = start_process(
-                    come_back, environment=environment, label=label, until=until
-                )
-            merges += until_it_is_back(session, loader, net, optimizer)
-            return {"merges": merges, "notices": session.notices}
-    finally:
-        if newcomer is not None:
-            newcomer.wait()
+    with session:
+        merges = []
+        while not any("without worker 2" in notice for notice in session.notices):
+            for batch in loader.one_mega_batch():
+                if rank == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                step(net, optimizer, batch)
+            merges.append(merges_of(loader, net))
+        if rank == 0:
+            returning = {RETURN_VARIABLE: "1", SECRET_VARIABLE: SECRET}
+            ask_for(wanted, launcher_environment(2, world_size) | returning)
+        merges += until_it_is_back(session, loader, net, optimizer)
+        return {"merges": merges, "notices": session.notices}
 
 
 def test_a_worker_that_returns_joins_at_the_next_mega_batch(
-    run_ranks: RunRanks, tmp_path: Path
+    run_ranks: RunRanks, expect_newcomer: ExpectNewcomer
 ) -> None:
-    until = tmp_path / "returned.json"
-    first, second, _ = run_ranks(returns, 3, label="momentum", until=str(until), may_die=[2])
+    expected = expect_newcomer(come_back, label="momentum")
+    first, second, _ = run_ranks(
+        returns, 3, label="momentum", wanted=str(expected.wanted), may_die=[2]
+    )
+    newcomer = expected.value()
     assert first["merges"] == second["merges"]
-    newcomer = json.loads(until.read_text())
     assert newcomer["taken"] == first["merges"][-1 - len(newcomer["merges"])]["print"]
     assert newcomer["merges"] == first["merges"][-len(newcomer["merges"]) :]
     assert [rank for rank, _ in newcomer["merges"][-1]["works"]] == [0, 1, 2]
@@ -285,6 +308,7 @@ def rows(rank: int, world_size: int) -> dict[str, Any]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     strategy = offbeat.AdaptiveSGD(mega_batch=2 * world_size, batch_size=2, merge_momentum=0.5)
     found = []
+    warnings.filterwarnings("ignore", "no loader of this session")
     with offbeat.attach(net, optimizer, strategy) as session:
         sent = session.stats.bytes_sent
         for merge in range(5):

@@ -329,7 +329,7 @@ def resumed(rank: int, world_size: int) -> dict[str, bool]:
     for label, strategy in strategies(world_size).items():
         straight = make_net()
         optimizer = sgd(straight)
-        with offbeat.attach(straight, optimizer, strategy) as session:
+        with offbeat.attach(straight, optimizer, strategy, finish="keep") as session:
             train(straight, optimizer, rank, range(4))
             states = copy.deepcopy(
                 (straight.state_dict(), optimizer.state_dict(), session.state_dict())
@@ -337,7 +337,7 @@ def resumed(rank: int, world_size: int) -> dict[str, bool]:
             train(straight, optimizer, rank, range(4, NUM_STEPS))
         second = make_net(seed=5)
         optimizer = sgd(second)
-        with offbeat.attach(second, optimizer, strategy) as session:
+        with offbeat.attach(second, optimizer, strategy, finish="keep") as session:
             for target, state in zip((second, optimizer, session), states, strict=True):
                 target.load_state_dict(state)
             train(second, optimizer, rank, range(4, NUM_STEPS))

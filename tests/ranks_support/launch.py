@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +18,10 @@ from typing import Any, Protocol
 import pytest
 import torch.distributed as dist
 
+from offbeat.lab.forking import ForkedProcess
 from ranks_support import references
 from ranks_support.rank import LOOPBACK, STORE_PORT_VARIABLE, Orders
-from ranks_support.templates import Forked, Templates
+from ranks_support.templates import Templates
 
 START_S = 60.0
 """How long the processes may take to begin: several import torch at once, perhaps beside other
@@ -63,7 +64,7 @@ class Process:
     """One rank, as the test sees it."""
 
     rank: int
-    process: Forked
+    process: ForkedProcess
     log: Path
     timeout_s: float
     received: bytearray = field(default_factory=bytearray)
@@ -115,13 +116,11 @@ class Process:
             return f"rank {self.rank} raised {raised}\n{self.outcome['traceback']}{printed}"
         if self.was_told_to_end:
             return f"rank {self.rank} {self.overdue}, stack:\n{printed}"
-        if self.process.returncode < 0:
-            return (
-                f"rank {self.rank} killed by"
-                f" {signal.Signals(-self.process.returncode).name}\n{printed}"
-            )
-        if self.process.returncode > 0 or not self.outcome:
-            return f"rank {self.rank} ended with status {self.process.returncode}\n{printed}"
+        status = self.process.wait()
+        if status < 0:
+            return f"rank {self.rank} killed by {signal.Signals(-status).name}\n{printed}"
+        if status > 0 or not self.outcome:
+            return f"rank {self.rank} ended with status {status}\n{printed}"
         return None
 
 
@@ -137,7 +136,6 @@ def launch(
 ) -> list[Any]:
     """See the fixture `run_ranks`; `directory` takes what the ranks print."""
     __tracebackhide__ = True
-    job = references.dumps({"function": function, "arguments": arguments})
     with ExitStack() as stack:
         # Given only an address, the store would listen on every interface.
         listener = stack.enter_context(socket.create_server((LOOPBACK, 0)))
@@ -149,26 +147,66 @@ def launch(
             wait_for_workers=False,
             master_listen_fd=os.dup(listener.fileno()),
         )
+        values = launch_in_places(
+            function,
+            [Place()] * world_size,
+            templates=templates,
+            directory=directory,
+            timeout_s=timeout_s,
+            store_port=port,
+            may_die=may_die,
+            arguments=arguments,
+        )
+        del store
+    return values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a rank runs: variables that it has besides the usual ones, and the file of its network
+    namespace.
+    """
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    namespace: Path | None = None
+
+
+def launch_in_places(
+    function: Callable[..., Any],
+    places: Sequence[Place],
+    *,
+    templates: Templates,
+    directory: Path,
+    timeout_s: float = START_S,
+    store_port: int = 0,
+    may_die: Collection[int] = (),
+    arguments: Mapping[str, Any],
+) -> list[Any]:
+    """Run a function in a process for each of `places`, and return what each of them returned.
+    Without a store they are in no group, unless the function joins one.
+    """
+    __tracebackhide__ = True
+    job = references.dumps({"function": function, "arguments": dict(arguments)})
+    with ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         processes = []
-        for rank in range(world_size):
+        for rank, place in enumerate(places):
             reading, writing = os.pipe()
             stack.callback(os.close, reading)
             orders = Orders(
                 rank=rank,
-                world_size=world_size,
-                store_port=port,
+                world_size=len(places),
+                store_port=store_port,
                 result_fd=writing,
                 limit_s=START_S + timeout_s + END_S + 2 * GRACE_S,
                 job=job,
             )
             process = stack.enter_context(
-                started(templates, orders, directory / f"rank-{rank}.log", timeout_s)
+                started(templates, orders, directory / f"rank-{rank}.log", timeout_s, place)
             )
             processes.append(process)
             selector.register(reading, selectors.EVENT_READ, process)
         ended = watch(selector, processes, may_die)
-        del store
     failures = [failure for p in ended if p.rank not in may_die and (failure := p.failure())]
     if failures:
         raise RanksError("\n\n".join(failures))
@@ -176,7 +214,9 @@ def launch(
 
 
 @contextmanager
-def started(templates: Templates, orders: Orders, log: Path, timeout_s: float) -> Iterator[Process]:
+def started(
+    templates: Templates, orders: Orders, log: Path, timeout_s: float, place: Place
+) -> Iterator[Process]:
     """A rank; it has ended when the block is left, whatever happened inside."""
     environment = {
         name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
@@ -186,13 +226,17 @@ def started(templates: Templates, orders: Orders, log: Path, timeout_s: float) -
         "OMP_NUM_THREADS": "1",
         STORE_PORT_VARIABLE: str(orders.store_port),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # for what it starts itself
+        **place.environment,
     }
     try:
-        process = templates.fork(orders, environment, log)
+        process = templates.fork(orders, environment, log, namespace=place.namespace)
     finally:
         os.close(orders.result_fd)
     try:
-        yield Process(rank=orders.rank, process=process, log=log, timeout_s=timeout_s)
+        watched = Process(rank=orders.rank, process=process, log=log, timeout_s=timeout_s)
+        if not orders.store_port:  # it will not say that it has joined a group
+            watched.overdue, watched.deadline_s = "hung", watched.deadline_s + timeout_s
+        yield watched
     finally:
         process.kill()
         process.wait()

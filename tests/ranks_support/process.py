@@ -1,30 +1,92 @@
-"""A function in a new process, which a job starts as a launcher would start a worker anew."""
+"""A further process, which a job asks for as if a launcher started a worker anew."""
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
-import torch
+import pytest
 
+from ranks_support.launch import Place, launch_in_places
 from ranks_support.rank import LOOPBACK, STORE_PORT_VARIABLE
-from ranks_support.references import dumps, loads
+from ranks_support.templates import Templates
 
 
-def start_process(
-    function: Callable[..., None], *, environment: Mapping[str, str], **arguments: Any
-) -> subprocess.Popen[bytes]:
-    """Call the module-level `function(**arguments)` in a new process, whose environment is this one
-    and `environment`.
+class Newcomer:
+    """One that runs a function as soon as a job has asked for it.
+
+    Attributes:
+        wanted: what a job hands to `ask_for`.
     """
-    call = dumps({"function": function, "arguments": arguments})
-    return subprocess.Popen(
-        [sys.executable, "-m", "ranks_support.process", call],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-    )
+
+    def __init__(
+        self, function: Callable[..., Any], directory: Path, templates: Templates, **arguments: Any
+    ) -> None:
+        directory.mkdir()
+        self.wanted = directory / "wanted"
+        os.mkfifo(self.wanted)
+        self._values: list[Any] = []
+        self._errors: list[BaseException] = []
+
+        def run() -> None:
+            request = self.wanted.read_text()  # waits for a writer
+            if not request:
+                return
+            try:
+                self._values += launch_in_places(
+                    function,
+                    [Place(environment=json.loads(request))],
+                    templates=templates,
+                    directory=directory,
+                    arguments=arguments,
+                )
+            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+                self._errors.append(error)
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+    def value(self) -> Any:
+        """What the function has returned; waits for its end."""
+        self.close()
+        if self._errors:
+            raise self._errors[0]
+        assert self._values, "no job has asked for it"
+        return self._values[0]
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            os.close(os.open(self.wanted, os.O_RDWR | os.O_NONBLOCK))  # nobody will ask any more
+        self._thread.join()
+
+
+class ExpectNewcomer(Protocol):
+    """The fixture `expect_newcomer`."""
+
+    def __call__(self, function: Callable[..., Any], **arguments: Any) -> Newcomer: ...
+
+
+@pytest.fixture
+def expect_newcomer(templates: Templates, tmp_path: Path) -> Iterator[ExpectNewcomer]:
+    """Has `function(0, 1, **arguments)` called in a new process when a job calls `ask_for`."""
+    expected: list[Newcomer] = []
+
+    def expect(function: Callable[..., Any], **arguments: Any) -> Newcomer:
+        expected.append(Newcomer(function, tmp_path / "newcomer", templates, **arguments))
+        return expected[-1]
+
+    yield expect
+    for newcomer in expected:
+        newcomer.close()
+
+
+def ask_for(wanted: str, environment: Mapping[str, str]) -> None:
+    """Have the newcomer of this path started, with these variables in its environment."""
+    Path(wanted).write_text(json.dumps(dict(environment)))
 
 
 def launcher_environment(rank: int, world_size: int) -> dict[str, str]:
@@ -35,13 +97,3 @@ def launcher_environment(rank: int, world_size: int) -> dict[str, str]:
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": os.environ[STORE_PORT_VARIABLE],
     }
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    call = loads(sys.argv[1])
-    call["function"](**call["arguments"])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,21 +1,18 @@
-"""The test's side of `ranks_support.template`: starts templates when they are first needed, and has
-ranks forked.
+"""The test's side of `ranks_support.template`: starts fork servers when they are first needed, and
+has ranks forked.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
+import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
 
+from offbeat.lab.forking import ForkedProcess, ForkServer
 from ranks_support.rank import Orders
 
 NUM_TEMPLATES = 2
@@ -24,89 +21,49 @@ the same order by chance.
 """
 
 
-class Forked:
-    """A rank's process, with as much of `subprocess.Popen` as a test needs. It is not this
-    process's child.
-    """
-
-    def __init__(self, status: IO[str]) -> None:
-        self._status = status
-        self._returncode: int | None = None
-        pid = status.readline()
-        assert pid, "the template has ended; what it printed says why"
-        self.pid = int(pid)
-
-    @property
-    def returncode(self) -> int:
-        assert self._returncode is not None, "wait comes first"
-        return self._returncode
-
-    def wait(self) -> None:
-        if self._returncode is None:
-            self._returncode = int(self._status.readline())
-            self._status.close()
-
-    def send_signal(self, number: signal.Signals) -> None:
-        if self._returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-class Template:
-    """A running one."""
+class Templates:
+    """The fork servers of a test session, started when the first rank is."""
 
     def __init__(self) -> None:
-        self._orders, theirs = socket.socketpair()
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONHASHSEED": str(int.from_bytes(os.urandom(2))),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
-        command = [sys.executable, "-m", "ranks_support.template", str(theirs.fileno())]
-        with theirs:
-            self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+        self._servers: list[ForkServer] = []
+        self._lock = threading.Lock()
+
+    def fork(
+        self,
+        orders: Orders,
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        namespace: Path | None = None,
+    ) -> ForkedProcess:
+        """Start a rank; it has `orders.result_fd` too from then on. With `namespace` it is in that
+        network namespace.
+        """
+        with (
+            self._lock,  # orders of several threads would mix
+            log.open("wb") as output,
+            Path(os.devnull).open("rb") as nothing,
+        ):
+            if not self._servers:
+                self._servers = [start() for _ in range(NUM_TEMPLATES)]
+            return self._servers[orders.rank % NUM_TEMPLATES].fork(
+                [json.dumps(asdict(orders))],
+                environment=environment,
+                stdin=nothing.fileno(),
+                output=output.fileno(),
+                descriptors=[orders.result_fd],
+                namespace=namespace,
             )
 
-    def fork(self, orders: Orders, environment: Mapping[str, str], log: Path) -> Forked:
-        """Start a rank; it has `orders.result_fd` too from then on."""
-        message = asdict(orders) | {"environment": dict(environment), "directory": str(Path.cwd())}
-        line = json.dumps(message).encode() + b"\n"
-        reading, writing = os.pipe()
-        status = os.fdopen(reading)
-        try:
-            with log.open("wb") as output:
-                sent = socket.send_fds(
-                    self._orders, [line], [orders.result_fd, output.fileno(), writing]
-                )
-            self._orders.sendall(line[sent:])
-        except BaseException:
-            status.close()
-            raise
-        finally:
-            os.close(writing)
-        return Forked(status)
-
     def close(self) -> None:
-        self._orders.close()
-        self._process.wait()
+        for server in self._servers:
+            server.close()
 
 
-class Templates:
-    """The templates of a test session, started when the first rank is."""
-
-    def __init__(self) -> None:
-        self._templates: list[Template] = []
-
-    def fork(self, orders: Orders, environment: Mapping[str, str], log: Path) -> Forked:
-        """Start a rank; it has `orders.result_fd` too from then on."""
-        if not self._templates:
-            self._templates = [Template() for _ in range(NUM_TEMPLATES)]
-        return self._templates[orders.rank % NUM_TEMPLATES].fork(orders, environment, log)
-
-    def close(self) -> None:
-        for template in self._templates:
-            template.close()
+def start() -> ForkServer:
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": str(int.from_bytes(os.urandom(2))),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    return ForkServer("ranks_support.template", environment)

@@ -9,9 +9,10 @@ import pytest
 
 from offbeat.lab.breakdown import Steps
 from offbeat.lab.comparison import Difference
+from offbeat.lab.lateness import lateness
 from offbeat.lab.statistics import Estimate
 from offbeat.report.data import Better, Curve, PageContent, RunResults, StrategyResults
-from offbeat.report.data_waiting import lateness
+from offbeat.report.data_waiting import lateness_sentence
 from offbeat.report.page_sections import Row, lateness_bars, rows, step_bars, traffic_bars
 
 NOTHING = np.empty(0)
@@ -127,11 +128,12 @@ def test_the_slow_worker_is_named() -> None:
     ready[3] = 0.21
     ready[1, 30] = 0.5
     ready[2, :5] = 9.0  # while starting up
-    late = lateness([run_with(ready)])
+    late = lateness([run_with(ready).steps])
     assert late
     assert late.slow_worker == 3
     assert (
-        late.sentence() == "Worker 3 was last in 98% of steps, 210 ms behind the first on average."
+        lateness_sentence(late)
+        == "Worker 3 was last in 98% of steps, 210 ms behind the first on average."
     )
     (bars,) = lateness_bars(report([contestant("a", 1.0, runs=[run_with(ready)])], []))
     assert [bar.mark for bar in bars.bars] == [False, False, False, True]
@@ -146,10 +148,10 @@ def test_of_many_workers_the_latest_are_shown() -> None:
 
 def test_lateness_that_goes_round_has_no_slow_worker() -> None:
     ready = 0.3 * np.tile(np.eye(4), 13)[:, :50]
-    late = lateness([run_with(ready)])
+    late = lateness([run_with(ready).steps])
     assert late
     assert late.slow_worker is None
-    assert late.sentence().startswith(
+    assert lateness_sentence(late).startswith(
         "No single worker is the slow one: none was last in more than 25% of steps."
     )
 
@@ -157,12 +159,15 @@ def test_lateness_that_goes_round_has_no_slow_worker() -> None:
 def test_who_comes_together_is_not_called_late() -> None:
     ready = np.zeros((2, 20))
     ready[1] = 0.001
-    late = lateness([run_with(ready)])
+    late = lateness([run_with(ready).steps])
     assert late
     assert late.slow_worker is None
-    assert late.sentence() == "Workers come together: the last one 1 ms after the first on average."
+    assert (
+        lateness_sentence(late)
+        == "Workers come together: the last one 1 ms after the first on average."
+    )
 
 
 @pytest.mark.parametrize("ready", [np.zeros((1, 5)), np.full((3, 5), np.nan), np.empty((3, 0))])
 def test_no_lateness_without_an_exchange(ready: np.ndarray) -> None:
-    assert lateness([run_with(ready)]) is None
+    assert lateness([run_with(ready).steps]) is None

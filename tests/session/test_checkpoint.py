@@ -19,6 +19,7 @@ from offbeat.session.checkpoint import (
     load,
     read_manifest,
     read_shard,
+    remove_partial,
     save,
     verify,
     write_checkpoint,
@@ -167,9 +168,45 @@ def test_a_writer_killed_at_any_point_leaves_the_previous_one(tmp_path: Path) ->
     with pytest.raises(Killed):
         write_checkpoint(tmp_path, {"x": 1}, step=20, rank=0, world_size=2, barrier=kill)
     assert latest(tmp_path).step == 10
+    left = tmp_path / ".partial-00000020"  # by one that had no time to remove its part
+    left.mkdir(exist_ok=True)
+    save(left, "rank-00001", {"x": 2})
     write(tmp_path, 20, world_size=1)  # the leftovers of the killed attempt are in nobody's way
     assert latest(tmp_path).world_size == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000020"]
+
+
+def without_room(path: Path) -> None:
+    """Let the disk be full for whoever writes the file `path`."""
+    path.parent.mkdir(exist_ok=True)
+    path.with_name(f".{path.name}.tmp").symlink_to("/dev/full")
+
+
+def test_a_full_disk_is_an_error_of_ours_and_leaves_nothing(tmp_path: Path) -> None:
+    save(tmp_path, "part", {"x": 1})
+    without_room(tmp_path / "part.safetensors")
+    with pytest.raises(CheckpointError, match="cannot write .* No space left .* make room"):
+        save(tmp_path, "part", {"x": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["part.safetensors"]
+    assert load(tmp_path, "part").tree == {"x": 1}
+
+
+def test_a_checkpoint_for_which_there_is_no_room_leaves_the_previous_one(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    without_room(tmp_path / ".partial-00000020" / "rank-00000.safetensors")
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_checkpoint(
+            tmp_path, {"x": 1}, step=20, rank=0, world_size=1, barrier=threading.Barrier(1).wait
+        )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000010"]
+
+
+def test_what_killed_writers_have_left_can_be_removed(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    (tmp_path / ".partial-00000020").mkdir()
+    save(tmp_path / ".partial-00000020", "rank-00001", {"x": 1})
+    remove_partial(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000010"]
 
 
 def test_a_step_that_has_a_checkpoint_keeps_it(tmp_path: Path) -> None:

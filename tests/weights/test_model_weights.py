@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from offbeat.errors import NonFiniteError
 from offbeat.transport.driver import Driver, Finished, Stream, Ticket
 from offbeat.transport.operations import AllGather, AllReduceTensor, Operation
-from offbeat.weights.model_weights import Pack, average_, choose_buffers, maximum_
+from offbeat.weights.model_weights import (
+    BufferNames,
+    ModelWeights,
+    Pack,
+    average_,
+    choose_buffers,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 
@@ -119,20 +125,47 @@ def test_the_mean_is_weighted_and_counts_only_those_who_have_something(
                 )
 
 
+def counted(*buffers: torch.Tensor) -> ModelWeights:
+    by_name = {str(number): buffer for number, buffer in enumerate(buffers)}
+    return ModelWeights(
+        parameters={}, buffers=lambda: by_name, chosen=BufferNames(counters=tuple(by_name))
+    )
+
+
+def average_counters(ranks: list[ModelWeights]) -> None:
+    noted = [weights.own_counters().tobytes() for weights in ranks]
+    for rank, weights in enumerate(ranks):
+        weights.average_(Rehearsed(rank, len(ranks), [noted]), Stream(0), weight=1.0)
+
+
 def test_counters_become_the_largest() -> None:
     ranks = [
-        [torch.tensor(3), torch.tensor([[1], [9]], dtype=torch.int32)],
-        [torch.tensor(5), torch.tensor([[2], [7]]).int()],
+        counted(torch.tensor(3), torch.tensor([[1], [9]], dtype=torch.int32)),
+        counted(torch.tensor(5), torch.tensor([[2], [7]], dtype=torch.int32)),
     ]
-    noted = []
-    for rank in range(2):
-        driver = Rehearsed(rank, 2)
-        maximum_([tensor.clone() for tensor in ranks[rank]], driver=driver, stream=Stream(0))
-        noted += driver.noted
-    for rank in range(2):
-        maximum_(ranks[rank], driver=Rehearsed(rank, 2, [noted]), stream=Stream(0))
-        assert [tensor.tolist() for tensor in ranks[rank]] == [5, [[2], [9]]]
-        assert [tensor.dtype for tensor in ranks[rank]] == [torch.int64, torch.int32]
+    average_counters(ranks)
+    for weights in ranks:
+        assert [buffer.tolist() for buffer in weights.buffers().values()] == [5, [[2], [9]]]
+        assert [b.dtype for b in weights.buffers().values()] == [torch.int64, torch.int32]
+
+
+def test_counters_are_never_more_than_any_rank_has_counted() -> None:
+    """Two ranks take turns in making more steps than the other."""
+    buffers = [torch.tensor(0), torch.tensor(0)]
+    ranks = [counted(buffer) for buffer in buffers]
+    steps = [0, 0]
+    for merge in range(6):
+        for rank in range(2):
+            for _ in range(3 if (rank + merge) % 2 else 1):
+                buffers[rank] += 1
+                steps[rank] += 1
+        if merge == 3:  # a resumption, with the saved buffers
+            states = [weights.counter_state() for weights in ranks]
+            ranks = [counted(buffer) for buffer in buffers]
+            for weights, state in zip(ranks, states, strict=True):
+                weights.load_counter_state(state)
+        average_counters(ranks)
+        assert [buffer.item() for buffer in buffers] == [max(steps)] * 2
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

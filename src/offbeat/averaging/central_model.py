@@ -5,7 +5,7 @@ moves with them.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,8 @@ class CentralModelAverage(Part):
     """In every step number `n period` adds alpha (z - x) to the weights x, and the sum over ranks
     of alpha (x - z) to z.
 
-    x is what the step began with, so that the sum travels beside the step.
+    x is what the step began with, so that the sum travels beside the step. Of statistics, z is the
+    plain mean over ranks, and a rank's own becomes (1 - alpha) x + alpha z.
 
     Args:
         weights: what is drawn together.
@@ -74,6 +75,9 @@ class CentralModelAverage(Part):
             for vector, central in zip(vectors, self._central, strict=True)
         ]
         travelling = [correction.clone() for correction in self._corrections]
+        tensors, sums = self._weights.tensors(), self._pack.views(travelling)
+        for position in self._weights.positions_of_statistics():
+            sums[position].copy_(tensors[position].detach())
         self._sums = [
             self._driver.launch(dense_all_reduce(total), self._stream.next())
             for total in travelling
@@ -92,10 +96,11 @@ class CentralModelAverage(Part):
         totals = [pending.wait() for pending in self._sums]
         begin_s = time.perf_counter()
         self._sums = []
+        tensors = self._weights.tensors()
+        self._draw_statistics(tensors, totals)
         for central, moved, total in zip(self._central, self._moved, totals, strict=True):
             moved.mul_(self._momentum).add_(total)
             central.add_(moved)
-        tensors = self._weights.tensors()
         frozen = [
             name in self._weights.parameters and not self._weights.parameters[name].requires_grad
             for name in self._weights.names
@@ -110,6 +115,23 @@ class CentralModelAverage(Part):
                 real.sub_(view.to(real.dtype))
         self._num_averages += 1
         self._encode_s += time.perf_counter() - begin_s
+
+    def _draw_statistics(
+        self, tensors: Sequence[torch.Tensor], totals: Sequence[torch.Tensor]
+    ) -> None:
+        """Draw statistics to their central values, replace these by the means, and leave no change
+        of either in `totals` and the corrections. All terms are plain means, which stay in range.
+        """
+        central, sums, moved, corrections = (
+            self._pack.views(vectors)
+            for vectors in (self._central, totals, self._moved, self._corrections)
+        )
+        for position in self._weights.positions_of_statistics():
+            tensor, centre = tensors[position], central[position]
+            tensor.copy_((1 - self._alpha) * tensor.to(centre.dtype) + self._alpha * centre)
+            centre.copy_(sums[position] / self._driver.world_size)
+            for difference in (sums[position], moved[position], corrections[position]):
+                difference.zero_()
 
     def _begin(self) -> None:
         if not self._central:

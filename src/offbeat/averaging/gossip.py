@@ -17,11 +17,12 @@ from offbeat.parts.part import Part
 from offbeat.planning.topologies import GossipPeers
 from offbeat.transport.driver import Driver, Pending, Stream
 from offbeat.weights.model_weights import ModelWeights, Pack, require_finite
+from offbeat.weights.statistics import merge_statistics
 
 
 class NeighbourAverage(Part):
     """In every step, adds to the weights how far their neighbours' mean lay from them when the step
-    began.
+    began. Statistics take the mean itself.
 
     Weights leave as soon as backward begins, and their neighbours' are waited for when the
     optimizer has stepped, so they travel while gradients are computed.
@@ -61,11 +62,18 @@ class NeighbourAverage(Part):
 
     @override
     def on_after_step(self) -> None:
-        mean = self._launch().wait()
+        blocks = self._launch().wait()
         self._pending = None
         begin_s = time.perf_counter()
-        changes = [_like(block, sent) - sent for block, sent in zip(mean, self._sent, strict=True)]
-        self._pack.add_(changes, self._weights.tensors())
+        means = [_like(block, sent) for block, sent in zip(blocks, self._sent, strict=True)]
+        changes = [mean - sent for mean, sent in zip(means, self._sent, strict=True)]
+        tensors = self._weights.tensors()
+        before, mean_views, change_views = map(self._pack.views, (self._sent, means, changes))
+        for position in self._weights.positions_of_statistics():
+            change_views[position].zero_()  # a statistic is not moved by a difference
+            now = tensors[position].to(before[position].dtype)
+            tensors[position].copy_(merge_statistics(now, mean_views[position], before[position]))
+        self._pack.add_(changes, tensors)
         self._sent = []
         self._num_rounds += 1
         self._encode_s += time.perf_counter() - begin_s
@@ -103,7 +111,8 @@ class PushSum(Part):
     holds z = x / w.
 
     The optimizer moves z, and x moves by as much. What x has beyond z is kept apart; it is nothing
-    as long as w is 1 and parameters are not of half precision.
+    as long as w is 1 and parameters are not of half precision. A statistic has nothing beyond: its
+    x is w z.
 
     Args:
         weights: what is averaged.
@@ -141,8 +150,16 @@ class PushSum(Part):
         begin_s = time.perf_counter()
         tensors = self._weights.tensors()
         x = self._pack.vectors(tensors)
+        views = self._pack.views(x)
+        statistics = [
+            (views[position], views[position] * self._weight)
+            for position in self._weights.positions_of_statistics()
+        ]
         for vector, beyond in zip(x, self._beyond or [], strict=self._beyond is not None):
             vector.add_(beyond)
+        # A statistic is not moved by a difference: its x is what the model holds, w times.
+        for view, weighted in statistics:
+            view.copy_(weighted)
         require_finite(x, rank=self._driver.rank)
         round_ = push_sum(self._peers(self._num_rounds), _blocks(x), self._weight)
         exchange = self._driver.launch(round_, self._stream.next())

@@ -86,6 +86,9 @@ def main() -> None:
 
 def start() -> None:
     """`main` in a process of its own."""
+    from offbeat.lab.interrupts import exit_at_stop_signals
+
+    exit_at_stop_signals()
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # torch warns of every host that has no name

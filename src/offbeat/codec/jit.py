@@ -23,8 +23,9 @@ COMPILED: list[Callable[..., object]] = []
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Compiled on first use for each combination of types, kept in numba's cache on disk; runs
-    without the GIL.
+    """Compiled on first use for each combination of types; runs without the GIL.
+
+    Kept in numba's cache on disk, which is pickle: docs/security.md says where it lies.
     """
     compiled = cast(Callable[P, R], numba.njit(nogil=True, cache=True)(function))
     COMPILED.append(compiled)

@@ -142,6 +142,12 @@ class ErrorFeedback:
         add_owed(self._residual, owed)
         return free.zero_()
 
+    def owe(self, owed: Sparse) -> None:
+        """Add `owed` to the residual, after `commit`: what was lost on the way from the sum to the
+        gradient.
+        """
+        add_owed(self._residual, owed)
+
     def commit_all(self) -> None:
         """All of acc was sent: nothing is owed but what rounding to half precision lost.
 

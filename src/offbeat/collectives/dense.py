@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from offbeat.errors import WireError
 from offbeat.planning.costs import NetworkCosts
 from offbeat.transport.operations import AllGather, AllReduceTensor, Broadcast, Collective
 
@@ -27,9 +28,20 @@ def dense_broadcast(tensor: torch.Tensor, root: int) -> Collective[torch.Tensor]
 
 
 def gather_values(value: Any) -> Collective[list[Any]]:
-    """Every rank's `value`, of JSON's kinds, by rank: to agree on something, not to train."""
+    """Every rank's `value`, of JSON's kinds, by rank: to agree on something, not to train. Raises
+    `WireError` for what is no JSON.
+    """
     payloads = yield AllGather(json.dumps(value).encode())
-    return [json.loads(bytes(payload)) for payload in payloads]
+    values = []
+    for rank, payload in enumerate(payloads):
+        try:
+            values.append(json.loads(bytes(payload)))
+        except (ValueError, RecursionError) as error:
+            raise WireError(
+                f"rank {rank} sent {bytes(payload[:80])!r} where JSON was due; do all ranks run the"
+                " same offbeat?"
+            ) from error
+    return values
 
 
 def cost_s(*, world_size: int, num_bytes: int, network: NetworkCosts) -> float:

@@ -5,7 +5,7 @@ across a resume.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import Exact
-from offbeat.collectives import dense, sparse_reduce_scatter, topk_allgather
+from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
 from offbeat.collectives.base import CostOf
 from offbeat.collectives.probe import probe
 from offbeat.parts.part import Part
@@ -25,7 +25,13 @@ SPARSE_COSTS: Mapping[str, CostOf] = {
     "reduce_scatter": sparse_reduce_scatter.cost_s,
     "all_gather": topk_allgather.cost_s,
 }
-"""What `collective="auto"` chooses among, beside the dense all-reduce."""
+"""Of the sparse collectives among which `collective="auto"` chooses."""
+
+COSTS: Mapping[str, CostOf] = {**SPARSE_COSTS, "tree": gtopk_tree.cost_s}
+"""Of all sparse collectives."""
+
+BY_ITSELF = frozenset({*SPARSE_COSTS, "dense"})
+"""What `collective="auto"` chooses among."""
 
 SAMPLE_ELEMENTS = 1 << 20
 
@@ -45,26 +51,52 @@ class BucketKind:
     pair_bytes: int
 
 
+def _ignore(remark: str) -> None:
+    """For a caller that only asks for costs."""
+
+
 class CheapestCollective(Part):
     """The part behind `collective="auto"`.
 
     The choice steers the numbers that training sees, so it is state: a resumed run uses the
     measurements of the first one.
+
+    Args:
+        network: what the links were measured to cost.
+        world_size: number of ranks.
+        among: names of the collectives to choose from, "dense" among them.
+        notify: is told that dense was chosen.
+        inform: is told which sparse collective was chosen.
     """
 
     state_key: ClassVar[str] = "collective_choice"
 
     def __init__(
-        self, network: NetworkCosts, *, world_size: int, notify: Callable[[str], None]
+        self,
+        network: NetworkCosts,
+        *,
+        world_size: int,
+        among: Collection[str] = BY_ITSELF,
+        notify: Callable[[str], None] = _ignore,
+        inform: Callable[[str], None] = _ignore,
     ) -> None:
         self.network = network
         self._world_size = world_size
+        self._among = among
         self._notify = notify
-        self._told: set[tuple[int, int]] = set()
+        self._inform = inform
+        self._told: set[tuple[int, str]] = set()
 
     @classmethod
     def measure(
-        cls, driver: Driver, stream: Stream, *, sample: torch.Tensor, notify: Callable[[str], None]
+        cls,
+        driver: Driver,
+        stream: Stream,
+        *,
+        sample: torch.Tensor,
+        among: Collection[str] = BY_ITSELF,
+        notify: Callable[[str], None] = _ignore,
+        inform: Callable[[str], None] = _ignore,
     ) -> CheapestCollective:
         """Probe the links. Collective.
 
@@ -72,13 +104,14 @@ class CheapestCollective(Part):
             driver: carries the probe out.
             stream: channels for it.
             sample: any tensor of the gradients' dtype and device.
-            notify: for remarks.
+            among, notify, inform: as of the class.
         """
         select_s = _select_s_per_element(sample)
         work = probe(
             driver.rank, driver.world_size, select_s_per_element=select_s, device=sample.device
         )
-        return cls(driver.run(work, stream.next()), world_size=driver.world_size, notify=notify)
+        network = driver.run(work, stream.next())
+        return cls(network, world_size=driver.world_size, among=among, notify=notify, inform=inform)
 
     def costs_s(self, bucket: BucketKind, k: int) -> dict[str, float]:
         """Expected seconds of one exchange, by collective."""
@@ -93,29 +126,34 @@ class CheapestCollective(Part):
                     network=self.network,
                 )
             )
-            for name, cost in SPARSE_COSTS.items()
+            for name, cost in COSTS.items()
+            if name in self._among
         }
         num_bytes = bucket.num_elements * bucket.element_bytes
-        return costs | {
-            "dense": dense.cost_s(
-                world_size=self._world_size, num_bytes=num_bytes, network=self.network
-            )
-        }
+        costs["dense"] = dense.cost_s(
+            world_size=self._world_size, num_bytes=num_bytes, network=self.network
+        )
+        return costs
 
     def choose(self, bucket: BucketKind, k: int) -> str:
-        """The cheapest collective's name. Says so, once, when that is the dense one."""
+        """The cheapest collective's name. Says so, once for each name and size of bucket."""
         costs = self.costs_s(bucket, k)
         name = cheapest(costs)
-        if name == "dense" and (bucket.num_elements, k) not in self._told:
-            self._told.add((bucket.num_elements, k))
+        if (bucket.num_elements, name) not in self._told:
+            self._told.add((bucket.num_elements, name))
             others = ", ".join(
-                f"{other} {cost * 1e3:.2f} ms" for other, cost in costs.items() if other != "dense"
+                f"{other} {cost * 1e3:.2f} ms" for other, cost in costs.items() if other != name
             )
-            self._notify(
-                f'collective="auto" chose dense for {bucket.num_elements:,} elements at k={k:,}:'
-                f" {costs['dense'] * 1e3:.2f} ms expected against {others}. On these links, at this"
-                " size, plain S-SGD is the better choice"
+            choice = (
+                f'collective="auto" chose {name} for {bucket.num_elements:,} elements at k={k:,}:'
+                f" {costs[name] * 1e3:.2f} ms expected against {others}"
             )
+            if name == "dense":
+                self._notify(
+                    f"{choice}. On these links, at this size, plain S-SGD is the better choice"
+                )
+            else:
+                self._inform(choice)
         return name
 
     @override

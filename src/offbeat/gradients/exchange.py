@@ -32,7 +32,9 @@ from typing_extensions import override
 from offbeat.codec.tally import Tally
 from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.parts.gradient_norm import clip_gradients_
 from offbeat.parts.part import Part
 
 
@@ -130,6 +132,9 @@ class GradientExchange(Part):
             has.
         launch_order: decides when a bucket that is ready is launched, where other collectives are
             under way beside the buckets; None: at once.
+        clipping: of each rank's gradient before it is sent, where buckets keep what they do not
+            send; None: they keep nothing, and the mean is what is clipped.
+        agree_on: makes one number of all ranks' numbers, to clip the mean by. Collective.
     """
 
     state_key: ClassVar[str] = "gradients"
@@ -145,8 +150,13 @@ class GradientExchange(Part):
         notify: Callable[[str], None],
         weight: float = 1.0,
         launch_order: LaunchOrder | None = None,
+        clipping: LocalClipping | None = None,
+        agree_on: Callable[[float], float] = lambda value: value,
     ) -> None:
         self.counts = counts
+        self._agree_on = agree_on
+        self._clipping = clipping
+        self._clips = clipping is not None and clipping.is_on
         self._launch_order = launch_order or LaunchOrder()
         self._listeners: list[ExchangeListener] = []
         self._pairs = list(pairs)
@@ -227,6 +237,9 @@ class GradientExchange(Part):
         # The last bucket waits for the end of backward, so that its tally can still say that this
         # rank failed.
         # Buckets are launched in one order on every rank, because dense operations match by order.
+        # Where the whole gradient is clipped, none may leave before all are there.
+        if self._clips:
+            return
         while self._num_launched < len(self._pairs) - 1 and self._ready[self._num_launched].all():
             self._launch_next()
 
@@ -273,6 +286,8 @@ class GradientExchange(Part):
     # One exchange
 
     def _exchange(self, *, failed: bool = False) -> None:
+        if self._clips and not failed:
+            self._clip_gradients()
         while self._num_launched < len(self._pairs):
             self._launch_next(failed=failed)
         # All buckets are waited for before any is committed: the step counts only if it is good on
@@ -300,6 +315,14 @@ class GradientExchange(Part):
             self.counts.skipped_in_a_row = 0
             for b, tally in enumerate(tallies):
                 self._publish_grads(b, tally)
+
+    def _clip_gradients(self) -> None:
+        assert self._clipping is not None
+        for b, ready in enumerate(self._ready):
+            for position in np.flatnonzero(~ready).tolist():
+                self._copy_in(b, position)
+        flats = [bucket.flat for bucket, _ in self._pairs]
+        self._clipping.clip_(flats, grad_scale=self._grad_scale())
 
     def _launch_next(self, *, failed: bool = False) -> None:
         """Launch the next bucket in order, with whatever of its gradients is there."""
@@ -411,6 +434,21 @@ class GradientExchange(Part):
                 self._published[b][:] = True
                 for position, parameter in enumerate(bucket.parameters):
                     parameter.grad = bucket.views[position]
+
+    @override
+    def clip_gradients(self, max_norm: float) -> float:
+        if self._clipping is not None:
+            self._clipping.check(max_norm)
+            return self._clipping.norm
+        # The mean is the same on all ranks, and its norm need not be: how a sum is rounded depends
+        # on the number of threads and on the processor.
+        placed = {
+            index: parameter
+            for bucket, _ in self._pairs
+            for index, parameter in zip(bucket.indices, bucket.parameters, strict=True)
+        }
+        parameters = [placed[index] for index in sorted(placed)]
+        return clip_gradients_(parameters, max_norm, agree_on=self._agree_on)
 
     @override
     def counters(self) -> dict[str, float]:

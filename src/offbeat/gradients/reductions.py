@@ -19,6 +19,7 @@ from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged, SparseCollective
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.transport.driver import Driver, Pending, Stream
 
 _EXACT = (torch.float32, torch.float64)
@@ -104,6 +105,7 @@ class SparseReduction:
         stream: this bucket's channels.
         wire: layout of the messages.
         plan: called once for each exchange, at the same point on all ranks.
+        watch: looks at the residual after each exchange of entries; None: nobody does.
     """
 
     def __init__(
@@ -115,8 +117,11 @@ class SparseReduction:
         stream: Stream,
         wire: Wire,
         plan: Callable[[], ExchangePlan],
+        watch: ResidualWatch | None = None,
     ) -> None:
         self.encode_s = 0.0
+        self._watch = watch
+        self._k = 0
         self._bucket = bucket
         self._feedback = feedback
         self._driver = driver
@@ -133,7 +138,7 @@ class SparseReduction:
 
     def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
         plan = self._plan()
-        self._grad_scale = grad_scale
+        self._grad_scale, self._k = grad_scale, plan.k
         self._staged = not tally.num_failed
         self._pending = None
         begin_s = time.perf_counter()
@@ -176,13 +181,16 @@ class SparseReduction:
             exchanged = self._pending.wait()  # which is over
             flat, kept = self._feedback.commit(exchanged.owed), exchanged.kept
             indices = torch.from_numpy(kept.indices).to(flat.device)
-            flat[indices] = torch.from_numpy(kept.values * factor).to(
-                device=flat.device, dtype=flat.dtype
-            )
+            mean = torch.from_numpy(kept.values * factor).to(flat.dtype)
+            flat[indices] = mean.to(flat.device)
+            if mean.dtype not in _EXACT:
+                self._owe_rounding(kept, mean, factor)
+            if self._watch is not None:
+                self._watch.after_exchange(self._feedback.residual, self._k)
             hit = np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1
         else:
             self._feedback.commit_all()
-            flat = self._bucket.flat.mul_(factor)
+            flat = self._scale_sum(self._bucket.flat, factor)
             unused = np.flatnonzero(~self._tally.used).tolist()
             hit = np.array(
                 [position for position in unused if self._bucket.views[position].any()],
@@ -191,6 +199,37 @@ class SparseReduction:
         self._tally.used[hit] = True
         self.encode_s += time.perf_counter() - begin_s
         return flat
+
+    # Half precision rounds the mean. All ranks round alike, so what an entry loses is owed by one
+    # of them, the entry's index modulo P: one rank's residual reaches the largest entries sooner
+    # than the same divided among all.
+
+    def _owe_rounding(self, kept: Sparse, mean: torch.Tensor, factor: float) -> None:
+        mine = kept.indices % self._driver.world_size == self._driver.rank
+        shown = mean.double().numpy()[mine]
+        # A mean that overflows is not applied: a GradScaler skips the step and lowers its scale.
+        shown[~np.isfinite(shown)] = 0
+        lost = kept.values[mine] - shown / factor
+        self._feedback.owe(
+            Sparse(
+                indices=kept.indices[mine],
+                values=lost.astype(kept.values.dtype),
+                num_elements=kept.num_elements,
+            )
+        )
+
+    def _scale_sum(self, total: torch.Tensor, factor: float) -> torch.Tensor:
+        """`total` times `factor`, in place. What the backends' sum has rounded is not known to
+        anybody, and lost as with plain S-SGD.
+        """
+        if total.dtype in _EXACT:
+            return total.mul_(factor)
+        mine = slice(self._driver.rank, None, self._driver.world_size)
+        before = total[mine].float()
+        total.mul_(factor)
+        shown = total[mine].float().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self._feedback.residual[mine] += before - shown / factor
+        return total
 
     def discard(self) -> None:
         if self._staged:

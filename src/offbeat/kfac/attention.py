@@ -62,6 +62,10 @@ class _WatchedAttention(nn.MultiheadAttention):
     def _get_name(self) -> str:
         return nn.MultiheadAttention.__name__
 
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        # Copies, and what is pickled, are attentions of PyTorch's class.
+        return object.__new__, (nn.MultiheadAttention,), vars(self).copy()
+
 
 def watch(module: nn.MultiheadAttention, observer: ProjectionObserver) -> None:
     """Show each projection in forward passes with gradients to `observer`, in the order

@@ -14,6 +14,11 @@ What is counted, and what is not:
   without gradients at first, is recorded when its gradient comes.
 - Gradients are taken at the output itself, before any operation changes it in place, and are
   unscaled under AMP.
+- A pass has as many terms as reach the loss, for all of its blocks: a layer's own inputs may have
+  no batch dimension, as those of position embeddings, or fold something else into it. They are
+  counted where gradients enter the model's output. A model that returns the loss itself has them
+  counted at the block whose gradient comes first. Where each position is a term, one whose
+  gradient is all zeros, such as padding, is none.
 - Layers that were not used get an increment of weight 0.
 - Where examples are sub-sampled, both factors look at the same ones, every n-th of each batch; the
   next step with factors begins at the next one. Means and weights are of what was looked at, so
@@ -41,7 +46,8 @@ from torch import nn
 from offbeat.kfac.attention import Projections, unwatch, watch
 from offbeat.kfac.blocks import Block, Moment, Side
 from offbeat.kfac.options import FactorOptions
-from offbeat.torch_private import NO_BACKWARD_PASS, current_backward_pass
+from offbeat.parts.module_hook import ModuleHook
+from offbeat.torch_private import NO_BACKWARD_PASS, current_backward_pass, tensors_in
 
 
 class Increment(NamedTuple):
@@ -58,29 +64,18 @@ class Increment(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Terms:
-    """Terms of the loss since the last `take`, and how many of them were looked at."""
-
-    num: int = 0
-    num_seen: int = 0
-    of_pass: tuple[int, int] = (0, 0)
-    number_of_pass: int = -1
-
-    def count(self, num: int, num_seen: int, number_of_pass: int) -> None:
-        """A pass has as many terms as the widest of its calls; passes add up."""
-        before = self.of_pass if number_of_pass == self.number_of_pass else (0, 0)
-        self.of_pass, self.number_of_pass = max(before, (num, num_seen)), number_of_pass
-        self.num += self.of_pass[0] - before[0]
-        self.num_seen += self.of_pass[1] - before[1]
-
-
-@dataclass(slots=True)
 class _Sums:
-    """What one block has seen since the last `take`."""
+    """What one block has seen since the last `take`.
+
+    Attributes:
+        inputs, outputs: sums of a a^T and g g^T.
+        terms: by forward pass of the root, how many terms of the loss the block's inputs seem to
+            belong to, and how many of them were looked at, in the widest of its calls.
+    """
 
     inputs: Moment | None = None
     outputs: Moment | None = None
-    terms: _Terms = field(default_factory=_Terms)
+    terms: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class Capture:
@@ -118,7 +113,8 @@ class Capture:
         self._warn, self._grad_scale, self._added = warn, grad_scale, added
         self._sums = [_Sums() for _ in blocks]
         self._pass = 0
-        self._handles: list[Any] = [model.register_forward_pre_hook(self._counting(model))]
+        self._terms_in_loss: dict[int, int | torch.Tensor] = {}  # by forward pass of the root
+        self._handles: list[Any] = self._hook_root(model)
         self._watched: list[nn.MultiheadAttention] = []
         for module in model.modules():
             if isinstance(module, nn.MultiheadAttention):
@@ -151,19 +147,20 @@ class Capture:
         """See nothing more, and forget what was not taken."""
         self.phase = None
         self._sums = [_Sums() for _ in self._blocks]
+        self._terms_in_loss = {}
 
     def take(self, index: int, side: Side) -> Increment:
         """What was added to a factor of block `index` since the last time. Take "input" first:
         "output" ends the step.
         """
         block, sums = self._blocks[index], self._sums[index]
-        terms = sums.terms
+        num_terms, num_seen = self._count_terms(sums)
         if side == "input":
             moment, sums.inputs = sums.inputs, None
         else:
             moment, sums.outputs = sums.outputs, None
-            sums.terms = _Terms()
-        if moment is None or block.name in self.retired or not (moment.num_rows and terms.num_seen):
+            sums.terms = {}
+        if moment is None or block.name in self.retired or not (moment.num_rows and num_seen):
             weight = block.weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
             return Increment(
@@ -173,8 +170,19 @@ class Capture:
             return Increment(moment.packed.div_(moment.num_rows), float(moment.num_rows))
         # The backward pass delivers the gradient of a mean over all terms: each term's own gradient
         # is that times the number of terms, and G is a product of two of them.
-        scale = terms.num if self._options.loss == "mean" else 1
-        return Increment(moment.packed.mul_(scale**2 / terms.num_seen), float(terms.num_seen))
+        scale = num_terms if self._options.loss == "mean" else 1
+        return Increment(moment.packed.mul_(scale**2 / num_seen), num_seen)
+
+    def _count_terms(self, sums: _Sums) -> tuple[float, float]:
+        """Terms of the loss in the passes that a block took part in, and how many of them it looked
+        at. While the loss is not known the block's own inputs are counted.
+        """
+        num_terms = num_seen = 0.0
+        for number, (own, own_seen) in sums.terms.items():
+            in_loss = float(self._terms_in_loss.get(number, own))
+            num_terms += in_loss
+            num_seen += in_loss * own_seen / max(own, 1)
+        return num_terms, num_seen
 
     # Called while the model runs
 
@@ -211,13 +219,15 @@ class Capture:
         recomputing = _inside_backward()
         # Inputs are kept only where they are needed: keeping them would undo what checkpoints save.
         kept = inputs.detach() if recomputing or self._blocks[index].masks_outputs else None
-        dim = self._blocks[index].example_dim(inputs)
+        dim, number = self._blocks[index].example_dim(inputs), self._pass
 
         def saw_gradient(gradient: torch.Tensor) -> None:
             if self.phase is not None:
                 if recomputing and kept is not None:
                     self._add_inputs(index, kept, num_terms)
-                self._add_gradient(index, select(gradient), kept, dim)
+                gradient = select(gradient)
+                self._saw_first_gradient(number, index, gradient)
+                self._add_gradient(index, gradient, kept, dim)
 
         output.register_hook(saw_gradient)
 
@@ -249,6 +259,40 @@ class Capture:
             return False
         return True
 
+    def _watch_loss(self, output: Any) -> None:
+        """Count the terms of this pass when the gradient of the model's output comes. Of several
+        outputs the first one with terms is the one that counts.
+        """
+        number = self._pass
+        for tensor in tensors_in(output):
+            if tensor.ndim > 1 and tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(lambda gradient: self._saw_loss_gradient(number, gradient))
+                return
+
+    def _saw_loss_gradient(self, number: int, gradient: torch.Tensor) -> None:
+        """Where the model's output is laid out as no block's inputs are, it says nothing."""
+        if self._options.loss_terms == "position":
+            num_terms = gradient.shape[:-1].numel()
+        else:
+            num_terms = gradient.shape[min(self._options.batch_dim, gradient.ndim - 2)]
+        own = [sums.terms[number][0] for sums in self._sums if number in sums.terms]
+        if self.phase is not None and num_terms in own:
+            self._terms_in_loss[number] = self._without_padding(num_terms, gradient)
+
+    def _saw_first_gradient(self, number: int, index: int, gradient: torch.Tensor) -> None:
+        """Of all blocks, the one whose gradient comes first in a pass is nearest to the loss."""
+        terms = self._sums[index].terms
+        if number in terms and number not in self._terms_in_loss:
+            self._terms_in_loss[number] = self._without_padding(terms[number][0], gradient)
+
+    def _without_padding(self, num_terms: int, gradient: torch.Tensor) -> int | torch.Tensor:
+        """How many of the terms get a gradient, if each position is one; a tensor, so that nobody
+        waits for it yet.
+        """
+        if self._options.loss_terms == "example" or gradient.shape[:-1].numel() != num_terms:
+            return num_terms
+        return gradient.any(dim=-1).count_nonzero()
+
     def _add_inputs(self, index: int, inputs: torch.Tensor, num_terms: int | None) -> None:
         began_s, block, sums = time.monotonic(), self._blocks[index], self._sums[index]
         num_terms, dim = (
@@ -262,7 +306,8 @@ class Capture:
         num_seen = (
             num_terms if dim is None else num_terms // max(inputs.shape[dim], 1) * seen.shape[dim]
         )
-        sums.terms.count(num_terms, num_seen, self._pass)
+        # A pass has as many terms as the widest of its calls.
+        sums.terms[self._pass] = max(sums.terms.get(self._pass, (0, 0)), (num_terms, num_seen))
         self._added(index, "input", began_s)
 
     def _add_gradient(
@@ -286,18 +331,19 @@ class Capture:
         stride = max(min(self._options.sample_stride, tensor.shape[dim]), 1)
         return tensor[(*[slice(None)] * dim, slice(self.phase % stride, None, stride))]
 
-    # Hooks are plain functions, which `copy.deepcopy` of a model shares and does not follow; copies
-    # of modules are passed over.
-
-    def _counting(self, model: nn.Module) -> Callable[..., None]:
-        number = id(model)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _hook_root(self, model: nn.Module) -> list[Any]:
         def begins(module: nn.Module, args: Any) -> None:
-            if id(module) == number and not _inside_backward():
+            if not _inside_backward():
                 self._pass += 1
 
-        return begins  # type: ignore[no-any-return]
+        def ends(module: nn.Module, args: Any, output: Any) -> None:
+            if self.phase is not None and not _inside_backward():
+                self._watch_loss(output)
+
+        return [
+            model.register_forward_pre_hook(ModuleHook(model, begins)),
+            model.register_forward_hook(ModuleHook(model, ends)),
+        ]
 
     def _watch(self, module: nn.MultiheadAttention) -> None:
         inside = {
@@ -310,21 +356,15 @@ class Capture:
             self._watched.append(module)
 
     def _hook(self, module: nn.Module, index: int) -> list[Any]:
-        number = id(module)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if id(module) == number:
-                self.saw_inputs(index, args[0] if args else kwargs["input"])
+            self.saw_inputs(index, args[0] if args else kwargs["input"])
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if id(module) == number:
-                self.saw_output(index, args[0] if args else kwargs["input"], output)
+            self.saw_output(index, args[0] if args else kwargs["input"], output)
 
         return [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True),
+            module.register_forward_pre_hook(ModuleHook(module, before), with_kwargs=True),
+            module.register_forward_hook(ModuleHook(module, after), with_kwargs=True),
         ]
 
 

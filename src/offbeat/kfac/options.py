@@ -27,7 +27,8 @@ class FactorOptions:
             them first. Convolutions and embeddings always expand.
         loss_terms: what one term of the loss is. "example": the batch dimension counts. "position":
             each position of a sequence has a loss of its own, as in language models; needs
-            "expand". It scales the gradients' factors only.
+            "expand". The mean is then over the positions that get a gradient, so that padding
+            (`ignore_index`) is no term. It scales the gradients' factors only.
         batch_dim: which dimension of the input of a Linear or Embedding counts examples; 0, or 1
             where time comes first. MultiheadAttention knows by its own `batch_first`.
         sample_stride: of the examples of each batch every n-th is looked at, >= 1; 1 looks at all.

@@ -18,13 +18,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
 from typing_extensions import override
 
+from offbeat.errors import UnsupportedError
 from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.reductions import launch_sums
 from offbeat.kfac.blocks import Block, slots_of
 from offbeat.kfac.eigen import form_of
 from offbeat.kfac.exchange.accumulator import FactorAccumulator
@@ -37,6 +39,13 @@ from offbeat.kfac.planning.inverse_order import InverseBatch
 from offbeat.parts.part import Part, PartState
 from offbeat.parts.profile import FactorAssignment, StepProfile
 from offbeat.transport.driver import Driver, Stream
+
+_WHY_UNSEEN: Final = (
+    "Hooks do not run where the model was compiled and called before attach(): attach first, or"
+    " call torch.compiler.reset() after it. Nor do they where a layer's weight is used without"
+    " calling the layer, as in F.linear(x, layer.weight)"
+)
+_MOST_NAMES: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +85,7 @@ class KFACPart(Part):
         stream: the channels of everything that is sent here.
         grad_scale: by what factor gradients are scaled at the moment (AMP).
         notify: puts a remark where the user will see it.
+        warn: says what changes the meaning of the run.
 
     Attributes:
         blocks: as given.
@@ -103,7 +113,9 @@ class KFACPart(Part):
         stream: Stream,
         grad_scale: Callable[[], float],
         notify: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> None:
+        self._stream, self._warn, self._is_checked = stream, warn, False
         self.blocks, self.slots = blocks, slots_of(blocks)
         self.wait_s = 0.0
         self._settings, self._planner, self._driver = settings, planner, driver
@@ -164,6 +176,11 @@ class KFACPart(Part):
         self.scheduler.is_training_pass = trains
 
     @override
+    def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
+        if not self._is_checked:
+            self.scheduler.saw_gradient(index)
+
+    @override
     def on_before_update(self) -> None:
         """Precondition the gradients, once what this step brought has been taken in."""
         if not self.scheduler.is_good:
@@ -171,6 +188,8 @@ class KFACPart(Part):
         inverses, step = self.preconditioner.inverses, self.scheduler.step
         inverts = self._settings.has_inversions(step) or self.preconditioner.is_stale
         has_factors = self.scheduler.pop_has_sent()
+        if has_factors and not self._is_checked:
+            self._check_what_was_seen()
         if inverts:
             inverses.start(self.accumulator.inversion_task)
         if has_factors:
@@ -181,6 +200,35 @@ class KFACPart(Part):
         if has_factors and (plan := self.scheduler.learn()) is not None:
             self._adopt(plan)
         self.preconditioner.precondition(self.scheduler.retired)
+
+    def _check_what_was_seen(self) -> None:
+        """Name the blocks whose weights got gradients while nobody saw their inputs and outputs.
+        Collective, and all ranks conclude the same: when one raises, none is left waiting.
+        """
+        counts = torch.zeros(2, len(self.blocks), dtype=torch.float64)
+        for index, seen in self.scheduler.blocks_seen().items():
+            counts[:, index] = torch.tensor(seen)
+        for pending in launch_sums(self._driver, self._stream, counts):
+            pending.wait()
+        in_use, seen = (counts > 0).tolist()
+        if not any(in_use):
+            return  # no rank had a batch: look again in the next step with factors
+        self._is_checked = True
+        unseen = [
+            block.name
+            for block, is_used, is_seen in zip(self.blocks, in_use, seen, strict=True)
+            if is_used and not is_seen
+        ]
+        if len(unseen) == sum(in_use):
+            raise UnsupportedError(
+                f"K-FAC has seen no layer of this model at work, although their weights have"
+                f" gradients: {_listed(unseen)}. {_WHY_UNSEEN}"
+            )
+        if unseen:
+            self._warn(
+                f"K-FAC has not seen {_listed(unseen)} at work, although their weights have"
+                f" gradients, so they get plain gradients. {_WHY_UNSEEN}"
+            )
 
     def _take_in(self, *, inverts: bool) -> None:
         """Wait for the sums and average them over time. What can be inverted by then is inverted
@@ -290,3 +338,9 @@ class KFACPart(Part):
         """Take the hooks out."""
         self._spans.close()
         self.scheduler.close()
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    listed = ", ".join(map(repr, names[:_MOST_NAMES]))
+    return f"{listed} and {more} more" if more > 0 else listed

@@ -16,6 +16,7 @@ from offbeat.lab.breakdown import Steps, read_steps
 from offbeat.lab.comparison import Comparison, Difference, Measure
 from offbeat.lab.factor_work import FactorWork, factor_work
 from offbeat.lab.findings import findings, verdict
+from offbeat.lab.lateness import lateness
 from offbeat.lab.profiles import read_profiles
 from offbeat.lab.records import Evaluation, Record, Summary
 from offbeat.lab.statistics import Estimate, compare, estimate
@@ -78,7 +79,7 @@ def analyse(directory: Path, comparison: Comparison, alone: Mapping[int, Path]) 
         contestant.model_copy(
             update={
                 "measures": _measures(runs[contestant.label], comparison, target, ceiling),
-                "lateness_s": _mean_lateness_s(runs[contestant.label]),
+                **_lateness(runs[contestant.label]),
                 "notices": _notices(runs[contestant.label]),
             }
         )
@@ -210,16 +211,11 @@ def reach(
     return None
 
 
-def _mean_lateness_s(runs: Sequence[AnalysedRun | None]) -> list[float]:
-    late = [run.steps.settled().lateness_s() for run in runs if run is not None]
-    if not late:
-        return []
-    together = np.concatenate(late, axis=1)
-    return (
-        list(map(float, np.nanmean(together, axis=1)))
-        if np.isfinite(together).any(axis=1).all()
-        else []
-    )
+def _lateness(runs: Sequence[AnalysedRun | None]) -> dict[str, object]:
+    late = lateness([run.steps for run in runs if run is not None])
+    if late is None:
+        return {"lateness_s": [], "slow_worker": None}
+    return {"lateness_s": late.mean_s.tolist(), "slow_worker": late.slow_worker}
 
 
 def _notices(runs: Sequence[AnalysedRun | None]) -> list[str]:

@@ -5,6 +5,7 @@ model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,13 @@ class AttachedModel:
         if isinstance(self.session, NativeSession):
             self.session.meter.backward_done()
 
+    def clip_gradients(self, max_norm: float) -> None:
+        """Scale gradients down to at most `max_norm`, after `backward`."""
+        if isinstance(self.session, Session):
+            self.session.clip_grad_norm_(max_norm)
+        else:
+            nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
     def averaged_model(self) -> nn.Module:
         """The model to evaluate: where replicas differ on purpose, their mean. Collective unless
         the session averages alone.
@@ -47,6 +55,15 @@ class AttachedModel:
         if isinstance(self.session, Session) and self.session.strategy.replicas_differ:
             return self.session.averaged_model()
         return self.model
+
+    def resting(self) -> AbstractContextManager[None]:
+        """Inside, no peer waits for the end of a step of this rank."""
+        return self.session.resting() if isinstance(self.session, Session) else nullcontext()
+
+    @property
+    def averaged_without(self) -> frozenset[int]:
+        """The living ranks whose models the latest `averaged_model` lacks."""
+        return self.session.averaged_without if isinstance(self.session, Session) else frozenset()
 
 
 def attach_recipe(
@@ -78,7 +95,8 @@ def attach_recipe(
             model=model, module=native.module, optimizer=native.optimizer, session=native
         )
     wrap = (lambda driver: driver) if delay is None else (lambda driver: Delaying(driver, delay))
-    session = attach_through(wrap, model, optimizer, recipe)
+    # The lab measures averaged models while the session stands, and uses none afterwards.
+    session = attach_through(wrap, model, optimizer, recipe, finish="keep")
     return AttachedModel(model=model, module=model, optimizer=optimizer, session=session)
 
 

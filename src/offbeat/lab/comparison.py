@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, JsonValue, field_validator
 
 from offbeat.errors import RecordError
 from offbeat.lab.cluster import Cluster
@@ -85,6 +85,8 @@ class ComparedStrategy(BaseModel):
         failure: why it has no result; None if it has one.
         measures: see `MEASURES`.
         lateness_s: mean lateness of each rank at the exchange, in seconds.
+        slow_worker: the rank that is last in most steps, as `offbeat.lab.lateness` says; None if
+            none stands out.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -98,6 +100,17 @@ class ComparedStrategy(BaseModel):
     failure: str | None = None
     measures: dict[Measure, Estimate] = {}
     lateness_s: list[float] = []
+
+    @field_validator("runs")
+    @classmethod
+    def _inside(cls, runs: list[str]) -> list[str]:
+        """A file from elsewhere must not make a reader look at other directories."""
+        for run in map(PurePath, runs):
+            if run.is_absolute() or ".." in run.parts or "\0" in str(run):
+                raise ValueError(f"{str(run)!r} is not a directory below the comparison's")
+        return runs
+
+    slow_worker: int | None = None
 
 
 class Difference(Ratio):

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster
+from offbeat.lab.cluster.model import MAX_WORKERS
 from offbeat.lab.emulation import Mode as EmulationMode
 from offbeat.lab.native import Native
 from offbeat.lab.options import (
@@ -19,6 +20,7 @@ from offbeat.lab.options import (
     Recipe,
     build_strategy,
     route,
+    strategy_options,
     strategy_type,
     strategy_values,
 )
@@ -55,7 +57,7 @@ class RunConfig(BaseModel):
     task_options: dict[str, JsonValue]
     strategy: str
     strategy_options: dict[str, JsonValue]
-    workers: int = Field(ge=1)
+    workers: int = Field(ge=1, le=MAX_WORKERS)
     epochs: int | None = Field(ge=1)
     steps: int | None = Field(ge=1)
     seed: int = Field(ge=0)
@@ -120,7 +122,15 @@ def resolve(request: Request) -> RunConfig:
     )
     if "warmup" in for_strategy:  # counted in epochs, and only the task knows how long they are
         for_strategy.setdefault("steps_per_epoch", str(task.steps_per_epoch(workers)))
+    clips = any(option.name == "clip_norm" for option in strategy_options(request.strategy))
+    if clips and task.max_grad_norm is not None:  # such a strategy clips before it selects
+        for_strategy.setdefault("clip_norm", str(task.max_grad_norm))
     if strategy_type(request.strategy).shares_samples:
+        if task.deals_unequally:
+            raise ConfigError(
+                f"strategy {request.strategy!r} lets workers claim samples, so skew= would change"
+                " nothing; leave skew out, or this strategy"
+            )
         for_strategy[FROM_TASK] = str(task.options.batch_size)
     config = RunConfig(
         task=request.task,

@@ -6,12 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from offbeat.lab.comparison import ComparedStrategy, Comparison, Difference, Measure
-
-_NOTABLE_LATENESS = 0.05
-"""Fraction of a step by which a worker is late before a finding says so."""
 
 
 def between(comparison: Comparison, measure: Measure, a: str, b: str) -> Difference | None:
@@ -195,19 +190,15 @@ def _metric_gaps(comparison: Comparison) -> list[str]:
 
 
 def _slow_worker(order: Sequence[ComparedStrategy]) -> list[str]:
-    """The worker that its peers wait for most, if one stands out."""
+    """The worker that its peers wait for, of the first strategy under which one stands out."""
     for contestant in order:
-        late, step_s = contestant.lateness_s, contestant.measures["step_s"].median
-        if len(late) > 1 and step_s:
-            slowest = int(np.argmax(late))
-            others = max(value for rank, value in enumerate(late) if rank != slowest)
-            if late[slowest] - others > _NOTABLE_LATENESS * step_s:
-                lag = _time_text(late[slowest])
-                where = (
-                    f"under {contestant.label} it comes to the exchange {lag} after the first"
-                    " worker on average"
-                )
-                return [f"Worker {slowest} is the slow one: {where}."]
+        slow = contestant.slow_worker
+        if slow is not None:
+            lag = _time_text(contestant.lateness_s[slow])
+            return [
+                f"Worker {slow} is the slow one under {contestant.label}: it comes to the exchange"
+                f" {lag} after the first worker on average."
+            ]
     return []
 
 

@@ -1,13 +1,15 @@
-"""Ctrl-C and SIGTERM as something to be counted, so that an interrupted process can end what it
-has begun.
+"""Ctrl-C, SIGTERM and SIGHUP as something to be counted, so that an interrupted process can end
+what it has begun.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -21,20 +23,68 @@ class Interrupts:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
-    """Count SIGINT and SIGTERM in place of being ended by them. Elsewhere than in the main thread,
+    """Count requests to stop in place of being ended by them. Elsewhere than in the main thread,
     only watch workers.
     """
     interrupted = Interrupts()
 
-    def count(number: int, frame: FrameType | None) -> None:
+    def count() -> None:
         interrupted.count += 1
 
     if threading.current_thread() is not threading.main_thread():
         yield interrupted
         return
-    before = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with stop_requests(count):
         yield interrupted
+
+
+@contextmanager
+def stop_requests(heed: Callable[[], object]) -> Iterator[None]:
+    """Call `heed` at SIGINT, SIGTERM and SIGHUP, in place of ending this process. A SIGHUP that is
+    ignored, as under nohup, stays so. Only in the main thread.
+    """
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        heed()
+
+    before = {number: signal.signal(number, note) for number in _stop_signals()}
+    try:
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def exit_at_stop_signals() -> None:
+    """Make SIGTERM and SIGHUP end this process as `sys.exit` does, so that what it has set up is
+    taken down; by default they end it at once.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        raise SystemExit(128 + number)
+
+    for number in _stop_signals():
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, leave)
+
+
+def _stop_signals() -> list[signal.Signals]:
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
+
+
+def _leave_terminal() -> None:
+    """Print to nowhere from now on where the terminal is gone: a write to it would raise, in the
+    midst of a checkpoint.
+    """
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+            if is_device and not os.isatty(descriptor):  # as of a terminal that was closed
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)

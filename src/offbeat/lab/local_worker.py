@@ -10,9 +10,20 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from offbeat.errors import WireError
 from offbeat.lab.emulation import Placement
-from offbeat.lab.progress import EXIT_STOPPED, PIPE_VARIABLE, Failure, Report, decode
+from offbeat.lab.forked_workers import WORKER_FORKS
+from offbeat.lab.forking import ForkedProcess, ForkServerError
+from offbeat.lab.progress import (
+    EXIT_STOPPED,
+    MAX_REPORT_BYTES,
+    PIPE_VARIABLE,
+    Failure,
+    Report,
+    decode,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -21,7 +32,9 @@ class LocalWorker:
 
     Attributes:
         rank: which one.
-        process, pipe: of it, and the descriptor from which its reports are read.
+        process: of it.
+        stdin: its standard input, to which `run_until` writes. Its end ends the worker.
+        pipe: the descriptor from which its reports are read.
         incarnation: how many processes have had this rank before and died.
         joined: whether it is one of the members; one that comes back has to become one.
         failure: why it gave up, if it reported so.
@@ -31,7 +44,8 @@ class LocalWorker:
     """
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
+    stdin: IO[bytes]
     pipe: int
     incarnation: int = 0
     joined: bool = True
@@ -60,15 +74,19 @@ class LocalWorker:
         """
         chunk = os.read(self.pipe, 65_536)
         *lines, self._unread = (self._unread + chunk).split(b"\n")
+        if len(self._unread) > MAX_REPORT_BYTES:
+            raise WireError(
+                f"worker {self.rank} reported a line of more than {MAX_REPORT_BYTES} bytes to its"
+                " supervisor; does something else in it write to the same descriptor?"
+            )
         return [decode(line) for line in lines], bool(chunk)
 
     def run_until(self, until_step: int) -> None:
         """Let it train up to `until_step`."""
         self.paused_at = None
         with suppress(OSError):  # a dead worker is noticed elsewhere
-            assert self.process.stdin is not None
-            self.process.stdin.write(f"{until_step}\n".encode())
-            self.process.stdin.flush()
+            self.stdin.write(f"{until_step}\n".encode())
+            self.stdin.flush()
 
     def kill(self) -> None:
         if self.alive:
@@ -79,9 +97,8 @@ class LocalWorker:
     def close(self) -> None:
         """Wait for its end, and give back what belonged to it."""
         self.process.wait()
-        assert self.process.stdin is not None
         with suppress(OSError):
-            self.process.stdin.close()
+            self.stdin.close()
         os.close(self.pipe)
 
 
@@ -104,34 +121,66 @@ def start_worker(
         incarnation: how many processes have had this rank before and died.
         seconds: training time so far.
     """
+    stdin, to_stdin = os.pipe()
     reading, writing = os.pipe()
-    arguments = [sys.executable, "-m", "offbeat.lab.worker", str(run_directory / "config.json")]
     try:
         with (run_directory / "logs" / f"rank-{rank}.log").open("ab") as log:
-            process = subprocess.Popen(
-                [*placement.prefix, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=(writing,),
-                start_new_session=True,
-                env={
-                    **os.environ,
-                    PIPE_VARIABLE: str(writing),
-                    **environment,
-                    **placement.environment,
-                },
+            process = _start_process(
+                str(run_directory / "config.json"),
+                placement,
+                {**os.environ, **environment, **placement.environment},
+                stdin=stdin,
+                log=log,
+                pipe=writing,
             )
     except BaseException:
+        os.close(to_stdin)
         os.close(reading)
         raise
     finally:
+        os.close(stdin)
         os.close(writing)
     return LocalWorker(
         rank=rank,
         process=process,
+        stdin=os.fdopen(to_stdin, "wb"),
         pipe=reading,
         incarnation=incarnation,
         joined=not incarnation,
         seconds=seconds,
+    )
+
+
+def _start_process(
+    config_path: str,
+    placement: Placement,
+    environment: Mapping[str, str],
+    *,
+    stdin: int,
+    log: IO[bytes],
+    pipe: int,
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """Fork a worker, or start a fresh interpreter where that cannot be done. Both behave alike, but
+    a fresh one takes seconds to begin.
+    """
+    try:
+        return WORKER_FORKS.fork(
+            [config_path],
+            environment=environment,
+            stdin=stdin,
+            output=log.fileno(),
+            pipe=pipe,
+            namespace=placement.namespace,
+        )
+    except ForkServerError as error:
+        with suppress(OSError):  # a full disk takes no log
+            os.write(log.fileno(), f"not forked: {error}\n".encode())
+    return subprocess.Popen(
+        [*placement.prefix, sys.executable, "-m", "offbeat.lab.worker", config_path],
+        stdin=stdin,
+        stdout=log,
+        stderr=log,
+        pass_fds=(pipe,),
+        start_new_session=True,
+        env={**environment, PIPE_VARIABLE: str(pipe)},
     )

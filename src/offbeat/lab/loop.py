@@ -58,15 +58,25 @@ def _step(run: RankRun, recorder: StepRecorder, batch: Batch, number: int) -> fl
     """Step `number`, counted from 1; returns the loss."""
     task, attached, step_time = run.task, run.attached, run.step_time
     step_time.begin_step(number)
+    _set_learning_rate(run)
     loss = task.loss(attached.module, batch)
     step_time.before_backward(
         recorder.elapsed_s, size=num_samples_of(batch) / task.options.batch_size
     )
     with step_time.backward():
         attached.backward(loss)
+    if task.max_grad_norm is not None:
+        attached.clip_gradients(task.max_grad_norm)
     attached.optimizer.step()
     attached.optimizer.zero_grad()
     return loss.item()
+
+
+def _set_learning_rate(run: RankRun) -> None:
+    """That of the place in the run, which is the same on every rank and after a resume."""
+    lr = run.task.lr_at((run.schedule.position.step + 0.5) / run.schedule.target)
+    for group in run.attached.optimizer.param_groups:
+        group["lr"] = lr
 
 
 def _begin(run: RankRun, recorder: StepRecorder) -> None:
@@ -106,11 +116,15 @@ def evaluate(run: RankRun, recorder: StepRecorder) -> None:
         coordinator.published("measured") or -1
     )
     if leads or not apart:
-        model = run.attached.averaged_model()
+        # Before the first step all ranks hold the same model, and where the leader averages alone
+        # its peers have none to send yet.
+        model = run.attached.model if apart and not step else run.attached.averaged_model()
         if leads:
             model.eval()
-            metrics = run.task.metrics(model)
-            recorder.add_evaluation(metrics.pop(run.task.metric_name), metrics)
+            with run.attached.resting():
+                metrics = run.task.metrics(model)
+            metric = metrics.pop(run.task.metric_name)
+            recorder.add_evaluation(metric, metrics, without=run.attached.averaged_without)
             model.train()
             coordinator.publish("measured", str(step))
     if not apart:

@@ -74,7 +74,8 @@ class Pauses:
         """
         if self._limit.is_reached(steps_done):
             self._recorder.report_paused()
-            self._limit.wait_beyond(steps_done, self._stop_requested)
+            with self._run.attached.resting():
+                self._limit.wait_beyond(steps_done, self._stop_requested)
             self._recorder.restart_clock()
         self.pass_on_request(steps_done)
         stop_step = self._run.coordinator.stop_step()

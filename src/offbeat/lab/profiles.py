@@ -17,7 +17,8 @@ from pathlib import Path
 import pydantic
 
 from offbeat.errors import RecordError
-from offbeat.lab.records import Record
+from offbeat.lab.records import Record, complete_lines
+from offbeat.lab.records.writing import naming_failed_file
 from offbeat.parts.profile import FactorAssignment, Span, StepProfile
 
 
@@ -62,7 +63,7 @@ class ProfileWriter:
             "spans": spans,
             "duties": [asdict(duty) for duty in profile.assignments],
         }
-        with self._path.open("a", encoding="utf-8") as file:
+        with naming_failed_file(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(self._before + json.dumps(line) + "\n")
         self._before = ""
 
@@ -82,11 +83,7 @@ def read_profiles(record: Record) -> Mapping[int, Sequence[Profiled]]:
 def _profiles_of(record: Record, rank: int) -> list[Profiled]:
     path = _path(record.path, rank)
     found: dict[int, Profiled] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue  # torn
+    for _, values in complete_lines(path) if path.exists() else ():
         try:
             profile = _PROFILED.validate_python(values)
         except pydantic.ValidationError as error:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
+
+from offbeat.codec.json_objects import build
+from offbeat.errors import MALFORMED, WireError
 
 PIPE_VARIABLE = "OFFBEAT_PROGRESS_FD"
 """Environment variable with the number of the pipe's descriptor."""
@@ -20,6 +23,9 @@ ELAPSED_VARIABLE = "OFFBEAT_ELAPSED_S"
 """Environment variable with the training time at which a worker that comes back was started, in
 seconds.
 """
+
+MAX_REPORT_BYTES = 1 << 22
+"""Longest line of a report."""
 
 EXIT_STOPPED = 3
 """Exit status of a worker that was asked to stop and wrote a checkpoint."""
@@ -111,6 +117,9 @@ class MembershipChange:
 
 
 Report: TypeAlias = WorkerProgress | Failure | Paused | Joined
+_KINDS: Final[Mapping[str, type[Report]]] = {
+    kind.__name__: kind for kind in (WorkerProgress, Failure, Paused, Joined)
+}
 Reporter: TypeAlias = Callable[[Report], None]
 Listener: TypeAlias = Callable[[WorkerProgress | MembershipChange], None]
 
@@ -132,11 +141,15 @@ def encode(report: Report) -> bytes:
 
 
 def decode(line: bytes) -> Report:
-    values = json.loads(line)
-    kinds: dict[str, type[Report]] = {
-        kind.__name__: kind for kind in (WorkerProgress, Failure, Paused, Joined)
-    }
-    return kinds[values.pop("report")](**values)
+    """Inverse of `encode`. Raises `WireError` for a line that is no report."""
+    try:
+        values = json.loads(line)
+        return build(_KINDS[values.pop("report")], values)
+    except MALFORMED as error:
+        raise WireError(
+            f"a worker reported {line[:80]!r} to its supervisor, which is no report; does something"
+            f" else in it write to the descriptor {PIPE_VARIABLE}?"
+        ) from error
 
 
 def _write(descriptor: int, line: bytes) -> None:

@@ -62,7 +62,7 @@ def summarize_run(run: RankRun, recorder: StepRecorder) -> Summary | None:
         final.eval()
         others = run.task.metrics(final)
         metric = others.pop(run.task.metric_name)
-        recorder.add_evaluation(metric, others)
+        recorder.add_evaluation(metric, others, without=run.attached.averaged_without)
     identical = len({end["digest"] for end in ends}) == 1
     summary = Summary(
         status="stopped" if stopped else "finished",
@@ -103,9 +103,11 @@ def summarize_run(run: RankRun, recorder: StepRecorder) -> Summary | None:
 
 
 def digest(model: nn.Module) -> str:
-    """SHA-256 over all parameters and buffers of `model`, by name."""
+    """SHA-256 over all parameters of `model`, by name. Buffers stay out of it: where gradients are
+    exchanged, each rank has BatchNorm statistics of its own.
+    """
     total = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in model.named_parameters():
         total.update(name.encode())
         total.update(
             tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

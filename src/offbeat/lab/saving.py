@@ -25,7 +25,14 @@ from offbeat.lab.coordination import Coordinator
 from offbeat.lab.records import Record
 from offbeat.lab.schedule import Position
 from offbeat.lab.step_recorder import RankRun
-from offbeat.session.checkpoint import Manifest, Tree, latest, read_shard, write_checkpoint
+from offbeat.session.checkpoint import (
+    Manifest,
+    Tree,
+    latest,
+    naming_misfit,
+    read_shard,
+    write_checkpoint,
+)
 from offbeat.session.session import Session
 from offbeat.session.state import reshard
 
@@ -121,6 +128,22 @@ def restore(record: Record, coordinator: Coordinator, attached: AttachedModel) -
             f" {start_step}; start it again"
         )
     tree = _part(manifest, coordinator.rank % manifest.world_size)
+    with naming_misfit(f"the checkpoint {manifest.path}"):
+        _load(tree, manifest, coordinator, attached)
+    return Position.from_json(manifest.metadata.get("position"))
+
+
+def _load(
+    tree: _State, manifest: Manifest, coordinator: Coordinator, attached: AttachedModel
+) -> None:
+    """Load this rank's part, and of the other parts what another number of ranks needs.
+
+    Args:
+        tree: this rank's part.
+        manifest: of the checkpoint.
+        coordinator: knows this rank.
+        attached: what is loaded into.
+    """
     model = attached.model
     attached.optimizer.load_state_dict(tree["optimizer"])
     session = attached.session if isinstance(attached.session, Session) else None
@@ -129,17 +152,14 @@ def restore(record: Record, coordinator: Coordinator, attached: AttachedModel) -
         if session is not None:
             session.load_state_dict(tree["session"])
         torch.set_rng_state(tree["random"])
-    else:
-        parts = [_part(manifest, rank) for rank in range(manifest.world_size)]
-        differ = session is not None and session.strategy.replicas_differ
-        model.load_state_dict(mean_of_models(parts) if differ else tree["model"])
-        if session is not None:
-            session.load_state_dict(
-                reshard(
-                    [part["session"] for part in parts], coordinator.world_size, coordinator.rank
-                )
-            )
-    return Position.from_json(manifest.metadata.get("position"))
+        return
+    parts = [_part(manifest, rank) for rank in range(manifest.world_size)]
+    differ = session is not None and session.strategy.replicas_differ
+    model.load_state_dict(mean_of_models(parts) if differ else tree["model"])
+    if session is not None:
+        session.load_state_dict(
+            reshard([part["session"] for part in parts], coordinator.world_size, coordinator.rank)
+        )
 
 
 def mean_of_models(parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:

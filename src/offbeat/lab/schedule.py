@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from offbeat.errors import CheckpointError
+from offbeat.codec.json_objects import build
+from offbeat.errors import MALFORMED, CheckpointError
 from offbeat.lab.config import RunConfig
 from offbeat.lab.tasks import Batch, Task
 from offbeat.megabatch.loader import num_mega_batches
@@ -35,8 +36,8 @@ class Position:
     def from_json(cls, values: object) -> Position:
         """Inverse of `to_json`. Raises `CheckpointError`."""
         try:
-            return cls(**values)  # type: ignore[arg-type]
-        except TypeError:
+            return build(cls, values)
+        except MALFORMED:
             raise CheckpointError(
                 f"the checkpoint's position is {values!r}; was it written by offbeat train?"
             ) from None

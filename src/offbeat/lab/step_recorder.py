@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from offbeat.lab.attaching import AttachedModel
@@ -188,8 +188,12 @@ class StepRecorder:
         """
         self._since_s = time.monotonic() if since_s is None else since_s
 
-    def add_evaluation(self, metric: float, others: Mapping[str, float]) -> None:
-        """This rank leads and has measured the metric, and whatever else the task measures."""
+    def add_evaluation(
+        self, metric: float, others: Mapping[str, float], *, without: Collection[int] = ()
+    ) -> None:
+        """This rank leads and has measured the metric, and whatever else the task measures.
+        `without`: the ranks whose models the measured mean lacks.
+        """
         self._metric = metric
         earlier_s, earlier_bytes = self._earlier()
         self._events.add_evaluation(
@@ -201,6 +205,7 @@ class StepRecorder:
                 at_s=time.monotonic(),
                 rank=self._run.coordinator.rank,
                 others=others,
+                without=sorted(without),
             )
         )
 

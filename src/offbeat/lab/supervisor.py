@@ -195,7 +195,7 @@ class WorkerGroup:
             self.run_directory,
             root_cause.rank,
             root_cause.process.pid,
-            root_cause.process.returncode,
+            root_cause.process.wait(),
             root_cause.failure,
         )
         raise PeerError(what + hint(self.run_directory), rank=root_cause.rank)
@@ -347,7 +347,7 @@ class WorkerGroup:
             return "it did not come to the end and was ended"
         if worker.rank in self._ended_by_script:
             return f"killed by the script at {self._ended_by_script[worker.rank]:g} s"
-        return cause(worker.process.returncode, worker.failure)
+        return cause(worker.process.wait(), worker.failure)
 
     def _remark_on_late_returns(self) -> None:
         for action in self._events.remaining:

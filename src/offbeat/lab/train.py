@@ -18,7 +18,7 @@ from offbeat.lab.rendezvous import Launch, join, launched, leave
 from offbeat.lab.replaying import check_replay
 from offbeat.lab.schedule import Position
 from offbeat.lab.supervisor import supervise
-from offbeat.session.checkpoint import latest, verify
+from offbeat.session.checkpoint import latest, remove_partial, verify
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,10 @@ def train(planned: RunPlan, on_progress: Listener) -> Summary | None:
     ):
         report = None if config.cluster is None else emulation.report
         begin_attempt(directory, config, start_step=planned.start_step, emulation=report)
-        outcome = supervise(directory, config, emulation, on_progress=on_progress)
+        try:
+            outcome = supervise(directory, config, emulation, on_progress=on_progress)
+        finally:
+            remove_partial(directory / "checkpoint")  # of workers that died while they wrote
         summary = add_to_summary(directory, outcome.remarks, outcome.losses)
         if summary is None:
             raise RecordError(f"the workers ended without a summary; see {directory / 'logs'}")

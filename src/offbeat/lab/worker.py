@@ -1,8 +1,9 @@
 """What one worker of the lab does: an ordinary training loop around `offbeat.attach`, and a record
 of it.
 
-Run by the supervisor as `python -m offbeat.lab.worker RUN/config.json`; `train_rank` is also what
-the command line runs in process under torchrun or srun. To see how offbeat is used, read
+Run by the supervisor as `python -m offbeat.lab.worker RUN/config.json`, or forked from
+`offbeat.lab.worker_server`; `train_rank` is also what the command line runs in process under
+torchrun or srun. To see how offbeat is used, read
 `offbeat.lab.loop`; the rest keeps the books.
 """
 
@@ -14,10 +15,10 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from offbeat.lab.attaching import AttachedModel, attach_recipe
 from offbeat.lab.config import RunConfig
 from offbeat.lab.coordination import Coordinator
 from offbeat.lab.emulation.step_time import StepTimeEmulator
+from offbeat.lab.interrupts import stop_requests
 from offbeat.lab.loop import train, train_on_claims
 from offbeat.lab.native import NativeSession
 from offbeat.lab.pauses import Pauses, StepLimit
@@ -88,7 +90,8 @@ def train_rank(
         world_size=coordinator.world_size,
         cluster=config.cluster if in_user_space else None,
     )
-    with attached.session as session, _stop_requests() as stop_requested:
+    stop_requested = threading.Event()
+    with attached.session as session, stop_requests(stop_requested.set):
         loader = _loader(config, session, task)  # before what is saved of it is restored
         position = _position(record, coordinator, attached, task, loader)
         run = RankRun(
@@ -157,7 +160,8 @@ def _loader(
         return None
 
     def batch(samples: list[int]) -> Batch:
-        return task.batch(np.array(samples, dtype=np.int64))
+        numbers = np.array(samples, dtype=np.int64)
+        return task.training_batch(numbers, seed=config.seed, epoch=loader.epoch)
 
     replay = None if config.replay is None else recording_of(Record(config.replay), task)
     loader = session.loader(range(task.num_samples), seed=config.seed, collate=batch, replay=replay)
@@ -174,22 +178,6 @@ def _schedule(
             config, task, position, rank=coordinator.rank, world_size=coordinator.world_size
         )
     return claimed_schedule(config, task, position, mega_batch, coordinator.world_size)
-
-
-@contextmanager
-def _stop_requests() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set, in place of ending the process."""
-    requested = threading.Event()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        requested.set()
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield requested
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _listen_to_supervisor(limit: StepLimit) -> None:
@@ -227,15 +215,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 message=message,
             )
         )
-        traceback.print_exc()  # after the report, since a full disk takes no log
+        with suppress(OSError):  # a full disk takes no log
+            traceback.print_exc()
         return 1
     return 0 if summary is None or summary.status == "finished" else EXIT_STOPPED
 
 
-if __name__ == "__main__":
+def main_and_exit() -> NoReturn:
+    """Be a supervised worker, and end this process."""
     # Not sys.exit: after a failure, threads and groups that wait for a dead peer must not keep this
     # process alive.
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(status)
+
+
+if __name__ == "__main__":
+    main_and_exit()

@@ -182,6 +182,9 @@ class AtomicGroup:
             self._lost_store = reason
             self._changed.notify_all()
 
+    def run_over(self) -> None:
+        """Nothing to do: a member that was left out cannot complete its next merge."""
+
     def retired(self, reason: str) -> None:
         with self._changed:
             self._error = PeerError(reason)

@@ -6,6 +6,9 @@ that is free claims the next part of it, by one number in the store:
 
     given/<round>           samples that were claimed so far, raised atomically by whoever claims
 
+What would be left for a claim of fewer than `smallest` samples belongs to the claim before it. The
+worker that claims it and whoever comes later conclude so from the same number.
+
 A claim is *claimed*, then *computed* by its worker, which says so when all workers merge, then
 *merged* with its worker's model, and only that is final. What was not merged is the round's spans
 without the merged ones. It is found without a message from a worker that died, wherever it died,
@@ -73,6 +76,17 @@ def without(spans: Iterable[SampleRange], taken: Iterable[SampleRange]) -> Sampl
     return tuple(left)
 
 
+def end_of_claim(begin: int, size: int, total: int, *, smallest: int) -> int:
+    """Where a claim of `size` of `total` positions ends that begins at `begin`. It takes what is
+    left behind it too, where that is less than the smallest claim.
+
+    >>> [end_of_claim(begin, 10, 21, smallest=2) for begin in (0, 10)]
+    [10, 21]
+    """
+    end = begin + size
+    return end if total - end >= smallest else total
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """Samples that one worker has taken.
@@ -87,6 +101,18 @@ class Claim:
     @property
     def num_samples(self) -> int:
         return num_positions(self.spans)
+
+    def split(self, largest: int) -> Iterator[Claim]:
+        """The claim in as few parts, of nearly equal sizes, as have at most `largest` samples.
+
+        >>> [part.num_samples for part in Claim((SampleRange(0, 11),)).split(10)]
+        [5, 6]
+        """
+        total = self.num_samples
+        count = -(-total // largest)
+        for number in range(count):
+            begin, end = total * number // count, total * (number + 1) // count
+            yield Claim(part_of(self.spans, begin, end))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +138,15 @@ class MegaBatchShare:
     @property
     def samples(self) -> int:
         return sum(claim.num_samples for claim in self.claims)
+
+    @property
+    def full_updates(self) -> float:
+        """The updates, counted by their samples: one of a claim with half of `batch_size` is half
+        an update. It is `updates` where all claims have `batch_size` samples.
+        """
+        if not self.claims:
+            return float(self.updates)
+        return self.updates * (self.samples / (len(self.claims) * self.batch_size))
 
     def plus(self, later: MegaBatchShare) -> MegaBatchShare:
         """This and what the worker computed in a later round of the same mega-batch."""
@@ -205,6 +240,7 @@ class ClaimLog:
         self._prefix = prefix
         self._round = -1
         self._spans: SampleRanges = ()
+        self._smallest = 1
         self._is_exhausted = True
 
     @property
@@ -212,12 +248,21 @@ class ClaimLog:
         """Number of the round that is open here; -1 before the first."""
         return self._round
 
-    def open(self, number: int, spans: Sequence[SampleRange], *, sweeps: bool = False) -> None:
+    def open(
+        self,
+        number: int,
+        spans: Sequence[SampleRange],
+        *,
+        smallest: int = 1,
+        sweeps: bool = False,
+    ) -> None:
         """Begin a round.
 
         Args:
             number: of the round, the same on all workers, and above the number before.
             spans: that it gives out, the same on all workers.
+            smallest: no claim has fewer samples, unless the whole round has; the same on all
+                workers, >= 1.
             sweeps: True on one worker, which deletes the store's entry of the round before.
         """
         assert number > self._round, f"round {number} after round {self._round}"
@@ -225,11 +270,13 @@ class ClaimLog:
         if self._round >= 0 and sweeps:
             with store_errors():
                 self._store.delete_key(self._given())
-        self._round, self._spans, self._is_exhausted = number, tuple(spans), False
+        self._round, self._spans, self._smallest = number, tuple(spans), smallest
+        self._is_exhausted = False
 
     def claim(self, num_samples: int) -> Claim | None:
-        """Take the next `num_samples` of the round, or what is left of it. None when nothing is
-        left, from then on for good.
+        """Take the next `num_samples` of the round, or what is left of it; and also what is left
+        behind them, where that is less than the smallest claim. None when nothing is left, from
+        then on for good.
         """
         if self._is_exhausted:
             return None
@@ -238,8 +285,11 @@ class ClaimLog:
         # needs an answer from another.
         with store_errors():
             end = self._store.add(self._given(), num_samples)
-        begin, end = end - num_samples, min(end, total)
-        self._is_exhausted = begin >= total
+        begin = end - num_samples
+        # The claim before this one ended at `begin`, and took what was too little for another.
+        is_taken = begin > 0 and total - begin < self._smallest
+        self._is_exhausted = begin >= total or is_taken
+        end = end_of_claim(begin, num_samples, total, smallest=self._smallest)
         return None if self._is_exhausted else Claim(part_of(self._spans, begin, end))
 
     def _given(self) -> str:

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from offbeat.errors import CheckpointError, ConfigError, PeerError
+from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError
 from offbeat.megabatch.claims import (
     Claim,
     ClaimLog,
@@ -30,19 +31,13 @@ from offbeat.megabatch.claims import (
     MergedRound,
     SampleRange,
     SampleRanges,
+    end_of_claim,
     num_positions,
     part_of,
     without,
 )
+from offbeat.megabatch.fetching import Fetcher, require_map_style
 from offbeat.parts.part import Part
-
-
-class MapStyle(Protocol):
-    """A dataset that has a length, and whose samples can be read by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class DispatchPolicy(Part, ABC):
@@ -50,8 +45,10 @@ class DispatchPolicy(Part, ABC):
 
     Attributes:
         mega_batch: number of samples between merges.
+        base_batch_size: with which batches begin, and which the learning rate is for.
         ranks: who takes part, ascending.
         batch_sizes: how many samples each of them claims at a time.
+        smallest_claim: no claim has fewer samples, where there are as many; the same on all ranks.
         shares_equally: whether each rank gets an equal share of each mega-batch, in place of what
             it claims.
         joined_by: the merge by which this rank has joined a run that was under way, until the
@@ -59,8 +56,10 @@ class DispatchPolicy(Part, ABC):
     """
 
     mega_batch: int
+    base_batch_size: int
     ranks: tuple[int, ...]
     batch_sizes: tuple[int, ...]
+    smallest_claim: int
     shares_equally: bool
     joined_by: MergedRound | None
 
@@ -68,6 +67,11 @@ class DispatchPolicy(Part, ABC):
     @abstractmethod
     def batch_size(self) -> int:
         """How many samples this rank claims at a time."""
+
+    @property
+    @abstractmethod
+    def largest_batch(self) -> int:
+        """How many samples a batch of this rank may have."""
 
     @property
     @abstractmethod
@@ -99,6 +103,10 @@ class DispatchPolicy(Part, ABC):
         """Return when what this rank has begun to compute is done."""
 
     @abstractmethod
+    def mega_batches_merged(self, count: int) -> None:
+        """So many further mega-batches are in this rank's model, all of each of them."""
+
+    @abstractmethod
     def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
         """Merge models after a round and choose new batch sizes. Collective over the ranks that
         live.
@@ -122,6 +130,7 @@ class Recording:
         num_samples: length of the dataset.
         seed: of the order.
         world_size: number of ranks.
+        shuffles: whether the order is drawn anew for each epoch.
         mega_batches: by epoch and number, such as "0/3": the batch sizes, and each rank's claims as
             lists of spans.
     """
@@ -129,11 +138,18 @@ class Recording:
     num_samples: int
     seed: int
     world_size: int
+    shuffles: bool = True
     mega_batches: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def order_of(num_samples: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The numbers of the samples in the order of an epoch, shape (num_samples,)."""
+def order_of(
+    num_samples: int, *, seed: int, epoch: int, shuffles: bool = True
+) -> NDArray[np.int64]:
+    """The numbers of the samples in the order of an epoch, shape (num_samples,): drawn anew for
+    each, or the dataset's own unless it `shuffles`.
+    """
+    if not shuffles:
+        return np.arange(num_samples)
     return np.random.default_rng((seed, epoch)).permutation(num_samples)
 
 
@@ -152,25 +168,11 @@ def num_mega_batches(num_samples: int, mega_batch: int) -> int:
     return max(1, (2 * num_samples + mega_batch) // (2 * mega_batch))
 
 
-def require_map_style(dataset: object) -> int:
-    """The number of samples. Raises `ConfigError` for a dataset without a length, without samples
-    by number, or without any samples.
-    """
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise ConfigError(
-            "the dataset must be of map style, with len(dataset) and dataset[i], got a"
-            f" {type(dataset).__name__}; samples of a stream cannot be shared out by number: put"
-            " them in a list, or feed your own loop"
-        )
-    if not (num_samples := len(dataset)):
-        raise ConfigError("the dataset is empty; is this the right split?")
-    return num_samples
-
-
 def data_description(
     dataset: object,
     *,
     seed: int,
+    shuffles: bool = True,
     batch_size: int | None,
     max_batch_size: int | None,
     claims: bool,
@@ -181,10 +183,11 @@ def data_description(
     Args:
         dataset: that the loader is to read.
         seed: of the order.
+        shuffles: whether the order is drawn anew for each epoch.
         batch_size: given to the loader.
         max_batch_size: given to the loader.
         claims: whether the strategy has batch sizes of its own, and samples are claimed.
-        recorded: whether claims are to be recorded or replayed.
+        recorded: whether claims are to be recorded, replayed or made ahead.
 
     Raises:
         ConfigError: this cannot work.
@@ -206,16 +209,11 @@ def data_description(
         )
     if not claims and (max_batch_size is not None or recorded):
         raise ConfigError(
-            "max_batch_size, record and replay are for strategies that claim samples, such as"
-            " offbeat.AdaptiveSGD()"
+            "max_batch_size, claims_ahead, record and replay are for strategies that claim"
+            " samples, such as offbeat.AdaptiveSGD()"
         )
-    return {"data": {"samples": num_samples, "seed": seed}}
-
-
-def fetch(dataset: MapStyle, indices: Sequence[int], collate: Callable[[list[Any]], Any]) -> Any:
-    """A batch of the samples `indices`."""
-    at_once = getattr(dataset, "__getitems__", None)
-    return collate(at_once(list(indices)) if at_once else [dataset[index] for index in indices])
+    description = {"samples": num_samples, "seed": seed}
+    return {"data": description if shuffles else description | {"shuffles": False}}
 
 
 class DispatchLoader(Part):
@@ -227,11 +225,11 @@ class DispatchLoader(Part):
     `one_mega_batch()` at a time.
 
     Args:
-        dataset: of map style; the same on all ranks.
+        fetcher: reads batches of the dataset, which is the same on all ranks.
         log: of claims.
         policy: the strategy's part.
         seed: of the order, >= 0.
-        collate: makes a batch of a list of samples.
+        shuffles: whether the order is drawn anew for each epoch; else it is the dataset's.
         rank: this rank.
         notify: for remarks.
         record: keep `recording`.
@@ -250,14 +248,14 @@ class DispatchLoader(Part):
 
     def __init__(
         self,
-        dataset: MapStyle,
+        fetcher: Fetcher,
         *,
         log: ClaimLog,
         policy: DispatchPolicy,
         seed: int,
-        collate: Callable[[list[Any]], Any],
         rank: int,
         notify: Callable[[str], None],
+        shuffles: bool = True,
         record: bool = False,
         replay: Recording | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -266,13 +264,25 @@ class DispatchLoader(Part):
         self.last: Sequence[MegaBatchShare] = ()
         world_size = len(policy.ranks)
         self.recording = (
-            Recording(num_samples=len(dataset), seed=seed, world_size=world_size)
+            Recording(
+                num_samples=fetcher.num_samples,
+                seed=seed,
+                world_size=world_size,
+                shuffles=shuffles,
+            )
             if record
             else None
         )
         if replay is not None:
-            _require_fit(replay, num_samples=len(dataset), seed=seed, world_size=world_size)
-        self._dataset, self._collate, self._seed = dataset, collate, seed
+            _require_fit(
+                replay,
+                num_samples=fetcher.num_samples,
+                seed=seed,
+                world_size=world_size,
+                shuffles=shuffles,
+            )
+        self._fetcher, self._num_samples = fetcher, fetcher.num_samples
+        self._seed, self._shuffles = seed, shuffles
         self._log, self._policy, self._notify, self._clock = log, policy, notify, clock
         self._rank = rank
         self._replay = replay
@@ -281,11 +291,16 @@ class DispatchLoader(Part):
         # Of the mega-batch under way: what was merged in its earlier rounds, by rank.
         self._earlier_shares: dict[int, MegaBatchShare] = {}
         self._fixed_claims: Iterator[Claim] | None = None
+        # The batches of the open round that are still to come, and the claims of those that are
+        # being read ahead. A loop that stops, and goes on with the round later, gets them then.
+        self._batches: Iterator[Any] | None = None
+        self._ahead: deque[Claim] = deque()
         # A claim is handed to the user, then computed, once the optimizer has stepped.
         self._handed_out: list[Claim] = []
         self._computed: list[Claim] = []
         self._updates, self._busy_s = 0, 0.0
-        self._claimed_at_s: float | None = None
+        self._asked_at_s: float | None = None
+        self._waited_s, self._said_that_it_waits = 0.0, False
         if policy.joined_by is not None:
             self._begin()
 
@@ -294,10 +309,21 @@ class DispatchLoader(Part):
         while self.epoch == epoch:
             yield from self.one_mega_batch()
 
+    def __len__(self) -> int:
+        """How many batches this rank has in an epoch if all ranks make as many updates, which is
+        what batch sizes are chosen for: an estimate, the same on all ranks.
+        """
+        return -(-self._num_samples // sum(self._policy.batch_sizes))
+
+    @property
+    def num_mega_batches(self) -> int:
+        """How many mega-batches an epoch has, and so how many merges."""
+        return num_mega_batches(self._num_samples, self._policy.mega_batch)
+
     @property
     def num_merged(self) -> int:
         """How many mega-batches have been merged, over all passes."""
-        return self.epoch * self._num_mega_batches + self.mega_batch
+        return self.epoch * self.num_mega_batches + self.mega_batch
 
     @property
     def num_samples_merged(self) -> int:
@@ -310,10 +336,7 @@ class DispatchLoader(Part):
         under_way = self.epoch, self.mega_batch
         # A round that lost a worker is followed by one of the same mega-batch.
         while (self.epoch, self.mega_batch) == under_way:
-            while (claim := self._take()) is not None:
-                self._handed_out.append(claim)
-                self._policy.on_batch_claimed(claim.num_samples)
-                yield fetch(self._dataset, self._indices(claim), self._collate)
+            yield from self._rest_of_round()
             self._merge()
 
     # Events
@@ -369,30 +392,83 @@ class DispatchLoader(Part):
         )
 
     def _open(self, claim_round: ClaimRound) -> None:
-        ranks = self._policy.ranks
-        self._log.open(claim_round.round, claim_round.spans, sweeps=self._rank == min(ranks))
+        self._log.open(
+            claim_round.round,
+            claim_round.spans,
+            smallest=self._policy.smallest_claim,
+            sweeps=self._rank == min(self._policy.ranks),
+        )
         self._open_round = claim_round
-        self._fixed_claims = None
+        self._fixed_claims, self._batches = None, None
+        self._ahead.clear()
         if self._replay is not None:
             self._fixed_claims = iter(self._replayed(len(self._computed)))
         elif self._policy.shares_equally:
             self._fixed_claims = iter(self._equal_share(claim_round.spans))
 
-    def _take(self) -> Claim | None:
-        # The time between two claims is what this rank computes; it must not be counted as waiting.
-        self._policy.synchronize()
-        now_s = self._clock()
-        if self._claimed_at_s is not None:
-            self._busy_s += now_s - self._claimed_at_s
-        self._claimed_at_s = None
-        if self._policy.is_left_out or self._policy.joined_by is not None:
-            return None
-        size = self._policy.batch_size
-        claim = (
-            self._log.claim(size) if self._fixed_claims is None else next(self._fixed_claims, None)
-        )
-        self._claimed_at_s = None if claim is None else now_s
-        return claim
+    def _rest_of_round(self) -> Iterator[Any]:
+        """This rank's batches of the open round that are still to come."""
+        while True:
+            # The time between two batches is what this rank computes; it must not be counted as
+            # waiting for peers.
+            self._policy.synchronize()
+            now_s = self._clock()
+            if self._asked_at_s is not None:
+                self._busy_s += now_s - self._asked_at_s
+            self._asked_at_s = None
+            if self._is_away:
+                return  # What is being read ahead is given out again, with all that this rank had.
+            if self._batches is None:
+                self._batches = self._fetcher.batches(self._claimed_samples(), epoch=self.epoch)
+            was_ahead = bool(self._ahead)
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                return
+            except OffbeatError:
+                raise
+            except Exception:
+                # Samples that cannot be read count as handed out, else they came again for ever.
+                self._hand_out()
+                raise
+            if was_ahead:
+                self._waited_s += self._clock() - now_s
+            self._asked_at_s = now_s
+            self._hand_out()
+            yield batch
+
+    def _claimed_samples(self) -> Iterator[list[int]]:
+        """The samples of one claim of the open round after the other, by number. A claim is made
+        when its samples are asked for.
+        """
+        while not self._is_away:
+            claim = (
+                self._log.claim(self._policy.batch_size)
+                if self._fixed_claims is None
+                else next(self._fixed_claims, None)
+            )
+            if claim is None:
+                return
+            # A claim that took what was left behind it may be too large for this rank. Recorded
+            # ones were divided when they were computed.
+            largest = (
+                self._policy.largest_batch if self._replay is None else max(1, claim.num_samples)
+            )
+            for part in claim.split(largest):
+                self._ahead.append(part)
+                yield self._indices(part)
+
+    def _hand_out(self) -> None:
+        """The batch that was asked for first, of those being read, is the user's now."""
+        if self._ahead:
+            claim = self._ahead.popleft()
+            self._handed_out.append(claim)
+            self._policy.on_batch_claimed(claim.num_samples)
+
+    @property
+    def _is_away(self) -> bool:
+        """Whether the peers have gone on without this rank."""
+        return self._policy.is_left_out or self._policy.joined_by is not None
 
     def _merge(self) -> None:
         if self._policy.joined_by is not None:
@@ -431,9 +507,11 @@ class DispatchLoader(Part):
             shares = dict(self._earlier_shares)
         for share in merged.shares:
             shares[share.rank] = shares[share.rank].plus(share) if share.rank in shares else share
+        self._note_waiting()
         self._handed_out, self._computed = [], []
-        self._updates, self._busy_s, self._claimed_at_s = 0, 0.0, None
-        following = over.after(merged.claims, self._whole, self._num_mega_batches)
+        self._updates, self._busy_s, self._asked_at_s = 0, 0.0, None
+        following = over.after(merged.claims, self._whole, self.num_mega_batches)
+        num_merged = self.num_merged
         self.epoch, self.mega_batch = following.epoch, following.mega_batch
         if following.retry == 0:
             self.last = tuple(shares[rank] for rank in sorted(shares))
@@ -444,6 +522,23 @@ class DispatchLoader(Part):
             self._open_round = None  # There may be nothing more to do.
         else:
             self._open(following)
+        # More than one where this rank was away.
+        self._policy.mega_batches_merged(self.num_merged - num_merged)
+
+    def _note_waiting(self) -> None:
+        """A mega-batch is over: say so if much of it was spent on waiting for data."""
+        spare, ahead = self._fetcher.spare_processes, self._fetcher.batches_ahead
+        waits = self._busy_s > 0 and self._waited_s > _MUCH * self._busy_s
+        if waits and spare and not self._said_that_it_waits:
+            self._said_that_it_waits = True
+            self._notify(
+                f"{self._waited_s / self._busy_s:.0%} of this worker's time was spent waiting for"
+                f" data: of the {ahead + spare} worker processes of its DataLoader"
+                f" {ahead} read ahead. Session.loader(..., claims_ahead={ahead + 1}) lets more of"
+                " them; each claims a batch ahead, so that a slow worker may hold up its peers for"
+                " longer"
+            )
+        self._waited_s = 0.0
 
     def _note_other_workers(self, ranks: Sequence[int], merged: MergedRound) -> None:
         """The workers of the next round are not `ranks`, those of the last one."""
@@ -472,12 +567,8 @@ class DispatchLoader(Part):
                 " again"
             )
 
-    @property
-    def _num_mega_batches(self) -> int:
-        return num_mega_batches(len(self._dataset), self._policy.mega_batch)
-
     def _whole(self, epoch: int, number: int) -> SampleRanges:
-        return (mega_batch_span(len(self._dataset), self._policy.mega_batch, number),)
+        return (mega_batch_span(self._num_samples, self._policy.mega_batch, number),)
 
     def _equal_share(self, spans: SampleRanges) -> Iterator[Claim]:
         """This rank's equal share of `spans`, in batches."""
@@ -486,9 +577,11 @@ class DispatchLoader(Part):
             return
         place = ranks.index(self._rank)
         begin, last = (total * number // len(ranks) for number in (place, place + 1))
-        size = self._policy.batch_size
-        for first in range(begin, last, size):
-            yield Claim(part_of(spans, first, min(first + size, last)))
+        size, smallest = self._policy.batch_size, self._policy.smallest_claim
+        while begin < last:
+            end = end_of_claim(begin, size, last, smallest=smallest)
+            yield Claim(part_of(spans, begin, end))
+            begin = end
 
     def _replayed(self, num_done: int) -> list[Claim]:
         assert self._replay is not None
@@ -509,7 +602,12 @@ class DispatchLoader(Part):
         if self._order is None or self._order[0] != self.epoch:
             self._order = (
                 self.epoch,
-                order_of(len(self._dataset), seed=self._seed, epoch=self.epoch),
+                order_of(
+                    self._num_samples,
+                    seed=self._seed,
+                    epoch=self.epoch,
+                    shuffles=self._shuffles,
+                ),
             )
         order = self._order[1]
         return [index for begin, end in claim.spans for index in order[begin:end].tolist()]
@@ -541,12 +639,18 @@ class DispatchLoader(Part):
             Claim(tuple(SampleRange(*span) for span in spans)) for spans in saved["claims"]
         ]
         self._updates, self._busy_s = int(saved["updates"]), float(saved["busy_s"])
-        self._handed_out, self._claimed_at_s = [], None
-        self._open_round, self._earlier_shares = None, {}
+        self._handed_out, self._asked_at_s, self._waited_s = [], None, 0.0
+        self._open_round, self._earlier_shares, self._batches = None, {}, None
+        self._ahead.clear()
 
     @override
     def close(self) -> None:
-        """The dataset is the user's."""
+        self._batches = None
+        self._fetcher.close()
+
+
+_MUCH = 0.25
+"""The part of its time that a rank may wait for data before it says so."""
 
 
 def _require_fit(replay: Recording, **here: int) -> None:

@@ -36,7 +36,7 @@ from offbeat.codec.model_wire import Counters, Values, no_counters
 from offbeat.codec.row_sets import RowSet, decode_rows, encode_rows
 from offbeat.collectives.gather import all_gather
 from offbeat.collectives.weighted_mean import weighted_mean
-from offbeat.errors import ConfigError, MismatchError, PeerError
+from offbeat.errors import ConfigError, MismatchError, PeerError, WireError
 from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.merge_weights import MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport
@@ -61,7 +61,7 @@ class ModelMean:
         tensors: where the values belong; those of parameters in `rows` are copies of these rows.
         rows: of the parameters of which only some rows are merged: which rows, by the parameter's
             position.
-        counters: the largest value of each integer buffer.
+        counters: the largest that any member has counted in each integer buffer.
         weights: of each member's model in the mean, by position in the generation.
         joiner_state: what a member that is new needs besides the model; None elsewhere.
     """
@@ -165,14 +165,21 @@ class MergeProtocol:
         """Exchange `payload`, JSON, with all members. A rank that is new merges instead."""
         return self._join_merge(partial(self._propose, "agree", report, payload))
 
-    def finish(self, report: TrainerReport) -> bool:
-        """Take part until all members have come to the end of their training. Returns whether
-        models were merged meanwhile.
+    def finish(self, report: TrainerReport) -> None:
+        """Take part until all members have come to the end of their training, and merge what any of
+        them has computed since the last merge. All hold the same model then.
         """
-        kinds: set[ProposalKind | None] = set()
-        while "finish" not in kinds:
-            kinds.add(self._run_once(partial(self._propose, "finish", report)).kind)
-        return "merge" in kinds
+        while True:
+            outcome = self._run_once(partial(self._propose, "finish", report))
+            if outcome.kind == "finish":
+                break
+            if outcome.kind == "merge":
+                report = replace(report, since_merge=0)
+        # All members hold the same proposals, so that they conclude the same.
+        # One that is new and has not finished is not among them: it hears that the run is over.
+        finished = [each for each in outcome.proposals if each.kind == "finish"]
+        if any(each.is_new or each.report.since_merge for each in finished):
+            self.merge(report)
 
     def mean_into(self, weights: ModelWeights, report: TrainerReport) -> MergeOutcome:
         """Write the mean of all members' models into `weights`, a copy of this rank's model. A rank
@@ -477,10 +484,17 @@ def hold_the_same(proposals: Sequence[MergeProposal]) -> bool:
 def _largest_counters(
     parties: Sequence[bool], model: ModelWeights, position: int
 ) -> Collective[Counters]:
-    """The largest value of each integer buffer, over the members whose models are averaged."""
-    own = model.read_counters().tobytes() if parties[position] else b""
+    """The largest that a member whose model is averaged has counted in each integer buffer."""
+    counters = model.own_counters()
+    own = counters.tobytes() if parties[position] else b""
     payloads = yield from all_gather(position, len(parties), own, bytes)
-    counters: Counters = np.max(
+    for sender, payload in enumerate(payloads):
+        if len(payload) not in (0, counters.nbytes):
+            raise WireError(
+                f"member {sender} sent {len(payload)} bytes of integer buffers, expected were"
+                f" {counters.nbytes}; do all ranks train the same model?"
+            )
+    largest: Counters = np.max(
         [np.frombuffer(payload, np.int64) for payload in payloads if payload], axis=0
     )
-    return counters
+    return largest

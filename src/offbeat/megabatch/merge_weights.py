@@ -13,6 +13,11 @@ threshold.
 published they sum to 1 + delta (alpha_max - alpha_min), so the model grows in every merge. There is
 no momentum in the first merge: the released code reads a buffer there that nothing has been written
 to. Equal weights are left alone: there is no largest and no smallest.
+
+In the paper all updates of a worker have b_i samples. Here the last one before a merge may have
+fewer or more: it counts as so many b_i-ths of an update. The u_i are equal if they are so when
+rounded, and then alpha_i = u_i b_i / sum u b. Where all updates have b_i samples this is the
+published rule.
 """
 
 from __future__ import annotations
@@ -53,7 +58,7 @@ def normalised(shares: Sequence[float]) -> tuple[float, ...]:
 
 
 def merge_weights(
-    by: Weighting, *, updates: Sequence[int], batch_sizes: Sequence[int], samples: Sequence[int]
+    by: Weighting, *, updates: Sequence[float], batch_sizes: Sequence[int], samples: Sequence[int]
 ) -> tuple[float, ...]:
     """Each worker's weight in the merge; they sum to 1.
 
@@ -63,7 +68,8 @@ def merge_weights(
         by: "paper", by updates unless these are equal, and then by batch sizes; "updates", as the
             released code; "batch_sizes"; "samples", so that every sample counts the same; "equal",
             as in elastic averaging.
-        updates: of each worker.
+        updates: of each worker, counted by their samples: whole numbers where all its updates have
+            as many as its batch size.
         batch_sizes: of each worker.
         samples: of each worker.
 
@@ -71,9 +77,15 @@ def merge_weights(
     (0.75, 0.25)
     >>> merge_weights("paper", updates=[20, 20], batch_sizes=[96, 32], samples=[1920, 640])
     (0.75, 0.25)
+    >>> merge_weights("paper", updates=[20, 19.5], batch_sizes=[64, 128], samples=[1280, 2496])
+    (0.3389830508474576, 0.6610169491525424)
     """
     if by == "paper":
-        by = "batch_sizes" if len(set(updates)) == 1 else "updates"
+        if len({round(made) for made in updates}) == 1:
+            return normalised(
+                [made * size for made, size in zip(updates, batch_sizes, strict=True)]
+            )
+        by = "updates"
     if by == "updates":
         return normalised(updates)
     if by == "batch_sizes":

@@ -50,6 +50,11 @@ class MegaBatchPlan:
     threshold: float = 0.1
     momentum: float = 0.0
 
+    @property
+    def smallest_claim(self) -> int:
+        """In samples. A layer that normalises over the batch cannot train on a single one."""
+        return max(self.bounds.smallest, min(2, self.base))
+
 
 class ScaledLearningRate:
     """Sets learning rates to eta_0 b_i / b_base for one optimizer step at a time. Before and after
@@ -95,8 +100,10 @@ class MegaBatchPart(DispatchPolicy):
         rank: this rank.
         world_size: number of ranks at first.
         notify: for remarks.
+        warn: for remarks on what changes the meaning of the run.
         record_wait: is told from when to when the trainer waited, in seconds of the monotonic
             clock.
+        mega_batches_merged: is told how many further mega-batches this rank's model has in it.
 
     Attributes:
         ranks: who takes part, ascending.
@@ -121,22 +128,28 @@ class MegaBatchPart(DispatchPolicy):
         rank: int,
         world_size: int,
         notify: Callable[[str], None],
+        warn: Callable[[str], None],
         record_wait: Callable[[float, float], None],
+        mega_batches_merged: Callable[[int], None],
     ) -> None:
-        self.mega_batch = plan.mega_batch
+        self.mega_batch, self.base_batch_size = plan.mega_batch, plan.base
+        self.smallest_claim = plan.smallest_claim
         self.shares_equally = plan.rule is None
         self.ranks: tuple[int, ...] = tuple(range(world_size))
         self.batch_sizes: tuple[int, ...] = (plan.base,) * world_size
         self.joined_by: MergedRound | None = None
         self.start_step = 0
-        self._weights, self._plan, self._rank, self._notify = weights, plan, rank, notify
+        self._weights, self._plan, self._rank = weights, plan, rank
+        self._notify, self._warn, self._optimizer = notify, warn, optimizer
         self._group, self._record_wait = group, record_wait
+        self._tell_user = mega_batches_merged
         self._memory_limit: int | None = None
         self._learning_rate = ScaledLearningRate(optimizer, plan.base)
         self._num_claimed = 0
         self._has_loader = self._has_finished = False
         self._num_steps = self._merged_at_step = 0
         self._binding: Mapping[int, str] = {}
+        self._said_that_rates_differ = False
         self._momentum = (
             MergeMomentum(weights.parameters, gamma=plan.momentum) if plan.momentum else None
         )
@@ -166,6 +179,11 @@ class MegaBatchPart(DispatchPolicy):
         """How many samples this rank claims at a time."""
         sizes = dict(zip(self.ranks, self.batch_sizes, strict=True))
         return self._bounds(self._memory_limit).clip(sizes.get(self._rank, self._plan.base))
+
+    @property
+    @override
+    def largest_batch(self) -> int:
+        return self._bounds(self._memory_limit).limit
 
     @property
     @override
@@ -240,6 +258,11 @@ class MegaBatchPart(DispatchPolicy):
             torch.cuda.synchronize(device)
 
     @override
+    def mega_batches_merged(self, count: int) -> None:
+        if count:
+            self._tell_user(count)
+
+    @override
     def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
         with torch.no_grad():
             merged = self._merge(share, claim_round)
@@ -277,14 +300,26 @@ class MegaBatchPart(DispatchPolicy):
             return
         period = max(1, round(self.mega_batch / (len(self.ranks) * self._plan.base)))
         if self.is_left_out or self._num_steps - self._merged_at_step >= period:
+            num_merges = self._protocol.num_merges
             self._merge(None, None)
+            if self._plan.rule is not None:
+                self._warn(
+                    "no loader of this session feeds the run: each rank computes the batches of its"
+                    " own loop, and batch sizes and merge weights follow nothing. Models are"
+                    f" averaged after every mega_batch / (ranks x batch_size) = {period} steps, as"
+                    " by LocalSGD; take batches from session.loader(DataLoader or dataset), made"
+                    " before the first step"
+                )
+            self.mega_batches_merged(self._protocol.num_merges - num_merges)
 
     @override
     def on_finish(self) -> None:
-        """Take part in the merges of the peers until they have come to the end too."""
+        """Take part in the merges of the peers until they have come to the end too, and in a last
+        one of what has not been merged.
+        """
         begin_s = time.monotonic()
-        if self._protocol.finish(self._report(None, None)):
-            self._merged_at_step = self._num_steps
+        self._protocol.finish(self._report(None, None))
+        self._merged_at_step = self._num_steps
         self._has_finished = self._group.has_finished = True
         self._record_wait(begin_s, time.monotonic())
 
@@ -294,22 +329,19 @@ class MegaBatchPart(DispatchPolicy):
         self._close()
 
     @override
-    def average_into(self, weights: ModelWeights) -> None:
+    def average_into(self, weights: ModelWeights) -> frozenset[int]:
         """Write the mean of all members' models into `weights`, a copy of this rank's model.
         Collective, except just after a merge.
         """
-        just_merged = (
-            self._protocol.num_merges
-            and self._num_steps == self._merged_at_step
-            and not self._has_finished
-        )
-        if just_merged and not self.is_left_out:
-            return  # All members hold the same model, and the copy is one of it.
+        just_merged = self._protocol.num_merges and self._num_steps == self._merged_at_step
+        if (just_merged or self._has_finished) and not self.is_left_out:
+            return frozenset()  # All members hold the same model, and the copy is one of it.
         encode_s = self._protocol.encode_s
         outcome = self._protocol.mean_into(weights, self._report(None, None))
         self._protocol.encode_s = encode_s  # Only training counts.
         if outcome.kind == "merge":
             self._adopt(outcome)
+        return frozenset()
 
     @override
     def counters(self) -> dict[str, float]:
@@ -330,6 +362,9 @@ class MegaBatchPart(DispatchPolicy):
             memory_limit=self._memory_limit,
             num_steps=self._num_steps,
             since_merge=self._num_steps - self._merged_at_step,
+            learning_rates=tuple(
+                float(group.get("lr", 0.0)) for group in self._optimizer.param_groups
+            ),
         )
 
     def _merge(
@@ -352,6 +387,7 @@ class MegaBatchPart(DispatchPolicy):
             key=lambda proposal: proposal.rank,
         )
         self.ranks = tuple(proposal.rank for proposal in staying)
+        self._compare_learning_rates(staying)
         if claim_round is None or claim_round.retry == 0:
             self._resize(staying)
         else:
@@ -377,11 +413,34 @@ class MegaBatchPart(DispatchPolicy):
         self.joined_by = merged if outcome.mine.is_new else self.joined_by
         return merged
 
+    def _compare_learning_rates(self, proposals: Sequence[MergeProposal]) -> None:
+        # A rank that has taken no step since may set its rate when it takes one.
+        knowing = [
+            proposal.report
+            for proposal in proposals
+            if proposal.report.since_merge and not proposal.is_new
+        ]
+        if len({report.learning_rates for report in knowing}) <= 1 or self._said_that_rates_differ:
+            return
+        self._said_that_rates_differ = True
+        rates = ", ".join(
+            f"{report.learning_rates[0]:.6g} on rank {report.rank}"
+            for report in knowing
+            if report.learning_rates
+        )
+        self._warn(
+            f"learning rates differ between ranks at a merge: {rates}. Ranks take different numbers"
+            " of batches, so a scheduler that is stepped for each batch is further on one rank than"
+            " on another; step it with session.on_merge(scheduler.step), and count mega-batches"
+        )
+
     def _merge_weights(self, proposals: Sequence[MergeProposal]) -> Sequence[float]:
         shares = [proposal.report.share for proposal in proposals]
-        updates = [share.updates for share in shares]
+        updates = [share.full_updates for share in shares]
         if not any(updates):
-            return (1.0,) * len(shares)
+            # Nobody has claims: loops feed the ranks, or the run ends within a mega-batch.
+            steps = [float(proposal.report.since_merge) for proposal in proposals]
+            return steps if any(steps) else (1.0,) * len(shares)
         weights = merge_weights(
             self._plan.weighting,
             updates=updates,
@@ -408,7 +467,7 @@ class MegaBatchPart(DispatchPolicy):
             (
                 share.samples / share.batch_size / share.busy_s
                 if by_time and share.updates
-                else share.updates
+                else _whole_updates(share)
             )
             for share in shares
         ]
@@ -449,7 +508,8 @@ class MegaBatchPart(DispatchPolicy):
             "since_merge": self._num_steps - self._merged_at_step,
             "batch_sizes": list(self.batch_sizes),
         }
-        return {"replicated": counts | ({} if self._momentum is None else self._momentum.state())}
+        momentum = {} if self._momentum is None else self._momentum.state()
+        return {"replicated": counts | momentum, "local": self._weights.counter_state()}
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -460,6 +520,7 @@ class MegaBatchPart(DispatchPolicy):
             self._momentum.load(
                 {key: value for key, value in saved.items() if isinstance(value, torch.Tensor)}
             )
+        self._weights.load_counter_state(state.get("local", {}))
         self._protocol.num_merges = int(saved["num_merges"])
         self._protocol.rows.forget()  # The ranks' models may differ.
         self._num_steps = self._merged_at_step + int(saved["since_merge"])
@@ -482,3 +543,10 @@ class MegaBatchPart(DispatchPolicy):
         if self._generations is not None:
             self._generations.close(over=over)
         self._group.close()
+
+
+def _whole_updates(share: MegaBatchShare) -> int:
+    """The updates as rules of whole numbers count them. The last claim of a round, which is smaller
+    or larger than the others, says nothing about speed unless it is half a batch away from them.
+    """
+    return max(1, round(share.full_updates)) if share.updates else 0

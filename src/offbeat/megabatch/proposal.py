@@ -5,12 +5,13 @@ its peers need to know about it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from offbeat.errors import WireError
-from offbeat.megabatch.claims import Claim, ClaimRound, MegaBatchShare, SampleRange
+from offbeat.codec.json_objects import build
+from offbeat.errors import MALFORMED, WireError
+from offbeat.megabatch.claims import ClaimRound, MegaBatchShare
 from offbeat.transport.operations import Payload
 
 ProposalKind: TypeAlias = Literal["merge", "mean", "agree", "finish"]
@@ -29,6 +30,7 @@ class TrainerReport:
         memory_limit: how many samples fit into its memory at once; None: any number.
         num_steps: steps that it has taken.
         since_merge: how many of these after its last merge.
+        learning_rates: of the groups of its optimizer, as the user or a scheduler has set them.
     """
 
     share: MegaBatchShare
@@ -36,6 +38,7 @@ class TrainerReport:
     memory_limit: int | None
     num_steps: int
     since_merge: int
+    learning_rates: tuple[float, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -90,22 +93,9 @@ class MergeProposal:
         """Inverse of `to_bytes`. Raises `WireError`."""
         try:
             fields = _renamed(json.loads(bytes(data)), _FIELDS_OF_KEYS)
-            report = _renamed(fields.pop("report"), _FIELDS_OF_KEYS)
-            share, claim_round = report.pop("share"), report.pop("claim_round")
-            claims = tuple(Claim(_spans(claim["spans"])) for claim in share["claims"])
-            if claim_round is not None:
-                claim_round = ClaimRound(**claim_round | {"spans": _spans(claim_round["spans"])})
-            fields["sparse"] = tuple(fields["sparse"])
-            fields["touched"] = tuple((position, count) for position, count in fields["touched"])
-            return cls(
-                report=TrainerReport(
-                    share=MegaBatchShare(**share | {"claims": claims}),
-                    claim_round=claim_round,
-                    **report,
-                ),
-                **fields,
-            )
-        except (AttributeError, ValueError, KeyError, TypeError) as error:
+            fields["report"] = _renamed(fields["report"], _FIELDS_OF_KEYS)
+            return build(cls, fields)
+        except MALFORMED as error:
             raise WireError(
                 f"a proposal before a merge is damaged: {bytes(data[:80])!r}"
             ) from error
@@ -119,7 +109,3 @@ _FIELDS_OF_KEYS: Final = {key: field for field, key in (_PROPOSAL_KEYS | _REPORT
 
 def _renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in fields.items()}
-
-
-def _spans(raw: Sequence[Any]) -> tuple[SampleRange, ...]:
-    return tuple(SampleRange(*span) for span in raw)

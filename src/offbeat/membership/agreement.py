@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from offbeat.errors import MismatchError, PeerError, WireError
+from offbeat.errors import MALFORMED, MismatchError, PeerError, WireError
 from offbeat.transport.network import OVER_KEY
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ def _parsed(key: str, raw: bytes, read: Callable[[dict[str, Any]], T]) -> T:
                 " release"
             )
         return read(entry)
-    except (ValueError, KeyError, TypeError) as error:
+    except MALFORMED as error:
         raise WireError(
             f"the store's {key!r} is damaged: {raw[:80]!r}; does another program use the store too?"
         ) from error

@@ -33,10 +33,12 @@ from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError, 
 from offbeat.membership.agreement import Generation, Member, Membership, StoreLostError, successor
 from offbeat.transport.driver import Driver
 from offbeat.transport.link import PeerLimits
-from offbeat.transport.network import MESH_LIMITS, Network
+from offbeat.transport.network import Network, mesh_limits
+from offbeat.transport.silence import silence_s as tolerated_silence_s
 
 _ASSEMBLE_INTERVAL_S = 0.02
 _RETRY_STORE_S = 5.0
+_SILENT_BEAT_S = 3.0
 _CLOSE_WITHIN_S = 10.0
 _MAX_BACKOFF_S = 30.0
 _RESET_BACKOFF_AFTER_S = 60.0
@@ -75,6 +77,12 @@ class GenerationHost(Protocol):
         """
         ...
 
+    def run_over(self) -> None:
+        """The run has ended for all members: all that live have finished. A host that has not
+        finished was taken for dead. Called once.
+        """
+        ...
+
     def retired(self, reason: str) -> None:
         """This rank takes part no longer, and no `begin` will follow."""
         ...
@@ -91,8 +99,8 @@ class Generations:
         host: GenerationHost,
         *,
         interval_s: float = 0.1,
-        silence_s: float = 3.0,
-        limits: PeerLimits = MESH_LIMITS,
+        silence_s: float | None = None,
+        limits: PeerLimits | None = None,
     ) -> None:
         """Connect to the store; nothing else happens before `start` or `join`.
 
@@ -100,14 +108,17 @@ class Generations:
             network: opens meshes and connections to the store.
             host: receives the meshes and is told what happens.
             interval_s: the time between two readings of the store, in seconds, > 0.
-            silence_s: a member whose heartbeat does not change for so many seconds is silent, > 0;
-                the same on every rank.
-            limits: the limits of the meshes, the same on every rank.
+            silence_s: a member whose heartbeat in the store does not change for so many seconds is
+                silent, > 0; the same on every rank. By itself that makes nobody dead. By default 3,
+                or what `OFFBEAT_SILENCE_S` says if that is less.
+            limits: the limits of the meshes, the same on every rank; `mesh_limits` if None.
 
         Raises:
             ConfigError: `interval_s` or `silence_s` is not above 0.
             PeerError: the store does not answer.
         """
+        if silence_s is None:
+            silence_s = min(_SILENT_BEAT_S, tolerated_silence_s())
         if not (interval_s > 0 and silence_s > 0):
             raise ConfigError(
                 f"interval_s is {interval_s} and silence_s {silence_s}, allowed is any number of"
@@ -118,7 +129,7 @@ class Generations:
         self._interval_s = interval_s
         self._silence_s = silence_s
         self._beat_interval_s = min(0.5, silence_s / 6)
-        self._limits = limits
+        self._limits = limits if limits is not None else mesh_limits()
         self._membership = Membership(network.own_store())
         self._member = Member(network.rank, 0)
         self._is_new = False
@@ -128,7 +139,12 @@ class Generations:
         self._deadline_s = math.inf
         self._expelled_at_s = -math.inf
         self._backoff_s = 0.0
-        self._store_is_lost = False
+        self._store_is_lost = self._run_is_over = self._was_away = False
+        self._last_turn_s = math.inf
+        # How many times this rank has begun to ask the store where it stands, and how many times it
+        # has had an answer, or learned that there is none.
+        self._num_asked = self._num_answered = 0
+        self._answered = threading.Condition()
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"offbeat-generations-{network.rank}", daemon=True
@@ -176,6 +192,22 @@ class Generations:
         self._deadline_s = math.inf
         self._thread.start()
 
+    def confirm(self, *, timeout_s: float = 15.0) -> None:
+        """Wait until the store has been asked once more where this rank stands, and the host has
+        been told of what has changed.
+
+        For a rank that is about to finish. One that was suspended for long may otherwise finish
+        before it learns that its peers went on, or ended, without it.
+
+        Args:
+            timeout_s: how long to wait where the store does not answer, in seconds, >= 0.
+        """
+        with self._answered:
+            wanted = self._num_asked + 1
+            self._answered.wait_for(
+                lambda: self._num_answered >= wanted or not self._thread.is_alive(), timeout_s
+            )
+
     def close(self, *, over: bool = False) -> None:
         """End the thread; no `begin` comes afterwards. Idempotent.
 
@@ -203,8 +235,10 @@ class Generations:
             while True:
                 try:
                     self._pause(self._interval_s)
+                    self._num_asked += 1
                     self._check_once()
-                    self._store_is_lost = False
+                    self._store_is_lost = self._was_away = False
+                    self._note_answer()
                 except (StoreLostError, WireError) as error:
                     self._handle_lost_store(str(error))
         except _Stopped:
@@ -213,6 +247,15 @@ class Generations:
             self._host.retired(str(reason))
         except Exception as error:  # noqa: BLE001 - any failure ends this thread, and the trainer must be told
             self._host.retired(f"{type(error).__name__}: {error}")
+        finally:
+            with self._answered:
+                self._num_answered = self._num_asked + 1  # nobody will ask again
+                self._answered.notify_all()
+
+    def _note_answer(self) -> None:
+        with self._answered:
+            self._num_answered = self._num_asked
+            self._answered.notify_all()
 
     def _check_once(self) -> None:
         """Move to a newer generation if there is one, or should be one."""
@@ -220,6 +263,9 @@ class Generations:
             self._move_to(self._request_to_join())
             return
         self._beat()
+        if not self._run_is_over and self._membership.is_over():
+            self._run_is_over = True
+            self._host.run_over()
         following = self._membership.next_of(self._current) or self._propose_after(self._current)
         if following is not None:
             self._move_to(following)
@@ -368,6 +414,11 @@ class Generations:
             self._pause(self._interval_s)
         return latest
 
+    def _is_alone(self) -> bool:
+        """Whether there are other members, and none of them can be reached."""
+        generation = self._current
+        return generation is not None and 1 < generation.size == 1 + len(self._host.unreachable())
+
     def _check_not_replaced(self) -> None:
         mine = self._member
         if any(
@@ -382,7 +433,10 @@ class Generations:
     def _check_run_not_over(self) -> None:
         """Only a rank that is joining needs this: it must not wait for members that have left."""
         if self._current is None and self._membership.is_over():
-            raise _Retired("the run ended while this worker was on its way in")
+            raise _Retired(
+                "the run ended while this worker was on its way in: its peers have finished without"
+                " it, and its model is not the run's"
+            )
 
     def _beat(self) -> None:
         now_s = time.monotonic()
@@ -391,7 +445,12 @@ class Generations:
             self._membership.beat(self._member)
 
     def _pause(self, seconds: float) -> None:
-        if self._stop.wait(seconds):
+        stopped = self._stop.wait(seconds)
+        now_s = time.monotonic()
+        # Peers take a rank for dead that is silent for so long.
+        self._was_away |= now_s - self._last_turn_s > self._limits.heartbeat_timeout_s
+        self._last_turn_s = now_s
+        if stopped:
             raise _Stopped
 
     def _handle_lost_store(self, reason: str) -> None:
@@ -399,7 +458,19 @@ class Generations:
         if not self._store_is_lost:
             self._store_is_lost = True
             self._host.lost_store(reason)
-        self._pause(_RETRY_STORE_S)
+        if not self._was_away:
+            self._note_answer()
+        retry_s = time.monotonic() + _RETRY_STORE_S
+        while time.monotonic() < retry_s:
+            if self._was_away and self._is_alone():
+                raise _Retired(
+                    "this worker was suspended for longer than its peers wait for a silent one."
+                    " They have gone on or ended without it, and neither they nor the run's store"
+                    " can be reached any more: its model is not the run's. Start it anew with"
+                    " OFFBEAT_RETURN=1 if the run still goes on"
+                )
+            self._pause(self._interval_s)
+        self._note_answer()
         with suppress(OffbeatError):
             store = self._network.renewed_store()
             if store is not None and (renewed := Membership(store)).description() is not None:
@@ -418,7 +489,7 @@ def _difference(founded: str, mine: str) -> str:
     """The first entry in which two descriptions differ, for the user."""
     try:
         left, right = json.loads(founded), json.loads(mine)
-    except ValueError:
+    except (ValueError, RecursionError):
         return f"its description: {mine[:200]!r} here, {founded[:200]!r} there"
     path: list[str] = []
     while isinstance(left, dict) and isinstance(right, dict):

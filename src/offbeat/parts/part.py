@@ -103,6 +103,12 @@ class Part:
     def on_finish(self) -> None:
         """This rank takes no more steps. Returns when no living rank does."""
 
+    def on_rest(self) -> None:
+        """This rank computes no step until `on_resume`: no peer must wait for the end of one."""
+
+    def on_resume(self) -> None:
+        """This rank takes steps again."""
+
     def on_abandon(self, reason: str) -> None:
         """This rank has failed, and `close` follows: no peer must wait for it."""
 
@@ -116,9 +122,21 @@ class Part:
         """This rank's weight in the mean of all ranks' models; None: this part does not say."""
         return None
 
-    def average_into(self, weights: ModelWeights) -> None:
+    def clip_gradients(self, max_norm: float) -> float | None:
+        """The norm that this rank's gradient had before this part clipped it to `max_norm`, in its
+        own way; None: this part leaves clipping to others.
+
+        Raises:
+            ConfigError: gradients cannot be clipped to `max_norm` any more.
+        """
+        return None
+
+    def average_into(self, weights: ModelWeights) -> frozenset[int]:
         """Write the mean of all living ranks' models into `weights`, which belong to a copy of the
         model. Called only if `averages_models`. Collective unless `averages_alone`.
+
+        Returns:
+            The ranks of members whose models the mean lacks.
         """
         raise NotImplementedError
 
@@ -223,6 +241,14 @@ class WrappedPart(Part):
         self.inner.on_finish()
 
     @override
+    def on_rest(self) -> None:
+        self.inner.on_rest()
+
+    @override
+    def on_resume(self) -> None:
+        self.inner.on_resume()
+
+    @override
     def on_abandon(self, reason: str) -> None:
         self.inner.on_abandon(reason)
 
@@ -235,8 +261,12 @@ class WrappedPart(Part):
         return self.inner.averaging_weight()
 
     @override
-    def average_into(self, weights: ModelWeights) -> None:
-        self.inner.average_into(weights)
+    def clip_gradients(self, max_norm: float) -> float | None:
+        return self.inner.clip_gradients(max_norm) if self.forwards_events else None
+
+    @override
+    def average_into(self, weights: ModelWeights) -> frozenset[int]:
+        return self.inner.average_into(weights)
 
     @override
     def take_profile(self) -> StepProfile | None:

@@ -29,7 +29,11 @@ class Workspace:
         model: the root module, for parts that look into layers; None where nobody needs it.
         new_stream: a fresh stream of channels; parts take theirs while they are built, in the same
             order on all ranks.
-        notify: puts a remark where the user will see it, in the record and the report.
+        notify: tells the user what went another way than it was asked for: in
+            `Session.notices`, the record and the report, and as a log record of level WARNING.
+        inform: the same for choices and counts, where all goes as it should: level INFO.
+        warn: the same for what changes the meaning of the run: also a Python warning, the same
+            words once a session.
         enter: makes a part's host a member of the run's generations, for strategies that survive
             death. Collective.
         own_store: a connection to the run's store for the caller alone; in a world of one, a store
@@ -37,6 +41,8 @@ class Workspace:
         count: wraps a driver that a thread of its own uses, so that its traffic is counted with the
             session's.
         record_wait: counts a wait of the training thread, from when to when on the monotonic clock.
+        mega_batches_merged: tells the user's `Session.on_merge` that so many further mega-batches
+            are in this rank's model.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
@@ -45,6 +51,8 @@ class Workspace:
     has_scaler: bool
     new_stream: Callable[[], Stream]
     notify: Callable[[str], None]
+    inform: Callable[[str], None] = lambda remark: None
+    warn: Callable[[str], None] = lambda remark: None
     buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
     optimizer: torch.optim.Optimizer | None = None
     model: torch.nn.Module | None = None
@@ -52,6 +60,7 @@ class Workspace:
     own_store: Callable[[], Store] = HashStore
     count: Callable[[Driver], Driver] = lambda driver: driver
     record_wait: Callable[[float, float], None] = lambda begin_s, end_s: None
+    mega_batches_merged: Callable[[int], None] = lambda count: None
 
 
 def stream_counter() -> Callable[[], Stream]:

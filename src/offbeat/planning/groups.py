@@ -38,10 +38,14 @@ class VersionGroup:
         min_arrivals: how many of them have to arrive (at this version or a later one) before the
             other members are made to contribute their last snapshots. With 1 no rank waits for
             another; with len(ranks) all wait for all.
+        catch_up: the version at which, or at a later one, every member has to have arrived before
+            a trainer that has come to this version goes on; below 0: there is none yet. None:
+            nobody waits for that.
     """
 
     ranks: tuple[int, ...]
     min_arrivals: int = 1
+    catch_up: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_arrivals <= len(self.ranks):
@@ -59,6 +63,7 @@ def group_of_version(
     group_size: int,
     period: int | None = None,
     quorum: float = 0.75,
+    max_ahead: int | None = None,
 ) -> VersionGroup:
     """The group with which `rank` averages in `version`.
 
@@ -72,17 +77,27 @@ def group_of_version(
         period: the versions period - 1, 2 period - 1, ... are global; None: none is.
         quorum: the fraction of all members that has to arrive at a global synchronization, in
             (0, 1]; the number of members is rounded down, to at least one.
+        max_ahead: how many versions may pass within one step of a member, >= `period`; None: any
+            number. At a global synchronization members wait for those that have not arrived since
+            the one that lies `max_ahead`, less a period, before. It is rounded down to whole
+            periods.
 
     Raises:
         ConfigError: an argument is out of range.
 
     >>> group_of_version(1, 5, range(8), group_size=4, period=3)
-    VersionGroup(ranks=(0, 1, 4, 5), min_arrivals=1)
+    VersionGroup(ranks=(0, 1, 4, 5), min_arrivals=1, catch_up=None)
     >>> group_of_version(2, 5, range(8), group_size=4, period=3)
-    VersionGroup(ranks=(0, 1, 2, 3, 4, 5, 6, 7), min_arrivals=6)
+    VersionGroup(ranks=(0, 1, 2, 3, 4, 5, 6, 7), min_arrivals=6, catch_up=None)
+    >>> group_of_version(8, 5, range(8), group_size=4, period=3, max_ahead=6).catch_up
+    5
     """
     if period is not None and period < 1:
         raise ConfigError(f"period is {period}, allowed is 1 or more, or None for never")
+    if max_ahead is not None and max_ahead < (period or 1):
+        raise ConfigError(
+            f"max_ahead is {max_ahead}, allowed is {period or 1}, the period, or more"
+        )
     if not 0 < quorum <= 1:
         raise ConfigError(
             f"quorum is {quorum}, allowed is above 0 and up to 1, the fraction of members that has"
@@ -92,7 +107,11 @@ def group_of_version(
         _check(version, members, group_size)
         # 1e-9: the quorum of 0.3 of 10 members is 3, although 0.3 * 10 may be rounded to 2.999...
         min_arrivals = max(1, math.floor(quorum * len(members) + 1e-9))
-        return VersionGroup(ranks=tuple(members), min_arrivals=min_arrivals)
+        # A member that is late at a global synchronization has ended a step since the one before,
+        # or it would have been late there. So the versions that may still pass are fewer by one
+        # period.
+        catch_up = None if max_ahead is None else version - (max_ahead // period - 1) * period
+        return VersionGroup(ranks=tuple(members), min_arrivals=min_arrivals, catch_up=catch_up)
     mine = next((group for group in groups(version, members, group_size) if rank in group), None)
     if mine is None:
         raise ConfigError(f"rank {rank} is no member; members are {list(members)}")

@@ -8,7 +8,14 @@ from offbeat.errors import RecordError
 from offbeat.lab.comparison import ComparedStrategy, read_comparison
 from offbeat.lab.records import Record
 from offbeat.report.data import Better, PageContent, StrategyResults
-from offbeat.report.data_records import count_workers, read_run, rows, setting, words
+from offbeat.report.data_records import (
+    count_workers,
+    incomplete_means,
+    read_run,
+    rows,
+    setting,
+    words,
+)
 from offbeat.report.style import write_option
 
 
@@ -50,7 +57,9 @@ def _contestant(directory: Path, compared: ComparedStrategy) -> StrategyResults:
     runs, missing = [], []
     for name in compared.runs:
         try:
-            runs.append(read_run(Record(directory / name), name=name))
+            record = Record(directory / name)
+            runs.append(read_run(record, name=name))
+            missing += [f"{name}: {remark}" for remark in incomplete_means(record)]
         except RecordError as error:
             missing.append(f"the charts leave out {name}: {error}")
     return StrategyResults(

@@ -79,6 +79,19 @@ def _curve(evaluations: Sequence[Evaluation], steps: Steps) -> Curve:
     )
 
 
+def incomplete_means(record: Record) -> list[str]:
+    """A remark on the measurements of means that lack models of living workers, if there are."""
+    marked = [evaluation for evaluation in record.evaluations() if evaluation.without]
+    if not marked:
+        return []
+    steps = ", ".join(f"{evaluation.step:,}" for evaluation in marked)
+    workers = sorted({rank for evaluation in marked for rank in evaluation.without})
+    return [
+        f"the metric at step {steps} is that of a mean without worker"
+        f" {', '.join(map(str, workers))}, which did not answer in time"
+    ]
+
+
 def setting(emulation: EmulationReport | None, cluster: Cluster | None) -> EmulatedCluster:
     """What a run or comparison ran on."""
     described = (

@@ -12,7 +12,14 @@ from offbeat.lab.breakdown import Steps
 from offbeat.lab.records import Record, Summary
 from offbeat.lab.statistics import Estimate
 from offbeat.report.data import Better, PageContent, StrategyResults
-from offbeat.report.data_records import count_workers, read_run, rows, setting, words
+from offbeat.report.data_records import (
+    count_workers,
+    incomplete_means,
+    read_run,
+    rows,
+    setting,
+    words,
+)
 from offbeat.report.style import BYTES, NUMBER, SECONDS, capital, write
 
 
@@ -48,7 +55,7 @@ def report_of_run(directory: Path) -> PageContent:
                 options=config.strategy_options,
                 runs=[run] if run.steps.num_steps else [],
                 measures=measures,
-                notices=summary.notices if summary else [],
+                notices=[*(summary.notices if summary else []), *incomplete_means(record)],
             )
         ],
         setting=setting(record.emulation, config.cluster),

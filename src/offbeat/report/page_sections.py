@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from offbeat.lab.comparison import Difference
+from offbeat.lab.lateness import lateness
 from offbeat.report.data import Better, PageContent, StrategyResults
-from offbeat.report.data_waiting import lateness
+from offbeat.report.data_waiting import lateness_sentence
 from offbeat.report.style import (
     MEASURES,
     NOTHING,
@@ -131,7 +132,7 @@ def step_bars(report: PageContent) -> Bars | None:
 def lateness_bars(report: PageContent) -> Iterator[Bars]:
     """How late each worker came, for every contestant that says; of many workers the latest."""
     for number, contestant in enumerate(report.contestants):
-        late = lateness(contestant.runs)
+        late = lateness([run.steps for run in contestant.runs])
         if late is None:
             continue
         longest = float(late.mean_s.max()) or 1.0
@@ -152,7 +153,7 @@ def lateness_bars(report: PageContent) -> Iterator[Bars]:
         yield Bars(
             heading=contestant.label,
             bars=bars,
-            sentence=late.sentence(),
+            sentence=lateness_sentence(late),
             left_out=late.mean_s.size - len(bars),
         )
 

@@ -27,6 +27,7 @@ def describe(
     strategy: Strategy,
     *,
     has_scaler: bool,
+    finish: str,
 ) -> Description:
     """What must be the same on all ranks, as JSON.
 
@@ -35,6 +36,7 @@ def describe(
         optimizer: the user's, over parameters of `model`.
         strategy: described by its options.
         has_scaler: whether an enabled GradScaler is in use.
+        finish: what becomes of models at the end.
     """
     return {
         "model parameters": {
@@ -48,7 +50,7 @@ def describe(
             name: f"{list(b.shape)} {b.dtype} {b.device.type}" for name, b in model.named_buffers()
         },
         "optimizer": {"class": type(optimizer).__qualname__, **_hyperparameters(model, optimizer)},
-        "strategy": {"options": repr(strategy), "scaler": str(has_scaler)},
+        "strategy": {"options": repr(strategy), "scaler": str(has_scaler), "finish": finish},
     }
 
 

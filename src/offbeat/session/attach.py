@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 
-from offbeat.errors import ConfigError, OffbeatError, UnsupportedError
-from offbeat.session.session import ATTACHED_MODELS, Session
+from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError, UnsupportedError
+from offbeat.session.session import ATTACHED_MODELS, Finish, Session
 from offbeat.strategies.base import Strategy
+from offbeat.strategies.options import require_one_of
 from offbeat.transport.connect import (
     RETURN_VARIABLE,
     connect,
@@ -27,6 +30,7 @@ def attach(
     *,
     group: dist.ProcessGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    finish: Finish = "average",
 ) -> Session:
     """Let `strategy` decide what ranks tell each other in training. Collective: every rank calls
     it.
@@ -40,11 +44,15 @@ def attach(
 
     Args:
         model: a plain module: not wrapped in DistributedDataParallel, not sharded.
-        optimizer: one of torch.optim's, over parameters of `model`.
+        optimizer: one of torch.optim's, over parameters of `model`; or what a framework such as
+            Accelerate wraps around one, with that one in its attribute `optimizer`.
         strategy: such as `offbeat.GTopK(density=0.001)`; the same on every rank.
         group: the ranks that take part; all by default. It is never used for communication.
         scaler: the GradScaler in use with AMP, so that residuals are kept unscaled and all ranks
             skip the same steps.
+        finish: what a rank's model is when the session has ended well, with a strategy that
+            averages weights: "average", the mean of all ranks' models, the same on every rank; or
+            "keep", its own.
 
     Raises:
         ConfigError, UnsupportedError: this cannot work, with the reason. Every rank raises; none is
@@ -52,7 +60,13 @@ def attach(
         MismatchError: the ranks disagree, with the first difference.
     """
     return attach_through(
-        lambda driver: driver, model, optimizer, strategy, group=group, scaler=scaler
+        lambda driver: driver,
+        model,
+        optimizer,
+        strategy,
+        group=group,
+        scaler=scaler,
+        finish=finish,
     )
 
 
@@ -64,26 +78,30 @@ def attach_through(
     *,
     group: dist.ProcessGroup | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    finish: Finish = "average",
 ) -> Session:
     """`attach` with a wrapper of `offbeat.transport.wrappers` around the transport: to delay, to
     fail, to record.
 
     Args:
         wrap: puts the wrapper around the driver that it is given.
-        model, optimizer, strategy, group, scaler: as in `attach`, which also says what is raised.
+        model, optimizer, strategy, group, scaler, finish: as in `attach`, which also says what is
+            raised.
     """
     returns = is_returning()
+    optimizer = _unwrapped(optimizer)
     if not returns:
         join_process_group()
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
     refusal: OffbeatError | None = None
     try:
+        require_one_of("finish", finish, get_args(Finish))
         _check(model, optimizer, strategy, world_size=world_size, returns=returns)
     except OffbeatError as error:
         refusal = error
     if refusal is not None and (world_size == 1 or returns):
         raise refusal
-    cuda = any(parameter.is_cuda for parameter in model.parameters())
+    cuda = isinstance(model, torch.nn.Module) and any(p.is_cuda for p in model.parameters())
     connection = reconnect() if returns else connect(group, cuda=cuda)
     try:
         return Session(
@@ -95,10 +113,44 @@ def attach_through(
             scaler=scaler,
             refusal=refusal,
             returns=returns,
+            finish=finish,
         )
-    except BaseException:
+    except BaseException as error:
+        # All ranks come to a refusal and to the difference between ranks alike. Of anything else
+        # the others must hear whose fault it was before the connections go: one that is slower
+        # would take this rank for the cause.
+        if error is not refusal and not isinstance(error, MismatchError):
+            blame = error.rank if isinstance(error, PeerError) else None
+            with suppress(OffbeatError):
+                connection.driver.abort(f"{type(error).__name__}: {error}", blame=blame)
         connection.driver.close()
         raise
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that makes the steps, of one that a framework has wrapped.
+
+    Accelerate's is a `torch.optim.Optimizer` by its class and was never initialised as one; its
+    `step` calls that of the optimizer inside. A wrapper that takes hooks is left alone, since it
+    may do more in its step than the inner one does.
+    """
+    while not _takes_hooks(optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
+            break
+        optimizer = inner
+    return optimizer
+
+
+def _takes_hooks(optimizer: object) -> bool:
+    """Whether step hooks can be put on `optimizer`."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:
+        return False
+    return True
 
 
 def _check(
@@ -121,21 +173,32 @@ def _check(
             " that does, so none can join it; start all workers again, or use a strategy that goes"
             " on, such as offbeat.WAGMA()"
         )
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise UnsupportedError(
-            "the model is wrapped in DistributedDataParallel, which exchanges gradients itself;"
-            " pass model.module"
-        )
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            where = f"holds, as {name!r}, a" if name else "is wrapped in"
+            raise UnsupportedError(
+                f"the model {where} DistributedDataParallel, which exchanges gradients itself; pass"
+                " the plain model that is inside it, and call that one in your loop"
+            )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             "optimizer must be one of torch.optim's or made like them, got"
             f" {type(optimizer).__name__}"
         )
+    if not _takes_hooks(optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} takes no step hooks, so this session would not see its"
+            " steps; pass the optimizer that it wraps"
+        )
     parameters = dict(model.named_parameters())
     sharded = [
         name for name, parameter in parameters.items() if type(parameter.data).__name__ == "DTensor"
     ]
-    if sharded or type(model).__name__ == "FullyShardedDataParallel":
+    if sharded or any(
+        type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()
+    ):
         raise UnsupportedError(
             f"the model is sharded (FSDP2 or DTensor{f', see {sharded[0]!r}' if sharded else ''});"
             " offbeat needs every rank to hold whole parameters: pass the model before"

@@ -21,10 +21,11 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import safetensors
@@ -32,7 +33,7 @@ import safetensors.torch
 import torch
 from numpy.typing import NDArray
 
-from offbeat.errors import CheckpointError
+from offbeat.errors import MALFORMED, CheckpointError, OffbeatError
 
 SCHEMA = 1
 """Version of the layout. A reader refuses a newer one."""
@@ -93,7 +94,8 @@ def save(
         metadata: kept in the file's header, to be read without the tensors.
 
     Raises:
-        CheckpointError: the tree holds something of another kind; the message names where.
+        CheckpointError: the tree holds something of another kind, and the message names where; or
+            the disk does not take the file, of which nothing is left then.
     """
     tensors: dict[str, torch.Tensor] = {}
     structure = _encode(tree, "", tensors)
@@ -140,20 +142,39 @@ def write_checkpoint(
 
     Returns:
         The checkpoint's directory, complete.
+
+    Raises:
+        CheckpointError: it cannot be written. This rank's part of it is removed, and the checkpoint
+            before stays.
     """
     final, partial = root / f"step-{step:08d}", root / f".partial-{step:08d}"
     if final.exists():
         return final
-    partial.mkdir(parents=True, exist_ok=True)
-    save(partial, _shard_name(rank), tree)
-    barrier()
-    if rank == 0:
-        _write_manifest(partial, step=step, world_size=world_size, metadata=metadata or {})
-        os.replace(partial, final)
-        _flush_directory(root)
-        _remove_all_but(final)
-    barrier()
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        save(partial, _shard_name(rank), tree)
+        barrier()
+        if rank == 0:
+            _write_manifest(partial, step=step, world_size=world_size, metadata=metadata or {})
+            os.replace(partial, final)
+            _flush_directory(root)
+            _remove_all_but(final)
+        barrier()
+    except OSError as error:
+        _discard_part(partial, rank)
+        raise _cannot_write(final, error) from None
+    except BaseException:
+        _discard_part(partial, rank)
+        raise
     return final
+
+
+def remove_partial(root: Path) -> None:
+    """Remove what writers have left under `root` that ended before their checkpoint was complete.
+    Nobody may be writing there.
+    """
+    for entry in root.glob(".partial-*"):
+        shutil.rmtree(entry, ignore_errors=True)
 
 
 def latest(root: Path) -> Manifest:
@@ -183,38 +204,29 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: as `latest`.
     """
+    raw = _read(path / _MANIFEST)
     try:
-        content = json.loads(_read(path / _MANIFEST))
-        body = content["body"]
-        schema = body["schema"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path / _MANIFEST} is not a manifest ({error}); restore it from a copy, or start a"
-            " new run"
-        ) from None
+        content = json.loads(raw)
+        body, digest = content["body"], content.get("sha256")
+        schema, actual_digest = body["schema"], _digest_json(body)
+    except MALFORMED as error:
+        raise _not_a_manifest(path, str(error)) from None
     if schema != SCHEMA:
         raise CheckpointError(
             f"{path} has checkpoint schema {schema!r}, this version reads {SCHEMA}; install the"
             " offbeat that wrote it"
         )
-    if content.get("sha256") != _digest_json(body):
+    if digest != actual_digest:
         raise CheckpointError(
             f"{path / _MANIFEST} does not match its own checksum: it was altered; restore a copy,"
             " or start a new run"
         )
-    if path.name != f"step-{body['step']:08d}":
+    manifest = _manifest_of(path, body)
+    if path.name != f"step-{manifest.step:08d}":
         raise CheckpointError(
-            f"{path} holds the checkpoint of step {body['step']}: it was renamed; give it its own"
+            f"{path} holds the checkpoint of step {manifest.step}: it was renamed; give it its own"
             " name back"
         )
-    manifest = Manifest(
-        path=path,
-        step=body["step"],
-        world_size=body["world_size"],
-        files=body["files"],
-        num_bytes=body["num_bytes"],
-        metadata=body["metadata"],
-    )
     for name, size in manifest.num_bytes.items():
         actual = (path / name).stat().st_size if (path / name).is_file() else None
         if actual != size:
@@ -260,6 +272,47 @@ def verify(manifest: Manifest) -> None:
             )
 
 
+@contextmanager
+def naming_misfit(what: str) -> Iterator[None]:
+    """`what`, which was read, is loaded into objects: `CheckpointError` where it does not fit."""
+    try:
+        yield
+    except OffbeatError:
+        raise
+    except (*MALFORMED, RuntimeError) as error:
+        raise CheckpointError(
+            f"{what} does not fit what it is loaded into ({type(error).__name__}: {error}); was it"
+            " saved with the same model, optimizer and strategy?"
+        ) from error
+
+
+def _manifest_of(path: Path, body: Mapping[str, Any]) -> Manifest:
+    """The manifest in `path`. A checksum shows that it was not damaged, not who wrote it: so the
+    names of files are those that a checkpoint has, and none leads out of its directory.
+    """
+    kinds = {"step": int, "world_size": int, "files": dict, "num_bytes": dict, "metadata": dict}
+    for name, kind in kinds.items():
+        if type(body.get(name)) is not kind:
+            raise _not_a_manifest(path, f"{name} is {body.get(name)!r:.80}")
+    manifest = Manifest(path=path, **{name: body[name] for name in kinds})
+    names = [f"{_shard_name(rank)}.safetensors" for rank in range(len(manifest.files))]
+    if (
+        manifest.step < 0
+        or manifest.world_size != len(names)
+        or not names
+        or manifest.files.keys() != set(names)
+        or manifest.num_bytes.keys() != set(names)
+    ):
+        raise _not_a_manifest(path, "the files that it names are not those of its ranks")
+    return manifest
+
+
+def _not_a_manifest(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path / _MANIFEST} is not a manifest ({why}); restore it from a copy, or start a new run"
+    )
+
+
 def _shard_name(rank: int) -> str:
     return f"rank-{rank:05d}"
 
@@ -282,6 +335,17 @@ def _write_manifest(
     }
     text = json.dumps({"body": body, "sha256": _digest_json(body)}, indent=1)
     _write_durably(partial / _MANIFEST, text.encode())
+
+
+def _discard_part(partial: Path, rank: int) -> None:
+    """Remove this rank's part of a checkpoint that will not be complete; other ranks may still
+    write theirs.
+    """
+    with suppress(OSError):
+        (partial / f"{_shard_name(rank)}.safetensors").unlink(missing_ok=True)
+        if rank == 0:
+            (partial / _MANIFEST).unlink(missing_ok=True)
+        partial.rmdir()  # only if the other ranks have left nothing in it
 
 
 def _remove_all_but(final: Path) -> None:
@@ -384,10 +448,11 @@ def _parse(path: Path, content: bytes) -> Stored:
                 " update offbeat"
             )
         tensors = safetensors.torch.load(content)
-        return Stored(
-            _decode(json.loads(header["structure"]), tensors), json.loads(header["metadata"])
-        )
-    except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        metadata = json.loads(header["metadata"])
+        if not isinstance(metadata, dict):
+            raise TypeError(f"the metadata are {metadata!r:.80}")
+        return Stored(_decode(json.loads(header["structure"]), tensors), metadata)
+    except (*MALFORMED, RuntimeError, safetensors.SafetensorError) as error:
         raise CheckpointError(
             f"{path} is damaged or was not written by offbeat ({error}); restore it from a copy, or"
             " start a new run"
@@ -404,14 +469,28 @@ def _read(path: Path) -> bytes:
 
 
 def _write_durably(path: Path, content: bytes) -> None:
-    """Write under a temporary name, flush to disk, rename."""
+    """Write under a temporary name, flush to disk, rename. What cannot be written whole is
+    removed.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _flush_directory(path.parent)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _flush_directory(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise _cannot_write(path, error) from None
+
+
+def _cannot_write(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write {path}: {error.strerror}; what was saved before is untouched; make room on"
+        " its disk, or save to another directory"
+    )
 
 
 def _flush_directory(path: Path) -> None:

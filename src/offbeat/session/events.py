@@ -9,7 +9,9 @@ import torch
 
 from offbeat.errors import UnsupportedError
 from offbeat.parts.part import Part
+from offbeat.session.gradient_sync import GradientSync
 from offbeat.session.hooks import BackwardHooks
+from offbeat.session.step_watch import StepWatch
 
 
 class EventDispatcher:
@@ -22,9 +24,12 @@ class EventDispatcher:
         parameters: the model's trainable parameters by name, in the model's order.
         frozen: its other parameters by name, which must stay frozen.
         step_ended: is called after each optimizer step with the number of steps so far.
+        issue_warnings: is called where a warning that is an exception harms nobody.
+        notify: for remarks.
+        watch: looks whether the optimizer is stepped; None where it need not be.
 
     Attributes:
-        synchronised: False inside `no_sync`, where gradients accumulate locally.
+        sync: whether backward passes exchange; they accumulate locally inside its `no_sync`.
         num_steps: optimizer steps so far.
     """
 
@@ -37,25 +42,36 @@ class EventDispatcher:
         parameters: Mapping[str, torch.nn.Parameter],
         frozen: Mapping[str, torch.nn.Parameter],
         step_ended: Callable[[int], None],
+        issue_warnings: Callable[[], None],
+        notify: Callable[[str], None],
+        watch: StepWatch | None,
     ) -> None:
         self.parts = parts
-        self.synchronised = True
         self.num_steps = 0
         self._frozen = frozen
         self._step_ended = step_ended
+        self._issue_warnings = issue_warnings
+        self._watch = watch
         self._hooks = BackwardHooks(model, list(parameters.values()), self)
         self._step_handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        self.sync = GradientSync(model, notify)
 
     def report_failed_pass(self) -> None:
         """If an exception ended a backward pass that was begun, say so now."""
         self._hooks.report_failed_pass()
 
+    def session_ends(self) -> None:
+        """The loop has ended well."""
+        if self._watch is not None:
+            self._watch.session_ends()
+
     def remove(self) -> None:
         """Take every hook out. Idempotent."""
         self._hooks.remove()
+        self.sync.remove()
         for handle in self._step_handles:
             handle.remove()
 
@@ -64,6 +80,7 @@ class EventDispatcher:
 
     @torch.no_grad()
     def forward_begins(self, *, trains: bool) -> None:
+        self._issue_warnings()
         for part in self.parts:
             part.on_forward_begins(trains=trains)
 
@@ -76,17 +93,19 @@ class EventDispatcher:
                     " gradient now; close the session and attach again after unfreezing"
                 )
         for part in self.parts:
-            part.on_backward_begins(synchronised=self.synchronised)
+            part.on_backward_begins(synchronised=self.sync.wanted)
 
     @torch.no_grad()
     def gradient_ready(self, index: int) -> None:
         for part in self.parts:
-            part.on_gradient_ready(index, synchronised=self.synchronised)
+            part.on_gradient_ready(index, synchronised=self.sync.wanted)
 
     @torch.no_grad()
     def backward_done(self) -> None:
         for part in self.parts:
-            part.on_backward_done(synchronised=self.synchronised)
+            part.on_backward_done(synchronised=self.sync.wanted)
+        if self._watch is not None:
+            self._watch.backward_done()
 
     @torch.no_grad()
     def backward_failed(self) -> None:
@@ -98,6 +117,8 @@ class EventDispatcher:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.report_failed_pass()
+        if self._watch is not None:
+            self._watch.stepped()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if callable(closure):  # it will run backward, and that exchanges
             for part in self.parts:
@@ -127,3 +148,4 @@ class EventDispatcher:
         for part in self.parts:
             part.on_after_step()
         self._step_ended(self.num_steps)
+        self._issue_warnings()

@@ -13,8 +13,9 @@ ends the pass first, that callback never runs: the next forward pass, optimizer 
 the session finds the pass still open while no backward is running, and reports it as failed. A pass
 that accumulates nothing, as `torch.autograd.grad` does, is reported as one without gradients.
 
-Refused, with the reason: a root module that is itself run inside a re-entrant checkpoint, and
-compiled autograd.
+Refused, with the reason: a root module that is itself run inside a re-entrant checkpoint, compiled
+autograd, and a forward pass for training inside DistributedDataParallel, which exchanges gradients
+too.
 
 What this needs and PyTorch has no public name for is in `offbeat.torch_private`.
 """
@@ -29,8 +30,10 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from offbeat.errors import UnsupportedError
+from offbeat.parts.module_hook import ModuleHook
 from offbeat.torch_private import (
     NO_BACKWARD_PASS,
+    active_ddp_module,
     call_after_backward_pass,
     current_backward_pass,
     tensors_in,
@@ -98,31 +101,24 @@ class BackwardHooks:
             self._listener.backward_failed()
 
     def _hook_forward(self, model: torch.nn.Module) -> list[Any]:
-        """Hook the root with plain functions, which `copy.deepcopy` of a model shares and does not
-        follow.
+        """Hook the root alone: copies of it, such as averaged models, stay out of it."""
 
-        They pass over every module but the root itself, so that copies, such as averaged models,
-        stay out of it.
-        """
-        number = id(model)
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def begins(module: torch.nn.Module, args: Any) -> None:
-            if id(module) != number:
-                return
             if torch.is_grad_enabled():
+                _refuse_second_exchange(module)
                 self.report_failed_pass()
                 self._recomputing_pass = current_backward_pass()
             self._listener.forward_begins(trains=module.training and torch.is_grad_enabled())
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def ends(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if id(module) == number:
-                for tensor in tensors_in(output):
-                    if tensor.requires_grad and not tensor.is_leaf:
-                        tensor.register_hook(self._on_progress)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(self._on_progress)
 
-        return [model.register_forward_pre_hook(begins), model.register_forward_hook(ends)]
+        return [
+            model.register_forward_pre_hook(ModuleHook(model, begins)),
+            model.register_forward_hook(ModuleHook(model, ends)),
+        ]
 
     def _on_progress(self, gradient: Any) -> None:
         if not self._open and not self._removed:
@@ -152,3 +148,17 @@ class BackwardHooks:
         self._open = False
         if not self._removed:
             self._listener.backward_done()
+
+
+def _refuse_second_exchange(model: torch.nn.Module) -> None:
+    """Raise if this forward pass runs inside a DDP of `model` that will exchange its gradients."""
+    ddp = active_ddp_module()
+    if ddp is None or not ddp.require_backward_grad_sync:
+        return
+    exchanged = {id(parameter) for parameter in ddp.parameters()}
+    if any(id(parameter) in exchanged for parameter in model.parameters()):
+        raise UnsupportedError(
+            "the attached model is called inside DistributedDataParallel, so its gradients would be"
+            " exchanged twice; call the model itself in your loop, and do not let a framework wrap"
+            " it (Lightning, Fabric, Accelerate, the Trainer of transformers)"
+        )

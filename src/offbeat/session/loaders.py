@@ -9,21 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.distributed import Store
+from torch.utils.data import DataLoader
 
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError, MismatchError, OffbeatError
 from offbeat.megabatch.claims import ClaimLog
-from offbeat.megabatch.loader import (
-    DispatchLoader,
-    DispatchPolicy,
-    MapStyle,
-    Recording,
-    data_description,
-)
+from offbeat.megabatch.fetching import MapStyle
+from offbeat.megabatch.loader import DispatchLoader, DispatchPolicy, Recording, data_description
 from offbeat.parts.part import Part
 from offbeat.session.agreement import agree, answer_of, require_agreement
+from offbeat.session.data_source import DataSource, data_source
 from offbeat.session.lockstep_loader import LockstepLoader
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.network import Network, store_of
@@ -57,11 +53,12 @@ class LoaderFactory:
 
     def loader(
         self,
-        dataset: MapStyle,
+        dataset: MapStyle | DataLoader[Any],
         *,
         seed: int,
         batch_size: int | None,
         max_batch_size: int | None,
+        claims_ahead: int | None,
         collate: Callable[[list[Any]], Any] | None,
         record: bool,
         replay: Recording | None,
@@ -69,10 +66,11 @@ class LoaderFactory:
         """A loader for this rank, as `Session.loader` says. Collective.
 
         Args:
-            dataset: of map style; the same on all ranks.
+            dataset: of map style, the same on all ranks; or a DataLoader of one.
             seed: of the order, >= 0.
-            batch_size: of this rank, >= 1; None where the strategy has one.
+            batch_size: of this rank, >= 1; None where the strategy or the DataLoader has one.
             max_batch_size: what fits into this rank's memory, in samples; None: any number.
+            claims_ahead: how many claims worker processes read ahead; None: one.
             collate: makes a batch of a list of samples; torch's `default_collate` if None.
             record: keep who claimed what.
             replay: a recording to be repeated.
@@ -82,44 +80,59 @@ class LoaderFactory:
             MismatchError: the ranks disagree on the data.
         """
         policy = next((part for part in self.parts if isinstance(part, DispatchPolicy)), None)
+        source: DataSource | None = None
         description: OffbeatError | dict[str, Any]
         try:
+            source = data_source(dataset, batch_size=batch_size, collate=collate)
+            if policy is not None:
+                _require_claims(source, policy, claims_ahead)
             description = data_description(
-                dataset,
+                source.dataset,
                 seed=seed,
-                batch_size=batch_size,
+                shuffles=source.shuffles,
+                batch_size=batch_size if policy is not None else source.batch_size,
                 max_batch_size=max_batch_size,
                 claims=policy is not None,
-                recorded=record or replay is not None,
+                recorded=record or replay is not None or claims_ahead is not None,
             )
         except ConfigError as error:
             description = error
         rank = self.driver.rank
-        collate = torch.utils.data.default_collate if collate is None else collate
         if policy is None:
             agree(self.driver, self.control, description)
-            sizes = self.driver.run(gather_values(batch_size), self.control.next())
+            assert source is not None, "else `agree` raises"
+            self._note_drop_last(source)
+            sizes = self.driver.run(gather_values(source.batch_size), self.control.next())
             return LockstepLoader(
-                dataset,
+                source.fetcher(claims_ahead=None, seed=seed, rank=rank),
                 batch_sizes=sizes,
                 claimed=self.weigh,
                 seed=seed,
-                collate=collate,
                 rank=rank,
+                shuffles=source.shuffles,
             )
         store = store_of(self.network)
         policy.set_memory_limits(self._memory_limits(policy, store, description, max_batch_size))
+        assert source is not None, "else `_memory_limits` raises"
+        self._note_drop_last(source)
         return DispatchLoader(
-            dataset,
+            source.fetcher(claims_ahead=claims_ahead or 1, seed=seed, rank=rank),
             log=ClaimLog(store),
             policy=policy,
             seed=seed,
-            collate=collate,
             rank=rank,
             notify=self.notify,
+            shuffles=source.shuffles,
             record=record,
             replay=replay,
         )
+
+    def _note_drop_last(self, source: DataSource) -> None:
+        if source.loader is not None and source.loader.drop_last:
+            self.notify(
+                "drop_last of the DataLoader has no effect: each sample is shared out once an"
+                " epoch, in batches of which none is a small remnant"
+            )
 
     def _memory_limits(
         self,
@@ -148,6 +161,25 @@ class LoaderFactory:
         require_agreement(mine, answers)
         store.set(_DATA_KEY, json.dumps(mine))
         return {rank: answer["fits"] for rank, answer in answers.items()}
+
+
+def _require_claims(source: DataSource, policy: DispatchPolicy, claims_ahead: int | None) -> None:
+    """Raise `ConfigError` unless samples can be claimed for this source."""
+    num_workers = 0 if source.loader is None else source.loader.num_workers
+    if source.loader is not None and source.batch_size != policy.base_batch_size:
+        raise ConfigError(
+            f"the DataLoader has batches of {source.batch_size}, the strategy begins with"
+            f" batch_size={policy.base_batch_size}, for which the learning rate is; give both the"
+            " same"
+        )
+    if claims_ahead is None:
+        return
+    is_number = isinstance(claims_ahead, int) and not isinstance(claims_ahead, bool)
+    if not is_number or not 1 <= claims_ahead <= num_workers:
+        raise ConfigError(
+            f"claims_ahead must be an integer from 1 to the DataLoader's num_workers, which is"
+            f" {num_workers}, got {claims_ahead!r}; each worker process reads one claim ahead"
+        )
 
 
 def _agree_with_founders(store: Store, mine: OffbeatError | dict[str, Any]) -> None:

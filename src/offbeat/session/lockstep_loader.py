@@ -16,7 +16,8 @@ from typing_extensions import override
 
 from offbeat.errors import CheckpointError, ConfigError
 from offbeat.megabatch.claims import SampleRange
-from offbeat.megabatch.loader import MapStyle, fetch, order_of
+from offbeat.megabatch.fetching import Fetcher
+from offbeat.megabatch.loader import order_of
 from offbeat.parts.part import Part
 
 
@@ -62,12 +63,12 @@ class LockstepLoader(Part):
     A loop that stopped in the middle of an epoch goes on there when it iterates again.
 
     Args:
-        dataset: of map style; the same on all ranks.
+        fetcher: reads batches of the dataset, which is the same on all ranks.
         batch_sizes: asked for, by rank, each >= 1.
         claimed: is told how many samples the next batch has.
         seed: of the order, >= 0.
-        collate: makes a batch of a list of samples.
         rank: this rank.
+        shuffles: whether the order is drawn anew for each epoch; else it is the dataset's.
 
     Attributes:
         epoch: number of completed passes over the data.
@@ -78,31 +79,46 @@ class LockstepLoader(Part):
 
     def __init__(
         self,
-        dataset: MapStyle,
+        fetcher: Fetcher,
         *,
         batch_sizes: Sequence[int],
         claimed: Callable[[int], None],
         seed: int,
-        collate: Callable[[list[Any]], Any],
         rank: int,
+        shuffles: bool = True,
     ) -> None:
         self.epoch = self.step = 0
-        self._dataset, self._batch_sizes, self._claimed = dataset, tuple(batch_sizes), claimed
-        self._seed, self._collate, self._rank = seed, collate, rank
-        self._num_steps = num_steps(len(dataset), batch_sizes)
+        self._fetcher, self._num_samples = fetcher, fetcher.num_samples
+        self._batch_sizes, self._claimed = tuple(batch_sizes), claimed
+        self._seed, self._rank, self._shuffles = seed, rank, shuffles
+        self._num_steps = num_steps(self._num_samples, batch_sizes)
+        self._batches: Iterator[Any] = iter(())
 
     def __len__(self) -> int:
         """Steps in an epoch."""
         return self._num_steps
 
     def __iter__(self) -> Iterator[Any]:
-        order = order_of(len(self._dataset), seed=self._seed, epoch=self.epoch)
+        self._batches = self._fetcher.batches(self._samples(self.step), epoch=self.epoch)
         while self.step < self._num_steps:
-            begin, end = spans_of(len(self._dataset), self._batch_sizes, self.step)[self._rank]
-            self.step += 1
-            self._claimed(end - begin)
-            yield fetch(self._dataset, order[begin:end].tolist(), self._collate)
+            # A batch that cannot be read counts as taken, so that ranks stay in step.
+            span, self.step = self._span(self.step), self.step + 1
+            self._claimed(span.end - span.begin)
+            yield next(self._batches)
         self.epoch, self.step = self.epoch + 1, 0
+        self._batches = iter(())
+
+    def _samples(self, step: int) -> Iterator[list[int]]:
+        """This rank's samples of the steps from `step` on, by number."""
+        order = order_of(
+            self._num_samples, seed=self._seed, epoch=self.epoch, shuffles=self._shuffles
+        )
+        for number in range(step, self._num_steps):
+            span = self._span(number)
+            yield order[span.begin : span.end].tolist()
+
+    def _span(self, step: int) -> SampleRange:
+        return spans_of(self._num_samples, self._batch_sizes, step)[self._rank]
 
     @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -117,4 +133,5 @@ class LockstepLoader(Part):
 
     @override
     def close(self) -> None:
-        """The dataset is the user's."""
+        self._batches = iter(())
+        self._fetcher.close()

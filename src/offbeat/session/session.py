@@ -9,28 +9,36 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeAlias
 from weakref import WeakSet
 
 import torch
+from torch.utils.data import DataLoader
 
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError
-from offbeat.megabatch.loader import DispatchLoader, MapStyle, Recording
+from offbeat.megabatch.fetching import MapStyle
+from offbeat.megabatch.loader import DispatchLoader, Recording
 from offbeat.membership.agreement import Generation, Member
 from offbeat.membership.generations import GenerationHost, Generations
+from offbeat.parts.gradient_norm import clip_gradients_
 from offbeat.parts.part import Part
 from offbeat.parts.profile import StepProfile
 from offbeat.parts.workspace import Workspace, stream_counter
+from offbeat.session import at_exit
 from offbeat.session.agreement import adopt_rank_0, agree, describe
+from offbeat.session.checkpoint import naming_misfit
 from offbeat.session.events import EventDispatcher
 from offbeat.session.loaders import LoaderFactory
 from offbeat.session.lockstep_loader import LockstepLoader
 from offbeat.session.model_tensors import digest_of_frozen, persistent_buffers, plain_name
+from offbeat.session.notices import Notices
 from offbeat.session.state import load_state_of, state_of
+from offbeat.session.step_watch import StepWatch
 from offbeat.session.traffic import SessionTraffic
 from offbeat.strategies.base import Strategy
 from offbeat.transport.connect import Connection
@@ -38,9 +46,11 @@ from offbeat.transport.driver import Driver
 from offbeat.transport.network import store_of
 from offbeat.transport.single_rank import SingleRank
 from offbeat.transport.wrappers import Arrival
+from offbeat.weights.final_mean import average_at_the_end
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
 
-MAX_NOTICES = 100
+Finish: TypeAlias = Literal["average", "keep"]
+"""What a rank's model is when its session has ended well: the mean of all models, or its own."""
 
 ATTACHED_MODELS: WeakSet[torch.nn.Module] = WeakSet()
 """Models with a session, which exchanges their gradients; a second one would do so twice."""
@@ -86,19 +96,31 @@ class Session:
         scaler: torch.amp.GradScaler | None = None,
         refusal: OffbeatError | None = None,
         returns: bool = False,
+        finish: Finish = "average",
     ) -> None:
         driver = wrap(connection.driver)
         self.strategy = strategy
         self.rank = driver.rank
         self.world_size = driver.world_size
-        self.notices: list[str] = []
-        """Remarks that a user should see: fallbacks, skipped steps, choices made."""
+        self._notices = Notices(self.rank)
+        self.notices = self._notices.kept
+        """Remarks that a user should see: fallbacks, skipped steps, choices made. Each is also a
+        log record of the logger `offbeat`, and an `offbeat.errors.OffbeatWarning` where it changes
+        the meaning of the run.
+        """
+        self.averaged_without: frozenset[int] = frozenset()
+        """The ranks whose models the latest `averaged_model` lacks, because they did not answer in
+        time, or have just died. Always empty where that is a collective.
+        """
         new_stream = stream_counter()
         control = new_stream()
         has_scaler = scaler is not None and scaler.is_enabled()
-        description = describe(model, optimizer, strategy, has_scaler=has_scaler)
+        if refusal is not None:
+            # What is refused cannot be described in all cases, and the peers need the refusal only.
+            agree(driver, control, refusal)
+        description = describe(model, optimizer, strategy, has_scaler=has_scaler, finish=finish)
         if not returns:
-            agree(driver, control, refusal or description)
+            agree(driver, control, description)
             adopt_rank_0(driver, control, model)
         self._network = connection.network
         self._returns = returns
@@ -111,7 +133,10 @@ class Session:
         self._parameters = {
             plain_name(name): p for name, p in model.named_parameters() if p.requires_grad
         }
-        self._closed = False
+        self._closed = self._has_finished = False
+        self._keeps_own_model = finish == "keep"
+        self._handled_before = sys.exception()
+        self._on_merge: list[Callable[[], object]] = []
         self._chosen_buffers = choose_buffers(persistent_buffers(model))
         self._control = control
         workspace = Workspace(
@@ -123,15 +148,19 @@ class Session:
             grad_scale=(lambda: 1.0) if scaler is None else scaler.get_scale,
             has_scaler=has_scaler,
             new_stream=new_stream,
-            notify=self._notify,
+            notify=self._notices.notify,
+            inform=self._notices.inform,
+            warn=self._notices.warn,
             enter=self._enter,
             own_store=lambda: store_of(self._network),
             count=self._traffic.count_in_background,
             record_wait=self._traffic.counting.record_wait,
+            mega_batches_merged=self._mega_batches_merged,
         )
         self._parts: list[Part] = list(strategy.build(workspace))
         try:
             self._traffic.restart()
+            self._last_stream = new_stream()
             self._mean_source = next((part for part in self._parts if part.averages_models), None)
             self._events = EventDispatcher(
                 model,
@@ -144,11 +173,23 @@ class Session:
                     if not p.requires_grad
                 },
                 step_ended=self._driver.mark_step,
+                issue_warnings=self._notices.issue_warnings,
+                notify=self._notices.notify,
+                watch=(
+                    StepWatch(
+                        list(self._parameters.values()),
+                        strategy=type(strategy).__name__,
+                        warn=self._notices.warn,
+                    )
+                    if strategy.acts_at_steps
+                    else None
+                ),
             )
         except BaseException as error:
             self._abandon(f"{type(error).__name__}: {error}")
             raise
         ATTACHED_MODELS.add(model)
+        at_exit.remember(self)
 
     # The user's side
 
@@ -202,6 +243,36 @@ class Session:
         profiles = [part.take_profile() for part in self._parts]
         return next((profile for profile in profiles if profile is not None), None)
 
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip gradients to the norm `max_norm`. Call it between `backward()` and
+        `optimizer.step()`, after `scaler.unscale_(optimizer)` if there is a GradScaler, in the
+        place of `torch.nn.utils.clip_grad_norm_`.
+
+        Where gradients are exchanged densely, the mean is clipped, by one norm on all ranks, so
+        that replicas stay identical to the bit: collective, every rank calls it. Where weights are
+        averaged, this rank's own gradient is clipped. A sparse strategy has selected entries
+        already, and clips before that if it was given `clip_norm`: here nothing is left to be done.
+
+        Args:
+            max_norm: the largest norm, > 0; for a sparse strategy its `clip_norm`.
+
+        Returns:
+            The norm before clipping: of the mean; of this rank's own gradient with a sparse
+            strategy or where weights are averaged.
+
+        Raises:
+            ConfigError: `max_norm` is not greater than 0, or a sparse strategy has no `clip_norm`
+                or another one.
+        """
+        self._check_open("clip_grad_norm_")
+        if not max_norm > 0:
+            raise ConfigError(f"max_norm must be greater than 0, got {max_norm!r}")
+        with torch.no_grad():
+            for part in self._parts:
+                if (norm := part.clip_gradients(max_norm)) is not None:
+                    return torch.tensor(norm)
+            return torch.tensor(clip_gradients_(self._parameters.values(), max_norm))
+
     def join(self) -> None:
         """Take part in the peers' exchange without a backward pass, contributing nothing new.
 
@@ -226,38 +297,50 @@ class Session:
 
     def loader(
         self,
-        dataset: MapStyle,
+        dataset: MapStyle | DataLoader[Any],
         *,
         seed: int = 0,
         batch_size: int | None = None,
         max_batch_size: int | None = None,
+        claims_ahead: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         record: bool = False,
         replay: Recording | None = None,
     ) -> DispatchLoader | LockstepLoader:
-        """Batches of `dataset`, each sample once an epoch over all ranks, in an order drawn from
-        `seed`. Collective.
+        """Batches of `dataset`, each sample once an epoch over all ranks. Collective.
 
         With `AdaptiveSGD` whoever is free claims the next batch, and the strategy says how large;
         with `ElasticSGD` each rank has an equal share. With the others, ranks take equally many
         steps, with batches of as many samples as each asks for, and gradients are averaged over
         samples.
 
+        A `DataLoader` is taken as it is, not prepared for several ranks: its dataset, batch size,
+        `collate_fn`, worker processes with all that belongs to them, and pinned memory. With
+        `shuffle=True` the order is drawn anew for each epoch from `seed`, so that all ranks draw
+        the same; else it is the dataset's. Where samples are claimed, worker processes read
+        `claims_ahead` batches while the rank computes, whatever `prefetch_factor` is.
+
         Its position is part of `state_dict()`: make the loader before `load_state_dict`.
 
         Args:
-            dataset: of map style; the same on all ranks.
+            dataset: of map style, the same on all ranks, and in an order drawn from `seed`; or a
+                DataLoader of such a dataset.
             seed: of the order, >= 0.
-            batch_size: of this rank, >= 1; needed where the strategy has none, and refused where it
-                has.
+            batch_size: of this rank, >= 1; needed where neither the strategy nor the DataLoader has
+                one, and refused where one of them has.
             max_batch_size: what fits into this rank's memory, in samples; where the strategy
                 chooses sizes.
-            collate: makes a batch of a list of samples; torch's `default_collate` if None.
+            claims_ahead: how many claims a rank holds beside the one that it computes with, each
+                read by a worker process of the DataLoader; 1 if None. More of them hide slower
+                reading, and let a slow rank hold up its peers for longer at a merge.
+            collate: makes a batch of a list of samples; torch's `default_collate` if None. A
+                DataLoader has its own.
             record: keep in `loader.recording` who claimed what; where samples are claimed.
             replay: such a recording, to be repeated bit for bit.
 
         Raises:
-            ConfigError: this cannot work, with the reason. Every rank raises.
+            ConfigError: this cannot work, with the reason. Every rank raises. Of DataLoaders those
+                with a `batch_sampler`, an `IterableDataset` or a sampler of their own are refused.
             MismatchError: the ranks disagree on the data.
         """
         factory = LoaderFactory(
@@ -266,7 +349,7 @@ class Session:
             control=self._control,
             network=self._network,
             weigh=self.weigh,
-            notify=self._notify,
+            notify=self._notices.notify,
             returns=self._returns,
         )
         made = factory.loader(
@@ -274,6 +357,7 @@ class Session:
             seed=seed,
             batch_size=batch_size,
             max_batch_size=max_batch_size,
+            claims_ahead=claims_ahead,
             collate=collate,
             record=record,
             replay=replay,
@@ -281,16 +365,33 @@ class Session:
         self._parts.append(made)  # from now on it gets events, and its position is state
         return made
 
+    def on_merge(self, callback: Callable[[], object]) -> None:
+        """Call `callback` on each rank whenever a mega-batch has been merged, with `AdaptiveSGD`
+        and `ElasticSGD`. Register it before the loader is made.
+
+        It is the place to step a learning-rate scheduler, `session.on_merge(scheduler.step)`: all
+        ranks merge equally often, while each takes its own number of batches. A run of E epochs has
+        `E * loader.num_mega_batches` merges. A rank that was away, or has joined the run, makes up
+        for those that it has missed.
+
+        Raises:
+            ConfigError: the strategy has no mega-batches.
+        """
+        if not self.strategy.shares_samples:
+            raise ConfigError(
+                f"the strategy is {self.strategy.name}, which has no mega-batches to merge, as"
+                " offbeat.AdaptiveSGD() has; step a scheduler after optimizer.step()"
+            )
+        self._on_merge.append(callback)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside accumulate locally; the next one outside exchanges everything
-        accumulated.
+        accumulated. While attached the model has it too, as `model.no_sync`, where frameworks look
+        for it.
         """
-        before, self._events.synchronised = self._events.synchronised, False
-        try:
+        with self._events.sync.no_sync():
             yield
-        finally:
-            self._events.synchronised = before
 
     def averaged_model(self) -> torch.nn.Module:
         """A copy of the model that holds the mean over all ranks, to evaluate and to save.
@@ -300,8 +401,10 @@ class Session:
         a merge nothing moves.
 
         Unless `averages_alone`: then a rank calls it when it likes, and those that have died or
-        left are not in. The models that its peers send count in their `stats`, with what they send
-        to average.
+        left are not in. It waits until more than half of the ranks have answered; which living ones
+        did not is a notice, and in `averaged_without`. A rank has no model to send before its first
+        step begins. The models that its peers send count in their `stats`, with what they send to
+        average.
 
         Trainable parameters and floating-point buffers are weighted means, integer buffers maxima,
         and everything else this rank's own. Where all ranks hold the same parameters anyway, only
@@ -310,6 +413,7 @@ class Session:
 
         Raises:
             NonFiniteError: this rank's weights hold an infinity or a NaN.
+            PeerError: half of the ranks or more have no model or do not answer.
         """
         self._check_open("averaged_model")
         copied = copy.deepcopy(self._model)
@@ -325,7 +429,7 @@ class Session:
         )
         if self._mean_source is not None:
             with torch.no_grad():
-                self._mean_source.average_into(weights)
+                self.averaged_without = self._mean_source.average_into(weights)
             return copied
         with torch.no_grad():
             weights.average_(
@@ -359,9 +463,27 @@ class Session:
         other strategies there is nothing to do.
         """
         self._check_open("finish")
+        if self._has_finished:
+            return
+        self._has_finished = True
         with torch.no_grad():
             for part in self._parts:
                 part.on_finish()
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Inside, this rank takes no step: it evaluates, saves, or waits for its peers elsewhere.
+
+        With strategies whose ranks do not keep step, no peer then waits for the end of its step,
+        as WAGMA's `max_ahead` says. With the others it does nothing.
+        """
+        for part in self._parts:
+            part.on_rest()
+        try:
+            yield
+        finally:
+            for part in self._parts:
+                part.on_resume()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: residuals, momenta, counters. Tensors are copies, keyed by parameter
@@ -383,25 +505,101 @@ class Session:
             ("world_size", self.world_size),
             ("rank", self.rank),
         ):
-            if state.get(key) != here:
+            with naming_misfit("the session's state"):
+                saved = state.get(key)
+                fits = type(saved) is type(here) and saved == here
+            if not fits:
                 fix = (
                     "; offbeat.reshard shares old ranks' states out anew"
                     if key == "world_size"
                     else ""
                 )
                 raise CheckpointError(
-                    f"the state was saved with {key} {state.get(key)!r}, here it is {here!r}{fix}"
+                    f"the state was saved with {key} {saved!r}, here it is {here!r}{fix}"
                 )
         load_state_of(self._parts, state.get("parts", {}))
 
-    def close(self) -> None:
-        """Take every hook out and give back sockets and groups. Idempotent."""
+    def close(self, *, average: bool = True) -> None:
+        """End the session: take every hook out, and give back sockets and groups. Idempotent.
+
+        With strategies that average weights every rank's model becomes the mean of all, as
+        `averaged_model` has it. That makes it collective. The optimizer's state stays each rank's
+        own.
+
+        While an exception is handled that was raised since `attach`, as in a `finally` clause,
+        nothing is averaged: the peers are told that this rank has failed. The end of a `with` block
+        does the same.
+
+        Args:
+            average: False leaves each rank its own model, as `attach(..., finish="keep")` does; the
+                same on every rank.
+
+        Raises:
+            PeerError: a rank has failed or trains on, and the strategy does not go on without one;
+                this rank's model is its own.
+            NonFiniteError: the same of a model with an infinity or a NaN.
+        """
         if self._closed:
             return
+        error = sys.exception()
+        if error is not None and error is not self._handled_before:
+            self._fail(error)
+        else:
+            self._end(average=average)
+
+    def _end(self, *, average: bool) -> None:
         try:
             self._events.report_failed_pass()
-        finally:
+            self._events.session_ends()
+            if self.strategy.replicas_differ and not self._keeps_own_model:
+                if average:
+                    self._take_mean()
+                elif self.world_size > 1:
+                    self._notices.notify(
+                        "the session ends without an average, so this rank's model is its own;"
+                        " close the session, or use a with block, before the model is saved"
+                    )
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._close()
+        self._notices.issue_warnings()
+
+    def _take_mean(self) -> None:
+        """Make this rank's model the mean of all. Collective."""
+        if self._network is None:
+            return  # nobody was ever connected with this rank
+        weights = ModelWeights(
+            parameters=self._parameters,
+            buffers=lambda: persistent_buffers(self._model),
+            chosen=self._chosen_buffers,
+        )
+        if self._mean_source is not None:
+            self.finish()
+            with torch.no_grad():
+                self._mean_source.average_into(weights)
+        elif self.world_size > 1:
+            with torch.no_grad():
+                average_at_the_end(
+                    weights,
+                    driver=self._traffic.counting.inner,
+                    stream=self._last_stream,
+                    weight=self.averaging_weight,
+                )
+
+    def _fail(self, error: BaseException) -> None:
+        """Close after `error`: the peers must hear of it before the sockets go, and what goes wrong
+        on the way out must not hide it.
+        """
+        blame = error.rank if isinstance(error, PeerError) else None
+        self._abandon(f"{type(error).__name__}: {error}", blame=blame)
+        with suppress(OffbeatError):
             self._close()
+
+    def _mega_batches_merged(self, count: int) -> None:
+        for _ in range(count):
+            for callback in self._on_merge:
+                callback()
 
     def _check_open(self, method: str) -> None:
         if self._closed:
@@ -411,6 +609,7 @@ class Session:
 
     def _close(self) -> None:
         self._closed = True
+        at_exit.forget(self)
         ATTACHED_MODELS.discard(self._model)
         self._events.remove()
         with ExitStack() as stack:
@@ -427,15 +626,12 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.close()
+        if self._closed:
             return
-        # The peers must hear of it before the sockets go; what goes wrong on the way out must not
-        # hide the error.
-        blame = error.rank if isinstance(error, PeerError) else None
-        self._abandon(f"{type(error).__name__}: {error}", blame=blame)
-        with suppress(OffbeatError):
-            self._close()
+        if error is None:
+            self._end(average=True)
+        else:
+            self._fail(error)
 
     def _abandon(self, reason: str, *, blame: int | None = None) -> None:
         """Tell the peers that this rank fails, so that none of them waits for it."""
@@ -465,7 +661,3 @@ class Session:
             generations.close()
             raise
         return generations
-
-    def _notify(self, remark: str) -> None:
-        if len(self.notices) < MAX_NOTICES:
-            self.notices.append(remark)

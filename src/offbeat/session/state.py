@@ -9,6 +9,7 @@ import torch
 
 from offbeat.errors import CheckpointError
 from offbeat.parts.part import Part, PartState
+from offbeat.session.checkpoint import naming_misfit
 
 STATE_KEYS_OF_0_1 = {
     "CentreAverage": "central_model",
@@ -41,7 +42,8 @@ def load_state_of(parts: Sequence[Part], saved: Mapping[str, PartState]) -> None
     Raises:
         CheckpointError: the state of a part is missing or does not fit.
     """
-    by_key = {STATE_KEYS_OF_0_1.get(key, key): state for key, state in saved.items()}
+    with naming_misfit("the session's state"):
+        by_key = {STATE_KEYS_OF_0_1.get(key, key): state for key, state in saved.items()}
     for part in parts:
         if part.state_key not in by_key:
             raise CheckpointError(
@@ -49,7 +51,8 @@ def load_state_of(parts: Sequence[Part], saved: Mapping[str, PartState]) -> None
                 " strategy"
             )
     for part in parts:
-        part.load_state_dict(by_key[part.state_key])
+        with naming_misfit(f"the state of {part.state_key!r}"):
+            part.load_state_dict(by_key[part.state_key])
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> dict[str, Any]:
@@ -67,16 +70,17 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> 
     """
     if not states:
         raise CheckpointError("there is no state to share out")
-    parts = {
-        name: _reshard_part([state["parts"][name] for state in states], world_size, rank)
-        for name in states[0]["parts"]
-    }
-    return {
-        "strategy": states[0]["strategy"],
-        "world_size": world_size,
-        "rank": rank,
-        "parts": parts,
-    }
+    with naming_misfit("the state to share out"):
+        parts = {
+            name: _reshard_part([state["parts"][name] for state in states], world_size, rank)
+            for name in states[0]["parts"]
+        }
+        return {
+            "strategy": states[0]["strategy"],
+            "world_size": world_size,
+            "rank": rank,
+            "parts": parts,
+        }
 
 
 def _reshard_part(states: Sequence[PartState], world_size: int, rank: int) -> PartState:

@@ -20,8 +20,10 @@ each batch a short message to the store and its answer.
 
 Differences from the paper: `rule="proportional"` by default, since the published rule oscillates or
 never adapts; momentum and perturbation are off by default, and a perturbed mean is divided by its
-weights' sum; order is drawn anew for each epoch and the tail is trained on; a last, shorter claim
-has the learning rate of its own size; the first merge has no momentum.
+weights' sum; order is drawn anew for each epoch and the tail is trained on. A last claim before a
+merge, which may have fewer or more samples than the others, has the learning rate of its own size
+and counts as an update by its samples; no claim has fewer than `min_batch_size`, where there are as
+many. The first merge has no momentum.
 """
 
 from __future__ import annotations
@@ -100,7 +102,9 @@ class MegaBatchStrategy(AveragingStrategy):
             rank=workspace.driver.rank,
             world_size=workspace.driver.world_size,
             notify=workspace.notify,
+            warn=workspace.warn,
             record_wait=workspace.record_wait,
+            mega_batches_merged=workspace.mega_batches_merged,
         )
         return [part]
 
@@ -113,7 +117,8 @@ class AdaptiveSGD(MegaBatchStrategy):
     Args:
         rule: how batch sizes follow: "proportional", the published "paper", its code's "reference",
             or "hogbatch".
-        min_batch_size: the smallest batch, >= 1; None: an eighth of batch_size.
+        min_batch_size: the smallest batch, >= 1; None: an eighth of batch_size, at least 2. What is
+            left at the end of a mega-batch and is less goes to the claim before it.
         max_batch_size: the largest batch, >= batch_size; None: no limit. What fits into one
             rank's memory alone is told to `Session.loader`.
         merge: what merge weights follow: "paper" (updates, or batch sizes where updates are equal),
@@ -158,9 +163,9 @@ class AdaptiveSGD(MegaBatchStrategy):
     @property
     def bounds(self) -> Bounds:
         """Of every rank's batch size."""
-        smallest = (
-            max(1, self.batch_size // 8) if self.min_batch_size is None else self.min_batch_size
-        )
+        smallest = self.min_batch_size
+        if smallest is None:
+            smallest = min(self.batch_size, max(2, self.batch_size // 8))
         return Bounds(smallest=smallest, largest=self.max_batch_size)
 
     def plan(self) -> MegaBatchPlan:

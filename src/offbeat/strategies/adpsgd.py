@@ -13,8 +13,8 @@ answer a peer.
 
 Differences from the paper: there, ranks are either active or passive, because two ranks that ask
 each other would wait for ever. Here averages are merged as differences, so that any rank may ask
-and answer at once, and the mean over ranks stays exact. Buffers are averaged too. A rank whose
-gradient is not finite skips its own step.
+and answer at once, and the mean over ranks stays exact. Floating-point buffers take plain means,
+integer ones stay local. A rank whose gradient is not finite skips its own step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from offbeat.averaging.background import pair_average
 from offbeat.averaging.background.averager import (
     BackgroundWeightAverage,
     averaged_tensors,
+    delta_merge,
     start_background_averager,
 )
-from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.published_model import ModelState, PublishedModel
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
@@ -59,11 +59,12 @@ class ADPSGD(AveragingStrategy):
         require_at_least("seed", self.seed, 0)
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
+        staging = Staging(averaged_tensors(weights))
         averager = start_background_averager(
             workspace,
             weights,
-            PublishedModel(ModelState(DeltaMerge), one_at_a_time=False),
-            staging=Staging(averaged_tensors(weights)),
+            PublishedModel(ModelState(delta_merge(staging, weights)), one_at_a_time=False),
+            staging=staging,
             serve=pair_average.serve,
             group_of=self._pair_of,
         )

@@ -30,6 +30,7 @@ class AveragingStrategy(Strategy):
     """
 
     replicas_differ: ClassVar[bool] = True
+    acts_at_steps: ClassVar[bool] = True
 
     buffers: Literal["averaged", "local"] = "averaged"
     max_skipped_steps: int = 20

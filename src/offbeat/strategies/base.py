@@ -50,6 +50,8 @@ class Strategy(ABC):
     """Whether the ranks' models are apart between steps, on purpose; `Session.averaged_model` is
     what they stand for.
     """
+    acts_at_steps: ClassVar[bool] = False
+    """Whether the strategy does nothing to a model whose optimizer is never stepped."""
     shares_samples: ClassVar[bool] = False
     """Whether ranks share samples out among themselves, through `Session.loader`, so that nobody
     knows beforehand which rank computes which batch.

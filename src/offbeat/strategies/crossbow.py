@@ -9,7 +9,7 @@ Cost per average: one all-reduce of the weights, beside the optimizer's step; in
 
 Differences from the paper: the central model is not copied into the models when the learning rate
 falls, since nothing here sees that; `Session.averaged_model` is the mean of the models, not z;
-floating-point buffers are drawn along.
+statistics are drawn to their plain mean.
 """
 
 from __future__ import annotations

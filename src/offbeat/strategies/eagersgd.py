@@ -35,9 +35,12 @@ from typing import ClassVar, Literal
 import torch
 
 from offbeat.averaging.background import group_average
-from offbeat.averaging.background.averager import averaged_tensors, start_background_averager
+from offbeat.averaging.background.averager import (
+    averaged_tensors,
+    delta_merge,
+    start_background_averager,
+)
 from offbeat.averaging.background.gradient_ledger import GradientLedger, GradientPort
-from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.partial_all_reduce import PartialAllReduce
 from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.parts.part import Part
@@ -85,7 +88,7 @@ class EagerSGD(AveragingStrategy):
         ledger = GradientLedger(
             staging.num_elements,
             num_parameters,
-            make_rule=DeltaMerge,
+            make_rule=delta_merge(staging, weights),
             averages_models=self._averages_models,
         )
         # A rank that skipped more than one arrival would keep its gradients for too long.

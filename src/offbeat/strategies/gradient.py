@@ -19,13 +19,17 @@ from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
 from offbeat.codec.warmup import Warmup
 from offbeat.codec.wire import Wire
 from offbeat.collectives.base import SparseCollective
+from offbeat.collectives.dense import dense_broadcast
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.collective_choice import BucketKind
+from offbeat.gradients.density_choice import AutoDensity
 from offbeat.gradients.exchange import ExchangeCounts, GradientExchange, Reduction
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.gradients.replica_check import ReplicaCheck
+from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.strategies.base import Strategy
@@ -68,6 +72,10 @@ class GradientStrategy(Strategy):
     ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
         """Each bucket with its reduction, and whatever other parts the strategy needs."""
 
+    def clipping(self, world_size: int) -> LocalClipping | None:
+        """How gradients are clipped before they are sent; None where the user may clip the mean."""
+        return None
+
     def build(self, workspace: Workspace) -> Sequence[Part]:
         exchange, others = self.build_exchange(workspace)
         return [exchange, *others]
@@ -82,6 +90,12 @@ class GradientStrategy(Strategy):
         """
         counts = ExchangeCounts()
         pairs, others = self.parts(workspace, counts)
+        driver, norms = workspace.driver, workspace.new_stream()
+
+        def agree_on(norm: float) -> float:
+            said = torch.tensor([norm], dtype=torch.float64)
+            return float(driver.run(dense_broadcast(said, 0), norms.next()))
+
         exchange = GradientExchange(
             pairs,
             counts=counts,
@@ -90,6 +104,8 @@ class GradientStrategy(Strategy):
             max_skipped_steps=self.max_skipped_steps,
             notify=workspace.notify,
             launch_order=launch_order,
+            clipping=self.clipping(driver.world_size),
+            agree_on=agree_on,
         )
         if self.replica_check_interval:
             stream, interval = workspace.new_stream(), self.replica_check_interval
@@ -126,9 +142,12 @@ class SparseGradientStrategy(GradientStrategy):
             `IndexCodec` of your own.
         bucket_mib: exchange in buckets of this size, each with its own top-k, whose first messages
             leave during backward; None: all in one, after it.
+        clip_norm: clip gradients before selection, to this norm of the mean over P ranks, > 0: each
+            rank's gradient / P to clip_norm / sqrt(P). All buckets leave after backward then.
+            Clipping after backward would leave outliers in the residual. None: no clipping.
     """
 
-    density: float = 0.001
+    density: float | Literal["auto"] = 0.001
     selection: Literal["exact", "reuse"] | Selector = "exact"
     momentum_correction: float | None = None
     momentum_masking: bool = True
@@ -137,10 +156,16 @@ class SparseGradientStrategy(GradientStrategy):
     values: Literal["float32", "bfloat16"] | ValueCodec = "float32"
     indices: Literal["gaps"] | IndexCodec = "gaps"
     bucket_mib: float | None = None
+    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_density("density", self.density)
+        if self.clip_norm is not None:
+            require_positive("clip_norm", self.clip_norm)
+        if self.density == "auto":
+            self._require_measuring()
+        else:
+            require_density("density", self.density)
         object_of("selection", self.selection, SELECTORS, Selector)
         object_of("values", self.values, VALUE_CODECS, ValueCodec)
         object_of("indices", self.indices, INDEX_CODECS, IndexCodec)
@@ -186,28 +211,53 @@ class SparseGradientStrategy(GradientStrategy):
     def chooser(self, workspace: Workspace) -> tuple[Choose, list[Part]]:
         """How the collective is chosen, and the part, if any, that remembers the choice."""
 
-    def density_at(self, exchange: int) -> float:
-        """Density of exchange number `exchange`, counted from 0."""
+    def _require_measuring(self) -> None:
+        """Raise `ConfigError` unless density="auto" is known to this strategy."""
+        raise ConfigError(
+            f"{self.name} has no density='auto'; pass a number in (0, 1], or use"
+            " offbeat.GTopK(apply='union')"
+        )
+
+    def density_at(self, exchange: int, target: float) -> float:
+        """Density of exchange number `exchange`, counted from 0, on the way to `target`."""
         if self.warmup is None or self.steps_per_epoch is None:
-            return self.density
+            return target
         if self.warmup == "paper":
             schedule = Warmup.paper(self.steps_per_epoch)
         else:
-            schedule = Warmup.exponential(self.steps_per_epoch, self.density)
-        return schedule.density_at(exchange, self.density)
+            schedule = Warmup.exponential(self.steps_per_epoch, target)
+        return schedule.density_at(exchange, target)
+
+    def build_exchange(
+        self, workspace: Workspace, *, launch_order: LaunchOrder | None = None
+    ) -> tuple[GradientExchange, list[Part]]:
+        exchange, others = super().build_exchange(workspace, launch_order=launch_order)
+        for part in others:
+            if isinstance(part, AutoDensity):
+                exchange.add_listener(part.intervals)
+        return exchange, others
+
+    def clipping(self, world_size: int) -> LocalClipping | None:
+        return LocalClipping(self.clip_norm, world_size=world_size)
 
     def parts(
         self, workspace: Workspace, counts: ExchangeCounts
     ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
         choose, others = self.chooser(workspace)
+        auto = next((part for part in others if isinstance(part, AutoDensity)), None)
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
         buckets = make_buckets(workspace.parameters, cap_bytes=cap_bytes)
         return [
-            (bucket, self._reduction(bucket, workspace, counts, choose)) for bucket in buckets
+            (bucket, self._reduction(bucket, workspace, counts, choose, auto)) for bucket in buckets
         ], others
 
     def _reduction(
-        self, bucket: Bucket, workspace: Workspace, counts: ExchangeCounts, choose: Choose
+        self,
+        bucket: Bucket,
+        workspace: Workspace,
+        counts: ExchangeCounts,
+        choose: Choose,
+        auto: AutoDensity | None,
     ) -> SparseReduction:
         wire = self._wire(bucket)
         kind = BucketKind(
@@ -217,8 +267,12 @@ class SparseGradientStrategy(GradientStrategy):
         )
 
         def plan() -> ExchangePlan:
-            k = max(1, round(self.density_at(counts.exchanges) * bucket.num_elements))
-            return ExchangePlan(k=k, collective=choose(kind, k))
+            target = 1.0 if self.density == "auto" else self.density
+            target = target if auto is None else auto.density
+            density = self.density_at(counts.exchanges, target)
+            k = max(1, round(density * bucket.num_elements))
+            everything = auto is not None and auto.density == 1.0
+            return ExchangePlan(k=k, collective=None if everything else choose(kind, k))
 
         feedback = ErrorFeedback(
             bucket.num_elements,
@@ -235,6 +289,9 @@ class SparseGradientStrategy(GradientStrategy):
             stream=workspace.new_stream(),
             wire=wire,
             plan=plan,
+            watch=ResidualWatch(
+                workspace.warn, rank=workspace.driver.rank, clips=self.clip_norm is not None
+            ),
         )
 
     def _wire(self, bucket: Bucket) -> Wire:

@@ -12,14 +12,20 @@ Three collectives find the global top-k; see each one's page for its cost:
     tree            the paper's: k log2(P) traffic, approximate. A patent exists (US 11,436,065), so
                     it is chosen by name only
     reduce_scatter  O(k) traffic, exact up to a relative 2**-8 in magnitude at the boundary
-    all_gather      (P-1) k traffic, exact, for few ranks
+    all_gather      (P-1) k traffic, exact, for few ranks; it brings every rank's entries to every
+                    rank, so all of them may be applied (`apply`)
     auto            the cheapest of reduce_scatter, all_gather and a plain dense all-reduce, by what
                     was measured when the session was attached
 
 Differences from the paper:
+- the density is as large as the links allow without slowing a step by more than a tenth
+  (`density="auto"`, see `gradients.density_choice`); the paper's is 0.001;
 - conserving by default: sum of applied + owed equals the sum of gradients. The paper puts an entry
   back only if its index is missing from the global top-k; what merges dropped of a surviving index
   is lost. `variant="paper"` does as published.
+- where an all-gather has brought all entries anyway, all of them are applied by default, as Top-k
+  S-SGD does: the global top-k would throw most of them back, at no byte less. Which of the two is
+  more accurate depends on the task. `apply="global"` does as published;
 - any world size;
 - momentum correction with factor masking (the published code has it switched off), bfloat16 values,
   threshold re-use, and selectors and codecs of a user's own.
@@ -35,17 +41,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from offbeat.codec.value_codecs import Float32Values
+from typing_extensions import override
+
+from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
+from offbeat.codec.value_codecs import VALUE_CODECS, Float32Values, ValueCodec
+from offbeat.codec.wire import pair_bytes
 from offbeat.collectives.base import SparseCollective
 from offbeat.collectives.gtopk_tree import gtopk_tree
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
-from offbeat.collectives.topk_allgather import global_topk
+from offbeat.collectives.topk_allgather import global_topk, topk_sum
 from offbeat.errors import ConfigError
-from offbeat.gradients.collective_choice import CheapestCollective
+from offbeat.gradients.collective_choice import BY_ITSELF, BucketKind, CheapestCollective
+from offbeat.gradients.density_choice import AutoDensity
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.strategies.gradient import Choose, SparseGradientStrategy
-from offbeat.strategies.options import require_one_of
+from offbeat.strategies.options import object_of, require_one_of, require_positive
 
 COLLECTIVES: Mapping[str, SparseCollective | None] = {
     "reduce_scatter": sparse_reduce_scatter,
@@ -53,6 +64,8 @@ COLLECTIVES: Mapping[str, SparseCollective | None] = {
     "tree": gtopk_tree,
     "dense": None,
 }
+BRING_ALL_ENTRIES = frozenset({"all_gather", "dense"})
+"""Collectives after which each rank has the entries of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,39 +77,110 @@ class GTopK(SparseGradientStrategy):
             only.
         collective: "auto", "reduce_scatter", "all_gather", "tree", or "dense" (send everything, owe
             nothing).
+        apply: "global" applies the k largest of the sum, as published; "union" all entries that any
+            rank sent, up to P k, which an all-gather brings to every rank anyway; "auto" the union
+            where the collective is an all-gather, else the global top-k. With "union" and
+            collective="auto", the choice is between all_gather and dense.
+        density: fraction of entries that travel, in (0, 1]; "auto": the largest whose exchange
+            costs at most `budget`, by what links and steps are measured to take, and everything,
+            as `AllReduce` sends it, where that is as cheap. It is looked at again now and then.
+        budget: of density="auto": share of the time between two exchanges that one exchange may
+            take, > 0.
     """
 
     name: ClassVar[str] = "gtopk"
 
     variant: Literal["conserving", "paper"] = "conserving"
     collective: Literal["auto", "reduce_scatter", "all_gather", "tree", "dense"] = "auto"
+    apply: Literal["auto", "global", "union"] = "auto"
+    density: float | Literal["auto"] = "auto"
+    budget: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_one_of("variant", self.variant, ("conserving", "paper"))
         require_one_of("collective", self.collective, ("auto", *COLLECTIVES))
+        require_positive("budget", self.budget)
+        require_one_of("apply", self.apply, ("auto", "global", "union"))
+        if self.apply == "union" and self.collective not in ("auto", *BRING_ALL_ENTRIES):
+            raise ConfigError(
+                f"apply='union' needs every rank's entries on every rank, which"
+                f" collective={self.collective!r} does not bring; pass collective='all_gather' or"
+                " 'auto', or apply='global'"
+            )
         if self.variant == "paper" and self.collective != "tree":
             raise ConfigError(
                 f"variant='paper' exists in the tree only, got collective={self.collective!r}; pass"
                 " collective='tree'"
+            )
+        if self.variant == "paper" and self.density == "auto":
+            raise ConfigError(
+                "variant='paper' has no density='auto'; pass a number, such as the paper's 0.001"
             )
         if self.variant == "paper" and self.values not in ("float32", Float32Values()):
             raise ConfigError(
                 f"variant='paper' sends float32 values as published, got values={self.values!r}"
             )
 
+    @override
+    def _require_measuring(self) -> None:
+        """It measures, where it has no fixed density."""
+
     def chooser(self, workspace: Workspace) -> tuple[Choose, list[Part]]:
-        if self.collective != "auto":
-            fixed = (
-                partial(gtopk_tree, variant=self.variant)
-                if self.collective == "tree"
-                else COLLECTIVES[self.collective]
+        if self.apply == "auto" and self.collective in ("auto", "all_gather"):
+            workspace.inform(
+                "apply='auto': where gradients travel by all-gather, all entries that it brings are"
+                " applied; apply='global' applies the k largest only, as published"
             )
+        measures = self.collective == "auto" or (
+            self.density == "auto" and self.collective != "dense"
+        )
+        if not measures:
+            fixed = self._collective(self.collective)
             return lambda bucket, k: fixed, []
         cheapest = CheapestCollective.measure(
             workspace.driver,
             workspace.new_stream(),
             sample=next(iter(workspace.parameters.values())),
+            among=self._candidates(),
             notify=workspace.notify,
+            inform=workspace.inform,
         )
-        return lambda bucket, k: COLLECTIVES[cheapest.choose(bucket, k)], [cheapest]
+        parts: list[Part] = [cheapest]
+        if self.density == "auto":
+            parts.append(self._auto_density(cheapest, workspace))
+        if self.collective == "auto":
+            return lambda bucket, k: self._collective(cheapest.choose(bucket, k)), parts
+        return lambda bucket, k: self._collective(self.collective), parts
+
+    def _candidates(self) -> frozenset[str]:
+        """Names of the collectives whose costs count, "dense" among them."""
+        if self.collective != "auto":
+            return frozenset({self.collective, "dense"})
+        return BRING_ALL_ENTRIES if self.apply == "union" else BY_ITSELF
+
+    def _auto_density(self, cheapest: CheapestCollective, workspace: Workspace) -> AutoDensity:
+        parameters = workspace.parameters.values()
+        gradient = BucketKind(
+            num_elements=sum(parameter.numel() for parameter in parameters),
+            element_bytes=max(parameter.element_size() for parameter in parameters),
+            pair_bytes=pair_bytes(
+                object_of("values", self.values, VALUE_CODECS, ValueCodec),
+                object_of("indices", self.indices, INDEX_CODECS, IndexCodec),
+            ),
+        )
+        return AutoDensity(
+            cheapest,
+            gradient=gradient,
+            budget=self.budget,
+            driver=workspace.driver,
+            stream=workspace.new_stream(),
+            inform=workspace.inform,
+        )
+
+    def _collective(self, name: str) -> SparseCollective | None:
+        if name == "tree":
+            return partial(gtopk_tree, variant=self.variant)
+        if name == "all_gather" and self.apply != "global":
+            return topk_sum
+        return COLLECTIVES[name]

@@ -87,7 +87,8 @@ class KFACStrategy(Strategy):
         loss: whether the loss is the "mean" or the "sum" over examples.
         sharing: for layers that see several positions of an example: "expand" treats them as
             independent, "reduce" averages inputs and sums gradients first.
-        loss_terms: whether each "example" has a loss, or each "position", as in language models.
+        loss_terms: whether each "example" has a loss, or each "position", as in language models;
+            a position without a gradient, such as padding, has none.
         batch_dim: which dimension of inputs counts examples, 0 or 1.
         sample_stride: factors are of every n-th example of each batch, other ones each time, >= 1.
         cross_attention: names of MultiheadAttention modules whose query, key and value differ,
@@ -95,6 +96,7 @@ class KFACStrategy(Strategy):
         max_dim: layers with a larger factor than this get plain gradients, >= 1.
     """
 
+    acts_at_steps: ClassVar[bool] = True
     measures: ClassVar[bool] = False
     """Whether the plan depends on measured costs and times."""
 
@@ -232,6 +234,7 @@ class KFACStrategy(Strategy):
             stream=workspace.new_stream(),
             grad_scale=workspace.grad_scale,
             notify=workspace.notify,
+            warn=workspace.warn,
         )
         exchange.add_listener(part.scheduler)
         return [exchange, *others, part]

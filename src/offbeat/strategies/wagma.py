@@ -28,10 +28,11 @@ Differences from the paper, besides those of the two modules:
   not for the network.
 - A global synchronization proceeds when `quorum` of the ranks have arrived; the snapshots of the
   other ranks are contributed on their behalf. The paper waits for all, as `quorum=1.0` does.
+  `max_ahead` bounds how many versions may pass within one step of a late rank.
 - A version is the time of a group, not the step of a rank: a rank that is always slow takes part in
   all versions.
-- Buffers are averaged with the weights, integer buffers by their maximum. A rank whose gradient is
-  not finite skips its step.
+- Floating-point buffers take plain means, integer ones stay local (`weights.statistics`). A rank
+  whose gradient is not finite skips its step.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ from offbeat.averaging.background import group_average
 from offbeat.averaging.background.averager import (
     BackgroundWeightAverage,
     averaged_tensors,
+    delta_merge,
     start_background_averager,
 )
-from offbeat.averaging.background.merge_rules import DeltaMerge, PaperMerge
+from offbeat.averaging.background.merge_rules import PaperMerge
 from offbeat.averaging.background.published_model import ModelState, PublishedModel
 from offbeat.errors import ConfigError
 from offbeat.parts.part import Part
@@ -72,6 +74,9 @@ class WAGMA(AveragingStrategy):
             the paper.
         quorum: the fraction of workers, rounded down to a number of them, that has to arrive at a
             global synchronization, in (0, 1]; 1 waits for all.
+        max_ahead: how many versions a worker may be ahead of one that computes a single step, at
+            least `period`, rounded down to a multiple of it; None: 2 `period`. Whoever comes to a
+            global synchronization waits for workers that are further behind.
         overlap: whether to compute while an average travels; None: with "delta". It is impossible
             with "paper".
         momenta: "averaged": at global synchronizations the optimizers' momenta are averaged with
@@ -87,6 +92,7 @@ class WAGMA(AveragingStrategy):
     period: int = 10
     merge: Literal["delta", "paper"] = "delta"
     quorum: float = 0.75
+    max_ahead: int | None = None
     overlap: bool | None = None
     momenta: Literal["local", "averaged"] = "local"
     groups: Literal["rotating", "fixed", "off"] = "rotating"
@@ -104,6 +110,8 @@ class WAGMA(AveragingStrategy):
                 "quorum must be above 0 and at most 1, the fraction of workers that has to arrive,"
                 f" got {self.quorum}"
             )
+        if self.max_ahead is not None:
+            require_at_least("max_ahead", self.max_ahead, self.period)
         if self.overlap and self.merge == "paper":
             raise ConfigError(
                 'merge="paper" takes an average in the place of the model, so overlap must be'
@@ -126,11 +134,13 @@ class WAGMA(AveragingStrategy):
         momenta = None
         if self.momenta == "averaged" and workspace.optimizer is not None:
             momenta = Momenta(workspace.optimizer, workspace.parameters)
+        staging = Staging(averaged_tensors(weights, momenta))
+        rule = delta_merge(staging, weights) if self.merge == "delta" else PaperMerge
         averager = start_background_averager(
             workspace,
             weights,
-            PublishedModel(ModelState(DeltaMerge if self.merge == "delta" else PaperMerge)),
-            staging=Staging(averaged_tensors(weights, momenta)),
+            PublishedModel(ModelState(rule)),
+            staging=staging,
             serve=group_average.serve,
             group_of=self._group_of,
             momenta=momenta,
@@ -148,6 +158,7 @@ class WAGMA(AveragingStrategy):
         return self.groups == "off" or (version + 1) % self.period == 0
 
     def _group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
+        period = 1 if self.groups == "off" else self.period
         return group_of_version(
             version if self.groups != "fixed" or self._is_global(version) else 0,
             position,
@@ -155,6 +166,10 @@ class WAGMA(AveragingStrategy):
             group_size=(
                 default_group_size(num_members) if self.group_size is None else self.group_size
             ),
-            period=1 if self.groups == "off" else self.period,
+            period=period,
             quorum=self.quorum,
+            # In versions: without groups there is one for every `period` steps.
+            max_ahead=2 * period
+            if self.max_ahead is None
+            else self.max_ahead * period // self.period,
         )

@@ -7,6 +7,7 @@ on them is ordered against the user's collectives.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -14,16 +15,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from offbeat.torch_private import new_gloo_backend, new_nccl_backend
+from offbeat.torch_private import new_gloo_backend, new_gloo_device, new_nccl_backend
+from offbeat.transport.sockets import Address, listening_at
 
 WAIT_LIMIT = timedelta(days=1)
-"""A peer may be slow for long; that it is dead shows in its connections."""
+"""A peer may be slow for long; that it is dead shows in its connections, and `watch` ends waits."""
+
+_MAX_TRIES = 5
 
 
 class BackendWork(Protocol):
     """PyTorch's handle of an operation under way."""
 
-    def wait(self) -> bool: ...
+    def wait(self, timeout: timedelta = ...) -> bool: ...
 
     def is_completed(self) -> bool: ...
 
@@ -58,6 +62,8 @@ class Backend(Protocol):
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> BackendWork: ...
 
+    def abort(self) -> None: ...
+
 
 class Backends(Protocol):
     """This rank's place among all ranks, and the backend for each device."""
@@ -73,18 +79,45 @@ class Backends(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class GlooDevice:
+    """What gloo opens its sockets by.
+
+    Attributes:
+        handle: PyTorch's.
+        listens_at: the address at which it lets peers connect; None where that cannot be found
+            out, since the platform does not list a process's descriptors.
+    """
+
+    handle: object
+    listens_at: Address | None
+
+
+def gloo_device(host: str) -> GlooDevice:
+    """A device that listens at a free port of `host`, a numeric address of this one."""
+    before = listening_at(host)
+    for _ in range(_MAX_TRIES):
+        handle = new_gloo_device(host)
+        # PyTorch does not tell the port. Where another thread began to listen at the same moment,
+        # two are new, and the next device shows which.
+        new = listening_at(host) - before
+        if len(new) == 1:
+            return GlooDevice(handle, new.pop())
+        before |= new
+    return GlooDevice(handle, None)
+
+
 def gloo_backend(
-    store: Store, rank: int, world_size: int, *, address: str, connect_limit_s: float
+    store: Store, rank: int, world_size: int, *, device: GlooDevice, connect_limit_s: float
 ) -> Backend:
-    """A gloo backend whose sockets are bound to `address`. Collective: it returns when all ranks
-    have made theirs.
+    """A gloo backend. Collective: it returns when all ranks have made theirs.
 
     Args:
         store: where the ranks find each other; its keys must not have been used by an earlier
             backend.
         rank: this rank.
         world_size: number of ranks.
-        address: numeric address of this host.
+        device: of this rank.
         connect_limit_s: how long that may take, > 0.
 
     Raises:
@@ -95,7 +128,7 @@ def gloo_backend(
         store,
         rank,
         world_size,
-        address=address,
+        device=device.handle,
         connect_limit=timedelta(seconds=connect_limit_s),
         wait_limit=WAIT_LIMIT,
     )

@@ -8,15 +8,24 @@ there is a backend for it (gloo copies them through the host otherwise).
 What gloo demands, and why the code looks as it does:
 - a wait that times out closes that pair for good, so no wait is ever given a short timeout;
 - a dropped send handle loses the message, so handles are kept until they are complete;
-- a receive must know its length, so a header of (channel, length) goes ahead of each message.
+- a receive must know its length, so a header of (channel, length) goes ahead of each message;
+- a peer that is frozen or cut off is waited for without end, and `abort` frees nothing: `cut` shuts
+  the sockets down, at which every wait fails at once;
+- a collective that fails while a message to it is on its way leaves a connection that gloo never
+  reads again: other waits on it, and with them the backend's destructor, would never end. Therefore
+  the last wait of all is given a short timeout.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from traceback import clear_frames
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -35,11 +44,21 @@ from offbeat.transport.operations import (
     Sleep,
     bytes_as_tensor,
 )
+from offbeat.transport.sockets import (
+    SocketAddresses,
+    closed_in_children,
+    keep_from_programs,
+    shut_down,
+)
 
 T = TypeVar("T")
 
 
 _TAG = 0
+_TAG_OF_NOBODY = 1
+_AT_ONCE: Final = timedelta(milliseconds=1)
+
+_POLL_S: Final = 0.0002
 
 
 class C10d(Driver):
@@ -48,11 +67,24 @@ class C10d(Driver):
     Args:
         cpu: a gloo backend that nobody else uses.
         cuda: an NCCL backend of the same ranks, or None.
+        sockets: those of `cpu`.
     """
 
-    def __init__(self, cpu: Backend, cuda: Backend | None = None) -> None:
+    def __init__(
+        self,
+        cpu: Backend,
+        cuda: Backend | None = None,
+        *,
+        sockets: SocketAddresses = SocketAddresses(),
+    ) -> None:
         self._cpu: Backend | None = cpu
         self._cuda: Backend | None = cuda
+        self._sockets = sockets
+        self._forget = closed_in_children(sockets)
+        keep_from_programs(sockets)
+        self._cause: PeerError | None = None
+        self._waits: dict[object, float] = {}
+        self._tickets: weakref.WeakSet[_DenseTicket] = weakref.WeakSet()
         self.rank = cpu.rank()
         self.world_size = cpu.size()
         self._inbox: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)
@@ -61,7 +93,9 @@ class C10d(Driver):
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
             case DenseOperation():
-                return _DenseTicket(self, operation)
+                ticket = _DenseTicket(self, operation)
+                self._tickets.add(ticket)
+                return ticket
             case Send(peer, payload):
                 self._send(peer, channel, payload)
                 return Finished()
@@ -82,12 +116,55 @@ class C10d(Driver):
                 )
 
     def close(self) -> None:
-        # A backend closes its connections when the last reference to it goes.
+        if self._cpu is None:
+            return
+        # A backend closes its sockets when the last reference to it goes, and the traceback of an
+        # error may hold one for long. The peers must not wait for that.
+        self._end_connections()
+        self._forget()
         self._cpu = self._cuda = None
         self._in_flight.clear()
+        for ticket in list(self._tickets):
+            ticket.forget()
+
+    def cut(self, cause: PeerError) -> None:
+        """End all that is under way and refuse what comes, with `cause`. May be called from any
+        thread.
+        """
+        if self._cause is not None:
+            return
+        self._cause = cause
+        if self._cuda is not None:
+            with suppress(RuntimeError):
+                self._cuda.abort()
+        self._end_connections()
+
+    def _end_connections(self) -> None:
+        """Let every wait on gloo's connections fail, on any thread."""
+        shut_down(self._sockets)
+        backend = self._cpu
+        if backend is None:
+            return
+        # Where gloo was in the middle of a message to a collective that has failed, it does not
+        # read, and so does not see the end of the connection. A receive that times out makes it
+        # close all of its connections. The first does; the others fail at once.
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with suppress(RuntimeError):
+                    backend.recv([nothing], peer, _TAG_OF_NOBODY).wait(_AT_ONCE)
+
+    def waits_for_s(self) -> float:
+        """For how long this rank has been waiting for its peers within one operation; 0 when it
+        does not. May be called from any thread.
+        """
+        begun_s = min(list(self._waits.values()), default=None)
+        return 0.0 if begun_s is None else time.monotonic() - begun_s
 
     def backend_for(self, tensor: torch.Tensor) -> Backend:
         """The backend that carries `tensor`. Raises `PeerError` when this driver is closed."""
+        if self._cause is not None:
+            raise PeerError(str(self._cause), rank=self._cause.rank)
         backend = self._cuda if tensor.is_cuda and self._cuda is not None else self._cpu
         if backend is None:
             raise PeerError(
@@ -95,6 +172,45 @@ class C10d(Driver):
                 " more"
             )
         return backend
+
+    def finish(self, what: str, call: Callable[[], T]) -> T:
+        """Run a call that may wait for peers.
+
+        Its RuntimeErrors, which mean that some connection failed, become `PeerError`: the cause,
+        where the driver was cut.
+        """
+        with self._waiting():
+            try:
+                result = call()
+            except RuntimeError as error:
+                # What the traceback holds would keep gloo's thread and sockets as long as itself.
+                clear_frames(error.__traceback__)
+                if self._cause is not None:
+                    raise PeerError(str(self._cause), rank=self._cause.rank) from error
+                raise PeerError(
+                    f"a connection failed during {what}: {str(error).splitlines()[0]}"
+                ) from error
+        if self._cause is not None:
+            # NCCL reports nothing: what was under way is over, and its tensors hold anything.
+            raise PeerError(str(self._cause), rank=self._cause.rank)
+        return result
+
+    def await_work(self, work: BackendWork) -> None:
+        """Return when `work` is over."""
+        # NCCL's own wait only orders streams, and a stream goes on after an abort as if all were
+        # well. So this thread waits itself.
+        while self._cuda is not None and not work.is_completed():
+            time.sleep(_POLL_S)
+        work.wait()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        token = object()
+        self._waits[token] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._waits[token]
 
     def _send(self, peer: int, channel: int, payload: Payload) -> None:
         body = bytes_as_tensor(payload)
@@ -128,37 +244,29 @@ class C10d(Driver):
         return bool(self._inbox[peer, channel])
 
 
-def _mapped(what: str, call: Callable[[], T]) -> T:
-    """Run a c10d call, turning its RuntimeErrors, which mean that some connection failed, into
-    `PeerError`.
-    """
-    try:
-        return call()
-    except RuntimeError as error:
-        raise PeerError(
-            f"a connection failed during {what}: {str(error).splitlines()[0]}"
-        ) from error
-
-
 class _DenseTicket:
     """A dense operation under way on a backend."""
 
     def __init__(self, driver: C10d, operation: DenseOperation) -> None:
         self._driver = driver
         self._operation = operation
-        self._work = self._mapped(lambda: operation.begin(driver))
+        self._work = driver.finish(operation.kind, lambda: operation.begin(driver))
 
     def done(self) -> bool:
         # What has not begun is carried out inside `wait`, which then blocks.
         return self._work is not None and bool(self._work.is_completed())
 
     def wait(self) -> Any:
-        if self._work is not None:
-            self._mapped(self._work.wait)
-        return self._mapped(lambda: self._operation.finish(self._driver))
+        return self._driver.finish(self._operation.kind, self._finish)
 
-    def _mapped(self, call: Callable[[], T]) -> T:
-        return _mapped(self._operation.kind, call)
+    def forget(self) -> None:
+        """Let the backend's handle go, which keeps the connections."""
+        self._work = None
+
+    def _finish(self) -> Any:
+        if self._work is not None:
+            self._driver.await_work(self._work)
+        return self._operation.finish(self._driver)
 
 
 class _Receive:
@@ -169,6 +277,7 @@ class _Receive:
         return self._driver.has_message(self._peer, self._channel)
 
     def wait(self) -> bytes:
-        receive = lambda: self._driver.receive(self._peer, self._channel)  # noqa: E731
-        message: bytes = _mapped(f"a receive from rank {self._peer}", receive)
-        return message
+        return self._driver.finish(
+            f"a receive from rank {self._peer}",
+            lambda: self._driver.receive(self._peer, self._channel),
+        )

@@ -15,26 +15,45 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from offbeat.errors import ConfigError, PeerError, UnsupportedError
-from offbeat.transport.backends import gloo_backend, nccl_backend
+from offbeat.errors import ConfigError, MismatchError, PeerError, UnsupportedError
+from offbeat.transport.backends import (
+    Backend,
+    GlooDevice,
+    gloo_backend,
+    gloo_device,
+    nccl_backend,
+)
 from offbeat.transport.c10d import C10d
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import listen_address
-from offbeat.transport.network import Network, create_network, find_network, store_client
+from offbeat.transport.keys import key_pair
+from offbeat.transport.network import (
+    Network,
+    answering_within,
+    create_network,
+    find_network,
+    proof_of,
+    store_client,
+    store_sockets,
+)
 from offbeat.transport.operations import AllGather, Operation
-from offbeat.transport.peers import Peers
-from offbeat.transport.rendezvous import await_all, lost_ranks, naming_failed_rank
+from offbeat.transport.peers import PeerLimits, Peers
+from offbeat.transport.presence import Presence
+from offbeat.transport.rendezvous import Rendezvous, lost_ranks
 from offbeat.transport.routed import Routed
+from offbeat.transport.silence import SILENCE_VARIABLE, silence_s
 from offbeat.transport.single_rank import SingleRank
+from offbeat.transport.sockets import Address, SocketAddresses, closed_in_children
+from offbeat.transport.watch import Watch
 
 SECRET_VARIABLE = "OFFBEAT_RUN_SECRET"
 """Environment variable with the run's secret, at least 16 characters, the same on every rank."""
@@ -42,14 +61,14 @@ SECRET_VARIABLE = "OFFBEAT_RUN_SECRET"
 RETURN_VARIABLE = "OFFBEAT_RETURN"
 """Environment variable of a worker that is to join a run under way; any value but 0."""
 
-CONNECT_LIMIT_S = 30.0
-"""How long the ranks may take to connect by gloo, once all of them have come."""
+ATTEMPT_S = 3.0
+"""How long one attempt of the ranks to connect by gloo may take, once all of them have come. While
+it lasts nothing can tell gloo that a rank has ended, so it is short."""
 
-_MEET_S = 5.0
+MAX_ATTEMPTS = 10
+
+_MEET_S = 3.0
 """How long for connections that a strategy may never need, since with them a death has a name."""
-
-Gather: TypeAlias = Callable[[bytes], list[bytes]]
-"""Gives every rank's payload to every rank, by rank."""
 
 _generations: Counter[tuple[int, ...]] = Counter()
 """How often each set of ranks has connected; its members agree on it."""
@@ -128,27 +147,83 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
     assert dist.group.WORLD is not None
     store = PrefixStore(name, dist.group.WORLD.get_group_store())
     lost = lost_ranks()
-    address = _agree_to_listen(store, rank, ranks, lost)
-    with naming_failed_rank(store, rank, world_size, limit_s=1.5 * CONNECT_LIMIT_S):
-        dense = _dense(store, rank, world_size, address=address, cuda=cuda)
+    rendezvous = Rendezvous(store, rank, ranks, lost=lost)
+    try:
+        address, limit_s = listen_address(), silence_s()
+    except ConfigError as refusal:
+        # The others would wait for this rank.
+        rendezvous.refuse(refusal)
+        raise
+    given = os.environ.get(SECRET_VARIABLE, "").encode()
+    if world_size == 1:
+        network = create_network(
+            store,
+            token=secrets.token_hex(8),
+            rank=0,
+            world_size=1,
+            address=address,
+            secret=given or secrets.token_bytes(32),
+        )
+        return Connection(driver=SingleRank(), network=network)
+    with answering_within(store, limit_s), ExitStack() as stack:
+        presence = Presence(address)
+        stack.callback(presence.close)
+        stack.callback(closed_in_children(store_sockets(store)))
+        device = gloo_device(address)
+        entries = rendezvous.register(
+            {
+                "silence_s": limit_s,
+                "token": secrets.token_hex(8),
+                "gloo": device.listens_at,
+            },
+            presence=presence.address,
+        )
+        _compare_silence(entries)
+        proof = proof_of(given, entries[0]["token"]).decode() if given else ""
+        _compare_secrets(given, rendezvous.exchange("secret", proof, limit_s=limit_s))
         try:
-            gather: Gather = lambda payload: dense.start(AllGather(payload), 0).wait()  # noqa: E731
-            secret = _agree_on_secret(rank, gather)
-            token = gather(secrets.token_hex(8).encode())[0].decode()
-            network = create_network(
-                store, token=token, rank=rank, world_size=world_size, address=address, secret=secret
+            backend = _connected_gloo(store, rendezvous, rank, world_size, device, limit_s=limit_s)
+            nccl = (
+                nccl_backend(PrefixStore("nccl", store), rank, world_size)
+                if cuda and dist.is_nccl_available()
+                else None
             )
-            if isinstance(dense, SingleRank):
-                return Connection(driver=dense, network=network)
-            messages = _mesh(dense, address, generation, secret, gather)
-        except BaseException:
-            dense.close()
+            dense = C10d(backend, nccl, sockets=_gloo_sockets(entries, rank))
+            del backend, nccl  # the driver alone holds them, and a traceback does not
+            stack.callback(dense.close)
+            secret = given or _drawn_secret(dense, rendezvous, limit_s=limit_s)
+            network = create_network(
+                store,
+                token=entries[0]["token"],
+                rank=rank,
+                world_size=world_size,
+                address=address,
+                secret=secret,
+            )
+            messages = Peers(
+                rank,
+                world_size,
+                address=address,
+                secret=secret,
+                generation=generation,
+                limits=PeerLimits.tolerating(limit_s),
+            )
+            stack.callback(messages.close)
+            messages.connect(
+                rendezvous.exchange("endpoint", messages.endpoint, limit_s=limit_s + ATTEMPT_S)
+            )
+            messages.await_connections(_MEET_S)
+            rendezvous.exchange("connected", "", limit_s=limit_s + _MEET_S)
+        except BaseException as error:
+            rendezvous.fail(error)  # while this rank can still be seen to be there
             raise
+        opened = stack.pop_all()
 
-    def remember(peers: frozenset[int]) -> None:
+    def closed(peers: frozenset[int]) -> None:
         lost.update(ranks[peer] for peer in peers)
+        opened.close()
 
-    return Connection(driver=Routed(dense, messages, on_lost=remember), network=network)
+    return Connection(driver=Routed(dense, messages, on_closed=closed), network=network)
 
 
 def is_returning() -> bool:
@@ -194,15 +269,19 @@ def reconnect() -> Connection:
     network = find_network(
         store, rank=rank, address=address, secret=os.environ[SECRET_VARIABLE].encode()
     )
-    return Connection(driver=RejoinedDriver(rank, network.world_size), network=network)
+    driver = RejoinedDriver(
+        rank, network.world_size, on_closed=closed_in_children(store_sockets(store))
+    )
+    return Connection(driver=driver, network=network)
 
 
 class RejoinedDriver(Driver):
     """The driver of a worker that came later: it knows its rank and refuses everything."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, *, on_closed: Callable[[], None]) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._on_closed = on_closed
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         raise UnsupportedError(
@@ -212,75 +291,100 @@ class RejoinedDriver(Driver):
         )
 
     def close(self) -> None:
-        pass
+        self._on_closed()
 
 
-def _dense(
-    store: Store, rank: int, world_size: int, *, address: str, cuda: bool
-) -> C10d | SingleRank:
-    if world_size == 1:
-        return SingleRank()
-    nccl = (
-        nccl_backend(PrefixStore("nccl", store), rank, world_size)
-        if cuda and dist.is_nccl_available()
-        else None
-    )
-    gloo = gloo_backend(
-        PrefixStore("gloo", store),
-        rank,
-        world_size,
-        address=address,
-        connect_limit_s=CONNECT_LIMIT_S,
-    )
-    return C10d(gloo, nccl)
+def _compare_silence(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `MismatchError`, on every rank alike, if not all tolerate the same silence."""
+    for rank, entry in enumerate(entries):
+        if entry["silence_s"] != entries[0]["silence_s"]:
+            raise MismatchError(
+                f"{SILENCE_VARIABLE} is {entry['silence_s']:g} on rank {rank} and"
+                f" {entries[0]['silence_s']:g} on rank 0; set the same on every rank"
+            )
 
 
-def _agree_to_listen(store: Store, rank: int, ranks: Sequence[int], lost: AbstractSet[int]) -> str:
-    """This rank's address. Raises on every rank if one of them has none, since the others would
-    wait for it.
+def _compare_secrets(given: bytes, proofs: Sequence[str]) -> None:
+    """Raises `ConfigError`, on every rank alike, if not all have the same secret or all have none.
+
+    Args:
+        given: this rank's secret; empty if it has none.
+        proofs: every rank's proof of its own; empty if it has none.
     """
-    refusal: ConfigError | None = None
-    address = ""
-    try:
-        address = listen_address()
-    except ConfigError as error:
-        refusal = error
-    await_all(store, rank, ranks, lost=lost, refusal=refusal)
-    return address
-
-
-def _mesh(dense: C10d, address: str, generation: int, secret: bytes, gather: Gather) -> Peers:
-    """Open this rank's sockets, learn everybody's endpoints, and connect."""
-    messages = Peers(
-        dense.rank, dense.world_size, address=address, secret=secret, generation=generation
-    )
-    try:
-        messages.connect([endpoint.decode() for endpoint in gather(messages.endpoint.encode())])
-        messages.await_connections(_MEET_S)
-        gather(b"connected")
-    except BaseException:
-        messages.close()
-        raise
-    return messages
-
-
-def _agree_on_secret(rank: int, gather: Gather) -> bytes:
-    """The run's secret: from the environment if every rank has it there, else drawn by rank 0 and
-    sent over gloo.
-
-    gloo is not encrypted: on a network that others can listen to, set the environment variable.
-    """
-    given = os.environ.get(SECRET_VARIABLE, "").encode()
-    have = gather(b"\1" if given else b"\0")
-    if len(set(have)) > 1:
-        without = [r for r, answer in enumerate(have) if answer == b"\0"]
+    without = [rank for rank, proof in enumerate(proofs) if not proof]
+    if len(without) == len(proofs):
+        return
+    if without:
         raise ConfigError(
             f"{SECRET_VARIABLE} is set on some ranks but not on {without}; set it on all of them or"
             " on none"
         )
-    if given:
-        return given
-    drawn = gather(secrets.token_bytes(32) if rank == 0 else b"")[0]
-    if not drawn:
-        raise PeerError("rank 0 sent no secret", rank=0)
+    # Messages are refused with another one, but dense collectives go on without it.
+    if others := [str(rank) for rank, proof in enumerate(proofs) if proof != proofs[0]]:
+        raise ConfigError(
+            f"{SECRET_VARIABLE} of rank{'s' * (len(others) > 1)} {', '.join(others)} is not that of"
+            " rank 0; set the same on every rank"
+        )
+    key_pair(given, generation=0, rank=0)  # refuses one that is too short
+
+
+def _connected_gloo(
+    store: Store,
+    rendezvous: Rendezvous,
+    rank: int,
+    world_size: int,
+    device: GlooDevice,
+    *,
+    limit_s: float,
+) -> Backend:
+    """A gloo backend that has reached every rank."""
+    why = ""
+    for attempt in range(MAX_ATTEMPTS):
+        backend: Backend | None = None
+        mine = ""
+        try:
+            backend = gloo_backend(
+                PrefixStore(f"gloo/{attempt}", store),
+                rank,
+                world_size,
+                device=device,
+                connect_limit_s=ATTEMPT_S,
+            )
+        except RuntimeError as error:
+            mine = str(error).partition("\n")[0] or "failed"
+        failures = rendezvous.exchange(f"gloo-{attempt}", mine, limit_s=limit_s + ATTEMPT_S)
+        if backend is not None and not any(failures):
+            return backend
+        why = next(filter(None, failures))
+    raise PeerError(f"the ranks could not be connected ({why}); can all hosts reach each other?")
+
+
+def _gloo_sockets(entries: Sequence[Mapping[str, Any]], rank: int) -> SocketAddresses:
+    """Those of this rank's gloo backend: it accepts some peers' connections, and connects to the
+    others.
+    """
+    addresses: list[Address | None] = [
+        entry["gloo"] and (entry["gloo"][0], entry["gloo"][1]) for entry in entries
+    ]
+    mine = addresses[rank]
+    if mine is None:
+        return SocketAddresses()
+    return SocketAddresses(
+        local=frozenset([mine]),
+        remote=frozenset(at for at in addresses if at is not None and at != mine),
+    )
+
+
+def _drawn_secret(dense: C10d, rendezvous: Rendezvous, *, limit_s: float) -> bytes:
+    """The run's secret, drawn by rank 0 and sent over gloo.
+
+    gloo is not encrypted: on a network that others can listen to, set the environment variable.
+    """
+    mine = AllGather(secrets.token_bytes(32) if dense.rank == 0 else b"")
+    # There is no message side yet that knows who is dead.
+    with Watch(dense, rendezvous.ended, limit_s=limit_s):
+        try:
+            drawn: bytes = dense.start(mine, 0).wait()[0]
+        except PeerError as error:
+            raise rendezvous.cause_of(error) from error
     return drawn

@@ -73,6 +73,11 @@ class Driver(ABC):
         rank whose failure is the cause.
         """
 
+    def end_training(self, channel: int) -> None:  # noqa: B027 - without connections nobody waits
+        """Tell all peers that this rank sends nothing more but on `channel`, and give up what dense
+        collectives need. A peer that waits for anything else from this rank raises `PeerError`.
+        """
+
     def departed(self) -> frozenset[int]:
         """The ranks that are known to send nothing more: dead, or closed. Never blocks."""
         return frozenset()

@@ -21,7 +21,7 @@ from offbeat.transport.operations import Payload
 
 _LAYOUT = struct.Struct("<4sBBHIIQQQI")
 _MAGIC = b"ofbt"
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 HEADER_BYTES = _LAYOUT.size
 
 
@@ -35,6 +35,8 @@ class EnvelopeKind(IntEnum):
     """The sender failed; the payload says why."""
     HELLO = 4
     """The sender's connection came back; its sequence shows whether messages were lost."""
+    END = 5
+    """The sender trains no more; what follows is on this message's channel."""
 
 
 _KINDS = frozenset(EnvelopeKind)

@@ -1,4 +1,4 @@
-"""Who may talk: CURVE key pairs of a run's ranks, and the authenticator that admits only these.
+"""Who may talk: CURVE key pairs of a run's ranks; `admission` lets in only these.
 
 Every rank derives every key pair from the run's secret, so nothing but the secret has to be handed
 out:
@@ -18,7 +18,6 @@ import struct
 from dataclasses import dataclass
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from offbeat.errors import ConfigError
@@ -66,18 +65,6 @@ class Roster:
         """The rank whose public key this is; None for a stranger."""
         return self._rank_of.get(public)
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator, in its own thread, for each client: whether to let it in."""
+    def admits(self, domain: str, key: bytes) -> bool:
+        """Whether to let a client in that has shown `key`. May be called from any thread."""
         return domain == ZAP_DOMAIN and key in self._rank_of
-
-
-def start_authenticator(
-    context: zmq.Context[zmq.Socket[bytes]], roster: Roster
-) -> ThreadAuthenticator:
-    """Admit only `roster`'s keys to the CURVE servers of `context`. Start before binding any; the
-    caller stops it.
-    """
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=roster)
-    return authenticator

@@ -13,7 +13,14 @@ from offbeat.transport.envelope import EnvelopeKind, pack
 from offbeat.transport.keys import KeyPair
 from offbeat.transport.operations import Payload
 
+FRAME_BYTES = 1 << 20
+"""Payloads travel in frames of this size, since a receiver keeps one frame of each connection in
+memory before it knows who sends it; the last frame is shorter."""
+
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+
+# what a peer sends back: handshakes and heartbeats
+_MAX_ANSWER_BYTES = 1 << 16
 
 # below this size keeping track of a borrowed buffer costs more than copying it
 _ZERO_COPY_BYTES = 1 << 19
@@ -33,15 +40,27 @@ class PeerLimits:
         grace_s: a peer whose connection is lost and does not come back for this long is dead. Must
             be longer than a closing peer's last messages may take to arrive.
         connect_timeout_s: how long the first connection to a peer may take.
+        handshake_timeout_s: how long whoever connects may take to show its key.
         linger_s: how long closing waits for messages already sent to reach peers that are alive.
     """
 
     max_message_bytes: int = 1 << 31
-    heartbeat_interval_s: float = 2.0
+    heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 20.0
-    grace_s: float = 2.0
-    connect_timeout_s: float = 60.0
+    grace_s: float = 1.5
+    connect_timeout_s: float = 20.0
+    handshake_timeout_s: float = 10.0
     linger_s: float = 5.0
+
+    @classmethod
+    def tolerating(cls, silence_s: float) -> PeerLimits:
+        """Limits by which a peer that is silent for `silence_s` is dead, and at most 3 s later."""
+        return cls(
+            heartbeat_interval_s=min(1.0, silence_s / 10),
+            heartbeat_timeout_s=silence_s,
+            grace_s=min(1.5, silence_s / 4),
+            connect_timeout_s=silence_s,
+        )
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -50,6 +69,11 @@ class PeerLimits:
                 raise ConfigError(
                     f"PeerLimits.{field.name} is {value}, allowed is any finite number above 0"
                 )
+
+
+def num_frames(num_bytes: int) -> int:
+    """How many frames a payload of `num_bytes` travels in; an empty one in one."""
+    return max(-(-num_bytes // FRAME_BYTES), 1)
 
 
 class Link:
@@ -95,6 +119,8 @@ class Link:
         self._socket.sndhwm = 0
         self._socket.linger = round(limits.linger_s * 1000)
         self._socket.ipv6 = "[" in endpoint
+        self._socket.maxmsgsize = _MAX_ANSWER_BYTES
+        self._socket.handshake_ivl = math.ceil(limits.handshake_timeout_s * 1000)
         self._socket.heartbeat_ivl = math.ceil(limits.heartbeat_interval_s * 1000)
         self._socket.heartbeat_timeout = math.ceil(limits.heartbeat_timeout_s * 1000)
         # several attempts must fit into the grace period
@@ -131,7 +157,13 @@ class Link:
             # does after a refusal
             self._refused = True
             return
-        self._socket.send(view, zmq.NOBLOCK, copy=view.nbytes < _ZERO_COPY_BYTES)
+        *begins, last = range(0, max(view.nbytes, 1), FRAME_BYTES)
+        for begin in begins:
+            self._send_frame(view[begin : begin + FRAME_BYTES], zmq.SNDMORE)
+        self._send_frame(view[last:], 0)
+
+    def _send_frame(self, frame: memoryview, more: int) -> None:
+        self._socket.send(frame, zmq.NOBLOCK | more, copy=frame.nbytes < _ZERO_COPY_BYTES)
 
     def watch(self, now_s: float) -> None:
         """Read what ZeroMQ reports of the connection. Never blocks."""
@@ -167,7 +199,7 @@ class Link:
             )
         return (
             f"is dead: its connection has been gone for {self._limits.grace_s:g} s; it ended, or"
-            " its host is cut off"
+            f" was silent for {self._limits.heartbeat_timeout_s:g} s (stopped, or its host cut off)"
         )
 
     def close(self, now_s: float, *, linger: bool) -> None:

@@ -9,14 +9,17 @@ import math
 import socket
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import zmq
 
 from offbeat.errors import ConfigError, WireError
+from offbeat.transport.admission import Admission
 from offbeat.transport.envelope import Envelope, parse
-from offbeat.transport.keys import ZAP_DOMAIN, Roster, start_authenticator
+from offbeat.transport.keys import ZAP_DOMAIN, Roster
+from offbeat.transport.link import FRAME_BYTES, PeerLimits, num_frames
 from offbeat.transport.operations import Payload
 
-# what encryption and framing add to a payload; generous, it only bounds memory
+# what encryption and framing add to a frame; generous, it only bounds memory
 _OVERHEAD_BYTES = 1024
 
 
@@ -27,10 +30,11 @@ class Listener:
         endpoint: where it listens, "tcp://address:port".
         num_foreign: messages dropped because they are malformed, of another generation, or not of
             the rank whose key they came with.
+        unreadable: by the rank whose key they came with, why the first of these was dropped.
     """
 
     def __init__(
-        self, address: str, *, rank: int, generation: int, roster: Roster, max_message_bytes: int
+        self, address: str, *, rank: int, generation: int, roster: Roster, limits: PeerLimits
     ) -> None:
         """Bind a free port.
 
@@ -39,7 +43,7 @@ class Listener:
             rank: this rank.
             generation: number of the membership; messages of another one are dropped.
             roster: the keys of all ranks.
-            max_message_bytes: largest payload of a message.
+            limits: how long a handshake may take, and when a connection counts as lost.
 
         Raises:
             ConfigError: `address` is no numeric address of this host.
@@ -51,11 +55,12 @@ class Listener:
                 " OFFBEAT_INTERFACE"
             )
         self.num_foreign = 0
+        self.unreadable: dict[int, str] = {}
         self._generation = generation
         self._roster = roster
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._authenticator = start_authenticator(self._context, roster)
         self._socket = self._context.socket(zmq.PULL)
+        self._admission = Admission(self._context, self._socket, roster)
         # ZeroMQ sockets belong to one thread; a socket pair is what other threads can wake it by.
         self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
         self._wakeup_receiver.setblocking(False)
@@ -65,7 +70,14 @@ class Listener:
         self._poller.register(self._wakeup_receiver, zmq.POLLIN)
         self._socket.rcvhwm = 0
         self._socket.ipv6 = ":" in address
-        self._socket.maxmsgsize = max_message_bytes + _OVERHEAD_BYTES
+        # It is the frame that counts, and it is read before anybody knows who sends it.
+        self._socket.maxmsgsize = min(FRAME_BYTES, limits.max_message_bytes) + _OVERHEAD_BYTES
+        self._socket.handshake_ivl = math.ceil(limits.handshake_timeout_s * 1000)
+        # Connections of hosts that are cut off would stay for ever: nothing is sent to them.
+        self._socket.tcp_keepalive = 1
+        self._socket.tcp_keepalive_idle = math.ceil(limits.heartbeat_timeout_s)
+        self._socket.tcp_keepalive_intvl = math.ceil(limits.heartbeat_timeout_s / 4)
+        self._socket.tcp_keepalive_cnt = 4
         self._socket.curve_server = True
         self._socket.curve_secretkey = roster.pairs[rank].secret
         self._socket.zap_domain = ZAP_DOMAIN.encode()
@@ -96,28 +108,47 @@ class Listener:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            if (envelope := self._admit(frames)) is None:
-                self.num_foreign += 1
-            else:
-                yield envelope, frames[1].buffer
+            if (envelope := self._admit(frames)) is not None:
+                yield envelope, _joined(frames[1:])
 
     def close(self) -> None:
         """Stop listening and end the threads."""
         self._wakeup_receiver.close()
         self._wakeup_sender.close()
-        self._socket.close(linger=0)
-        self._authenticator.stop()
+        self._admission.close_socket()
+        self._admission.stop()
         self._context.term()
 
     def _admit(self, frames: Sequence[zmq.Frame]) -> Envelope | None:
+        key_owner = self._roster.rank_of(str(frames[0].get("User-Id")).encode())
         try:
             envelope = parse(frames[0].buffer)
-        except WireError:
+            if (envelope.sender, envelope.generation) != (key_owner, self._generation):
+                raise WireError(
+                    f"got a message of rank {envelope.sender} and generation"
+                    f" {envelope.generation} with the key of rank {key_owner} and generation"
+                    f" {self._generation}"
+                )
+            if len(frames) != 1 + num_frames(envelope.num_bytes):
+                raise WireError(
+                    f"got {len(frames) - 1} frames for {envelope.num_bytes} bytes; somebody on the"
+                    " way may have altered them"
+                )
+        except WireError as error:
+            self.num_foreign += 1
+            if key_owner is not None:
+                self.unreadable.setdefault(key_owner, str(error))
             return None
-        key_owner = self._roster.rank_of(str(frames[0].get("User-Id")).encode())
-        belongs = (
-            envelope.sender == key_owner
-            and envelope.generation == self._generation
-            and len(frames) == 2
-        )
-        return envelope if belongs else None
+        return envelope
+
+
+def _joined(frames: Sequence[zmq.Frame]) -> Payload:
+    """The payload that came in these frames; a single one is not copied."""
+    if len(frames) == 1:
+        return frames[0].buffer
+    payload = np.empty(sum(map(len, frames)), dtype=np.uint8)
+    end = 0
+    for frame in frames:
+        begin, end = end, end + len(frame)
+        payload[begin:end] = np.frombuffer(frame.buffer, dtype=np.uint8)
+    return payload.data

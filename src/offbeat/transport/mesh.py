@@ -27,9 +27,13 @@ from offbeat.transport.keys import Roster
 from offbeat.transport.link import Link, PeerLimits
 from offbeat.transport.listener import Listener
 from offbeat.transport.operations import Payload
+from offbeat.transport.sockets import SocketAddresses, closed_in_children, parsed_address
 
 WATCH_INTERVAL_S = 0.02
 """How often connections are looked at; a receive that is answered sooner never pays for it."""
+
+SESSION_ENDED = "has ended its session, and this rank trains on"
+"""What became of a rank that takes fewer steps than another."""
 
 _MAX_REASON_BYTES = 4096
 _BLAME = struct.Struct("<q")
@@ -52,6 +56,8 @@ class Mesh:
         inbox: what has arrived and was not taken.
         failures: the ranks known to be dead and why, in the order in which that was learnt.
         watch_all: whether any rank's death dooms every receive, or only those from it.
+        left: the ranks that closed in good order.
+        ended: the ranks that train no more, with the channel on which they still send.
     """
 
     def __init__(
@@ -77,12 +83,16 @@ class Mesh:
             rank=rank,
             generation=generation,
             roster=self._roster,
-            max_message_bytes=limits.max_message_bytes,
+            limits=limits,
         )
         self._sending: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sending.set(zmq.MAX_SOCKETS, 4 * world_size + 64)
         self._links: dict[int, Link] = {}
+        listening = frozenset([parsed_address(self.listener.endpoint)])
+        self._sockets = SocketAddresses(local=listening)
+        self._forget = closed_in_children(self._sockets)
         self.left: set[int] = set()
+        self.ended: dict[int, int] = {}
         self._aborted: set[int] = set()
         self._next_watch_s = 0.0
 
@@ -104,6 +114,9 @@ class Mesh:
                     limits=self._limits,
                     now_s=time.monotonic(),
                 )
+        peers = frozenset(map(parsed_address, endpoints))
+        self._forget()
+        self._forget = closed_in_children(self._sockets | SocketAddresses(remote=peers))
 
     def send(self, peer: int, channel: int, payload: Payload) -> None:
         """Queue a message; one to a rank that no longer reads is dropped."""
@@ -122,6 +135,12 @@ class Mesh:
         for peer, link in self._links.items():
             if self._reads(peer):
                 link.send(EnvelopeKind.ABORT, 0, note)
+
+    def send_end(self, channel: int) -> None:
+        """Tell all peers that this rank sends nothing more but on `channel`."""
+        for peer, link in self._links.items():
+            if self._reads(peer):
+                link.send(EnvelopeKind.END, channel, b"")
 
     def send_goodbye(self) -> None:
         """Tell all peers that this rank sends nothing more; those that failed too, because they may
@@ -152,6 +171,9 @@ class Mesh:
         for message in self.listener.drain():
             for control, payload in self.inbox.put(*message):
                 self._handle_control(control, payload)
+        # What it said is lost, and nobody would ever send it again.
+        for sender, why in self.listener.unreadable.items():
+            self.failures.setdefault(sender, f"sent what is no message of this run: {why}")
         for sender in self.inbox.senders_with_gaps():
             self.failures.setdefault(
                 sender, "lost messages: its connection broke and came back without them"
@@ -173,6 +195,10 @@ class Mesh:
             return PeerError(
                 f"rank {peer} finished and closed its connections ({self.wait_of(peer, channel)})",
                 rank=peer,
+            )
+        if peer in self.ended and self.ended[peer] != channel:
+            return PeerError(
+                f"rank {peer} {SESSION_ENDED} ({self.wait_of(peer, channel)})", rank=peer
             )
         if (ahead := self.inbox.exchange_ahead(peer, channel)) is not None:
             stream, exchange = split_channel(channel)
@@ -217,6 +243,7 @@ class Mesh:
             link.close(now_s, linger=peer not in self.left)
         self._sending.term()
         self.listener.close()
+        self._forget()
 
     def _reads(self, peer: int) -> bool:
         return peer not in self.failures and peer not in self.left
@@ -224,6 +251,8 @@ class Mesh:
     def _handle_control(self, envelope: Envelope, payload: Payload) -> None:
         if envelope.kind == EnvelopeKind.GOODBYE:
             self.left.add(envelope.sender)
+        elif envelope.kind == EnvelopeKind.END:
+            self.ended[envelope.sender] = envelope.channel
         elif envelope.kind == EnvelopeKind.ABORT and len(payload) >= _BLAME.size:
             (blamed,) = _BLAME.unpack_from(payload)
             reason = bytes(payload[_BLAME.size :]).decode(errors="replace")

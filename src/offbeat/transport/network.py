@@ -12,31 +12,44 @@ import hashlib
 import hmac
 import json
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from offbeat.errors import ConfigError, PeerError, WireError
+from offbeat.errors import MALFORMED, ConfigError, PeerError, WireError
 from offbeat.transport.link import PeerLimits
+from offbeat.transport.own_store import OwnStore
 from offbeat.transport.peers import Peers
+from offbeat.transport.silence import silence_s
+from offbeat.transport.sockets import (
+    SocketAddresses,
+    ends_towards,
+    limit_answers,
+    of_service,
+    shut_down,
+)
 
 OVER_KEY = "over"
 """Set in a network's store when its run has ended."""
 
-MESH_LIMITS = PeerLimits(
-    grace_s=1.0,
-    heartbeat_interval_s=1.0,
-    heartbeat_timeout_s=10.0,
-    connect_timeout_s=15.0,
-    linger_s=1.0,
-)
-"""For meshes that a death does not end: what is lost by holding a living rank dead is a generation,
-not the run.
-"""
 
-STORE_TIMEOUT_S = 10.0
-"""How long connecting to the store may take."""
+def mesh_limits() -> PeerLimits:
+    """For meshes that a death does not end: what is lost by holding a living rank dead is a
+    generation, not the run. Raises `ConfigError` as `silence_s`.
+    """
+    tolerated_s = silence_s()
+    return PeerLimits(
+        heartbeat_interval_s=min(1.0, tolerated_s / 10),
+        heartbeat_timeout_s=tolerated_s,
+        grace_s=min(1.0, tolerated_s / 4),
+        connect_timeout_s=min(15.0, tolerated_s),
+        linger_s=1.0,
+    )
+
 
 _ENTRY_KEY = "offbeat/network"
 _ENTRY_VERSION = 1
@@ -64,7 +77,7 @@ class Network:
     secret: bytes
 
     def open(
-        self, *, generation: int, position: int, size: int, limits: PeerLimits = MESH_LIMITS
+        self, *, generation: int, position: int, size: int, limits: PeerLimits | None = None
     ) -> Peers:
         """A mesh of one generation that listens and is not connected yet. A size of 1 has no links,
         but is no special case.
@@ -73,7 +86,7 @@ class Network:
             generation: number of the membership, 0 <= generation < 2**32.
             position: this rank's among the members, 0 <= position < size.
             size: number of members.
-            limits: the same at every member.
+            limits: the same at every member; `mesh_limits` if None.
         """
         peers = Peers(
             position,
@@ -81,7 +94,7 @@ class Network:
             address=self.address,
             secret=self.secret,
             generation=generation,
-            limits=limits,
+            limits=limits if limits is not None else mesh_limits(),
         )
         peers.watch_all = False
         return peers
@@ -96,17 +109,17 @@ class Network:
         Raises:
             PeerError: the store does not answer.
         """
-        if not isinstance(bottom_of(self.store), TCPStore):
+        bottom = bottom_of(self.store)
+        if not isinstance(bottom, TCPStore):
             return self.store
         try:
             # missing in torch's stubs
-            mine: Store = self.store.clone()  # type: ignore[attr-defined]
+            clone: Callable[[], Store] = self.store.clone  # type: ignore[attr-defined]
+            return OwnStore(clone, port=bottom.port, limit_s=silence_s())
         except RuntimeError as error:
             raise PeerError(
                 f"the run's store does not answer ({error}); has the process that serves it ended?"
             ) from error
-        mine.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
-        return mine
 
     def renewed_store(self) -> Store | None:
         """As `own_store`, after a connection was lost; None, soon and quietly, while nobody listens
@@ -118,6 +131,13 @@ class Network:
             if isinstance(bottom, TCPStore) and _listens(bottom.host, bottom.port)
             else None
         )
+
+
+def proof_of(secret: bytes, token: str) -> bytes:
+    """Shows, as text, that somebody has the secret of the session of `token`, without telling
+    it.
+    """
+    return hmac.digest(_derived(secret, token), _PROOF_LABEL, hashlib.sha256).hex().encode()
 
 
 def store_of(network: Network | None) -> Store:
@@ -132,6 +152,32 @@ def bottom_of(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+def store_sockets(store: Store) -> SocketAddresses:
+    """This process's sockets to the server of `store`, or of that server."""
+    bottom = bottom_of(store)
+    return of_service(bottom.port) if isinstance(bottom, TCPStore) else SocketAddresses()
+
+
+@contextmanager
+def answering_within(store: Store, limit_s: float) -> Iterator[None]:
+    """Within the block, calls of `store` raise `RuntimeError` when its server is silent for
+    `limit_s`. Its connection ends then, because a late answer would be taken for a later call's.
+    """
+    bottom = bottom_of(store)
+    if not isinstance(bottom, TCPStore):
+        yield
+        return
+    limited = limit_answers(SocketAddresses(local=ends_towards(bottom.port)), limit_s)
+    try:
+        yield
+    except PeerError as error:
+        if isinstance(error.__cause__, dist.DistNetworkError):
+            shut_down(limited)
+        raise
+    finally:
+        limit_answers(limited, 0.0)
 
 
 def create_network(
@@ -155,7 +201,7 @@ def create_network(
             "version": _ENTRY_VERSION,
             "token": token,
             "world_size": world_size,
-            "proof": _proof(derived),
+            "proof": proof_of(secret, token).decode(),
         }
         bottom.set(_ENTRY_KEY, json.dumps(entry))
     return Network(
@@ -187,7 +233,7 @@ def find_network(store: Store, *, rank: int, address: str, secret: bytes) -> Net
         )
     token, world_size, proof = _read_entry(store.get(_ENTRY_KEY))
     derived = _derived(secret, token)
-    if not hmac.compare_digest(proof, _proof(derived)):
+    if not hmac.compare_digest(proof.encode(), proof_of(secret, token)):
         raise ConfigError(
             "OFFBEAT_RUN_SECRET is not the secret of the run that this worker is to join; the run"
             " was started with another one, or with none, and then nobody can join later"
@@ -211,7 +257,7 @@ def store_client(host: str, port: int) -> Store:
                 port,
                 is_master=False,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=STORE_TIMEOUT_S),
+                timeout=timedelta(seconds=silence_s()),
             )
         except RuntimeError as error:
             raise ConfigError(
@@ -228,7 +274,7 @@ def _listens(host: str, port: int) -> bool:
     standard error.
     """
     try:
-        socket.create_connection((host, port), timeout=STORE_TIMEOUT_S).close()
+        socket.create_connection((host, port), timeout=silence_s()).close()
     except OSError:
         return False
     return True
@@ -246,15 +292,14 @@ def _read_entry(raw: bytes) -> tuple[str, int, str]:
                 f"the run's entry in the store has version {entry['version']}, this program reads"
                 f" {_ENTRY_VERSION}"
             )
-        return str(entry["token"]), int(entry["world_size"]), str(entry["proof"])
-    except (ValueError, KeyError, TypeError) as error:
+        token, world_size, proof = entry["token"], entry["world_size"], entry["proof"]
+        token.encode(), proof.encode()
+        if type(world_size) is not int:
+            raise TypeError(f"world_size is {world_size!r}")
+        return token, world_size, proof
+    except MALFORMED as error:
         raise WireError(f"the run's entry in the store is damaged: {raw[:80]!r}") from error
 
 
 def _derived(secret: bytes, token: str) -> bytes:
     return hmac.digest(secret, _KEY_LABEL + token.encode(), hashlib.sha256)
-
-
-def _proof(derived: bytes) -> str:
-    """Shows that somebody has the secret without telling it."""
-    return hmac.digest(derived, _PROOF_LABEL, hashlib.sha256).hex()

@@ -163,15 +163,15 @@ class Peers(Driver):
         return self.wait_for_death(0)
 
     def wait_for_death(self, timeout_s: float) -> dict[int, str]:
-        """As `dead`, but waits for up to `timeout_s` until some rank is dead: for another driver
-        that has to name the cause of its failure.
+        """As `dead`, but waits for up to `timeout_s` until some rank is dead or has ended: for
+        another driver that has to name the cause of its failure.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while True:
                 self._update()
                 remaining_s = deadline_s - time.monotonic()
-                if self._mesh.failures or remaining_s <= 0:
+                if self._mesh.failures or self._mesh.ended or remaining_s <= 0:
                     return dict(self._mesh.failures)
                 self._wait_for_change(remaining_s)
 
@@ -194,6 +194,17 @@ class Peers(Driver):
         with self._changed:
             self._update()
             return sorted(self._mesh.left)
+
+    def ended(self) -> list[int]:
+        """The ranks that train no more, by their numbers. Never blocks."""
+        with self._changed:
+            self._update()
+            return sorted(self._mesh.ended)
+
+    def end_training(self, channel: int) -> None:
+        with self._changed:
+            self._check_open()
+            self._mesh.send_end(channel)
 
     def departed(self) -> frozenset[int]:
         return frozenset([*self.dead(), *self.left()])

@@ -1,10 +1,12 @@
-"""Waits until all ranks have come to `attach`. The ranks tell each other through the store, since
-there are no connections yet:
+"""Waits until all ranks have come to `attach`, and while they connect. The ranks tell each other
+through the store, since there are no connections yet:
 
-    here/<position>       this rank has come
-    halted                a rank has come and refuses, or knows of a rank that will never come
-    through/<position>    this rank has connected, or has failed to; a rank that says neither has
-                          ended meanwhile
+    here/<position>       this rank has come, and what the others must know of it (JSON)
+    halted                why no session can begin, and whose fault it is (JSON)
+    <phase>/<position>    what this rank says in a phase of connecting
+
+A rank that has come tells where its `Presence` is, so one that ends meanwhile is noticed within a
+second or two and named to all. One that never came looks like a slow start.
 
 No rank can be left out here: ranks are compared and models copied from the first one, so a death
 ends the start of the session on all ranks.
@@ -12,24 +14,29 @@ ends the start of the session on all ranks.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
-from typing import Final
+from contextlib import contextmanager, suppress
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import Store
 
-from offbeat.errors import MismatchError, OffbeatError, PeerError
+from offbeat.errors import MALFORMED, MismatchError, OffbeatError, PeerError, WireError
+from offbeat.transport.presence import refused
+from offbeat.transport.sockets import Address
 
 GRACE_S: Final = 2.0
 """How long a rank that an earlier session has lost may take to show that it lives all the same."""
 
 _LOOK_S: Final = 0.02
+_PROBE_S: Final = 0.5
 _HALTED: Final = "halted"
+_PRESENCE: Final = "presence"
 
 _lost: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
 
@@ -43,92 +50,246 @@ def lost_ranks() -> set[int]:
     return _lost.setdefault(world, set())
 
 
-def await_all(
-    store: Store,
-    position: int,
-    ranks: Sequence[int],
-    *,
-    lost: AbstractSet[int],
-    refusal: OffbeatError | None = None,
-) -> None:
-    """Return once all have come. Each may take as long as the store's time limit.
+class Rendezvous:
+    """One rank's side of the meeting.
 
     Args:
         store: under a prefix of this session alone.
         position: of this rank in `ranks`.
         ranks: who takes part, by their number in the default process group.
         lost: those that are known to be dead.
-        refusal: why this rank cannot take part.
-
-    Raises:
-        OffbeatError: `refusal`.
-        MismatchError: another rank refuses.
-        PeerError: a rank is dead, on every rank; or one has not come within the time limit.
     """
-    if refusal is not None:
-        _halt(store, f"rank {position} refused: {refusal}", None)
-        raise refusal
-    store.set(f"here/{position}", "")
-    # missing in torch's stubs
-    limit_s = store.timeout.total_seconds()  # type: ignore[attr-defined]
-    begin_s = time.monotonic()
-    for other, rank in enumerate(ranks):
-        while not store.check([f"here/{other}"]):
-            _raise_if_halted(store)
-            waited_s = time.monotonic() - begin_s
-            if rank in lost and waited_s > GRACE_S:
-                _halt(
-                    store, _was_lost(rank, [living for living in ranks if living not in lost]), rank
-                )
-                continue
-            if waited_s > limit_s:
-                raise PeerError(
-                    f"rank {rank} has not come to attach() within {limit_s:g} s, the time limit of"
-                    " the process group; has it ended, or does it never get there? Start all"
-                    " workers anew, with a longer timeout if they need it",
-                    rank=rank,
-                )
-            time.sleep(min(_LOOK_S + waited_s / 50, 0.25))
-    _raise_if_halted(store)  # a rank that was held dead and comes late must not go on alone
 
+    def __init__(
+        self, store: Store, position: int, ranks: Sequence[int], *, lost: AbstractSet[int]
+    ) -> None:
+        self._store = store
+        self._position = position
+        self._ranks = ranks
+        self._lost = lost
+        self._addresses: dict[int, Address] = {}
+        self._next_probe_s = 0.0
+        self._store_is_lost = False
 
-@contextmanager
-def naming_failed_rank(
-    store: Store, position: int, world_size: int, *, limit_s: float
-) -> Iterator[None]:
-    """Name the rank that ends while ranks connect, which its peers see only as a broken connection.
+    def register(self, entry: Mapping[str, Any], *, presence: Address) -> list[dict[str, Any]]:
+        """Return every rank's entry once all have come. Each may take as long as the store's time
+        limit.
 
-    Args:
-        store: under a prefix of this session alone.
-        position: of this rank, 0 <= position < world_size.
-        world_size: number of ranks.
-        limit_s: how long after one rank has failed to connect another may take to do so, > 0.
+        Args:
+            entry: what the others must know of this rank, of JSON's kinds.
+            presence: where this rank's `Presence` listens.
 
-    Raises:
-        PeerError: within `limit_s` of the failure.
-    """
-    try:
-        yield
-    except (PeerError, RuntimeError) as error:
-        store.set(f"through/{position}", "")
-        until_s = time.monotonic() + limit_s
-        silent = list(range(world_size))
-        while silent and time.monotonic() < until_s:
-            silent = [other for other in silent if not store.check([f"through/{other}"])]
-            time.sleep(_LOOK_S if silent else 0.0)
+        Raises:
+            MismatchError: another rank refuses.
+            PeerError: a rank is dead, on every rank; or one has not come within the time limit.
+        """
+        with self._naming_who_took_the_store():
+            mine = json.dumps({**entry, _PRESENCE: list(presence)})
+            self._store.set(f"here/{self._position}", mine)
+            return self._await_entries()
+
+    def refuse(self, refusal: OffbeatError) -> None:
+        """Tell all that this rank cannot take part, and why."""
+        self._halt(f"rank {self._position} refused: {refusal}", None)
+
+    def exchange(self, phase: str, mine: str, *, limit_s: float) -> list[str]:
+        """What every rank says in this phase, by position.
+
+        Args:
+            phase: its name; used once.
+            mine: what this rank says.
+            limit_s: a rank that has said nothing for so long after this one is silent, > 0.
+
+        Raises:
+            PeerError: a rank has ended or is silent; every rank raises.
+        """
+        keys = [f"{phase}/{position}" for position in range(len(self._ranks))]
+        with self._naming_who_took_the_store():
+            self._store.set(keys[self._position], mine)
+            begin_s = time.monotonic()
+            self._next_probe_s = begin_s + _PROBE_S
+            while not self._store.check(keys):
+                self._raise_if_halted()
+                waited_s = time.monotonic() - begin_s
+                if time.monotonic() >= self._next_probe_s or waited_s > limit_s:
+                    missing = [
+                        position
+                        for position, key in enumerate(keys)
+                        if not self._store.check([key])
+                    ]
+                    self._raise_if_ended(missing, over=lambda: self._store.check(keys))
+                    if missing and waited_s > limit_s:
+                        raise self._halted_by(
+                            f"rank {self._ranks[missing[0]]} has been silent for {limit_s:g} s"
+                            " while the ranks connected; was it stopped, or its host cut off?",
+                            self._ranks[missing[0]],
+                        )
+                time.sleep(min(_LOOK_S + waited_s / 50, 0.1))
+            self._raise_if_halted()  # who was silent for too long must not go on alone
+            return [said.decode() for said in self._store.multi_get(keys)]
+
+    def ended(self) -> dict[int, str]:
+        """The ranks, by position, whose process has ended since they came; and why."""
+        others = {at: where for at, where in self._addresses.items() if at != self._position}
+        return dict.fromkeys(sorted(refused(others)), "ended while the ranks connected")
+
+    def cause_of(self, error: OffbeatError, *, within_s: float = GRACE_S) -> OffbeatError:
+        """The error of all ranks for a connection that broke here: whose end broke it, if that can
+        be learnt. Tells the others.
+        """
         reason = str(error).partition("\n")[0]
-        if not silent:
+        deadline_s = time.monotonic() + within_s
+        try:
+            while time.monotonic() < deadline_s:
+                self._raise_if_halted()
+                self._raise_if_ended(range(len(self._ranks)), reason=reason)
+                time.sleep(_LOOK_S)
+        except OffbeatError as named:
+            return named
+        return self._halted_by(
+            f"the ranks could not be connected ({reason}); can all hosts reach each other?", None
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all that the session cannot begin because of this rank's `error`, unless they have
+        been told.
+        """
+        if self._store_is_lost:  # the question would only cost time
+            return
+        with suppress(RuntimeError):
+            why = f"rank {self._ranks[self._position]} failed while the ranks connected: "
+            self._halt(f"{why}{type(error).__name__}: {error}", self._ranks[self._position])
+
+    def _await_entries(self) -> list[dict[str, Any]]:
+        # missing in torch's stubs
+        limit_s = self._store.timeout.total_seconds()  # type: ignore[attr-defined]
+        begin_s = time.monotonic()
+        entries: dict[int, dict[str, Any]] = {}
+        missing = list(range(len(self._ranks)))
+        while missing:
+            for position in list(missing):
+                if self._store.check([f"here/{position}"]):
+                    entries[position] = self._entry_of(position)
+                    missing.remove(position)
+            if missing:
+                self._raise_if_halted()
+                self._check_missing(missing, time.monotonic() - begin_s, limit_s)
+                time.sleep(min(_LOOK_S + (time.monotonic() - begin_s) / 50, 0.25))
+        self._raise_if_halted()  # a rank that was held dead and comes late must not go on alone
+        return [entries[position] for position in range(len(self._ranks))]
+
+    def _entry_of(self, position: int) -> dict[str, Any]:
+        text = self._store.get(f"here/{position}")
+        try:
+            entry: dict[str, Any] = json.loads(text)
+            host, port = entry[_PRESENCE]
+            self._addresses[position] = (str(ipaddress.ip_address(host)), int(port))
+        except MALFORMED as error:
+            raise _unreadable(f"what rank {self._ranks[position]} says of itself", text) from error
+        return entry
+
+    def _check_missing(self, missing: list[int], waited_s: float, limit_s: float) -> None:
+        """Raises if one of those that have not come never will, or one that came has ended."""
+        for position in missing:
+            rank = self._ranks[position]
+            if rank in self._lost and waited_s > GRACE_S:
+                living = [other for other in self._ranks if other not in self._lost]
+                raise self._halted_by(_was_lost(rank, living), rank)
+        # Each rank looks after the next one that has come; together they look after all.
+        after = [at for at in self._addresses if at > self._position] or list(self._addresses)
+        if after:
+            keys = [f"here/{position}" for position in range(len(self._ranks))]
+            self._raise_if_ended([min(after)], over=lambda: self._store.check(keys))
+        if waited_s > limit_s:
+            rank = self._ranks[missing[0]]
             raise PeerError(
-                f"the ranks could not be connected ({reason}); can all hosts reach each other?"
+                f"rank {rank} has not come to attach() within {limit_s:g} s, the time limit of"
+                " the process group; has it ended, or does it never get there? Start all"
+                " workers anew, with a longer timeout if they need it",
+                rank=rank,
+            )
+
+    def _raise_if_ended(
+        self,
+        positions: Iterable[int],
+        *,
+        reason: str = "",
+        over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Looks at most every `_PROBE_S`. Once a phase is `over`, a rank may have come to an end
+        that all come to, such as an error of the user's.
+        """
+        if time.monotonic() < self._next_probe_s:
+            return
+        self._next_probe_s = time.monotonic() + _PROBE_S
+        asked = {
+            at: self._addresses[at]
+            for at in positions
+            if at != self._position and at in self._addresses
+        }
+        gone = sorted(refused(asked))
+        # A rank that failed for another's sake has said so before it closed.
+        self._raise_if_halted()
+        if gone and not over():
+            rank = self._ranks[gone[0]]
+            raise self._halted_by(
+                f"rank {rank} ended while the ranks connected{f' ({reason})' if reason else ''};"
+                " start all workers anew",
+                rank,
+            )
+
+    @contextmanager
+    def _naming_who_took_the_store(self) -> Iterator[None]:
+        """Turn a failure of the store into the end of the rank that served it, if one did."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._store_is_lost = True
+            reason = str(error).partition("\n")[0]
+            for position, why in self.ended().items():
+                rank = self._ranks[position]
+                raise PeerError(
+                    f"rank {rank} {why}, and with it the run's store ({reason}); start all workers"
+                    " anew",
+                    rank=rank,
+                ) from error
+            raise PeerError(
+                f"the run's store does not answer while the ranks connect ({reason}); has the"
+                " process that serves it ended, or was it stopped?"
             ) from error
-        raise PeerError(
-            f"rank {silent[0]} ended while the ranks connected ({reason}); start all workers anew",
-            rank=silent[0],
-        ) from error
-    except OffbeatError:
-        store.set(f"through/{position}", "")
-        raise
-    store.set(f"through/{position}", "")
+
+    def _halted_by(self, why: str, lost: int | None) -> OffbeatError:
+        """The error to raise, which all others hear too: the first that any rank has found."""
+        with suppress(RuntimeError):
+            self._halt(why, -1 if lost is None else lost)
+            return self._halt_error()
+        return PeerError(why, rank=lost)
+
+    def _halt(self, why: str, lost: int | None) -> None:
+        """`lost` is None for a refusal, and -1 where no rank can be blamed. What another rank has
+        written stays, since what comes later may be its consequence.
+        """
+        self._store.compare_set(_HALTED, "", json.dumps([why, lost]))
+
+    def _raise_if_halted(self) -> None:
+        if self._store.check([_HALTED]):
+            raise self._halt_error()
+
+    def _halt_error(self) -> OffbeatError:
+        text = self._store.get(_HALTED)
+        try:
+            why, lost = json.loads(text)
+            rank = None if lost is None or lost < 0 else int(lost)
+        except MALFORMED as error:
+            raise _unreadable("why no session can begin", text) from error
+        return MismatchError(str(why)) if lost is None else PeerError(str(why), rank=rank)
+
+
+def _unreadable(what: str, text: bytes) -> WireError:
+    return WireError(
+        f"{what} cannot be read in the run's store ({text[:80]!r}); do all ranks have the same"
+        " version of offbeat, and does nobody else write to this store?"
+    )
 
 
 def _was_lost(rank: int, others: Sequence[int]) -> str:
@@ -137,13 +298,3 @@ def _was_lost(rank: int, others: Sequence[int]) -> str:
         " with it: start all workers anew, from a checkpoint, or go on without it by attach(...,"
         f" group=torch.distributed.new_group({list(others)}, use_local_synchronization=True))"
     )
-
-
-def _halt(store: Store, why: str, lost: int | None) -> None:
-    store.set(_HALTED, json.dumps([why, lost]))
-
-
-def _raise_if_halted(store: Store) -> None:
-    if store.check([_HALTED]):
-        why, lost = json.loads(store.get(_HALTED))
-        raise MismatchError(why) if lost is None else PeerError(why, rank=lost)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch
 from offbeat.codec.finite import is_finite
 from offbeat.codec.model_wire import Counters
 from offbeat.collectives.dense import dense_all_reduce
-from offbeat.errors import NonFiniteError
+from offbeat.errors import CheckpointError, NonFiniteError
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
@@ -28,7 +28,8 @@ class BufferNames(NamedTuple):
 
     Attributes:
         statistics: of floating-point type, such as BatchNorm's running mean; they are averaged.
-        counters: of an integer type; every rank gets the largest.
+        counters: of an integer type, such as BatchNorm's count of batches; an average has the
+            largest.
     """
 
     statistics: tuple[str, ...] = ()
@@ -49,6 +50,14 @@ def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
+@dataclass(slots=True)
+class _CounterHistory:
+    """What a rank has counted itself, and what its buffers were last seen to hold."""
+
+    own: Counters
+    seen: Counters
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelWeights:
     """What is averaged of a model.
@@ -62,6 +71,7 @@ class ModelWeights:
     parameters: Mapping[str, torch.Tensor]
     buffers: Callable[[], Mapping[str, torch.Tensor]]
     chosen: BufferNames
+    _history: list[_CounterHistory] = field(default_factory=list, init=False, repr=False)
 
     @property
     def names(self) -> list[str]:
@@ -72,6 +82,10 @@ class ModelWeights:
         """The tensors that are averaged, in the order of `names`."""
         buffers = self.buffers()
         return [*self.parameters.values(), *(buffers[name] for name in self.chosen.statistics)]
+
+    def positions_of_statistics(self) -> range:
+        """Where the statistics are among `tensors()`."""
+        return range(len(self.parameters), len(self.parameters) + len(self.chosen.statistics))
 
     def read_counters(self) -> Counters:
         """The counters, side by side, shape (any,)."""
@@ -84,16 +98,58 @@ class ModelWeights:
 
     def write_counters(self, counters: Counters) -> None:
         """Inverse of `read_counters`; what `counters` has beyond them is left."""
+        self.own_counters()
         buffers = self.buffers()
         tensors = [buffers[name] for name in self.chosen.counters]
         sizes = [tensor.numel() for tensor in tensors]
         parts = torch.from_numpy(counters[: sum(sizes)]).split(sizes)
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
+        self._history[0].seen = self.read_counters()
+
+    def own_counters(self) -> Counters:
+        """What the counters would be if nothing had been written to them: what this rank has
+        counted itself, from what they were at the first call on.
+
+        Where ranks take unequal numbers of steps, the largest count is taken of these. The largest
+        of counts that were themselves taken over would be more than any rank has counted.
+        """
+        now = self.read_counters()
+        if not self._history:
+            self._history.append(_CounterHistory(own=now, seen=now))
+        history = self._history[0]
+        # A buffer that has fallen is no count, or was loaded.
+        history.own = np.where(now >= history.seen, history.own + (now - history.seen), now)
+        history.seen = now
+        return history.own
+
+    def counter_state(self) -> dict[str, torch.Tensor]:
+        """What `own_counters` has to know after a resumption; empty without counters."""
+        if not self.chosen.counters:
+            return {}
+        self.own_counters()
+        (history,) = self._history
+        return {
+            f"counters/{name}": torch.from_numpy(counters.copy())
+            for name, counters in (("own", history.own), ("seen", history.seen))
+        }
+
+    def load_counter_state(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `counter_state`; other keys are ignored. Where nothing was saved, the counters
+        count as this rank's own. Raises `CheckpointError` for the state of another model.
+        """
+        saved = [value for key, value in state.items() if key.startswith("counters/")]
+        shape = self.read_counters().shape
+        if any(value.shape != shape or value.dtype != torch.int64 for value in saved):
+            raise CheckpointError("the counters were saved with another model")
+        self._history.clear()
+        if saved:
+            own, seen = (state[f"counters/{name}"].numpy().copy() for name in ("own", "seen"))
+            self._history.append(_CounterHistory(own=own, seen=seen))
 
     def average_(self, driver: Driver, stream: Stream, *, weight: float) -> float:
         """Replace parameters and statistics by their weighted mean over all ranks, and counters by
-        their maximum. Collective.
+        the maximum of what each rank has counted itself. Collective.
 
         Every rank ends with the same bits.
 
@@ -108,9 +164,10 @@ class ModelWeights:
         Raises:
             NonFiniteError: this rank's weights hold an infinity or a NaN; nothing has been sent.
         """
-        tensors, buffers = self.tensors(), self.buffers()
+        tensors = self.tensors()
         encode_s = average_(tensors, tensors, driver=driver, stream=stream, weight=weight)
-        maximum_([buffers[name] for name in self.chosen.counters], driver=driver, stream=stream)
+        if self.chosen.counters:
+            self.write_counters(driver.run(_maximum(self.own_counters()), stream.next()))
         return encode_s
 
 
@@ -148,6 +205,10 @@ class Pack:
             for (dtype, device), of in kinds.items()
         ]
 
+    def sizes(self, piece: _Piece) -> list[int]:
+        """The number of elements of each tensor of `piece`."""
+        return [self._shapes[position].numel() for position in piece.positions]
+
     def vectors(
         self, tensors: Sequence[torch.Tensor | None], *, with_tails: bool = False
     ) -> list[torch.Tensor]:
@@ -171,7 +232,7 @@ class Pack:
         """
         found: dict[int, torch.Tensor] = {}
         for piece, vector in zip(self.pieces, vectors, strict=True):
-            sizes = [self._shapes[position].numel() for position in piece.positions]
+            sizes = self.sizes(piece)
             parts = vector[: sum(sizes)].split(sizes)
             found.update(
                 (p, part.view(self._shapes[p]))
@@ -247,23 +308,8 @@ def average_(
     return encode_s + time.perf_counter() - begin_s
 
 
-def maximum_(tensors: Sequence[torch.Tensor], *, driver: Driver, stream: Stream) -> None:
-    """Replace each tensor of integers by the elementwise maximum over ranks, in place.
-    Collective.
-    """
-    if not tensors:
-        return
-    mine = torch.cat([tensor.detach().reshape(-1).to("cpu", torch.int64) for tensor in tensors])
-    highest = torch.from_numpy(driver.run(_maximum(mine.numpy()), stream.next()))
-    for tensor, part in zip(
-        tensors, highest.split([tensor.numel() for tensor in tensors]), strict=True
-    ):
-        tensor.copy_(part.view(tensor.shape))
-
-
-def _maximum(
-    mine: np.ndarray[tuple[int], np.dtype[np.int64]],
-) -> Collective[np.ndarray[tuple[int], np.dtype[np.int64]]]:
+def _maximum(mine: Counters) -> Collective[Counters]:
+    """The elementwise maximum over ranks."""
     payloads = yield AllGather(mine.tobytes())
     return np.max([np.frombuffer(payload, dtype=np.int64) for payload in payloads], axis=0)  # type: ignore[no-any-return]
 

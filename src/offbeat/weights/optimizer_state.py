@@ -4,16 +4,16 @@ momenta alone, as tensors that a background average takes along.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError
 from offbeat.transport.driver import Driver, Stream
-from offbeat.transport.operations import AllGather, Collective
+from offbeat.transport.operations import Collective
 from offbeat.weights.model_weights import average_
 
 Presence = dict[str, list[bool]]
@@ -94,9 +94,7 @@ def dense_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Ma
 def _union(mine: Presence, num_parameters: int) -> Collective[Presence]:
     """What any rank has, with names in the same order on all of them."""
     packed = {key: np.packbits(have).tobytes().hex() for key, have in mine.items()}
-    answers = [
-        json.loads(bytes(payload)) for payload in (yield AllGather(json.dumps(packed).encode()))
-    ]
+    answers = yield from gather_values(packed)
     union: Presence = {}
     for key in sorted({key for answer in answers for key in answer}):
         bits = np.zeros(num_parameters, dtype=np.bool_)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -47,6 +47,20 @@ class Staging:
         )
         self.exact = self._pack.exact and len({piece.dtype for piece in pieces}) <= 1
         self.in_order = len(pieces) <= 1
+
+    def spans(self, positions: Collection[int]) -> list[slice]:
+        """The elements of the vector that belong to the tensors at `positions`, in order."""
+        spans: list[slice] = []
+        begin = 0
+        for piece in self._pack.pieces:
+            for position, size in zip(piece.positions, self._pack.sizes(piece), strict=True):
+                if position in positions and size:
+                    if spans and spans[-1].stop == begin:
+                        spans[-1] = slice(spans[-1].start, begin + size)
+                    else:
+                        spans.append(slice(begin, begin + size))
+                begin += size
+        return spans
 
     def read(self, tensors: Sequence[torch.Tensor]) -> Values:
         """A vector of its own, shape (num_elements,), with what `tensors` hold."""

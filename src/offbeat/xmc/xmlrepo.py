@@ -29,7 +29,7 @@ import numpy as np
 
 from offbeat.errors import ConfigError
 from offbeat.xmc.rows import Examples, SparseRows, regroup
-from offbeat.xmc.text_rows import ExpectedFormat, read_header, read_rows
+from offbeat.xmc.text_rows import MOST_COUNTED, ExpectedFormat, read_header, read_rows
 
 CHUNK_ROWS = 4096
 
@@ -141,12 +141,12 @@ def inspect(files: XmlFiles) -> Inspection:
     told_features, told_labels = _declared_shape(files)
     return Inspection(
         num_rows=features.num_rows,
-        num_features=told_features or features.occurrences.size,
-        num_labels=told_labels or labels.occurrences.size,
-        num_entries=int(features.occurrences.sum()),
-        num_label_entries=int(labels.occurrences.sum()),
-        features_seen=int(np.count_nonzero(features.occurrences)),
-        labels_seen=int(np.count_nonzero(labels.occurrences)),
+        num_features=told_features or features.num_columns,
+        num_labels=told_labels or labels.num_columns,
+        num_entries=features.num_entries,
+        num_label_entries=labels.num_entries,
+        features_seen=features.num_seen,
+        labels_seen=labels.num_seen,
         rows_without_features=features.num_empty,
         rows_without_labels=labels.num_empty,
         longest_row=features.longest,
@@ -244,18 +244,39 @@ class _Count:
     """What is told of rows without keeping them."""
 
     def __init__(self) -> None:
-        self.num_rows = self.num_empty = self.longest = 0
-        self.occurrences = np.zeros(0, dtype=np.int64)
+        self.num_rows = self.num_empty = self.longest = self.num_entries = 0
+        # Which columns occur: a truth value for each of the first ones, and the numbers of those
+        # beyond, so that a column of a high number costs no more than its entry.
+        self._near = np.zeros(0, dtype=np.bool_)
+        self._far = np.zeros(0, dtype=np.int32)
 
     def add(self, rows: SparseRows) -> None:
-        lengths = rows.lengths()
+        lengths, columns = rows.lengths(), rows.columns
         self.num_rows += lengths.size
         self.num_empty += int(np.count_nonzero(lengths == 0))
         self.longest = max(self.longest, int(lengths.max(initial=0)))
-        counts = np.bincount(rows.columns, minlength=self.occurrences.size)
-        counts[: self.occurrences.size] += self.occurrences
-        self.occurrences = counts
+        self.num_entries += columns.size
+        near = columns[columns < MOST_COUNTED]
+        if near.size < columns.size:
+            self._far = np.union1d(self._far, columns[columns >= MOST_COUNTED])
+        if (needed := int(near.max(initial=-1)) + 1) > self._near.size:
+            size = min(max(needed, 2 * self._near.size), MOST_COUNTED)
+            self._near = np.concatenate((self._near, np.zeros(size - self._near.size, np.bool_)))
+        self._near[near] = True
+
+    @property
+    def num_seen(self) -> int:
+        """How many columns occur."""
+        return int(np.count_nonzero(self._near)) + self._far.size
+
+    @property
+    def num_columns(self) -> int:
+        """One more than the last column that occurs."""
+        if self._far.size:
+            return int(self._far[-1]) + 1
+        return self._near.size - int(self._near[::-1].argmax()) if self._near.any() else 0
 
     def lowest(self, first: int) -> int | None:
-        seen = np.flatnonzero(self.occurrences)
-        return int(seen[0]) + first if seen.size else None
+        if self._near.any():
+            return int(self._near.argmax()) + first
+        return int(self._far[0]) + first if self._far.size else None

@@ -192,11 +192,15 @@ def test_an_error_of_the_protocol_comes_out_at_the_trainer(published: PublishedM
         published.trainer.arrive(never)
 
 
-def test_the_largest_counters_are_kept(published: PublishedModel) -> None:
+def test_counters_stay_the_ranks_own(published: PublishedModel) -> None:
+    """Each rank counts its own batches; one that went on from the largest count of its peers would
+    count more than any rank has seen.
+    """
     published.trainer.begin(model(0), np.array([3, 5]), step=0)
     mine = published.protocol.contribute(0)
-    published.protocol.close(outcome(0, mine, 0.0, counters=(4, 4)))
-    published.trainer.advance(model(0), np.array([1, 6]))
+    published.protocol.close(outcome(0, mine, 0.0, counters=(4, 9)))
+    assert_array_equal(published.trainer.take()[1], [3, 5])
+    published.trainer.advance(model(0), np.array([4, 6]))
     assert_array_equal(published.trainer.take()[1], [4, 6])
 
 
@@ -256,3 +260,26 @@ def test_a_newcomer_counts_on_from_the_step_of_the_model_it_took() -> None:
     model_taken, _ = published.trainer.take()
     published.trainer.advance(model_taken + 1, NONE)
     assert_array_equal(published.trainer.take()[0], model(101))
+
+
+def test_members_that_are_late_for_long_are_given_up_until_they_have_caught_up(
+    published: PublishedModel,
+) -> None:
+    published.protocol.hold(frozenset({1, 2}))
+    assert published.trainer.wait_for_late(0.0) == {1, 2}
+    assert not published.trainer.wait_for_late(60.0)  # it waits for them no more
+    published.protocol.hold(frozenset({2}))
+    published.protocol.hold(frozenset({1, 2}))  # rank 1 is late anew
+    assert published.trainer.wait_for_late(0.0) == {1}
+
+
+def test_a_rank_that_rests_has_ended_its_step(published: PublishedModel) -> None:
+    assert published.protocol.await_step(3)
+    assert published.membership.take_awaited() == 3
+    published.trainer.rest()
+    assert not published.protocol.await_step(4)
+    mine = published.protocol.contribute(4)
+    assert mine is not None
+    assert mine.fresh
+    published.trainer.resume()
+    assert published.protocol.await_step(5)

@@ -338,11 +338,11 @@ def test_a_factor_without_inverse_means_plain_gradients_for_its_layer(attached: 
 
 def test_layers_that_are_not_covered_are_named_once(attached: Attach) -> None:
     net = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    with offbeat.attach(
-        net, torch.optim.SGD(net.parameters(), lr=0.1), offbeat.SPDKFAC()
-    ) as session:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with offbeat.attach(net, optimizer, offbeat.SPDKFAC()) as session:
         for _ in range(2):
             net(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
         assert sum("1 (LayerNorm is not supported)" in notice for notice in session.notices) == 1
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from typing_extensions import override
 
 from offbeat.averaging.background.interface import ProtocolSettings
+from offbeat.averaging.background.merge_rules import DeltaMerge, MergeRule
 from offbeat.averaging.background.progress_thread import AveragingProtocol, ProgressThread
 from offbeat.averaging.background.published_model import PublishedModel, TrainerPort
 from offbeat.codec.model_wire import Values
@@ -27,6 +29,11 @@ from offbeat.planning.groups import VersionGroup
 from offbeat.weights.model_weights import ModelWeights, require_finite
 from offbeat.weights.optimizer_state import Momenta
 from offbeat.weights.staging import Staging
+
+HOLD_S = 10.0
+"""How long a rank waits for members that are too far behind, in seconds. It then goes on without
+them until they have ended a step.
+"""
 
 GroupOf: TypeAlias = Callable[[int, int, int], VersionGroup]
 """The group of (a version, this rank's position, the number of members)."""
@@ -44,7 +51,7 @@ class BackgroundAverager:
         progress: runs the protocol.
         generations: keeps this rank in the newest generation; None in a world of one.
         rank: this rank, for errors and remarks.
-        notify: writes a remark for the user.
+        inform: tells the user what was counted.
         record_wait: is told from when to when the trainer waited, in seconds of the monotonic
             clock.
     """
@@ -56,8 +63,16 @@ class BackgroundAverager:
     progress: ProgressThread
     generations: Generations | None
     rank: int
-    notify: Callable[[str], None]
+    inform: Callable[[str], None]
     record_wait: Callable[[float, float], None]
+
+    def confirm_membership(self) -> None:
+        """Raise what this rank does not know yet if it was suspended: that its peers have gone on
+        or ended without it, and that it cannot join them again.
+        """
+        if self.generations is not None:
+            self.generations.confirm()
+        self.trainer.raise_failure()
 
     def close(self, *, over: bool = False) -> None:
         """End the threads of this rank. `over`: the run has ended for all members."""
@@ -74,6 +89,11 @@ class BackgroundAverager:
 def averaged_tensors(weights: ModelWeights, momenta: Momenta | None = None) -> list[torch.Tensor]:
     """A model's tensors, followed by its optimizer's momenta where these are averaged too."""
     return [*weights.tensors(), *([] if momenta is None else momenta.tensors())]
+
+
+def delta_merge(staging: Staging, weights: ModelWeights) -> Callable[[Values], MergeRule]:
+    """Makes the `DeltaMerge` of a vector that `staging` lays out, in which `weights` come first."""
+    return partial(DeltaMerge, statistics=staging.spans(weights.positions_of_statistics()))
 
 
 def start_background_averager(
@@ -149,7 +169,7 @@ def start_background_averager(
         progress=progress,
         generations=generations,
         rank=workspace.driver.rank,
-        notify=workspace.notify,
+        inform=workspace.inform,
         record_wait=workspace.record_wait,
     )
 
@@ -177,14 +197,25 @@ class BackgroundPart(Part):
     @override
     def on_finish(self) -> None:
         self._publish()
+        self._averager.confirm_membership()
         self._averager.progress.stop_stepping()
         counts = self._trainer.counts
         if counts.contributions:
-            self._averager.notify(
+            self._averager.inform(
                 f"worker {self._averager.rank} had {counts.made} averages and missed"
                 f" {counts.missed}; {counts.stale / counts.contributions:.0%} of what they"
                 " were made of came from workers that were computing"
             )
+
+    @override
+    def on_rest(self) -> None:
+        if self._trainer.has_begun:
+            self._trainer.rest()
+            self._averager.progress.end_step()
+
+    @override
+    def on_resume(self) -> None:
+        self._trainer.resume()
 
     @override
     def on_abandon(self, reason: str) -> None:
@@ -192,15 +223,18 @@ class BackgroundPart(Part):
         self._averager.close()
 
     @override
-    def average_into(self, weights: ModelWeights) -> None:
+    def average_into(self, weights: ModelWeights) -> frozenset[int]:
         self._publish()
-        values, counters = self._averager.progress.mean()
+        values, counters, missing = self._averager.progress.mean()
+        # Peers have sent what they average: with buffers="local" the buffers are not in it.
+        weights = replace(weights, chosen=self._averager.weights.chosen)
         staging = self._averager.staging
         # The vector ends with momenta where these are averaged too; the copy of the model has none.
         num_tensors = len(weights.tensors())
         unused = [torch.empty_like(tensor) for tensor in self._averager.tensors()[num_tensors:]]
         staging.write_(values.astype(staging.dtype), [*weights.tensors(), *unused])
         weights.write_counters(counters)
+        return missing
 
     @override
     def counters(self) -> dict[str, float]:
@@ -220,7 +254,10 @@ class BackgroundPart(Part):
 
     @override
     def close(self) -> None:
-        self._averager.close(over=self._averager.progress.leave())
+        try:
+            self._averager.confirm_membership()
+        finally:
+            self._averager.close(over=self._averager.progress.leave())
 
     def _publish(self) -> None:
         """Publish the model, unless it is published."""
@@ -247,6 +284,9 @@ class BackgroundPart(Part):
             The version; None without an arrival.
         """
         begin_s = time.monotonic()
+        # Peers that wait for the end of this step are told before this rank waits for anybody.
+        self._averager.progress.end_step()
+        self._wait_for_late()
         version = self._trainer.arrive(must_wait)
         if version is not None:
             self._averager.progress.arrive(version)
@@ -254,6 +294,18 @@ class BackgroundPart(Part):
                 self._trainer.wait(for_average=for_average)
         self._averager.record_wait(begin_s, time.monotonic())
         return version
+
+    def _wait_for_late(self) -> None:
+        """Begin no step before members that are too far behind have ended theirs. But a member that
+        ends none for long may itself be waiting for this rank, outside of its steps.
+        """
+        if late := self._trainer.wait_for_late(HOLD_S):
+            names = self._averager.progress.names(late)
+            self._averager.inform(
+                f"this worker has waited {HOLD_S:g} s for worker {names}, which is further behind"
+                " than max_ahead allows, and goes on. A worker that does something else than a step"
+                " should do it within session.resting(), or after session.finish()"
+            )
 
     def _load(self) -> None:
         """Continue with what averages have made of the model."""

@@ -22,6 +22,12 @@ Differences from the paper:
   quorum, or for all as in the paper. An arrival is announced in a small message before the model is
   sent, so that trainers need not wait for the network (`ProtocolPort.quorum_arrived`).
 
+Quorums alone do not bound how old a snapshot may be. `VersionGroup.catch_up` does: a trainer that
+has come to a global synchronization begins no further step before every member has arrived at an
+earlier one, `catch_up`, or later (`ProtocolPort.hold`). A rank that contributed to a global
+synchronization before it arrived therefore tells all members when its step ends. Averages go on
+meanwhile, and no rank is waited for that is suspected, dead or takes no more steps.
+
 A peer that does not answer within a deadline learned from earlier answers is *suspected*: no rank
 waits for it and it is sent no values, until a message of it arrives. A peer that is *dead*, as the
 driver says, is left out for good. A late contribution is ignored and counted. A late average is
@@ -121,6 +127,10 @@ class RoundManager(ProtocolMember):
         self._closed: dict[int, float] = {}  # version: when its contributions were due
         self._newest_closed = -1
         self._arrived = -1
+        self._arrivals: dict[int, int] = {}  # the newest version at which each peer has arrived
+        self._catch_up = -1
+        self._held_by: frozenset[int] = frozenset()
+        self._late_at: int | None = None  # the version after which peers await the end of the step
         self._rules: dict[Phase, DeadlineRule] = {
             "arrivals": settings.arrival_deadline,
             "contributions": settings.reply_deadline,
@@ -135,6 +145,9 @@ class RoundManager(ProtocolMember):
     def _arrive(self, version: int, now_s: float) -> None:
         """The trainer of this rank has arrived at `version`."""
         self._arrived = max(self._arrived, version)
+        if self._late_at is not None:
+            self._announce(self._late_at, self.live_peers)
+            self._late_at = None
         if self._is_past(version):
             return
         managed = self._rounds.get(version) or self._open(version, now_s)
@@ -144,6 +157,8 @@ class RoundManager(ProtocolMember):
 
     def _open(self, version: int, now_s: float) -> _ManagedRound:
         group = self._settings.group_of(version)
+        if group.catch_up is not None:
+            self._catch_up = max(self._catch_up, group.catch_up)
         round_ = _new_round(version, group.ranks, self._rank, self._settings)
         managed = _ManagedRound(round_, group, now_s)
         # A version that waits for one arrival has it already; one that waits for all has no
@@ -157,6 +172,10 @@ class RoundManager(ProtocolMember):
         version, group = managed.round.version, managed.round.group
         mine = self._contribution(version)
         arrived = version <= self._arrived or (mine is not None and mine.fresh)
+        if not arrived and managed.group.catch_up is not None:
+            # A trainer that waits has ended its step, although it may have to stay out of this one.
+            arrived = not self._port.await_step(version)
+            self._late_at = None if arrived else version
         if (
             arrived
             and managed.group.min_arrivals > 1
@@ -164,13 +183,17 @@ class RoundManager(ProtocolMember):
         ):
             # The announcement goes ahead of the chunks, which may take long: a trainer that waits
             # for arrivals only can then continue.
-            announcement = ModelMessage(
-                kind=MessageKind.ARRIVED, generation=self._settings.generation, version=version
-            ).to_bytes()
-            self._outgoing += [(peer, announcement) for peer in group if peer != self._rank]
+            self._announce(version, frozenset(group) - {self._rank})
         # Where all wait for all, suspected peers get the values too: they are waited for.
         absent = self.counts.dead if managed.waits_for_all else self._absent()
         self._outgoing += managed.round.contribute(mine, absent, arrived=arrived)
+
+    def _announce(self, version: int, peers: Set[int]) -> None:
+        """Tell `peers` that this rank has arrived at `version` or a later one."""
+        announcement = ModelMessage(
+            kind=MessageKind.ARRIVED, generation=self._settings.generation, version=version
+        ).to_bytes()
+        self._outgoing += [(peer, announcement) for peer in sorted(peers)]
 
     def _call_contributions(self, managed: _ManagedRound, now_s: float) -> None:
         """Enough members have arrived, so all must contribute. From now on the round waits for the
@@ -183,6 +206,8 @@ class RoundManager(ProtocolMember):
         managed.deadline_s = now_s + self._deadline_s("contributions")
 
     def _advance(self, now_s: float) -> None:
+        # Before a trainer is told that it may go on.
+        self._update_hold()
         for managed in list(self._rounds.values()):
             round_ = managed.round
             # A rank that has arrived at a later version counts as arrived here. It must say so, or
@@ -206,6 +231,17 @@ class RoundManager(ProtocolMember):
             elif not managed.quorum_arrived and self._has_quorum(managed):
                 managed.quorum_arrived = True
                 self._port.quorum_arrived(round_.version)
+
+    def _update_hold(self) -> None:
+        """Let the trainer wait for the members that have not caught up, and for no others."""
+        late = frozenset(
+            peer
+            for peer in self.live_peers - self.counts.suspected - self.counts.stopped
+            if self._arrivals.get(peer, -1) < self._catch_up
+        )
+        if late != self._held_by:
+            self._held_by = late
+            self._port.hold(late)
 
     def _close(self, managed: _ManagedRound, now_s: float) -> None:
         """Hand over what has arrived. The round is kept as long as late pieces may arrive."""
@@ -238,6 +274,8 @@ class RoundManager(ProtocolMember):
     # Messages of peers
 
     def _receive_of_version(self, sender: int, message: ModelMessage, now_s: float) -> None:
+        if message.arrived or message.kind == MessageKind.ARRIVED:
+            self._arrivals[sender] = max(self._arrivals.get(sender, -1), message.version)
         if message.kind == MessageKind.ARRIVE:
             self._arrive(message.version, now_s)
         elif message.version not in self._rounds and self._is_past(message.version):

@@ -6,7 +6,7 @@ protocol knows its rank only through a `ProtocolPort`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -131,6 +131,22 @@ class ProtocolPort(Protocol):
     def quorum_arrived(self, version: int) -> None:
         """Enough ranks have arrived at `version`, so its average now depends on the network alone.
         Called at most once, and not after `close`.
+        """
+        ...
+
+    def await_step(self, version: int) -> bool:
+        """Peers may come to wait for the end of this rank's step: it contributed to `version`
+        before it arrived. The protocol must be told when the step has ended, by an arrival at
+        `version` or a later one.
+
+        Returns:
+            Whether the rank computes a step; False where it has ended one, and waits.
+        """
+        ...
+
+    def hold(self, late: Set[int]) -> None:
+        """From now on the rank must begin no step before the ranks `late` have ended theirs; none:
+        it need not wait for any. Called when this changes.
         """
         ...
 

@@ -5,6 +5,10 @@ WAGMA-SGD (arXiv 2005.00124, algorithm 2). Each rule holds a rank's model. Three
 the trainer ends a step (`advance`), an average arrives (`merge`), and the trainer takes the model
 with which it continues (`take`).
 
+`DeltaMerge` moves parameters, and momenta, by differences. Statistics, such as BatchNorm's running
+variance, take plain means instead (`weights.statistics`): a difference could make them negative.
+The paper's rule has no differences.
+
 Vectors are never changed, only replaced. A snapshot that was handed out therefore stays as it was,
 no peer ever sees a model of two moments, and no copies are needed to ensure that.
 """
@@ -15,8 +19,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from offbeat.averaging.background.interface import Piece
 from offbeat.codec.model_wire import Values
+from offbeat.weights.statistics import merge_statistics
 
 
 def merge_delta(mine: Values, piece: Piece) -> Values:
@@ -80,18 +87,31 @@ class MergeRule(ABC):
 class DeltaMerge(MergeRule):
     """Averages are merged when they arrive; a step adds what the trainer changed since `take`.
 
-    Every change is a difference, so the weighted mean over ranks stays exact however late a rank
-    is. A rank whose snapshot is requested several times within a step contributes what it has
-    merged meanwhile.
+    Every change of a parameter is a difference, so the weighted mean over ranks stays exact however
+    late a rank is. A rank whose snapshot is requested several times within a step contributes what
+    it has merged meanwhile.
+
+    Args:
+        model: all elements.
+        statistics: the elements that are no parameters and take plain means, in order.
     """
 
-    def __init__(self, model: Values) -> None:
-        self.snapshot = self._base = model
+    def __init__(self, model: Values, *, statistics: Sequence[slice] = ()) -> None:
+        self.snapshot = self._taken = self._base = model
+        self._statistics = statistics
 
     def advance(self, model: Values) -> None:
         # Without a merge since `take`, the sum below would be `model` except for rounding.
-        nothing_merged = self.snapshot is self._base
-        self.snapshot = model if nothing_merged else self.snapshot + (model - self._base)
+        if self.snapshot is self._base:
+            self.snapshot = model
+            return
+        advanced = self.snapshot + (model - self._base)
+        for span in self._statistics:
+            taken = self._taken[span]
+            # What the trainer did not change is what it took, before that was rounded.
+            mine = np.where(model[span] == self._base[span], taken, model[span])
+            advanced[span] = merge_statistics(mine, self.snapshot[span], taken)
+        self.snapshot = advanced
 
     def merge(self, pieces: Sequence[Piece]) -> None:
         # An average of this rank's contribution alone would change only the rounding of the next
@@ -108,10 +128,22 @@ class DeltaMerge(MergeRule):
             merged[piece.begin : piece.end] = merge_delta(
                 self.snapshot[piece.begin : piece.end], piece
             )
+            self._merge_statistics(merged, piece)
         self.snapshot = merged
 
+    def _merge_statistics(self, merged: Values, piece: Piece) -> None:
+        """Write into `merged` what the statistics among the elements of `piece` become."""
+        assert piece.contributed is not None, "an average without this rank is not merged"
+        for span in self._statistics:
+            begin, end = max(span.start, piece.begin), min(span.stop, piece.end)
+            if begin < end:
+                in_piece = slice(begin - piece.begin, end - piece.begin)
+                merged[begin:end] = merge_statistics(
+                    self.snapshot[begin:end], piece.average[in_piece], piece.contributed[in_piece]
+                )
+
     def take(self) -> Values:
-        self._base = self.snapshot
+        self._taken = self._base = self.snapshot
         return self.snapshot
 
     def rebase(self, held: Values) -> None:

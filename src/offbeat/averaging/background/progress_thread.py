@@ -8,9 +8,10 @@ peer arrives, or when this rank's trainer posts one.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from typing_extensions import override
@@ -43,6 +44,26 @@ QUIESCE_S = 0.5
 
 MODEL_TIMEOUT_S = 60.0
 """How long a newcomer waits for the model of a member, in seconds."""
+
+
+MEAN_TIMEOUT_S = 20.0
+"""How long a mean waits for more than half of the models, in seconds."""
+
+_ASK_AGAIN_S = 0.05
+
+
+class MeanModel(NamedTuple):
+    """A mean of models.
+
+    Attributes:
+        values: float64, shape (num_elements,).
+        counters: the largest value of each counter.
+        missing: the ranks of members whose models are not in it.
+    """
+
+    values: Values
+    counters: Counters
+    missing: frozenset[int]
 
 
 class AveragingProtocol(Protocol):
@@ -88,7 +109,7 @@ class ProgressThread:
         # version number means nothing in the next generation.
         self._switching = threading.Lock()
         self._closed = False
-        self._stopped_stepping = False
+        self._stopped_stepping = self._is_leaving = False
         self._needs_model = False
 
     # Calls of the trainer
@@ -100,6 +121,18 @@ class ProgressThread:
         with self._switching:
             if self._membership.is_arrived_at(version):
                 self._served.post(arrive(version, generation=self._served.generation.number))
+
+    def end_step(self) -> None:
+        """Tell the protocol that the trainer has ended a step, if peers await that."""
+        with self._switching:
+            if (version := self._membership.take_awaited()) is not None:
+                self._served.post(arrive(version, generation=self._served.generation.number))
+
+    def names(self, positions: Collection[int]) -> str:
+        """The ranks of members, for the user."""
+        with self._switching:
+            served = self._served
+            return served.names([p for p in positions if p < len(served.generation.members)])
 
     def must_wait(self, version: int) -> bool:
         """Whether several ranks have to arrive at `version` before it proceeds."""
@@ -115,29 +148,74 @@ class ProgressThread:
             if self._membership.wait_until_stopped(served.peers, epoch):
                 return
 
-    def mean(self) -> tuple[Values, Counters]:
-        """The weighted mean of the current models of all living members, in float64, and the
-        largest value of each of their counters. The trainers of the peers are not involved.
+    def mean(self) -> MeanModel:
+        """The weighted mean of the current models of all living members, this rank's included. The
+        trainers of the peers are not involved.
+
+        Members that do not answer in time are left out, and so are those that have not begun to
+        train. But the mean is of more than half of the members: until that many have answered,
+        this waits, for `MEAN_TIMEOUT_S` at most.
+
+        Raises:
+            PeerError: half of the living members or more have no model or did not answer.
         """
-        models: dict[int, Contribution] | None = None
-        while models is None:
+        give_up_s = time.monotonic() + MEAN_TIMEOUT_S
+        self._membership.forget_received()
+        while True:
+            models: dict[int, Contribution] | None = None
             with self._switching:
                 served, epoch = self._served, self._membership.epoch
-                served.post(fetch_model(None, generation=served.generation.number))
-            models = self._membership.collect_models(
-                served.peers, epoch, timeout_s=served.collect_timeout_s
-            )
-        if silent := served.peers - models.keys() - self._membership.dead():
+                is_member = self._membership.is_available
+                if is_member:
+                    served.post(fetch_model(None, generation=served.generation.number))
+            if is_member:
+                models = self._membership.collect_models(
+                    served.peers, epoch, timeout_s=served.collect_timeout_s
+                )
+            is_over = time.monotonic() > give_up_s
+            if models is not None:
+                living = served.peers - self._membership.dead()
+                # The dead count until there is a generation without them: this rank may be the one
+                # that is cut off.
+                counted = living if is_over else served.peers
+                if 2 * (len(models) + 1) > len(counted) + 1:
+                    return self._mean_of(served, models, missing=served.peers - models.keys())
+            if is_over:
+                raise PeerError(self._no_mean(served, models or {}))
+            self._membership.wait_for_news(_ASK_AGAIN_S)
+
+    def _mean_of(
+        self, served: _ServedGeneration, models: dict[int, Contribution], missing: frozenset[int]
+    ) -> MeanModel:
+        # Also of members that are dead: at the end of a run no next generation tells of them.
+        if missing:
             self._notify(
-                f"a mean of all models was taken without worker {served.ranks(silent)}, which did"
-                " not answer"
+                f"a mean of all models was taken without worker {served.names(missing)}, which did"
+                " not answer in time or had not begun to train"
             )
-        included = [self._membership.own_model(), *models.values()]
+        # In the order of positions, so that all members compute the same bits.
+        every = {served.position: self._membership.own_model(), **models}
+        included = [every[position] for position in sorted(every)]
         total = np.zeros(served.settings.num_elements, np.float64)
         for model in included:
             total += model.values * np.float64(model.weight)
         total /= sum(model.weight for model in included)
-        return total, np.maximum.reduce([model.counters for model in included])
+        counters = np.maximum.reduce([model.counters for model in included])
+        return MeanModel(total, counters, served.ranks(missing))
+
+    def _no_mean(self, served: _ServedGeneration, models: Collection[int]) -> str:
+        if not self._membership.is_available:
+            return (
+                "this worker is no member of the run at present, so there is no mean of all models"
+                " to be had; the others went on without it"
+            )
+        missing = served.peers - frozenset(models) - self._membership.dead()
+        return (
+            f"within {MEAN_TIMEOUT_S:g} s only {len(models) + 1} of {len(served.peers) + 1} workers"
+            f" had a model to average: worker {served.names(missing)} did not answer, or has not"
+            " begun to train. A mean of half of the workers or fewer is no mean of the run; call"
+            " averaged_model() when more of them train"
+        )
 
     def wait_for_model(self) -> None:
         """Return when a newcomer has the model of a member; at once for all other ranks.
@@ -157,6 +235,7 @@ class ProgressThread:
         Returns:
             Whether that is so; False when the protocol has failed.
         """
+        self._is_leaving = True
         while True:
             with self._switching:
                 if (served := self._current) is None:
@@ -238,6 +317,16 @@ class ProgressThread:
             " until it is back"
         )
 
+    def run_over(self) -> None:
+        if not self._is_leaving:
+            self._membership.fail(
+                PeerError(
+                    "the run ended without this worker: its peers took it for dead, because it was"
+                    " suspended or cut off for long, and have all finished. Its model is not the"
+                    " run's; take that of a worker that finished"
+                )
+            )
+
     def retired(self, reason: str) -> None:
         self._membership.fail(PeerError(reason))
 
@@ -283,10 +372,12 @@ class _ServedGeneration:
         model_bytes = settings.num_elements * settings.dtype.itemsize
         return 1.0 + len(settings.members) * model_bytes / 1.25e6
 
-    def ranks(self, positions: Collection[int]) -> str:
-        return ", ".join(
-            str(self.generation.members[position].rank) for position in sorted(positions)
-        )
+    def ranks(self, positions: Collection[int]) -> frozenset[int]:
+        return frozenset(self.generation.members[position].rank for position in positions)
+
+    def names(self, positions: Collection[int]) -> str:
+        """The ranks at `positions`, for the user."""
+        return ", ".join(map(str, sorted(self.ranks(positions))))
 
     def request_model(self, *, without: int) -> None:
         """Request the model of a member, but not of `without` or of members that had none."""

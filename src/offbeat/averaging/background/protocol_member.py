@@ -83,6 +83,7 @@ class ProtocolMember(ABC):
         self._outgoing: list[tuple[int, bytes]] = []
         self._asked: set[int] = set()
         self._requesters: list[int] = []
+        self._fetches_final_models = False
         self._finished: set[int] = set()
 
     @property
@@ -102,16 +103,32 @@ class ProtocolMember(ABC):
             self._asked & self.live_peers or self._is_busy()
         )
 
+    @property
+    def _is_final(self) -> bool:
+        """Whether this rank's model changes no more: nobody opens another version, and what living
+        peers have sent of earlier ones is here, because it was sent before they said so.
+        """
+        return self.counts.stopped >= self.sources and not self._is_busy()
+
     def take_outgoing(self) -> list[tuple[int, bytes]]:
         """The messages to send now, each with its receiver."""
+        if self._fetches_final_models and self._is_final:
+            self._fetches_final_models = False
+            self._ask_for_models(self.live_peers)
         # The sender of a request may have merged an average that this rank is about to merge.
-        # Without it this model would lag behind, so the answer waits.
-        if self._requesters and not self._is_average_due():
+        # Without it this model would lag behind, so the answer waits. One that has stopped asks for
+        # the final model.
+        answered = [
+            requester
+            for requester in self._requesters
+            if (self._is_final if requester in self.counts.stopped else not self._is_average_due())
+        ]
+        if answered:
             model = self._message(
                 MessageKind.MODEL_REPLY, self._checked(self._port.snapshot())
             ).to_bytes()
-            self._outgoing += [(requester, model) for requester in self._requesters]
-            self._requesters = []
+            self._outgoing += [(requester, model) for requester in answered]
+            self._requesters = [each for each in self._requesters if each not in answered]
         taken, self._outgoing = self._outgoing, []
         return [(peer, message) for peer, message in taken if peer not in self.counts.dead]
 
@@ -219,9 +236,14 @@ class ProtocolMember(ABC):
             if peer not in self.counts.dead:
                 self.mark_dead(peer, now_s)
             return
-        asked = self.live_peers if peer < 0 else {peer}
-        self._asked |= asked
-        self._tell(MessageKind.MODEL_REQUEST, asked)
+        if peer < 0 and self._rank in self.counts.stopped:
+            self._fetches_final_models = True
+        else:
+            self._ask_for_models(self.live_peers if peer < 0 else {peer})
+
+    def _ask_for_models(self, peers: Set[int]) -> None:
+        self._asked |= peers
+        self._tell(MessageKind.MODEL_REQUEST, peers)
 
     def _message(
         self, kind: MessageKind, mine: Contribution | None, *, version: int = -1

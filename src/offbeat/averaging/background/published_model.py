@@ -54,6 +54,11 @@ COMPUTING, or, where the average may come later, for QUORUM.
     protocol.finalize_version(v)    closed    final: nothing more will come
     membership.begin_generation     any       unknown: versions are numbered anew
 
+Besides, the protocol may *hold* the trainer: `trainer.wait_for_late` waits until the members that
+it names have ended their steps (`protocol.hold`). A rank whose step end is awaited like that knows
+so (`protocol.await_step`) and tells its peers, also where it skips an arrival
+(`membership.take_awaited`).
+
 With `one_at_a_time` a rank has at most one open version, because two averages that both contain one
 snapshot of its model would move the model twice. Then it also takes part in about one version for
 each of its steps, which bounds its traffic: every contribution that was made on its behalf while it
@@ -64,10 +69,9 @@ ends all this before a generation changes: no version opens any more.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-import numpy as np
 from typing_extensions import override
 
 from offbeat.averaging.background.interface import (
@@ -148,7 +152,7 @@ class ModelState:
         # one.
         if not self._replaced:
             self._existing.advance(model)
-            self._counters = np.maximum(self._counters, counters)
+            self._counters = counters
         self._replaced = False
         self.step += 1
 
@@ -179,9 +183,9 @@ class ModelState:
         """Merge averages of `version`."""
         if self._rule is None:
             return
+        # Counters stay this rank's own. A rank that took over a larger count and went on from there
+        # would count more steps than any rank has made.
         self._rule.merge(pieces)
-        for piece in pieces:
-            self._counters = np.maximum(self._counters, piece.counters)
 
     def finalize_version(self, version: int) -> None:
         """No further piece of `version` will come."""
@@ -253,6 +257,9 @@ class PublishedModel:
         self.arrival: _Arrival | None = None
         self.trainer_waits = False
         self.credit = 0
+        self.awaited: int | None = None
+        self.held_by: Set[int] = frozenset()
+        self.given_up: Set[int] = frozenset()
         self.dead: set[int] = set()
         self.stopped: set[int] = set()
         self.received: dict[int, Contribution | None] = {}
@@ -360,6 +367,58 @@ class TrainerPort:
             state.trainer_waits = must_wait(version)
             return version
 
+    @property
+    def held_by(self) -> Set[int]:
+        """The members that must end their steps before this rank begins another one."""
+        with self._state.changed:
+            return self._state.held_by
+
+    def rest(self) -> None:
+        """The trainer computes no step until `resume`, so that its model is fresh at any
+        version.
+        """
+        with self._state.changed:
+            self._state.trainer_waits = True
+
+    def resume(self) -> None:
+        """The trainer computes again."""
+        with self._state.changed:
+            self._state.trainer_waits = False
+
+    def wait_for_late(self, timeout_s: float) -> Set[int]:
+        """Wait until this rank may begin another step.
+
+        Args:
+            timeout_s: how long to wait at most, in seconds. Members that are late for longer are
+                not waited for any more until they have ended a step.
+
+        Returns:
+            The members that were waited for in vain.
+
+        Raises:
+            Exception: what the protocol has failed with.
+        """
+        state = self._state
+
+        def may_go_on() -> bool:
+            ended = state.error is not None or state.expelled or state.quiescing
+            return ended or not state.held_by - state.given_up
+
+        with state.changed:
+            # Meanwhile this rank has ended its step, so that its model is fresh at any version.
+            state.trainer_waits = True
+            released = state.changed.wait_for(may_go_on, timeout_s)
+            state.trainer_waits = False
+            state.raise_failure()
+            late = frozenset() if released else frozenset(state.held_by - state.given_up)
+            state.given_up |= late
+            return late
+
+    def raise_failure(self) -> None:
+        """Raise what the protocol has failed with, or the membership, if one has."""
+        with self._state.changed:
+            self._state.raise_failure()
+
     def wait(self, *, for_average: bool = True) -> None:
         """Wait until the version at which the trainer arrived is closed, or the generation changes.
 
@@ -427,6 +486,20 @@ class _ProtocolPort(ProtocolPort):
             if state.arrival is not None and state.arrival.version == version:
                 state.arrival.has_quorum = True
                 state.changed.notify_all()
+
+    @override
+    def await_step(self, version: int) -> bool:
+        with self._state.changed:
+            computes = not self._state.trainer_waits
+            self._state.awaited = version if computes else None
+            return computes
+
+    @override
+    def hold(self, late: Set[int]) -> None:
+        with self._state.changed:
+            self._state.held_by = late
+            self._state.given_up &= late
+            self._state.changed.notify_all()
 
     @override
     def close(self, result: VersionResult) -> None:
@@ -566,6 +639,14 @@ class MembershipPort:
         with self._state.changed:
             return self._state.arrived_at == version
 
+    def take_awaited(self) -> int | None:
+        """The version after which peers await the end of this rank's step; None if they do not.
+        The step has ended, and the protocol must be told so.
+        """
+        with self._state.changed:
+            awaited, self._state.awaited = self._state.awaited, None
+            return awaited
+
     def own_model(self) -> Contribution:
         """This rank's current model, whether or not peers may have it."""
         with self._state.changed:
@@ -583,6 +664,17 @@ class MembershipPort:
             state.changed.wait_for(lambda: state.model.exists or state.error is not None, timeout_s)
             state.raise_failure()
             return state.model.exists
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Wait until something changes here, for `timeout_s` at most."""
+        with self._state.changed:
+            self._state.raise_failure()
+            self._state.changed.wait(timeout_s)
+
+    def forget_received(self) -> None:
+        """Drop models that came after the one who asked for them had stopped waiting."""
+        with self._state.changed:
+            self._state.received = {}
 
     def collect_models(
         self, members: frozenset[int], epoch: int, *, timeout_s: float

@@ -11,7 +11,6 @@ inversions do not find theirs in the cache either.
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from functools import partial
 
 import torch
 
-from offbeat.collectives.dense import dense_all_reduce, dense_broadcast
+from offbeat.collectives.dense import dense_all_reduce, dense_broadcast, gather_values
 from offbeat.kfac.averages import RunningFactor
 from offbeat.kfac.blocks import FactorShape, FactorSlot
 from offbeat.kfac.eigen import StoredForm, form_of, make_inverter
@@ -34,7 +33,7 @@ from offbeat.kfac.symmetric import pack
 from offbeat.planning.costs import Channel, LinkCost, fit_link
 from offbeat.torch_private import has_avx512_bfloat16
 from offbeat.transport.driver import Driver, Stream
-from offbeat.transport.operations import AllGather, Collective
+from offbeat.transport.operations import Collective
 
 MESSAGE_ELEMENTS = (16, 1 << 18)
 """Sizes of messages that are timed."""
@@ -153,14 +152,14 @@ def _invert_sample(dtype: torch.dtype, form: StoredForm, matrix: torch.Tensor) -
 
 def have_same_devices(driver: Driver, stream: Stream, device: torch.device) -> bool:
     """Whether all ranks compute on devices of one kind. Collective."""
-    kinds = driver.run(_gather(device_kind(device)), stream.next())
+    kinds = driver.run(gather_values(device_kind(device)), stream.next())
     return len(set(kinds)) == 1
 
 
 def slowest_ready_s(driver: Driver, stream: Stream, ready_s: Sequence[float]) -> list[float]:
     """For each factor, when the last rank has it. Collective."""
-    answers = driver.run(_gather(json.dumps(list(ready_s))), stream.next())
-    return [max(times) for times in zip(*map(json.loads, answers), strict=True)]
+    answers = driver.run(gather_values(list(ready_s)), stream.next())
+    return [max(times) for times in zip(*answers, strict=True)]
 
 
 def measure(
@@ -185,9 +184,7 @@ def measure(
         "inversions": _time_inversions(dims, like, invert),
         **_time_messages(driver, stream, like),
     }
-    answers = [
-        json.loads(answer) for answer in driver.run(_gather(json.dumps(mine)), stream.next())
-    ]
+    answers = driver.run(gather_values(mine), stream.next())
     # A rank that plans from what all ranks measured plans what all ranks plan; the slowest counts,
     # since everybody waits for it.
     agreed = {what: slowest(_by_size(answer[what]) for answer in answers) for what in mine}
@@ -308,8 +305,3 @@ def _fastest_s(
             torch.cuda.synchronize(like.device)
         durations_s.append(clock() - begin_s)
     return max(min(durations_s), 1e-9)
-
-
-def _gather(answer: str) -> Collective[list[str]]:
-    payloads = yield AllGather(answer.encode())
-    return [bytes(payload).decode() for payload in payloads]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,6 +52,8 @@ class _StepProgress:
         ready_s: for each slot, when its factor was added to last, in seconds since the first one.
         first_added_s: when the first factor was added to; None: none has been.
         sealed_s: when the last bucket of gradients was sealed, on the monotonic clock.
+        with_gradient: positions in the model of the parameters that this rank's passes have given
+            a gradient.
     """
 
     num_added: list[int]
@@ -60,6 +62,7 @@ class _StepProgress:
     ready_s: list[float]
     first_added_s: float | None = None
     sealed_s: float = 0.0
+    with_gradient: set[int] = field(default_factory=set)
 
 
 class FactorScheduler(ExchangeListener):
@@ -268,7 +271,25 @@ class FactorScheduler(ExchangeListener):
             self._spans.add("wait for gradients", "", self._progress.sealed_s)
         self.capture.stop()
 
-    # What the part asks for, before and after the optimizer's step
+    # What the part says and asks for, before and after the optimizer's step
+
+    def saw_gradient(self, parameter: int) -> None:
+        """The parameter at position `parameter` in the model has got a gradient."""
+        self._progress.with_gradient.add(parameter)
+
+    def blocks_seen(self) -> dict[int, tuple[bool, bool]]:
+        """For each block that this rank observes and has not given up: whether its weight has got a
+        gradient in this step, and whether both of its factors were added to.
+        """
+        progress = self._progress
+        return {
+            index: (
+                self._first_parameters[2 * index] in progress.with_gradient,
+                min(progress.num_added[2 * index : 2 * index + 2]) > 0,
+            )
+            for index in self.watched
+            if not self.is_retired_here(2 * index)
+        }
 
     def pop_has_sent(self) -> bool:
         """Whether this step's factors were sent and nobody has taken them in yet. The caller does

@@ -32,6 +32,9 @@ PRESETS: Final[Mapping[str, str]] = {
 }
 """Clusters that come with the package: name and a line about each."""
 
+MAX_CHARACTERS: Final = 1 << 20
+"""Longest description of a cluster."""
+
 _LISTS: Final[Mapping[str, type[BaseModel]]] = {"changes": SpeedChange, "faults": ClusterFault}
 
 
@@ -43,7 +46,8 @@ def load(path: Path) -> Cluster:
             key.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is no text in UTF-8; a cluster is described in TOML") from None
     except OSError as error:
@@ -74,9 +78,14 @@ def parse_cluster(text: str, source: str) -> Cluster:
     Raises:
         ConfigError: no TOML, an unknown key, or a value that is not allowed.
     """
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(
+            f"{source} has {len(text)} characters, allowed are {MAX_CHARACTERS}; is it the"
+            " description of a cluster?"
+        )
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is no TOML: {error}") from None
     values = _fields(Cluster, table, f"{source}: ")
     try:

@@ -56,7 +56,7 @@ def predict(
         element_bytes=_FLOAT_BYTES,
         pair_bytes=pair_bytes(Float32Values(), GapIndices()),
     )
-    choice = CheapestCollective(network, world_size=world_size, notify=lambda notice: None)
+    choice = CheapestCollective(network, world_size=world_size)
     costs_s = choice.costs_s(bucket, k)
     best = cheapest(costs_s)
     tree_s = gtopk_tree.cost_s(

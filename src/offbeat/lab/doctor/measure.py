@@ -97,7 +97,7 @@ def _probe(driver: Driver, device: str) -> tuple[NetworkCosts, list[PairLink]]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", driver.rank)))
     stream = Stream(0)
     sample = torch.zeros(1, device=device)
-    choice = CheapestCollective.measure(driver, stream, sample=sample, notify=lambda notice: None)
+    choice = CheapestCollective.measure(driver, stream, sample=sample)
     return choice.network, driver.run(measure_pairs(driver.rank, driver.world_size), stream.next())
 
 

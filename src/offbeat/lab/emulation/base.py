@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeAlias, TypeVar
 
@@ -88,10 +89,12 @@ class Placement:
     Attributes:
         prefix: words to put before its command; what they name turns into the worker, so that its
             pid stays the same.
+        namespace: file of the network namespace that `prefix` enters; None where it enters none.
         environment: variables to add to its own.
     """
 
     prefix: tuple[str, ...] = ()
+    namespace: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -4,7 +4,6 @@ good for.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import subprocess
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from offbeat.lab.emulation.base import MissingMeansError
+from offbeat.lab.network_namespace import enter
 
 T = TypeVar("T")
 
 NAMESPACES = Path("/run/netns")
-_CLONE_NEWNET = 0x40000000  # linux/sched.h
 _PATIENCE_S = 60.0
 
 
@@ -91,7 +90,7 @@ def call_in(namespace: str, function: Callable[[], T]) -> T:
 
     def body() -> None:
         try:
-            enter(namespace)
+            enter(NAMESPACES / namespace)
             results.append(function())
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
             errors.append(error)
@@ -102,17 +101,3 @@ def call_in(namespace: str, function: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     return results[0]
-
-
-def enter(namespace: str) -> None:
-    """Move the calling thread, and only it, into a network namespace. There is no way back: let the
-    thread end.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    descriptor = os.open(NAMESPACES / namespace, os.O_RDONLY)
-    try:
-        if libc.setns(descriptor, _CLONE_NEWNET) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), namespace)
-    finally:
-        os.close(descriptor)

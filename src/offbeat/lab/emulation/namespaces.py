@@ -85,8 +85,10 @@ class NamespaceEmulation(Emulation):
             raise
 
     def placement(self, worker: int) -> Placement:
+        namespace = NAMESPACES / self._name.worker(worker)
         return Placement(
-            prefix=(path_of("nsenter"), f"--net={NAMESPACES / self._name.worker(worker)}", "--"),
+            prefix=(path_of("nsenter"), f"--net={namespace}", "--"),
+            namespace=namespace,
             environment={
                 "OFFBEAT_INTERFACE": data_address(worker),
                 "GLOO_SOCKET_IFNAME": DATA,

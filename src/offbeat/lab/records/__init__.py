@@ -22,7 +22,7 @@ from offbeat.lab.records.layout import (
     Summary,
     WorkerLoss,
 )
-from offbeat.lab.records.reading import Record, last_step, read_versioned
+from offbeat.lab.records.reading import Record, complete_lines, last_step, read_versioned
 from offbeat.lab.records.writing import (
     EventWriter,
     add_to_summary,
@@ -47,6 +47,7 @@ __all__ = [
     "WorkerLoss",
     "add_to_summary",
     "begin_attempt",
+    "complete_lines",
     "create",
     "environment",
     "last_step",

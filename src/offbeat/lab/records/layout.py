@@ -73,6 +73,7 @@ class Evaluation:
         at_s: when, on the host's monotonic clock.
         rank: which one leads.
         others: what else the task tells of the model, by name.
+        without: the living ranks whose models the measured mean lacks; empty where it is whole.
     """
 
     step: int
@@ -82,6 +83,7 @@ class Evaluation:
     at_s: float
     rank: int = 0
     others: Mapping[str, float] = field(default_factory=dict)
+    without: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,14 +8,14 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
 import pydantic
 from pydantic import BaseModel
 
-from offbeat.errors import RecordError
+from offbeat.codec.json_objects import build
+from offbeat.errors import MALFORMED, RecordError
 from offbeat.lab.config import RunConfig
 from offbeat.lab.emulation import EmulationReport
 from offbeat.lab.records.layout import (
@@ -44,6 +44,7 @@ _EVENT = pydantic.TypeAdapter(StepEvent)
 _EVALUATION = pydantic.TypeAdapter(Evaluation)
 _MEGA_BATCH = pydantic.TypeAdapter(MegaBatch)
 _TAIL_BYTES: Final = 100_000
+_MAX_LINE: Final = 1 << 26
 
 
 class Record:
@@ -83,6 +84,8 @@ class Record:
             return None
         try:
             return Summary.model_validate_json((self.path / SUMMARY).read_bytes())
+        except OSError as error:
+            raise RecordError(f"cannot read {self.path / SUMMARY}: {error.strerror}") from None
         except pydantic.ValidationError as error:
             raise RecordError(
                 f"{self.path / SUMMARY} is damaged: {error.errors()[0]['msg']}"
@@ -136,11 +139,16 @@ class Record:
     def heads(self, rank: int) -> list[Head]:
         """Where rank `rank` ran, for each attempt it took part in and each time it came back."""
         path = self.path / f"events-rank-{rank}.jsonl"
-        lines = (line for _, line in _complete_lines(path, having=EVENTS_KIND) if _is_head(line))
-        return [
-            Head(**{name: line[name] for name in HEAD_FIELDS if name in line})  # type: ignore[arg-type]
-            for line in lines
-        ]
+        lines = (line for _, line in complete_lines(path, having=EVENTS_KIND) if _is_head(line))
+        try:
+            return [
+                build(Head, {name: line[name] for name in HEAD_FIELDS if name in line})
+                for line in lines
+            ]
+        except MALFORMED as error:
+            raise RecordError(
+                f"{path} has a first line of an attempt that is none: {error}"
+            ) from None
 
     def evaluations(self) -> list[Evaluation]:
         """The metric on the way, in order of steps, without what a resume took back.
@@ -165,7 +173,7 @@ def last_step(path: Path, rank: int) -> int:
     """
     events = path / f"events-rank-{rank}.jsonl"
     steps = (
-        re.findall(rb'^{"step": (\d+),', tail(events, _TAIL_BYTES), re.MULTILINE)
+        re.findall(rb'^{"step": (\d{1,18}),', tail(events, _TAIL_BYTES), re.MULTILINE)
         if events.exists()
         else []
     )
@@ -210,7 +218,7 @@ def read_versioned(
         raise RecordError(
             f"{directory} holds no {what}; give the directory that {command} printed"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(
             f"{path} is damaged: {error}; the {what} cannot be read without it"
         ) from None
@@ -237,7 +245,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     last before a head.
     """
     place, last = -1, 0
-    for number, values in _complete_lines(path):
+    for number, values in complete_lines(path):
         if _is_head(values):
             place += 1
         elif place < 0 or number != last + 1:
@@ -252,7 +260,7 @@ def _by_steps(path: Path, kind: pydantic.TypeAdapter[L], name: str) -> list[L]:
     ones.
     """
     found: list[L] = []
-    for number, values in _complete_lines(path) if path.exists() else ():
+    for number, values in complete_lines(path) if path.exists() else ():
         try:
             line = kind.validate_python(values)
         except pydantic.ValidationError as error:
@@ -267,15 +275,30 @@ def _is_head(values: Mapping[str, object]) -> bool:
     return values.get("kind") == EVENTS_KIND
 
 
-def _complete_lines(path: Path, *, having: str = "") -> Iterator[tuple[int, dict[str, object]]]:
+def complete_lines(path: Path, *, having: str = "") -> Iterator[tuple[int, dict[str, object]]]:
     """(number, values) of every line of JSON that has `having` in it, one at a time; torn ones are
     passed over.
     """
     try:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if having in line:
-                    with suppress(ValueError):
-                        yield number, json.loads(line)
+            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), ""), start=1):
+                if len(line) == _MAX_LINE:
+                    raise RecordError(
+                        f"{path}, line {number}, has {_MAX_LINE} characters or more; was it written"
+                        " by offbeat?"
+                    )
+                values = _parsed(line) if having in line else None
+                if isinstance(values, dict):
+                    yield number, values
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RecordError(f"{path} is no text in UTF-8 ({error.reason}); it is damaged") from None
+
+
+def _parsed(line: str) -> object:
+    """What stands in a line; None where it is torn."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

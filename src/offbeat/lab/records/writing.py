@@ -8,7 +8,8 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,7 +61,9 @@ class EventWriter:
         path = run_directory / f"events-rank-{rank}.jsonl"
         torn = _is_torn(path)
         self._run_directory = run_directory
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._path = path
+        with naming_failed_file(path):
+            self._file: IO[str] = path.open("a", encoding="utf-8")
         self._waiting: list[StepEvent] = []
         self._written_s = 0.0
         if torn:
@@ -103,8 +106,11 @@ class EventWriter:
         _append(self._run_directory / MEGA_BATCHES, mega_batch)
 
     def close(self) -> None:
-        self._write()
-        self._file.close()
+        try:
+            self._write()
+        finally:
+            with naming_failed_file(self._path):
+                self._file.close()
 
     def _write(self) -> None:
         lines = [
@@ -112,8 +118,9 @@ class EventWriter:
             for event in self._waiting
         ]
         self._waiting.clear()
-        self._file.write("".join(lines))
-        self._file.flush()
+        with naming_failed_file(self._path):
+            self._file.write("".join(lines))
+            self._file.flush()
 
 
 def create(path: Path | None, config: RunConfig) -> Path:
@@ -198,7 +205,8 @@ def lock(path: Path) -> IO[str]:
     Raises:
         RecordError: another process is running there.
     """
-    file = (path / ".lock").open("w")
+    with naming_failed_file(path / ".lock"):
+        file = (path / ".lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -211,7 +219,7 @@ def lock(path: Path) -> IO[str]:
 
 def _append(path: Path, line: Evaluation | MegaBatch) -> None:
     torn = _is_torn(path)  # by a leader that died while it wrote
-    with path.open("a", encoding="utf-8") as file:
+    with naming_failed_file(path), path.open("a", encoding="utf-8") as file:
         file.write("\n" * torn + json.dumps(asdict(line)) + "\n")
 
 
@@ -263,5 +271,22 @@ def _write_head(path: Path, head: RunHead) -> None:
 
 def _write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        with naming_failed_file(path):
+            temporary.write_text(text + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+    except RecordError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def naming_failed_file(path: Path) -> Iterator[None]:
+    """Raises `RecordError` where the disk does not take what is written to `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(
+            f"cannot write {path}: {error.strerror}; make room on its disk, or choose another --out"
+        ) from None

@@ -11,12 +11,16 @@ from offbeat.errors import ConfigError, nearest
 from offbeat.lab.tasks.base import Batch, Task, TaskOptions, num_samples_of
 from offbeat.lab.tasks.charlm import Charlm
 from offbeat.lab.tasks.digits import Digits
-from offbeat.lab.tasks.mnist import Mnist
+from offbeat.lab.tasks.images import Images, Mnist
+from offbeat.lab.tasks.sequences import Sequences
+from offbeat.lab.tasks.text import Text
 from offbeat.lab.tasks.xmc import Xmc
 
 __all__ = ["TASKS", "Batch", "Task", "TaskOptions", "build_task", "num_samples_of", "task_type"]
 
-TASKS: Final[Mapping[str, type[Task]]] = {task.name: task for task in (Digits, Charlm, Mnist, Xmc)}
+TASKS: Final[Mapping[str, type[Task]]] = {
+    task.name: task for task in (Digits, Images, Mnist, Text, Charlm, Sequences, Xmc)
+}
 
 
 def task_type(name: str) -> type[Task]:

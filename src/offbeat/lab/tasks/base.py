@@ -139,10 +139,33 @@ class Task(ABC):
             )
         return steps
 
-    def batches(
-        self, *, seed: int, epoch: int, rank: int, world_size: int, start_step: int = 0
-    ) -> Iterator[Batch]:
-        """This rank's batches of one epoch, from its step `start_step` on.
+    def lr_at(self, progress: float) -> float:
+        """The learning rate of the step that begins at `progress`, a share of the run in [0, 1)."""
+        return self.options.lr
+
+    @property
+    def deals_unequally(self) -> bool:
+        """Whether `samples` gives ranks data of different distributions."""
+        return False
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The largest norm of a gradient; a larger one is scaled down. None: any."""
+        return None
+
+    def training_batch(self, samples: NDArray[np.int64], *, seed: int, epoch: int) -> Batch:
+        """The batch as it is trained on. A task that changes samples at random (flips, crops) draws
+        the changes from (seed, epoch, first sample), so they depend on neither rank nor world size.
+
+        Args:
+            samples: numbers of training samples, at least one.
+            seed: of the run, >= 0.
+            epoch: passes over the data completed before this one.
+        """
+        return self.batch(samples)
+
+    def samples(self, *, seed: int, epoch: int, world_size: int) -> NDArray[np.int64]:
+        """Which samples each rank trains on in one epoch, shape (steps, world_size, batch_size).
 
         Every epoch is a fresh permutation drawn from (seed, epoch); step s takes the next
         `world_size * batch_size` samples of it and deals each rank its share. So the samples of a
@@ -151,14 +174,27 @@ class Task(ABC):
         Args:
             seed: of the run, >= 0.
             epoch: passes over the data completed before this one.
+            world_size: number of ranks.
+        """
+        steps, size = self.steps_per_epoch(world_size), self.options.batch_size
+        order = np.random.default_rng((seed, epoch)).permutation(self.num_samples)
+        return order[: steps * world_size * size].reshape(steps, world_size, size)
+
+    def batches(
+        self, *, seed: int, epoch: int, rank: int, world_size: int, start_step: int = 0
+    ) -> Iterator[Batch]:
+        """This rank's batches of one epoch, from its step `start_step` on: those that `samples`
+        deals to it.
+
+        Args:
+            seed: of the run, >= 0.
+            epoch: passes over the data completed before this one.
             rank, world_size: this rank's place.
             start_step: steps of this epoch to leave out.
         """
-        order = np.random.default_rng((seed, epoch)).permutation(self.num_samples)
-        size = self.options.batch_size
-        for step in range(start_step, self.steps_per_epoch(world_size)):
-            first = (step * world_size + rank) * size
-            yield self.batch(order[first : first + size])
+        dealt = self.samples(seed=seed, epoch=epoch, world_size=world_size)
+        for samples in dealt[start_step:, rank]:
+            yield self.training_batch(samples, seed=seed, epoch=epoch)
 
 
 def mean_over_batches(num_samples: int, batch_size: int, total: Callable[[slice], float]) -> float:

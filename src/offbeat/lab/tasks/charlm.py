@@ -11,10 +11,7 @@ Parameters, transformer: tiny 137,216, small 1,029,256, medium 4,886,784, large 
 from __future__ import annotations
 
 import math
-import sysconfig
-from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
@@ -35,10 +32,9 @@ from offbeat.lab.tasks.base import (
     dense,
     mean_over_batches,
 )
+from offbeat.lab.tasks.corpus import check_path, cut, held_out_blocks, read_text
 
 _VOCABULARY = 256
-_BLOCK_BYTES = 16_384
-_HELD_OUT_EVERY = 20
 _EVALUATION_BATCH = 64
 _EVALUATION_WINDOWS = 512
 
@@ -93,26 +89,15 @@ class Charlm(Task):
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
-        path = self.options.path
-        if path is not None and not path.exists():
-            raise ConfigError(
-                f"no text at {path}; give a file or a directory with --set path=..., or leave"
-                " it out"
-            )
+        check_path(self.options.path)
 
     @cached_property
     def windows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Bytes to train on and held out, uint8, shape (windows, window + 1) each."""
-        text = np.frombuffer(_text(self.options.path, self.options.max_bytes), dtype=np.uint8)
+        text = np.frombuffer(read_text(self.options.path, self.options.max_bytes), dtype=np.uint8)
         length = self.options.window + 1
-        held_out = np.arange(len(text)) // _BLOCK_BYTES % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
-        # A text of fewer than twenty blocks has no held-out one: keep its last twentieth.
-        held_out = (
-            held_out
-            if held_out.any()
-            else np.arange(len(text)) >= len(text) * (1 - 1 / _HELD_OUT_EVERY)
-        )
-        train, test = (_cut(text[part], length) for part in (~held_out, held_out))
+        held_out = held_out_blocks(len(text))
+        train, test = (cut(text[part], length) for part in (~held_out, held_out))
         if len(train) == 0 or len(test) == 0:
             raise ConfigError(
                 f"the text has {len(text)} bytes, too few for windows of {length}; give a longer"
@@ -206,32 +191,3 @@ class TransformerModel(nn.Module):
 def _shifted(windows: torch.Tensor) -> Batch:
     numbers = windows.long()
     return numbers[:, :-1], numbers[:, 1:]
-
-
-def _cut(text: NDArray[np.uint8], length: int) -> NDArray[np.uint8]:
-    num_windows = len(text) // length
-    return text[: num_windows * length].reshape(num_windows, length)
-
-
-def _text(path: Path | None, max_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    num_bytes = 0
-    for file in _files(path):
-        parts.append(file.read_bytes()[: max_bytes - num_bytes])
-        num_bytes += len(parts[-1])
-        if num_bytes >= max_bytes:
-            break
-    return b"".join(parts)
-
-
-def _files(path: Path | None) -> Iterator[Path]:
-    if path is not None:
-        yield from (
-            [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-        )
-        return
-    library = Path(sysconfig.get_path("stdlib"))
-    yield from sorted(library.glob("*.py"))
-    yield from sorted(
-        file for file in library.glob("[a-z]*/*.py") if not file.parent.name.endswith("-packages")
-    )

@@ -7,13 +7,22 @@ Every fifth image is held out (360 of them). Parameters: tiny 105,226, small 1,0
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from offbeat.lab.tasks.base import Size
-from offbeat.lab.tasks.images import ImageData, ImageOptions, ImageTask
+from offbeat.lab.tasks.image_task import (
+    ImageData,
+    ImageOptions,
+    ImageTask,
+    convolutional_network,
+)
 
 _WIDTHS: Final[dict[Size, tuple[int, int, int]]] = {
     "tiny": (16, 32, 192),
@@ -23,6 +32,8 @@ _WIDTHS: Final[dict[Size, tuple[int, int, int]]] = {
 }
 _LARGEST_VALUE = 16.0
 _HELD_OUT_EVERY = 5
+_BUNDLED = "datasets/data/digits.csv.gz"
+"""The table's file within scikit-learn."""
 
 
 class Digits(ImageTask):
@@ -36,11 +47,9 @@ class Digits(ImageTask):
     options_type = ImageOptions
 
     def read(self) -> ImageData:
-        from sklearn.datasets import load_digits  # seconds to import: only for whoever trains on it
-
-        images, labels = load_digits(return_X_y=True)
-        pixels = torch.from_numpy(images).to(torch.float32).div(_LARGEST_VALUE).view(-1, 1, 8, 8)
-        classes = torch.from_numpy(labels).to(torch.int64)
+        table = torch.from_numpy(_bundled_table())
+        pixels = table[:, :-1].to(torch.float32).div(_LARGEST_VALUE).view(-1, 1, 8, 8)
+        classes = table[:, -1].to(torch.int64)
         held_out = torch.arange(len(classes)) % _HELD_OUT_EVERY == 0
         return ImageData(
             train_images=pixels[~held_out],
@@ -50,4 +59,24 @@ class Digits(ImageTask):
         )
 
     def model(self) -> nn.Module:
-        return self.network(8, _WIDTHS[self.options.size], num_poolings=1)
+        first, second, hidden = _WIDTHS[self.options.size]
+        return convolutional_network(
+            shape=(1, 8, 8),
+            num_classes=10,
+            widths=(first, second, self.options.hidden or hidden),
+            num_poolings=1,
+        )
+
+
+def _bundled_table() -> NDArray[np.float64]:
+    """A row for each image: its 64 pixels, 0 to 16, and its class."""
+    # Importing scikit-learn takes more than a second, and its file can be read without that.
+    package = find_spec("sklearn")
+    if package is not None and package.origin is not None:
+        path = Path(package.origin).parent / _BUNDLED
+        if path.is_file():
+            return np.loadtxt(path, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    return np.column_stack([images, labels])

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
@@ -168,12 +169,24 @@ class Xmc(Task):
 
     def model(self) -> nn.Module:
         train = self._data.train
+        self._check_size(train.features.num_columns, train.labels.num_columns)
         return SparseClassifier(
             train.features.num_columns,
             train.labels.num_columns,
             num_hidden=self.options.hidden,
             num_drawn_labels=self.options.drawn_labels,
         )
+
+    def _check_size(self, num_features: int, num_labels: int) -> None:
+        """The first line of a file may name any numbers of columns."""
+        hidden = self.options.hidden
+        num_bytes = 4 * ((num_features + 1) * hidden + num_labels * (hidden + 1))
+        if num_bytes > (memory := psutil.virtual_memory().total):
+            raise ConfigError(
+                f"a model of {num_features} features, {num_labels} labels and {hidden} hidden units"
+                f" takes {num_bytes >> 20} MiB, this machine has {memory >> 20}; is the first line"
+                " of the data right?"
+            )
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         match self.options.optimizer:

@@ -33,6 +33,9 @@ class Wrapper(Driver):
     def abort(self, reason: str, *, blame: int | None = None) -> None:
         self.inner.abort(reason, blame=blame)
 
+    def end_training(self, channel: int) -> None:
+        self.inner.end_training(channel)
+
     def departed(self) -> frozenset[int]:
         return self.inner.departed()
 

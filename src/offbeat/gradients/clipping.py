@@ -1,0 +1,79 @@
+"""Clipping of what a rank contributes, before anything of it is selected.
+
+Clipping after the exchange, as `torch.nn.utils.clip_grad_norm_` does, shortens the step and leaves
+what was too large in the residual, from where it comes back for hundreds of steps. So each rank
+clips its own gradient first (DGC, arXiv 1712.01887, "local gradient clipping"). The threshold is
+for the mean over P ranks: each rank's share of the mean, gradient / P, is clipped to clip_norm /
+sqrt(P). The mean of gradients that differ at random then has at most the norm that `clip_norm`
+allows, and no rank alone adds more than a sqrt(P)-th of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from offbeat.errors import ConfigError
+
+
+class LocalClipping:
+    """Clips the whole gradient of this rank, over all buckets.
+
+    Args:
+        clip_norm: the threshold for the mean over ranks, > 0; None: nothing is clipped.
+        world_size: number of ranks.
+
+    Attributes:
+        norm: of this rank's last gradient, unscaled, before it was clipped; 0 before the first one
+            and where nothing is clipped.
+    """
+
+    def __init__(self, clip_norm: float | None, *, world_size: int) -> None:
+        self.norm = 0.0
+        self._clip_norm = clip_norm
+        self._world_size = world_size
+
+    @property
+    def is_on(self) -> bool:
+        """Whether gradients are clipped."""
+        return self._clip_norm is not None
+
+    def clip_(self, flats: Sequence[torch.Tensor], *, grad_scale: float) -> None:
+        """Clip the gradient that `flats` hold, times `grad_scale`, in place. One that is not finite
+        stays as it is, so that its step is skipped.
+        """
+        if self._clip_norm is None:
+            return
+        self.norm = _norm(flats) / grad_scale
+        limit = self._clip_norm * math.sqrt(self._world_size)
+        if math.isfinite(self.norm) and self.norm > limit:
+            for flat in flats:
+                flat.mul_(limit / self.norm)
+
+    def check(self, max_norm: float) -> None:
+        """Raise `ConfigError` unless gradients were clipped with the threshold `max_norm`."""
+        if self._clip_norm is None:
+            raise ConfigError(
+                "this strategy has selected entries within backward(), so clipping now would leave"
+                " what is too large in the residual, from where it comes back step by step; pass"
+                f" clip_norm={max_norm:g} to the strategy, which clips before it selects"
+            )
+        if max_norm != self._clip_norm:
+            raise ConfigError(
+                f"the strategy has clipped with clip_norm={self._clip_norm:g} already, and"
+                f" clip_grad_norm_() got max_norm={max_norm:g}; pass the same number to both"
+            )
+
+
+def _norm(flats: Sequence[torch.Tensor]) -> float:
+    """The norm of all together. One that overflows needs a second, slower look."""
+    for dtype in (torch.float32, torch.float64):
+        norms = [
+            float(torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, dtype)))
+            for flat in flats
+        ]
+        if math.isfinite(norm := math.hypot(*norms)):
+            break
+    return norm

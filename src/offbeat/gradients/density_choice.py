@@ -1,0 +1,194 @@
+"""`density="auto"`: as many entries as may travel without slowing training by more than a share of
+a step.
+
+    compute = the slowest rank's median seconds between two exchanges
+    allowed = budget * compute
+    dense, where that costs at most `allowed`; else the largest density whose cheapest exchange does
+
+Costs come from the links as `attach` measured them. The seconds between exchanges are measured all
+the time, and looked at after a few exchanges and then now and then, by all ranks together.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any, ClassVar, Final
+
+from typing_extensions import override
+
+from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
+from offbeat.gradients.exchange import ExchangeListener
+from offbeat.parts.part import Part
+from offbeat.transport.driver import Driver, Stream
+from offbeat.transport.operations import AllGather, Collective
+
+LEAST: Final = 0.001
+"""The density where no exchange is as cheap as the budget asks for: the paper's."""
+
+FIRST: Final = 0.01
+"""The density until the first choice."""
+
+_STEP: Final = 1.25
+"""Densities that are tried differ by this factor."""
+
+_CHANGE: Final = 1.5
+"""A new density differs from the old by at least this factor, so that it does not flutter with the
+measurements.
+"""
+
+_EARLY: Final = (4, 20, 100)
+_INTERVAL: Final = 500
+_REMEMBERED: Final = 20
+_SECONDS: Final = struct.Struct("<d")
+
+
+def affordable_density(
+    costs_s: Callable[[int], Mapping[str, float]], *, num_elements: int, allowed_s: float
+) -> float:
+    """The largest density whose exchange takes at most `allowed_s`; 1.0 where a dense one does.
+
+    Args:
+        costs_s: k -> expected seconds of one exchange by collective, "dense" among them.
+        num_elements: of the gradient.
+        allowed_s: seconds.
+
+    Returns:
+        A density in [`LEAST`, 1].
+    """
+    if costs_s(num_elements)["dense"] <= allowed_s:
+        return 1.0
+    density = LEAST
+    while (larger := density * _STEP) < 1.0:
+        sparse = [
+            cost
+            for name, cost in costs_s(max(1, round(larger * num_elements))).items()
+            if name != "dense"
+        ]
+        if min(sparse) > allowed_s:
+            break
+        density = larger
+    return density
+
+
+class Intervals(ExchangeListener):
+    """Measures the seconds from the end of one exchange to the beginning of the next.
+
+    Args:
+        over: is called at the end of each exchange.
+        now_s: a monotonic clock.
+    """
+
+    def __init__(self, over: Callable[[], None], now_s: Callable[[], float]) -> None:
+        self._over = over
+        self._now_s = now_s
+        self._ended_s: float | None = None
+        self._recent_s: deque[float] = deque(maxlen=_REMEMBERED)
+
+    @property
+    def median_s(self) -> float:
+        """Of the last ones; 0 where there is none yet."""
+        return median(self._recent_s) if self._recent_s else 0.0
+
+    @override
+    def on_bucket_sealed(self, number: int, *, is_last: bool, failed: bool) -> None:
+        if is_last and self._ended_s is not None:
+            self._recent_s.append(self._now_s() - self._ended_s)
+
+    @override
+    def on_exchange_settled(self, *, good: bool) -> None:
+        self._over()
+        self._ended_s = self._now_s()
+
+
+class AutoDensity(Part):
+    """The part behind `density="auto"`.
+
+    The density steers the numbers that training sees, so it is state: a resumed run begins with
+    that of the first one.
+
+    Args:
+        cheapest: knows what exchanges cost.
+        gradient: all buckets as one.
+        budget: share of the seconds between exchanges that an exchange may take, > 0.
+        driver: carries out the agreement.
+        stream: for it.
+        inform: is told what was chosen.
+        now_s: a monotonic clock.
+
+    Attributes:
+        density: of the next exchange.
+        intervals: has to listen to the exchange of gradients.
+    """
+
+    state_key: ClassVar[str] = "density_choice"
+
+    def __init__(
+        self,
+        cheapest: CheapestCollective,
+        *,
+        gradient: BucketKind,
+        budget: float,
+        driver: Driver,
+        stream: Stream,
+        inform: Callable[[str], None],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.density = FIRST
+        self._cheapest = cheapest
+        self._gradient = gradient
+        self._budget = budget
+        self._driver = driver
+        self._stream = stream
+        self._inform = inform
+        self._num_exchanges = 0
+        self.intervals = Intervals(self._exchange_over, now_s)
+
+    def _exchange_over(self) -> None:
+        # All ranks settle the same exchanges, so all of them come to the agreement here.
+        self._num_exchanges += 1
+        if self._num_exchanges in _EARLY or self._num_exchanges % _INTERVAL == 0:
+            self._choose()
+
+    def _choose(self) -> None:
+        compute_s = self._driver.run(_slowest(self.intervals.median_s), self._stream.next())
+        if compute_s == 0.0:  # right after a resume no rank has measured anything
+            return
+        allowed_s = self._budget * compute_s
+        density = affordable_density(
+            lambda k: self._cheapest.costs_s(self._gradient, k),
+            num_elements=self._gradient.num_elements,
+            allowed_s=allowed_s,
+        )
+        if density != 1.0 and 1 / _CHANGE < density / self.density < _CHANGE:
+            return
+        if density == self.density:
+            return
+        self.density = density
+        k = max(1, round(density * self._gradient.num_elements))
+        costs = self._cheapest.costs_s(self._gradient, k)
+        expected_s = costs["dense"] if density == 1.0 else min(costs.values())
+        chosen = "to send everything" if density == 1.0 else f"{density:.3g}"
+        self._inform(
+            f'density="auto" chose {chosen} after {self._num_exchanges} exchanges:'
+            f" {expected_s * 1e3:.2f} ms expected, {allowed_s * 1e3:.2f} ms allowed, which is"
+            f" {self._budget:g} of the {compute_s * 1e3:.1f} ms between exchanges"
+        )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"replicated": {"density": self.density, "num_exchanges": self._num_exchanges}}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.density = float(state["replicated"]["density"])
+        self._num_exchanges = int(state["replicated"]["num_exchanges"])
+
+
+def _slowest(mine_s: float) -> Collective[float]:
+    """The largest of what the ranks have measured."""
+    reports = yield AllGather(_SECONDS.pack(mine_s))
+    return max(float(_SECONDS.unpack(report)[0]) for report in reports)

@@ -1,0 +1,38 @@
+"""The fork server of the lab's workers: `python -m offbeat.lab.worker_server SOCKET`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+
+import numpy as np
+
+from offbeat.codec import kernels
+from offbeat.lab import worker
+from offbeat.lab.forking import serve, set_command_line
+from offbeat.lab.progress import PIPE_VARIABLE
+
+_IMPORTED_BY_A_FIRST_STEP = ("torch._dynamo",)
+
+
+def main() -> None:
+    """Import what workers need, and be one whenever the supervisor asks for one."""
+    for name in _IMPORTED_BY_A_FIRST_STEP:
+        importlib.import_module(name)
+    kernels.warm()
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        order = serve(control)
+    if order is None:
+        os._exit(0)
+    # From here on this is a worker. It is to be as a fresh interpreter would be.
+    np.random.seed()  # noqa: NPY002 - numpy seeds its global generator when it is imported
+    sys.argv = [worker.__file__, *order.arguments]
+    set_command_line([sys.executable, "-m", worker.__name__, *order.arguments])
+    os.environ[PIPE_VARIABLE] = str(order.descriptors[0])
+    worker.main_and_exit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""How the samples of a batch are read: by the training process when it asks for them, or ahead of
+time by worker processes.
+
+A loader says which samples belong to its next batch; a fetcher reads them. The worker processes are
+those of `torch.utils.data.DataLoader`, which asks for the next batch's samples while it reads this
+one's: as many batches ahead as it may.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from offbeat.errors import ConfigError
+
+
+class MapStyle(Protocol):
+    """A dataset that has a length, and whose samples can be read by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def require_map_style(dataset: object) -> int:
+    """The number of samples. Raises `ConfigError` for a dataset without a length, without samples
+    by number, or without any samples.
+    """
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ConfigError(
+            "the dataset must be of map style, with len(dataset) and dataset[i], got a"
+            f" {type(dataset).__name__}; samples of a stream cannot be shared out by number: put"
+            " them in a list, or feed your own loop"
+        )
+    if not (num_samples := len(dataset)):
+        raise ConfigError("the dataset is empty; is this the right split?")
+    return num_samples
+
+
+class Fetcher(ABC):
+    """Reads batches of one dataset.
+
+    Attributes:
+        num_samples: of the dataset.
+        batches_ahead: how many batches are read, or wait to be taken, while the training process
+            computes with the one before them; 0: it reads each batch itself.
+        spare_processes: how many worker processes that the user has asked for are not used.
+    """
+
+    num_samples: int
+    batches_ahead: int
+    spare_processes: int = 0
+
+    @abstractmethod
+    def batches(self, numbers: Iterable[list[int]], *, epoch: int) -> Iterator[Any]:
+        """One batch for each list of samples' numbers, in their order.
+
+        Each list is asked for as late as `batches_ahead` permits. Only the newest iterator may be
+        used. What reading raises takes the place of its batch, and the iterator goes on behind it.
+
+        Args:
+            numbers: of the samples of each batch.
+            epoch: to which they belong.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """End worker processes."""
+
+
+class ReadHere(Fetcher):
+    """Reads each batch in this process, when it is asked for.
+
+    Args:
+        dataset: of map style, with at least one sample.
+        collate: makes a batch of a list of samples.
+    """
+
+    def __init__(self, dataset: MapStyle, *, collate: Callable[[list[Any]], Any]) -> None:
+        self.num_samples, self.batches_ahead = len(dataset), 0
+        self._dataset, self._collate = dataset, collate
+
+    @override
+    def batches(self, numbers: Iterable[list[int]], *, epoch: int) -> Iterator[Any]:
+        # Not a generator, since that would end with the first sample that cannot be read.
+        return map(self._fetch, numbers)
+
+    def _fetch(self, numbers: list[int]) -> Any:
+        at_once = getattr(self._dataset, "__getitems__", None)
+        samples = at_once(numbers) if at_once else [self._dataset[number] for number in numbers]
+        return self._collate(samples)
+
+
+class ReadAhead(Fetcher):
+    """Reads batches as a `DataLoader` of the user's does, with its worker processes, its pinned
+    memory and whatever else it was given, except for its own division into batches.
+
+    Worker processes draw random numbers from a generator of their own unless the `DataLoader` has
+    one. So the training process draws the same numbers as without worker processes, and each rank's
+    workers draw others.
+
+    Args:
+        loader: the user's.
+        num_processes: how many worker processes read; 0: the training process does.
+        batches_each: how many batches each of them has at a time, >= 1.
+        seed: of their random numbers, with the rank and the epoch.
+        rank: this rank.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        num_processes: int,
+        batches_each: int,
+        seed: int,
+        rank: int,
+    ) -> None:
+        self.num_samples = len(loader.dataset)  # type: ignore[arg-type]  # it is of map style
+        self.batches_ahead = num_processes * batches_each
+        self.spare_processes = loader.num_workers - num_processes
+        self._loader, self._num_processes, self._batches_each = loader, num_processes, batches_each
+        self._seed, self._rank = seed, rank
+        self._reader: DataLoader[Any] | None = None
+        self._numbers = _Numbers()
+        self._epoch = -1
+
+    @override
+    def batches(self, numbers: Iterable[list[int]], *, epoch: int) -> Iterator[Any]:
+        if epoch != self._epoch and not self._loader.persistent_workers:
+            self.close()  # Processes that begin with an epoch see what the dataset is by then.
+        if self._reader is None:
+            self._reader = self._new_reader(epoch)
+        self._epoch, self._numbers.lists = epoch, numbers
+        return iter(self._reader)
+
+    def _new_reader(self, epoch: int) -> DataLoader[Any]:
+        given = self._loader
+        generator = given.generator
+        if generator is None:
+            state = np.random.SeedSequence((self._seed, self._rank, epoch)).generate_state(1)
+            generator = torch.Generator().manual_seed(int(state[0]))
+        of_processes: dict[str, Any] = {}
+        if self._num_processes:
+            # Within an epoch the same processes serve one mega-batch after the other.
+            of_processes = {
+                "prefetch_factor": self._batches_each,
+                "persistent_workers": True,
+                "timeout": given.timeout,
+                "worker_init_fn": given.worker_init_fn,
+                "multiprocessing_context": given.multiprocessing_context,
+            }
+        return DataLoader(
+            given.dataset,
+            batch_sampler=self._numbers,
+            num_workers=self._num_processes,
+            collate_fn=given.collate_fn,
+            pin_memory=given.pin_memory,
+            generator=generator,
+            **of_processes,
+        )
+
+    @override
+    def close(self) -> None:
+        # A DataLoader ends its processes when nothing refers to it any more.
+        self._reader, self._numbers.lists = None, ()
+
+
+class _Numbers:
+    """A batch sampler that is told anew what to yield, by a reader that lives longer."""
+
+    lists: Iterable[list[int]] = ()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.lists)

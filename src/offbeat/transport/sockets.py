@@ -1,0 +1,230 @@
+"""This process's TCP sockets, found by their addresses.
+
+gloo, ZeroMQ and the store of torch.distributed keep their sockets to themselves. Two things need
+them all the same:
+
+- gloo waits for ever for a peer that is frozen or cut off, and frees nothing when it is aborted.
+  It ends every wait once the kernel says that the connection is over, so `shut_down` makes the
+  kernel say so.
+- A forked child, such as a worker of a DataLoader, holds a copy of every socket. A connection ends
+  only when all copies are closed, so peers would take a rank that was killed for alive until its
+  children have ended too. Sockets that are `closed_in_children` are closed there at once.
+
+Descriptors are read from /dev/fd at that moment. A list made beforehand would be wrong: libraries
+close and open sockets as connections come and go, and the kernel uses descriptors again.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+Address: TypeAlias = tuple[str, int]
+"""Numeric host, and port."""
+
+_DESCRIPTORS: Final = "/dev/fd"
+
+
+@dataclass(frozen=True, slots=True)
+class SocketAddresses:
+    """Which sockets are meant.
+
+    Attributes:
+        local: sockets bound to one of these: those that listen there, and the connections that
+            they have accepted.
+        remote: sockets connected to one of these.
+    """
+
+    local: frozenset[Address] = frozenset()
+    remote: frozenset[Address] = frozenset()
+
+    def __or__(self, other: SocketAddresses) -> SocketAddresses:
+        return SocketAddresses(self.local | other.local, self.remote | other.remote)
+
+    def holds(self, end: socket.socket) -> bool:
+        """Whether `end` is one of them."""
+        return _address(end.getsockname) in self.local or _address(end.getpeername) in self.remote
+
+
+def parsed_address(text: str) -> Address:
+    """The address in "host:port", "[host]:port" or "tcp://host:port"."""
+    host, _, port = text.rpartition("://")[2].rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def listening_at(host: str) -> set[Address]:
+    """The addresses of `host` at which this process listens."""
+    found: set[Address] = set()
+    for descriptor in _descriptors():
+        with suppress(OSError), _end(descriptor) as end:
+            if _listens(end):
+                address = _address(end.getsockname)
+                if address is not None and address[0] == host:
+                    found.add(address)
+    return found
+
+
+def of_service(port: int) -> SocketAddresses:
+    """Where this process is connected to `port` of any host, and where it serves that port itself;
+    for a service of which only the port is known.
+    """
+    serving, local, remote = False, set(), set()
+    for descriptor in _descriptors():
+        with suppress(OSError), _end(descriptor) as end:
+            here, there = _address(end.getsockname), _address(end.getpeername)
+            if here is not None and here[1] == port:
+                local.add(here)
+                serving |= _listens(end)
+            elif there is not None and there[1] == port:
+                remote.add(there)
+    return SocketAddresses(frozenset(local if serving else ()), frozenset(remote))
+
+
+def ends_towards(port: int) -> frozenset[Address]:
+    """This process's own ends of its connections to `port` of any host."""
+    found: set[Address] = set()
+    for descriptor in _descriptors():
+        with suppress(OSError), _end(descriptor) as end:
+            here, there = _address(end.getsockname), _address(end.getpeername)
+            if here is not None and there is not None and there[1] == port:
+                found.add(here)
+    return frozenset(found)
+
+
+def limit_answers(which: SocketAddresses, seconds: float) -> SocketAddresses:
+    """Let reads from these sockets, by whatever library, fail after so long without an answer; 0
+    means never. Returns those that had another limit.
+    """
+    whole = int(seconds)
+    limit = struct.pack("ll", whole, int(1e6 * (seconds - whole)))
+    changed: set[Address] = set()
+    for descriptor in _descriptors():
+        with suppress(OSError), _end(descriptor) as end:
+            if not which.holds(end) or _listens(end):
+                continue
+            if end.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, len(limit)) != limit:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+                if (here := _address(end.getsockname)) is not None:
+                    changed.add(here)
+    return SocketAddresses(local=frozenset(changed))
+
+
+def shut_down(which: SocketAddresses) -> None:
+    """End these connections, at both of their ends, but go on listening. What waits for them, on
+    any thread, is woken and fails. What was sent before is still delivered.
+    """
+    for descriptor in _descriptors():
+        with suppress(OSError):
+            # A copy is looked at and shut down, since the owner may close the descriptor meanwhile
+            # and its number may come to mean something else.
+            copy = os.dup(descriptor)
+            try:
+                with _end(copy) as end:
+                    # gloo ends the process when its listening socket fails.
+                    if which.holds(end) and not _listens(end):
+                        end.shutdown(socket.SHUT_RDWR)
+            finally:
+                os.close(copy)
+
+
+def keep_from_programs(which: SocketAddresses) -> None:
+    """Let no program that this process starts inherit these sockets."""
+    for descriptor in _descriptors():
+        with suppress(OSError), _end(descriptor) as end:
+            if which.holds(end):
+                os.set_inheritable(descriptor, False)
+
+
+def closed_in_children(which: SocketAddresses) -> Callable[[], None]:
+    """Have these sockets closed in every child that is forked from now on. The connections live on
+    in this process.
+
+    Returns:
+        What ends this.
+    """
+    key = object()
+    _owned[key] = which
+    return lambda: _forget(key)
+
+
+_owned: dict[object, SocketAddresses] = {}
+
+
+def _forget(key: object) -> None:
+    _owned.pop(key, None)
+
+
+def _close_in_child() -> None:
+    # No lock may be taken here: the thread that held it does not exist in the child.
+    if not _owned:
+        return
+    which = SocketAddresses()
+    for owned in list(_owned.values()):
+        which |= owned
+    _owned.clear()
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for descriptor in _descriptors():
+        with suppress(OSError):
+            with _end(descriptor) as end:
+                is_ours = which.holds(end)
+            if is_ours:
+                # The number stays in use: a destructor that runs in the child would otherwise close
+                # whatever the child has opened under it. Closing, unlike `shutdown`, does not
+                # concern the parent.
+                os.dup2(nothing, descriptor, inheritable=False)
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _descriptors() -> Iterator[int]:
+    """The descriptors of this process that are sockets."""
+    try:
+        descriptors = [int(entry.name) for entry in Path(_DESCRIPTORS).iterdir()]
+    except OSError:  # a platform without it
+        return
+    for descriptor in descriptors:
+        with suppress(OSError):  # the one that the list was read by is closed already
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                yield descriptor
+
+
+@contextmanager
+def _end(descriptor: int) -> Iterator[socket.socket]:
+    """The socket behind `descriptor`, which stays open and as it is.
+
+    Without the flag, Python would make it non-blocking where `socket.setdefaulttimeout` was used.
+    """
+    flag = getattr(socket, "SOCK_NONBLOCK", 0)
+    end = socket.socket(type=socket.SOCK_STREAM | flag, proto=0, fileno=descriptor)
+    try:
+        yield end
+    finally:
+        end.detach()
+
+
+def _listens(end: socket.socket) -> bool:
+    return bool(end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _address(of: Callable[[], object]) -> Address | None:
+    """What `getsockname` or `getpeername` says; None where there is no such address."""
+    try:
+        name = of()
+    except OSError:
+        return None
+    if not isinstance(name, tuple) or len(name) < 2:
+        return None  # not a socket of IP
+    host, port = name[:2]
+    numeric = ipaddress.ip_address(str(host).partition("%")[0])
+    mapped = getattr(numeric, "ipv4_mapped", None)
+    return str(mapped or numeric), int(port)

@@ -1,0 +1,109 @@
+"""Messages that are damaged: whatever bytes come, they are read or refused."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuzz_support import altered_bytes, bounded_memory, succeeds_or_refuses
+from offbeat.codec.model_wire import MessageKind, ModelMessage, Note
+from offbeat.codec.row_sets import decode_rows, encode_rows
+from offbeat.codec.sparse import Sparse
+from offbeat.codec.tally import Tally
+from offbeat.codec.value_codecs import BFloat16Values, Float32Values, Float64Values, ValueCodec
+from offbeat.codec.wire import Wire
+from offbeat.errors import WireError
+
+MIB = 1 << 20
+NUM_ELEMENTS = 1 << 20
+TALLY = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(3, np.bool_))
+
+
+def wire_of(values: ValueCodec, num_elements: int = NUM_ELEMENTS) -> Wire:
+    return Wire(
+        num_elements=num_elements, num_parameters=3, dtype=np.dtype(np.float32), values=values
+    )
+
+
+def message(values: ValueCodec, indices: list[int], num_elements: int = NUM_ELEMENTS) -> bytes:
+    sparse = Sparse(
+        indices=np.array(indices, np.int64),
+        values=np.arange(1, len(indices) + 1, dtype=np.float32),
+        num_elements=num_elements,
+    )
+    return wire_of(values, num_elements).encode(sparse, TALLY)[0]
+
+
+@pytest.mark.parametrize("values", [Float32Values(), Float64Values(), BFloat16Values()], ids=repr)
+@pytest.mark.parametrize("num_elements", [NUM_ELEMENTS, 1 << 40])
+@given(data=st.data())
+def test_a_sparse_message_is_read_or_refused(
+    values: ValueCodec, num_elements: int, data: st.DataObject
+) -> None:
+    near, far = [1, 2, 70_000], [5, num_elements - 1]
+    content = message(values, data.draw(st.sampled_from([[], near, far])), num_elements)
+    payload = data.draw(altered_bytes(content) | st.binary(max_size=80))
+    wire = wire_of(values, num_elements)
+
+    def read() -> None:
+        sparse, _ = wire.decode(payload)
+        # What is read may be used as it is: indices without a check lead into other memory.
+        assert (np.diff(sparse.indices) > 0).all()
+        assert sparse.indices.size == sparse.values.size
+        assert not sparse.indices.size or 0 <= sparse.indices[0] <= sparse.indices[-1]
+        assert not sparse.indices.size or sparse.indices[-1] < num_elements
+
+    succeeds_or_refuses(read)
+
+
+@pytest.mark.parametrize("count", [1 << 31, 1 << 62, (1 << 64) - 1])
+def test_a_message_that_announces_many_values_takes_no_memory(count: int) -> None:
+    payload = bytearray(message(Float32Values(), [1, 2]))
+    payload[16:24] = struct.pack("<Q", count)
+    with bounded_memory(MIB), pytest.raises(WireError, match="should have"):
+        wire_of(Float32Values()).decode(payload)
+
+
+MODEL = ModelMessage(
+    kind=MessageKind.AVERAGE,
+    generation=1,
+    version=2,
+    step=3,
+    weight=1.0,
+    num_elements=10,
+    begin=2,
+    counters=np.arange(2),
+    values=np.ones(3, np.float32),
+    notes=(Note(weight=1.0, step=1, fresh=True),),
+).to_bytes()
+
+
+@given(altered_bytes(MODEL) | st.binary(max_size=120))
+def test_a_message_of_a_model_is_read_or_refused(payload: bytes) -> None:
+    succeeds_or_refuses(lambda: ModelMessage.from_bytes(payload))
+
+
+@pytest.mark.parametrize("field", [56, 64, 72])
+@pytest.mark.parametrize("count", [1 << 40, (1 << 64) - 1])
+def test_a_message_of_a_model_that_announces_much_takes_no_memory(field: int, count: int) -> None:
+    payload = bytearray(MODEL)
+    payload[field : field + 8] = struct.pack("<Q", count)
+    with bounded_memory(MIB), pytest.raises(WireError):
+        ModelMessage.from_bytes(payload)
+
+
+@given(
+    altered_bytes(encode_rows(np.arange(1000) % 300 == 0)) | st.binary(max_size=200),
+    st.sampled_from([0, 1, 1000]),
+)
+def test_a_set_of_rows_is_read_or_refused(payload: bytes, num_rows: int) -> None:
+    succeeds_or_refuses(lambda: decode_rows(payload, num_rows))
+
+
+@given(altered_bytes(TALLY.to_bytes()) | st.binary(max_size=40))
+def test_a_tally_is_read_or_refused(payload: bytes) -> None:
+    succeeds_or_refuses(lambda: Tally.from_bytes(payload, num_parameters=3))

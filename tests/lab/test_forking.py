@@ -1,0 +1,282 @@
+"""Processes from a fork server are like those of fresh interpreters, and children of who asks for
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab_support import fork_server
+from offbeat.lab.forked_workers import WorkerForks
+from offbeat.lab.forking import ForkedProcess, ForkServer, ForkServerError
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(sys.platform != "linux", reason="fork servers need Linux"),
+]
+
+MODULE = "lab_support.fork_server"
+DEADLINE_S = 30.0
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | variables
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    with closing(ForkServer(MODULE, environment(OF_THE_SERVER="1"))) as server:
+        yield server
+
+
+class Forker:
+    """A process, and the ends of its pipes."""
+
+    def __init__(self, server: ForkServer, log: Path, *arguments: str, **options: Any) -> None:
+        stdin, self.to_stdin = os.pipe()
+        self.answers, answers = os.pipe()
+        try:
+            with log.open("ab") as output:
+                self.process: ForkedProcess = server.fork(
+                    arguments,
+                    environment=options.pop("environment", environment()),
+                    stdin=stdin,
+                    output=output.fileno(),
+                    descriptors=[answers],
+                    **options,
+                )
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(stdin)
+            os.close(answers)
+
+    def close_stdin(self) -> None:
+        os.close(self.to_stdin)
+        self.to_stdin = -1
+
+    def answer(self) -> str:
+        return os.read(self.answers, 1 << 16).decode()
+
+    def close(self) -> None:
+        for descriptor in {self.to_stdin, self.answers} - {-1}:
+            os.close(descriptor)
+
+
+def ended(pid: int, within_s: float = DEADLINE_S) -> bool:
+    """Wait for a process that need not be a child of this one."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], within_s)[0])
+    finally:
+        os.close(handle)
+
+
+def test_a_forked_process_is_what_a_fresh_one_would_be(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wanted = environment(OF_THE_PROCESS="2")
+    log = tmp_path / "log"
+    command = ["describe", "some.module", str(tmp_path / "config.json")]
+    with closing(Forker(server, log, *command, environment=wanted)) as forked:
+        assert forked.process.poll() is None
+        os.write(forked.to_stdin, b"typed")
+        forked.close_stdin()
+        seen = json.loads(forked.answer())
+        pid = forked.process.pid
+        assert (seen["pid"], seen["parent"], seen["session"]) == (pid, os.getpid(), pid)
+        assert seen["directory"] == seen["modules"] == str(tmp_path)
+        assert seen["environment"] == wanted
+        assert len(seen["descriptors"]) == 5  # its standard ones, the pipe, and that of the listing
+        assert seen["inheritable"] == [False]
+        assert seen["stdin"] == "typed"
+        assert seen["command"] == f"python\0-m\0some.module\0{tmp_path / 'config.json'}"
+        assert forked.process.wait() == forked.process.returncode == 5
+    assert sorted(log.read_text().split()) == ["complained", "printed"]
+
+
+def test_a_long_command_line_is_cut_off(server: ForkServer, tmp_path: Path) -> None:
+    with closing(Forker(server, tmp_path / "log", "describe", "m" * 10_000)) as forked:
+        forked.close_stdin()
+        assert json.loads(forked.answer())["command"].startswith("python\0-m\0mmmm")
+        assert forked.process.wait() == 5
+
+
+def test_a_death_is_seen_and_the_server_goes_on(server: ForkServer, tmp_path: Path) -> None:
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        with closing(Forker(server, tmp_path / "log", "wait")) as forked:
+            forked.process.send_signal(number)
+            assert forked.process.wait() == -number
+            forked.process.send_signal(number)  # its number may be another's by now
+            assert forked.process.poll() == -number
+
+
+def test_processes_outlive_their_server(server: ForkServer, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with closing(Forker(server, log, "wait")) as forked:
+        server.close()
+        assert forked.process.poll() is None
+        with pytest.raises(ForkServerError, match="the fork server has failed"):
+            Forker(server, log, "wait")
+        forked.close_stdin()
+        assert forked.process.wait() == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
+def test_a_forked_process_enters_a_network_namespace(server: ForkServer, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        ["unshare", "--net", "sh", "-c", "echo; read line"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as elsewhere:
+        assert elsewhere.stdout is not None
+        elsewhere.stdout.readline()
+        namespace = Path(f"/proc/{elsewhere.pid}/ns/net")
+        with closing(Forker(server, tmp_path / "log", "describe", namespace=namespace)) as forked:
+            forked.close_stdin()
+            assert json.loads(forked.answer())["network"] == str(namespace.readlink())
+            assert namespace.readlink() != Path("/proc/self/ns/net").readlink()
+            assert forked.process.wait() == 5
+
+
+def test_a_namespace_that_is_not_there_is_an_error(server: ForkServer, tmp_path: Path) -> None:
+    with pytest.raises(ForkServerError, match="FileNotFoundError.*no-such-namespace"):
+        Forker(server, tmp_path / "log", "wait", namespace=tmp_path / "no-such-namespace")
+    with closing(Forker(server, tmp_path / "log", "wait")) as forked:
+        forked.close_stdin()
+        assert forked.process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        (fork_server.FAILS, "the fork server has ended: ImportError: no such thing"),
+        (fork_server.HAS_A_THREAD, "not ready: it has 2 threads"),
+    ],
+)
+def test_a_server_that_cannot_fork_says_why(tmp_path: Path, variable: str, message: str) -> None:
+    with (
+        closing(ForkServer(MODULE, environment(**{variable: str(tmp_path)}))) as server,
+        pytest.raises(ForkServerError, match=message),
+    ):
+        Forker(server, tmp_path / "log", "wait")
+    assert not server.has_forked
+
+
+def test_what_the_server_printed_stands_in_the_log_of_each_process(tmp_path: Path) -> None:
+    with closing(ForkServer(MODULE, environment(**{fork_server.PRINTS: "1"}))) as server:
+        for name in ("one", "two"):
+            with closing(Forker(server, tmp_path / name, "wait")) as forked:
+                forked.close_stdin()
+                forked.process.wait()
+            assert (tmp_path / name).read_text() == "deprecated\n"
+
+
+SUPERVISOR = """
+import os, sys
+from offbeat.lab.forked_workers import WorkerForks
+
+stdin, to_stdin = os.pipe()
+WorkerForks("lab_support.fork_server").fork(
+    ["wait"], environment=dict(os.environ), stdin=stdin, output=2, pipe=1, namespace=None
+)
+if os.fork() == 0:  # lives longer than this process, with a copy of each descriptor
+    os.close(to_stdin)
+    os.close(1)
+sys.stdin.read()
+"""
+
+
+def test_nobody_is_left_when_the_supervisor_is_killed() -> None:
+    """Neither the server, though a process that the supervisor forked by itself lives on."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        server, worker = map(int, supervisor.stdout.readline().split())
+        assert not ended(server, 0)
+        supervisor.kill()
+        assert ended(worker)
+        assert ended(server)
+
+
+@pytest.fixture
+def forks() -> Iterator[WorkerForks]:
+    with closing(WorkerForks(MODULE)) as forks:
+        yield forks
+
+
+def server_of(forks: WorkerForks, log: Path, **variables: str) -> int:
+    """The server that forks a worker with such an environment."""
+    reading, writing = os.pipe()
+    with log.open("ab") as output, Path(os.devnull).open("rb") as nothing, open(reading) as answers:
+        try:
+            process = forks.fork(
+                ["wait"],
+                environment=environment(**variables),
+                stdin=nothing.fileno(),
+                output=output.fileno(),
+                pipe=writing,
+                namespace=None,
+            )
+        finally:
+            os.close(writing)
+        server, pid = map(int, answers.read().split())
+        assert pid == process.pid
+        assert process.wait() == 0
+    return server
+
+
+def test_one_server_forks_all_workers_of_the_same_circumstances(
+    forks: WorkerForks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    server = server_of(forks, log)
+    assert server_of(forks, log, RANK="1", MASTER_PORT="80", OFFBEAT_INTERFACE="lo") == server
+    monkeypatch.chdir(tmp_path)
+    assert server_of(forks, log) == server
+    assert server_of(forks, log, NUMBA_NUM_THREADS="2") != server
+    assert ended(server)
+
+
+def test_what_processes_inherit_is_of_the_circumstances(forks: WorkerForks, tmp_path: Path) -> None:
+    server = server_of(forks, tmp_path / "log")
+    before = os.umask(0o077)
+    try:
+        assert server_of(forks, tmp_path / "log") != server
+    finally:
+        os.umask(before)
+
+
+def test_a_server_that_was_killed_is_replaced(forks: WorkerForks, tmp_path: Path) -> None:
+    server = server_of(forks, tmp_path / "log")
+    os.kill(server, signal.SIGKILL)
+    assert ended(server)
+    assert server_of(forks, tmp_path / "log") != server
+
+
+def test_a_server_that_cannot_fork_is_started_once(forks: WorkerForks, tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ForkServerError, match="no such thing"):
+            server_of(forks, tmp_path / "log", **{fork_server.FAILS: str(tmp_path)})
+    assert len(list(tmp_path.glob("started-*"))) == 1
+    assert server_of(forks, tmp_path / "log") > 0

@@ -1,0 +1,319 @@
+"""Batches are read ahead of the one that is computed: what was claimed for them and not used comes
+again, whoever dies, stops or is saved when.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count, islice
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+from typing_extensions import override
+
+from offbeat.megabatch.claims import (
+    Claim,
+    ClaimLog,
+    ClaimRound,
+    MegaBatchShare,
+    MergedRound,
+    SampleRange,
+)
+from offbeat.megabatch.fetching import Fetcher
+from offbeat.megabatch.loader import DispatchLoader, DispatchPolicy, order_of
+
+SEED = 1
+
+
+class NumbersAhead(Fetcher):
+    """Batches that are the numbers of their samples, asked for as worker processes ask for them."""
+
+    def __init__(self, num_samples: int, *, batches_ahead: int, spare_processes: int = 0) -> None:
+        self.num_samples, self.batches_ahead = num_samples, batches_ahead
+        self.spare_processes = spare_processes
+
+    @override
+    def batches(self, numbers: Iterable[list[int]], *, epoch: int) -> Iterator[list[int]]:
+        lists = iter(numbers)
+        reading = deque(islice(lists, self.batches_ahead))
+        while True:
+            reading.extend(islice(lists, 1))
+            if not reading:
+                return
+            yield reading.popleft()
+
+
+class WaitingError(Exception):
+    """A collective call waits for other ranks; it is to be made again."""
+
+
+class Peers:
+    """What the ranks of one process tell each other, and what they have merged."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.store = HashStore()
+        self.living = set(range(num_ranks))
+        self.merged: Counter[int] = Counter()
+        self.num_changes = 0
+        """Of what the answer to a collective call depends on."""
+        self._told: dict[int, Any] = {}
+        self._answer: dict[int, Any] | None = None
+        self._to_hear: set[int] = set()
+
+    def exchange(self, rank: int, value: Any) -> dict[int, Any]:
+        """All ranks' values. One that dies after it has told its value is heard, too."""
+        self._to_hear &= self.living
+        if not self._to_hear:
+            self._answer = None
+        if self._answer is None:
+            self._told[rank] = value
+            if not self.living <= self._told.keys():
+                raise WaitingError
+            self._answer, self._to_hear = dict(sorted(self._told.items())), set(self.living)
+            self._told = {}
+            self.num_changes += 1
+            for share in self._answer.values():
+                if isinstance(share, MegaBatchShare):
+                    self.note_merged(share)
+        if rank not in self._to_hear:
+            raise WaitingError
+        self._to_hear.remove(rank)
+        self.num_changes += 1
+        return self._answer
+
+    def leave_out(self, rank: int) -> None:
+        """The others go on without what this rank has told, and it without what they have."""
+        self._told.pop(rank, None)
+        self._to_hear.discard(rank)
+        self.num_changes += 1
+
+    def die(self, rank: int) -> None:
+        self.living.remove(rank)
+        self.num_changes += 1
+
+    def note_merged(self, share: MegaBatchShare) -> None:
+        self.merged.update(
+            position for claim in share.claims for span in claim.spans for position in range(*span)
+        )
+
+
+class Policy(DispatchPolicy):
+    """Batches of three samples, and merges of nothing."""
+
+    smallest_claim = 2
+    base_batch_size = 3
+    batch_size = 3
+    largest_batch = 4
+    shares_equally = False
+    is_left_out = False
+    mega_batch = 12
+
+    def __init__(self, rank: int, peers: Peers) -> None:
+        self.joined_by: MergedRound | None = None
+        self.num_merged = 0
+        self.ranks = tuple(sorted(peers.living))
+        self.batch_sizes = (self.batch_size,) * len(self.ranks)
+        self._rank, self._peers = rank, peers
+
+    @override
+    def gather(self, value: Any) -> Mapping[int, Any]:
+        return self._peers.exchange(self._rank, value)
+
+    @override
+    def set_memory_limits(self, limits: Mapping[int, int | None]) -> None:
+        """There are none."""
+
+    @override
+    def synchronize(self) -> None:
+        """Nothing is computed."""
+
+    @override
+    def mega_batches_merged(self, count: int) -> None:
+        self.num_merged += count
+
+    @override
+    def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
+        told = self._peers.exchange(self._rank, None if self.is_left_out else share)
+        self.is_left_out = False
+        shares = [share for share in told.values() if share is not None]
+        self.ranks = tuple(sorted(self._peers.living))
+        self.batch_sizes = (self.batch_size,) * len(self.ranks)
+        return MergedRound(claim_round=claim_round, shares=tuple(shares), ranks=self.ranks)
+
+
+class Worker:
+    """A rank with a loader, which does one thing at a time."""
+
+    def __init__(self, rank: int, peers: Peers, *, num_samples: int, ahead: int) -> None:
+        self.policy = Policy(rank, peers)
+        self.loader = DispatchLoader(
+            NumbersAhead(num_samples, batches_ahead=ahead),
+            log=ClaimLog(peers.store),
+            policy=self.policy,
+            seed=SEED,
+            rank=rank,
+            notify=lambda remark: None,
+        )
+        self.has_begun = False
+        self._peers, self._waits_since = peers, -1
+        self._num_samples = num_samples
+        self._batches: Iterator[list[int]] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing has changed since it found that it has to wait."""
+        return self._waits_since == self._peers.num_changes
+
+    def advance(self) -> None:
+        """Compute a batch, or merge if all others are ready to."""
+        if self._batches is None:
+            self._batches = self.loader.one_mega_batch()
+        try:
+            samples = next(self._batches)
+        except (StopIteration, WaitingError) as ended:
+            self.stop()
+            if isinstance(ended, WaitingError):
+                self._waits_since = self._peers.num_changes
+            return
+        self.has_begun = True
+        self.loader.on_after_step()
+        spans = self.loader.state_dict()["local"]["claims"][-1]
+        order = order_of(self._num_samples, seed=SEED, epoch=self.loader.epoch)
+        assert samples == [index for begin, end in spans for index in order[begin:end]]
+
+    def stop(self) -> None:
+        """Leave the loop over the batches; a later one goes on behind it."""
+        self._batches = None
+
+
+settings = {
+    "num_samples": st.integers(1, 40),
+    "ahead": st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    "data": st.data(),
+}
+
+
+@given(**settings)
+def test_every_sample_is_merged_once_whoever_dies_or_stops(
+    num_samples: int, ahead: list[int], data: st.DataObject
+) -> None:
+    peers = Peers(len(ahead))
+    workers = [
+        Worker(rank, peers, num_samples=num_samples, ahead=by) for rank, by in enumerate(ahead)
+    ]
+    while True:
+        knowing = [rank for rank in peers.living if not workers[rank].policy.is_left_out]
+        if all(workers[rank].loader.epoch for rank in knowing):
+            break
+        rank = data.draw(
+            st.sampled_from(
+                [
+                    rank
+                    for rank in sorted(peers.living)
+                    if not workers[rank].loader.epoch and not workers[rank].waits
+                ]
+            )
+        )
+        worker = workers[rank]
+        fate = data.draw(st.sampled_from(["goes on"] * 9 + ["stops", "dies", "is left out"]))
+        can_be_spared = len(knowing) > 1 and not any(workers[r].loader.epoch for r in knowing)
+        if fate == "stops":
+            worker.stop()
+        elif fate == "dies" and can_be_spared:
+            peers.die(rank)
+            continue
+        elif fate == "is left out" and can_be_spared and worker.has_begun:
+            worker.policy.is_left_out = True
+            peers.leave_out(rank)
+        worker.advance()
+    assert peers.merged == Counter(range(num_samples))
+
+
+@given(**settings, moves=st.integers(0, 30))
+def test_what_was_claimed_ahead_is_not_saved(
+    num_samples: int, ahead: list[int], moves: int, data: st.DataObject
+) -> None:
+    peers = Peers(len(ahead))
+    workers = [
+        Worker(rank, peers, num_samples=num_samples, ahead=by) for rank, by in enumerate(ahead)
+    ]
+    for _ in range(moves):
+        busy = [worker for worker in workers if not worker.loader.epoch and not worker.waits]
+        if busy:
+            data.draw(st.sampled_from(busy)).advance()
+    while len({(w.loader.epoch, w.loader.mega_batch) for w in workers}) > 1:
+        min(workers, key=lambda worker: worker.loader.num_merged).advance()
+    states = [worker.loader.state_dict() for worker in workers]
+    resumed = Peers(len(ahead))
+    resumed.merged = Counter(peers.merged)
+    workers = [
+        Worker(rank, resumed, num_samples=num_samples, ahead=by) for rank, by in enumerate(ahead)
+    ]
+    for worker, state in zip(workers, states, strict=True):
+        worker.loader.load_state_dict(state)
+    while busy := [w for w in workers if not w.loader.epoch and not w.waits]:
+        data.draw(st.sampled_from(busy)).advance()
+    assert resumed.merged == Counter(range(num_samples))
+
+
+def test_a_rank_claims_as_far_ahead_as_it_may() -> None:
+    """Two ranks: one takes a batch while it computes, the other has none ahead."""
+    peers = Peers(2)
+    eager, plain = (Worker(rank, peers, num_samples=12, ahead=by) for rank, by in enumerate((1, 0)))
+    for worker in (eager, plain, eager):  # which agree where to begin, and take a batch
+        worker.advance()
+    samples_per_claim = 3
+    assert peers.store.add("claims/given/0", 0) == samples_per_claim * (2 + 1)
+
+
+def test_a_rank_that_joins_makes_up_for_the_merges_that_it_has_missed() -> None:
+    """Mega-batches have ten samples: it comes in when the second of the second epoch is over."""
+    peers = Peers(2)
+    policy = Policy(1, peers)
+    over = ClaimRound(epoch=1, mega_batch=1, round=4, retry=0, spans=(SampleRange(10, 20),))
+    claims = (Claim(over.spans),)
+    share = MegaBatchShare(rank=0, claims=claims, updates=1, batch_size=10, busy_s=1.0)
+    policy.joined_by = MergedRound(claim_round=over, shares=(share,), ranks=(0, 1))
+    loader = DispatchLoader(
+        NumbersAhead(30, batches_ahead=0),
+        log=ClaimLog(peers.store),
+        policy=policy,
+        seed=SEED,
+        rank=1,
+        notify=lambda remark: None,
+    )
+    assert (loader.epoch, loader.mega_batch) == (1, 2)
+    assert policy.num_merged == loader.num_merged == 3 + 2
+
+
+class Ticking:
+    """A clock that goes on by a second whenever it is looked at."""
+
+    def __init__(self) -> None:
+        self._now_s = count()
+
+    def __call__(self) -> float:
+        return next(self._now_s)
+
+
+@pytest.mark.parametrize(("spare", "said"), [(0, 0), (3, 1)])
+def test_waiting_for_data_is_said_once_if_there_is_a_remedy(spare: int, said: int) -> None:
+    notices: list[str] = []
+    peers = Peers(1)
+    loader = DispatchLoader(
+        NumbersAhead(48, batches_ahead=1, spare_processes=spare),
+        log=ClaimLog(peers.store),
+        policy=Policy(0, peers),
+        seed=SEED,
+        rank=0,
+        notify=notices.append,
+        clock=Ticking(),
+    )
+    for _ in loader:
+        loader.on_after_step()
+    assert len(notices) == said
+    assert all("claims_ahead=2" in notice and "of the 4 worker" in notice for notice in notices)

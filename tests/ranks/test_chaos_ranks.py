@@ -1,0 +1,39 @@
+"""A minute's worth of the fault matrix; `make chaos` runs all of it (docs/faults.md)."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from chaos_support.matrix import Cell
+from chaos_support.play import Stage
+from ranks_support.templates import Templates
+
+pytestmark = pytest.mark.ranks
+
+CELLS = (
+    ("killed", "GTopK"),
+    ("killed-in-exchange", "LocalSGD"),
+    ("killed-while-saving", "WAGMA"),
+    ("stopped-short", "AllReduce"),
+    ("exception", "EagerSGD"),
+    ("nan", "SPDKFAC"),
+    ("other-option", "AdaptiveSGD"),
+    ("fewer-steps", "DPSGD"),
+)
+SLACK = 3.0
+"""The tests may share the machine; what hangs is found all the same."""
+
+
+def test_what_is_promised_under_faults_is_kept(templates: Templates, tmp_path: Path) -> None:
+    cells = [Cell(strategy=strategy, fault=fault, slack=SLACK) for fault, strategy in CELLS]
+    with Stage(tmp_path, templates) as stage, ThreadPoolExecutor(3) as pool:
+        outcomes = pool.map(stage.play, cells)
+        broken = {
+            cell.name: str(outcome)
+            for cell, outcome in zip(cells, outcomes, strict=True)
+            if outcome.wrong
+        }
+    assert not broken

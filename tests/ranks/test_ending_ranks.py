@@ -1,0 +1,229 @@
+"""What every rank holds when its session has ended, on real processes and real sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import offbeat
+from offbeat.errors import NonFiniteError, OffbeatError
+from offbeat.session.at_exit import close_open_sessions
+from offbeat.strategies.averaging import AveragingStrategy
+from rank_jobs import megabatch
+from rank_jobs.averaging import make_net, sgd, train
+from rank_jobs.regression import fingerprint
+from ranks_support.launch import RunRanks
+
+pytestmark = pytest.mark.ranks
+
+IN_STEP: dict[str, AveragingStrategy] = {
+    "localsgd": offbeat.LocalSGD(period=3),
+    "localsgd at an average": offbeat.LocalSGD(period=2),
+    "diloco": offbeat.LocalSGD(period=3, outer="diloco"),
+    "dpsgd": offbeat.DPSGD(),
+    "sgp": offbeat.SGP(),
+    "crossbow": offbeat.Crossbow(),
+    "elasticsgd": offbeat.ElasticSGD(mega_batch=36, batch_size=4),
+}
+BESIDE: dict[str, AveragingStrategy] = {
+    "wagma": offbeat.WAGMA(period=3),
+    "adpsgd": offbeat.ADPSGD(),
+    "eagersgd": offbeat.EagerSGD(period=3),
+}
+
+
+STEPS_LEFT_AFTER = [1, 4, 6]
+
+
+def state_of(net: torch.nn.Module) -> list[float]:
+    return torch.cat([t.double().flatten() for t in net.state_dict().values()]).tolist()
+
+
+def ended(rank: int, world_size: int) -> dict[str, Any]:
+    """By strategy: this rank's model before the end and after it, and that of one that keeps its
+    own.
+    """
+    results = {}
+    for label, strategy in {**IN_STEP, **BESIDE}.items():
+        net = make_net()
+        optimizer = sgd(net)
+        with offbeat.attach(net, optimizer, strategy) as session:
+            train(net, optimizer, rank, range(4))
+            weight = session.averaging_weight
+            before, print_before = state_of(net), fingerprint(net)
+            momentum = state_of_optimizer(optimizer)
+        session.close()
+        results[label] = {
+            "before": before,
+            "weight": weight,
+            "after": state_of(net),
+            "prints": [print_before, fingerprint(net)],
+            "momentum kept": momentum == state_of_optimizer(optimizer),
+        }
+    net = make_net()
+    optimizer = sgd(net)
+    with offbeat.attach(net, optimizer, offbeat.LocalSGD(period=3), finish="keep"):
+        train(net, optimizer, rank, range(4))
+        before = state_of(net)
+    results["adaptive, left early"] = left_early(rank)
+    results["kept"] = {"kept": before == state_of(net), "prints": [0, fingerprint(net)]}
+    results["left open"] = left_open(rank)
+    return results
+
+
+def left_open(rank: int) -> dict[str, Any]:
+    """The interpreter's end closes a session that the script has not closed."""
+    net = make_net()
+    optimizer = sgd(net)
+    session = offbeat.attach(net, optimizer, offbeat.LocalSGD(period=3))
+    train(net, optimizer, rank, range(4))
+    before = state_of(net)
+    close_open_sessions()
+    return {"kept": before == state_of(net), "notices": session.notices}
+
+
+def left_early(rank: int) -> dict[str, Any]:
+    """Each rank leaves the loop within the first mega-batch, after a number of steps of its own."""
+    net = megabatch.make_net()
+    optimizer = megabatch.sgd(net)
+    strategy = offbeat.AdaptiveSGD(mega_batch=100, batch_size=4)
+    with offbeat.attach(net, optimizer, strategy) as session:
+        loader = session.loader(megabatch.Numbers(), seed=3)
+        for number, batch in enumerate(loader, start=1):
+            megabatch.step(net, optimizer, batch)
+            if number == STEPS_LEFT_AFTER[rank]:
+                break
+        before = state_of(net)
+    return {"before": before, "after": state_of(net), "prints": [0, fingerprint(net)]}
+
+
+def state_of_optimizer(optimizer: torch.optim.Optimizer) -> list[float]:
+    kept = optimizer.state_dict()["state"].values()
+    return torch.cat([each["momentum_buffer"].flatten() for each in kept]).tolist()
+
+
+def test_a_session_that_ends_well_leaves_the_same_mean_on_every_rank(run_ranks: RunRanks) -> None:
+    results = run_ranks(ended, 3, timeout_s=60)
+    for label in [*IN_STEP, *BESIDE]:
+        ranks = [result[label] for result in results]
+        assert len({rank["prints"][1] for rank in ranks}) == 1, label
+        assert all(rank["momentum kept"] for rank in ranks), label
+        if label in IN_STEP:
+            weights = [rank["weight"] for rank in ranks]
+            mean = np.average([rank["before"] for rank in ranks], axis=0, weights=weights)
+            np.testing.assert_allclose(ranks[0]["after"], mean, atol=1e-6, err_msg=label)
+    early = [result["adaptive, left early"] for result in results]
+    assert len({rank["prints"][1] for rank in early}) == 1
+    mean = np.average([rank["before"] for rank in early], axis=0, weights=STEPS_LEFT_AFTER)
+    np.testing.assert_allclose(early[0]["after"], mean, atol=1e-6)
+    for rank in (result["localsgd at an average"] for result in results):
+        assert rank["prints"][0] == rank["prints"][1]
+    assert all(result["kept"]["kept"] for result in results)
+    for rank in (result["left open"] for result in results):
+        assert rank["kept"]
+        assert any("before the model is saved" in notice for notice in rank["notices"])
+    assert len({result["kept"]["prints"][1] for result in results}) == 3
+
+
+def uneven(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
+    """Rank 0 takes fewer steps than its peers. What does everyone hear, and how soon?"""
+    net = make_net()
+    optimizer = sgd(net)
+    begin_s = time.monotonic()
+    try:
+        with offbeat.attach(net, optimizer, IN_STEP[label]):
+            train(net, optimizer, rank, range(4 if rank == 0 else 8))
+    except OffbeatError as error:
+        said = f"{type(error).__name__}: {error}"
+        return {"said": said, "hung": time.monotonic() - begin_s > 4}
+    return {"said": "nothing", "hung": False}
+
+
+@pytest.mark.parametrize("label", ["localsgd", "dpsgd"])
+def test_a_rank_that_ends_while_its_peers_train_on_is_named_and_nobody_hangs(
+    run_ranks: RunRanks, label: str
+) -> None:
+    first, *others = run_ranks(uneven, 3, label=label, timeout_s=30)
+    assert first["said"].startswith("PeerError: rank")
+    for other in others:
+        assert "rank 0" in other["said"]
+        assert "has ended its session, and this rank trains on" in other["said"]
+    assert not any(result["hung"] for result in [first, *others])
+
+
+def dies_before_the_end(rank: int, world_size: int) -> dict[str, Any]:
+    """Rank 1 is killed after its last step. What do the others end with?"""
+    results: dict[str, Any] = {}
+    for label, strategy in (("localsgd", IN_STEP["localsgd"]), ("wagma", BESIDE["wagma"])):
+        net = make_net()
+        optimizer = sgd(net)
+        try:
+            with offbeat.attach(net, optimizer, strategy) as session:
+                train(net, optimizer, rank, range(4))
+                if label == "wagma":
+                    if rank == 1:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                elif rank == 1:
+                    raise KeyboardInterrupt
+            results[label] = {"print": fingerprint(net), "notices": session.notices}
+        except KeyboardInterrupt:
+            results[label] = "interrupted"
+        except OffbeatError as error:
+            results[label] = f"{type(error).__name__}: {error}"
+    return results
+
+
+def test_who_has_died_is_an_error_or_left_out_of_the_mean(run_ranks: RunRanks) -> None:
+    first, _, third = run_ranks(dies_before_the_end, 3, may_die=[1], timeout_s=60)
+    for survivor in (first, third):
+        assert "PeerError: rank 1 aborted: KeyboardInterrupt" in survivor["localsgd"]
+        assert any("without worker 1" in n for n in survivor["wagma"]["notices"]), survivor
+    assert first["wagma"]["print"] == third["wagma"]["print"]
+
+
+def not_finite(rank: int, world_size: int) -> str:
+    """Rank 1's model is not finite when it ends."""
+    net = make_net()
+    optimizer = sgd(net)
+    try:
+        with offbeat.attach(net, optimizer, offbeat.LocalSGD(period=9)):
+            train(net, optimizer, rank, range(2))
+            if rank == 1:
+                next(net.parameters()).data.fill_(float("nan"))
+    except NonFiniteError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_model_that_is_not_finite_is_named_on_every_rank(run_ranks: RunRanks) -> None:
+    for said in run_ranks(not_finite, 2):
+        assert "the weights of rank 1 at the end of the session are not finite" in said
+
+
+def closes_in_a_finally_clause(rank: int, world_size: int) -> str:
+    """Rank 1 raises, and closes its session on the way out, without a `with` block."""
+    net = make_net()
+    optimizer = sgd(net)
+    session = offbeat.attach(net, optimizer, offbeat.LocalSGD(period=2))
+    try:
+        train(net, optimizer, rank, range(3))
+        if rank == 1:
+            raise ValueError("no more data")
+        train(net, optimizer, rank, range(3, 6))
+    except (ValueError, OffbeatError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        session.close()
+    return "nothing"
+
+
+def test_an_exception_on_its_way_out_averages_nothing(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(closes_in_a_finally_clause, 2)
+    assert second == "ValueError: no more data"
+    assert "PeerError: rank 1" in first

@@ -1,0 +1,48 @@
+"""Ranks that were not given the same secret, as real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.errors import OffbeatError
+from offbeat.transport.connect import SECRET_VARIABLE
+from rank_jobs.regression import make_net
+from ranks_support.launch import RunRanks
+
+pytestmark = pytest.mark.ranks
+
+SECRET = "a secret of this test run only"
+OTHERS = [
+    ([SECRET, SECRET, SECRET + "!"], "OFFBEAT_RUN_SECRET of rank 2 is not that of rank 0"),
+    ([SECRET, "short", "other"], "OFFBEAT_RUN_SECRET of ranks 1, 2 is not that of rank 0"),
+    ([SECRET, "", SECRET], r"set on some ranks but not on \[1\]"),
+    (["too short"] * 3, "has 9 bytes, needed are 16 or more"),
+]
+
+
+def attach_with(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """What a rank is told, for each case."""
+    told = []
+    for secrets, _ in OTHERS:
+        os.environ[SECRET_VARIABLE] = secrets[rank]
+        net = make_net()
+        try:
+            with offbeat.attach(net, torch.optim.SGD(net.parameters(), 0.1), offbeat.AllReduce()):
+                told.append(("", "attached"))
+        except OffbeatError as error:
+            told.append((type(error).__name__, str(error)))
+        finally:
+            del os.environ[SECRET_VARIABLE]
+    return told
+
+
+def test_a_rank_with_another_secret_is_named_on_all_ranks(run_ranks: RunRanks) -> None:
+    for told in run_ranks(attach_with, 3):
+        for (kind, text), (_, message) in zip(told, OTHERS, strict=True):
+            assert kind == "ConfigError", text
+            assert re.search(message, text), text

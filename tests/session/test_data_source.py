@@ -1,0 +1,267 @@
+"""A DataLoader that is handed to a session is read as it would read itself, and refused where that
+cannot be.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+import offbeat
+from offbeat.errors import ConfigError
+from offbeat.session.session import Session
+
+Make = Callable[..., tuple[torch.nn.Module, torch.optim.Optimizer, Session]]
+
+NUM_SAMPLES = 23
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Readers(Numbers):
+    """A sample is its number, the process that read it, and a random number drawn there."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, os.getpid(), random.random()
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(NUM_SAMPLES))
+
+
+@pytest.fixture
+def attached() -> Iterator[Make]:
+    sessions: list[Session] = []
+
+    def make(strategy: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Session]:
+        net = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        sessions.append(offbeat.attach(net, optimizer, strategy))
+        return net, optimizer, sessions[-1]
+
+    yield make
+    for session in sessions:
+        session.close()
+
+
+STRATEGIES = {
+    "claimed": offbeat.AdaptiveSGD(mega_batch=12, batch_size=4),
+    "equal shares": offbeat.ElasticSGD(mega_batch=12, batch_size=4),
+    "in step, gradients": offbeat.AllReduce(),
+    "in step, weights": offbeat.LocalSGD(),
+}
+every_strategy = pytest.mark.parametrize("label", STRATEGIES)
+
+
+def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def collate(samples: list[int]) -> dict[str, list[int]]:
+    return {"numbers": samples}
+
+
+@every_strategy
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_data_loader_is_taken_as_it_is(attached: Make, label: str, shuffle: bool) -> None:
+    net, optimizer, session = attached(STRATEGIES[label])
+    given = DataLoader(Numbers(), batch_size=4, shuffle=shuffle, collate_fn=collate)
+    before = torch.get_rng_state()
+    loader = session.loader(given)
+    orders = []
+    for _ in range(2):
+        batches = []
+        for batch in loader:
+            batches.append(batch["numbers"])
+            step(net, optimizer)
+        assert all(2 <= len(numbers) <= 5 for numbers in batches)
+        orders.append([number for numbers in batches for number in numbers])
+        assert len(loader) == len(given)
+    assert [sorted(order) for order in orders] == [list(range(NUM_SAMPLES))] * 2
+    assert (orders[0] == list(range(NUM_SAMPLES))) == (not shuffle)
+    assert (orders[0] == orders[1]) == (not shuffle)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_data_loader_and_its_dataset_give_the_same_batches(attached: Make) -> None:
+    batches = []
+    for data, size in ((DataLoader(Numbers(), batch_size=5, shuffle=True), None), (Numbers(), 5)):
+        _, _, session = attached(offbeat.AllReduce())
+        loader = session.loader(data, seed=3, batch_size=size)
+        batches.append([batch.tolist() for batch in loader])
+    assert batches[0] == batches[1]
+
+
+def test_the_last_batch_that_is_not_dropped_is_told_of(attached: Make) -> None:
+    _, _, session = attached(offbeat.AllReduce())
+    loader = session.loader(DataLoader(Numbers(), batch_size=4, drop_last=True))
+    assert sorted(n for batch in loader for n in batch.tolist()) == list(range(NUM_SAMPLES))
+    assert any("drop_last of the DataLoader has no effect" in notice for notice in session.notices)
+
+
+class Prepared(DataLoader[int]):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+def weighted() -> WeightedRandomSampler:
+    return WeightedRandomSampler([1.0] * NUM_SAMPLES, NUM_SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: DataLoader([], batch_size=4), "the dataset is empty"),
+        (lambda: DataLoader(Stream(), batch_size=4), "IterableDataset, .* of map style"),
+        (
+            lambda: DataLoader(Numbers(), batch_sampler=[[1, 2], [3]]),
+            "has a batch_sampler, .* give it batch_size=",
+        ),
+        (lambda: DataLoader(Numbers(), batch_size=None), "does not make batches"),
+        (
+            lambda: DataLoader(
+                Numbers(), batch_size=4, sampler=DistributedSampler(Numbers(), 2, 0)
+            ),
+            "DistributedSampler, .* leave it out: .* use shuffle=True",
+        ),
+        (
+            lambda: DataLoader(Numbers(), batch_size=4, sampler=SubsetRandomSampler([1, 2])),
+            r"SubsetRandomSampler, .* use torch.utils.data.Subset\(dataset, indices\)",
+        ),
+        (
+            lambda: DataLoader(Numbers(), batch_size=4, sampler=weighted()),
+            "WeightedRandomSampler, which chooses samples itself",
+        ),
+        (
+            lambda: DataLoader(
+                Numbers(), batch_size=4, sampler=RandomSampler(Numbers(), replacement=True)
+            ),
+            "draws 23 of 23 samples with replacement",
+        ),
+        (
+            lambda: DataLoader(
+                Numbers(), batch_size=4, sampler=RandomSampler(Numbers(), num_samples=9)
+            ),
+            "draws 9 of 23 samples without replacement",
+        ),
+        (lambda: Prepared(Numbers(), batch_size=4), "is a Prepared, whose way of making batches"),
+    ],
+)
+@pytest.mark.parametrize("label", ["claimed", "in step, gradients"])
+def test_what_cannot_be_honoured_is_refused(
+    attached: Make, label: str, build: Callable[[], DataLoader[Any]], said: str
+) -> None:
+    _, _, session = attached(STRATEGIES[label])
+    with pytest.raises(ConfigError, match=said):
+        session.loader(build())
+
+
+@pytest.mark.parametrize(
+    ("label", "arguments", "said"),
+    [
+        ("in step, gradients", {"batch_size": 4}, "says its batch_size itself"),
+        ("in step, gradients", {"collate": list}, "says its collate itself"),
+        ("in step, gradients", {"claims_ahead": 1}, "claims_ahead, record and replay are for"),
+        ("claimed", {"claims_ahead": 1}, "from 1 to the DataLoader's num_workers, which is 0"),
+        ("claimed", {"claims_ahead": True}, "claims_ahead must be an integer"),
+    ],
+)
+def test_what_is_said_twice_or_in_vain_is_refused(
+    attached: Make, label: str, arguments: dict[str, Any], said: str
+) -> None:
+    _, _, session = attached(STRATEGIES[label])
+    with pytest.raises(ConfigError, match=said):
+        session.loader(DataLoader(Numbers(), batch_size=4), **arguments)
+
+
+def test_a_strategy_with_another_batch_size_is_refused(attached: Make) -> None:
+    _, _, session = attached(offbeat.AdaptiveSGD(batch_size=8))
+    with pytest.raises(
+        ConfigError, match="has batches of 4, the strategy begins with batch_size=8"
+    ):
+        session.loader(DataLoader(Numbers(), batch_size=4))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("label", ["claimed", "in step, gradients"])
+def test_worker_processes_read_and_end(attached: Make, label: str) -> None:
+    """Two epochs, of which the first is left, saved and gone on with in another session."""
+    arguments = {"claims_ahead": 2} if label == "claimed" else {}
+    seen: list[list[int]] = [[], []]
+    readers: set[int] = set()
+    state: dict[str, Any] = {}
+    for stops in (True, False):
+        net, optimizer, session = attached(STRATEGIES[label])
+        given = DataLoader(Readers(), batch_size=4, shuffle=True, num_workers=2)
+        loader = session.loader(given, **arguments)
+        drawn = []
+        if state:
+            session.load_state_dict(state)
+        while loader.epoch < 2:
+            epoch = loader.epoch
+            for numbers, pids, random_numbers in loader:
+                seen[epoch] += numbers.tolist()
+                readers |= set(pids.tolist())
+                drawn += random_numbers.tolist()
+                step(net, optimizer)
+                if stops:
+                    break
+            if stops:
+                state = copy.deepcopy(session.state_dict())
+                break
+        del numbers, pids, random_numbers
+        session.close()
+        assert not multiprocessing.active_children()
+    assert [sorted(numbers) for numbers in seen] == [list(range(NUM_SAMPLES))] * 2
+    assert os.getpid() not in readers
+    assert len(readers) == 1 + 2 * 2  # one before the stop, and two for each epoch after it
+    assert len(set(drawn)) == len(drawn)
+
+
+class Torn(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index == 7:
+            raise OSError("sample 7 cannot be read")
+        return index
+
+
+@every_strategy
+def test_samples_that_cannot_be_read_are_not_asked_for_again(attached: Make, label: str) -> None:
+    net, optimizer, session = attached(STRATEGIES[label])
+    loader = session.loader(DataLoader(Torn(), batch_size=4))
+    seen: list[int] = []
+    for _ in range(2):
+        try:
+            for batch in loader:
+                seen += batch.tolist()
+                step(net, optimizer)
+        except OSError as error:
+            assert "sample 7" in str(error)  # noqa: PT017 - the loop goes on behind it
+    assert loader.epoch == 1
+    assert set(seen) > set(range(NUM_SAMPLES)) - {4, 5, 6, 7, 8, 9, 10}
+    assert len(seen) == len(set(seen)) < NUM_SAMPLES

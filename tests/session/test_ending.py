@@ -1,0 +1,101 @@
+"""How a session ends: in good order, after an exception, or more than once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.errors import ConfigError
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
+from offbeat.session.session import Session
+from offbeat.strategies.base import Strategy
+
+
+class Recording(Part):
+    """Notes what it hears of the end."""
+
+    state_key = "recording"
+
+    def __init__(self, heard: list[str]) -> None:
+        self.heard = heard
+
+    def on_finish(self) -> None:
+        self.heard.append("finish")
+
+    def on_abandon(self, reason: str) -> None:
+        self.heard.append(reason)
+
+    def close(self) -> None:
+        self.heard.append("close")
+
+
+class RecordingStrategy(Strategy):
+    name = "recording"
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "heard", [])
+
+    def build(self, workspace: Workspace) -> list[Part]:
+        return [Recording(self.heard)]
+
+
+def attached() -> tuple[Session, list[str]]:
+    model = torch.nn.Linear(2, 1)
+    strategy = RecordingStrategy()
+    session = offbeat.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    return session, strategy.heard
+
+
+def test_a_session_is_closed_once() -> None:
+    session, heard = attached()
+    with session:
+        session.finish()
+        session.finish()
+        session.close()
+        session.close()
+    assert heard == ["finish", "close"]
+
+
+def test_an_exception_in_the_block_abandons_the_run() -> None:
+    session, heard = attached()
+
+    def train() -> None:
+        with session:
+            raise ValueError("no data")
+
+    with pytest.raises(ValueError, match="no data"):
+        train()
+    session.close()
+    assert heard == ["ValueError: no data", "close"]
+
+
+def test_so_does_one_that_a_finally_clause_closes_on_the_way_out() -> None:
+    session, heard = attached()
+
+    def train() -> None:
+        try:
+            raise ValueError("no data")
+        finally:
+            session.close()
+
+    with pytest.raises(ValueError, match="no data"):
+        train()
+    assert heard == ["ValueError: no data", "close"]
+
+
+def test_an_exception_that_was_handled_before_attaching_is_none_of_its_business() -> None:
+    try:
+        raise MemoryError("try again with less")
+    except MemoryError:
+        session, heard = attached()
+        session.close()
+    assert heard == ["close"]
+
+
+def test_other_ends_are_refused() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="finish must be .*average.*keep.*, got 'mean'"):
+        offbeat.attach(model, optimizer, offbeat.LocalSGD(), finish="mean")

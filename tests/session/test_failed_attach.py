@@ -1,0 +1,58 @@
+"""What the peers hear of a rank whose `attach` fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.errors import PeerError
+from offbeat.session import attach as attach_module
+from offbeat.transport.connect import Connection
+from offbeat.transport.driver import Driver, Ticket
+from offbeat.transport.operations import DenseOperation, Operation, Recv
+from offbeat.transport.peers import Peers
+from offbeat.transport.wrappers.base import Raised, Wrapper
+
+VICTIM = 1
+
+
+class Broken(Wrapper):
+    """Fails in the first dense collective because `VICTIM` is dead."""
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        if isinstance(operation, DenseOperation):
+            return Raised(PeerError(f"rank {VICTIM} is dead", rank=VICTIM))
+        return super().start(operation, channel)
+
+
+@pytest.fixture
+def mesh() -> Iterator[list[Peers]]:
+    with ExitStack() as stack:
+        mesh = [
+            Peers(rank, 3, address="127.0.0.1", secret=b"a secret of this test")
+            for rank in range(3)
+        ]
+        for peers in mesh:
+            stack.callback(peers.close)
+            peers.connect([other.endpoint for other in mesh])
+        for peers in mesh:
+            peers.await_connections(30)
+        yield mesh
+
+
+def test_a_slower_rank_hears_whose_fault_it_was(
+    monkeypatch: pytest.MonkeyPatch, mesh: list[Peers]
+) -> None:
+    slower: Driver = mesh[0]
+    broken = Connection(driver=Broken(mesh[2]), network=None)
+    monkeypatch.setattr(attach_module, "connect", lambda *_, **__: broken)
+    net = torch.nn.Linear(2, 1)
+    with pytest.raises(PeerError, match=f"rank {VICTIM} is dead"):
+        offbeat.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), offbeat.TopK())
+    with pytest.raises(PeerError) as raised:
+        slower.start(Recv(2), 0).wait()
+    assert raised.value.rank == VICTIM

@@ -1,0 +1,82 @@
+"""Notices are kept, logged, and warned of where they change what a run means."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.errors import OffbeatWarning
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
+from offbeat.session.notices import MAX_NOTICES, Notices
+from offbeat.strategies.base import Strategy
+
+
+def test_each_notice_is_kept_and_logged_with_its_rank(caplog: pytest.LogCaptureFixture) -> None:
+    notices = Notices(rank=3)
+    with caplog.at_level(logging.INFO, logger="offbeat"):
+        notices.inform("all ranks chose the ring")
+        notices.notify("a step was skipped")
+    assert notices.kept == ["all ranks chose the ring", "a step was skipped"]
+    assert caplog.record_tuples == [
+        ("offbeat", logging.INFO, "rank 3: all ranks chose the ring"),
+        ("offbeat", logging.WARNING, "rank 3: a step was skipped"),
+    ]
+
+
+def test_what_changes_the_meaning_of_a_run_is_warned_of_once_and_on_the_trainers_thread() -> None:
+    notices = Notices(rank=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        thread = threading.Thread(target=lambda: [notices.warn("alone") for _ in range(2)])
+        thread.start()
+        thread.join()
+    with pytest.warns(OffbeatWarning, match="^alone$") as issued:
+        notices.issue_warnings()
+    assert len(issued) == 1
+    notices.warn("alone")
+    notices.issue_warnings()
+    assert notices.kept == ["alone"]
+
+
+def test_the_list_of_notices_is_bounded_and_the_log_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    notices = Notices(rank=0)
+    for number in range(MAX_NOTICES + 5):
+        notices.notify(f"number {number}")
+    assert len(notices.kept) == MAX_NOTICES
+    assert len(caplog.records) == MAX_NOTICES + 5
+
+
+class WarningStrategy(Strategy):
+    """Warns while it is built, as a thread of it might at any moment."""
+
+    name = "warning"
+
+    def build(self, workspace: Workspace) -> list[Part]:
+        workspace.warn("half of the data is missing")
+        return []
+
+
+def test_a_warning_reaches_the_user_at_the_next_event() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, WarningStrategy()) as session:
+        with pytest.warns(OffbeatWarning, match="half of the data is missing"):
+            model(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+        assert session.notices == ["half of the data is missing"]
+
+
+def test_a_warning_that_no_event_has_issued_is_issued_at_the_end() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = offbeat.attach(model, optimizer, WarningStrategy())
+    with pytest.warns(OffbeatWarning, match="half of the data is missing"):
+        session.close()

@@ -1,0 +1,91 @@
+"""A loop that does not step the attached optimizer is told so, where that matters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.errors import OffbeatWarning
+from offbeat.strategies.base import Strategy
+
+ACT_AT_STEPS = [
+    offbeat.LocalSGD(),
+    offbeat.WAGMA(),
+    offbeat.AdaptiveSGD(batch_size=2),
+    offbeat.SPDKFAC(),
+]
+
+
+def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(3, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def passes(model: torch.nn.Module, count: int, *, by_hand: bool) -> None:
+    for _ in range(count):
+        model(torch.ones(2, 3)).sum().backward()
+        if by_hand:
+            for parameter in model.parameters():
+                parameter.data -= 0.1 * parameter.grad
+                parameter.grad = None
+
+
+@pytest.mark.parametrize("strategy", ACT_AT_STEPS, ids=lambda strategy: strategy.name)
+def test_a_loop_that_writes_parameters_itself_is_told_after_a_few_passes(
+    strategy: Strategy,
+) -> None:
+    model, optimizer = make()
+    with offbeat.attach(model, optimizer, strategy) as session:
+        passes(model, 4, by_hand=True)
+        with pytest.warns(OffbeatWarning, match="not stepped in 4 .* parameters have changed"):
+            passes(model, 1, by_hand=True)
+        passes(model, 20, by_hand=True)
+        assert sum("not stepped" in notice for notice in session.notices) == 1
+
+
+def test_another_optimizer_than_the_attached_one_is_noticed() -> None:
+    model, optimizer = make()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.attach(model, optimizer, offbeat.LocalSGD()):
+        for _ in range(4):
+            passes(model, 1, by_hand=False)
+            other.step()
+        with pytest.warns(OffbeatWarning, match="Attach the optimizer that your loop steps"):
+            passes(model, 1, by_hand=False)
+
+
+def test_a_session_that_ends_without_a_step_says_so() -> None:
+    model, optimizer = make()
+    session = offbeat.attach(model, optimizer, offbeat.LocalSGD())
+    passes(model, 2, by_hand=True)
+    with pytest.warns(OffbeatWarning, match="not stepped in 2 .* the session ends"):
+        session.close()
+
+
+def test_a_long_accumulation_is_no_fault() -> None:
+    model, optimizer = make()
+    with offbeat.attach(model, optimizer, offbeat.LocalSGD()) as session:
+        passes(model, 40, by_hand=False)
+        optimizer.step()
+        passes(model, 10, by_hand=True)
+        assert session.notices == []
+
+
+def test_exchanged_gradients_need_no_step() -> None:
+    model, optimizer = make()
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        passes(model, 20, by_hand=True)
+        assert session.notices == []
+
+
+def test_an_exception_in_the_loop_is_not_hidden_by_a_warning() -> None:
+    model, optimizer = make()
+
+    def train() -> None:
+        with offbeat.attach(model, optimizer, offbeat.LocalSGD()):
+            passes(model, 2, by_hand=False)
+            raise ValueError("of the user's")
+
+    with pytest.raises(ValueError, match="of the user's"):
+        train()

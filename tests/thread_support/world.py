@@ -1,0 +1,144 @@
+"""Drivers whose ranks are threads of one process, and whole sessions on them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from offbeat.errors import PeerError, UnsupportedError
+from offbeat.session.session import Session
+from offbeat.strategies.base import Strategy
+from offbeat.transport.connect import Connection
+from offbeat.transport.driver import Driver, Finished, Ticket
+from offbeat.transport.operations import DenseOperation, Now, Operation, Recv, Send
+
+T = TypeVar("T")
+
+WAIT_LIMIT_S = 60.0
+
+
+class ThreadWorld:
+    """What the threads share. Once a rank has raised, all that others wait for raises."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.changed = threading.Condition()
+        self.messages: dict[tuple[int, int, int], deque[bytes]] = defaultdict(deque)
+        self.dense: dict[int, dict[int, DenseOperation]] = defaultdict(dict)
+        self.results: dict[int, list[Any]] = {}
+        self.failure: str | None = None
+
+    def fail(self, reason: str) -> None:
+        with self.changed:
+            self.failure = self.failure or reason
+            self.changed.notify_all()
+
+
+class ThreadDriver(Driver):
+    """One rank of a `ThreadWorld`."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self.rank, self.world_size = rank, world.world_size
+        self._world = world
+        self._num_dense = 0
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        world = self._world
+        match operation:
+            case Send(peer, payload):
+                with world.changed:
+                    world.messages[self.rank, peer, channel].append(bytes(payload))
+                    world.changed.notify_all()
+                return Finished()
+            case Recv(peer):
+                messages = world.messages[peer, self.rank, channel]
+                return _Waiting(world, lambda: bool(messages), messages.popleft)
+            case Now():
+                return Finished(time.monotonic())
+            case DenseOperation():
+                # The n-th of one rank belongs to the n-th of every other one, as over gloo.
+                number, self._num_dense = self._num_dense, self._num_dense + 1
+                with world.changed:
+                    begun = world.dense[number]
+                    begun[self.rank] = operation
+                    if len(begun) == world.world_size:
+                        world.results[number] = operation.combine(
+                            [begun[rank] for rank in range(world.world_size)]
+                        )
+                        world.changed.notify_all()
+                return _Waiting(
+                    world,
+                    lambda: number in world.results,
+                    lambda: world.results[number][self.rank],
+                )
+            case _:
+                raise UnsupportedError(f"{type(operation).__name__} is not made for threads")
+
+    def abort(self, reason: str, *, blame: int | None = None) -> None:
+        self._world.fail(f"rank {self.rank} failed: {reason}")
+
+    def close(self) -> None:
+        pass
+
+
+class _Waiting:
+    """An operation that needs a peer."""
+
+    def __init__(
+        self, world: ThreadWorld, is_there: Callable[[], bool], take: Callable[[], Any]
+    ) -> None:
+        self._world, self._is_there, self._take = world, is_there, take
+
+    def done(self) -> bool:
+        return self._is_there() or self._world.failure is not None
+
+    def wait(self) -> Any:
+        with self._world.changed:
+            assert self._world.changed.wait_for(self.done, WAIT_LIMIT_S), "a peer never came"
+            if not self._is_there():
+                raise PeerError(str(self._world.failure))
+            return self._take()
+
+
+def in_threads(world_size: int, job: Callable[[ThreadDriver], T]) -> list[T | BaseException]:
+    """What `job` returns or raises on each rank."""
+    world = ThreadWorld(world_size)
+    outcomes: list[T | BaseException] = [AssertionError("the thread has not ended")] * world_size
+
+    def work(rank: int) -> None:
+        try:
+            outcomes[rank] = job(ThreadDriver(world, rank))
+        except BaseException as error:  # noqa: BLE001 - the caller looks at it
+            outcomes[rank] = error
+            world.fail(f"rank {rank} raised {error!r}")
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * WAIT_LIMIT_S)
+    return outcomes
+
+
+def results_of(world_size: int, job: Callable[[ThreadDriver], T]) -> list[T]:
+    """What `job` returns on each rank; raises what it raises."""
+    outcomes = in_threads(world_size, job)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, PeerError):
+            raise outcome
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes  # type: ignore[return-value]  # no exception is left
+
+
+def session_on(
+    driver: Driver, model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
+) -> Session:
+    """A session of this rank."""
+    return Session(model, optimizer, strategy, connection=Connection(driver=driver, network=None))
