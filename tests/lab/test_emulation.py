@@ -33,7 +33,7 @@ from offbeat.lab.emulation.quotas import (
     share_out,
 )
 
-LINK = LinkSpec(rate_bit_per_s=50e6)  # which a busy machine can emulate too
+LINK = LinkSpec(rate_bit_per_s=20e6)  # which a busy machine can emulate too
 rates = st.floats(1e6, 1e11)
 
 
@@ -373,9 +373,9 @@ def test_a_link_that_falls_short_is_refused(able: None, monkeypatch: pytest.Monk
     )
     with pytest.raises(
         ConfigError,
-        match=r"worker \d is to carry 50 Mbit/s to worker \d and carries .*Ask for a lower rate",
+        match=r"worker \d is to carry 1 Gbit/s to worker \d and carries .*Ask for a lower rate",
     ):
-        emulate(Cluster(workers=2, link=LINK), mode="auto")
+        emulate(Cluster(workers=2, link=LinkSpec(rate_bit_per_s=1e9)), mode="auto")
     assert traces() == before
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster
@@ -22,6 +22,7 @@ from offbeat.lab.emulation.plan import EmulationName, data_address
 
 LEAST_SHARE = 0.9
 _ROUNDS = 3  # a machine that was busy with something else for a moment gets another chance
+_LONGER = 1.6  # times as long a round as the one before: more of such moments average out
 _NUM_PINGS = 8
 _PATIENCE_S = 20.0
 _CHUNK = bytes(1024 * 1024)
@@ -172,8 +173,9 @@ def _best_of(name: EmulationName, flows: Sequence[Flow], timing: _Timing) -> dic
     """Rates in bit/s, of the round in which the worst flow did best."""
     best: dict[Flow, float] = {}
     worst = -1.0
-    for _ in range(_ROUNDS):
-        rates = _measure(name, flows, timing)
+    for attempt in range(_ROUNDS):
+        measure_s = timing.measure_s * _LONGER**attempt
+        rates = _measure(name, flows, replace(timing, measure_s=measure_s))
         share = min(
             (rates[flow] / flow.allowed_bit_per_s for flow in flows if flow.allowed_bit_per_s),
             default=1.0,
