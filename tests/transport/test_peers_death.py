@@ -103,10 +103,11 @@ def test_a_killed_rank_is_named_to_who_waits_for_it_and_stopping_alone_is_no_dea
 def test_a_rank_that_is_silent_for_longer_than_the_heartbeats_allow_is_dead(
     start_remote: Callable[[PeerLimits], Remote], brisk: PeerLimits
 ) -> None:
-    remote = start_remote(replace(brisk, heartbeat_timeout_s=0.2))
+    limits = replace(brisk, heartbeat_timeout_s=1.0)  # longer than a busy machine keeps a thread
+    remote = start_remote(limits)
     # a thread that does nothing still answers heartbeats
     with pytest.raises(PeerTimeoutError):
-        take(remote.peers, 1, timeout_s=0.5)
+        take(remote.peers, 1, timeout_s=1.5 * limits.heartbeat_timeout_s)
     remote.process.send_signal(signal.SIGSTOP)
     with pytest.raises(PeerError, match="rank 1 is dead"):
         take(remote.peers, 1, timeout_s=None)
