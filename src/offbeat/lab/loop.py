@@ -10,7 +10,7 @@ from __future__ import annotations
 from offbeat.lab.pauses import Pauses
 from offbeat.lab.saving import save
 from offbeat.lab.schedule import ClaimedSchedule, Schedule
-from offbeat.lab.step_recorder import TaskRun, StepRecorder
+from offbeat.lab.step_recorder import StepRecorder, TaskRun
 from offbeat.lab.tasks import Batch, num_samples_of
 from offbeat.megabatch.loader import DispatchLoader
 

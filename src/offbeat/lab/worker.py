@@ -46,7 +46,7 @@ from offbeat.lab.replaying import recording_of
 from offbeat.lab.run_summary import HANGS_S, summarize_run
 from offbeat.lab.saving import restore, save
 from offbeat.lab.schedule import ClaimedSchedule, Position, Schedule, claimed_schedule
-from offbeat.lab.step_recorder import TaskRun, StepRecorder
+from offbeat.lab.step_recorder import StepRecorder, TaskRun
 from offbeat.lab.tasks import Batch, Task
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.session.session import Session

@@ -1,5 +1,5 @@
-"""Processes that a script starts: those that are fresh interpreters, as `torch.multiprocessing.spawn`
-makes them, get what their parent got.
+"""Processes that a script starts: those that are fresh interpreters, as
+`torch.multiprocessing.spawn` makes them, get what their parent got.
 """
 
 from __future__ import annotations

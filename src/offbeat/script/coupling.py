@@ -134,7 +134,7 @@ class ScriptSessions:
 
     def hook_ignored(self, ddp: DistributedDataParallel) -> None:
         LOGGER.warning(
-            "the script's communication hook is ignored: offbeat run exchanges with %s in its place",
+            "the script's communication hook is ignored: %s exchanges in its place",
             self._recipe.name,
         )
 
@@ -203,12 +203,14 @@ class ScriptSessions:
         if not torch.is_grad_enabled():
             return
         self._listener.samples_seen(args)
-        coupled = self._coupled.get(ddp)
-        if coupled is not None and self._is_replaced(ddp, coupled):
-            self._end(ddp, coupled, None)
-            coupled = None
+        coupled, candidates = self._coupled.get(ddp), self._made.living_optimizers()
+        if coupled is not None and self._stepped and id(coupled.optimizer) not in self._stepped:
+            candidates = [each for each in candidates if id(each) in self._stepped]
+            if self._optimizer_of(ddp, candidates) is not None:
+                self._end(ddp, coupled, None)
+                coupled = None
         if coupled is None:
-            optimizer = self._optimizer_of(ddp)
+            optimizer = self._optimizer_of(ddp, candidates)
             if optimizer is None:
                 return  # it may be made yet; without one there is no step either
             coupled = self._attach(ddp, optimizer)
@@ -249,31 +251,23 @@ class ScriptSessions:
             LOGGER.warning("at the end of the script: %s", failure)
         session.__exit__(None, None, None)
 
-    def _optimizer_of(self, ddp: DistributedDataParallel) -> torch.optim.Optimizer | None:
-        """The living optimizer with most of the model's trainable parameters; of several the first
-        one, since what wraps an optimizer is made before the one inside.
+    def _optimizer_of(
+        self, ddp: DistributedDataParallel, candidates: Sequence[torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer | None:
+        """The one that has most of the model's trainable parameters; of several the first, since
+        what wraps an optimizer is made before the one inside.
         """
-        trained = {id(parameter) for parameter in ddp.module.parameters() if parameter.requires_grad}
+        trained = {
+            id(parameter) for parameter in ddp.module.parameters() if parameter.requires_grad
+        }
 
         def shared(optimizer: torch.optim.Optimizer) -> int:
-            return sum(id(p) in trained for group in optimizer.param_groups for p in group["params"])
+            return sum(
+                id(p) in trained for group in optimizer.param_groups for p in group["params"]
+            )
 
-        found = [(shared(optimizer), optimizer) for optimizer in self._made.living_optimizers()]
-        most, best = max(found, key=lambda pair: pair[0], default=(0, None))
-        return best if most else None
-
-    def _is_replaced(self, ddp: DistributedDataParallel, coupled: _Coupled) -> bool:
-        """Whether the script now steps another optimizer of the model than the attached one."""
-        if not self._stepped or id(coupled.optimizer) in self._stepped:
-            return False
-        trained = {id(parameter) for parameter in ddp.module.parameters()}
-        return any(
-            id(parameter) in trained
-            for optimizer in self._made.living_optimizers()
-            if id(optimizer) in self._stepped
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+        best = max(candidates, key=shared, default=None)
+        return best if best is not None and shared(best) else None
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped.add(id(optimizer))
@@ -297,8 +291,6 @@ def _refuse_what_nobody_exchanges(optimizer: torch.optim.Optimizer) -> None:
         )
     if not dist.is_initialized():
         raise ConfigError(NOT_DISTRIBUTED.format(script=sys.argv[0]))
-
-
 
 
 def is_good_end(error: BaseException) -> bool:

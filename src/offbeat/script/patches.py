@@ -1,21 +1,27 @@
 """All that `offbeat run` changes in PyTorch and Python: the whole list, each with its reason.
 
-Nothing is changed outside of `offbeat run`, and `patched` puts everything back. A test of each entry
-fails when a new version of PyTorch changes what it stands on (tests/script/test_patches.py).
+Nothing is changed outside of `offbeat run`, and `patched` puts everything back. A test of each
+entry fails when a new version of PyTorch changes what it stands on (tests/script/test_patches.py).
 
-| what | why |
-|---|---|
-| `torch.distributed.Reducer`, `Logger` | DistributedDataParallel makes both when it is made, and the reducer would exchange gradients; a stand-in does nothing. DDP's class, its first broadcast, its names of parameters, `no_sync` and copies stay genuine. |
-| `DistributedDataParallel.__init__` | To know each such model, and to refuse options that exchange by themselves. |
-| `DistributedDataParallel._run_ddp_forward` | See `torch_private.CALLS_MODULE_OF_DDP`. |
-| `DistributedDataParallel.register_comm_hook`, `_register_builtin_comm_hook` | They hand the reducer to C++, which takes no stand-in; what is exchanged is the strategy's affair. |
-| `DistributedDataParallel.join` | It counts on the reducer's buckets. |
-| `Optimizer.__init__`, `GradScaler.__init__` | A script hands neither to DDP, and `attach` needs them. |
-| `Module.train` | A script says so that it evaluates, and where ranks' models differ the mean is what counts then. |
-| `Tensor.backward` | The tensor that it is called on is the loss, for the record. |
-| `torch.distributed.destroy_process_group` | Sessions end before the group that they were made with. |
-| `torch.distributed.init_process_group`, `get_rank`, `get_world_size` | Only in a worker that comes back: the process group of its peers was made without it, and cannot be joined. |
-| `multiprocessing.Process` | Children that a script starts afresh, as `torch.multiprocessing.spawn` does, have to be patched too. |
+- `torch.distributed.Reducer`, `Logger`: DistributedDataParallel makes both when it is made, and the
+  reducer would exchange gradients; a stand-in does nothing. DDP's class, its first broadcast, its
+  names of parameters, `no_sync` and copies stay genuine.
+- `DistributedDataParallel.__init__`: to know each such model, and to refuse options that exchange
+  by themselves.
+- `DistributedDataParallel._run_ddp_forward`: see `torch_private.CALLS_MODULE_OF_DDP`.
+- `DistributedDataParallel.register_comm_hook`, `_register_builtin_comm_hook`: they hand the reducer
+  to C++, which takes no stand-in; what is exchanged is the strategy's affair.
+- `DistributedDataParallel.join`: it counts on the reducer's buckets.
+- `Optimizer.__init__`, `GradScaler.__init__`: a script hands neither to DDP; `attach` needs them.
+- `Module.train`: by it a script says that it evaluates, and where ranks' models differ the mean is
+  what counts then.
+- `Tensor.backward`: the tensor that it is called on is the loss, for the record.
+- `torch.distributed.destroy_process_group`: sessions end before the group that they were made with.
+- `torch.distributed.init_process_group`, `get_rank`, `get_world_size`: only in a worker that comes
+  back, since the process group of its peers was made without it and cannot be joined; and the first
+  of them in processes that a script starts as ranks while `offbeat run` has started ranks too.
+- `multiprocessing.Process`: children that a script starts afresh, as `torch.multiprocessing.spawn`
+  does, have to be patched too.
 """
 
 from __future__ import annotations
@@ -181,8 +187,8 @@ def _ddp_init(
         for option in ("mixed_precision", "delay_all_reduce_named_params"):
             if not exchanges and kwargs.get(option):
                 raise UnsupportedError(
-                    f"DistributedDataParallel({option}=...) exchanges gradients in a way of its own,"
-                    " which no strategy can take over; leave it out"
+                    f"DistributedDataParallel({option}=...) exchanges gradients in a way of its"
+                    " own, which no strategy can take over; leave it out"
                 )
         original(self, *args, **{**kwargs, **options})
         listener.ddp_made(self)

@@ -1,8 +1,8 @@
 """`offbeat run` on one host: starts the workers, and stays until the last of them has ended.
 
 Where the strategy goes on without a worker, the others do, and a dead one is started again as often
-as `restarts` allows. Elsewhere one death ends all, and all are started anew from whatever checkpoint
-the script itself writes, as torchrun does.
+as `restarts` allows. Elsewhere one death ends all, and all are started anew from whatever
+checkpoint the script itself writes, as torchrun does.
 """
 
 from __future__ import annotations
@@ -89,7 +89,10 @@ def run_script(
             say(f"{problem}; all workers are started again ({restarts} restarts left)")
     if interrupted.count:
         return ScriptOutcome(
-            directory=directory, status=128 + interrupted.number, problem="interrupted", summary=None
+            directory=directory,
+            status=128 + interrupted.number,
+            problem="interrupted",
+            summary=None,
         )
     code = worker.process.wait()
     status = code if code > 0 else 128 - code

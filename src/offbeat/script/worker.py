@@ -21,7 +21,6 @@ from offbeat.errors import ConfigError, OffbeatError
 from offbeat.lab.attaching import link_delay
 from offbeat.lab.config import RunConfig, ScriptCommand
 from offbeat.lab.interrupts import exit_at_stop_signals
-from offbeat.lab.options import build_strategy
 from offbeat.lab.pauses import StepLimit
 from offbeat.lab.progress import TURNS_VARIABLE, Failure, Report, Reporter, pipe_reporter
 from offbeat.lab.records import Record
@@ -116,7 +115,7 @@ class ScriptRun:
             message = f"the script ended with status {error.code}"
             status = error.code if isinstance(error.code, int) else 1
             if not isinstance(error.code, int):
-                print(error.code, file=sys.stderr)  # as Python does
+                sys.stderr.write(f"{error.code}\n")  # as Python does
         elif isinstance(error, OffbeatError):
             message, status = str(error), 1
         else:
@@ -212,7 +211,7 @@ def run_launched(config: RunConfig, out: Path | None) -> int:
 
 def _say_failure(report: Report) -> None:
     if isinstance(report, Failure):
-        print(f"offbeat: rank {report.rank}: {report.message}", file=sys.stderr)
+        sys.stderr.write(f"offbeat: rank {report.rank}: {report.message}\n")
 
 
 def _listen_to_supervisor(turns: StepLimit) -> None:

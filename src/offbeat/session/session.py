@@ -35,8 +35,8 @@ from offbeat.session.checkpoint import naming_misfit
 from offbeat.session.events import EventDispatcher
 from offbeat.session.loaders import LoaderFactory
 from offbeat.session.lockstep_loader import LockstepLoader
-from offbeat.session.model_tensors import digest_of_frozen, persistent_buffers, plain_name
 from offbeat.session.metrics import SessionObserver, as_numbers
+from offbeat.session.model_tensors import digest_of_frozen, persistent_buffers, plain_name
 from offbeat.session.notices import Notices
 from offbeat.session.state import load_state_of, state_of
 from offbeat.session.step_watch import StepWatch
