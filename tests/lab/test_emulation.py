@@ -296,7 +296,7 @@ def test_a_cut_link_carries_nothing_until_it_is_mended(three: Emulation) -> None
 
 def test_latency_is_there_and_survives_a_cut(able: None) -> None:
     with emulate(
-        Cluster(workers=2, link=LinkSpec(rate_bit_per_s=100e6, latency_s=5e-3))
+        Cluster(workers=2, link=LinkSpec(rate_bit_per_s=LINK.rate_bit_per_s, latency_s=5e-3))
     ) as emulation:
         if any("not emulated" in notice for notice in emulation.report.notices):
             pytest.skip(emulation.report.notices[0])
@@ -368,7 +368,7 @@ def test_a_link_that_falls_short_is_refused(able: None, monkeypatch: pytest.Monk
         namespaces,
         "hub_queues",
         lambda worker, bucket, latency: [
-            f"qdisc add dev w{worker} root tbf rate 20mbit burst 30kb limit 100kb"
+            f"qdisc add dev w{worker} root tbf rate 100mbit burst 128kb limit 512kb"
         ],
     )
     with pytest.raises(
@@ -401,7 +401,7 @@ HOLD = """
 import subprocess, sys
 from offbeat.lab.cluster import Cluster, LinkSpec
 from offbeat.lab.emulation import emulate
-emulation = emulate(Cluster(workers=2, link=LinkSpec(rate_bit_per_s=2e8), speeds=(1.0, 0.5)))
+emulation = emulate(Cluster(workers=2, link=LinkSpec(rate_bit_per_s=2e7), speeds=(1.0, 0.5)))
 inside = subprocess.Popen([*emulation.placement(0).prefix, "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 emulation.admit(0, inside.pid)
 print(inside.pid, flush=True)

@@ -16,8 +16,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+def handled_as_by_default() -> Iterator[None]:
+    """Whoever started the tests may have had signals ignored, as nohup and batch systems do."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -43,7 +44,6 @@ def test_a_hangup_that_is_ignored_stays_so() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_where_nobody_counts_them_a_process_ends_as_by_an_exit(number: signal.Signals) -> None:
-    signal.signal(number, signal.SIG_DFL)
     exit_at_stop_signals()
     with pytest.raises(SystemExit) as ended:
         signal.raise_signal(number)

@@ -220,6 +220,7 @@ def test_digits_are_those_of_scikit_learn_which_is_not_imported(
         ("digits", {"nesterov": "true", "momentum": "0"}, "needs optimizer=sgd and momentum"),
         ("sequences", {"shortest": "40", "longest": "30"}, "shortest must be less"),
         ("images", {"path": "x.npz", "hidden": "3"}, "hidden=3 is for model=plain"),
+        ("mnist", {"path": "x.npz", "width": "3"}, "width=3 is for model=cnn"),
         ("mnist", {"path": "nowhere.npz"}, r"no data at .*nowhere.npz; give"),
         ("charlm", {"path": "nowhere.txt"}, r"no text at .*nowhere.txt; give"),
     ],
@@ -320,6 +321,20 @@ def test_images_are_changed_at_random_but_alike_after_a_resume(tmp_path: Path) -
     assert not torch.equal(first, plain)
     # Shifted images lose pixels at an edge, so no pixel is new but the zeros that fill in.
     assert set(first.unique().tolist()) <= set(plain.unique().tolist()) | {0.0}
+
+
+def test_a_changed_image_is_a_shifted_one_or_its_mirror_image(tmp_path: Path) -> None:
+    task = build_task("images", {"path": colours(tmp_path / "colours.npz")})
+    plain = task.batch(np.arange(12))[0]
+    changed = task.training_batch(np.arange(12), seed=0, epoch=0)[0]
+    padded = torch.nn.functional.pad(plain, (2, 2, 1, 1))
+    shifted = [
+        padded[:, :, top : top + 12, left : left + 16] for top in range(3) for left in range(5)
+    ]
+    for number, image in enumerate(changed):
+        unflipped = any(torch.equal(image, one[number]) for one in shifted)
+        flipped = any(torch.equal(image, one[number].flip(-1)) for one in shifted)
+        assert unflipped or flipped
 
 
 def test_the_channels_of_an_image_stay_where_they_are(tmp_path: Path) -> None:

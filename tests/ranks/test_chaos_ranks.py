@@ -23,12 +23,18 @@ CELLS = (
     ("other-option", "AdaptiveSGD"),
     ("fewer-steps", "DPSGD"),
 )
-SLACK = 3.0
+SLACK = 8.0
 """The tests may share the machine; what hangs is found all the same."""
+
+LIMIT_S = 6.0
+"""Of silence: much longer than a rank is stopped here, and than a busy machine keeps a thread."""
 
 
 def test_what_is_promised_under_faults_is_kept(templates: Templates, tmp_path: Path) -> None:
-    cells = [Cell(strategy=strategy, fault=fault, slack=SLACK) for fault, strategy in CELLS]
+    cells = [
+        Cell(strategy=strategy, fault=fault, slack=SLACK, limit_s=LIMIT_S)
+        for fault, strategy in CELLS
+    ]
     with Stage(tmp_path, templates) as stage, ThreadPoolExecutor(3) as pool:
         outcomes = pool.map(stage.play, cells)
         broken = {

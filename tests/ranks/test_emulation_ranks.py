@@ -22,7 +22,8 @@ from ranks_support.templates import Templates
 pytestmark = pytest.mark.ranks
 
 NUM_WORKERS = 4
-NUM_FLOATS = 1_000_000
+NUM_FLOATS = 200_000
+RATE_BIT_PER_S = 50e6  # which a busy machine can emulate too
 
 
 def sum_over_links(rank: int, world_size: int, *, port: int) -> list[float]:
@@ -39,7 +40,7 @@ def test_dense_sums_cross_the_links_at_every_worker(templates: Templates, tmp_pa
     with ExitStack() as stack:
         try:
             cluster = Cluster(
-                workers=NUM_WORKERS, link=LinkSpec(rate_bit_per_s=500e6, latency_s=1e-4)
+                workers=NUM_WORKERS, link=LinkSpec(rate_bit_per_s=RATE_BIT_PER_S, latency_s=1e-4)
             )
             emulation = stack.enter_context(emulate(cluster, mode="namespaces"))
         except MissingMeansError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import offbeat
 from offbeat.errors import NonFiniteError, OffbeatError
 from offbeat.session.at_exit import close_open_sessions
 from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.transport.silence import SILENCE_VARIABLE
 from rank_jobs import megabatch
 from rank_jobs.averaging import make_net, sgd, train
 from rank_jobs.regression import fingerprint
@@ -39,6 +39,7 @@ BESIDE: dict[str, AveragingStrategy] = {
 
 
 STEPS_LEFT_AFTER = [1, 4, 6]
+UNEVEN_LIMIT_S = 60.0
 
 
 def state_of(net: torch.nn.Module) -> list[float]:
@@ -131,30 +132,28 @@ def test_a_session_that_ends_well_leaves_the_same_mean_on_every_rank(run_ranks: 
     assert len({result["kept"]["prints"][1] for result in results}) == 3
 
 
-def uneven(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
-    """Rank 0 takes fewer steps than its peers. What does everyone hear, and how soon?"""
+def uneven(rank: int, world_size: int, *, label: str) -> str:
+    """Rank 0 takes fewer steps than its peers. What does everyone hear?"""
+    os.environ[SILENCE_VARIABLE] = str(10 * UNEVEN_LIMIT_S)  # nobody is saved by the limit
     net = make_net()
     optimizer = sgd(net)
-    begin_s = time.monotonic()
     try:
         with offbeat.attach(net, optimizer, IN_STEP[label]):
             train(net, optimizer, rank, range(4 if rank == 0 else 8))
     except OffbeatError as error:
-        said = f"{type(error).__name__}: {error}"
-        return {"said": said, "hung": time.monotonic() - begin_s > 4}
-    return {"said": "nothing", "hung": False}
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 @pytest.mark.parametrize("label", ["localsgd", "dpsgd"])
 def test_a_rank_that_ends_while_its_peers_train_on_is_named_and_nobody_hangs(
     run_ranks: RunRanks, label: str
 ) -> None:
-    first, *others = run_ranks(uneven, 3, label=label, timeout_s=30)
-    assert first["said"].startswith("PeerError: rank")
+    first, *others = run_ranks(uneven, 3, label=label, timeout_s=UNEVEN_LIMIT_S)
+    assert first.startswith("PeerError: rank")
     for other in others:
-        assert "rank 0" in other["said"]
-        assert "has ended its session, and this rank trains on" in other["said"]
-    assert not any(result["hung"] for result in [first, *others])
+        assert "rank 0" in other
+        assert "has ended its session, and this rank trains on" in other
 
 
 def dies_before_the_end(rank: int, world_size: int) -> dict[str, Any]:

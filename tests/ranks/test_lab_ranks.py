@@ -381,9 +381,10 @@ def test_a_worker_that_stands_still_goes_on_when_the_script_says_so(
     """While it stands still nobody finishes a step, so training time stands still too."""
     stopped = Cluster(
         workers=2,
+        step_s=0.01,
         faults=(
-            ClusterFault(at_s=0.05, worker=1, action="stop"),
-            ClusterFault(at_s=0.6, worker=1, action="continue"),
+            ClusterFault(at_s=0.1, worker=1, action="stop"),
+            ClusterFault(at_s=1.5, worker=1, action="continue"),
         ),
     )
     request = Request(
@@ -391,12 +392,12 @@ def test_a_worker_that_stands_still_goes_on_when_the_script_says_so(
         strategy="allreduce",
         cluster=stopped,
         emulation="none",
-        steps=400,
+        steps=100,
         eval_every=None,
         settings=[f"path={npz}", "batch_size=4"],
     )
     summary = train(plan(request, out=tmp_path / "run"), lambda progress: None)
     assert summary is not None
-    assert (summary.status, summary.steps) == ("finished", 400)
+    assert (summary.status, summary.steps) == ("finished", 100)
     longest_s = max(event.duration_s for event in Record(tmp_path / "run").events(0))
     assert longest_s > 0.25

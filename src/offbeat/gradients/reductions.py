@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from offbeat.codec.finite import is_finite
 from offbeat.codec.residual import ErrorFeedback
@@ -19,6 +20,7 @@ from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged, SparseCollective
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.entry_ages import EntryAges
 from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.transport.driver import Driver, Pending, Stream
 
@@ -36,6 +38,7 @@ class DenseReduction:
 
     def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
         self.encode_s = 0.0
+        self.ages: EntryAges | None = None
         self._bucket = bucket
         self._driver = driver
         self._stream = stream
@@ -50,7 +53,9 @@ class DenseReduction:
         else:  # sums of weights and counts are not exact in half precision
             self._tail = torch.zeros(size, dtype=torch.float64)
 
-    def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
+    def launch(
+        self, bucket: Bucket, tally: Tally, *, grad_scale: float, continues: bool = False
+    ) -> None:
         if not tally.num_failed:
             tally = replace(tally, num_nonfinite=int(not is_finite(bucket.flat)))
             bucket.flat.mul_(tally.weight / self._driver.world_size)
@@ -106,6 +111,9 @@ class SparseReduction:
         wire: layout of the messages.
         plan: called once for each exchange, at the same point on all ranks.
         watch: looks at the residual after each exchange of entries; None: nobody does.
+
+    Attributes:
+        ages: how long entries waited before this rank sent them.
     """
 
     def __init__(
@@ -120,6 +128,7 @@ class SparseReduction:
         watch: ResidualWatch | None = None,
     ) -> None:
         self.encode_s = 0.0
+        self.ages: EntryAges | None = EntryAges(bucket.num_elements)
         self._watch = watch
         self._k = 0
         self._bucket = bucket
@@ -133,14 +142,18 @@ class SparseReduction:
         self._sums: list[Pending[torch.Tensor]] = []
         self._tail = torch.empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
         self._grad_scale = 1.0
+        self._continues = False
+        self._picked: NDArray[np.int64] | None = None
         self._staged = False
         self._tally = Tally.of_nobody(len(bucket.indices))
 
-    def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
+    def launch(
+        self, bucket: Bucket, tally: Tally, *, grad_scale: float, continues: bool = False
+    ) -> None:
         plan = self._plan()
-        self._grad_scale, self._k = grad_scale, plan.k
+        self._grad_scale, self._k, self._continues = grad_scale, plan.k, continues
         self._staged = not tally.num_failed
-        self._pending = None
+        self._pending = self._picked = None
         begin_s = time.perf_counter()
         if plan.collective is None:
             self._launch_everything(bucket.flat, tally)
@@ -155,12 +168,17 @@ class SparseReduction:
     def _pick(self, flat: torch.Tensor, tally: Tally, k: int) -> tuple[Sparse, Tally]:
         if not self._staged:
             return self._wire.empty(), tally
-        selection = self._feedback.stage(flat, k, weight=tally.weight / self._grad_scale)
+        selection = self._feedback.stage(
+            flat, k, weight=tally.weight / self._grad_scale, continues=self._continues
+        )
+        self._picked = selection.sparse.indices
         return selection.sparse, replace(tally, num_nonfinite=int(not selection.finite))
 
     def _launch_everything(self, flat: torch.Tensor, tally: Tally) -> None:
         if self._staged:
-            finite = self._feedback.stage_all(flat, weight=tally.weight / self._grad_scale)
+            finite = self._feedback.stage_all(
+                flat, weight=tally.weight / self._grad_scale, continues=self._continues
+            )
             tally = replace(tally, num_nonfinite=int(not finite))
         tally.write_to(self._tail)
         self._sums = launch_sums(self._driver, self._stream, flat, self._tail)
@@ -185,11 +203,13 @@ class SparseReduction:
             flat[indices] = mean.to(flat.device)
             if mean.dtype not in _EXACT:
                 self._owe_rounding(kept, mean, factor)
+            self._count_ages(self._picked)
             if self._watch is not None:
                 self._watch.after_exchange(self._feedback.residual, self._k)
             hit = np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1
         else:
             self._feedback.commit_all()
+            self._count_ages(None)
             flat = self._scale_sum(self._bucket.flat, factor)
             unused = np.flatnonzero(~self._tally.used).tolist()
             hit = np.array(
@@ -199,6 +219,10 @@ class SparseReduction:
         self._tally.used[hit] = True
         self.encode_s += time.perf_counter() - begin_s
         return flat
+
+    def _count_ages(self, sent: NDArray[np.int64] | None) -> None:
+        if self.ages is not None:
+            self.ages.after_exchange(sent)
 
     # Half precision rounds the mean. All ranks round alike, so what an entry loses is owed by one
     # of them, the entry's index modulo P: one rank's residual reaches the largest entries sooner
@@ -248,7 +272,8 @@ class SparseReduction:
 
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None:
         for name, live in self.additive_state().items():
-            live.copy_(additive[name])
+            if name in additive:  # the exchange has looked whether all that is needed is there
+                live.copy_(additive[name])
         state = self._feedback.selector_state
         # A run that resumes with another selector lacks some keys; they keep their initial value.
         state.update(

@@ -92,6 +92,7 @@ def gather_ends(
         "bytes_per_step": (last.bytes_sent - recorder.first.bytes_sent) / num_steps,
         "messages_per_step": (last.messages_sent - recorder.first.messages_sent) / num_steps,
         "samples_per_s": recorder.num_samples / recorder.seconds if recorder.seconds else 0.0,
+        "mean_entry_age": last.mean_entry_age,
         "peak_memory_bytes": _peak_memory_bytes(),
         "notices": [*session.notices, *run.notices, *notices],
     }
@@ -120,6 +121,7 @@ def write_end(
         finished: False where the run was stopped before its end.
     """
     config, step, last = run.record.config, run.schedule.position.step, run.attached.session.stats
+    entry_ages = [end["mean_entry_age"] for end in ends if end["mean_entry_age"] is not None]
     identical = len({end["digest"] for end in ends}) == 1
     summary = Summary(
         status="finished" if finished else "stopped",
@@ -140,6 +142,7 @@ def write_end(
         messages_sent_per_step=sum(end["messages_per_step"] for end in ends) / len(ends),
         peak_memory_bytes=[end["peak_memory_bytes"] for end in ends],
         skipped_steps=last.skipped_steps - recorder.first.skipped_steps,
+        mean_entry_age=sum(entry_ages) / len(entry_ages) if entry_ages else None,
         num_parameters=sum(parameter.numel() for parameter in run.attached.model.parameters()),
         parameters_sha256=digest(final),
         replicas_identical=identical,

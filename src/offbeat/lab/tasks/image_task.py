@@ -20,7 +20,8 @@ from offbeat.lab.tasks.base import Batch, dense, mean_over_batches
 from offbeat.lab.tasks.dealing import skewed_samples
 from offbeat.lab.tasks.training import TrainedTask, TrainingOptions
 
-_EVALUATION_BATCH = 500
+_EVALUATION_BATCH = 100
+"""Activations of more images do not fit into the caches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

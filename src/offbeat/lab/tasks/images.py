@@ -54,6 +54,11 @@ class ImagesOptions(ImageOptions):
         description="network: three convolutions or residual blocks with BatchNorm, or two"
         " convolutions and two linear layers without",
     )
+    width: int | None = Field(
+        None,
+        ge=1,
+        description="of cnn and resnet: channels after the first convolution; default: by size",
+    )
     augment: Literal["none", "crop", "flip_and_crop"] = Field(
         "flip_and_crop", description="how training images are changed at random"
     )
@@ -93,6 +98,11 @@ class Images(ImageTask):
                 f"hidden={self.options.hidden} is for model=plain, but model={self.options.model};"
                 " leave it out, or choose another size"
             )
+        if self.options.width is not None and self.options.model == "plain":
+            raise ConfigError(
+                f"width={self.options.width} is for model=cnn and model=resnet, but model=plain;"
+                " leave it out, or set hidden"
+            )
         self._path = self.options.path
         check_arrays(self._path, _ARRAYS)
 
@@ -125,8 +135,8 @@ class Images(ImageTask):
                 num_poolings=2,
             )
         if self.options.model == "cnn":
-            return normalized_network(channels, num_classes, _CNN[size])
-        return residual_network(channels, num_classes, _RESNET[size])
+            return normalized_network(channels, num_classes, self.options.width or _CNN[size])
+        return residual_network(channels, num_classes, self.options.width or _RESNET[size])
 
     @cached_property
     def _mean_and_deviation(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +147,8 @@ class Images(ImageTask):
 
     @override
     def prepared(self, images: torch.Tensor) -> torch.Tensor:
-        scaled = super().prepared(images)
+        # Convolutions on a CPU take half the time where a pixel's channels lie side by side.
+        scaled = super().prepared(images).contiguous(memory_format=torch.channels_last)
         if not self.options.normalize:
             return scaled
         mean, deviation = self._mean_and_deviation
@@ -210,11 +221,11 @@ def _changed(images: torch.Tensor, draw: np.random.Generator, *, flips: bool) ->
     tops = draw.integers(0, 2 * down + 1, size=count)
     lefts = draw.integers(0, 2 * right + 1, size=count)
     flipped = draw.random(count) < 0.5
-    padded = nn.functional.pad(images, (right, right, down, down))
-    changed = torch.empty_like(images)
-    for number, (top, left) in enumerate(zip(tops, lefts, strict=True)):
-        changed[number] = padded[number, :, top : top + height, left : left + width]
+    rows = tops[:, None] + np.arange(height)
+    columns = lefts[:, None] + np.arange(width)
     if flips:
-        chosen = torch.from_numpy(np.flatnonzero(flipped))
-        changed[chosen] = changed[chosen].flip(-1)
-    return changed
+        columns[flipped] = columns[flipped, ::-1]
+    padded = nn.functional.pad(images, (right, right, down, down)).permute(0, 2, 3, 1)
+    numbers = torch.arange(count)[:, None, None]
+    places = torch.from_numpy(rows)[:, :, None], torch.from_numpy(columns)[:, None, :]
+    return padded[(numbers, *places)].permute(0, 3, 1, 2)
