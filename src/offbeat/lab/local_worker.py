@@ -32,7 +32,8 @@ class WorkerProgram:
 
     Attributes:
         module: it runs as by `python -m`, with the path of a config.json.
-        forked: whether it may be forked from `offbeat.lab.worker_server`.
+        forked: whether it may be forked from `offbeat.lab.worker_server`. What it sets before it
+            imports torch it then sets too late.
         shown: ranks that print to where this process prints; the others print to logs.
         environment: variables that it is told in the place of the usual ones.
         ends_alone: whether one that has ended well does not mean that the others are about to.
@@ -190,19 +191,20 @@ def _start_process(
     """Fork a worker, or start a fresh interpreter where that cannot be done. Both behave alike, but
     a fresh one takes seconds to begin.
     """
-    if program.forked and log is not None:
+    if program.forked:
+        output = sys.stdout.fileno() if log is None else log.fileno()
         try:
             return WORKER_FORKS.fork(
-                [config_path],
+                [program.module, config_path],
                 environment=environment,
                 stdin=stdin,
-                output=log.fileno(),
+                output=output,
                 pipe=pipe,
                 namespace=placement.namespace,
             )
         except ForkServerError as error:
             with suppress(OSError):  # a full disk takes no log
-                os.write(log.fileno(), f"not forked: {error}\n".encode())
+                os.write(output, f"not forked: {error}\n".encode())
     return subprocess.Popen(
         [*placement.prefix, sys.executable, "-m", program.module, config_path],
         stdin=stdin,

@@ -76,7 +76,12 @@ def summarize_run(run: TaskRun, recorder: StepRecorder) -> Summary | None:
 
 
 def gather_ends(
-    run: RankRun, recorder: StepRecorder, notices: Sequence[str], *, patience_s: float | None
+    run: RankRun,
+    recorder: StepRecorder,
+    notices: Sequence[str],
+    *,
+    patience_s: float | None,
+    step: int | None = None,
 ) -> list[dict[str, Any]] | None:
     """What each living rank has to say at its end; None on ranks that do not lead.
 
@@ -84,6 +89,7 @@ def gather_ends(
         run, recorder: of this rank, which has done its last step.
         notices: of this rank, besides those of its session.
         patience_s: how long to wait for late ranks; None: for ever.
+        step: a rank that came back is waited for if it took part in this step; None: in any case.
     """
     last, session = run.attached.session.stats, run.attached.session
     num_steps = max(1, run.schedule.position.step - recorder.first_step)
@@ -96,7 +102,7 @@ def gather_ends(
         "peak_memory_bytes": _peak_memory_bytes(),
         "notices": [*session.notices, *run.notices, *notices],
     }
-    told = run.coordinator.gather_living("end", json.dumps(mine), patience_s=patience_s)
+    told = run.coordinator.gather_living("end", json.dumps(mine), step=step, patience_s=patience_s)
     if not run.coordinator.must_perform("summary", {*told, run.coordinator.rank}):
         return None
     return [json.loads(text) for text in told.values()]

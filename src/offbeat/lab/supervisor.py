@@ -306,7 +306,7 @@ class WorkerGroup:
             and any(worker.ended_well for worker in self._workers)
             and not (self._program.ends_alone and any(not worker.incarnation for worker in alive))
         ):
-            self._end_deadline_s = now_s + _END_S
+            self._end_deadline_s = now_s + (_LAST_REPORTS_S if self._program.ends_alone else _END_S)
         deadlines = (self._stop_deadline_s, self._fail_deadline_s, self._end_deadline_s)
         if self._num_interrupts > 1 or any(
             deadline is not None and now_s > deadline for deadline in deadlines
@@ -336,7 +336,10 @@ class WorkerGroup:
         ):
             return  # it was asked to stop
         why = self._cause(worker)
-        if worker.joined:
+        if self._program.ends_alone and worker.rank in self._ended_by_us:
+            text = f"worker {worker.rank}, which had come back, was ended once the others were done"
+            self.remarks.append(text)
+        elif worker.joined:
             loss = WorkerLoss(
                 rank=worker.rank,
                 step=last_step(self.run_directory, worker.rank),

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from offbeat.errors import ConfigError, OffbeatError, UnsupportedError
+from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.lab.native import NativeSession
 from offbeat.parts.module_hook import ModuleHook
 from offbeat.script.children import ChildFunction
@@ -245,10 +245,7 @@ class ScriptSessions:
         if cause is not None and not is_good_end(cause):
             session.__exit__(type(cause), cause, cause.__traceback__)
             return
-        try:
-            session.finish()
-        except OffbeatError as failure:
-            LOGGER.warning("at the end of the script: %s", failure)
+        # Not `finish`: no rank is to wait for one that has come back and begun anew.
         session.__exit__(None, None, None)
 
     def _optimizer_of(

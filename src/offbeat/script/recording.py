@@ -27,7 +27,7 @@ from offbeat.lab.emulation.step_time import StepTimeEmulator
 from offbeat.lab.pauses import Pauses, StepLimit
 from offbeat.lab.progress import Joined, Reporter
 from offbeat.lab.records import Evaluation, Record
-from offbeat.lab.run_summary import HANGS_S, Measured, gather_ends, write_end
+from offbeat.lab.run_summary import Measured, gather_ends, write_end
 from offbeat.lab.schedule import Position
 from offbeat.lab.step_recorder import RankRun, StepRecorder
 from offbeat.script.coupling import ModelListener
@@ -91,6 +91,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         report: hears how far this rank is.
         turns: the steps that it may do.
         stop_after: steps after which the script is stopped; None: it stops by itself.
+        patience_s: how long the end waits for ranks that are late; None: for ever.
     """
 
     def __init__(
@@ -100,10 +101,12 @@ class ScriptRecorder(SessionObserver, ModelListener):
         *,
         turns: StepLimit,
         stop_after: int | None,
+        patience_s: float | None = None,
     ) -> None:
         self._open_record = open_record
         self._report = report
         self._turns = turns
+        self._patience_s = patience_s
         self._length = ScriptLength(stop_after)
         self._run: RankRun | None = None
         self._recorder: StepRecorder | None = None
@@ -236,7 +239,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
             return
         self._is_over = True
         try:
-            ends = gather_ends(run, recorder, [], patience_s=HANGS_S)
+            # Of ranks that came back none took part in step 0: they have begun the script anew.
+            ends = gather_ends(run, recorder, [], patience_s=self._patience_s, step=0)
             if ends is not None:
                 measured = self._measured(recorder)
                 write_end(run, recorder, ends, measured, run.attached.model, finished=finished)

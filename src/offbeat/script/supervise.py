@@ -46,7 +46,8 @@ def run_script(
     config: RunConfig,
     *,
     out: Path | None,
-    restarts: int,
+    restarts: int = 0,
+    forked: bool = False,
     on_progress: Listener,
     say: Callable[[str], None],
 ) -> ScriptOutcome:
@@ -56,6 +57,7 @@ def run_script(
         config: from `script_config`.
         out: directory of the record; None: the next free one below runs/.
         restarts: how often workers are started again, >= 0.
+        forked: as in `WorkerProgram`.
         on_progress: hears of workers that die and come back.
         say: for what else the user should know meanwhile.
 
@@ -71,7 +73,7 @@ def run_script(
                 directory,
                 config,
                 emulation,
-                program=_program(config, attempt),
+                program=_program(config, attempt, forked=forked),
                 restarts=restarts,
                 on_progress=on_progress,
             )
@@ -108,10 +110,10 @@ def _watch(group: WorkerGroup, interrupted: Interrupts) -> None:
         group.poll(POLL_S)
 
 
-def _program(config: RunConfig, attempt: int) -> WorkerProgram:
+def _program(config: RunConfig, attempt: int, *, forked: bool) -> WorkerProgram:
     return WorkerProgram(
         module=SCRIPT_WORKER,
-        forked=False,
+        forked=forked,
         shown=(0,),
         ends_alone=True,
         environment={

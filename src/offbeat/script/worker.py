@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.lab.attaching import link_delay
@@ -214,6 +215,11 @@ def _say_failure(report: Report) -> None:
         sys.stderr.write(f"offbeat: rank {report.rank}: {report.message}\n")
 
 
+def main_and_exit() -> NoReturn:
+    """Be a supervised worker, and end this process."""
+    sys.exit(main())
+
+
 def _listen_to_supervisor(turns: StepLimit) -> None:
     """Obey lines on the standard input that the supervisor gave; die when it closes. The script
     gets an empty one in its place.
@@ -231,4 +237,4 @@ def _listen_to_supervisor(turns: StepLimit) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main_and_exit()
