@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.codec import cuda, selectors
+from offbeat.codec.momentum import Momentum, MomentumRange
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.select import THRESHOLD
 from offbeat.codec.selectors import SELECTORS
@@ -21,7 +22,7 @@ def feedback(
     num_elements: int,
     dtype: torch.dtype = torch.float32,
     selection: str = "exact",
-    momentum: float | None = None,
+    momentum: Momentum | float | None = None,
     masking: bool = True,
 ) -> ErrorFeedback:
     return ErrorFeedback(
@@ -106,16 +107,24 @@ def test_buffers_are_traded_not_copied() -> None:
     assert state.residual.data_ptr() == flat.data_ptr()
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("masking", [True, False])
-def test_momentum_correction_follows_the_papers_recipe(masking: bool) -> None:
-    n, k, momentum = 5000, 50, 0.5
-    state = feedback(n, torch.float64, momentum=momentum, masking=masking)
+def test_momentum_correction_follows_the_papers_recipe(masking: bool, nesterov: bool) -> None:
+    n, k = 5000, 50
+    ranges = [
+        MomentumRange(end=3000, factor=0.5),
+        MomentumRange(end=n, factor=0.25, nesterov=nesterov),
+    ]
+    momentum = np.repeat([0.5, 0.25], [3000, 2000])
+    looks_ahead = np.arange(n) >= (3000 if nesterov else n)
+    state = feedback(n, torch.float64, momentum=Momentum(ranges), masking=masking)
     flat = torch.zeros(n, dtype=torch.float64)
     u, v = np.zeros(n), np.zeros(n)
     for step in range(6):
         flat.copy_(integers(n, step))
-        u = momentum * u + 0.25 * flat.numpy()
-        v = v + u
+        gradient = 0.25 * flat.numpy()
+        u = momentum * u + gradient
+        v = v + np.where(looks_ahead, gradient + momentum * u, u)
         largest = np.sort(np.lexsort((np.arange(n), -np.abs(v)))[:k])
         picked = state.stage(flat, k, weight=0.25).sparse
         np.testing.assert_array_equal(picked.indices, largest)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -135,3 +139,35 @@ def test_a_union_of_overlapping_parts_is_refused() -> None:
     part = Sparse.from_dense(np.array([0.0, 1.0]))
     with pytest.raises(WireError, match="same index"):
         union_disjoint([part, part])
+
+
+_FAULTS = """
+import resource
+import numpy as np
+from offbeat.codec.sparse import Sparse, merge
+
+draw = np.random.default_rng(0)
+pair = [
+    Sparse(
+        indices=np.sort(draw.choice(1 << 24, 25_000, replace=False)),
+        values=draw.standard_normal(25_000).astype(np.float32),
+        num_elements=1 << 24,
+    )
+    for _ in range(2)
+]
+merge(*pair, 25_000)
+begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    merge(*pair, 25_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators do otherwise")
+def test_merges_fetch_no_memory_anew() -> None:
+    """In an interpreter of its own: what ran before in this one has shaped the heap."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=True
+    )
+    merged_bytes = 20 * 4 * 25_000 * (8 + 4)  # a sum and its two parts, each of up to 2 * 25,000
+    assert int(done.stdout) < merged_bytes / 4096 / 10

@@ -37,3 +37,9 @@ def test_never_below_the_target_and_never_rising(
 ) -> None:
     for warmup in (Warmup.paper(steps_per_epoch), Warmup.exponential(steps_per_epoch, target)):
         assert target <= warmup.density_at(step + 1, target) <= warmup.density_at(step, target) <= 1
+
+
+def test_stages_last_as_long_as_they_say() -> None:
+    for warmup in (Warmup.of([(1.0, 2), [0.25, 3]]), Warmup.read("1.0x2+0.25x3")):
+        densities = [warmup.density_at(step, 0.01) for step in range(7)]
+        assert densities == [1.0, 1.0, 0.25, 0.25, 0.25, 0.01, 0.01]

@@ -52,6 +52,9 @@ _STRATEGIES: dict[str, GradientStrategy] = {
     "gtopk with warm-up": offbeat.GTopK(
         density=0.1, collective="reduce_scatter", warmup="paper", steps_per_epoch=1
     ),
+    "gtopk with small parameters whole": offbeat.GTopK(
+        density=0.2, collective="reduce_scatter", dense_below=5
+    ),
 }
 _CHECKED = offbeat.AllReduce(replica_check_interval=1)
 _KFAC: dict[str, KFACStrategy] = {

@@ -69,10 +69,13 @@ def exchanges(auto: AutoDensity, clock: Clock, *, count: int, compute_s: float) 
         auto.intervals.on_exchange_settled(good=True)
 
 
-def auto_density(cheapest: CheapestCollective, clock: Clock, remarks: list[str]) -> AutoDensity:
+def auto_density(
+    cheapest: CheapestCollective, clock: Clock, remarks: list[str], beside: int = 0
+) -> AutoDensity:
     return AutoDensity(
         cheapest,
         gradient=GRADIENT,
+        beside=replace(GRADIENT, num_elements=beside),
         budget=0.1,
         driver=SingleRank(),
         stream=Stream(0),
@@ -97,6 +100,19 @@ def test_it_follows_the_time_between_exchanges() -> None:
     assert auto.density == 1.0
     assert [remark.split()[0] for remark in remarks] == ['density="auto"'] * len(remarks)
     assert "to send everything after 500 exchanges" in remarks[-1]
+
+
+def test_what_is_sent_whole_beside_takes_its_part_of_the_budget() -> None:
+    densities = []
+    for beside in (0, 50_000):
+        clock = Clock()
+        auto = auto_density(links(1e9 / 8), clock, [], beside)
+        exchanges(auto, clock, count=4, compute_s=0.1)
+        densities.append(auto.density)
+    cheapest = links(1e9 / 8)
+    beside_s = cheapest.costs_s(replace(GRADIENT, num_elements=50_000), 1)["dense"]
+    assert dearest(cheapest, densities[1]) + beside_s <= 0.01
+    assert densities[1] < densities[0]
 
 
 def test_a_small_change_is_not_worth_it() -> None:

@@ -12,11 +12,10 @@ from torch.distributed import HashStore
 from offbeat.errors import PeerError
 from offbeat.transport.backends import Backend, gloo_backend, gloo_device
 from offbeat.transport.c10d import C10d
-from offbeat.transport.operations import Recv
+from offbeat.transport.operations import Broadcast
 from offbeat.transport.sockets import SocketAddresses
 
 LOOPBACK = "127.0.0.1"
-TAG = 7
 
 
 def test_a_connection_that_gloo_reads_no_more_ends_too() -> None:
@@ -32,21 +31,21 @@ def test_a_connection_that_gloo_reads_no_more_ends_too() -> None:
     with ThreadPoolExecutor(2) as pool:
         sending, receiving = pool.map(opened, range(2))
     # What a collective leaves behind that failed in the middle of a message: gloo reads no further.
-    receiving.recv([torch.empty(4)], 0, TAG)
-    sending.send([torch.ones(4)], 1, TAG).wait()
+    receiving.recv([torch.empty(4)], 0, 7)
+    sending.send([torch.ones(4)], 1, 7).wait()
 
     sockets = SocketAddresses(local=frozenset([second_at]), remote=frozenset([first_at]))
     driver = C10d(receiving, sockets=sockets)
     del receiving
     raised: list[PeerError] = []
 
-    def wait_for_a_message() -> None:
+    def wait_for_rank_0() -> None:
         try:
-            driver.start(Recv(0), 0).wait()
+            driver.start(Broadcast(torch.empty(4), root=0), 0).wait()
         except PeerError as error:
             raised.append(error)
 
-    waiting = threading.Thread(target=wait_for_a_message, daemon=True)
+    waiting = threading.Thread(target=wait_for_rank_0, daemon=True)
     waiting.start()
     driver.cut(PeerError("rank 0 is dead", rank=0))
     waiting.join(10)

@@ -136,13 +136,17 @@ def add_momentum(
     velocity: NDArray[np.floating],
     momentum: np.floating,
     weight: np.floating,
+    nesterov: bool,
     new_velocity: NDArray[np.floating],
 ) -> None:
-    """new_velocity = flat = momentum * velocity + weight * flat."""
+    """new_velocity = momentum * velocity + weight * flat; flat becomes the same, or with `nesterov`
+    weight * flat + momentum * new_velocity.
+    """
     for i in range(flat.size):
-        x = momentum * velocity[i] + weight * flat[i]
+        gradient = weight * flat[i]
+        x = momentum * velocity[i] + gradient
         new_velocity[i] = x
-        flat[i] = x
+        flat[i] = gradient + momentum * x if nesterov else x
 
 
 @kernel
@@ -207,7 +211,7 @@ def warm() -> None:
         accumulate(values[:1], values[:1].copy(), one, one, indices, values.copy())
         collect(values[:1], one, indices, values.copy())
         sample(values, values.copy(), one, values[:1].copy())
-        add_momentum(values, values.copy(), one, one, values.copy())
+        add_momentum(values, values.copy(), one, one, False, values.copy())
         digit_counts(
             bits,
             mask,

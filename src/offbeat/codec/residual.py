@@ -5,8 +5,8 @@
     add what other parts dropped or rounded off
 
 With momentum correction (DGC, arXiv 1712.01887, sections 3.1 and 3.2), acc = residual + velocity,
-where velocity = momentum * velocity + weight * gradient; factor masking clears the velocity
-wherever an entry was sent.
+where velocity = momentum * velocity + weight * gradient (see `codec.momentum`); factor masking
+clears the velocity wherever an entry was sent.
 
 A step is staged first and committed when it is known to be good everywhere, or discarded without a
 trace. Staging copies nothing: residual and gradient trade buffers on commit.
@@ -24,6 +24,7 @@ import torch
 
 from offbeat.codec import kernels
 from offbeat.codec.finite import is_finite
+from offbeat.codec.momentum import Momentum, MomentumRange
 from offbeat.codec.select import Selection
 from offbeat.codec.selectors import Selector
 from offbeat.codec.sparse import Sparse
@@ -40,7 +41,8 @@ class ErrorFeedback:
             float32.
         device: of its gradients.
         selector: picks what is sent.
-        momentum: DGC's momentum correction, in [0, 1); None: none.
+        momentum: of DGC's momentum correction: a factor in [0, 1) for all elements, or a
+            `Momentum`; None: none.
         masking: DGC's factor masking; matters with `momentum` only.
 
     Attributes:
@@ -54,9 +56,11 @@ class ErrorFeedback:
         dtype: torch.dtype,
         device: torch.device,
         selector: Selector,
-        momentum: float | None = None,
+        momentum: Momentum | float | None = None,
         masking: bool = True,
     ) -> None:
+        if isinstance(momentum, float):
+            momentum = Momentum([MomentumRange(end=num_elements, factor=momentum)])
         self.selector_state = dict(selector.initial_state())
         self._new_selector_state: Mapping[str, float] = self.selector_state
         self._selector = selector
@@ -88,17 +92,21 @@ class ErrorFeedback:
         """DGC's velocity, shape (n,), live like `residual`; None without momentum."""
         return None if self._momentum is None else self._velocity
 
-    def stage(self, gradient: torch.Tensor, k: int, *, weight: float = 1.0) -> Selection:
+    def stage(
+        self, gradient: torch.Tensor, k: int, *, weight: float = 1.0, continues: bool = False
+    ) -> Selection:
         """Pick what to send.
 
         Args:
             gradient: shape (n,). Float32 and float64 buffers hold acc minus what was picked
                 afterwards, and will be traded for the residual's; half-precision ones stay the
                 caller's.
-            k: how many entries, >= 1.
+            k: how many entries, >= 1. All of them are sent as `stage_all` sends them: momentum
+                goes on unmasked.
             weight: of the gradient.
+            continues: whether the gradient belongs to the same optimizer step as the last one.
         """
-        accumulated, weight = self._begin(gradient, weight)
+        accumulated, weight = self._begin(gradient, weight, continues)
         selection = self._selector.select(
             accumulated,
             self._residual,
@@ -107,18 +115,20 @@ class ErrorFeedback:
             state=self.selector_state,
         )
         self._new_selector_state = selection.state
-        if self._momentum is not None and self._masking:
+        if self._momentum is not None and self._masking and k < accumulated.numel():
             self._new_velocity[torch.from_numpy(selection.sparse.indices).to(gradient.device)] = 0
         return selection
 
-    def stage_all(self, gradient: torch.Tensor, *, weight: float = 1.0) -> bool:
+    def stage_all(
+        self, gradient: torch.Tensor, *, weight: float = 1.0, continues: bool = False
+    ) -> bool:
         """Leave all of acc in `gradient`, to be sent densely. Returns whether it is finite.
 
         Momentum goes on unmasked: masking is against momentum that outlives what was owed too long,
         and here nothing was.
         Only what rounding to half precision loses will be owed.
         """
-        accumulated, weight = self._begin(gradient, weight)
+        accumulated, weight = self._begin(gradient, weight, continues)
         torch.add(self._residual, accumulated, alpha=weight, out=accumulated)
         if self._is_half:
             gradient.copy_(accumulated)
@@ -166,7 +176,9 @@ class ErrorFeedback:
         """
         self._gradient = None
 
-    def _begin(self, gradient: torch.Tensor, weight: float) -> tuple[torch.Tensor, float]:
+    def _begin(
+        self, gradient: torch.Tensor, weight: float, continues: bool
+    ) -> tuple[torch.Tensor, float]:
         """The buffer to accumulate in, which holds the gradient or the new velocity, and the weight
         that it has yet to get.
         """
@@ -176,7 +188,9 @@ class ErrorFeedback:
         accumulated = self._accumulator.copy_(gradient) if self._is_half else gradient
         if self._momentum is None:
             return accumulated, weight
-        add_momentum(accumulated, self._velocity, self._momentum, weight, self._new_velocity)
+        self._momentum.apply(
+            accumulated, self._velocity, weight, self._new_velocity, continues=continues
+        )
         return accumulated, 1.0
 
     def _staged(self) -> torch.Tensor:
@@ -199,33 +213,3 @@ def add_owed(flat: torch.Tensor, owed: Sparse) -> None:
             torch.from_numpy(owed.indices).to(flat.device),
             torch.from_numpy(owed.values).to(flat),
         )
-
-
-def add_momentum(
-    flat: torch.Tensor,
-    velocity: torch.Tensor,
-    momentum: float,
-    weight: float,
-    new_velocity: torch.Tensor,
-) -> None:
-    """new_velocity = flat = momentum * velocity + weight * flat.
-
-    Args:
-        flat: the gradient, float32 or float64, shape (n,); overwritten.
-        velocity: same shape, dtype and device.
-        momentum: in [0, 1).
-        weight: of the gradient.
-        new_velocity: same shape, dtype and device; overwritten.
-    """
-    if flat.device.type == "cpu":
-        values = flat.numpy()
-        kernels.add_momentum(
-            values,
-            velocity.numpy(),
-            values.dtype.type(momentum),
-            values.dtype.type(weight),
-            new_velocity.numpy(),
-        )
-    else:
-        torch.mul(velocity, momentum, out=new_velocity).add_(flat, alpha=weight)
-        flat.copy_(new_velocity)

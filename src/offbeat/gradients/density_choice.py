@@ -47,7 +47,11 @@ _SECONDS: Final = struct.Struct("<d")
 
 
 def affordable_density(
-    costs_s: Callable[[int], Mapping[str, float]], *, num_elements: int, allowed_s: float
+    costs_s: Callable[[int], Mapping[str, float]],
+    *,
+    num_elements: int,
+    allowed_s: float,
+    beside_s: float = 0.0,
 ) -> float:
     """The largest density whose exchange takes at most `allowed_s`; 1.0 where a dense one does.
 
@@ -55,11 +59,12 @@ def affordable_density(
         costs_s: k -> expected seconds of one exchange by collective, "dense" among them.
         num_elements: of the gradient.
         allowed_s: seconds.
+        beside_s: what is sent beside a sparse exchange takes so many of them.
 
     Returns:
         A density in [`LEAST`, 1].
     """
-    if costs_s(num_elements)["dense"] <= allowed_s:
+    if costs_s(num_elements)["dense"] + beside_s <= allowed_s:
         return 1.0
     density = LEAST
     while (larger := density * _STEP) < 1.0:
@@ -68,7 +73,7 @@ def affordable_density(
             for name, cost in costs_s(max(1, round(larger * num_elements))).items()
             if name != "dense"
         ]
-        if min(sparse) > allowed_s:
+        if min(sparse) + beside_s > allowed_s:
             break
         density = larger
     return density
@@ -112,7 +117,8 @@ class AutoDensity(Part):
 
     Args:
         cheapest: knows what exchanges cost.
-        gradient: all buckets as one.
+        gradient: all buckets as one, but for those of `beside`.
+        beside: what is always sent whole, as one.
         budget: share of the seconds between exchanges that an exchange may take, > 0.
         driver: carries out the agreement.
         stream: for it.
@@ -131,6 +137,7 @@ class AutoDensity(Part):
         cheapest: CheapestCollective,
         *,
         gradient: BucketKind,
+        beside: BucketKind,
         budget: float,
         driver: Driver,
         stream: Stream,
@@ -140,6 +147,7 @@ class AutoDensity(Part):
         self.density = FIRST
         self._cheapest = cheapest
         self._gradient = gradient
+        self._beside = beside
         self._budget = budget
         self._driver = driver
         self._stream = stream
@@ -158,10 +166,14 @@ class AutoDensity(Part):
         if compute_s == 0.0:  # right after a resume no rank has measured anything
             return
         allowed_s = self._budget * compute_s
+        beside_s = 0.0
+        if self._beside.num_elements:
+            beside_s = self._cheapest.costs_s(self._beside, 1)["dense"]
         density = affordable_density(
             lambda k: self._cheapest.costs_s(self._gradient, k),
             num_elements=self._gradient.num_elements,
             allowed_s=allowed_s,
+            beside_s=beside_s,
         )
         if density != 1.0 and 1 / _CHANGE < density / self.density < _CHANGE:
             return
@@ -170,7 +182,7 @@ class AutoDensity(Part):
         self.density = density
         k = max(1, round(density * self._gradient.num_elements))
         costs = self._cheapest.costs_s(self._gradient, k)
-        expected_s = costs["dense"] if density == 1.0 else min(costs.values())
+        expected_s = beside_s + (costs["dense"] if density == 1.0 else min(costs.values()))
         chosen = "to send everything" if density == 1.0 else f"{density:.3g}"
         self._inform(
             f'density="auto" chose {chosen} after {self._num_exchanges} exchanges:'

@@ -34,6 +34,7 @@ from offbeat.errors import CheckpointError, NonFiniteError, PeerError, Unsupport
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.optimizer_momentum import OptimizerMomentum
 from offbeat.parts.gradient_norm import clip_gradients_
 from offbeat.parts.part import Part
 
@@ -46,7 +47,9 @@ class Reduction(Protocol):
         """Seconds spent on selection and on putting results in place, so far."""
         ...
 
-    def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
+    def launch(
+        self, bucket: Bucket, tally: Tally, *, grad_scale: float, continues: bool = False
+    ) -> None:
         """Begin, after adding to the tally whether the bucket is finite.
 
         Args:
@@ -55,6 +58,8 @@ class Reduction(Protocol):
             tally: this rank's weight, whether it failed (then the bucket's content does not
                 matter), and which of the bucket's parameters it used.
             grad_scale: the AMP scale in force.
+            continues: whether the result is added to that of an earlier exchange, because both
+                belong to one optimizer step.
         """
         ...
 
@@ -135,6 +140,7 @@ class GradientExchange(Part):
         clipping: of each rank's gradient before it is sent, where buckets keep what they do not
             send; None: they keep nothing, and the mean is what is clipped.
         agree_on: makes one number of all ranks' numbers, to clip the mean by. Collective.
+        taken: the optimizer's momentum, where reductions apply it in its place.
     """
 
     state_key: ClassVar[str] = "gradients"
@@ -152,9 +158,11 @@ class GradientExchange(Part):
         launch_order: LaunchOrder | None = None,
         clipping: LocalClipping | None = None,
         agree_on: Callable[[float], float] = lambda value: value,
+        taken: OptimizerMomentum | None = None,
     ) -> None:
         self.counts = counts
         self._agree_on = agree_on
+        self._taken = taken
         self._clipping = clipping
         self._clips = clipping is not None and clipping.is_on
         self._launch_order = launch_order or LaunchOrder()
@@ -264,6 +272,8 @@ class GradientExchange(Part):
 
     @override
     def on_before_step(self) -> None:
+        if self._taken is not None:
+            self._taken.take()
         if not self._exchanged_since_step or self._unsent:
             self.on_join()
 
@@ -339,9 +349,14 @@ class GradientExchange(Part):
         )
         for listener in self._listeners:
             listener.on_bucket_sealed(b, is_last=b == len(self._pairs) - 1, failed=failed)
-        grad_scale = self._grad_scale()
+        grad_scale, continues = self._grad_scale(), self._stashed[b] is not None
+        if self._taken is not None:
+            self._taken.take()
+            if not continues:
+                self._taken.add_decay_(bucket, tally.used, grad_scale=grad_scale)
         self._launch_order.launch(
-            ("gradients", b), lambda: reduction.launch(bucket, tally, grad_scale=grad_scale)
+            ("gradients", b),
+            lambda: reduction.launch(bucket, tally, grad_scale=grad_scale, continues=continues),
         )
 
     def _weight_now(self) -> float:
@@ -477,17 +492,22 @@ class GradientExchange(Part):
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, object]]) -> None:
         expected = {name for _, reduction in self._pairs for name in reduction.additive_state()}
-        if expected != set(state["additive"]):
-            missing, foreign = (
-                sorted(expected - set(state["additive"])),
-                sorted(set(state["additive"]) - expected),
-            )
+        missing, foreign = (
+            sorted(expected - set(state["additive"])),
+            sorted(set(state["additive"]) - expected),
+        )
+        # A run that was saved while the optimizer had its momentum goes on with what that gathered.
+        if self._taken is not None:
+            missing = [name for name in missing if not name.startswith("velocity/")]
+        if missing or foreign:
             raise CheckpointError(
                 f"the state was saved with another model or strategy: it lacks {missing[:3]} and"
                 f" has {foreign[:3]} too many"
             )
         for _, reduction in self._pairs:
             for name, live in reduction.additive_state().items():
+                if name not in state["additive"]:
+                    continue
                 shape = getattr(state["additive"][name], "shape", None)
                 if shape != live.shape:
                     raise CheckpointError(
@@ -499,8 +519,14 @@ class GradientExchange(Part):
         self.counts.skipped = int(state["replicated"]["skipped"])  # type: ignore[call-overload]
 
     @override
+    def on_abandon(self, reason: str) -> None:
+        self.close()
+
+    @override
     def close(self) -> None:
         """Gradients stay where they are: the user's references keep their buffers alive."""
+        if self._taken is not None:
+            self._taken.give_back()
 
 
 def _is_zero(flat: torch.Tensor) -> bool:

@@ -50,7 +50,9 @@ class DenseReduction:
         else:  # sums of weights and counts are not exact in half precision
             self._tail = torch.zeros(size, dtype=torch.float64)
 
-    def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
+    def launch(
+        self, bucket: Bucket, tally: Tally, *, grad_scale: float, continues: bool = False
+    ) -> None:
         if not tally.num_failed:
             tally = replace(tally, num_nonfinite=int(not is_finite(bucket.flat)))
             bucket.flat.mul_(tally.weight / self._driver.world_size)
@@ -133,12 +135,15 @@ class SparseReduction:
         self._sums: list[Pending[torch.Tensor]] = []
         self._tail = torch.empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
         self._grad_scale = 1.0
+        self._continues = False
         self._staged = False
         self._tally = Tally.of_nobody(len(bucket.indices))
 
-    def launch(self, bucket: Bucket, tally: Tally, *, grad_scale: float) -> None:
+    def launch(
+        self, bucket: Bucket, tally: Tally, *, grad_scale: float, continues: bool = False
+    ) -> None:
         plan = self._plan()
-        self._grad_scale, self._k = grad_scale, plan.k
+        self._grad_scale, self._k, self._continues = grad_scale, plan.k, continues
         self._staged = not tally.num_failed
         self._pending = None
         begin_s = time.perf_counter()
@@ -155,12 +160,16 @@ class SparseReduction:
     def _pick(self, flat: torch.Tensor, tally: Tally, k: int) -> tuple[Sparse, Tally]:
         if not self._staged:
             return self._wire.empty(), tally
-        selection = self._feedback.stage(flat, k, weight=tally.weight / self._grad_scale)
+        selection = self._feedback.stage(
+            flat, k, weight=tally.weight / self._grad_scale, continues=self._continues
+        )
         return selection.sparse, replace(tally, num_nonfinite=int(not selection.finite))
 
     def _launch_everything(self, flat: torch.Tensor, tally: Tally) -> None:
         if self._staged:
-            finite = self._feedback.stage_all(flat, weight=tally.weight / self._grad_scale)
+            finite = self._feedback.stage_all(
+                flat, weight=tally.weight / self._grad_scale, continues=self._continues
+            )
             tally = replace(tally, num_nonfinite=int(not finite))
         tally.write_to(self._tail)
         self._sums = launch_sums(self._driver, self._stream, flat, self._tail)
@@ -248,7 +257,8 @@ class SparseReduction:
 
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None:
         for name, live in self.additive_state().items():
-            live.copy_(additive[name])
+            if name in additive:  # the exchange has looked whether all that is needed is there
+                live.copy_(additive[name])
         state = self._feedback.selector_state
         # A run that resumes with another selector lacks some keys; they keep their initial value.
         state.update(

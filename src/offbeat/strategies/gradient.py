@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
+from offbeat.codec.momentum import Momentum, MomentumRange
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import SELECTORS, Selector
 from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
@@ -27,6 +28,11 @@ from offbeat.gradients.collective_choice import BucketKind
 from offbeat.gradients.density_choice import AutoDensity
 from offbeat.gradients.exchange import ExchangeCounts, GradientExchange, Reduction
 from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.optimizer_momentum import (
+    OptimizerMomentum,
+    has_momentum_to_take,
+    reason_to_leave,
+)
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.gradients.replica_check import ReplicaCheck
 from offbeat.gradients.residual_watch import ResidualWatch
@@ -90,6 +96,28 @@ class GradientStrategy(Strategy):
         """
         counts = ExchangeCounts()
         pairs, others = self.parts(workspace, counts)
+        return self.exchange_of(pairs, others, workspace, counts, launch_order=launch_order)
+
+    def exchange_of(
+        self,
+        pairs: Sequence[tuple[Bucket, Reduction]],
+        others: list[Part],
+        workspace: Workspace,
+        counts: ExchangeCounts,
+        *,
+        launch_order: LaunchOrder | None = None,
+        taken: OptimizerMomentum | None = None,
+    ) -> tuple[GradientExchange, list[Part]]:
+        """The exchange of what `parts` returns.
+
+        Args:
+            pairs: each bucket with its reduction.
+            others: the other parts, to which those that go with every exchange are added.
+            workspace: lent by the session.
+            counts: where what happens is counted.
+            launch_order: shared with other systems; None: there are none.
+            taken: the optimizer's momentum, where reductions apply it in its place.
+        """
         driver, norms = workspace.driver, workspace.new_stream()
 
         def agree_on(norm: float) -> float:
@@ -106,6 +134,7 @@ class GradientStrategy(Strategy):
             launch_order=launch_order,
             clipping=self.clipping(driver.world_size),
             agree_on=agree_on,
+            taken=taken,
         )
         if self.replica_check_interval:
             stream, interval = workspace.new_stream(), self.replica_check_interval
@@ -129,13 +158,19 @@ class SparseGradientStrategy(GradientStrategy):
         density: fraction of entries that travel, in (0, 1]; 1 gives the result of `AllReduce`.
         selection: "exact" takes exactly the k largest; "reuse" adapts the last step's threshold and
             takes 0.8 k to 1.2 k, in fewer passes; or a `Selector` of your own.
-        momentum_correction: DGC's momentum (arXiv 1712.01887, section 3.1), in [0, 1): momentum is
-            applied before selection. The optimizer's own momentum must be 0 then. None: leave
-            momentum to the optimizer.
+        momentum_correction: DGC's momentum (arXiv 1712.01887, section 3.1): momentum is applied
+            before selection. "auto" takes over that of `torch.optim.SGD`, Nesterov's too, and with
+            it weight decay, until the session ends; a number in [0, 1) needs an optimizer without
+            momentum; None leaves momentum to the optimizer.
         momentum_masking: DGC's factor masking: momentum stops where an entry was sent.
-        warmup: "paper" (0.25, 0.0725, 0.015, 0.004 in epochs 0 to 3), "exponential" (DGC), or None.
-        steps_per_epoch: exchanges in an epoch, >= 1, such as `len(loader)`; needed with `warmup`,
-            which counts epochs. The lab fills it in.
+        warmup: densities of the first exchanges, if larger than the later one: pairs of a density
+            and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
+            density of 1 sends everything as `AllReduce` does; or "paper" (0.25, 0.0725, 0.015,
+            0.004 in epochs 0 to 3), "exponential" (DGC), or None.
+        steps_per_epoch: exchanges in an epoch, >= 1, such as `len(loader)`; needed where `warmup`
+            counts epochs. The lab fills it in.
+        dense_below: parameters of fewer elements are sent whole, in a bucket of their own that is
+            summed as `AllReduce` does; the density is that of the others. 0: none of them.
         values: "float32", or "bfloat16" on the wire, or a `ValueCodec` of your own; what rounding
             loses is owed.
         indices: "gaps" between indices in 2 bytes, or plain indices where those are shorter; or an
@@ -149,10 +184,11 @@ class SparseGradientStrategy(GradientStrategy):
 
     density: float | Literal["auto"] = 0.001
     selection: Literal["exact", "reuse"] | Selector = "exact"
-    momentum_correction: float | None = None
+    momentum_correction: float | Literal["auto"] | None = "auto"
     momentum_masking: bool = True
-    warmup: Literal["paper", "exponential"] | None = None
+    warmup: Literal["paper", "exponential"] | tuple[tuple[float, int], ...] | str | None = None
     steps_per_epoch: int | None = None
+    dense_below: int = 0
     values: Literal["float32", "bfloat16"] | ValueCodec = "float32"
     indices: Literal["gaps"] | IndexCodec = "gaps"
     bucket_mib: float | None = None
@@ -169,17 +205,19 @@ class SparseGradientStrategy(GradientStrategy):
         object_of("selection", self.selection, SELECTORS, Selector)
         object_of("values", self.values, VALUE_CODECS, ValueCodec)
         object_of("indices", self.indices, INDEX_CODECS, IndexCodec)
-        if self.momentum_correction is not None:
+        if isinstance(self.momentum_correction, str):
+            require_one_of("momentum_correction", self.momentum_correction, ("auto",))
+        elif self.momentum_correction is not None:
             require_fraction_below_one("momentum_correction", self.momentum_correction)
         if self.bucket_mib is not None:
             require_positive("bucket_mib", self.bucket_mib)
-        if self.warmup is not None:
-            require_one_of("warmup", self.warmup, ("paper", "exponential"))
-            if self.steps_per_epoch is None:
-                raise ConfigError(
-                    f"warmup={self.warmup!r} counts epochs: pass steps_per_epoch too, such as"
-                    " len(loader)"
-                )
+        if self.warmup in ("paper", "exponential") and self.steps_per_epoch is None:
+            raise ConfigError(
+                f"warmup={self.warmup!r} counts epochs: pass steps_per_epoch too, such as"
+                " len(loader)"
+            )
+        self._warmup(target=1.0)
+        require_at_least("dense_below", self.dense_below, 0)
         if self.steps_per_epoch is not None:
             require_at_least("steps_per_epoch", self.steps_per_epoch, 1)
 
@@ -200,11 +238,12 @@ class SparseGradientStrategy(GradientStrategy):
                 " offbeat.AllReduce()"
             )
         momenta = [group.get("momentum", 0) for group in optimizer.param_groups]
-        if self.momentum_correction is not None and any(momenta):
+        if isinstance(self.momentum_correction, float | int) and any(momenta):
             raise ConfigError(
                 f"momentum_correction={self.momentum_correction} applies momentum before selection,"
                 f" but the optimizer has momentum={max(momenta)} of its own, so it would count"
-                " twice; build the optimizer with momentum=0 (a task of the lab: --set momentum=0)"
+                " twice; pass momentum_correction='auto', which takes the optimizer's over, or"
+                " build the optimizer with momentum=0 (a task of the lab: --set momentum=0)"
             )
 
     @abstractmethod
@@ -220,22 +259,70 @@ class SparseGradientStrategy(GradientStrategy):
 
     def density_at(self, exchange: int, target: float) -> float:
         """Density of exchange number `exchange`, counted from 0, on the way to `target`."""
-        if self.warmup is None or self.steps_per_epoch is None:
-            return target
-        if self.warmup == "paper":
-            schedule = Warmup.paper(self.steps_per_epoch)
-        else:
-            schedule = Warmup.exponential(self.steps_per_epoch, target)
-        return schedule.density_at(exchange, target)
+        schedule = self._warmup(target)
+        return target if schedule is None else schedule.density_at(exchange, target)
+
+    def _warmup(self, target: float) -> Warmup | None:
+        """The schedule on the way to `target`. Raises `ConfigError` if `warmup` describes none."""
+        if self.warmup is None:
+            return None
+        try:
+            if self.warmup == "paper":
+                return Warmup.paper(self.steps_per_epoch or 1)
+            if self.warmup == "exponential":
+                return Warmup.exponential(self.steps_per_epoch or 1, target)
+            if isinstance(self.warmup, str):
+                return Warmup.read(self.warmup)
+            return Warmup.of(self.warmup)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                "warmup must be 'paper', 'exponential', None, or pairs of a density in (0, 1] and"
+                " a number of exchanges of at least 1, such as ((1.0, 80), (0.25, 40)) or"
+                f" '1.0x80+0.25x40', got {self.warmup!r}"
+            ) from error
+
+    @property
+    def takes_momentum(self) -> bool:
+        """Whether the optimizer's momentum is taken over, if it can be."""
+        return self.momentum_correction == "auto"
+
+    def build(self, workspace: Workspace) -> Sequence[Part]:
+        taken = self._momentum_to_take(workspace)
+        counts = ExchangeCounts()
+        pairs, others = self._parts(workspace, counts, taken)
+        exchange, others = self.exchange_of(pairs, others, workspace, counts, taken=taken)
+        self._listen(exchange, others)
+        if taken is not None:  # last, when nothing can fail any more
+            taken.take()
+        return [exchange, *others]
 
     def build_exchange(
         self, workspace: Workspace, *, launch_order: LaunchOrder | None = None
     ) -> tuple[GradientExchange, list[Part]]:
+        """As of every strategy. Where gradients are changed further before the step, momentum stays
+        in the optimizer, which applies it afterwards.
+        """
         exchange, others = super().build_exchange(workspace, launch_order=launch_order)
-        for part in others:
+        self._listen(exchange, others)
+        return exchange, others
+
+    def _listen(self, exchange: GradientExchange, parts: Sequence[Part]) -> None:
+        for part in parts:
             if isinstance(part, AutoDensity):
                 exchange.add_listener(part.intervals)
-        return exchange, others
+
+    def _momentum_to_take(self, workspace: Workspace) -> OptimizerMomentum | None:
+        optimizer = workspace.optimizer
+        if not self.takes_momentum or optimizer is None:
+            return None
+        if has_momentum_to_take(optimizer):
+            return OptimizerMomentum(optimizer, inform=workspace.inform)
+        if (reason := reason_to_leave(optimizer)) is not None:
+            workspace.inform(
+                "momentum_correction='auto': the optimizer's momentum sees the mean of what was"
+                f" sent, and is not taken over, since {reason}"
+            )
+        return None
 
     def clipping(self, world_size: int) -> LocalClipping | None:
         return LocalClipping(self.clip_norm, world_size=world_size)
@@ -243,12 +330,20 @@ class SparseGradientStrategy(GradientStrategy):
     def parts(
         self, workspace: Workspace, counts: ExchangeCounts
     ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
+        return self._parts(workspace, counts, None)
+
+    def _parts(
+        self, workspace: Workspace, counts: ExchangeCounts, taken: OptimizerMomentum | None
+    ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
         choose, others = self.chooser(workspace)
         auto = next((part for part in others if isinstance(part, AutoDensity)), None)
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
-        buckets = make_buckets(workspace.parameters, cap_bytes=cap_bytes)
+        buckets = make_buckets(
+            workspace.parameters, cap_bytes=cap_bytes, small_below=self.dense_below
+        )
         return [
-            (bucket, self._reduction(bucket, workspace, counts, choose, auto)) for bucket in buckets
+            (bucket, self._reduction(bucket, workspace, counts, choose, auto, taken))
+            for bucket in buckets
         ], others
 
     def _reduction(
@@ -258,6 +353,7 @@ class SparseGradientStrategy(GradientStrategy):
         counts: ExchangeCounts,
         choose: Choose,
         auto: AutoDensity | None,
+        taken: OptimizerMomentum | None,
     ) -> SparseReduction:
         wire = self._wire(bucket)
         kind = BucketKind(
@@ -265,23 +361,36 @@ class SparseGradientStrategy(GradientStrategy):
             element_bytes=bucket.flat.element_size(),
             pair_bytes=wire.pair_bytes,
         )
+        is_small = all(parameter.numel() < self.dense_below for parameter in bucket.parameters)
 
         def plan() -> ExchangePlan:
+            if is_small:
+                return ExchangePlan(k=bucket.num_elements, collective=None)
             target = 1.0 if self.density == "auto" else self.density
             target = target if auto is None else auto.density
             density = self.density_at(counts.exchanges, target)
             k = max(1, round(density * bucket.num_elements))
-            everything = auto is not None and auto.density == 1.0
+            # A density of 1 that the user named for the whole run goes through the collective that
+            # the user named; one that was chosen, or begins a warm-up, need not.
+            everything = density == 1.0 and self.density != 1.0
             return ExchangePlan(k=k, collective=None if everything else choose(kind, k))
 
+        momentum = None
+        if taken is not None:
+            momentum = taken.of(bucket)
+        elif isinstance(self.momentum_correction, float | int):
+            factor = float(self.momentum_correction)
+            momentum = Momentum([MomentumRange(end=bucket.num_elements, factor=factor)])
         feedback = ErrorFeedback(
             bucket.num_elements,
             dtype=bucket.flat.dtype,
             device=bucket.flat.device,
             selector=object_of("selection", self.selection, SELECTORS, Selector),
-            momentum=self.momentum_correction,
+            momentum=momentum,
             masking=self.momentum_masking,
         )
+        if taken is not None and momentum is not None:
+            taken.apply_to(bucket, momentum, feedback)
         return SparseReduction(
             bucket,
             feedback,

@@ -122,6 +122,12 @@ class GTopK(SparseGradientStrategy):
                 f"variant='paper' sends float32 values as published, got values={self.values!r}"
             )
 
+    @property
+    @override
+    def takes_momentum(self) -> bool:
+        """As published momentum is the optimizer's."""
+        return self.momentum_correction == "auto" and self.variant != "paper"
+
     @override
     def _require_measuring(self) -> None:
         """It measures, where it has no fixed density."""
@@ -161,17 +167,23 @@ class GTopK(SparseGradientStrategy):
 
     def _auto_density(self, cheapest: CheapestCollective, workspace: Workspace) -> AutoDensity:
         parameters = workspace.parameters.values()
-        gradient = BucketKind(
-            num_elements=sum(parameter.numel() for parameter in parameters),
-            element_bytes=max(parameter.element_size() for parameter in parameters),
-            pair_bytes=pair_bytes(
-                object_of("values", self.values, VALUE_CODECS, ValueCodec),
-                object_of("indices", self.indices, INDEX_CODECS, IndexCodec),
-            ),
+        of_pair = pair_bytes(
+            object_of("values", self.values, VALUE_CODECS, ValueCodec),
+            object_of("indices", self.indices, INDEX_CODECS, IndexCodec),
         )
+
+        def together(*, small: bool) -> BucketKind:
+            sizes = [p.numel() for p in parameters if (p.numel() < self.dense_below) == small]
+            return BucketKind(
+                num_elements=sum(sizes),
+                element_bytes=max(parameter.element_size() for parameter in parameters),
+                pair_bytes=of_pair,
+            )
+
         return AutoDensity(
             cheapest,
-            gradient=gradient,
+            gradient=together(small=False),
+            beside=together(small=True),
             budget=self.budget,
             driver=workspace.driver,
             stream=workspace.new_stream(),

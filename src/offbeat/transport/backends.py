@@ -78,6 +78,12 @@ class Backends(Protocol):
         """The backend that carries `tensor`. Raises `PeerError` when it has been closed."""
         ...
 
+    def wait(self, work: BackendWork) -> None:
+        """Return when `work` is over. Raises `PeerError` when a rank is dead that it waits for,
+        which the work's own `wait` may not notice.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class GlooDevice:

@@ -1,27 +1,27 @@
-"""The driver over torch.distributed: dense collectives, and point-to-point messages where nothing
-better connects the ranks.
+"""The driver over torch.distributed, for dense collectives.
 
 It works on backends of its own, never on the user's process group, so that nothing it does is
 ordered against the user's collectives. CPU tensors go through gloo, CUDA tensors through NCCL when
 there is a backend for it (gloo copies them through the host otherwise).
 
 What gloo demands, and why the code looks as it does:
-- a wait that times out closes that pair for good, so no wait is ever given a short timeout;
-- a dropped send handle loses the message, so handles are kept until they are complete;
-- a receive must know its length, so a header of (channel, length) goes ahead of each message;
 - a peer that is frozen or cut off is waited for without end, and `abort` frees nothing: `cut` shuts
-  the sockets down, at which every wait fails at once;
+  the sockets down, at which what is queued fails at once;
+- a message that was being read or written at that moment is forgotten, and what waits for it waits
+  for as long as gloo's own limit, one day: this driver gives such a wait up, and leaves the backend
+  to a thread, since its destructor waits too;
 - a collective that fails while a message to it is on its way leaves a connection that gloo never
   reads again: other waits on it, and with them the backend's destructor, would never end. Therefore
-  the last wait of all is given a short timeout.
+  the last wait of all is given a short timeout, which closes gloo's connections for good.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from traceback import clear_frames
@@ -31,19 +31,8 @@ import torch
 
 from offbeat.errors import PeerError, UnsupportedError
 from offbeat.transport.backends import Backend, BackendWork
-from offbeat.transport.driver import Driver, Finished, Ticket
-from offbeat.transport.operations import (
-    DenseOperation,
-    Now,
-    Operation,
-    Payload,
-    Post,
-    Recv,
-    RecvAny,
-    Send,
-    Sleep,
-    bytes_as_tensor,
-)
+from offbeat.transport.driver import Driver, Ticket
+from offbeat.transport.operations import DenseOperation, Operation, kind_of
 from offbeat.transport.sockets import (
     SocketAddresses,
     closed_in_children,
@@ -54,11 +43,17 @@ from offbeat.transport.sockets import (
 T = TypeVar("T")
 
 
-_TAG = 0
+GIVE_UP_S: Final = 0.5
+"""How long after its connections were cut a wait may take to fail by itself."""
+
 _TAG_OF_NOBODY = 1
 _AT_ONCE: Final = timedelta(milliseconds=1)
+_LOOK_S: Final = 0.25
+"""How long a wait lasts before it looks whether the connections have been cut. A limit of the wait,
+not of gloo's: the work goes on.
+"""
 
-_POLL_S: Final = 0.0002
+_NCCL_POLL_S: Final = 0.0002
 
 
 class C10d(Driver):
@@ -87,8 +82,6 @@ class C10d(Driver):
         self._tickets: weakref.WeakSet[_DenseTicket] = weakref.WeakSet()
         self.rank = cpu.rank()
         self.world_size = cpu.size()
-        self._inbox: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)
-        self._in_flight: list[tuple[BackendWork, torch.Tensor]] = []
 
     def start(self, operation: Operation, channel: int) -> Ticket:
         match operation:
@@ -96,36 +89,35 @@ class C10d(Driver):
                 ticket = _DenseTicket(self, operation)
                 self._tickets.add(ticket)
                 return ticket
-            case Send(peer, payload):
-                self._send(peer, channel, payload)
-                return Finished()
-            case Recv(peer, timeout_s):
-                if timeout_s is not None:
-                    raise UnsupportedError(
-                        "a receive over gloo or NCCL cannot have a time limit; use the peers driver"
-                    )
-                return _Receive(self, peer, channel)
-            case Sleep(seconds):
-                time.sleep(seconds)
-                return Finished()
-            case Now():
-                return Finished(time.monotonic())
-            case RecvAny() | Post():
+            case _:
                 raise UnsupportedError(
-                    "gloo and NCCL cannot receive from anybody; use the peers driver"
+                    f"gloo and NCCL carry dense operations, not {kind_of(operation)}; use the peers"
+                    " driver for messages"
                 )
 
     def close(self) -> None:
-        if self._cpu is None:
+        self._close()
+
+    def _close(self, *under_way: BackendWork) -> None:
+        """Close, although some waits on gloo may never end: those of `under_way`, and of tickets
+        that nobody waits for.
+        """
+        backend, self._cpu = self._cpu, None
+        if backend is None:
             return
         # A backend closes its sockets when the last reference to it goes, and the traceback of an
         # error may hold one for long. The peers must not wait for that.
-        self._end_connections()
+        self._end_connections(backend)
         self._forget()
-        self._cpu = self._cuda = None
-        self._in_flight.clear()
-        for ticket in list(self._tickets):
-            ticket.forget()
+        self._cuda = None
+        forgotten = [ticket.forget() for ticket in list(self._tickets)]
+        works = [*under_way, *(work for work in forgotten if work is not None)]
+        ending = threading.Thread(
+            target=_let_go, args=([backend], works), name="offbeat-gloo-end", daemon=True
+        )
+        del backend
+        ending.start()
+        ending.join(GIVE_UP_S)
 
     def cut(self, cause: PeerError) -> None:
         """End all that is under way and refuse what comes, with `cause`. May be called from any
@@ -137,14 +129,14 @@ class C10d(Driver):
         if self._cuda is not None:
             with suppress(RuntimeError):
                 self._cuda.abort()
-        self._end_connections()
+        if (backend := self._cpu) is not None:
+            self._end_connections(backend)
 
-    def _end_connections(self) -> None:
-        """Let every wait on gloo's connections fail, on any thread."""
+    def _end_connections(self, backend: Backend) -> None:
+        """Let waits on gloo's connections fail, on any thread, but those in the middle of a
+        message.
+        """
         shut_down(self._sockets)
-        backend = self._cpu
-        if backend is None:
-            return
         # Where gloo was in the middle of a message to a collective that has failed, it does not
         # read, and so does not see the end of the connection. A receive that times out makes it
         # close all of its connections. The first does; the others fail at once.
@@ -195,13 +187,28 @@ class C10d(Driver):
             raise PeerError(str(self._cause), rank=self._cause.rank)
         return result
 
-    def await_work(self, work: BackendWork) -> None:
-        """Return when `work` is over."""
-        # NCCL's own wait only orders streams, and a stream goes on after an abort as if all were
-        # well. So this thread waits itself.
-        while self._cuda is not None and not work.is_completed():
-            time.sleep(_POLL_S)
-        work.wait()
+    def wait(self, work: BackendWork) -> None:
+        """Return when `work` is over. Gives up, with the cause, soon after the driver was cut."""
+        give_up_s = math.inf
+        while True:
+            begin_s = time.monotonic()
+            if self._cause is not None:
+                give_up_s = min(give_up_s, begin_s + GIVE_UP_S)
+                if begin_s >= give_up_s:
+                    self._close(work)
+                    raise PeerError(str(self._cause), rank=self._cause.rank)
+            # NCCL's own wait only orders streams, and a stream goes on after an abort as if all
+            # were well. So this thread waits itself.
+            if self._cuda is not None and not work.is_completed():
+                time.sleep(_NCCL_POLL_S)
+                continue
+            try:
+                work.wait(timedelta(seconds=_LOOK_S))
+                return
+            except RuntimeError:
+                # Not every kind of work tells by `is_completed` that it has failed.
+                if time.monotonic() < begin_s + _LOOK_S:
+                    raise
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -211,37 +218,6 @@ class C10d(Driver):
             yield
         finally:
             del self._waits[token]
-
-    def _send(self, peer: int, channel: int, payload: Payload) -> None:
-        body = bytes_as_tensor(payload)
-        header = torch.tensor([channel, body.numel()], dtype=torch.int64)
-        backend = self.backend_for(body)
-        # A handle that is dropped before it is complete loses its message, and so does a tensor.
-        self._in_flight = [
-            (work, tensor) for work, tensor in self._in_flight if not work.is_completed()
-        ]
-        for tensor in (header, body):
-            self._in_flight.append((backend.send([tensor], peer, _TAG), tensor))
-
-    def receive(self, peer: int, channel: int) -> bytes:
-        """Block until the next message from `peer` on `channel`; others that come first
-        are kept.
-        """
-        waiting = self._inbox[peer, channel]
-        while not waiting:
-            header = torch.empty(2, dtype=torch.int64)
-            backend = self.backend_for(header)
-            backend.recv([header], peer, _TAG).wait()
-            body = torch.empty(int(header[1]), dtype=torch.uint8)
-            backend.recv([body], peer, _TAG).wait()
-            self._inbox[peer, int(header[0])].append(body.numpy().tobytes())
-        return waiting.popleft()
-
-    def has_message(self, peer: int, channel: int) -> bool:
-        """Whether a message has already been taken off the wire; gloo cannot say more without
-        blocking.
-        """
-        return bool(self._inbox[peer, channel])
 
 
 class _DenseTicket:
@@ -259,25 +235,22 @@ class _DenseTicket:
     def wait(self) -> Any:
         return self._driver.finish(self._operation.kind, self._finish)
 
-    def forget(self) -> None:
+    def forget(self) -> BackendWork | None:
         """Let the backend's handle go, which keeps the connections."""
-        self._work = None
+        work, self._work = self._work, None
+        return work
 
     def _finish(self) -> Any:
         if self._work is not None:
-            self._driver.await_work(self._work)
+            self._driver.wait(self._work)
         return self._operation.finish(self._driver)
 
 
-class _Receive:
-    def __init__(self, driver: C10d, peer: int, channel: int) -> None:
-        self._driver, self._peer, self._channel = driver, peer, channel
-
-    def done(self) -> bool:
-        return self._driver.has_message(self._peer, self._channel)
-
-    def wait(self) -> bytes:
-        return self._driver.finish(
-            f"a receive from rank {self._peer}",
-            lambda: self._driver.receive(self._peer, self._channel),
-        )
+def _let_go(backend: list[Backend], works: Sequence[BackendWork]) -> None:
+    """End a backend once `works` are over. Its destructor joins its threads, so it must not run
+    before, and on no thread that has anything else to do.
+    """
+    for work in works:
+        with suppress(RuntimeError):
+            work.wait()
+    backend.clear()

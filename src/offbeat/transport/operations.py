@@ -186,7 +186,9 @@ class DenseOperation(ABC):
 
     @abstractmethod
     def finish(self, backends: Backends) -> Any:
-        """The result, once the work that `begin` returned is over. May block."""
+        """The result, once the work that `begin` returned is over. May block, in `backends.wait`
+        alone.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,12 +332,12 @@ class AllGather(DenseOperation):
         # A backend gathers tensors of one length: first the lengths, then payloads with padding.
         lengths = torch.zeros(backends.world_size, dtype=torch.int64)
         lengths[backends.rank] = mine.numel()
-        backend.allreduce([lengths], dist.AllreduceOptions()).wait()
+        backends.wait(backend.allreduce([lengths], dist.AllreduceOptions()))
         padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
         padded[: mine.numel()] = mine
         gathered = [torch.empty_like(padded) for _ in range(backends.world_size)]
         if padded.numel():
-            backend.allgather([gathered], [padded]).wait()
+            backends.wait(backend.allgather([gathered], [padded]))
         return [
             tensor[:length].numpy().tobytes()
             for tensor, length in zip(gathered, lengths.tolist(), strict=True)

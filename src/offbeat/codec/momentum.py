@@ -1,0 +1,103 @@
+"""Momentum that a rank applies to its own gradient, before anything of it is selected.
+
+    velocity = factor * velocity + weight * gradient
+    step     = velocity, or weight * gradient + factor * velocity with Nesterov's momentum
+
+which is SGD's momentum as PyTorch has it, and momentum correction as DGC has it (arXiv 1712.01887,
+section 3.1). DGC writes Nesterov's with m = factor * velocity, which comes to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offbeat.codec import kernels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MomentumRange:
+    """Elements with the same momentum.
+
+    Attributes:
+        end: the place after the last one; the range begins where the one before ends.
+        factor: in [0, 1).
+        nesterov: whether the step looks ahead along the velocity.
+    """
+
+    end: int
+    factor: float
+    nesterov: bool = False
+
+
+class Momentum:
+    """The momentum of one bucket.
+
+    Args:
+        ranges: that cover all of its elements, in order.
+
+    Attributes:
+        ranges: may be replaced between exchanges.
+    """
+
+    def __init__(self, ranges: Sequence[MomentumRange]) -> None:
+        self.ranges = ranges
+
+    def apply(
+        self,
+        flat: torch.Tensor,
+        velocity: torch.Tensor,
+        weight: float,
+        new_velocity: torch.Tensor,
+        *,
+        continues: bool = False,
+    ) -> None:
+        """Turn the gradient in `flat` into the step.
+
+        Args:
+            flat: the gradient, float32 or float64, shape (n,); overwritten.
+            velocity: same shape, dtype and device.
+            weight: of the gradient.
+            new_velocity: same shape, dtype and device; overwritten.
+            continues: whether the gradient belongs to the same optimizer step as the last one: then
+                the velocity has lost its share already, and only what is new is passed on.
+        """
+        begin = 0
+        for each in self.ranges:
+            here = slice(begin, each.end)
+            begin = each.end
+            if continues:
+                flat[here].mul_(weight)
+                torch.add(velocity[here], flat[here], out=new_velocity[here])
+                if each.nesterov:
+                    flat[here].mul_(1 + each.factor)
+            else:
+                _add_momentum(flat[here], velocity[here], each, weight, new_velocity[here])
+
+
+def _add_momentum(
+    flat: torch.Tensor,
+    velocity: torch.Tensor,
+    momentum: MomentumRange,
+    weight: float,
+    new_velocity: torch.Tensor,
+) -> None:
+    """`Momentum.apply` for one range, of which it is given the slices."""
+    if flat.device.type == "cpu":
+        values = flat.numpy()
+        kernels.add_momentum(
+            values,
+            velocity.numpy(),
+            values.dtype.type(momentum.factor),
+            values.dtype.type(weight),
+            momentum.nesterov,
+            new_velocity.numpy(),
+        )
+        return
+    torch.mul(velocity, momentum.factor, out=new_velocity).add_(flat, alpha=weight)
+    if momentum.nesterov:
+        flat.mul_(weight).add_(new_velocity, alpha=momentum.factor)
+    else:
+        flat.copy_(new_velocity)

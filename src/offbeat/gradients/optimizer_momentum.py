@@ -1,0 +1,208 @@
+"""SGD's momentum, taken over from the user's optimizer for as long as a session lasts.
+
+Where only the largest entries travel, momentum has to be applied before they are selected
+(momentum correction, DGC, arXiv 1712.01887, section 3.1). So each rank keeps a velocity of its own,
+and the optimizer's momentum is 0 meanwhile. With it goes weight decay, which SGD adds to the
+gradient before momentum: left where it is it would be as good as `1 / (1 - momentum)` times weaker.
+
+The optimizer's options are as the user set them again when the session ends, and always in what
+`optimizer.state_dict()` returns. A scheduler may change them meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from offbeat.codec.momentum import Momentum, MomentumRange
+from offbeat.codec.residual import ErrorFeedback
+from offbeat.gradients.buckets import Bucket
+
+_TAKEN: Final = ("momentum", "weight_decay")
+_BUFFER: Final = "momentum_buffer"
+
+
+def reason_to_leave(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why the momentum of `optimizer` stays where it is; None: it can be taken over, or there is
+    none.
+    """
+    groups = optimizer.param_groups
+    has_momentum = any(group.get("momentum") or group.get("betas") for group in groups)
+    if not has_momentum:
+        return None
+    if type(optimizer) is not torch.optim.SGD:
+        return f"the optimizer is {type(optimizer).__name__}, and only torch.optim.SGD's can be"
+    if any(group["dampening"] for group in groups):
+        return "the optimizer dampens it"
+    return None
+
+
+def has_momentum_to_take(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` is SGD with momentum that can be taken over."""
+    return (
+        type(optimizer) is torch.optim.SGD
+        and any(group["momentum"] for group in optimizer.param_groups)
+        and reason_to_leave(optimizer) is None
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A bucket, and what is applied to it."""
+
+    bucket: Bucket
+    momentum: Momentum
+    feedback: ErrorFeedback
+
+
+class OptimizerMomentum:
+    """Momentum and weight decay of an SGD optimizer, while they are not the optimizer's.
+
+    Nothing is taken before `take` is called.
+
+    Args:
+        optimizer: for which `has_momentum_to_take`.
+        inform: is told what was taken.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, inform: Callable[[str], None]) -> None:
+        self._optimizer = optimizer
+        self._inform = inform
+        self._taken: dict[int, dict[str, float]] = {}  # by group: what its options were
+        self._places: dict[int, _Place] = {}
+        self._handles: list[Any] = []
+
+    def of(self, bucket: Bucket) -> Momentum:
+        """The momentum of a bucket's elements, as the optimizer has it now."""
+        return Momentum(self._ranges(bucket))
+
+    def apply_to(self, bucket: Bucket, momentum: Momentum, feedback: ErrorFeedback) -> None:
+        """Keep `momentum`, which `feedback` applies to `bucket`, as the user has it."""
+        self._places[id(bucket)] = _Place(bucket, momentum, feedback)
+
+    def take(self) -> None:
+        """Take over what the optimizer has. Idempotent: a scheduler may have set it anew."""
+        if not self._handles:
+            self._handles = [
+                self._optimizer.register_state_dict_post_hook(self._show),
+                self._optimizer.register_load_state_dict_post_hook(self._loaded),
+            ]
+            self._inform(
+                f"momentum_correction='auto': {self._description()} of SGD works before entries"
+                " are selected, so the optimizer's own is 0 until the session ends;"
+                " momentum_correction=None leaves it there"
+            )
+            self._take_buffers()
+        changed = False
+        for number, group in enumerate(self._optimizer.param_groups):
+            if group["momentum"] == 0 and number not in self._taken:
+                continue
+            options = self._taken.setdefault(number, dict.fromkeys(_TAKEN, 0.0))
+            for name in _TAKEN:
+                if group[name] != 0:
+                    changed |= options[name] != float(group[name])
+                    options[name], group[name] = float(group[name]), 0.0
+        if changed:
+            self._set_ranges()
+
+    def add_decay_(self, bucket: Bucket, used: NDArray[np.bool_], *, grad_scale: float) -> None:
+        """Add weight decay to the gradient that `bucket` holds, times `grad_scale`, where it is
+        this rank's.
+
+        Args:
+            bucket: one that `apply_to` was called with.
+            used: which of its parameters have a gradient.
+            grad_scale: the AMP scale in force.
+        """
+        groups = self._groups()
+        for position in np.flatnonzero(used).tolist():
+            parameter = bucket.parameters[position]
+            number = groups.get(id(parameter))
+            if number is None or not (decay := self._options(number)["weight_decay"]):
+                continue
+            if self._optimizer.param_groups[number]["maximize"]:  # which negates what it is given
+                decay = -decay
+            bucket.views[position].add_(parameter.detach(), alpha=decay * grad_scale)
+
+    def give_back(self) -> None:
+        """Put the options back. Momentum begins anew then: velocities differ from rank to rank."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._put_into(self._optimizer.param_groups)
+        self._taken.clear()
+
+    def _show(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Have a state dictionary say what the user has set."""
+        self._put_into(state["param_groups"])
+
+    def _put_into(self, groups: Sequence[dict[str, Any]]) -> None:
+        for number, options in self._taken.items():
+            # What a scheduler has set since the last step counts.
+            groups[number].update(
+                {name: v for name, v in options.items() if groups[number][name] == 0}
+            )
+
+    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """What was loaded is what the user has set."""
+        self._taken = {number: dict.fromkeys(_TAKEN, 0.0) for number in self._taken}
+        self.take()
+        self._set_ranges()
+        self._take_buffers()
+
+    def _set_ranges(self) -> None:
+        for place in self._places.values():
+            place.momentum.ranges = self._ranges(place.bucket)
+
+    def _take_buffers(self) -> None:
+        """A momentum that the optimizer has gathered is the same on all ranks, so each begins with
+        it.
+        """
+        state = self._optimizer.state
+        for place in self._places.values():
+            velocity = place.feedback.velocity
+            assert velocity is not None
+            views = place.bucket.views_of(velocity)
+            for view, parameter in zip(views, place.bucket.parameters, strict=True):
+                gathered = state[parameter].pop(_BUFFER, None) if parameter in state else None
+                if gathered is not None:
+                    view.copy_(gathered)
+
+    def _groups(self) -> dict[int, int]:
+        """The number of the group that a parameter, by its id, is in."""
+        return {
+            id(parameter): number
+            for number, group in enumerate(self._optimizer.param_groups)
+            for parameter in group["params"]
+        }
+
+    def _options(self, number: int) -> Mapping[str, float]:
+        if number in self._taken:
+            return self._taken[number]
+        group = self._optimizer.param_groups[number]
+        # Without momentum weight decay can stay where it is.
+        return {"momentum": group["momentum"], "weight_decay": 0.0}
+
+    def _ranges(self, bucket: Bucket) -> list[MomentumRange]:
+        groups, ranges = self._groups(), list[MomentumRange]()
+        for parameter, end in zip(bucket.parameters, bucket.offsets[1:], strict=True):
+            number = groups.get(id(parameter))
+            factor = 0.0 if number is None else self._options(number)["momentum"]
+            nesterov = number is not None and self._optimizer.param_groups[number]["nesterov"]
+            here = MomentumRange(end=end, factor=factor, nesterov=nesterov)
+            if ranges and (ranges[-1].factor, ranges[-1].nesterov) == (factor, nesterov):
+                ranges.pop()
+            ranges.append(here)
+        return ranges
+
+    def _description(self) -> str:
+        groups = self._optimizer.param_groups
+        momenta = sorted({group["momentum"] for group in groups if group["momentum"]})
+        with_decay = any(group["momentum"] and group["weight_decay"] for group in groups)
+        text = f"momentum {', '.join(f'{momentum:g}' for momentum in momenta)}"
+        return text + (" and weight decay" if with_decay else "")

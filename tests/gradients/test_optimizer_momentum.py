@@ -1,0 +1,264 @@
+"""SGD's momentum, taken over by a sparse strategy: where everything is sent it is SGD's own, and
+when the session ends it is the optimizer's again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+import offbeat
+from conformance_support.nets import Net, assert_same, loss_of, train
+from offbeat.strategies.gradient import SparseGradientStrategy
+from thread_support.world import ThreadDriver, results_of, session_on
+
+MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def two_groups(net: torch.nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in net.parameters() if p.requires_grad and p.dim() > 1]
+    others = [p for p in net.parameters() if p.requires_grad and p.dim() <= 1]
+    return [
+        {"params": matrices, "weight_decay": 0.1, "momentum": 0.9},
+        {"params": others, "momentum": 0.5, "nesterov": True},
+    ]
+
+
+def sgd(**options: Any) -> MakeOptimizer:
+    return lambda net: torch.optim.SGD(net.parameters(), lr=0.05, **options)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "momentum": sgd(momentum=0.9),
+    "nesterov": sgd(momentum=0.9, nesterov=True),
+    "weight decay": sgd(momentum=0.9, weight_decay=0.1),
+    "maximize": sgd(momentum=0.5, weight_decay=0.1, maximize=True),
+    "fused": sgd(momentum=0.9, nesterov=True, fused=True),
+    "two groups": lambda net: torch.optim.SGD(two_groups(net), lr=0.05),
+    "one group without": lambda net: torch.optim.SGD(
+        [
+            {"params": [net.conv.weight], "momentum": 0.9},
+            {"params": [net.head.weight, net.head.bias], "weight_decay": 0.1},
+        ],
+        lr=0.05,
+    ),
+}
+SEND_ALL: dict[str, SparseGradientStrategy] = {
+    "densely": offbeat.GTopK(collective="dense"),
+    "as entries": offbeat.GTopK(density=1.0, collective="reduce_scatter"),
+    "in small buckets": offbeat.TopK(density=1.0, bucket_mib=1e-4),
+}
+SPARSE = offbeat.GTopK(density=0.2, collective="reduce_scatter")
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", SEND_ALL)
+def test_where_all_is_sent_it_is_the_plain_loop(name: str, kind: str) -> None:
+    net, plain = Net(), Net()
+    optimizer, plain_optimizer = (OPTIMIZERS[kind](each) for each in (net, plain))
+    with offbeat.attach(net, optimizer, SEND_ALL[name]):
+        train(net, optimizer, range(5))
+        assert all(group["momentum"] == 0 for group in optimizer.param_groups)
+    train(plain, plain_optimizer, range(5))
+    assert_same(net, plain, **CLOSE)
+    assert [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ] == [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in plain_optimizer.param_groups
+    ]
+
+
+@pytest.mark.parametrize("kind", ["momentum", "nesterov", "weight decay"])
+def test_several_exchanges_in_a_step_are_one_step_of_momentum(kind: str) -> None:
+    net, plain = Net(), Net()
+    optimizer, plain_optimizer = (OPTIMIZERS[kind](each) for each in (net, plain))
+    with offbeat.attach(net, optimizer, SEND_ALL["as entries"]):
+        for model, opt in ((net, optimizer), (plain, plain_optimizer)):
+            for step in range(0, 9, 3):
+                for part in range(3):
+                    loss_of(model, step + part).backward()
+                opt.step()
+                opt.zero_grad()
+    assert_same(net, plain, **CLOSE)
+
+
+@pytest.mark.parametrize("attach_first", [True, False])
+def test_a_scheduler_may_change_it(attach_first: bool) -> None:
+    nets = [Net(), Net()]
+    optimizers = [OPTIMIZERS["weight decay"](net) for net in nets]
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+
+    schedulers = [] if attach_first else [schedule(optimizer) for optimizer in optimizers]
+    with offbeat.attach(nets[0], optimizers[0], SEND_ALL["as entries"]):
+        schedulers = schedulers or [schedule(optimizer) for optimizer in optimizers]
+        for net, optimizer, scheduler in zip(nets, optimizers, schedulers, strict=True):
+            for step in range(8):
+                train(net, optimizer, range(step, step + 1))
+                scheduler.step()
+    assert_same(*nets, **CLOSE)
+    momenta = [optimizer.param_groups[0]["momentum"] for optimizer in optimizers]
+    assert momenta[0] == momenta[1] != 0
+
+
+def test_what_the_optimizer_has_gathered_is_not_lost() -> None:
+    nets = [Net(), Net()]
+    optimizers = [OPTIMIZERS["two groups"](net) for net in nets]
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        train(net, optimizer, range(3))
+    with offbeat.attach(nets[0], optimizers[0], SEND_ALL["densely"]):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            train(net, optimizer, range(3, 6))
+    assert_same(*nets, **CLOSE)
+
+
+def states(
+    net: torch.nn.Module, optimizer: torch.optim.Optimizer, session: offbeat.Session
+) -> dict[str, Any]:
+    return copy.deepcopy(
+        {
+            "model": net.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "session": session.state_dict(),
+        }
+    )
+
+
+@pytest.mark.parametrize("kind", ["nesterov", "two groups"])
+@pytest.mark.parametrize(
+    "order", [("session", "optimizer"), ("optimizer", "session"), ("before attach",)]
+)
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(kind: str, order: Iterable[str]) -> None:
+    straight = Net()
+    optimizer = OPTIMIZERS[kind](straight)
+    with offbeat.attach(straight, optimizer, SPARSE) as session:
+        train(straight, optimizer, range(3))
+        saved = states(straight, optimizer, session)
+        train(straight, optimizer, range(3, 6))
+    shown = [group["momentum"] for group in saved["optimizer"]["param_groups"]]
+    assert shown == [group["momentum"] for group in optimizer.param_groups]
+    resumed = Net()
+    resumed.load_state_dict(saved["model"])
+    optimizer = OPTIMIZERS[kind](resumed)
+    if "before attach" in order:
+        optimizer.load_state_dict(saved["optimizer"])
+    with offbeat.attach(resumed, optimizer, SPARSE) as session:
+        for name in order if "before attach" not in order else ["session"]:
+            {"session": session, "optimizer": optimizer}[name].load_state_dict(saved[name])
+        train(resumed, optimizer, range(3, 6))
+    assert_same(resumed, straight)
+
+
+def test_a_run_saved_with_the_momentum_in_its_optimizer_goes_on_with_it() -> None:
+    nets = [Net(), Net()]
+    optimizers = [OPTIMIZERS["momentum"](net) for net in nets]
+    strategy = SEND_ALL["as entries"]
+    left = offbeat.GTopK(density=1.0, collective="reduce_scatter", momentum_correction=None)
+    with offbeat.attach(nets[0], optimizers[0], left) as session:
+        train(nets[0], optimizers[0], range(3))
+        saved = states(nets[0], optimizers[0], session)
+        train(nets[0], optimizers[0], range(3, 6))
+    nets[1].load_state_dict(saved["model"])
+    with offbeat.attach(nets[1], optimizers[1], strategy) as session:
+        optimizers[1].load_state_dict(saved["optimizer"])
+        session.load_state_dict(saved["session"])
+        train(nets[1], optimizers[1], range(3, 6))
+    assert_same(*nets, **CLOSE)
+
+
+def test_a_session_that_fails_gives_it_back() -> None:
+    net = Net()
+    optimizer = OPTIMIZERS["momentum"](net)
+
+    def fail() -> None:
+        with offbeat.attach(net, optimizer, SPARSE):
+            train(net, optimizer, range(1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    assert optimizer.state_dict()["param_groups"][0]["momentum"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "said"),
+    [
+        (OPTIMIZERS["weight decay"], SPARSE, "momentum 0.9 and weight decay of SGD works before"),
+        (lambda net: torch.optim.AdamW(net.parameters()), SPARSE, "the optimizer is AdamW, and"),
+        (sgd(momentum=0.9, dampening=0.1), SPARSE, "since the optimizer dampens it"),
+        (sgd(), SPARSE, None),
+        (OPTIMIZERS["momentum"], offbeat.TopK(momentum_correction=None), None),
+        (
+            OPTIMIZERS["momentum"],
+            offbeat.GTopK(variant="paper", collective="tree", density=0.2),
+            None,
+        ),
+        (OPTIMIZERS["momentum"], offbeat.SPDKFAC(exchange=SPARSE), None),
+    ],
+)
+def test_it_is_said_whether_it_is_taken_over(
+    make: MakeOptimizer, strategy: offbeat.Strategy, said: str | None
+) -> None:
+    net = Net()
+    optimizer = make(net)
+    before = [group.get("momentum") for group in optimizer.param_groups]
+    with offbeat.attach(net, optimizer, strategy) as session:
+        remarks = [notice for notice in session.notices if "momentum" in notice]
+        if said is None:
+            assert not remarks
+        else:
+            assert said in remarks[0]
+        taken = [group.get("momentum") for group in optimizer.param_groups]
+        train(net, optimizer, range(1))
+    assert (taken != before) == (said is not None and "works before" in said)
+
+
+def test_ranks_stay_alike_and_momentum_is_that_of_each_rank() -> None:
+    """DGC's recipe with all ranks in one process, against ranks with an optimizer of their own."""
+
+    def linear() -> torch.nn.Linear:
+        net = torch.nn.Linear(6, 5, bias=False)
+        with torch.no_grad():
+            net.weight.copy_(torch.arange(30).view(5, 6) / 30)
+        return net
+
+    def gradient(net: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        net.zero_grad()
+        net(x).square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+    def job(driver: ThreadDriver) -> torch.Tensor:
+        net = linear()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.01)
+        strategy = offbeat.GTopK(density=0.2, collective="all_gather")
+        with session_on(driver, net, optimizer, strategy):
+            for step in range(6):
+                gradient(net, driver.rank, step)
+                optimizer.step()
+        return net.weight.detach().flatten()
+
+    ranks = results_of(3, job)
+    net = linear()
+    weights = net.weight.detach().view(-1)
+    velocity, residual = torch.zeros(3, 30), torch.zeros(3, 30)
+    for step in range(6):
+        total = torch.zeros(30)
+        for rank in range(3):
+            velocity[rank] = 0.9 * velocity[rank] + gradient(net, rank, step) + 0.01 * weights
+            residual[rank] += velocity[rank]
+            largest = residual[rank].abs().topk(6).indices
+            total[largest] += residual[rank][largest]
+            residual[rank][largest] = velocity[rank][largest] = 0
+        weights -= 0.1 * total / 3
+    for rank in ranks:
+        torch.testing.assert_close(rank, weights)

@@ -1,0 +1,104 @@
+"""What options of the sparse strategies do to the mean that ranks apply, with ranks as threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.errors import ConfigError
+from offbeat.strategies.gradient import SparseGradientStrategy
+from thread_support.world import ThreadDriver, results_of, session_on
+
+NUM_RANKS = 3
+Means = list[list[torch.Tensor]]
+"""By step and parameter."""
+
+
+def net() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(20, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    draw = torch.Generator().manual_seed(1)  # the global one is shared by all threads
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw))
+    return model
+
+
+def backward(model: torch.nn.Module, rank: int, step: int) -> None:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    model(torch.randn(8, 20, generator=draw)).square().mean().backward()
+
+
+def applied(strategy: SparseGradientStrategy, num_steps: int) -> Means:
+    """The gradients that ranks are given; parameters do not move."""
+
+    def job(driver: ThreadDriver) -> Means:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        means: Means = []
+        with session_on(driver, model, optimizer, strategy):
+            for step in range(num_steps):
+                backward(model, driver.rank, step)
+                means.append(
+                    [
+                        torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                        for p in model.parameters()
+                    ]
+                )
+                optimizer.step()
+                optimizer.zero_grad()
+        return means
+
+    first, *others = results_of(NUM_RANKS, job)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+    return first
+
+
+def whole(num_steps: int) -> Means:
+    """What `AllReduce` would apply."""
+    means: Means = []
+    for step in range(num_steps):
+        model = net()
+        for rank in range(NUM_RANKS):
+            backward(model, rank, step)
+        means.append([p.grad / NUM_RANKS for p in model.parameters() if p.grad is not None])
+    return means
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+def test_small_parameters_are_sent_whole_and_others_are_not(collective: str) -> None:
+    strategy = offbeat.GTopK(density=0.05, collective=collective, dense_below=48)
+    for mean, expected in zip(applied(strategy, 2), whole(2), strict=True):
+        for mine, its in zip(mean, expected, strict=True):
+            if its.numel() < 48:
+                torch.testing.assert_close(mine, its)
+            else:
+                assert 0 < mine.count_nonzero() <= NUM_RANKS * max(1, round(0.05 * 368))
+
+
+def test_the_first_steps_of_a_warm_up_may_send_everything() -> None:
+    strategy = offbeat.GTopK(
+        density=0.01, collective="reduce_scatter", warmup=((1.0, 2), (0.25, 1))
+    )
+    means = applied(strategy, 4)
+    torch.testing.assert_close(means[:2], whole(4)[:2])
+    sent = [sum(int(mean.count_nonzero()) for mean in step) for step in means[2:]]
+    size = sum(p.numel() for p in net().parameters())
+    assert sent[0] == pytest.approx(0.25 * size, rel=0.05)
+    assert sent[1] == pytest.approx(0.01 * size, abs=2)
+
+
+@pytest.mark.parametrize(
+    "warmup",
+    [(), ((0.5, 0),), ((0.0, 3),), ((1.5, 3),), ((0.5, 2.5),), (0.5, 3), "0.5", "0.5x", "paper's"],
+)
+def test_a_warm_up_that_is_none_is_refused(warmup: object) -> None:
+    with pytest.raises(ConfigError, match=r"pairs of a density in \(0, 1\] and a number"):
+        offbeat.GTopK(warmup=warmup)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dense_below", [-1, 2.5, True])
+def test_a_size_that_is_none_is_refused(dense_below: object) -> None:
+    with pytest.raises(ConfigError, match="dense_below must be an integer of at least 0"):
+        offbeat.TopK(dense_below=dense_below)  # type: ignore[arg-type]
