@@ -55,6 +55,9 @@ _STRATEGIES: dict[str, GradientStrategy] = {
     "gtopk with small parameters whole": offbeat.GTopK(
         density=0.2, collective="reduce_scatter", dense_below=5
     ),
+    "gtopk by layer": offbeat.GTopK(
+        density=0.2, collective="all_gather", scope="layer", selection="reuse"
+    ),
 }
 _CHECKED = offbeat.AllReduce(replica_check_interval=1)
 _KFAC: dict[str, KFACStrategy] = {

@@ -100,6 +100,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "spdkfac": Family(
         strategy=lambda: offbeat.SPDKFAC(
+            plain="BatchNorm1d",  # version 0.1 did not cover it
             factor_interval=1,
             inverse_interval=2,
             fusion="none",
@@ -109,13 +110,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "dkfac_eigen": Family(
         strategy=lambda: offbeat.DKFAC(
+            plain="BatchNorm1d",
             factor_interval=1,
             inverse_interval=3,
             inverse="eigen",
             exchange=offbeat.GTopK(density=0.2, collective="tree"),
         )
     ),
-    "dpkfac": Family(strategy=lambda: offbeat.DPKFAC(factor_interval=1, inverse_interval=2)),
+    "dpkfac": Family(
+        strategy=lambda: offbeat.DPKFAC(plain="BatchNorm1d", factor_interval=1, inverse_interval=2)
+    ),
 }
 
 

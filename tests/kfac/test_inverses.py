@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from offbeat.kfac import eigen, inverses
 from offbeat.kfac.blocks import FactorShape
 from offbeat.kfac.eigen import Decomposer, decompose
-from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter, has_inverse, usual_form
+from offbeat.kfac.inverses import (
+    InverseForm,
+    InversionTask,
+    Inverter,
+    form_for,
+    has_inverse,
+    usual_form,
+)
 from offbeat.kfac.symmetric import pack, unpack
 
 
@@ -75,7 +82,7 @@ def test_batches_of_any_mixture_are_inverted_each_with_its_damping(
             each.shape.dim, dtype=torch.float64
         )
         np.testing.assert_allclose(
-            inverse_of(inverse, each, form).numpy(),
+            inverse_of(inverse, each, form_for(form, each.shape)).numpy(),
             np.linalg.inv(damped.numpy()),
             rtol=1e-8,
             atol=1e-10,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from offbeat.errors import ConfigError
+from offbeat.kfac.blocks import FactorShape
 from offbeat.kfac.options import FactorOptions
 from offbeat.kfac.survey import survey
 
 
-def names(model: nn.Module, **options: object) -> tuple[list[str], dict[str, str]]:
+def names(model: nn.Module, **options: object) -> tuple[list[str], Mapping[str, str]]:
     found = survey(model, FactorOptions(**options))  # type: ignore[arg-type]
     return [block.name for block in found.blocks], found.plain
 
@@ -24,23 +28,38 @@ class Own(nn.Linear):
 def test_layers_are_found_by_name_and_the_others_listed_with_reasons() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.Conv1d(4, 4, 3),
+        nn.PReLU(),
+        nn.ConvTranspose2d(4, 4, 3),
         Own(3, 3),
         nn.Embedding(5, 3, scale_grad_by_freq=True),
     )
     found, plain = names(model)
     assert found == ["0"]
     assert list(plain) == ["1", "2", "3", "4"]
-    assert plain["2"] == "Conv1d is not supported"
+    assert plain["2"] == "ConvTranspose2d is not supported"
     assert "overrides" in plain["3"]
-    notice = survey(model, FactorOptions()).notice()
-    assert notice is not None
-    assert notice.startswith("plain gradients for 1 (BatchNorm2d is not supported); 2 ")
+    assert (
+        survey(model, FactorOptions())
+        .notice()
+        .startswith(
+            "K-FAC covers 38.9% of 288 parameters; plain gradients for 1 (PReLU is not "
+            "supported); 2 "
+        )
+    )
 
 
-def test_nothing_is_said_where_all_is_covered() -> None:
-    assert survey(nn.Linear(2, 2), FactorOptions()).notice() is None
+def test_where_all_is_covered_no_layer_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+    assert survey(model, FactorOptions()).notice() == "K-FAC covers 100% of 16 parameters"
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.LSTMCell])
+def test_why_recurrent_layers_are_not_covered_is_said_in_one_line(kind: Any) -> None:
+    found, plain = names(nn.Sequential(nn.Linear(2, 3), kind(3, 3)))
+    assert found == ["0"]
+    assert plain["1"] == (
+        f"the gates of {kind.__name__} are computed in one fused call, into which K-FAC cannot see"
+    )
 
 
 def test_frozen_layers_are_left_alone_and_frozen_biases_left_out() -> None:
@@ -49,19 +68,50 @@ def test_frozen_layers_are_left_alone_and_frozen_biases_left_out() -> None:
     model[1].bias.requires_grad_(False)
     model[2].weight.requires_grad_(False)
     found, plain = names(model)
+    assert (found, plain) == (["1", "2"], {})
+    without_bias, of_bias = survey(model, FactorOptions()).blocks
+    assert without_bias.matrix_shape == (1, 4, 3)
+    assert of_bias.matrix_shape == (1, 5, 1)
+
+
+def tied(*layers: nn.Module) -> nn.Sequential:
+    """Layers of which the last one has the weight of the first one."""
+    model = nn.Sequential(*layers)
+    model[-1].weight = model[0].weight
+    return model
+
+
+def test_a_tied_weight_is_one_block_and_counts_once() -> None:
+    model = tied(nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5))
+    found = survey(model, FactorOptions())
+    assert [block.name for block in found.blocks] == ["0", "2.bias", "1"]
+    assert found.notice() == "K-FAC covers 100% of 32 parameters"
+    users = [[list(use.names), use.is_flipped] for use in found.blocks[0].uses]
+    assert users == [[["0"], False], [["2"], True]]
+
+
+def test_a_weight_shared_with_what_is_not_covered_gets_plain_gradients() -> None:
+    found, plain = names(tied(nn.Linear(3, 3), nn.Linear(3, 3), Own(3, 3, bias=False)))
     assert found == ["1"]
-    assert plain == {"2": "only its bias is trained"}
+    assert list(plain) == ["0.weight", "0.bias", "2.weight"]
+    assert plain["0.weight"] == (
+        "shared with '2', which K-FAC does not cover: Own overrides Linear.forward"
+    )
+
+
+def test_a_shared_bias_goes_with_a_weight_that_all_its_layers_share() -> None:
+    model = tied(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].bias = model[0].bias
     (block,) = survey(model, FactorOptions()).blocks
-    assert block.matrix_shape == (1, 4, 3)
-
-
-def test_tied_weights_are_not_preconditioned_twice() -> None:
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False))
-    model[2].weight = model[0].weight
+    assert block.matrix_shape == (1, 3, 4)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].bias = model[0].bias
     found, plain = names(model)
-    assert found == ["1"]
-    assert set(plain) == {"0", "2"}
-    assert "shares" in plain["0"]
+    assert found == ["0", "1"]
+    assert plain == {
+        "0.bias": "it is shared with another layer",
+        "1.bias": "it is shared with another layer",
+    }
 
 
 def test_weights_that_are_computed_are_not_covered() -> None:
@@ -71,11 +121,30 @@ def test_weights_that_are_computed_are_not_covered() -> None:
     assert "1" in plain
 
 
-def test_a_factor_may_be_too_large() -> None:
-    model = nn.Sequential(nn.Embedding(1000, 3), nn.Linear(3, 1000))
-    found, plain = names(model, max_dim=100)
-    assert found == ["0"]
-    assert plain == {"1": "a factor of more than 100 rows"}
+def test_a_large_factor_is_cut_and_a_very_large_one_is_a_diagonal() -> None:
+    model = nn.Sequential(nn.Embedding(5000, 3), nn.Linear(200, 250), nn.Linear(100, 1000))
+    found = survey(model, FactorOptions(max_dim=100))
+    shapes = [(block.inputs, block.outputs) for block in found.blocks]
+    assert shapes[1:] == [
+        # the bias makes 201 rows
+        (
+            FactorShape(groups=3, dim=67),
+            FactorShape(groups=5, dim=50),
+        ),
+        (FactorShape(groups=1, dim=101), FactorShape(groups=1, dim=1000, is_diagonal=True)),
+    ]
+    assert found.num_covered == found.num_parameters
+
+
+def test_layers_may_be_left_out_by_name_or_by_class() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+    found, plain = names(model, plain=("LayerNorm", "2"))
+    assert (found, plain) == (
+        ["0"],
+        {"1": "as option plain says", "2": "as option plain says"},
+    )
+    with pytest.raises(ConfigError, match=r"plain names 'LayerNorms'.*did you mean 'LayerNorm'"):
+        names(model, plain=("LayerNorms",))
 
 
 def test_attention_is_found_in_parts() -> None:
@@ -90,8 +159,11 @@ def test_attention_is_found_in_parts() -> None:
         "multihead_attn.out_proj",
         "linear1",
         "linear2",
+        "norm1",
+        "norm2",
+        "norm3",
     ]
-    assert set(plain) == {"norm1", "norm2", "norm3"}
+    assert not plain
     shapes = {block.name: block.matrix_shape for block in survey(layer, FactorOptions()).blocks}
     assert shapes["self_attn.in_proj"] == (3, 8, 9)
     assert shapes["multihead_attn.k_proj"] == (1, 8, 9)
@@ -112,8 +184,8 @@ def test_attention_with_other_widths_and_extra_biases() -> None:
 
 
 def test_a_model_without_a_covered_layer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="finds no layer.*LayerNorm is not supported"):
-        survey(nn.LayerNorm(3), FactorOptions())
+    with pytest.raises(ConfigError, match="finds no layer.*LSTM"):
+        survey(nn.LSTM(3, 3), FactorOptions())
     with pytest.raises(ConfigError, match="no parameter is trainable"):
         survey(nn.Linear(3, 3).requires_grad_(False), FactorOptions())
 

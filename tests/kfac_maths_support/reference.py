@@ -54,15 +54,17 @@ def look(layer: nn.Module, x: torch.Tensor, losses: Losses) -> Seen:
     """The input of an output is the gradient of that output with respect to the weights that make
     it.
     """
-    is_conv, groups = isinstance(layer, nn.Conv2d), getattr(layer, "groups", 1)
     weight = layer.get_parameter("weight")
+    is_conv = isinstance(layer, nn.Conv1d | nn.Conv2d)
+    is_norm, has_channels = weight.ndim == 1, isinstance(layer, nn.BatchNorm2d | nn.GroupNorm)
+    groups = len(weight) if is_norm else getattr(layer, "groups", 1)
     bias = getattr(layer, "bias", None)
     output = layer(x)
-    flat = (
-        output.flatten(2).mT if is_conv else output.reshape(output.shape[0], -1, output.shape[-1])
-    )
     (gradient,) = torch.autograd.grad(losses(output).sum(), output, retain_graph=True)
-    gradient = gradient.flatten(2).mT if is_conv else gradient.reshape(flat.shape)
+    flat, gradient = (
+        each.flatten(2).mT if is_conv or has_channels else each.reshape(len(x), -1, each.shape[-1])
+        for each in (output, gradient)
+    )
     num_examples, num_positions, num_outputs = flat.shape
     per_group = num_outputs // groups
     rows = []
@@ -72,11 +74,39 @@ def look(layer: nn.Module, x: torch.Tensor, losses: Losses) -> Seen:
             for r in range(num_positions):
                 wrt = [weight] if bias is None else [weight, bias]
                 found = torch.autograd.grad(flat[n, r, first], wrt, retain_graph=True)
-                by_output = found[0].mT if isinstance(layer, nn.Embedding) else found[0]
-                row = by_output[first].permute(1, 2, 0).flatten() if is_conv else by_output[first]
+                has_input_rows = isinstance(layer, nn.Embedding) or hasattr(layer, "nf")
+                row = (found[0].mT if has_input_rows else found[0])[first]
+                row = row.movedim(0, -1).flatten() if is_conv else row.reshape(-1)
                 rows.append(row if bias is None else torch.cat([row, found[1][first : first + 1]]))
     inputs = torch.stack(rows).view(groups, num_examples, num_positions, -1)
     return Seen(inputs, gradient.unflatten(2, (groups, per_group)).permute(2, 0, 1, 3))
+
+
+class Conv1D(nn.Module):
+    """As in `transformers`: a linear layer with a row of its weight for each input."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(shape)
+
+
+class OwnRMSNorm(nn.Module):
+    """As models bring it themselves."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        variance = hidden_states.square().mean(-1, keepdim=True)
+        return self.weight * hidden_states * torch.rsqrt(variance + self.variance_epsilon)
 
 
 def capture_all(
@@ -101,7 +131,12 @@ def capture_all(
 def square(block: Block, side: Side, packed: torch.Tensor) -> torch.Tensor:
     """(groups, d, d) from a packed factor of `block`."""
     shape = block.shape(side)
-    return torch.diag_embed(packed) if shape.is_diagonal else unpack(packed, shape.dim)
+    if shape.is_diagonal:
+        return torch.diag_embed(packed)
+    _, outputs, inputs = block.matrix_shape
+    dim = inputs if side == "input" else outputs
+    pieces = unpack(packed, shape.dim).unflatten(0, (-1, -(-dim // shape.dim)))
+    return torch.stack([torch.block_diag(*some)[:dim, :dim] for some in pieces])
 
 
 def take_square(

@@ -95,7 +95,7 @@ def attached(
     session = attach_through(wrap, net, optimizer, strategies()[label])
     reads_ahead = label == "adaptive, read ahead"
     loader = session.loader(
-        DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2)
+        DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=1)
         if reads_ahead
         else Numbers(),
         seed=3,

@@ -33,6 +33,7 @@ from offbeat.codec.tally import Tally
 from offbeat.errors import CheckpointError, NonFiniteError, PeerError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
+from offbeat.gradients.entry_ages import EntryAges
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.optimizer_momentum import OptimizerMomentum
 from offbeat.parts.gradient_norm import clip_gradients_
@@ -41,6 +42,11 @@ from offbeat.parts.part import Part
 
 class Reduction(Protocol):
     """Turns each rank's bucket into the ranks' weighted mean."""
+
+    @property
+    def ages(self) -> EntryAges | None:
+        """How long entries waited before this rank sent them; None where all of them always are."""
+        ...
 
     @property
     def encode_s(self) -> float:
@@ -468,10 +474,13 @@ class GradientExchange(Part):
     @override
     def counters(self) -> dict[str, float]:
         encode_s = sum(reduction.encode_s for _, reduction in self._pairs)
+        ages = [reduction.ages for _, reduction in self._pairs if reduction.ages is not None]
         return {
             "exchanges": self.counts.exchanges,
             "skipped_steps": self.counts.skipped,
             "encode_s": encode_s,
+            "watched_entries_sent": sum(each.num_sent for each in ages),
+            "age_of_watched_entries": sum(each.total_age for each in ages),
         }
 
     # State

@@ -3,8 +3,8 @@
 Where to read, in the order of a training step:
 
 - `part`: the step as a whole, which is what a session knows of K-FAC.
-- `survey`, `blocks`, `layers`, `attention`, `convolution`: which layers are covered, and the
-  factors A and G of each.
+- `survey`, `blocks`, `layers`, `norms`, `tied`, `attention`, `convolution`: which layers are
+  covered, and the factors A and G of each; `pieces` cuts large factors.
 - `capture`: adds to the factors while the model runs.
 - `exchange`: `scheduler` sends factors (`messages`) beside the gradients, `accumulator` averages
   them over steps (`averages`), `inverses` has them inverted and sends inverses, `preconditioner`

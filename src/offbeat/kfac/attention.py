@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offbeat.kfac.blocks import Block
+from offbeat.kfac.blocks import LayerBlock
 from offbeat.torch_private import attention_functions
 
 _NOT_SELF_ATTENTION = (
@@ -110,11 +110,11 @@ def rebound(function: Any, names: dict[str, Any]) -> FunctionType:
 class ProjectionSink(Protocol):
     """What attention knows of a `Capture`."""
 
-    def saw_inputs(self, index: int, inputs: torch.Tensor, *, num_terms: int | None) -> None: ...
+    def saw_inputs(self, place: int, inputs: torch.Tensor, *, num_terms: int | None) -> None: ...
 
     def saw_output(
         self,
-        index: int,
+        place: int,
         inputs: torch.Tensor,
         output: torch.Tensor,
         *,
@@ -122,7 +122,7 @@ class ProjectionSink(Protocol):
         select: Callable[[torch.Tensor], torch.Tensor],
     ) -> None: ...
 
-    def retire(self, index: int, what: str) -> None: ...
+    def retire_use(self, place: int, what: str) -> None: ...
 
 
 class Projections:
@@ -131,11 +131,11 @@ class Projections:
     Args:
         sink: is told of inputs and outputs of blocks.
         module: the attention.
-        blocks: its blocks, by the index that `sink` knows them by.
+        blocks: its blocks, by the number of the use that `sink` knows them by.
     """
 
     def __init__(
-        self, sink: ProjectionSink, module: nn.MultiheadAttention, blocks: Mapping[int, Block]
+        self, sink: ProjectionSink, module: nn.MultiheadAttention, blocks: Mapping[int, LayerBlock]
     ) -> None:
         self._sink, self._blocks = sink, blocks
         self._module = module
@@ -155,14 +155,14 @@ class Projections:
             if self._is_query(weight):
                 self._num_terms = block.num_terms(inputs)
             if first == 0 and len(wanted) > len(weight):
-                self._sink.retire(index, _NOT_SELF_ATTENTION)
+                self._sink.retire_use(index, _NOT_SELF_ATTENTION)
             elif 0 <= first < len(weight):
                 self._show(index, inputs, output, slice(first, first + len(wanted)))
 
     def finished(self) -> None:
         if not self._seen:
             for index in self._blocks:
-                self._sink.retire(
+                self._sink.retire_use(
                     index,
                     "this version of PyTorch computes attention in a way that cannot be observed",
                 )

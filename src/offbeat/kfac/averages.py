@@ -87,7 +87,8 @@ class RunningFactor:
 
 def mean_eigenvalue(packed: torch.Tensor, shape: FactorShape) -> torch.Tensor:
     """The factor's trace by its dimension, a mean over groups: a scalar tensor."""
-    return packed.mean() if shape.is_diagonal else diagonal(packed, shape.dim).mean()
+    values = packed if shape.is_diagonal else diagonal(packed, shape.dim)
+    return values.sum() / (values.numel() - shape.padding)
 
 
 def damping_of(

@@ -13,14 +13,20 @@ sits in G.
 
 A block covers one weight, or rows of one, and its bias. Grouped convolutions and attention's three
 projections make several independent blocks of one shape, which are kept together along a first
-dimension, `groups`.
+dimension, `groups`. A factor of more rows than `max_dim` is cut into blocks along its diagonal,
+which are further groups, and one that would need many of them is kept as its diagonal
+(`factor_shape`).
+
+A tied weight is used by several layers. Each use sees inputs and output gradients of its own; where
+the uses lie the same way round, the factors add up as those of one layer that is called several
+times. `kfac.tied` has the rest.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -35,6 +41,10 @@ SIDES: tuple[Side, Side] = ("input", "output")
 
 EVERYTHING = slice(None)
 
+MAX_PIECES = 8
+"""Into how many pieces a factor is cut at most. One that would need more is kept as its diagonal.
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FactorShape:
@@ -44,21 +54,71 @@ class FactorShape:
         groups: how many, >= 1.
         dim: rows of each, >= 1.
         is_diagonal: only the diagonals are kept, and nothing else is there.
+        padding: how many rows, of all matrices together, stand for nothing and are zeros, since
+            what was cut has not the length of its pieces.
+        uses: 2 for a weight that is used both ways round, whose factors are averaged apart and
+            joined before they are inverted (`kfac.tied`); else 1.
     """
 
     groups: int
     dim: int
     is_diagonal: bool = False
+    padding: int = 0
+    uses: int = 1
 
     @property
     def packed(self) -> tuple[int, int]:
-        """Shape of the packed factor: (groups, d (d + 1) / 2), or (groups, d) if diagonal."""
-        return self.groups, self.dim if self.is_diagonal else num_packed(self.dim)
+        """Shape of the packed factor: (groups, d (d + 1) / 2), or (groups, d) if diagonal; as often
+        as there are uses.
+        """
+        return self.uses * self.groups, self.dim if self.is_diagonal else num_packed(self.dim)
+
+    @property
+    def is_tiny(self) -> bool:
+        return not self.is_diagonal and is_tiny(self.groups, self.dim)
+
+    @property
+    def joined(self) -> FactorShape:
+        """What is inverted: of all uses together."""
+        return replace(self, uses=1)
 
     @property
     def num_elements(self) -> int:
         """Elements of the packed factor."""
         return self.packed[0] * self.packed[1]
+
+
+def is_tiny(groups: int, dim: int) -> bool:
+    """Whether matrices are so many and so small that handling each one costs more than its
+    arithmetic.
+    """
+    return dim <= 2 and groups >= 8
+
+
+def factor_shape(groups: int, dim: int, max_dim: int, *, spare: int = 0) -> FactorShape:
+    """A factor of `groups` matrices of `dim` rows, cut into pieces of about `max_dim` rows.
+
+    Args:
+        groups: how many matrices, >= 1.
+        dim: rows of each, >= 1.
+        max_dim: up to how many rows a matrix is kept whole, >= 1.
+        spare: how many rows more than `max_dim` are borne, so that a bias cuts nothing.
+
+    >>> factor_shape(1, 4608, 2048)
+    FactorShape(groups=3, dim=1536, is_diagonal=False, padding=0, uses=1)
+    >>> factor_shape(1, 4609, 2048)
+    FactorShape(groups=3, dim=1537, is_diagonal=False, padding=2, uses=1)
+    >>> factor_shape(1, 50257, 2048)
+    FactorShape(groups=1, dim=50257, is_diagonal=True, padding=0, uses=1)
+    """
+    if dim <= max_dim + spare:
+        return FactorShape(groups=groups, dim=dim)
+    fewest = -(-dim // max_dim)
+    if fewest > MAX_PIECES:
+        return FactorShape(groups=groups, dim=dim, is_diagonal=True)
+    pieces = next((some for some in range(fewest, 2 * fewest) if dim % some == 0), fewest)
+    rows = -(-dim // pieces)
+    return FactorShape(groups=groups * pieces, dim=rows, padding=groups * (pieces * rows - dim))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +172,22 @@ class Moment(NamedTuple):
     num_rows: int
 
 
+class Use(NamedTuple):
+    """One way in which a block's weight is used.
+
+    Attributes:
+        block: says what the use's inputs and output gradients add to factors of its own.
+        modules: the layers that use the weight so.
+        names: of the modules.
+        is_flipped: whether what is A for the use is G for the whole block, and the reverse.
+    """
+
+    block: LayerBlock
+    modules: Sequence[nn.Module]
+    names: Sequence[str]
+    is_flipped: bool = False
+
+
 class Block(ABC):
     """One weight matrix, or a few of the same shape, and what is needed to estimate its factors.
 
@@ -123,13 +199,14 @@ class Block(ABC):
         rows, bias_rows: which rows of weight and bias belong to the block.
 
     Attributes:
-        inputs, outputs: shapes of the factors A and G.
-        masks_outputs: whether inputs decide which output gradients count.
+        matrix_shape: (groups, outputs, inputs), the shape of the matrix of gradients, the bias as
+            last column.
+        inputs, outputs: shapes of the factors A and G. A of one group may serve all groups.
     """
 
+    matrix_shape: tuple[int, int, int]
     inputs: FactorShape
     outputs: FactorShape
-    masks_outputs: bool = False
 
     def __init__(
         self,
@@ -161,14 +238,29 @@ class Block(ABC):
         return self.bias_name is not None
 
     @property
-    def matrix_shape(self) -> tuple[int, int, int]:
-        """(groups, outputs, inputs): the shape of the matrix of gradients, the bias as
-        last column.
-        """
-        return self.outputs.groups, self.outputs.dim, self.inputs.dim
+    @abstractmethod
+    def uses(self) -> Sequence[Use]:
+        """Whose inputs and output gradients the factors are of: at most one of each way round."""
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers of the model the block covers."""
+        return torch.Size(self.matrix_shape).numel()
 
     def shape(self, side: Side) -> FactorShape:
         return self.inputs if side == "input" else self.outputs
+
+    def _lay_out(
+        self, groups: int, num_outputs: int, num_inputs: int, max_dim: int, *, shares_inputs: bool
+    ) -> None:
+        """Set the shapes: `groups` matrices of `num_outputs` x `num_inputs`, the bias's column
+        counted, whose A is one for all with `shares_inputs`.
+        """
+        self.matrix_shape = groups, num_outputs, num_inputs
+        self.inputs = factor_shape(
+            1 if shares_inputs else groups, num_inputs, max_dim, spare=self.has_bias
+        )
+        self.outputs = factor_shape(groups, num_outputs, max_dim)
 
     def keeps_shape(self) -> bool:
         """Whether the parameters still have the shapes that the block was made for."""
@@ -187,32 +279,57 @@ class Block(ABC):
             and (bias is None or bias.grad is not None)
         )
 
-    def read_gradient(self, out: torch.Tensor) -> None:
-        """Copy the gradient into `out`, of `matrix_shape`. `has_gradient` must hold."""
-        weight = self._to_matrix(gradient_of(self.weight)[self.rows])
-        self._without_bias(out, weight).copy_(weight)
+    def gradient_matrix(self) -> torch.Tensor:
+        """The gradient, of `matrix_shape`, in float32 or float64: a view where it can be one.
+        `has_gradient` must hold.
+        """
+        weight = as_real(self.to_matrix(gradient_of(self.weight)[self.rows])).flatten(2)
+        if self.bias is None:
+            return weight
+        bias = as_real(gradient_of(self.bias)[self.bias_rows])
+        return torch.cat([weight, bias.view(*weight.shape[:2], 1)], dim=2)
+
+    def scale_gradient_(self, factor: torch.Tensor) -> None:
+        """Multiply the gradient by `factor`."""
+        gradient_of(self.weight)[self.rows].mul_(factor)
         if self.bias is not None:
-            out[..., -1] = gradient_of(self.bias)[self.bias_rows].view(out.shape[:2])
+            gradient_of(self.bias)[self.bias_rows].mul_(factor)
 
     def write_gradient_(self, matrix: torch.Tensor) -> None:
-        """The inverse of `read_gradient`."""
-        weight = self._to_matrix(gradient_of(self.weight)[self.rows])
+        """The inverse of `gradient_matrix`."""
+        weight = self.to_matrix(gradient_of(self.weight)[self.rows])
         weight.copy_(self._without_bias(matrix, weight))
         if self.bias is not None:
             gradient_of(self.bias)[self.bias_rows].copy_(matrix[..., -1].flatten())
 
-    def _to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        """A view of `weight` as (groups, outputs, inputs without bias), inputs maybe in several
-        dimensions.
+    def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        """A view of `weight`, or of its gradient, as (groups, outputs, inputs without bias), inputs
+        maybe in several dimensions.
         """
-        matrix: torch.Tensor = weight.unflatten(0, (self.outputs.groups, self.outputs.dim))
+        matrix: torch.Tensor = weight.unflatten(0, self.matrix_shape[:2])
         return matrix
 
     def _without_bias(self, matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        parts: torch.Tensor = matrix[..., : self.inputs.dim - self.has_bias].unflatten(
+        parts: torch.Tensor = matrix[..., : self.matrix_shape[2] - self.has_bias].unflatten(
             -1, like.shape[2:]
         )
         return parts
+
+
+class LayerBlock(Block):
+    """A block of one layer, which says what the layer's inputs and output gradients add.
+
+    Attributes:
+        masks_outputs: whether inputs decide which output gradients count.
+        samples_inputs: whether A is of the examples that are looked at; False: of all.
+    """
+
+    masks_outputs: bool = False
+    samples_inputs: bool = True
+
+    @property
+    def uses(self) -> Sequence[Use]:
+        return (Use(self, (self.module,), (self.name,)),)
 
     @abstractmethod
     def fits(self, inputs: torch.Tensor) -> bool:

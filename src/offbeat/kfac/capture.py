@@ -35,7 +35,7 @@ pass is running here).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ import torch
 from torch import nn
 
 from offbeat.kfac.attention import Projections, unwatch, watch
-from offbeat.kfac.blocks import Block, Moment, Side
+from offbeat.kfac.blocks import Block, LayerBlock, Moment, Side, Use
 from offbeat.kfac.options import FactorOptions
 from offbeat.parts.module_hook import ModuleHook
 from offbeat.torch_private import NO_BACKWARD_PASS, current_backward_pass, tensors_in
@@ -65,7 +65,7 @@ class Increment(NamedTuple):
 
 @dataclass(slots=True)
 class _Sums:
-    """What one block has seen since the last `take`.
+    """What one use of a block's weight has seen since the last `take`.
 
     Attributes:
         inputs, outputs: sums of a a^T and g g^T.
@@ -76,6 +76,23 @@ class _Sums:
     inputs: Moment | None = None
     outputs: Moment | None = None
     terms: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+class _Watched(NamedTuple):
+    """A use of the weight of block `block_index`."""
+
+    block_index: int
+    use: Use
+
+    @property
+    def block(self) -> LayerBlock:
+        return self.use.block
+
+    def side(self, side: Side) -> Side:
+        """Which factor of the whole block the use's own factor `side` adds to, and the reverse."""
+        if not self.use.is_flipped:
+            return side
+        return "output" if side == "input" else "input"
 
 
 class Capture:
@@ -111,7 +128,14 @@ class Capture:
         self._blocks = list(blocks)
         self._options = options
         self._warn, self._grad_scale, self._added = warn, grad_scale, added
-        self._sums = [_Sums() for _ in blocks]
+        self._uses = [
+            _Watched(index, use) for index, block in enumerate(blocks) for use in block.uses
+        ]
+        self._uses_of: list[list[int]] = [[] for _ in blocks]
+        for place, watched in enumerate(self._uses):
+            self._uses_of[watched.block_index].append(place)
+        self._sums = [_Sums() for _ in self._uses]
+        self._layers_seen: set[str] = set()
         self._pass = 0
         self._terms_in_loss: dict[int, int | torch.Tensor] = {}  # by forward pass of the root
         self._handles: list[Any] = self._hook_root(model)
@@ -120,12 +144,10 @@ class Capture:
             if isinstance(module, nn.MultiheadAttention):
                 self._watch(module)
         inside = {id(module.out_proj) for module in self._watched}
-        for index, block in enumerate(self._blocks):
-            if (
-                not isinstance(block.module, nn.MultiheadAttention)
-                and id(block.module) not in inside
-            ):
-                self._handles += self._hook(block.module, index)
+        for place, watched in enumerate(self._uses):
+            for module, name in zip(watched.use.modules, watched.use.names, strict=True):
+                if not isinstance(module, nn.MultiheadAttention) and id(module) not in inside:
+                    self._handles += self._hook(module, place, name)
 
     def remove(self) -> None:
         """Take every hook out. Idempotent."""
@@ -146,32 +168,59 @@ class Capture:
     def stop(self) -> None:
         """See nothing more, and forget what was not taken."""
         self.phase = None
-        self._sums = [_Sums() for _ in self._blocks]
+        self._sums = [_Sums() for _ in self._uses]
         self._terms_in_loss = {}
 
     def take(self, index: int, side: Side) -> Increment:
         """What was added to a factor of block `index` since the last time. Take "input" first:
         "output" ends the step.
         """
-        block, sums = self._blocks[index], self._sums[index]
+        found = [self._take_use(place, side) for place in self._uses_of[index]]
+        if len(found) == 1:
+            return found[0]
+        # One weight counts for both uses, and it is that of the terms of the loss, of which both
+        # see the same.
+        of_terms = [
+            float(self._count_terms(self._sums[place])[1]) for place in self._uses_of[index]
+        ]
+        if side == "output":
+            for place in self._uses_of[index]:
+                self._sums[place].terms = {}
+        return Increment(torch.cat([packed for packed, _ in found]), max(of_terms))
+
+    def _take_use(self, place: int, side: Side) -> Increment:
+        watched, sums = self._uses[place], self._sums[place]
+        block, own_side = watched.block, watched.side(side)
         num_terms, num_seen = self._count_terms(sums)
-        if side == "input":
+        if own_side == "input":
             moment, sums.inputs = sums.inputs, None
         else:
             moment, sums.outputs = sums.outputs, None
+        if side == "output" and len(self._uses_of[watched.block_index]) == 1:
             sums.terms = {}
-        if moment is None or block.name in self.retired or not (moment.num_rows and num_seen):
+        if (
+            moment is None
+            or self.is_retired(watched.block_index)
+            or not (moment.num_rows and num_seen)
+        ):
             weight = block.weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
             return Increment(
-                torch.zeros(block.shape(side).packed, dtype=dtype, device=weight.device), 0.0
+                torch.zeros(block.shape(own_side).packed, dtype=dtype, device=weight.device), 0.0
             )
-        if side == "input":
+        if own_side == "input":
             return Increment(moment.packed.div_(moment.num_rows), float(moment.num_rows))
         # The backward pass delivers the gradient of a mean over all terms: each term's own gradient
         # is that times the number of terms, and G is a product of two of them.
         scale = num_terms if self._options.loss == "mean" else 1
         return Increment(moment.packed.mul_(scale**2 / num_seen), num_seen)
+
+    def pop_layers_seen(self) -> set[str]:
+        """Names of the layers, or of the blocks of attentions, whose output gradients have been
+        added since the last call.
+        """
+        seen, self._layers_seen = self._layers_seen, set()
+        return seen
 
     def _count_terms(self, sums: _Sums) -> tuple[float, float]:
         """Terms of the loss in the passes that a block took part in, and how many of them it looked
@@ -186,48 +235,51 @@ class Capture:
 
     # Called while the model runs
 
-    def saw_inputs(self, index: int, inputs: torch.Tensor, *, num_terms: int | None = None) -> None:
-        """Block `index` is about to be called with `inputs`, which belong to `num_terms` terms of
+    def saw_inputs(self, place: int, inputs: torch.Tensor, *, num_terms: int | None = None) -> None:
+        """Use `place` is about to be called with `inputs`, which belong to `num_terms` terms of
         the loss; None: the block counts them.
         """
-        if self._listens(index, inputs) and not _inside_backward():
-            self._add_inputs(index, inputs, num_terms)
+        if self._listens(place, inputs) and not _inside_backward():
+            self._add_inputs(place, inputs, num_terms)
 
     def saw_output(
         self,
-        index: int,
+        place: int,
         inputs: torch.Tensor,
         output: torch.Tensor,
         *,
         num_terms: int | None = None,
         select: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: gradient,
+        layer: str | None = None,
     ) -> None:
-        """Block `index` was called.
+        """Use `place` was called.
 
         Args:
-            index: of the block.
+            place: of the use.
             inputs: what it was called with.
             output: what it returned; its gradient is what is looked at.
             num_terms: terms of the loss that the inputs belong to; None: the block counts them.
             select: picks the block's part of the output's gradient.
+            layer: the name of the layer that was called; None: the block's.
         """
-        if not self._listens(index, inputs) or not output.requires_grad:
+        if not self._listens(place, inputs) or not output.requires_grad:
             return
         # A checkpointed forward pass runs again inside the backward pass. What its hooks recorded
         # the first time must not be recorded twice; a re-entrant checkpoint ran without gradients
         # then, so its inputs are recorded when the gradient comes.
-        recomputing = _inside_backward()
+        recomputing, block = _inside_backward(), self._uses[place].block
         # Inputs are kept only where they are needed: keeping them would undo what checkpoints save.
-        kept = inputs.detach() if recomputing or self._blocks[index].masks_outputs else None
-        dim, number = self._blocks[index].example_dim(inputs), self._pass
+        kept = inputs.detach() if recomputing or block.masks_outputs else None
+        dim, number = block.example_dim(inputs), self._pass
 
         def saw_gradient(gradient: torch.Tensor) -> None:
             if self.phase is not None:
                 if recomputing and kept is not None:
-                    self._add_inputs(index, kept, num_terms)
+                    self._add_inputs(place, kept, num_terms)
                 gradient = select(gradient)
-                self._saw_first_gradient(number, index, gradient)
-                self._add_gradient(index, gradient, kept, dim)
+                self._saw_first_gradient(number, place, gradient)
+                self._add_gradient(place, gradient, kept, dim)
+                self._layers_seen.add(layer or block.name)
 
         output.register_hook(saw_gradient)
 
@@ -241,13 +293,17 @@ class Capture:
                 " now on"
             )
 
+    def retire_use(self, place: int, what: str) -> None:
+        """Watch the block of use `place` no longer, for the reason `what`."""
+        self.retire(self._uses[place].block_index, what)
+
     def is_retired(self, index: int) -> bool:
         """Whether block `index` is watched no longer."""
         return self._blocks[index].name in self.retired
 
-    def _listens(self, index: int, inputs: torch.Tensor) -> bool:
-        block = self._blocks[index]
-        if self.phase is None or not torch.is_grad_enabled() or block.name in self.retired:
+    def _listens(self, place: int, inputs: torch.Tensor) -> bool:
+        index, block = self._uses[place].block_index, self._uses[place].block
+        if self.phase is None or not torch.is_grad_enabled() or self.is_retired(index):
             return False
         if not block.fits(inputs):
             _, rows, columns = block.matrix_shape
@@ -279,9 +335,9 @@ class Capture:
         if self.phase is not None and num_terms in own:
             self._terms_in_loss[number] = self._without_padding(num_terms, gradient)
 
-    def _saw_first_gradient(self, number: int, index: int, gradient: torch.Tensor) -> None:
+    def _saw_first_gradient(self, number: int, place: int, gradient: torch.Tensor) -> None:
         """Of all blocks, the one whose gradient comes first in a pass is nearest to the loss."""
-        terms = self._sums[index].terms
+        terms = self._sums[place].terms
         if number in terms and number not in self._terms_in_loss:
             self._terms_in_loss[number] = self._without_padding(terms[number][0], gradient)
 
@@ -293,35 +349,38 @@ class Capture:
             return num_terms
         return gradient.any(dim=-1).count_nonzero()
 
-    def _add_inputs(self, index: int, inputs: torch.Tensor, num_terms: int | None) -> None:
-        began_s, block, sums = time.monotonic(), self._blocks[index], self._sums[index]
+    def _add_inputs(self, place: int, inputs: torch.Tensor, num_terms: int | None) -> None:
+        began_s, sums = time.monotonic(), self._sums[place]
+        watched = self._uses[place]
+        block = watched.block
         num_terms, dim = (
             block.num_terms(inputs) if num_terms is None else num_terms,
             block.example_dim(inputs),
         )
         seen = self._sampled(inputs.detach(), dim)
         with _plain_arithmetic(inputs.device.type):
-            sums.inputs = _plus(sums.inputs, block.input_moment(seen))
+            moment = block.input_moment(seen if block.samples_inputs else inputs.detach())
+            sums.inputs = _plus(sums.inputs, moment)
         # Of each example that is looked at, all terms are.
         num_seen = (
             num_terms if dim is None else num_terms // max(inputs.shape[dim], 1) * seen.shape[dim]
         )
         # A pass has as many terms as the widest of its calls.
         sums.terms[self._pass] = max(sums.terms.get(self._pass, (0, 0)), (num_terms, num_seen))
-        self._added(index, "input", began_s)
+        self._added(watched.block_index, watched.side("input"), began_s)
 
     def _add_gradient(
-        self, index: int, gradient: torch.Tensor, inputs: torch.Tensor | None, dim: int | None
+        self, place: int, gradient: torch.Tensor, inputs: torch.Tensor | None, dim: int | None
     ) -> None:
-        began_s, sums = time.monotonic(), self._sums[index]
+        began_s, sums, watched = time.monotonic(), self._sums[place], self._uses[place]
         inputs = None if inputs is None else self._sampled(inputs, dim)
         with _plain_arithmetic(gradient.device.type):
-            moment = self._blocks[index].output_moment(self._sampled(gradient, dim), inputs)
+            moment = watched.block.output_moment(self._sampled(gradient, dim), inputs)
             if (scale := self._grad_scale()) != 1:
                 # G is a product of two gradients, each scaled by AMP.
                 moment.packed.div_(scale**2)
             sums.outputs = _plus(sums.outputs, moment)
-        self._added(index, "output", began_s)
+        self._added(watched.block_index, watched.side("output"), began_s)
 
     def _sampled(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
         """The examples that are looked at: a view."""
@@ -347,25 +406,31 @@ class Capture:
 
     def _watch(self, module: nn.MultiheadAttention) -> None:
         inside = {
-            index: block
-            for index, block in enumerate(self._blocks)
-            if block.module in (module, module.out_proj)
+            place: watched.block
+            for place, watched in enumerate(self._uses)
+            if watched.block.module in (module, module.out_proj)
         }
         if inside:
             watch(module, Projections(self, module, inside))
             self._watched.append(module)
 
-    def _hook(self, module: nn.Module, index: int) -> list[Any]:
+    def _hook(self, module: nn.Module, place: int, name: str) -> list[Any]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.saw_inputs(index, args[0] if args else kwargs["input"])
+            self.saw_inputs(place, _first_argument(args, kwargs))
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.saw_output(index, args[0] if args else kwargs["input"], output)
+            self.saw_output(place, _first_argument(args, kwargs), output, layer=name)
 
         return [
             module.register_forward_pre_hook(ModuleHook(module, before), with_kwargs=True),
             module.register_forward_hook(ModuleHook(module, after), with_kwargs=True),
         ]
+
+
+def _first_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """What a layer was called with. Models call layers of their own with names of their own."""
+    found: torch.Tensor = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
+    return found
 
 
 def _plus(moment: Moment | None, other: Moment) -> Moment:

@@ -87,6 +87,7 @@ class Decomposer:
 
     def stored_shape(self, shape: FactorShape) -> tuple[int, int]:
         """Shape of what is kept of a factor's decomposition."""
+        shape = shape.joined
         return shape.groups, 1 + shape.dim + (0 if shape.is_diagonal else shape.dim**2)
 
     def invert(self, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:

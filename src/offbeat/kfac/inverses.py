@@ -28,6 +28,9 @@ that makes no difference. On a GPU nothing waits: the outcome is copied while wo
 before the next inversions, and a matrix that failed has no inverse until then, when it is
 tried again.
 
+Many matrices of one or two rows, as norms have one for each channel, are kept as inverses in place
+of triangles, and are done by torch in one call.
+
 Cost for d rows: d^3 / 3 operations for a triangle, d^3 for an inverse, and d^2 numbers of scratch.
 """
 
@@ -39,7 +42,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from offbeat.kfac.blocks import FactorShape
+from offbeat.kfac.blocks import FactorShape, is_tiny
 from offbeat.kfac.lapack import cholesky_
 from offbeat.kfac.symmetric import pack, unpack
 
@@ -92,6 +95,11 @@ def dtype_of(form: InverseForm | Literal["eigen"], dtype: torch.dtype) -> torch.
     return torch.bfloat16 if form == "bfloat16" else dtype
 
 
+def form_for(form: InverseForm, shape: FactorShape) -> InverseForm:
+    """In which form inverses of a factor are kept where others are in `form`."""
+    return "inverse" if form == "triangle" and shape.is_tiny else form
+
+
 def is_asynchronous(device: torch.device) -> bool:
     """Whether asking for a value makes the host wait."""
     return device.type == "cuda"
@@ -121,6 +129,7 @@ class Inverter:
 
     def stored_shape(self, shape: FactorShape) -> tuple[int, int]:
         """Shape of what is kept of a factor's inverse."""
+        shape = shape.joined
         return (
             (shape.groups, shape.dim**2)
             if self._form == "bfloat16" and not shape.is_diagonal
@@ -148,7 +157,8 @@ class Inverter:
         dim, groups = tasks[0].shape.dim, [task.shape.groups for task in tasks]
         packed = tasks[0].packed if len(tasks) == 1 else torch.cat([task.packed for task in tasks])
         damping = torch.cat([task.damping.expand(task.shape.groups) for task in tasks])
-        results, good = damp_and_invert_(unpack(packed, dim), damping, self._form)
+        form = form_for(self._form, tasks[0].shape)
+        results, good = damp_and_invert_(unpack(packed, dim), damping, form)
         counted = torch.cat([task.valid.expand(task.shape.groups) for task in tasks])
         outcome = _CholeskyOutcome.of([task.name for task in tasks], groups, good | ~counted)
         if not is_asynchronous(packed.device) or self._failed_before.intersection(outcome.names):
@@ -157,7 +167,7 @@ class Inverter:
             self._failed_before.update(outcome.name_at(place) for place in failed)
             for place in failed:
                 results[place] = self._retry(
-                    outcome.name_at(place), packed[place], dim, damping[place]
+                    outcome.name_at(place), packed[place], dim, damping[place], form
                 )
         else:
             self._outcomes.append(outcome)
@@ -165,16 +175,19 @@ class Inverter:
         return list(kept.split(groups))
 
     def _retry(
-        self, name: str, packed: torch.Tensor, dim: int, damping: torch.Tensor
+        self,
+        name: str,
+        packed: torch.Tensor,
+        dim: int,
+        damping: torch.Tensor,
+        form: InverseForm,
     ) -> torch.Tensor:
         """What stands for the inverse of one matrix that failed, shape (d, d); zeros where every
         further attempt fails too.
         """
         for times, dtype in RETRIES:
             matrix = unpack(packed[None].to(dtype or packed.dtype), dim)
-            result, good = damp_and_invert_(
-                matrix, (damping * times).to(matrix.dtype)[None], self._form
-            )
+            result, good = damp_and_invert_(matrix, (damping * times).to(matrix.dtype)[None], form)
             if good:
                 return result[0].to(packed.dtype)
         if name not in self._warned:
@@ -236,7 +249,8 @@ def batches_of_one_shape(tasks: Sequence[InversionTask]) -> Iterator[list[int]]:
     """Numbers of the tasks that can be done in one call."""
     kinds: dict[object, list[int]] = {}
     for number, task in enumerate(tasks):
-        kind = task.shape.dim, task.shape.is_diagonal, task.packed.dtype, task.packed.device
+        shape = task.shape
+        kind = shape.dim, shape.is_diagonal, shape.is_tiny, task.packed.dtype, task.packed.device
         kinds.setdefault(kind, []).append(number)
     yield from kinds.values()
 
@@ -259,6 +273,8 @@ def damp_and_invert_(
 
 def _on_host(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor, torch.Tensor]:
     """In main memory, where the host may ask for a value at no cost."""
+    if is_tiny(len(matrices), matrices.shape[1]):
+        return _on_device(matrices, form)
     good = cholesky_(matrices, inverts=form != "triangle") & _all_finite(matrices)
     if form == "bfloat16":
         matrices = matrices.triu() + matrices.triu(1).mT
@@ -268,9 +284,7 @@ def _on_host(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor, t
 
 
 def _on_device(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor, torch.Tensor]:
-    """On a GPU: every matrix is masked, and nothing is called that asks for values, since the host
-    would wait for the device.
-    """
+    """Without asking for values, for which the host would wait on a GPU: every matrix is masked."""
     result, info = torch.linalg.cholesky_ex(matrices)
     good = (info == 0) & _all_finite(result)
     if form != "triangle":

@@ -8,13 +8,69 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from offbeat.kfac.blocks import EVERYTHING, Block, FactorShape, Moment, as_real
+from offbeat.kfac.blocks import (
+    EVERYTHING,
+    FactorShape,
+    LayerBlock,
+    Moment,
+    as_real,
+    factor_shape,
+)
 from offbeat.kfac.convolution import IntPair, Window, patch_moment
 from offbeat.kfac.options import FactorOptions
-from offbeat.kfac.symmetric import gram, pack
+from offbeat.kfac.pieces import moment_of, packed_pieces
 
 
-class LinearBlock(Block):
+class RowsBlock(LayerBlock):
+    """A layer that maps the last dimension of its inputs, and treats all positions alike.
+
+    Args:
+        options: as for all blocks.
+        batch_dim: which dimension of the input counts examples.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        options: FactorOptions,
+        *,
+        weight_name: str = "weight",
+        bias_name: str | None,
+        rows: slice = EVERYTHING,
+        bias_rows: slice = EVERYTHING,
+        batch_dim: int,
+    ) -> None:
+        super().__init__(
+            name,
+            module,
+            weight_name=weight_name,
+            bias_name=bias_name,
+            rows=rows,
+            bias_rows=bias_rows,
+        )
+        self._options = options
+        self._batch_dim = batch_dim
+
+    def example_dim(self, inputs: torch.Tensor) -> int | None:
+        return None if inputs.ndim == 1 else min(self._batch_dim, inputs.ndim - 2)
+
+    def num_terms(self, inputs: torch.Tensor) -> int:
+        return (
+            inputs.shape[:-1].numel()
+            if self._options.loss_terms == "position"
+            else super().num_terms(inputs)
+        )
+
+    def _rows(self, tensor: torch.Tensor, how: Literal["mean", "sum"]) -> torch.Tensor:
+        """Shape (rows, d): positions expanded, or reduced to one for each example."""
+        if self._options.sharing == "expand" or tensor.ndim < 3:
+            return as_real(tensor.reshape(-1, tensor.shape[-1]))
+        positions = as_real(tensor).movedim(min(self._batch_dim, tensor.ndim - 2), 0).flatten(1, -2)
+        return positions.mean(dim=1) if how == "mean" else positions.sum(dim=1)
+
+
+class LinearBlock(RowsBlock):
     """y = W x + b for inputs of shape (N, ..., d); also one projection of an attention, or three
     that share their input.
 
@@ -22,6 +78,8 @@ class LinearBlock(Block):
         options: as for all blocks.
         groups: projections that share the input and lie one after the other in the weight.
         batch_dim: which dimension of the input counts examples.
+        is_transposed: whether the weight has a row for each input, and not for each output.
+        outputs: shape of G, where it is another than `max_dim` makes it.
     """
 
     def __init__(
@@ -36,100 +94,148 @@ class LinearBlock(Block):
         bias_rows: slice = EVERYTHING,
         groups: int = 1,
         batch_dim: int,
+        is_transposed: bool = False,
+        outputs: FactorShape | None = None,
     ) -> None:
         super().__init__(
             name,
             module,
+            options,
             weight_name=weight_name,
             bias_name=bias_name,
             rows=rows,
             bias_rows=bias_rows,
+            batch_dim=batch_dim,
         )
-        self._options = options
-        self._batch_dim = batch_dim
-        num_outputs, num_inputs = self.weight[self.rows].shape
-        self.inputs = FactorShape(groups=1, dim=num_inputs + self.has_bias)
-        self.outputs = FactorShape(groups=groups, dim=num_outputs // groups)
+        self._is_transposed = is_transposed
+        num_outputs, num_inputs = self._upright(self.weight[rows]).shape
+        self._num_inputs = num_inputs
+        self._lay_out(
+            groups,
+            num_outputs // groups,
+            num_inputs + self.has_bias,
+            options.max_dim,
+            shares_inputs=True,
+        )
+        self.outputs = outputs or self.outputs
 
     def fits(self, inputs: torch.Tensor) -> bool:
-        return self.keeps_shape() and inputs.shape[-1] == self._weight_shape[1]
-
-    def example_dim(self, inputs: torch.Tensor) -> int | None:
-        return None if inputs.ndim == 1 else min(self._batch_dim, inputs.ndim - 2)
-
-    def num_terms(self, inputs: torch.Tensor) -> int:
-        return (
-            inputs.shape[:-1].numel()
-            if self._options.loss_terms == "position"
-            else super().num_terms(inputs)
-        )
+        return self.keeps_shape() and inputs.shape[-1] == self._num_inputs
 
     def input_moment(self, inputs: torch.Tensor) -> Moment:
-        rows = as_real(self._rows(inputs, "mean"))
-        return Moment(pack(gram(rows[None], ones=self.has_bias)), rows.shape[0])
+        rows = self._rows(inputs, "mean")
+        return Moment(moment_of(rows[None], self.inputs, ones=self.has_bias), rows.shape[0])
 
     def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
-        rows = as_real(self._rows(gradient, "sum"))
-        grouped = rows.unflatten(1, (self.outputs.groups, self.outputs.dim)).movedim(1, 0)
-        return Moment(pack(gram(grouped)), rows.shape[0])
+        rows = self._rows(gradient, "sum")
+        grouped = rows.unflatten(1, self.matrix_shape[:2]).movedim(1, 0)
+        return Moment(moment_of(grouped, self.outputs), rows.shape[0])
 
-    def _rows(self, tensor: torch.Tensor, how: Literal["mean", "sum"]) -> torch.Tensor:
-        """Shape (rows, d): positions expanded, or reduced to one for each example."""
-        if self._options.sharing == "expand" or tensor.ndim < 3:
-            return tensor.reshape(-1, tensor.shape[-1])
-        positions = as_real(tensor).movedim(min(self._batch_dim, tensor.ndim - 2), 0).flatten(1, -2)
-        return positions.mean(dim=1) if how == "mean" else positions.sum(dim=1)
+    def _upright(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.mT if self._is_transposed else weight
+
+    def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        return super().to_matrix(self._upright(weight))
 
 
-class ConvBlock(Block):
-    """A Conv2d. Its matrix has the inputs in the order (tap, channel), in which factors are
-    cheapest.
-    """
+class BiasBlock(RowsBlock):
+    """The bias of a linear layer, alone: the only input is 1."""
 
-    def __init__(self, name: str, module: nn.Conv2d, *, bias_name: str | None) -> None:
-        super().__init__(name, module, bias_name=bias_name)
-        self._conv = module
-        num_outputs, per_group, *_ = self._weight_shape
-        groups = module.groups
-        self._taps: IntPair = (self._weight_shape[2], self._weight_shape[3])
-        self.inputs = FactorShape(
-            groups=groups, dim=per_group * self._taps[0] * self._taps[1] + self.has_bias
+    def __init__(
+        self, name: str, module: nn.Module, options: FactorOptions, *, bias_name: str
+    ) -> None:
+        super().__init__(
+            name,
+            module,
+            options,
+            weight_name=bias_name,
+            bias_name=None,
+            batch_dim=options.batch_dim,
         )
-        self.outputs = FactorShape(groups=groups, dim=num_outputs // groups)
+        self._lay_out(1, self._weight_shape[0], 1, options.max_dim, shares_inputs=True)
 
     def fits(self, inputs: torch.Tensor) -> bool:
-        return self.keeps_shape() and inputs.shape[-3] == self._weight_shape[1] * self.inputs.groups
-
-    def example_dim(self, inputs: torch.Tensor) -> int | None:
-        return None if inputs.ndim == 3 else 0
+        return self.keeps_shape()
 
     def input_moment(self, inputs: torch.Tensor) -> Moment:
-        images = as_real(inputs if inputs.ndim == 4 else inputs[None])
+        rows = self._rows(inputs, "mean")
+        return Moment(rows.new_full((1, 1), rows.shape[0]), rows.shape[0])
+
+    def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
+        rows = self._rows(gradient, "sum")
+        return Moment(moment_of(rows[None], self.outputs), rows.shape[0])
+
+    def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight[None, :, None]
+
+
+class ConvBlock(LayerBlock):
+    """A Conv2d, or a Conv1d, which is one of images of one row. Its matrix has the inputs in the
+    order (tap, channel), in which factors are cheapest.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Conv1d | nn.Conv2d,
+        options: FactorOptions,
+        *,
+        bias_name: str | None,
+    ) -> None:
+        super().__init__(name, module, bias_name=bias_name)
+        self._conv = module
+        self._num_axes = len(module.kernel_size)
+        num_outputs, per_group, *_ = self._weight_shape
+        groups = module.groups
+        self._taps = self._pair(module.kernel_size, 1)
+        self._num_channels = per_group * groups
+        self._lay_out(
+            groups,
+            num_outputs // groups,
+            per_group * self._taps[0] * self._taps[1] + self.has_bias,
+            options.max_dim,
+            shares_inputs=False,
+        )
+
+    def fits(self, inputs: torch.Tensor) -> bool:
+        return self.keeps_shape() and inputs.shape[-1 - self._num_axes] == self._num_channels
+
+    def example_dim(self, inputs: torch.Tensor) -> int | None:
+        return None if inputs.ndim == 1 + self._num_axes else 0
+
+    def input_moment(self, inputs: torch.Tensor) -> Moment:
+        images = self._images(inputs)
         conv = self._conv
         before, after = self._padding()
         if conv.padding_mode != "zeros":
-            images = F.pad(
-                images, (before[1], after[1], before[0], after[0]), mode=conv.padding_mode
-            )
+            padding = (before[1], after[1], before[0], after[0])
+            images = F.pad(images, padding, mode=conv.padding_mode)
             before = after = (0, 0)
         window = Window(
             taps=self._taps,
-            stride=(conv.stride[0], conv.stride[1]),
-            dilation=(conv.dilation[0], conv.dilation[1]),
+            stride=self._pair(conv.stride, 1),
+            dilation=self._pair(conv.dilation, 1),
             before=before,
             after=after,
         )
         moment, num_patches = patch_moment(
-            images, window, groups=self.inputs.groups, ones=self.has_bias
+            images, window, groups=self.matrix_shape[0], ones=self.has_bias
         )
-        return Moment(pack(moment), num_patches)
+        return Moment(packed_pieces(moment, self.inputs), num_patches)
 
     def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:
-        maps = as_real(gradient if gradient.ndim == 4 else gradient[None])
-        rows = (
-            maps.movedim(1, 0).flatten(1).unflatten(0, (self.outputs.groups, self.outputs.dim)).mT
-        )
-        return Moment(pack(gram(rows)), rows.shape[1])
+        maps = self._images(gradient)
+        rows = maps.movedim(1, 0).flatten(1).unflatten(0, self.matrix_shape[:2]).mT
+        return Moment(moment_of(rows, self.outputs), rows.shape[1])
+
+    def _images(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Shape (N, C, H, W)."""
+        batch = as_real(tensor if self.example_dim(tensor) is not None else tensor[None])
+        return batch if self._num_axes == 2 else batch[:, :, None]
+
+    def _pair(self, values: tuple[int, ...], of_rows: int) -> IntPair:
+        """(vertical, horizontal), of which a Conv1d has the second one."""
+        return (values[0], values[1]) if self._num_axes == 2 else (of_rows, values[0])
 
     def _padding(self) -> tuple[IntPair, IntPair]:
         """Above and left, below and right. "same" puts the odd one below and right, as
@@ -139,17 +245,20 @@ class ConvBlock(Block):
         if conv.padding == "valid":
             return (0, 0), (0, 0)
         if conv.padding == "same":
-            total = [conv.dilation[axis] * (self._taps[axis] - 1) for axis in (0, 1)]
+            dilation = self._pair(conv.dilation, 1)
+            total = [dilation[axis] * (self._taps[axis] - 1) for axis in (0, 1)]
             before = total[0] // 2, total[1] // 2
             return before, (total[0] - before[0], total[1] - before[1])
-        padding = int(conv.padding[0]), int(conv.padding[1])
+        assert not isinstance(conv.padding, str)
+        padding = self._pair(conv.padding, 0)
         return padding, padding
 
-    def _to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        return super()._to_matrix(weight).permute(0, 1, 3, 4, 2)
+    def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        images = weight if self._num_axes == 2 else weight[:, :, None]
+        return super().to_matrix(images).permute(0, 1, 3, 4, 2)
 
 
-class EmbeddingBlock(Block):
+class EmbeddingBlock(LayerBlock):
     """An Embedding, whose input is one-hot, so that A is the diagonal matrix of the rows'
     frequencies.
 
@@ -162,10 +271,11 @@ class EmbeddingBlock(Block):
         self._padding = module.padding_idx
         self.masks_outputs = self._padding is not None
         num_rows, num_outputs = self._weight_shape
+        self.matrix_shape = 1, num_outputs, num_rows
         self.inputs = FactorShape(groups=1, dim=num_rows, is_diagonal=True)
-        self.outputs = FactorShape(groups=1, dim=num_outputs)
+        self.outputs = factor_shape(1, num_outputs, options.max_dim)
 
-    def _to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
+    def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.mT[None]
 
     def fits(self, inputs: torch.Tensor) -> bool:
@@ -190,4 +300,4 @@ class EmbeddingBlock(Block):
         rows = as_real(gradient.reshape(-1, gradient.shape[-1]))
         if inputs is not None and self._padding is not None:
             rows = rows * (inputs != self._padding).reshape(-1, 1)
-        return Moment(pack(gram(rows[None])), rows.shape[0])
+        return Moment(moment_of(rows[None], self.outputs), rows.shape[0])

@@ -36,8 +36,10 @@ class FactorOptions:
         cross_attention: names of MultiheadAttention modules whose query, key and value are not one
             and the same tensor, or that are called without a batch dimension. Those inside torch's
             decoder layers are known.
-        max_dim: layers with a larger factor than this get plain gradients: inverting takes max_dim
-            ** 3 operations.
+        max_dim: a factor of more rows is cut into pieces of about so many, along its diagonal, and
+            one that would need more than eight is kept as its diagonal: inverting takes max_dim
+            ** 3 operations for each piece.
+        plain: names of layers, or of classes of layers, that get plain gradients.
     """
 
     loss: Literal["mean", "sum"] = "mean"
@@ -47,6 +49,7 @@ class FactorOptions:
     sample_stride: int = 1
     cross_attention: tuple[str, ...] = ()
     max_dim: int = 8192
+    plain: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, allowed in (

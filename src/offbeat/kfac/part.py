@@ -205,30 +205,52 @@ class KFACPart(Part):
         """Name the blocks whose weights got gradients while nobody saw their inputs and outputs.
         Collective, and all ranks conclude the same: when one raises, none is left waiting.
         """
-        counts = torch.zeros(2, len(self.blocks), dtype=torch.float64)
-        for index, seen in self.scheduler.blocks_seen().items():
-            counts[:, index] = torch.tensor(seen)
+        used, seen = self.scheduler.blocks_used(), self.scheduler.layers_seen()
+        layers = [
+            (index, name)
+            for index, block in enumerate(self.blocks)
+            for use in block.uses
+            for name in use.names
+        ]
+        counts = torch.tensor(
+            [
+                [index in used for index, _ in layers],
+                [index in used and name in seen for index, name in layers],
+            ],
+            dtype=torch.float64,
+        )
         for pending in launch_sums(self._driver, self._stream, counts):
             pending.wait()
-        in_use, seen = (counts > 0).tolist()
+        in_use, is_seen = (counts > 0).tolist()
         if not any(in_use):
             return  # no rank had a batch: look again in the next step with factors
         self._is_checked = True
         unseen = [
-            block.name
-            for block, is_used, is_seen in zip(self.blocks, in_use, seen, strict=True)
-            if is_used and not is_seen
+            layer
+            for layer, flag, seen_ in zip(layers, in_use, is_seen, strict=True)
+            if flag and not seen_
         ]
         if len(unseen) == sum(in_use):
             raise UnsupportedError(
                 f"K-FAC has seen no layer of this model at work, although their weights have"
-                f" gradients: {_listed(unseen)}. {_WHY_UNSEEN}"
+                f" gradients: {_listed([name for _, name in unseen])}. {_WHY_UNSEEN}"
             )
-        if unseen:
+        if alone := [name for index, name in unseen if not self._is_tied(index)]:
             self._warn(
-                f"K-FAC has not seen {_listed(unseen)} at work, although their weights have"
+                f"K-FAC has not seen {_listed(alone)} at work, although their weights have"
                 f" gradients, so they get plain gradients. {_WHY_UNSEEN}"
             )
+        for index, name in unseen:
+            if self._is_tied(index):
+                others = [other for at, other in layers if at == index and other != name]
+                self._warn(
+                    f"K-FAC has not seen {name!r} at work, which shares its weight with"
+                    f" {_listed(others)}: this weight is preconditioned as if only the others used"
+                    " it, which is right if no gradient flows through that layer"
+                )
+
+    def _is_tied(self, index: int) -> bool:
+        return sum(len(use.names) for use in self.blocks[index].uses) > 1
 
     def _take_in(self, *, inverts: bool) -> None:
         """Wait for the sums and average them over time. What can be inverted by then is inverted
@@ -319,14 +341,16 @@ class KFACPart(Part):
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """In a world of another size owners change: an inverse that is missing here is made in the
-        next step that inverts.
+        """In a world of another size owners change, and where other layers are covered by now there
+        are further factors: an inverse that is missing here is made in the next step that inverts.
 
         Where another form of inverses is kept by now, all are made in the next step.
         """
         replicated, saved = state["replicated"], {**state["replicated"], **state["local"]}
         self.preconditioner.check_state(saved)  # before anything is changed
-        keeps_plan = replicated["world_size"] == self._driver.world_size
+        keeps_plan = replicated[
+            "world_size"
+        ] == self._driver.world_size and self.scheduler.is_planned_by(replicated)
         if keeps_plan:
             self._adopt(self.scheduler.saved_plan(replicated))
         self.accumulator.load_state_dict(saved)

@@ -8,25 +8,25 @@ shortened where that exceeds a limit:
 
     nu = min(1, sqrt(kl_clip / |sum of lr^2 <P, grad>|))
 
-Gradients and preconditioned gradients of all layers lie in two flat buffers, so that the sum is one
-product. Layers without an inverse keep their plain gradient, unclipped, and do not count.
+A layer's P takes the place of its gradient as soon as it is made, and is multiplied by nu when all
+are. Layers without an inverse keep their plain gradient, unclipped, and do not count.
 
-Cost for a layer of d_out x d_in: 2 d_out d_in (d_out + d_in) operations. Memory while it lasts:
-twice the gradients, and the largest inverse, unpacked.
+Cost for a layer of d_out x d_in: 2 d_out d_in (d_out + d_in) operations. Memory while it lasts: two
+or three times the largest gradient, and the largest inverse, unpacked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import TypeAlias
 
 import torch
 
-from offbeat.kfac.blocks import Block
+from offbeat.kfac.blocks import Block, FactorShape
 from offbeat.kfac.eigen import Eigendecomposition
-from offbeat.kfac.inverses import InverseForm, has_inverse, is_asynchronous
+from offbeat.kfac.inverses import InverseForm, form_for, has_inverse, is_asynchronous
+from offbeat.kfac.pieces import multiply_columns, multiply_rows, padded
 from offbeat.kfac.symmetric import unpack
 
 
@@ -40,57 +40,57 @@ class InversePair:
     outputs: torch.Tensor
     form: InverseForm
 
-    def apply(self, gradient: torch.Tensor, block: Block, *, out: torch.Tensor) -> torch.Tensor:
-        """Write the preconditioned `gradient` into `out`, both of the block's `matrix_shape`; zeros
-        where there is no inverse.
+    def apply(self, gradient: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """Precondition `gradient`, of the block's `matrix_shape`.
 
         Returns:
-            Whether there is one, a scalar tensor.
+            The preconditioned gradient, which means nothing where there is no inverse, and whether
+            there is one, a scalar tensor.
         """
-        gradient = gradient.to(self.inputs.dtype)
+        _, num_outputs, num_inputs = gradient.shape
+        matrices = padded(gradient.to(self.inputs.dtype), block.outputs, block.inputs)
         if block.inputs.is_diagonal:
-            half = gradient * self.inputs[:, None, :]
+            half = matrices * self.inputs[:, None, :]
         else:
-            half = _from_right(gradient, self._square(self.inputs, block.inputs.dim), self.form)
-        outputs = self._square(self.outputs, block.outputs.dim)
-        if self.form == "inverse":
-            torch.bmm(outputs, half, out=out)
-        elif self.form == "bfloat16":
-            out.copy_(outputs @ half)
+            squares, form = self._squares(self.inputs, block.inputs)
+            half = multiply_columns(
+                matrices, block.inputs, lambda some: _from_right(some, squares, form)
+            )
+        if block.outputs.is_diagonal:
+            whole = half * self.outputs[:, :, None]
         else:
-            out.copy_(_from_right(half.mT, outputs, self.form).mT)
+            squares, form = self._squares(self.outputs, block.outputs)
+            whole = multiply_rows(half, block.outputs, lambda some: _from_left(squares, some, form))
         exists = has_inverse(self.inputs) & has_inverse(self.outputs)
-        _zero_unless_(exists, out)
-        return exists
+        return whole[:, :num_outputs, :num_inputs].to(gradient.dtype), exists
 
-    def _square(self, kept: torch.Tensor, dim: int) -> torch.Tensor:
-        return kept.unflatten(1, (dim, dim)) if self.form == "bfloat16" else unpack(kept, dim)
-
-
-def _zero_unless_(exists: torch.Tensor, preconditioned: torch.Tensor) -> None:
-    """Zeros, unless there is an inverse. On a GPU that is masked rather than asked."""
-    if is_asynchronous(exists.device):
-        preconditioned.masked_fill_(~exists, 0)
-    elif not exists:
-        preconditioned.zero_()
+    def _squares(self, kept: torch.Tensor, shape: FactorShape) -> tuple[torch.Tensor, InverseForm]:
+        dim = shape.dim
+        squares = kept.unflatten(1, (dim, dim)) if self.form == "bfloat16" else unpack(kept, dim)
+        return squares, form_for(self.form, shape)
 
 
 def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: InverseForm) -> torch.Tensor:
-    """`matrices` times the inverse: `symmetric` itself, or that of U^T U for the triangle U in
-    `symmetric`.
+    """`matrices`, shape (groups, n, d), times the inverses: `symmetric` itself, or those of U^T U
+    for the triangles U in `symmetric`.
     """
-    groups = max(len(matrices), len(symmetric))
-    if form != "triangle":
-        # One matrix that serves all groups is one large product, and not as many copies of it.
-        return (
-            matrices @ symmetric
-            if groups == len(symmetric)
-            else (matrices.flatten(0, 1) @ symmetric[0]).view_as(matrices)
+    if form == "triangle":
+        half = torch.linalg.solve_triangular(symmetric, matrices, upper=True, left=False)
+        whole: torch.Tensor = torch.linalg.solve_triangular(
+            symmetric.mT, half, upper=False, left=False
         )
-    square = symmetric.expand(groups, -1, -1)
-    half = torch.linalg.solve_triangular(square, matrices, upper=True, left=False)
-    whole: torch.Tensor = torch.linalg.solve_triangular(square.mT, half, upper=False, left=False)
-    return whole
+        return whole
+    if matrices.shape[1] == 1 and symmetric.shape[2] <= 2:
+        # The channels of a norm: as many products of tiny matrices, one by one, take far longer.
+        return (matrices.mT * symmetric).sum(dim=1, keepdim=True)
+    return matrices @ symmetric
+
+
+def _from_left(symmetric: torch.Tensor, matrices: torch.Tensor, form: InverseForm) -> torch.Tensor:
+    """The inverses times `matrices`, shape (groups, d, n)."""
+    if form == "triangle":
+        return _from_right(matrices.mT, symmetric, form).mT
+    return symmetric * matrices if symmetric.shape[1] == 1 else symmetric @ matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,90 +107,41 @@ class EigenPair:
     damping: float
     damps_each: bool = False
 
-    def apply(self, gradient: torch.Tensor, block: Block, *, out: torch.Tensor) -> torch.Tensor:
-        """Write the preconditioned `gradient` into `out`, both of the block's `matrix_shape`; zeros
-        where there is no inverse.
-
-        Returns:
-            Whether there is one, a scalar tensor.
-        """
+    def apply(self, gradient: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `InversePair`."""
+        _, num_outputs, num_inputs = gradient.shape
         right, left = self.inputs.vectors, self.outputs.vectors
-        assert left is not None
-        turned = left.mT @ gradient
+        turned = padded(gradient, block.outputs, block.inputs)
+        rows, columns = turned.shape[1:]
+        if left is not None:
+            turned = multiply_rows(turned, block.outputs, lambda some: left.mT @ some)
         if right is not None:
-            turned = turned @ right
-        of_g, of_a = self.outputs.values[:, :, None], self.inputs.values[:, None, :]
+            turned = multiply_columns(turned, block.inputs, lambda some: some @ right)
+        of_g = self.outputs.values.view(-1, rows, 1)
+        of_a = self.inputs.values.view(-1, 1, columns)
         if self.damps_each:
-            turned /= (of_g + self.damping) * (of_a + self.damping)
+            turned = turned / ((of_g + self.damping) * (of_a + self.damping))
         else:
-            turned /= of_g * of_a + self.damping
+            turned = turned / (of_g * of_a + self.damping)
         if right is not None:
-            turned = turned @ right.mT
+            turned = multiply_columns(turned, block.inputs, lambda some: some @ right.mT)
+        if left is not None:
+            turned = multiply_rows(turned, block.outputs, lambda some: left @ some)
         exists = (self.inputs.values >= 0).all() & (self.outputs.values >= 0).all()
-        torch.matmul(left, turned, out=out).mul_(exists)
-        return exists
+        return turned[:, :num_outputs, :num_inputs], exists
 
 
 Curvature: TypeAlias = InversePair | EigenPair
 
 
-@dataclass(frozen=True, slots=True)
-class BlockMatrices:
-    """A matrix for each of some blocks, all in one flat buffer.
-
-    Attributes:
-        flat: the buffer.
-        each: views of it, of the blocks' `matrix_shape`.
-    """
-
-    flat: torch.Tensor
-    each: Sequence[torch.Tensor]
-
-    @classmethod
-    def empty(cls, blocks: Sequence[Block]) -> BlockMatrices:
-        """Uninitialised: float32, or float64 if any weight is."""
-        weights = [block.weight for block in blocks]
-        dtype = reduce(torch.promote_types, (weight.dtype for weight in weights), torch.float32)
-        sizes = [torch.Size(block.matrix_shape).numel() for block in blocks]
-        flat = torch.empty(sum(sizes), dtype=dtype, device=weights[0].device if weights else None)
-        parts = zip(flat.split(sizes), blocks, strict=True)
-        return cls(flat, [part.view(block.matrix_shape) for part, block in parts])
-
-
-@torch.no_grad()
-def read_gradients(blocks: Sequence[Block]) -> BlockMatrices:
-    """Copies of the gradients of `blocks`, all of which must have one."""
-    gradients = BlockMatrices.empty(blocks)
-    for block, matrix in zip(blocks, gradients.each, strict=True):
-        block.read_gradient(matrix)
-    return gradients
-
-
-@torch.no_grad()
-def kl_scale(
-    preconditioned: BlockMatrices,
-    gradients: BlockMatrices,
-    *,
-    lrs: Sequence[float],
-    kl_clip: float,
-    grad_scale: float = 1.0,
-) -> torch.Tensor:
-    """nu: by what to multiply the preconditioned gradients, a scalar tensor in (0, 1].
+def kl_scale(change: torch.Tensor, kl_clip: float, grad_scale: float = 1.0) -> torch.Tensor:
+    """nu: by what to multiply preconditioned gradients P, a scalar tensor in (0, 1].
 
     Args:
-        preconditioned, gradients: of the same blocks.
-        lrs: the learning rate of each block.
+        change: the sum of lr^2 <P, gradient> over layers, a scalar tensor.
         kl_clip: the limit, > 0.
         grad_scale: by what factor gradients are scaled (AMP).
     """
-    if len(set(lrs)) == 1:
-        change = torch.dot(preconditioned.flat, gradients.flat) * lrs[0] ** 2
-    else:
-        pairs = zip(lrs, preconditioned.each, gradients.each, strict=True)
-        change = sum(
-            (torch.dot(p.flatten(), g.flatten()) * lr**2 for lr, p, g in pairs),
-            preconditioned.flat.new_zeros(()),
-        )
     return (kl_clip * grad_scale**2 / change.abs()).sqrt().clamp(max=1)
 
 
@@ -213,27 +164,51 @@ def precondition_(
         kl_clip: the limit, > 0; None: no limit.
         grad_scale: by what factor gradients are scaled at the moment (AMP).
     """
-    live = [number for number, block in enumerate(blocks) if block.has_gradient()]
-    if not live:
-        return
-    blocks = [blocks[number] for number in live]
-    gradients, preconditioned = read_gradients(blocks), BlockMatrices.empty(blocks)
-    matrices = list(zip(blocks, gradients.each, preconditioned.each, strict=True))
-    found = [
-        curvatures[number].apply(gradient, block, out=out)
-        for number, (block, gradient, out) in zip(live, matrices, strict=True)
-    ]
-    if kl_clip is not None:
-        nu = kl_scale(
-            preconditioned,
-            gradients,
-            lrs=[lrs[number] for number in live],
-            kl_clip=kl_clip,
-            grad_scale=grad_scale,
-        )
-        preconditioned.flat.mul_(nu)
-    for exists, (block, gradient, out) in zip(found, matrices, strict=True):
-        if is_asynchronous(exists.device):
-            block.write_gradient_(torch.where(exists, out, gradient))
-        elif exists:
-            block.write_gradient_(out)
+    done: list[_Preconditioned] = []
+    change = torch.zeros(())
+    for block, curvature, lr in zip(blocks, curvatures, lrs, strict=True):
+        if not block.has_gradient():
+            continue
+        gradient = block.gradient_matrix()
+        preconditioned, exists = curvature.apply(gradient, block)
+        if not is_asynchronous(exists.device):
+            if not exists:
+                continue
+        else:  # asking would make the host wait
+            preconditioned = torch.where(exists, preconditioned, gradient)
+        if kl_clip is None:
+            block.write_gradient_(preconditioned)
+            continue
+        change = change + torch.where(exists, _product(preconditioned, gradient) * lr**2, 0.0)
+        done.append(_Preconditioned(block, preconditioned, exists))
+    if kl_clip is not None and done:
+        nu = kl_scale(change, kl_clip, grad_scale)
+        for each in done:
+            each.scale_(nu)
+
+
+class _Preconditioned:
+    """A block whose preconditioned gradient waits for nu: in the place of its gradient, or, where
+    that is too short a type for it, apart.
+    """
+
+    def __init__(self, block: Block, preconditioned: torch.Tensor, exists: torch.Tensor) -> None:
+        self._block, self._exists = block, exists
+        self._apart: torch.Tensor | None = None
+        if block.weight.dtype.itemsize < preconditioned.dtype.itemsize:
+            self._apart = preconditioned
+        else:
+            block.write_gradient_(preconditioned)
+
+    def scale_(self, nu: torch.Tensor) -> None:
+        factor = torch.where(self._exists, nu, 1.0)
+        if self._apart is None:
+            self._block.scale_gradient_(factor)
+        else:
+            self._block.write_gradient_(self._apart * factor)
+
+
+def _product(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """The sum of elementwise products, a scalar tensor."""
+    product: torch.Tensor = torch.linalg.vecdot(some.flatten(), others.flatten())
+    return product

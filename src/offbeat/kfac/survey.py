@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from torch import nn
 
 from offbeat.errors import ConfigError, nearest
-from offbeat.kfac.blocks import EVERYTHING, SIDES, Block
-from offbeat.kfac.layers import ConvBlock, EmbeddingBlock, LinearBlock
+from offbeat.kfac.blocks import EVERYTHING, Block, LayerBlock, Use
+from offbeat.kfac.layers import BiasBlock, ConvBlock, EmbeddingBlock, LinearBlock
+from offbeat.kfac.norms import LAST_DIMS, SECOND_DIM, is_own_rms_norm, norm_block
 from offbeat.kfac.options import FactorOptions
+from offbeat.kfac.tied import TiedBlock
 
-SUPPORTED = (nn.Linear, nn.Conv2d, nn.Embedding, nn.MultiheadAttention)
+SUPPORTED: Final = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Embedding,
+    nn.MultiheadAttention,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.GroupNorm,
+)
 
-PROJECTIONS = ("q", "k", "v")
+PROJECTIONS: Final = ("q", "k", "v")
 """In the order in which they lie in MultiheadAttention's packed weight."""
+
+
+class Holder(NamedTuple):
+    """A module that has a parameter as its own."""
+
+    name: str
+    module: nn.Module
+    parameter_name: str
+
+
+Holders: TypeAlias = Mapping[int, Sequence[Holder]]
+"""By the parameter's id."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,21 +52,37 @@ class Survey:
     Attributes:
         blocks: in the order of the model's modules; the same on all ranks.
         plain: modules whose trainable parameters get plain gradients, each with the reason.
+        num_parameters: trainable ones of the model, each counted once.
     """
 
     blocks: Sequence[Block]
-    plain: dict[str, str]
+    plain: Mapping[str, str]
+    num_parameters: int
 
-    def notice(self) -> str | None:
-        """One line that names what gets plain gradients; None where all is preconditioned."""
-        if not self.plain:
-            return None
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in self.plain.items():
-            by_reason.setdefault(reason, []).append(name)
-        return "plain gradients for " + "; ".join(
-            f"{', '.join(names)} ({reason})" for reason, names in by_reason.items()
+    @property
+    def num_covered(self) -> int:
+        """Parameters that get preconditioned gradients."""
+        return sum(block.num_parameters for block in self.blocks)
+
+    def notice(self) -> str:
+        """How much is covered, and what gets plain gradients: one line."""
+        covered = (
+            f"K-FAC covers {percent(self.num_covered, self.num_parameters)} of"
+            f" {self.num_parameters:,} parameters"
         )
+        return f"{covered}; plain gradients for {_listed(self.plain)}" if self.plain else covered
+
+
+def percent(some: int, of_all: int) -> str:
+    """A share in percent. It is never rounded up to all, nor down to nothing.
+
+    >>> percent(1, 3), percent(99999, 100000), percent(1, 100000), percent(7, 7)
+    ('33.3%', '99.9%', '0.1%', '100%')
+    """
+    if some == of_all:
+        return "100%"
+    tenths = min(max(round(1000 * some / of_all), 1), 999) if some else 0
+    return f"{tenths / 10:g}%"
 
 
 def survey(model: nn.Module, options: FactorOptions) -> Survey:
@@ -50,11 +92,7 @@ def survey(model: nn.Module, options: FactorOptions) -> Survey:
         ConfigError: nothing in it can be preconditioned, or `options` names a module that is none.
     """
     _check_names(model, options)
-    holders = Counter(
-        id(parameter)
-        for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-    )
+    holders = _holders(model)
     blocks: list[Block] = []
     plain: dict[str, str] = {}
     # Torch's decoder layers attend to the encoder's output, so query and key differ there.
@@ -65,54 +103,67 @@ def survey(model: nn.Module, options: FactorOptions) -> Survey:
     }
     claimed: set[int] = set()
     for name, module in model.named_modules():
-        own = [
-            parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad
-        ]
+        own = dict(_trained_of(module))
         if id(module) in claimed or not (own or isinstance(module, nn.MultiheadAttention)):
             continue
-        reason = _objection(module)
-        if reason is None and any(holders[id(parameter)] > 1 for parameter in own):
-            reason = "shares a parameter with another module"
+        if any(len(holders[id(parameter)]) > 1 for parameter in own.values()):
+            found, reasons, users = _blocks_of_shared(name, module, holders, options)
+            blocks += found
+            plain |= reasons
+            claimed |= users
+            continue
+        reason = _objection(name, module, options)
         if reason is None:
             is_cross = id(module) in decoded or name in options.cross_attention
-            found = list(_blocks_of(name, module, options, is_cross=is_cross))
-            fitting = [block for block in found if _largest(block) <= options.max_dim]
-            blocks += fitting
-            plain |= {
-                block.name: f"a factor of more than {options.max_dim} rows"
-                for block in found
-                if block not in fitting
-            }
-            plain |= _left_over(name, module, found)
+            made = list(_blocks_of(name, module, options, is_cross=is_cross))
+            blocks += made
+            plain |= _left_over(name, module, made)
             if isinstance(module, nn.MultiheadAttention):
                 # The attention uses the weight of its output projection without calling the module,
                 # so the projection is one of the attention's blocks and not a Linear of its own.
                 claimed.add(id(module.out_proj))
         elif any(module.children()) and not isinstance(module, SUPPORTED):
-            own_names = [
-                own
-                for own, parameter in module.named_parameters(recurse=False)
-                if parameter.requires_grad
-            ]
             plain |= {
-                f"{name}.{own}".removeprefix("."): "a parameter outside of layers"
-                for own in own_names
+                f"{name}.{own_name}".removeprefix("."): "a parameter outside of layers"
+                for own_name in own
             }
         else:
             plain[name or type(module).__name__] = reason
     if not blocks:
         raise ConfigError(
-            "K-FAC finds no layer that it can precondition: a Linear, Conv2d, Embedding or"
-            " MultiheadAttention that is trainable and not overridden"
-            f" ({Survey(blocks=(), plain=plain).notice() or 'no parameter is trainable'}); use a"
-            " strategy for plain gradients"
+            "K-FAC finds no layer that it can precondition: a Linear, Conv1d, Conv2d, Embedding,"
+            " MultiheadAttention or normalisation that is trainable and not overridden"
+            f" ({_listed(plain) or 'no parameter is trainable'}); use a strategy for plain"
+            " gradients"
         )
-    return Survey(blocks=blocks, plain=plain)
+    return Survey(
+        blocks=blocks,
+        plain=plain,
+        num_parameters=sum(
+            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+        ),
+    )
+
+
+def _listed(plain: Mapping[str, str]) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in plain.items():
+        by_reason.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(names)} ({reason})" for reason, names in by_reason.items())
+
+
+def _holders(model: nn.Module) -> Holders:
+    found: dict[int, list[Holder]] = {}
+    for name, module in model.named_modules():
+        for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(parameter), []).append(Holder(name, module, own_name))
+    return found
 
 
 def _check_names(model: nn.Module, options: FactorOptions) -> None:
+    modules = dict(model.named_modules())
     attentions = [
-        name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
+        name for name, module in modules.items() if isinstance(module, nn.MultiheadAttention)
     ]
     for name in options.cross_attention:
         if name not in attentions:
@@ -120,13 +171,45 @@ def _check_names(model: nn.Module, options: FactorOptions) -> None:
                 f"cross_attention names {name!r}, which is no MultiheadAttention of the"
                 f" model{nearest(name, attentions)}; there is {', '.join(attentions) or 'none'}"
             )
+    kinds = {type(module).__name__ for module in modules.values()}
+    for name in options.plain:
+        if name not in modules and name not in kinds:
+            raise ConfigError(
+                f"plain names {name!r}, which is no layer of the model, nor a class of"
+                f" one{nearest(name, [*kinds, *modules])}"
+            )
 
 
-def _objection(module: nn.Module) -> str | None:
-    """Why `module` cannot be preconditioned; None if it can."""
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether `module` looks like the Conv1D of `transformers`: a linear layer whose weight has a
+    row for each input.
+    """
+    weight = _own_parameter(module, "weight")
+    return (
+        any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+        and weight is not None
+        and weight.ndim == 2
+        and getattr(module, "nf", None) == weight.shape[1]
+    )
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, (*LAST_DIMS, *SECOND_DIM)) or is_own_rms_norm(module)
+
+
+def _objection(name: str, module: nn.Module, options: FactorOptions) -> str | None:
+    """Why `module` cannot be preconditioned, or should not be; None if it is."""
+    if name in options.plain or type(module).__name__ in options.plain:
+        return "as option plain says"
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return (
+            f"the gates of {type(module).__name__} are computed in one fused call, into which K-FAC"
+            " cannot see"
+        )
     kind = next((kind for kind in SUPPORTED if isinstance(module, kind)), None)
     if kind is None:
-        return f"{type(module).__name__} is not supported"
+        is_known = is_transposed_linear(module) or is_own_rms_norm(module)
+        return None if is_known else f"{type(module).__name__} is not supported"
     if type(module).forward is not kind.forward:
         return f"{type(module).__name__} overrides {kind.__name__}.forward"
     if kind is nn.MultiheadAttention:
@@ -136,11 +219,138 @@ def _objection(module: nn.Module) -> str | None:
     weight = _own_parameter(module, "weight")
     if weight is None:
         return "its weight is computed from other parameters"
-    return None if weight.requires_grad else "only its bias is trained"
+    if weight.requires_grad or isinstance(module, nn.Linear):
+        return None
+    return "only its bias is trained"
 
 
-def _largest(block: Block) -> int:
-    return max(0 if (shape := block.shape(side)).is_diagonal else shape.dim for side in SIDES)
+def _blocks_of(
+    name: str, module: nn.Module, options: FactorOptions, *, is_cross: bool
+) -> Iterator[Block]:
+    if isinstance(module, nn.MultiheadAttention):
+        yield from _attention_blocks(name, module, options, is_cross=is_cross)
+    else:
+        yield _layer_block(name, module, options, bias_name=_trained(module, "bias"))
+
+
+def _layer_block(
+    name: str, module: Any, options: FactorOptions, *, bias_name: str | None
+) -> LayerBlock:
+    """The block of a layer that has one."""
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return ConvBlock(name, module, options, bias_name=bias_name)
+    if isinstance(module, nn.Embedding):
+        return EmbeddingBlock(name, module, options)
+    if _is_norm(module):
+        return norm_block(name, module, options, bias_name=bias_name)
+    if _trained(module, "weight") is None:
+        return BiasBlock(name, module, options, bias_name="bias")
+    return LinearBlock(
+        name,
+        module,
+        options,
+        bias_name=bias_name,
+        batch_dim=options.batch_dim,
+        is_transposed=is_transposed_linear(module),
+    )
+
+
+def _blocks_of_shared(
+    name: str, module: nn.Module, holders: Holders, options: FactorOptions
+) -> tuple[list[Block], dict[str, str], set[int]]:
+    """The blocks of `module`, of which a parameter is also another module's own, and of the others
+    that use its weight; what of them gets plain gradients, and all these modules, by their ids.
+    """
+    weight = _own_parameter(module, "weight")
+    users = [] if weight is None or not weight.requires_grad else holders[id(weight)]
+    if len(users) < 2:
+        users = [Holder(name, module, "weight")]
+    blocks, reason = _tied_block(users, holders, options)
+    plain: dict[str, str] = {}
+    for user in users:
+        covered = {id(parameter) for block in blocks for parameter in (block.weight, block.bias)}
+        left = {
+            own_name: parameter
+            for own_name, parameter in _trained_of(user.module)
+            if id(parameter) not in covered
+        }
+        bias = left.get("bias")
+        if blocks and bias is not None and len(holders[id(bias)]) == 1:
+            blocks.append(BiasBlock(f"{user.name}.bias", user.module, options, bias_name="bias"))
+            del left["bias"]
+        plain |= {
+            f"{user.name}.{own_name}".removeprefix("."): reason or "it is shared with another layer"
+            for own_name in left
+        }
+    return blocks, plain, {id(user.module) for user in users}
+
+
+def _tied_block(
+    users: Sequence[Holder], holders: Holders, options: FactorOptions
+) -> tuple[list[Block], str]:
+    """The block of the weight that `users` share; none, and why."""
+    for user in users:
+        is_linear = isinstance(user.module, nn.Linear) or is_transposed_linear(user.module)
+        reason = _objection(user.name, user.module, options)
+        if reason is None and not (is_linear or isinstance(user.module, nn.Embedding)):
+            reason = f"{type(user.module).__name__} shares parameters"
+        if reason is not None:
+            return [], f"shared with {user.name!r}, which K-FAC does not cover: {reason}"
+    # A weight whose rows are inputs comes first, so that A is there when the forward pass is over.
+    ways = [
+        [user for user in users if isinstance(user.module, nn.Linear) is is_upright]
+        for is_upright in (False, True)
+    ]
+    ways = [some for some in ways if some]
+    if any(len({_kind_of_use(user.module) for user in some}) > 1 for some in ways):
+        return [], "shared by layers of different kinds"
+    biases = {id(_own_parameter(user.module, "bias")) for user in users}
+    has_one_bias = len(ways) == 1 and len(biases) == 1 and _is_only_in(users, holders, "bias")
+    uses: list[Use] = []
+    for some in ways:
+        first = some[0]
+        modules, names = [user.module for user in some], [user.name for user in some]
+        block: LayerBlock
+        if isinstance(first.module, nn.Embedding):
+            block = EmbeddingBlock(first.name, first.module, options)
+        else:
+            block = LinearBlock(
+                first.name,
+                first.module,
+                options,
+                bias_name="bias" if has_one_bias else None,
+                batch_dim=options.batch_dim,
+                is_transposed=is_transposed_linear(first.module),
+                outputs=uses[0].block.inputs if uses else None,
+            )
+        uses.append(Use(block, modules, names, is_flipped=bool(uses)))
+    return [TiedBlock(uses)], ""
+
+
+def _kind_of_use(module: nn.Module) -> tuple[str, object]:
+    """Layers of one kind use a shared weight alike."""
+    if isinstance(module, nn.Embedding):
+        return "Embedding", module.padding_idx
+    return ("Conv1D" if is_transposed_linear(module) else "Linear"), None
+
+
+def _is_only_in(users: Sequence[Holder], holders: Holders, name: str) -> bool:
+    """Whether all of `users`, and nobody else, have one and the same parameter called `name`."""
+    shared = _own_parameter(users[0].module, name)
+    if shared is None or not shared.requires_grad:
+        return False
+    return {id(holder.module) for holder in holders[id(shared)]} == {
+        id(user.module) for user in users
+    }
+
+
+def _trained_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The module's own parameters that are trained."""
+    return [
+        (name, parameter)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter.requires_grad
+    ]
 
 
 def _left_over(name: str, module: nn.Module, found: Sequence[Block]) -> dict[str, str]:
@@ -151,21 +361,6 @@ def _left_over(name: str, module: nn.Module, found: Sequence[Block]) -> dict[str
         for own, parameter in module.named_parameters()
         if parameter.requires_grad and id(parameter) not in covered
     }
-
-
-def _blocks_of(
-    name: str, module: nn.Module, options: FactorOptions, *, is_cross: bool
-) -> Iterator[Block]:
-    if isinstance(module, nn.Linear):
-        yield LinearBlock(
-            name, module, options, bias_name=_trained(module, "bias"), batch_dim=options.batch_dim
-        )
-    elif isinstance(module, nn.Conv2d):
-        yield ConvBlock(name, module, bias_name=_trained(module, "bias"))
-    elif isinstance(module, nn.Embedding):
-        yield EmbeddingBlock(name, module, options)
-    elif isinstance(module, nn.MultiheadAttention):
-        yield from _attention_blocks(name, module, options, is_cross=is_cross)
 
 
 def _attention_blocks(

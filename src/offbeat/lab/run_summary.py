@@ -40,6 +40,7 @@ def summarize_run(run: RankRun, recorder: StepRecorder) -> Summary | None:
         "bytes_per_step": (last.bytes_sent - recorder.first.bytes_sent) / num_steps,
         "messages_per_step": (last.messages_sent - recorder.first.messages_sent) / num_steps,
         "samples_per_s": recorder.num_samples / recorder.seconds if recorder.seconds else 0.0,
+        "mean_entry_age": last.mean_entry_age,
         "peak_memory_bytes": _peak_memory_bytes(),
         "notices": [
             *session.notices,
@@ -63,6 +64,7 @@ def summarize_run(run: RankRun, recorder: StepRecorder) -> Summary | None:
         others = run.task.metrics(final)
         metric = others.pop(run.task.metric_name)
         recorder.add_evaluation(metric, others, without=run.attached.averaged_without)
+    entry_ages = [end["mean_entry_age"] for end in ends if end["mean_entry_age"] is not None]
     identical = len({end["digest"] for end in ends}) == 1
     summary = Summary(
         status="stopped" if stopped else "finished",
@@ -83,6 +85,7 @@ def summarize_run(run: RankRun, recorder: StepRecorder) -> Summary | None:
         messages_sent_per_step=sum(end["messages_per_step"] for end in ends) / len(ends),
         peak_memory_bytes=[end["peak_memory_bytes"] for end in ends],
         skipped_steps=last.skipped_steps - recorder.first.skipped_steps,
+        mean_entry_age=sum(entry_ages) / len(entry_ages) if entry_ages else None,
         num_parameters=sum(parameter.numel() for parameter in run.attached.model.parameters()),
         parameters_sha256=digest(final),
         replicas_identical=identical,

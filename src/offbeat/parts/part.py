@@ -115,7 +115,10 @@ class Part:
     # Answers
 
     def counters(self) -> Mapping[str, float]:
-        """Totals so far, summed over parts: "exchanges", "skipped_steps", "encode_s" (seconds)."""
+        """Totals so far, summed over parts: "exchanges", "skipped_steps", "encode_s" (seconds),
+        and of entries on which an eye is kept "watched_entries_sent" and "age_of_watched_entries"
+        (exchanges that they waited, added up).
+        """
         return {}
 
     def averaging_weight(self) -> float | None:

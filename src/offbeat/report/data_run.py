@@ -72,6 +72,11 @@ def report_of_run(directory: Path) -> PageContent:
                 else []
             ),
             *([("skipped steps", f"{summary.skipped_steps:,}")] if summary else []),
+            *(
+                [("steps from one sending of an entry to the next", f"{age:.3g}")]
+                if summary and (age := summary.mean_entry_age) is not None
+                else []
+            ),
             *([("workers that died", _losses(summary))] if summary and summary.losses else []),
         ],
         environment=rows(record.environment),

@@ -68,6 +68,9 @@ class Stats:
         bytes_sent, bytes_received, messages_sent: as the transport counted them.
         wait_s: seconds spent waiting for other ranks.
         encode_s: seconds spent on selection, residuals and putting results in place.
+        mean_entry_age: exchanges from one time that an entry of the gradient was sent to the next,
+            a mean over those that this rank has sent, from a sample: 1 where all of them always
+            are. None where gradients are not sparsified, or nothing was sent yet.
     """
 
     steps: int
@@ -78,6 +81,7 @@ class Stats:
     messages_sent: int
     wait_s: float
     encode_s: float
+    mean_entry_age: float | None = None
 
 
 class Session:
@@ -197,12 +201,14 @@ class Session:
     def stats(self) -> Stats:
         """Totals so far."""
         traffic = self._traffic.total()
-        exchanges = skipped_steps = encode_s = 0.0
+        exchanges = skipped_steps = encode_s = watched = age = 0.0
         for part in self._parts:
             counters = part.counters()
             exchanges += counters.get("exchanges", 0.0)
             skipped_steps += counters.get("skipped_steps", 0.0)
             encode_s += counters.get("encode_s", 0.0)
+            watched += counters.get("watched_entries_sent", 0.0)
+            age += counters.get("age_of_watched_entries", 0.0)
         return Stats(
             steps=self._events.num_steps,
             exchanges=int(exchanges),
@@ -212,6 +218,7 @@ class Session:
             messages_sent=traffic.messages_sent,
             wait_s=traffic.wait_s,
             encode_s=encode_s,
+            mean_entry_age=age / watched if watched else None,
         )
 
     def take_arrivals(self) -> list[Arrival]:

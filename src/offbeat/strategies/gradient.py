@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from offbeat.codec.by_layer import ByLayer
 from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
 from offbeat.codec.momentum import Momentum, MomentumRange
 from offbeat.codec.residual import ErrorFeedback
@@ -171,6 +172,9 @@ class SparseGradientStrategy(GradientStrategy):
             counts epochs. The lab fills it in.
         dense_below: parameters of fewer elements are sent whole, in a bucket of their own that is
             summed as `AllReduce` does; the density is that of the others. 0: none of them.
+        scope: where the k largest are looked for: "bucket", which is the whole model unless
+            `bucket_mib` cuts it, or "layer", each parameter by itself, all at the same density. The
+            global top-k compares whole buckets in both cases.
         values: "float32", or "bfloat16" on the wire, or a `ValueCodec` of your own; what rounding
             loses is owed.
         indices: "gaps" between indices in 2 bytes, or plain indices where those are shorter; or an
@@ -189,6 +193,7 @@ class SparseGradientStrategy(GradientStrategy):
     warmup: Literal["paper", "exponential"] | tuple[tuple[float, int], ...] | str | None = None
     steps_per_epoch: int | None = None
     dense_below: int = 0
+    scope: Literal["bucket", "layer"] = "bucket"
     values: Literal["float32", "bfloat16"] | ValueCodec = "float32"
     indices: Literal["gaps"] | IndexCodec = "gaps"
     bucket_mib: float | None = None
@@ -218,6 +223,7 @@ class SparseGradientStrategy(GradientStrategy):
             )
         self._warmup(target=1.0)
         require_at_least("dense_below", self.dense_below, 0)
+        require_one_of("scope", self.scope, ("bucket", "layer"))
         if self.steps_per_epoch is not None:
             require_at_least("steps_per_epoch", self.steps_per_epoch, 1)
 
@@ -385,7 +391,7 @@ class SparseGradientStrategy(GradientStrategy):
             bucket.num_elements,
             dtype=bucket.flat.dtype,
             device=bucket.flat.device,
-            selector=object_of("selection", self.selection, SELECTORS, Selector),
+            selector=self._selector(bucket),
             momentum=momentum,
             masking=self.momentum_masking,
         )
@@ -402,6 +408,12 @@ class SparseGradientStrategy(GradientStrategy):
                 workspace.warn, rank=workspace.driver.rank, clips=self.clip_norm is not None
             ),
         )
+
+    def _selector(self, bucket: Bucket) -> Selector:
+        selector = object_of("selection", self.selection, SELECTORS, Selector)
+        if self.scope == "layer":
+            return ByLayer(selector, offsets=bucket.offsets, names=bucket.names)
+        return selector
 
     def _wire(self, bucket: Bucket) -> Wire:
         # Half-precision gradients are selected, owed and merged in float32.

@@ -93,7 +93,10 @@ class KFACStrategy(Strategy):
         sample_stride: factors are of every n-th example of each batch, other ones each time, >= 1.
         cross_attention: names of MultiheadAttention modules whose query, key and value differ,
             separated by commas.
-        max_dim: layers with a larger factor than this get plain gradients, >= 1.
+        max_dim: a factor of more rows than this, >= 1, is cut into pieces of about so many along
+            its diagonal, and one that would need more than eight is kept as its diagonal.
+        plain: names of layers, or of classes such as BatchNorm2d, that get plain gradients,
+            separated by commas.
     """
 
     acts_at_steps: ClassVar[bool] = True
@@ -117,6 +120,7 @@ class KFACStrategy(Strategy):
     sample_stride: int = 1
     cross_attention: str = ""
     max_dim: int = 8192
+    plain: str = ""
 
     def __post_init__(self) -> None:
         require_positive("damping", self.damping)
@@ -170,6 +174,7 @@ class KFACStrategy(Strategy):
             sample_stride=self.sample_stride,
             cross_attention=tuple(filter(None, self.cross_attention.split(","))),
             max_dim=self.max_dim,
+            plain=tuple(filter(None, self.plain.split(","))),
         )
 
     @property
@@ -199,10 +204,10 @@ class KFACStrategy(Strategy):
                 " without a GradScaler"
             )
         found = survey(model, self.options())
-        if (notice := found.notice()) is not None:
-            workspace.notify(notice)
+        (workspace.notify if found.plain else workspace.inform)(found.notice())
+        slots = slots_of(found.blocks)
         inputs = gather_plan_inputs(
-            slots_of(found.blocks),
+            slots,
             settings=self.settings(),
             measures=self.measures,
             driver=driver,
@@ -225,7 +230,7 @@ class KFACStrategy(Strategy):
             model,
             found.blocks,
             settings=self.settings(),
-            planner=self._planner(inputs),
+            planner=self._planner(inputs, joins=any(slot.shape.uses > 1 for slot in slots)),
             first_parameters=[positions[id(block.weight)] for block in found.blocks],
             bucket_firsts=[min(bucket.indices) for bucket in exchange.buckets],
             launch_order=launch_order,
@@ -239,8 +244,10 @@ class KFACStrategy(Strategy):
         exchange.add_listener(part.scheduler)
         return [exchange, *others, part]
 
-    def _planner(self, inputs: PlanInputs) -> KFACPlanner:
-        """What this strategy plans, now and once it is known when factors are ready."""
+    def _planner(self, inputs: PlanInputs, *, joins: bool) -> KFACPlanner:
+        """What this strategy plans, now and once it is known when factors are ready. `joins`: some
+        weight is used both ways round.
+        """
 
         def plan(inputs: PlanInputs) -> FactorPlan:
             plan = self.plan(inputs)
@@ -252,8 +259,8 @@ class KFACStrategy(Strategy):
 
         costs = inputs.costs
         # With the damping divided between A and G, inverting either of them needs the traces of
-        # both; eigenvalues are damped afterwards.
-        pairs = self.pi and self.inverse != "eigen"
+        # both; eigenvalues are damped afterwards. So does joining two uses of a weight.
+        pairs = joins or (self.pi and self.inverse != "eigen")
         return KFACPlanner(
             plan=plan(inputs),
             replan=None

@@ -19,6 +19,7 @@ from offbeat.kfac.exchange.messages import FactorMessage
 from offbeat.kfac.inverses import InversionTask
 from offbeat.kfac.options import KFACSettings
 from offbeat.kfac.planning.factor_plan import FactorPlan
+from offbeat.kfac.tied import joined_factors
 
 
 class FactorAccumulator:
@@ -80,25 +81,30 @@ class FactorAccumulator:
 
     def inversion_task(self, slot: int) -> InversionTask:
         """What is to be inverted of a factor that this rank keeps."""
-        factor = self.factors[slot]
-        packed = factor.average()
-        damping = packed.new_full((), self._settings.damping)
-        if self._settings.pi:
-            partner = slot ^ 1
-            average = {slot: packed, partner: self.factors[partner].average()}
-            inputs, outputs = slot & ~1, slot | 1
-            damping = damping_of(
-                (average[inputs], self._slots[inputs].shape),
-                (average[outputs], self._slots[outputs].shape),
+        inputs, outputs = self._slots[slot & ~1], self._slots[slot | 1]
+        own, shape = self.factors[slot], self._slots[slot].shape
+        if self._settings.pi or shape.uses > 1:
+            pair = (
+                (self.factors[inputs.index].average(), inputs.shape),
+                (self.factors[outputs.index].average(), outputs.shape),
+            )
+            joined = joined_factors(*pair)
+            packed = joined[slot % 2]
+            of_each = damping_of(
+                (joined[0], inputs.shape.joined),
+                (joined[1], outputs.shape.joined),
                 damping=self._settings.damping,
-                pi=True,
+                pi=self._settings.pi,
             )[slot % 2]
+        else:
+            packed = own.average()
+            of_each = packed.new_full((), self._settings.damping)
         return InversionTask(
             name=self._slots[slot].name,
             packed=packed,
-            shape=self._slots[slot].shape,
-            damping=damping,
-            valid=factor.mass > 0,
+            shape=shape.joined,
+            damping=of_each,
+            valid=own.mass > 0,
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:

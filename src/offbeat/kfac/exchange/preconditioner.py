@@ -70,6 +70,7 @@ class Preconditioner:
         self._blocks, self._slots, self._form, self._settings = blocks, slots, form, settings
         self._optimizer, self._driver, self._stream = optimizer, driver, stream
         self._spans = spans
+        self._has_tiny = any(slot.shape.is_tiny for slot in slots)
         self._inverter = make_inverter(form, notify)
         self._plan = plan
         self.inverses = self._room_for(plan, order)
@@ -156,22 +157,32 @@ class Preconditioner:
             for slot, inverse in zip(self._slots, self.inverses.packed, strict=True)
             if inverse is not None
         }
-        return kept | {"form": self._form}
+        kept |= {"form": self._form}
+        return kept | ({"has_tiny_inverses": True} if self._has_tiny else {})
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`. An inverse that is not in `saved` is none, and so is each of
         another form.
         """
-        self.is_stale = saved["form"] != self._form
+        self.is_stale = self._is_of_another_form(saved)
         for slot, inverse in zip(self._slots, self.inverses.packed, strict=True):
             if inverse is not None:
                 none = torch.zeros_like(inverse)
                 inverse.copy_(none if self.is_stale else saved.get(f"{slot.key}/inverse", none))
 
+    def _is_of_another_form(self, saved: Mapping[str, Any]) -> bool:
+        """Whether what `saved` has of inverses means something else here. Version 0.1 had triangles
+        of matrices of any size.
+        """
+        return bool(
+            saved["form"] != self._form
+            or (self._form == "triangle" and self._has_tiny and "has_tiny_inverses" not in saved)
+        )
+
     def check_state(self, saved: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` unless every average and inverse in `saved` is of this model."""
         known = {f"{slot.key}/sum": slot.shape.packed for slot in self._slots}
-        is_same_form = saved["form"] == self._form
+        is_same_form = not self._is_of_another_form(saved)
         if is_same_form:
             known |= {
                 f"{slot.key}/inverse": self._inverter.stored_shape(slot.shape)
@@ -185,7 +196,7 @@ class Preconditioner:
                 here = known.get(name, "no such factor")
                 raise CheckpointError(
                     f"{what} of {key!r} was saved with shape {tuple(value.shape)}, here there is"
-                    f" {here}"
+                    f" {here}; is it the same model, with the same max_dim?"
                 )
 
 
@@ -269,18 +280,18 @@ class _GradientMessage:
 
     def fill(self, inverses: Sequence[Curvature], lrs: Sequence[float]) -> None:
         for number, (block, inverse, lr) in enumerate(zip(self.blocks, inverses, lrs, strict=True)):
-            preconditioned = self._preconditioned[number]
-            gradient = torch.empty_like(preconditioned)
-            block.read_gradient(gradient)
-            self._exists[number] = inverse.apply(gradient, block, out=preconditioned)
+            preconditioned, gradient = self._preconditioned[number], block.gradient_matrix()
+            found, exists = inverse.apply(gradient, block)
+            self._exists[number] = exists
+            preconditioned.copy_(torch.where(exists, found, 0.0))
             self.change.add_(torch.dot(preconditioned.flatten(), gradient.flatten()) * lr**2)
 
     def show(self, scale: float) -> None:
         for number, (block, preconditioned) in enumerate(
             zip(self.blocks, self._preconditioned, strict=True)
         ):
-            gradient = torch.empty_like(preconditioned)
-            block.read_gradient(gradient)
             block.write_gradient_(
-                torch.where(self._exists[number] > 0, preconditioned * scale, gradient)
+                torch.where(
+                    self._exists[number] > 0, preconditioned * scale, block.gradient_matrix()
+                )
             )

@@ -277,19 +277,20 @@ class FactorScheduler(ExchangeListener):
         """The parameter at position `parameter` in the model has got a gradient."""
         self._progress.with_gradient.add(parameter)
 
-    def blocks_seen(self) -> dict[int, tuple[bool, bool]]:
-        """For each block that this rank observes and has not given up: whether its weight has got a
-        gradient in this step, and whether both of its factors were added to.
+    def blocks_used(self) -> set[int]:
+        """The blocks whose weights have got a gradient in this step, of those that this rank
+        observes and has not given up.
         """
-        progress = self._progress
         return {
-            index: (
-                self._first_parameters[2 * index] in progress.with_gradient,
-                min(progress.num_added[2 * index : 2 * index + 2]) > 0,
-            )
+            index
             for index in self.watched
-            if not self.is_retired_here(2 * index)
+            if self._first_parameters[2 * index] in self._progress.with_gradient
+            and not self.is_retired_here(2 * index)
         }
+
+    def layers_seen(self) -> set[str]:
+        """Names of the layers of which both factors have been added to since the last call."""
+        return self.capture.pop_layers_seen()
 
     def pop_has_sent(self) -> bool:
         """Whether this step's factors were sent and nobody has taken them in yet. The caller does
@@ -355,6 +356,10 @@ class FactorScheduler(ExchangeListener):
             "by_owner": self.plan.by_owner,
             "num_profiled": self._num_profiled,
         }
+
+    def is_planned_by(self, state: Mapping[str, Any]) -> bool:
+        """Whether the plan in `state` is of as many factors. Version 0.1 covered fewer layers."""
+        return len(state["owners"]) == len(self._slots)
 
     def saved_plan(self, state: Mapping[str, Any]) -> FactorPlan:
         """The plan that `state` holds."""
