@@ -26,29 +26,25 @@ from _measure import Ratio, Row, print_rows
 from _paired import Contestant, Runs, add_options, compared, images, keep
 from _results import ResultFile
 
-UNION = "gtopk:collective=all_gather:apply=union"
-GLOBAL = "gtopk:collective=all_gather:apply=global"
+UNION = "gtopk:collective=all_gather:apply=union:density=0.01"
+GLOBAL = "gtopk:collective=all_gather:apply=global:density=0.01"
 SPECS: Mapping[str, str] = {
     "allreduce": "allreduce",
-    "union": f"{UNION}:density=0.01",
-    "global": f"{GLOBAL}:density=0.01",
-    "union, 80 steps at 0.1": f"{UNION}:density=0.01:warmup=0.1x80",
-    "global, 80 steps at 0.1": f"{GLOBAL}:density=0.01:warmup=0.1x80",
-    "union, 50 steps at 0.1": f"{UNION}:density=0.01:warmup=0.1x50",
-    "union, 80 steps at 0.03": f"{UNION}:density=0.01:warmup=0.03x80",
-    "union, 80 steps at 1": f"{UNION}:density=0.01:warmup=1.0x80",
-    "union, 20 steps at 1": f"{UNION}:density=0.01:warmup=1.0x20",
-    "union, 80 steps at 0.1, optimizer's momentum": (
-        f"{UNION}:density=0.01:warmup=0.1x80:momentum_correction=none"
-    ),
-    "union, 80 steps at 0.1, no masking": (
-        f"{UNION}:density=0.01:warmup=0.1x80:momentum_masking=false"
-    ),
-    "union, 80 steps at 0.1, dense below 512": (
-        f"{UNION}:density=0.01:warmup=0.1x80:dense_below=512"
-    ),
-    "union, density 0.05": f"{UNION}:density=0.05",
-    "union, density 0.001, 80 steps at 0.1": f"{UNION}:density=0.001:warmup=0.1x80",
+    "union": f"{UNION}:warmup=none",
+    "global": f"{GLOBAL}:warmup=none",
+    "union, warm-up auto": UNION,
+    "global, warm-up auto": GLOBAL,
+    "union, 80 steps at 0.1": f"{UNION}:warmup=0.1x80",
+    "global, 80 steps at 0.1": f"{GLOBAL}:warmup=0.1x80",
+    "union, 50 steps at 0.1": f"{UNION}:warmup=0.1x50",
+    "union, 80 steps at 0.03": f"{UNION}:warmup=0.03x80",
+    "union, 80 steps at 1": f"{UNION}:warmup=1.0x80",
+    "union, optimizer's momentum": f"{UNION}:momentum_correction=none",
+    "union, no masking": f"{UNION}:momentum_masking=false",
+    "union, dense below 512": f"{UNION}:dense_below=512",
+    "union, by layer": f"{UNION}:scope=layer",
+    "union, density 0.05": UNION.replace("0.01", "0.05"),
+    "union, density 0.001": UNION.replace("0.01", "0.001"),
 }
 VARIANTS = tuple(Contestant(label=name, spec=spec) for name, spec in SPECS.items())
 EIGHT = tuple(replace(one, label=f"{one.label}, 8 ranks", workers=8) for one in VARIANTS[:5])
