@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from _measure import Ratio, Row, add_output_options, figure_of, origin
-from _results import Figure, ResultFile
+from _results import Figure, Origin, ResultFile
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.config import Request
 from offbeat.lab.options import parse_spec
@@ -103,9 +103,10 @@ class Run:
         return f"{self.case.name}, {self.contestant.label}, lr {self.lr:g}, seed {self.seed}"
 
     def figure(self, metric: float) -> Figure:
+        several = len(self.case.lrs) > 1
         return Figure(
-            table=f"{self.case.name}, all runs",
-            case=f"{self.contestant.label}, {self.lr:g}",
+            table=f"{self.case.name}, all runs" if several else self.case.name,
+            case=f"{self.contestant.label}, {self.lr:g}" if several else self.contestant.label,
             column=f"seed {self.seed}",
             value=metric,
             decimals=4,
@@ -207,7 +208,7 @@ class Runs:
             metric = self._metrics[run.cell] = run.metric()
             print(f"{run.cell}: {metric:.4f} in {time.monotonic() - begun_s:.0f} s", flush=True)
             if self._kept is not None:
-                self._kept.replace(run.cell, [run.figure(metric)], origin(None))
+                self._kept.replace(run.cell, [run.figure(metric)], source())
         return self._metrics[run.cell]
 
 
@@ -277,7 +278,7 @@ class Result:
         cell = partial(Figure, table=case.name, case=label)
         if len(case.lrs) > 1:
             yield cell(column="learning rate", value=self.lr)
-        yield cell(column="by seed", value=tuple(known), decimals=4)
+            yield cell(column="by seed", value=tuple(known), decimals=4)
         yield cell(column="mean", value=float(np.mean(known)), decimals=4)
         if label == baseline or not gaps:
             return
@@ -311,9 +312,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def keep(kept: ResultFile | None, cell: str, rows: Sequence[Row], seeds: int) -> None:
+def source() -> Origin:
+    """Where figures come from: the command that measures all of them, however few this one has
+    been asked for.
+    """
+    words, kept = iter(sys.argv[1:]), list[str]()
+    for word in words:
+        if word in ("--images", "--text", "--steps"):
+            kept += [word, Path(next(words)).name]
+        elif word == "--eight":
+            kept.append(word)
+    here = origin(None)
+    return replace(here, command=" ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *kept]))
+
+
+def keep(kept: ResultFile | None, cell: str, rows: Sequence[Row]) -> None:
     if kept is not None and rows:
-        kept.replace(cell, map(figure_of, rows), origin(seeds))
+        kept.replace(cell, map(figure_of, rows), source())
 
 
 def images(path: Path, *, name: str, lrs: Sequence[float], steps: int) -> Case:

@@ -73,7 +73,7 @@ def main() -> None:
     rows: Sequence[Row] = [
         row for label, one in found.items() for row in one.figures(label, among[0].label)
     ]
-    keep(kept, name, rows, asked.seeds)
+    keep(kept, name, rows)
     print_rows([row for row in rows if isinstance(row, Ratio)], as_json=asked.json)
 
 
