@@ -38,6 +38,7 @@ from thread_support.world import ThreadDriver, results_of, session_on
 
 LAST, MEASUREMENTS = 3, 20
 TUNED_WITH = 0
+RUN_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +176,7 @@ def in_threads(planned: RunPlan) -> list[float]:
                         metrics.append(task.evaluate(mean.eval()))
         return metrics
 
-    return results_of(world_size, rank)[0]
+    return results_of(world_size, rank, limit_s=RUN_LIMIT_S)[0]
 
 
 def batches_of(task: Task, *, seed: int, rank: int, world_size: int) -> Iterator[Batch]:

@@ -43,7 +43,7 @@ IN_SHORT = "in short"
 
 def cases_of(asked: argparse.Namespace) -> Iterator[Case]:
     if asked.images is not None:
-        yield images(asked.images, name="images", lrs=(0.1, 0.05, 0.025), steps=400)
+        yield images(asked.images, name="images", lrs=(0.05, 0.025, 0.0125), steps=400)
     if asked.text is not None:
         yield Case(
             name="text",

@@ -206,12 +206,14 @@ def test_the_last_column_of_a_table_comes_from_a_result_file(
     monkeypatch.setattr(pages, "DIRECTORY", path.parent)
     ResultFile(path).replace("cell", [figure("Fast", "two thirds")], ORIGIN)
     page = path.parent / "page.md"
-    rows = "| | what | speed |\n|---|---|---|\n| [`Fast`](a.md) | a | old |\n| [`Slow`](b.md) | b | |"
+    rows = (
+        "| | what | speed |\n|---|---|---|\n| [`Fast`](a.md) | a | old |\n| [`Slow`](b.md) | b | |"
+    )
     page.write_text(f"<!-- last column: any/speeds -->\n{rows}\n<!-- end of table -->\n")
 
     lines = pages.written(page).splitlines()
 
-    assert lines[3:5] == ["| [`Fast`](a.md) | a | two thirds |", "| [`Slow`](b.md) | b |  |"]
+    assert lines[3:5] == ["| [`Fast`](a.md) | two thirds |", "| [`Slow`](b.md) |  |"]
 
 
 def test_a_page_that_asks_for_a_table_nobody_has_is_an_error(tmp_path: Path) -> None:
