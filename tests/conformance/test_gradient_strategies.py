@@ -20,8 +20,9 @@ import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
 from offbeat.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedError
 from offbeat.session.session import Session
-from offbeat.strategies.gradient import GradientStrategy, SparseGradientStrategy
+from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.kfac import KFACStrategy
+from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 
 AnyStrategy = GradientStrategy | KFACStrategy
 
@@ -54,6 +55,9 @@ _STRATEGIES: dict[str, GradientStrategy] = {
     ),
     "gtopk with small parameters whole": offbeat.GTopK(
         density=0.2, collective="reduce_scatter", dense_below=5
+    ),
+    "gtopk by layer": offbeat.GTopK(
+        density=0.2, collective="all_gather", scope="layer", selection="reuse"
     ),
 }
 _CHECKED = offbeat.AllReduce(replica_check_interval=1)

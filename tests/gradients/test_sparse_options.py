@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import offbeat
 from offbeat.errors import ConfigError
-from offbeat.strategies.gradient import SparseGradientStrategy
+from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
 NUM_RANKS = 3
@@ -77,6 +79,25 @@ def test_small_parameters_are_sent_whole_and_others_are_not(collective: str) -> 
                 assert 0 < mine.count_nonzero() <= NUM_RANKS * max(1, round(0.05 * 368))
 
 
+@pytest.mark.parametrize("selection", ["exact", "reuse"])
+def test_by_layer_each_parameter_has_the_same_density(selection: Any) -> None:
+    """Union and global top-k, which lets no layer send more than it has selected."""
+    for apply in ("union", "global"):
+        strategy = offbeat.GTopK(
+            density=0.05,
+            collective="all_gather",
+            apply=apply,  # type: ignore[arg-type]
+            scope="layer",
+            selection=selection,
+        )
+        for mean in applied(strategy, 3):
+            counts = [(int(each.count_nonzero()), each.numel()) for each in mean]
+            for count, size in counts:
+                assert count <= NUM_RANKS * max(1, round(0.06 * size))
+            if apply == "union":
+                assert all(count >= max(1, round(0.04 * size)) for count, size in counts)
+
+
 def test_the_first_steps_of_a_warm_up_may_send_everything() -> None:
     strategy = offbeat.GTopK(
         density=0.01, collective="reduce_scatter", warmup=((1.0, 2), (0.25, 1))
@@ -98,7 +119,65 @@ def test_a_warm_up_that_is_none_is_refused(warmup: object) -> None:
         offbeat.GTopK(warmup=warmup)  # type: ignore[arg-type]
 
 
+def test_a_scope_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="scope must be one of 'bucket', 'layer', got 'model'"):
+        offbeat.TopK(scope="model")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dense_below", [-1, 2.5, True])
 def test_a_size_that_is_none_is_refused(dense_below: object) -> None:
     with pytest.raises(ConfigError, match="dense_below must be an integer of at least 0"):
         offbeat.TopK(dense_below=dense_below)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("collective", "apply", "said"),
+    [
+        ("all_gather", "auto", "apply='auto': all entries that any rank sent are applied, because"),
+        ("all_gather", "global", None),
+        ("reduce_scatter", "auto", None),
+        ("dense", "auto", None),
+    ],
+)
+def test_it_is_said_once_what_is_applied(collective: str, apply: str, said: str | None) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    strategy = offbeat.GTopK(density=0.1, collective=collective, apply=apply)  # type: ignore[arg-type]
+    with offbeat.attach(model, optimizer, strategy) as session:
+        for step in range(3):
+            backward(model, 0, step)
+            optimizer.step()
+        remarks = [notice for notice in session.notices if "apply=" in notice]
+    assert [said in remark for remark in remarks if said] == [True] * (said is not None)
+    assert bool(remarks) == (said is not None)
+
+
+def test_a_resumed_run_begins_with_the_density_and_the_links_of_the_first() -> None:
+    def job(driver: ThreadDriver) -> list[dict[str, Any]]:
+        model, choices = net(), list[dict[str, Any]]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        state: dict[str, Any] = {}
+        for steps in (range(5), range(5, 7)):
+            with session_on(driver, model, optimizer, offbeat.GTopK()) as session:
+                if state:
+                    session.load_state_dict(state)
+                for step in steps:
+                    backward(model, driver.rank, step)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                state = session.state_dict()
+                chosen = state["parts"]
+                choices.append(
+                    {
+                        "density": chosen["density_choice"]["replicated"]["density"],
+                        "exchanges": chosen["density_choice"]["replicated"]["num_exchanges"],
+                        "links": chosen["collective_choice"]["replicated"],
+                    }
+                )
+        return choices
+
+    ranks = results_of(NUM_RANKS, job)
+    assert all(choices == ranks[0] for choices in ranks)
+    first, resumed = ranks[0]
+    assert (first.pop("exchanges"), resumed.pop("exchanges")) == (5, 7)
+    assert resumed == first

@@ -483,6 +483,8 @@ def test_python_gets_the_same_sentences_under_its_own_names() -> None:
         Cluster(link={"rate_bit_per_s": 0})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="stepp is no field; .*did you mean 'step_s'"):
         Cluster(stepp=1)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="^'' is no field; allowed are "):
+        Cluster(**{"": 1})  # type: ignore[arg-type]
 
 
 def test_a_damaged_record_is_a_validation_error_with_the_sentence_in_it() -> None:

@@ -368,7 +368,7 @@ def test_a_link_that_falls_short_is_refused(able: None, monkeypatch: pytest.Monk
         namespaces,
         "hub_queues",
         lambda worker, bucket, latency: [
-            f"qdisc add dev w{worker} root tbf rate 20mbit burst 30kb limit 100kb"
+            f"qdisc add dev w{worker} root tbf rate 100mbit burst 128kb limit 512kb"
         ],
     )
     with pytest.raises(

@@ -5,15 +5,12 @@ processes.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,15 +23,18 @@ from offbeat.transport.link import PeerLimits
 from offbeat.transport.network import Network
 from offbeat.transport.operations import Recv, Send
 from offbeat.transport.peers import Peers
+from rank_jobs.membership import PREFIX, be_a_member, has_begun
+from ranks_support.process import StartProcess, start_process
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from offbeat.transport.driver import Driver
 
+__all__ = ["start_process"]
+
 SECRET = b"a secret of this test run only"
-PATIENCE_S = 30.0
-SCRIPT = Path(__file__).with_name("generation_process.py")
+PATIENCE_S = 60.0
 BRISK = PeerLimits(
     grace_s=0.1,
     heartbeat_interval_s=0.1,
@@ -165,7 +165,7 @@ class Run:
 
     def client(self) -> Store:
         """A view of the store; each worker makes a connection of its own."""
-        return PrefixStore("run", self._shared)
+        return PrefixStore(PREFIX, self._shared)
 
     def worker(self, rank: int, world_size: int, *, silence_s: float = LONG_S) -> Worker:
         worker = Worker(self.client(), rank, world_size, silence_s=silence_s)
@@ -405,40 +405,23 @@ def test_intervals_that_are_none_are_refused(run: Run) -> None:
         run.worker(0, 1, silence_s=0)
 
 
-@pytest.fixture
-def start_process(run: Run) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a member in a process, which ends with the test."""
-    with ExitStack() as stack:
-
-        def start(rank: int, *, world_size: int, joins: bool = False) -> subprocess.Popen[str]:
-            orders = {
-                "port": run.port,
-                "rank": rank,
-                "world_size": world_size,
-                "joins": joins,
-                "secret": SECRET.decode(),
-            }
-            options = {"interval_s": 0.05, "silence_s": LONG_S}
-            text = json.dumps({**orders, "options": options, "limits": asdict(BRISK)})
-            process = subprocess.Popen(
-                [sys.executable, SCRIPT, text], stdin=subprocess.PIPE, text=True, env=os.environ
-            )
-            stack.callback(process.communicate)
-            stack.callback(process.kill)
-            return process
-
-        yield start
-
-
 @pytest.mark.ranks
 def test_a_killed_process_leaves_the_membership_and_the_one_that_takes_its_place_joins(
-    run: Run, start_process: Callable[..., subprocess.Popen[str]]
+    run: Run, start_process: StartProcess
 ) -> None:
+    orders = {
+        "port": run.port,
+        "secret": SECRET.decode(),
+        "limits": BRISK,
+        "silence_s": LONG_S,
+    }
     here = run.worker(0, 3)
-    start_process(1, world_size=3)
-    doomed = start_process(2, world_size=3)
+    start_process(be_a_member, 1, 3, joins=False, **orders)
+    doomed = start_process(be_a_member, 2, 3, joins=False, **orders)
     here.generations.start("{}")
+    # Until then a death would end the founding for the one that is not yet ready.
+    run.client().wait([has_begun(1), has_begun(2)], timedelta(seconds=PATIENCE_S))
     doomed.kill()
     assert here.reaches(founders(0, 1)).number == 1
-    start_process(2, world_size=3, joins=True)
+    start_process(be_a_member, 2, 3, joins=True, **orders)
     assert here.reaches(founders(0, 1) | {Member(2, 1)}).newcomers == {2}

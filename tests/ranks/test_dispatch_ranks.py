@@ -131,7 +131,7 @@ def read_by_workers(rank: int, world_size: int) -> dict[str, Any]:
     net = make_net()
     optimizer = sgd(net)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
-    given = DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2)
+    given = DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=1)
     # Under AdaptiveSGD a rank that is late might get no batch of a mega-batch.
     strategy = offbeat.ElasticSGD(mega_batch=40, batch_size=4)
     seen: list[int] = []

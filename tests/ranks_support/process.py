@@ -1,4 +1,6 @@
-"""A further process, which a job asks for as if a launcher started a worker anew."""
+"""Processes beside the ranks of a job: one that a test starts itself, and one that a job asks for
+as if a launcher started a worker anew.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,54 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
-from ranks_support.launch import Place, launch_in_places
-from ranks_support.rank import LOOPBACK, STORE_PORT_VARIABLE
+from offbeat.lab.forking import ForkedProcess
+from ranks_support import references
+from ranks_support.launch import START_S, Place, launch_in_places, started
+from ranks_support.rank import LOOPBACK, STORE_PORT_VARIABLE, Orders
 from ranks_support.templates import Templates
+
+
+class StartProcess(Protocol):
+    """The fixture `start_process`."""
+
+    def __call__(
+        self, function: Callable[..., Any], rank: int, world_size: int, **arguments: Any
+    ) -> ForkedProcess: ...
+
+
+@pytest.fixture
+def start_process(templates: Templates, tmp_path: Path) -> Iterator[StartProcess]:
+    """Has `function(rank, world_size, **arguments)` called in a process of its own, in no group. It
+    is killed at the end of the test.
+    """
+    numbers = count()
+    with ExitStack() as stack:
+
+        def start(
+            function: Callable[..., Any], rank: int, world_size: int, **arguments: Any
+        ) -> ForkedProcess:
+            reading, writing = os.pipe()
+            stack.callback(os.close, reading)
+            orders = Orders(
+                rank=rank,
+                world_size=world_size,
+                store_port=0,
+                result_fd=writing,
+                limit_s=10 * START_S,
+                job=references.dumps({"function": function, "arguments": arguments}),
+            )
+            log = tmp_path / f"process-{next(numbers)}.log"
+            process = started(templates, orders, log, START_S, Place())
+            return stack.enter_context(process).process
+
+        yield start
 
 
 class Newcomer:

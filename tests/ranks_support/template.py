@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from typing import NoReturn
 
 from offbeat.lab.forking import serve
@@ -34,12 +35,23 @@ def main() -> None:
     from ranks_support import rank
 
     kernels.warm()
+    forget_finalizers()
     with socket.socket(fileno=int(sys.argv[1])) as control:
         order = serve(control)
     if order is not None:
         orders = json.loads(order.arguments[0])
         rank.run(rank.Orders(**orders | {"result_fd": order.descriptors[0]}))
         end()
+
+
+def forget_finalizers() -> None:
+    """What was imported so far has nothing to finalize at the end of a rank.
+
+    torch would take its operators out of its tables one by one, and so write to thousands of pages
+    that the rank shares with its template.
+    """
+    for finalizer in weakref.finalize._registry:
+        finalizer.atexit = False
 
 
 def end() -> NoReturn:

@@ -208,6 +208,7 @@ def test_a_strategy_with_another_batch_size_is_refused(attached: Make) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker")  # as on a single core
 @pytest.mark.parametrize("label", ["claimed", "in step, gradients"])
 def test_worker_processes_read_and_end(attached: Make, label: str) -> None:
     """Two epochs, of which the first is left, saved and gone on with in another session."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from offbeat.errors import ConfigError, UnsupportedError, WireError
+from offbeat.errors import ConfigError, OffbeatError, UnsupportedError, WireError
+from offbeat.transport import connect as connecting
 from offbeat.transport.connect import (
     RETURN_VARIABLE,
     SECRET_VARIABLE,
@@ -24,6 +25,8 @@ from offbeat.transport.connect import (
 from offbeat.transport.interface import bound_socket
 from offbeat.transport.network import OVER_KEY, Network, bottom_of, create_network, find_network
 from offbeat.transport.operations import AllReduceTensor, Now, Post, Recv, RecvAny, Send
+from offbeat.transport.rendezvous import Rendezvous
+from offbeat.transport.silence import SILENCE_VARIABLE
 from offbeat.transport.single_rank import SingleRank
 from ranks_support.process import launcher_environment
 
@@ -260,3 +263,50 @@ def test_the_ranks_of_a_session_can_open_meshes_later_without_meeting_again(
         {"heard": [1 - rank], "watches_all": False, "same_secret": True, "shared": True}
         for rank in range(2)
     ]
+
+
+class Liar(Rendezvous):
+    """Says of itself what it is told to say."""
+
+    lies: ClassVar[dict[str, Any]] = {}
+
+    def register(self, entry: Mapping[str, Any], **where: Any) -> list[dict[str, Any]]:
+        return super().register({**entry, **self.lies}, **where)
+
+    def exchange(self, phase: str, mine: str, *, limit_s: float) -> list[str]:
+        return super().exchange(phase, self.lies.get(phase, mine), limit_s=limit_s)
+
+
+LIES: list[dict[str, Any]] = [
+    {"silence_s": None},
+    {"token": 5},
+    {"token": "\ud800"},
+    {"gloo": "127.0.0.1:5"},
+    {"gloo": ["a host", 5]},
+    {"endpoint": "nonsense"},
+    {"endpoint": "tcp://127.0.0.1:port"},
+]
+
+
+def hear_lies(rank: int, world_size: int) -> list[str]:
+    """What connecting raises when rank 0 lies."""
+    os.environ[SILENCE_VARIABLE] = "5"
+    heard = []
+    for lies in LIES:
+        if rank == 0:
+            Liar.lies = lies
+            connecting.Rendezvous = Liar  # type: ignore[misc]
+        try:
+            connect().driver.close()
+        except OffbeatError as error:
+            heard.append(type(error).__name__)
+    return heard
+
+
+@pytest.mark.ranks
+def test_what_a_rank_says_of_itself_is_an_error_of_ours_on_all_ranks_if_it_is_nonsense(
+    run_ranks: Callable[..., list[Any]],
+) -> None:
+    for heard in run_ranks(hear_lies, 2):
+        assert len(heard) == len(LIES)
+        assert heard[:5] == ["WireError"] * 5

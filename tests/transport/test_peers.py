@@ -287,6 +287,8 @@ def test_ipv6_works_where_there_is_any(secret: bytes, brisk: PeerLimits) -> None
     [
         (["tcp://127.0.0.1:1"], "got 1 endpoints for a world of 2"),
         (["nonsense"] * 2, "cannot connect to 'nonsense'"),
+        (["tcp://127.0.0.1:1", "tcp://127.0.0.1:port"], "cannot connect to .*port'"),
+        (["tcp://127.0.0.1:1", "inproc://somewhere:1"], "cannot connect to 'inproc"),
     ],
 )
 def test_endpoints_that_cannot_be_right_are_refused(

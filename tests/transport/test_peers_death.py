@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from offbeat.errors import PeerError, PeerTimeoutError
 from offbeat.transport.operations import Recv, Send
 from offbeat.transport.peers import PeerLimits, Peers
+from rank_jobs.echo import echo
+from ranks_support.process import StartProcess, start_process
+
+__all__ = ["start_process"]
 
 OpenMesh = Callable[..., list[Peers]]
 
-SCRIPT = Path(__file__).with_name("peer_process.py")
 SECRET = "a secret between two processes"
 
 
@@ -33,20 +32,17 @@ def take(peers: Peers, peer: int, timeout_s: float | None = 10.0) -> bytes:
 class Remote:
     """Rank 0 here, and rank 1 in a process."""
 
-    def __init__(self, limits: PeerLimits) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, SCRIPT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ,
-        )
+    def __init__(self, start: StartProcess, limits: PeerLimits) -> None:
         self.peers = Peers(0, 2, address="127.0.0.1", secret=SECRET.encode(), limits=limits)
-        self._tell({"rank": 1, "world_size": 2, "secret": SECRET, "limits": asdict(limits)})
-        assert self.process.stdout is not None
-        endpoints = [self.peers.endpoint, self.process.stdout.readline().strip()]
-        self._tell(endpoints)
-        self.peers.connect(endpoints)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            self.process = start(echo, 1, 2, port=port, secret=SECRET, limits=limits)
+            meeting, _ = server.accept()
+        with meeting, meeting.makefile("rw") as lines:
+            endpoints = [self.peers.endpoint, lines.readline().strip()]
+            lines.write(json.dumps(endpoints) + "\n")
+            lines.flush()
+            self.peers.connect(endpoints)
         assert self.echo(b"hello") == b"hello"
 
     def echo(self, payload: bytes) -> bytes:
@@ -55,21 +51,15 @@ class Remote:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.communicate()
         self.peers.close()
-
-    def _tell(self, what: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
-        self.process.stdin.flush()
 
 
 @pytest.fixture
-def start_remote() -> Iterator[Callable[[PeerLimits], Remote]]:
+def start_remote(start_process: StartProcess) -> Iterator[Callable[[PeerLimits], Remote]]:
     with ExitStack() as stack:
 
         def start(limits: PeerLimits) -> Remote:
-            remote = Remote(limits)
+            remote = Remote(start_process, limits)
             stack.callback(remote.end)
             return remote
 

@@ -213,6 +213,44 @@ def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
         meeting.register({}, presence=presence.address)
 
 
+@pytest.mark.parametrize(
+    ("serving", "has_ended", "named", "message"),
+    [
+        (None, False, None, "the run's store does not answer"),
+        (2, True, 8, "rank 8, which served the run's store, has ended"),
+        (2, False, 8, "rank 8, which served the run's store, does not answer"),
+    ],
+)
+def test_a_store_that_is_lost_is_the_fault_of_who_served_it_and_of_no_survivor(
+    serving: int | None, has_ended: bool, named: int | None, message: str
+) -> None:
+    server = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    clients = [
+        TCPStore(LOOPBACK, server.port, is_master=False, wait_for_workers=False) for _ in range(3)
+    ]
+    meetings = [Rendezvous(client, at, [6, 7, 8], lost=set()) for at, client in enumerate(clients)]
+    presences = [Presence(LOOPBACK) for _ in meetings]
+    come = [
+        lambda at=at: meetings[at].register(
+            {}, presence=presences[at].address, serves_store=at == serving
+        )
+        for at in range(3)
+    ]
+    assert outcomes(*come) == [None, None, None]
+    del server
+    presences[1].close()  # the one who learnt of it first has raised
+    if has_ended:
+        presences[2].close()
+    with pytest.raises(PeerError, match=message) as raised:
+        meetings[0].exchange("a phase", "", limit_s=60.0)
+    assert raised.value.rank == named
+    cause = meetings[0].cause_of(PeerError("reset"))
+    assert isinstance(cause, PeerError)
+    assert cause.rank == named
+    for presence in presences:
+        presence.close()
+
+
 def test_the_first_cause_that_is_found_stays_the_cause(store: HashStore) -> None:
     first, second = (Rendezvous(store, position, [0, 1], lost=set()) for position in range(2))
     first.fail(ValueError("a mistake"))
@@ -225,7 +263,12 @@ def test_the_first_cause_that_is_found_stays_the_cause(store: HashStore) -> None
 
 
 @pytest.mark.parametrize(
-    "entry", ["", "{", "[]", "{}", '{"presence": 3}', '{"presence": ["host", 1]}', "\ud800"]
+    "entry",
+    [
+        *("", "{", "[]", "{}", '{"presence": 3}', "\ud800"),
+        '{"presence": ["host", 1], "serves_store": false}',
+        '{"presence": ["127.0.0.1", 1]}',
+    ],
 )
 def test_an_entry_that_is_no_entry_is_an_error_of_ours(store: HashStore, entry: str) -> None:
     store.set("here/1", entry.encode(errors="surrogatepass"))
@@ -240,4 +283,10 @@ def test_an_entry_that_is_no_entry_is_an_error_of_ours(store: HashStore, entry: 
 def test_a_cause_that_is_none_is_an_error_of_ours(store: HashStore, halted: str) -> None:
     store.set("halted", halted)
     with pytest.raises(OffbeatError, match="why no session can begin cannot be read"):
+        Rendezvous(store, 0, [0, 1], lost=set()).exchange("a phase", "", limit_s=60.0)
+
+
+def test_what_is_no_text_is_an_error_of_ours(store: HashStore) -> None:
+    store.set("a phase/1", b"\xff")
+    with pytest.raises(OffbeatError, match="'a phase' cannot be read"):
         Rendezvous(store, 0, [0, 1], lost=set()).exchange("a phase", "", limit_s=60.0)

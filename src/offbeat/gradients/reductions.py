@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from offbeat.codec.finite import is_finite
 from offbeat.codec.residual import ErrorFeedback
@@ -19,6 +20,7 @@ from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged, SparseCollective
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.entry_ages import EntryAges
 from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.transport.driver import Driver, Pending, Stream
 
@@ -36,6 +38,7 @@ class DenseReduction:
 
     def __init__(self, bucket: Bucket, driver: Driver, stream: Stream) -> None:
         self.encode_s = 0.0
+        self.ages: EntryAges | None = None
         self._bucket = bucket
         self._driver = driver
         self._stream = stream
@@ -108,6 +111,9 @@ class SparseReduction:
         wire: layout of the messages.
         plan: called once for each exchange, at the same point on all ranks.
         watch: looks at the residual after each exchange of entries; None: nobody does.
+
+    Attributes:
+        ages: how long entries waited before this rank sent them.
     """
 
     def __init__(
@@ -122,6 +128,7 @@ class SparseReduction:
         watch: ResidualWatch | None = None,
     ) -> None:
         self.encode_s = 0.0
+        self.ages: EntryAges | None = EntryAges(bucket.num_elements)
         self._watch = watch
         self._k = 0
         self._bucket = bucket
@@ -136,6 +143,7 @@ class SparseReduction:
         self._tail = torch.empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
         self._grad_scale = 1.0
         self._continues = False
+        self._picked: NDArray[np.int64] | None = None
         self._staged = False
         self._tally = Tally.of_nobody(len(bucket.indices))
 
@@ -145,7 +153,7 @@ class SparseReduction:
         plan = self._plan()
         self._grad_scale, self._k, self._continues = grad_scale, plan.k, continues
         self._staged = not tally.num_failed
-        self._pending = None
+        self._pending = self._picked = None
         begin_s = time.perf_counter()
         if plan.collective is None:
             self._launch_everything(bucket.flat, tally)
@@ -163,6 +171,7 @@ class SparseReduction:
         selection = self._feedback.stage(
             flat, k, weight=tally.weight / self._grad_scale, continues=self._continues
         )
+        self._picked = selection.sparse.indices
         return selection.sparse, replace(tally, num_nonfinite=int(not selection.finite))
 
     def _launch_everything(self, flat: torch.Tensor, tally: Tally) -> None:
@@ -194,11 +203,13 @@ class SparseReduction:
             flat[indices] = mean.to(flat.device)
             if mean.dtype not in _EXACT:
                 self._owe_rounding(kept, mean, factor)
+            self._count_ages(self._picked)
             if self._watch is not None:
                 self._watch.after_exchange(self._feedback.residual, self._k)
             hit = np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1
         else:
             self._feedback.commit_all()
+            self._count_ages(None)
             flat = self._scale_sum(self._bucket.flat, factor)
             unused = np.flatnonzero(~self._tally.used).tolist()
             hit = np.array(
@@ -208,6 +219,10 @@ class SparseReduction:
         self._tally.used[hit] = True
         self.encode_s += time.perf_counter() - begin_s
         return flat
+
+    def _count_ages(self, sent: NDArray[np.int64] | None) -> None:
+        if self.ages is not None:
+            self.ages.after_exchange(sent)
 
     # Half precision rounds the mean. All ranks round alike, so what an entry loses is owed by one
     # of them, the entry's index modulo P: one rank's residual reaches the largest entries sooner

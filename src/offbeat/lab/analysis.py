@@ -222,6 +222,14 @@ def _notices(runs: Sequence[AnalysedRun | None]) -> list[str]:
     notices = list(
         dict.fromkeys(notice for run in runs if run is not None for notice in run.summary.notices)
     )
+    ages = [
+        run.summary.mean_entry_age
+        for run in runs
+        if run is not None and run.summary.mean_entry_age is not None
+    ]
+    if ages:
+        mean = sum(ages) / len(ages)
+        notices.append(f"from one sending of an entry to the next {mean:.3g} steps passed, a mean")
     skipped = sum(run.summary.skipped_steps for run in runs if run is not None)
     return notices + (
         [f"{skipped} steps were skipped, since some gradient was not finite"] if skipped else []

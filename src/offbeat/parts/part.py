@@ -115,12 +115,19 @@ class Part:
     # Answers
 
     def counters(self) -> Mapping[str, float]:
-        """Totals so far, summed over parts: "exchanges", "skipped_steps", "encode_s" (seconds)."""
+        """Totals so far, summed over parts: "exchanges", "skipped_steps", "encode_s" (seconds),
+        and of entries on which an eye is kept "watched_entries_sent" and "age_of_watched_entries"
+        (exchanges that they waited, added up).
+        """
         return {}
 
     def averaging_weight(self) -> float | None:
         """This rank's weight in the mean of all ranks' models; None: this part does not say."""
         return None
+
+    def replicas_agree(self) -> bool:
+        """Whether this part knows that all ranks hold the same parameters, between two steps."""
+        return False
 
     def clip_gradients(self, max_norm: float) -> float | None:
         """The norm that this rank's gradient had before this part clipped it to `max_norm`, in its
@@ -259,6 +266,10 @@ class WrappedPart(Part):
     @override
     def averaging_weight(self) -> float | None:
         return self.inner.averaging_weight()
+
+    @override
+    def replicas_agree(self) -> bool:
+        return self.inner.replicas_agree()
 
     @override
     def clip_gradients(self, max_norm: float) -> float | None:

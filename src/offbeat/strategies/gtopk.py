@@ -36,7 +36,7 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -55,8 +55,8 @@ from offbeat.gradients.collective_choice import BY_ITSELF, BucketKind, CheapestC
 from offbeat.gradients.density_choice import AutoDensity
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
-from offbeat.strategies.gradient import Choose, SparseGradientStrategy
 from offbeat.strategies.options import object_of, require_one_of, require_positive
+from offbeat.strategies.sparse_gradient import Choose, SparseGradientStrategy
 
 COLLECTIVES: Mapping[str, SparseCollective | None] = {
     "reduce_scatter": sparse_reduce_scatter,
@@ -133,17 +133,12 @@ class GTopK(SparseGradientStrategy):
         """It measures, where it has no fixed density."""
 
     def chooser(self, workspace: Workspace) -> tuple[Choose, list[Part]]:
-        if self.apply == "auto" and self.collective in ("auto", "all_gather"):
-            workspace.inform(
-                "apply='auto': where gradients travel by all-gather, all entries that it brings are"
-                " applied; apply='global' applies the k largest only, as published"
-            )
+        applied = self._applied(workspace.inform)
         measures = self.collective == "auto" or (
             self.density == "auto" and self.collective != "dense"
         )
         if not measures:
-            fixed = self._collective(self.collective)
-            return lambda bucket, k: fixed, []
+            return lambda bucket, k: applied(self.collective), []
         cheapest = CheapestCollective.measure(
             workspace.driver,
             workspace.new_stream(),
@@ -156,8 +151,8 @@ class GTopK(SparseGradientStrategy):
         if self.density == "auto":
             parts.append(self._auto_density(cheapest, workspace))
         if self.collective == "auto":
-            return lambda bucket, k: self._collective(cheapest.choose(bucket, k)), parts
-        return lambda bucket, k: self._collective(self.collective), parts
+            return lambda bucket, k: applied(cheapest.choose(bucket, k)), parts
+        return lambda bucket, k: applied(self.collective), parts
 
     def _candidates(self) -> frozenset[str]:
         """Names of the collectives whose costs count, "dense" among them."""
@@ -190,9 +185,30 @@ class GTopK(SparseGradientStrategy):
             inform=workspace.inform,
         )
 
-    def _collective(self, name: str) -> SparseCollective | None:
-        if name == "tree":
-            return partial(gtopk_tree, variant=self.variant)
-        if name == "all_gather" and self.apply != "global":
-            return topk_sum
-        return COLLECTIVES[name]
+    def _applied(self, inform: Callable[[str], None]) -> Callable[[str], SparseCollective | None]:
+        """From a collective's name to what is done; where offbeat chose what is applied, it says
+        so once for each collective.
+        """
+        told: set[str] = set()
+
+        def applied(name: str) -> SparseCollective | None:
+            union = name == "all_gather" and self.apply != "global"
+            if self.apply == "auto" and name not in told:
+                told.add(name)
+                if union:
+                    inform(
+                        "apply='auto': all entries that any rank sent are applied, because an"
+                        " all-gather brings all of them to every rank; apply='global' applies only"
+                        " the k largest of the sum, as published"
+                    )
+                elif name != "dense" and self.collective == "auto":
+                    inform(
+                        "apply='auto': the k largest of the sum are applied, because a"
+                        f" {name.replace('_', '-')} brings only these; what ranks sent besides is"
+                        " owed"
+                    )
+            if name == "tree":
+                return partial(gtopk_tree, variant=self.variant)
+            return topk_sum if union else COLLECTIVES[name]
+
+        return applied

@@ -12,6 +12,7 @@ same ranks was destroyed the same name, and with it the dead one's addresses.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 from collections import Counter
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from offbeat.errors import ConfigError, MismatchError, PeerError, UnsupportedError
+from offbeat.errors import MALFORMED, ConfigError, MismatchError, PeerError, UnsupportedError
 from offbeat.transport.backends import (
     Backend,
     GlooDevice,
@@ -42,13 +43,14 @@ from offbeat.transport.network import (
     create_network,
     find_network,
     proof_of,
+    serves,
     store_client,
     store_sockets,
 )
 from offbeat.transport.operations import AllGather, Operation
 from offbeat.transport.peers import PeerLimits, Peers
 from offbeat.transport.presence import Presence
-from offbeat.transport.rendezvous import Rendezvous, lost_ranks
+from offbeat.transport.rendezvous import Rendezvous, lost_ranks, unreadable
 from offbeat.transport.routed import Routed
 from offbeat.transport.silence import SILENCE_VARIABLE, silence_s
 from offbeat.transport.single_rank import SingleRank
@@ -170,16 +172,19 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
         stack.callback(presence.close)
         stack.callback(closed_in_children(store_sockets(store)))
         device = gloo_device(address)
-        entries = rendezvous.register(
+        said = rendezvous.register(
             {
                 "silence_s": limit_s,
                 "token": secrets.token_hex(8),
                 "gloo": device.listens_at,
             },
             presence=presence.address,
+            serves_store=serves(store),
         )
+        entries = [_Entry.read(at, entry) for at, entry in enumerate(said)]
+        token = entries[0].token
         _compare_silence(entries)
-        proof = proof_of(given, entries[0]["token"]).decode() if given else ""
+        proof = proof_of(given, token).decode() if given else ""
         _compare_secrets(given, rendezvous.exchange("secret", proof, limit_s=limit_s))
         try:
             backend = _connected_gloo(store, rendezvous, rank, world_size, device, limit_s=limit_s)
@@ -192,14 +197,15 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
             del backend, nccl  # the driver alone holds them, and a traceback does not
             stack.callback(dense.close)
             secret = given or _drawn_secret(dense, rendezvous, limit_s=limit_s)
-            network = create_network(
-                store,
-                token=entries[0]["token"],
-                rank=rank,
-                world_size=world_size,
-                address=address,
-                secret=secret,
-            )
+            with rendezvous.naming_who_took_the_store():
+                network = create_network(
+                    store,
+                    token=token,
+                    rank=rank,
+                    world_size=world_size,
+                    address=address,
+                    secret=secret,
+                )
             messages = Peers(
                 rank,
                 world_size,
@@ -294,13 +300,41 @@ class RejoinedDriver(Driver):
         self._on_closed()
 
 
-def _compare_silence(entries: Sequence[Mapping[str, Any]]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a rank says of itself when it has come.
+
+    Attributes:
+        silence_s: how long it tolerates silence.
+        token: drawn by it; that of rank 0 is the session's.
+        gloo: where its gloo device listens; None where it could not find out.
+    """
+
+    silence_s: float
+    token: str
+    gloo: Address | None
+
+    @classmethod
+    def read(cls, rank: int, said: Mapping[str, Any]) -> _Entry:
+        """Raises `WireError` for what is no entry: on every rank, since all read the same."""
+        try:
+            token, gloo = said["token"], said["gloo"]
+            token.encode()
+            if gloo is not None:
+                host, port = gloo
+                gloo = str(ipaddress.ip_address(host)), int(port)
+            return cls(silence_s=float(said["silence_s"]), token=token, gloo=gloo)
+        except MALFORMED as error:
+            raise unreadable(f"what rank {rank} says of itself", said) from error
+
+
+def _compare_silence(entries: Sequence[_Entry]) -> None:
     """Raises `MismatchError`, on every rank alike, if not all tolerate the same silence."""
     for rank, entry in enumerate(entries):
-        if entry["silence_s"] != entries[0]["silence_s"]:
+        if entry.silence_s != entries[0].silence_s:
             raise MismatchError(
-                f"{SILENCE_VARIABLE} is {entry['silence_s']:g} on rank {rank} and"
-                f" {entries[0]['silence_s']:g} on rank 0; set the same on every rank"
+                f"{SILENCE_VARIABLE} is {entry.silence_s:g} on rank {rank} and"
+                f" {entries[0].silence_s:g} on rank 0; set the same on every rank"
             )
 
 
@@ -359,20 +393,15 @@ def _connected_gloo(
     raise PeerError(f"the ranks could not be connected ({why}); can all hosts reach each other?")
 
 
-def _gloo_sockets(entries: Sequence[Mapping[str, Any]], rank: int) -> SocketAddresses:
+def _gloo_sockets(entries: Sequence[_Entry], rank: int) -> SocketAddresses:
     """Those of this rank's gloo backend: it accepts some peers' connections, and connects to the
     others.
     """
-    addresses: list[Address | None] = [
-        entry["gloo"] and (entry["gloo"][0], entry["gloo"][1]) for entry in entries
-    ]
-    mine = addresses[rank]
+    mine = entries[rank].gloo
     if mine is None:
         return SocketAddresses()
-    return SocketAddresses(
-        local=frozenset([mine]),
-        remote=frozenset(at for at in addresses if at is not None and at != mine),
-    )
+    others = frozenset(entry.gloo for entry in entries if entry.gloo is not None)
+    return SocketAddresses(local=frozenset([mine]), remote=others - {mine})
 
 
 def _drawn_secret(dense: C10d, rendezvous: Rendezvous, *, limit_s: float) -> bytes:

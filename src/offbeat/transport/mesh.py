@@ -27,7 +27,7 @@ from offbeat.transport.keys import Roster
 from offbeat.transport.link import Link, PeerLimits
 from offbeat.transport.listener import Listener
 from offbeat.transport.operations import Payload
-from offbeat.transport.sockets import SocketAddresses, closed_in_children, parsed_address
+from offbeat.transport.sockets import Address, SocketAddresses, closed_in_children, parsed_address
 
 WATCH_INTERVAL_S = 0.02
 """How often connections are looked at; a receive that is answered sooner never pays for it."""
@@ -102,6 +102,7 @@ class Mesh:
         """
         if self._links:
             raise ConfigError("connect was called twice; make a new Peers for a new membership")
+        peers = frozenset(map(_address_of, endpoints))
         for peer, endpoint in enumerate(endpoints):
             if peer != self.rank:
                 self._links[peer] = Link(
@@ -114,7 +115,6 @@ class Mesh:
                     limits=self._limits,
                     now_s=time.monotonic(),
                 )
-        peers = frozenset(map(parsed_address, endpoints))
         self._forget()
         self._forget = closed_in_children(self._sockets | SocketAddresses(remote=peers))
 
@@ -264,3 +264,16 @@ class Mesh:
                 self.failures.setdefault(blamed, f"failed, says rank {envelope.sender}: {reason}")
             self._aborted.add(envelope.sender)
             self.failures.setdefault(envelope.sender, f"aborted: {reason}")
+
+
+def _address_of(endpoint: str) -> Address:
+    """Raises `ConfigError` unless it is one of TCP."""
+    try:
+        if endpoint.startswith("tcp://"):
+            return parsed_address(endpoint)
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"cannot connect to {endpoint!r}: give what that rank's Peers.endpoint says, like"
+        " 'tcp://10.0.0.7:41234'"
+    )

@@ -160,6 +160,11 @@ def store_sockets(store: Store) -> SocketAddresses:
     return of_service(bottom.port) if isinstance(bottom, TCPStore) else SocketAddresses()
 
 
+def serves(store: Store) -> bool:
+    """Whether this process is the server of `store`, for other processes too."""
+    return bool(store_sockets(store).local)
+
+
 @contextmanager
 def answering_within(store: Store, limit_s: float) -> Iterator[None]:
     """Within the block, calls of `store` raise `RuntimeError` when its server is silent for

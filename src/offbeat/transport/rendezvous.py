@@ -37,6 +37,7 @@ _LOOK_S: Final = 0.02
 _PROBE_S: Final = 0.5
 _HALTED: Final = "halted"
 _PRESENCE: Final = "presence"
+_SERVES: Final = "serves_store"
 
 _lost: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
 
@@ -68,23 +69,28 @@ class Rendezvous:
         self._ranks = ranks
         self._lost = lost
         self._addresses: dict[int, Address] = {}
+        self._serving: int | None = None
         self._next_probe_s = 0.0
         self._store_is_lost = False
 
-    def register(self, entry: Mapping[str, Any], *, presence: Address) -> list[dict[str, Any]]:
+    def register(
+        self, entry: Mapping[str, Any], *, presence: Address, serves_store: bool = False
+    ) -> list[dict[str, Any]]:
         """Return every rank's entry once all have come. Each may take as long as the store's time
         limit.
 
         Args:
             entry: what the others must know of this rank, of JSON's kinds.
             presence: where this rank's `Presence` listens.
+            serves_store: whether the store goes with this process.
 
         Raises:
             MismatchError: another rank refuses.
             PeerError: a rank is dead, on every rank; or one has not come within the time limit.
+            WireError: an entry is none, on every rank.
         """
-        with self._naming_who_took_the_store():
-            mine = json.dumps({**entry, _PRESENCE: list(presence)})
+        with self.naming_who_took_the_store():
+            mine = json.dumps({**entry, _PRESENCE: list(presence), _SERVES: serves_store})
             self._store.set(f"here/{self._position}", mine)
             return self._await_entries()
 
@@ -102,9 +108,10 @@ class Rendezvous:
 
         Raises:
             PeerError: a rank has ended or is silent; every rank raises.
+            WireError: what a rank says is no text; every rank raises.
         """
         keys = [f"{phase}/{position}" for position in range(len(self._ranks))]
-        with self._naming_who_took_the_store():
+        with self.naming_who_took_the_store():
             self._store.set(keys[self._position], mine)
             begin_s = time.monotonic()
             self._next_probe_s = begin_s + _PROBE_S
@@ -126,7 +133,11 @@ class Rendezvous:
                         )
                 time.sleep(min(_LOOK_S + waited_s / 50, 0.1))
             self._raise_if_halted()  # who was silent for too long must not go on alone
-            return [said.decode() for said in self._store.multi_get(keys)]
+            said = self._store.multi_get(keys)
+        try:
+            return [each.decode() for each in said]
+        except UnicodeDecodeError as error:
+            raise unreadable(f"what the ranks say of {phase!r}", error.object) from error
 
     def ended(self) -> dict[int, str]:
         """The ranks, by position, whose process has ended since they came; and why."""
@@ -140,10 +151,11 @@ class Rendezvous:
         reason = str(error).partition("\n")[0]
         deadline_s = time.monotonic() + within_s
         try:
-            while time.monotonic() < deadline_s:
-                self._raise_if_halted()
-                self._raise_if_ended(range(len(self._ranks)), reason=reason)
-                time.sleep(_LOOK_S)
+            with self.naming_who_took_the_store():
+                while time.monotonic() < deadline_s:
+                    self._raise_if_halted()
+                    self._raise_if_ended(range(len(self._ranks)), reason=reason)
+                    time.sleep(_LOOK_S)
         except OffbeatError as named:
             return named
         return self._halted_by(
@@ -184,8 +196,10 @@ class Rendezvous:
             entry: dict[str, Any] = json.loads(text)
             host, port = entry[_PRESENCE]
             self._addresses[position] = (str(ipaddress.ip_address(host)), int(port))
+            if entry[_SERVES] is True:
+                self._serving = position
         except MALFORMED as error:
-            raise _unreadable(f"what rank {self._ranks[position]} says of itself", text) from error
+            raise unreadable(f"what rank {self._ranks[position]} says of itself", text) from error
         return entry
 
     def _check_missing(self, missing: list[int], waited_s: float, limit_s: float) -> None:
@@ -239,23 +253,27 @@ class Rendezvous:
             )
 
     @contextmanager
-    def _naming_who_took_the_store(self) -> Iterator[None]:
-        """Turn a failure of the store into the end of the rank that served it, if one did."""
+    def naming_who_took_the_store(self) -> Iterator[None]:
+        """Turn a failure of the store into an error that names the rank that served it, if one did.
+
+        Nobody else is to blame: another rank may have ended because it saw the failure before.
+        """
         try:
             yield
         except RuntimeError as error:
             self._store_is_lost = True
             reason = str(error).partition("\n")[0]
-            for position, why in self.ended().items():
-                rank = self._ranks[position]
+            if self._serving is None:
                 raise PeerError(
-                    f"rank {rank} {why}, and with it the run's store ({reason}); start all workers"
-                    " anew",
-                    rank=rank,
+                    f"the run's store does not answer while the ranks connect ({reason}); has the"
+                    " process that serves it ended, or was it stopped?"
                 ) from error
+            rank = self._ranks[self._serving]
+            what = "has ended" if self._serving in self.ended() else "does not answer"
             raise PeerError(
-                f"the run's store does not answer while the ranks connect ({reason}); has the"
-                " process that serves it ended, or was it stopped?"
+                f"rank {rank}, which served the run's store, {what} ({reason}); start all workers"
+                " anew",
+                rank=rank,
             ) from error
 
     def _halted_by(self, why: str, lost: int | None) -> OffbeatError:
@@ -281,13 +299,14 @@ class Rendezvous:
             why, lost = json.loads(text)
             rank = None if lost is None or lost < 0 else int(lost)
         except MALFORMED as error:
-            raise _unreadable("why no session can begin", text) from error
+            raise unreadable("why no session can begin", text) from error
         return MismatchError(str(why)) if lost is None else PeerError(str(why), rank=rank)
 
 
-def _unreadable(what: str, text: bytes) -> WireError:
+def unreadable(what: str, text: object) -> WireError:
+    """The error of who reads something from the store that nobody has to write there."""
     return WireError(
-        f"{what} cannot be read in the run's store ({text[:80]!r}); do all ranks have the same"
+        f"{what} cannot be read in the run's store ({repr(text)[:80]}); do all ranks have the same"
         " version of offbeat, and does nobody else write to this store?"
     )
 

@@ -176,9 +176,11 @@ def _first_error(model: type[BaseModel], error: ValidationError) -> InvalidClust
     if isinstance(inner, InvalidClusterError):
         return InvalidClusterError((*path, *inner.path), inner.reason)
     if first["type"] == "extra_forbidden":
-        allowed = ", ".join(model.model_fields)
+        # A file may have any key here, such as an empty one.
+        key, allowed = str(first["loc"][0]), ", ".join(model.model_fields)
         return InvalidClusterError(
-            path, f"is no field; allowed are {allowed}{nearest(str(path[0]), model.model_fields)}"
+            (key if key.isidentifier() else repr(key),),
+            f"is no field; allowed are {allowed}{nearest(key, model.model_fields)}",
         )
     got = "is missing" if first["type"] == "missing" else f"is {first['input']!r}"
     return InvalidClusterError(

@@ -219,6 +219,7 @@ class Summary(BaseModel):
     messages_sent_per_step: float
     peak_memory_bytes: list[int]
     skipped_steps: int
+    mean_entry_age: float | None = None
     num_parameters: int
     parameters_sha256: str
     replicas_identical: bool
