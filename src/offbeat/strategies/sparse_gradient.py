@@ -32,6 +32,7 @@ from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.optimizer_momentum import OptimizerMomentum, momentum_to_take
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.gradients.residual_watch import ResidualWatch
+from offbeat.gradients.rising_rate import DENSITY, HOLD
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.strategies.gradient import MIB, GradientStrategy
@@ -64,7 +65,9 @@ class SparseGradientStrategy(GradientStrategy):
         warmup: densities of the first exchanges, if larger than the later one: pairs of a density
             and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
             density of 1 sends everything as `AllReduce` does; or "paper" (0.25, 0.0725, 0.015,
-            0.004 in epochs 0 to 3), "exponential" (DGC), or None.
+            0.004 in epochs 0 to 3), "exponential" (DGC), or None. "auto": at least 0.1 while the
+            learning rate rises and for 50 exchanges after that, if it begins to rise within the
+            first 1,000; all ranks must have the same learning rate.
         steps_per_epoch: exchanges in an epoch, >= 1, such as `len(loader)`; needed where `warmup`
             counts epochs. The lab fills it in.
         dense_below: parameters of fewer elements are sent whole, in a bucket of their own that is
@@ -87,7 +90,9 @@ class SparseGradientStrategy(GradientStrategy):
     selection: Literal["exact", "reuse"] | Selector = "exact"
     momentum_correction: float | Literal["auto"] | None = "auto"
     momentum_masking: bool = True
-    warmup: Literal["paper", "exponential"] | tuple[tuple[float, int], ...] | str | None = None
+    warmup: Literal["auto", "paper", "exponential"] | tuple[tuple[float, int], ...] | str | None = (
+        "auto"
+    )
     steps_per_epoch: int | None = None
     dense_below: int = 0
     scope: Literal["bucket", "layer"] = "bucket"
@@ -167,7 +172,7 @@ class SparseGradientStrategy(GradientStrategy):
 
     def _warmup(self, target: float) -> Warmup | None:
         """The schedule on the way to `target`. Raises `ConfigError` if `warmup` describes none."""
-        if self.warmup is None:
+        if self.warmup is None or self.warmup == "auto":
             return None
         try:
             if self.warmup == "paper":
@@ -179,9 +184,9 @@ class SparseGradientStrategy(GradientStrategy):
             return Warmup.of(self.warmup)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                "warmup must be 'paper', 'exponential', None, or pairs of a density in (0, 1] and"
-                " a number of exchanges of at least 1, such as ((1.0, 80), (0.25, 40)) or"
-                f" '1.0x80+0.25x40', got {self.warmup!r}"
+                "warmup must be 'auto', 'paper', 'exponential', None, or pairs of a density in"
+                " (0, 1] and a number of exchanges of at least 1, such as ((1.0, 80), (0.25, 40))"
+                f" or '1.0x80+0.25x40', got {self.warmup!r}"
             ) from error
 
     @property
@@ -261,6 +266,8 @@ class SparseGradientStrategy(GradientStrategy):
             target = 1.0 if self.density == "auto" else self.density
             target = target if auto is None else auto.density
             density = self.density_at(counts.exchanges, target)
+            if self.warmup == "auto" and workspace.optimizer is not None:
+                density = _while_rising(counts, workspace.optimizer, density, workspace.inform)
             k = max(1, round(density * bucket.num_elements))
             # A density of 1 that the user named for the whole run goes through the collective that
             # the user named; one that was chosen, or begins a warm-up, need not.
@@ -312,3 +319,20 @@ class SparseGradientStrategy(GradientStrategy):
             values=object_of("values", self.values, VALUE_CODECS, ValueCodec).suited_to(dtype),
             indices=object_of("indices", self.indices, INDEX_CODECS, IndexCodec),
         )
+
+
+def _while_rising(
+    counts: ExchangeCounts,
+    optimizer: torch.optim.Optimizer,
+    density: float,
+    inform: Callable[[str], None],
+) -> float:
+    """The density of the coming exchange, larger than `density` while the learning rate rises."""
+    rising = counts.rising_rate
+    rate = max(float(group.get("lr", 0.0)) for group in optimizer.param_groups)
+    if rising.look(counts.exchanges, rate) and density < DENSITY:
+        inform(
+            f"warmup='auto': while the learning rate rises, and for {HOLD} exchanges after that,"
+            f" the density is {DENSITY:g} instead of {density:.3g}; warmup=None keeps it as it is"
+        )
+    return rising.density_at(counts.exchanges, density)
