@@ -8,8 +8,7 @@ checkpoint the script itself writes, as torchrun does.
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,7 +72,7 @@ def run_script(
                 directory,
                 config,
                 emulation,
-                program=_program(config, attempt, forked=forked),
+                program=script_program(config.workers, attempt=attempt, forked=forked, shown=(0,)),
                 restarts=restarts,
                 on_progress=on_progress,
             )
@@ -110,19 +109,28 @@ def _watch(group: WorkerGroup, interrupted: Interrupts) -> None:
         group.poll(POLL_S)
 
 
-def _program(config: RunConfig, attempt: int, *, forked: bool) -> WorkerProgram:
+def script_program(
+    workers: int, *, attempt: int = 0, forked: bool = False, shown: Collection[int] = ()
+) -> WorkerProgram:
+    """What the workers of a script run.
+
+    Args:
+        workers: number of them.
+        attempt: how often all of them were started before.
+        forked, shown: as in `WorkerProgram`.
+    """
     return WorkerProgram(
         module=SCRIPT_WORKER,
         forked=forked,
-        shown=(0,),
+        shown=shown,
         ends_alone=True,
         environment={
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "LOCAL_WORLD_SIZE": str(config.workers),
+            "LOCAL_WORLD_SIZE": str(workers),
             "GROUP_RANK": "0",
             # So that `init_process_group` uses the supervisor's store, which outlives rank 0.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "TORCHELASTIC_RUN_ID": secrets.token_hex(4),
+            "TORCHELASTIC_RUN_ID": "offbeat",
         },
     )
