@@ -1,10 +1,9 @@
-"""A script with DistributedDataParallel, as many people have one: nothing in it is offbeat's but one
-line that tells what it has measured.
+"""A script with DistributedDataParallel, as many people have one. Only the line that logs the
+accuracy is offbeat's, and does nothing outside of it.
 
-    torchrun --nproc-per-node 4 examples/digits_ddp.py               # plain DDP
-    offbeat run --strategy gtopk:density=0.01 examples/digits_ddp.py # the same script with gTop-k
-    offbeat compare --strategies ddp,gtopk:density=0.01,wagma --workers 4 --link 100mbit \\
-        --steps 300 -- examples/digits_ddp.py                        # which is fastest?
+    torchrun --nproc-per-node 4 examples/digits_ddp.py                # plain DDP
+    offbeat run --strategy gtopk:density=0.01 examples/digits_ddp.py  # the same with gTop-k
+    offbeat compare --strategies ddp,wagma --link 100mbit -- examples/digits_ddp.py
 """
 
 from __future__ import annotations

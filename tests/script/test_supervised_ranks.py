@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from offbeat.cli.comparing import comparison_display
+from offbeat.lab.cluster import Cluster
+from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat.lab.progress import MembershipChange, WorkerProgress
 from offbeat.lab.records import Record
 from offbeat.report.page import write_report
 from offbeat.script.children import CHILD_VARIABLE, ChildFunction
 from offbeat.script.plan import script_command, script_config
-from offbeat.script.supervise import ScriptOutcome, run_script
+from offbeat.script.supervise import ScriptOutcome, run_script, script_program
 from rank_jobs.script import name_of_ddps_reducer
 from ranks_support.launch import RunRanks
 
@@ -202,3 +205,46 @@ def test_the_strategy_reaches_ranks_that_the_script_starts_itself(
     pickled = pickle.dumps(ChildFunction(name_of_ddps_reducer)).hex()
     names = run_ranks(call_as_child, 1, pickled=pickled, config=config.model_dump_json())
     assert names == ["IdleReducer"]
+
+
+def test_strategies_are_compared_on_a_script_by_turns(tmp_path: Path) -> None:
+    """DDP is DDP itself there; the script is stopped, and its `finally` clause carried out."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        HEAD
+        + """
+try:
+    while True:
+        loss = step()
+        if rank == 0:
+            offbeat.log(error=loss)
+finally:
+    open(f"{sys.argv[1]}/{type(model.reducer).__name__}-{rank}", "w").close()
+    dist.destroy_process_group()
+"""
+    )
+    request = CompareRequest(
+        task="train",
+        strategies=["ddp", "localsgd:period=2"],
+        cluster=Cluster(workers=2),
+        emulation="none",
+        seeds=[0],
+        steps=8,
+        script=script_command([str(script), str(tmp_path)]),
+    )
+    planned = plan_comparison(request, out=tmp_path / "out", program=script_program(2, forked=True))
+    with comparison_display(quiet=True) as listener:
+        directory, comparison = run_comparison(planned, listener, command="offbeat compare")
+    assert [contestant.failure for contestant in comparison.contestants] == [None, None]
+    assert (comparison.metric_name, comparison.higher_is_better) == ("error", False)
+    assert comparison.num_parameters == 9
+    for contestant in comparison.contestants:
+        record = Record(directory / contestant.runs[0])
+        for rank in range(2):
+            assert [event.step for event in record.events(rank)] == list(range(1, 9))
+        assert [evaluation.step for evaluation in record.evaluations()] == list(range(1, 8))
+    ddp, localsgd = (contestant.measures["bytes_per_step"] for contestant in comparison.contestants)
+    assert ddp.median == 4 * 9
+    assert localsgd.median is not None
+    assert 0 < localsgd.median < ddp.median
+    assert len(list(tmp_path.glob("IdleReducer-*"))) == len(list(tmp_path.glob("Reducer-*"))) == 2
