@@ -92,6 +92,17 @@ TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
         (("run", "trian.py"), 2, "trian.py does not exist"),
         (("run", "taken"), 2, "taken is a directory"),
         (("run", "--strategy", "gtop", "taken"), 2, "taken is a directory"),
+        (("run", "--nodes", "2", "x.py"), 2, "--rendezvous and --node-rank is missing"),
+        (
+            ("run", "--nodes", "2", "--node-rank", "2", "--rendezvous", "head:29500", "x.py"),
+            2,
+            "--node-rank is 2; allowed is 0 to 1",
+        ),
+        (
+            ("run", "--nodes", "2", "--node-rank", "0", "--rendezvous", "head", "x.py"),
+            2,
+            "allowed is HOST:PORT",
+        ),
         (("run", "-m", "no_such_module"), 2, "no module 'no_such_module'"),
         (("run", "--restarts", "-1", "x.py"), 2, "--restarts is -1"),
         (("run", "--strategy", "gtop", "taken/thesis.tex"), 2, "did you mean 'gtopk'"),

@@ -223,6 +223,11 @@ def run(
     steps: Annotated[
         int | None, typer.Option(help="End the script after so many optimizer steps.")
     ] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the first of several hosts.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="How many hosts there are.")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="Which of them this is, from 0.")] = None,
     metric: Annotated[
         str | None,
         typer.Option(help="Which logged value counts (default: the first that is not the loss)."),
@@ -234,6 +239,7 @@ def run(
     srun this process is one rank.
     """
     from offbeat.cli import running
+    from offbeat.script.hosts import meeting
 
     sys.exit(
         running.run(
@@ -244,6 +250,7 @@ def run(
             restarts=restarts,
             steps=steps,
             metric=metric,
+            where=meeting(rendezvous, nodes, node_rank),
             out=out,
         )
     )

@@ -27,12 +27,12 @@ from offbeat.lab.progress import TURNS_VARIABLE, Failure, Report, Reporter, pipe
 from offbeat.lab.records import Record
 from offbeat.lab.rendezvous import launched, supervised_coordinator
 from offbeat.script import patches
+from offbeat.script.attach import AttachOverride, overriding
 from offbeat.script.children import CHILD_VARIABLE
 from offbeat.script.coupling import NOT_DISTRIBUTED, ScriptSessions, is_good_end
 from offbeat.script.recipes import ScriptRecipe, recipe_for
 from offbeat.script.recording import OpenRecord, ScriptRecorder
 from offbeat.script.sharing import shared_record
-from offbeat.session.attach import AttachOverride, overriding
 from offbeat.session.metrics import listening
 from offbeat.transport.connect import is_returning
 
