@@ -20,12 +20,12 @@ trap clean EXIT
 
 ip netns add "$name-a"
 ip netns add "$name-b"
-ip link add a netns "$name-a" type veth peer name b netns "$name-b"
-ip -n "$name-a" addr add 10.87.0.1/24 dev a
-ip -n "$name-b" addr add 10.87.0.2/24 dev b
+ip link add veth-a netns "$name-a" type veth peer name veth-b netns "$name-b"
+ip -n "$name-a" addr add 10.87.0.1/24 dev veth-a
+ip -n "$name-b" addr add 10.87.0.2/24 dev veth-b
 for side in a b; do
   ip -n "$name-$side" link set lo up
-  ip -n "$name-$side" link set "$side" up
+  ip -n "$name-$side" link set "veth-$side" up
 done
 
 # Silence is tolerated for 5 s here, so that the cut shows soon; the default is longer.
@@ -39,9 +39,9 @@ run b 1 1 2>&1 | sed -u "s/^/b: /" &
 last=$!
 sleep "$before"
 echo "-- b is cut off"
-ip -n "$name-b" link set b down
+ip -n "$name-b" link set veth-b down
 sleep "$without"
 echo "-- b is back"
-ip -n "$name-b" link set b up
+ip -n "$name-b" link set veth-b up
 wait "$last" || true
 wait
