@@ -113,6 +113,7 @@ def meet(where: Meeting, workers: int) -> OwnHost:
         environment={
             "OFFBEAT_INTERFACE": address,
             "GROUP_RANK": str(where.node_rank),
+            "GROUP_WORLD_SIZE": str(where.num_nodes),
             **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface}),
         },
     )

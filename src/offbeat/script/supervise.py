@@ -76,8 +76,15 @@ def run_script(
                 directory,
                 config,
                 emulation,
-                program=script_program(config.workers, attempt=attempt, forked=forked, shown=(0,)),
+                program=script_program(
+                    num_here,
+                    attempt=attempt,
+                    forked=forked,
+                    shown=(0,),
+                    environment={} if host is None else host.environment,
+                ),
                 restarts=restarts,
+                share=None if host is None else host.share,
                 on_progress=on_progress,
             )
             with interrupts() as interrupted, group:
@@ -139,6 +146,7 @@ def script_program(
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "LOCAL_WORLD_SIZE": str(workers),
             "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
             # So that `init_process_group` uses the supervisor's store, which outlives rank 0.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
