@@ -9,6 +9,7 @@ without=${1:-15}
 offbeat=${OFFBEAT:-offbeat}
 name=offbeat-hosts-$$
 out=$(mktemp -d)
+touch "$out/a.log"
 
 clean() {
   kill $(jobs -p) 2> /dev/null || true
