@@ -11,6 +11,7 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import ConfigError, OffbeatWarning
+from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.residual_watch import LOOK_INTERVAL, ResidualWatch
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.gradient import SparseGradientStrategy
@@ -119,6 +120,38 @@ def test_each_rank_contributes_its_share_of_the_norm_at_most(
         expected += (share * min(1.0, limit / float(share.norm()))).float()
     for mean, _ in outcomes:
         torch.testing.assert_close(mean, expected, rtol=1e-4, atol=1e-7)
+
+
+def mean_of_clipped(gradients: torch.Tensor, clip_norm: float) -> torch.Tensor:
+    """The mean of gradients, shape (P, n), each clipped by its rank."""
+    num_ranks = len(gradients)
+    for gradient in gradients:
+        LocalClipping(clip_norm, world_size=num_ranks).clip_([gradient], grad_scale=1.0)
+    return gradients.mean(dim=0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 16])
+def test_the_threshold_is_that_of_the_mean_where_gradients_differ_at_random(num_ranks: int) -> None:
+    """Section 3.2 of DGC, by numbers: the mean of P independent gradients is sqrt(P) times shorter
+    than each of them.
+    """
+    draw = torch.Generator().manual_seed(num_ranks)
+    gradients = torch.randn(num_ranks, 20_000, generator=draw, dtype=torch.float64)
+    norm = float(gradients.mean(dim=0).norm())
+    # A mean that is a little shorter than the threshold consists of gradients that are let through.
+    assert torch.equal(mean_of_clipped(gradients.clone(), 1.05 * norm), gradients.mean(dim=0))
+    for excess in (1.1, 100.0):
+        clipped = mean_of_clipped(gradients.clone(), norm / excess)
+        assert float(clipped.norm()) == pytest.approx(norm / excess, rel=0.04)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_an_outlier_adds_its_share_and_ranks_that_agree_are_clipped_late(num_ranks: int) -> None:
+    one = torch.zeros(num_ranks, 3)
+    one[-1] = 1e6
+    assert float(mean_of_clipped(one, 2.0).norm()) == pytest.approx(2.0 / math.sqrt(num_ranks))
+    alike = torch.full((num_ranks, 3), 1e6)
+    assert float(mean_of_clipped(alike, 2.0).norm()) == pytest.approx(2.0 * math.sqrt(num_ranks))
 
 
 def test_what_is_not_finite_is_skipped_and_not_clipped() -> None:
