@@ -5,8 +5,8 @@ First two random workers are 50 ms late in each step, with two sizes of model; t
 half as fast for good, and its peers are looked at. A strategy's figure is its fraction of the
 ideal: the mean step without any exchange, measured in the same round, over its own mean step.
 Beside it stands the ceiling, the same fraction if communication took no time, for just the delays
-that were drawn (`_models.ceilings`). A run is a single turn: in a pause late workers would catch up
-for nothing. Everything is printed to standard error; the cases are WAGMA's goals.
+that were drawn (`planning.ceilings`). A run is a single turn: in a pause late workers would catch
+up for nothing. Everything is printed to standard error; the cases are WAGMA's goals.
 
     at least 98% of the ceiling where all workers meet after every ten of their own steps; the bound
     is the ceiling where they meet as soon as one of them has done ten at most 2 N (S-1) / S bytes a
@@ -30,7 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from _measure import Cells, Ratio, Row, add_output_options, present
-from _models.ceilings import Durations, Utilisation, on_first_call, periodic, with_neighbours
 from _results import Figure
 from links import Quiet
 from offbeat.lab.breakdown import Steps, read_steps
@@ -39,6 +38,13 @@ from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat.lab.options import build_strategy, parse_spec
 from offbeat.lab.records import Record
 from offbeat.lab.statistics import Estimate, estimate, num_warm_up
+from offbeat.planning.ceilings import (
+    Durations,
+    Utilisation,
+    on_first_call,
+    periodic,
+    with_neighbours,
+)
 from offbeat.planning.topologies import exponential_peers, ring_weights
 
 WORKERS = 8

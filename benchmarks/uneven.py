@@ -6,7 +6,7 @@ Task `xmc` on the bundled data, batches of 32 on average, merged after each pass
 `--quotas` they are not, and workers have shares of the CPU. A figure is the samples a second of all
 workers together from the third mega-batch on, over those of the same workers exchanging nothing,
 measured in the same round. Beside it stands the ceiling: the same if claims and merges took no
-time, so that only the wait for the last batch is left (`_models.dispatch`).
+time, so that only the wait for the last batch is left (`planning.dispatch`).
 
     at least 0.95 of the summed speed of the workers
     updates within 5% of each other from the third mega-batch on, and again from the third after
@@ -38,7 +38,6 @@ from rich.console import Console
 from rich.table import Table
 
 from _measure import Ratio, Row, add_output_options, present
-from _models.dispatch import dispatch
 from _results import Figure
 from links import Quiet
 from offbeat.lab.breakdown import read_steps
@@ -47,6 +46,7 @@ from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat.lab.records import MegaBatch, Record
 from offbeat.lab.tasks import build_task
 from offbeat.megabatch.batch_sizes import spread
+from offbeat.planning.dispatch import dispatch
 from offbeat.strategies.adaptive import AdaptiveSGD
 
 WORKERS = 4

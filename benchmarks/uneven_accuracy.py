@@ -40,13 +40,13 @@ import torch
 
 import offbeat
 from _measure import Ratio, Row, add_output_options, present
-from _models.dispatch import gain
 from _ranks import run_ranks
 from _results import Figure
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.emulation.step_time import StepTimeEmulator
 from offbeat.lab.tasks import Batch, build_task, num_samples_of
 from offbeat.megabatch.loader import DispatchLoader
+from offbeat.planning.dispatch import gain
 from offbeat.session.attach import attach_through
 from offbeat.transport.driver import Driver
 from offbeat.transport.wrappers.delaying import Delaying

@@ -19,6 +19,7 @@ SOURCE = ROOT / "src" / "offbeat"
 
 ROOMS = (
     "cli",
+    "plan",
     "report",
     "lab",
     "session",

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from _models.kfac_iteration import IterationCosts, Layer
 from offbeat.kfac.planning.inversion import ExponentialInversion, PolynomialInversion
+from offbeat.kfac.planning.iteration import IterationCosts, Layer
 from offbeat.kfac.planning.placement import BYTES_PER_ELEMENT, InverseCosts, packed_bytes
 from offbeat.planning.costs import Channel, LinkCost
 

@@ -150,3 +150,34 @@ def test_it_is_said_once_what_is_applied(collective: str, apply: str, said: str 
         remarks = [notice for notice in session.notices if "apply=" in notice]
     assert [said in remark for remark in remarks if said] == [True] * (said is not None)
     assert bool(remarks) == (said is not None)
+
+
+def test_a_resumed_run_begins_with_the_density_and_the_links_of_the_first() -> None:
+    def job(driver: ThreadDriver) -> list[dict[str, Any]]:
+        model, choices = net(), list[dict[str, Any]]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        state: dict[str, Any] = {}
+        for steps in (range(5), range(5, 7)):
+            with session_on(driver, model, optimizer, offbeat.GTopK()) as session:
+                if state:
+                    session.load_state_dict(state)
+                for step in steps:
+                    backward(model, driver.rank, step)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                state = session.state_dict()
+                chosen = state["parts"]
+                choices.append(
+                    {
+                        "density": chosen["density_choice"]["replicated"]["density"],
+                        "exchanges": chosen["density_choice"]["replicated"]["num_exchanges"],
+                        "links": chosen["collective_choice"]["replicated"],
+                    }
+                )
+        return choices
+
+    ranks = results_of(NUM_RANKS, job)
+    assert all(choices == ranks[0] for choices in ranks)
+    first, resumed = ranks[0]
+    assert (first.pop("exchanges"), resumed.pop("exchanges")) == (5, 7)
+    assert resumed == first

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from _models.dispatch import dispatch
 from offbeat.errors import ConfigError
 from offbeat.megabatch.batch_sizes import (
     BatchRule,
@@ -24,6 +23,7 @@ from offbeat.megabatch.batch_sizes import (
     learning_rate,
     spread,
 )
+from offbeat.planning.dispatch import dispatch
 
 EQUAL = (1.0, 1.0, 1.0, 1.0)
 GAP_OF_32_PERCENT = (1.0, 0.92, 0.84, 0.76)

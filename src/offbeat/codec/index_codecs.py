@@ -4,6 +4,7 @@ options.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,6 +45,16 @@ class IndexCodec(OptionValue):
 
     usual_bytes: ClassVar[int]
     """Bytes of an index in a usual message, for estimates of cost."""
+
+    def expected_bytes(self, num_pairs: float, num_elements: int, value_bytes: int) -> float:
+        """How many bytes indices and values of a message are expected to take.
+
+        Args:
+            num_pairs: entries, at random places.
+            num_elements: length of the vector.
+            value_bytes: of a value as it travels.
+        """
+        return num_pairs * (self.usual_bytes + value_bytes)
 
     @abstractmethod
     def encode(
@@ -99,6 +110,20 @@ class GapIndices(IndexCodec):
         _PLAIN_32: np.dtype(np.uint32),
         _PLAIN_64: np.dtype(np.uint64),
     }
+
+    @override
+    def expected_bytes(self, num_pairs: float, num_elements: int, value_bytes: int) -> float:
+        if num_pairs <= 0:
+            return 0.0
+        # Of gaps with a geometric distribution a share of `beyond` is longer than 2 bytes can say,
+        # and each 65,536 of a gap take one more entry.
+        beyond = math.exp(-min(700.0, 65_536 * num_pairs / num_elements))
+        bridged = beyond / (1 - beyond) if beyond < 1 else math.inf
+        plain = self._PLAIN_32 if num_elements <= 1 << 32 else self._PLAIN_64
+        gap_bytes, plain_bytes = (
+            self._DTYPES[layout].itemsize + value_bytes for layout in (self._GAPS, plain)
+        )
+        return num_pairs * min((1 + bridged) * gap_bytes, plain_bytes)
 
     @override
     def encode(

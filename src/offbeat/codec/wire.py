@@ -11,12 +11,16 @@ All little-endian. A pair takes at most 8 bytes with float32 values and 6 with b
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.codec import sparse_kernels
+from offbeat.codec import sparse, sparse_kernels
+from offbeat.codec.arithmetic import Message
+from offbeat.codec.blocks import join_blocks, split_blocks
+from offbeat.codec.histogram import Histogram, histogram, quotas
 from offbeat.codec.index_codecs import GapIndices, IndexCodec
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
@@ -26,11 +30,13 @@ from offbeat.errors import WireError
 MAGIC = b"OFBS"
 VERSION = 1
 _HEAD = struct.Struct("<4sBBBxQQI")
+HEAD_BYTES = _HEAD.size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wire:
-    """How the messages of one bucket are laid out.
+    """How the messages of one bucket are laid out, and the arithmetic of collectives
+    (`codec.arithmetic`) with real entries.
 
     Attributes:
         num_elements: elements of the bucket.
@@ -55,29 +61,29 @@ class Wire:
         """A vector without entries."""
         return Sparse.empty(self.num_elements, self.dtype)
 
-    def encode(self, sparse: Sparse, tally: Tally) -> tuple[bytes, Sparse]:
+    def encode(self, entries: Sparse, tally: Tally) -> tuple[bytes, Sparse]:
         """Lay a message out. Entries that round to zero are left out.
 
         Returns:
-            The payload, and the rounding error: `sparse` minus what `decode` will return.
+            The payload, and the rounding error: `entries` minus what `decode` will return.
         """
-        on_wire = self.values.encode(sparse.values)
-        coded = self.indices.encode(sparse.indices, on_wire, sparse.num_elements)
+        on_wire = self.values.encode(entries.values)
+        coded = self.indices.encode(entries.indices, on_wire, entries.num_elements)
         counts = tally.to_bytes()
         head = _HEAD.pack(
             MAGIC,
             VERSION,
             self.values.code,
             coded.layout,
-            sparse.num_elements,
+            entries.num_elements,
             coded.values.size,
             len(counts),
         )
         payload = b"".join((head, counts, coded.indices.data, coded.values.data))
-        if self.values.is_exact_for(sparse.values.dtype):
-            return payload, Sparse.empty(sparse.num_elements, sparse.values.dtype)
-        rounded = self.values.decode(on_wire).astype(sparse.values.dtype, copy=False)
-        return payload, _difference(sparse, rounded)
+        if self.values.is_exact_for(entries.values.dtype):
+            return payload, Sparse.empty(entries.num_elements, entries.values.dtype)
+        rounded = self.values.decode(on_wire).astype(entries.values.dtype, copy=False)
+        return payload, _difference(entries, rounded)
 
     def decode(self, payload: bytes | bytearray | memoryview) -> tuple[Sparse, Tally]:
         """Read a message: what `encode` wrote, or anything else that reached this rank.
@@ -136,13 +142,47 @@ class Wire:
         values = self.values.decode(on_wire).astype(self.dtype, copy=False)
         return Sparse(indices=indices, values=values, num_elements=self.num_elements), tally
 
+    def add(self, a: Sparse, b: Sparse) -> Sparse:
+        return sparse.add(a, b)
+
+    def add_all(self, sparses: Sequence[Sparse]) -> Sparse:
+        return sparse.add_all(sparses)
+
+    def keep_largest(self, entries: Sparse, k: int) -> tuple[Sparse, Sparse]:
+        return sparse.keep_largest(entries, k)
+
+    def split_common(self, entries: Sparse, other: Sparse) -> tuple[Sparse, Sparse]:
+        return sparse.split_by_index(entries, other.indices)
+
+    def partition(self, entries: Sparse, num_owners: int) -> list[Sparse]:
+        return sparse.partition(entries, num_owners)
+
+    def union_disjoint(self, parts: Sequence[Sparse]) -> Sparse:
+        return sparse.union_disjoint(parts)
+
+    def count_magnitudes(self, sums: Sparse, k: int, world_size: int) -> bytes:
+        return histogram(sums, k, world_size).to_bytes()
+
+    @property
+    def read_counts(self) -> Callable[[Message], Histogram]:
+        return Histogram.from_bytes
+
+    def quotas(self, counts: Sequence[Histogram], k: int) -> list[int]:
+        return quotas(counts, k)
+
+    def join(self, blocks: Sequence[Message]) -> bytes:
+        return join_blocks(blocks)
+
+    def split(self, message: Message, count: int) -> list[Message]:
+        return split_blocks(message, count)
+
 
 def pair_bytes(values: ValueCodec, indices: IndexCodec) -> int:
     """Bytes of an entry in a usual message, for estimates of cost."""
     return indices.usual_bytes + values.wire_dtype.itemsize
 
 
-def _difference(sparse: Sparse, rounded: NDArray[np.floating]) -> Sparse:
-    indices, errors = np.empty_like(sparse.indices), np.empty_like(sparse.values)
-    count = sparse_kernels.differences(sparse.indices, sparse.values, rounded, indices, errors)
-    return Sparse(indices=indices[:count], values=errors[:count], num_elements=sparse.num_elements)
+def _difference(entries: Sparse, rounded: NDArray[np.floating]) -> Sparse:
+    indices, errors = np.empty_like(entries.indices), np.empty_like(entries.values)
+    count = sparse_kernels.differences(entries.indices, entries.values, rounded, indices, errors)
+    return Sparse(indices=indices[:count], values=errors[:count], num_elements=entries.num_elements)

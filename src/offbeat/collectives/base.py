@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol
 
-from offbeat.codec.sparse import Sparse
+from offbeat.codec.arithmetic import S, SparseArithmetic
 from offbeat.codec.tally import Tally
-from offbeat.codec.wire import Wire
 from offbeat.planning.costs import NetworkCosts
 from offbeat.transport.operations import Collective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchanged:
+class Exchanged(Generic[S]):
     """The outcome of a sparse collective on one rank.
 
     Attributes:
@@ -23,8 +22,8 @@ class Exchanged:
         tally: merged over all ranks; the same on every rank.
     """
 
-    kept: Sparse
-    owed: Sparse
+    kept: S
+    owed: S
     tally: Tally
 
 
@@ -32,8 +31,14 @@ class SparseCollective(Protocol):
     """A protocol that sums sparse contributions: the tree, the reduce-scatter, the all-gather."""
 
     def __call__(
-        self, rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire
-    ) -> Collective[Exchanged]:
+        self,
+        rank: int,
+        world_size: int,
+        mine: S,
+        tally: Tally,
+        k: int,
+        wire: SparseArithmetic[S],
+    ) -> Collective[Exchanged[S]]:
         """Sum every rank's contribution.
 
         Args:
@@ -42,7 +47,7 @@ class SparseCollective(Protocol):
             mine: this rank's contribution, about `k` pairs.
             tally: this rank's.
             k: how many pairs the result has at most, >= 1, unless the protocol says otherwise.
-            wire: layout of the messages, the same on all ranks.
+            wire: layout of the messages, the same on all ranks, and the arithmetic with entries.
 
         Raises:
             WireError: a message is damaged, or from a rank with another model or options.

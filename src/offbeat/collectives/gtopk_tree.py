@@ -25,9 +25,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from offbeat.codec.sparse import Sparse, add_all, merge, split_by_index
+from offbeat.codec.arithmetic import S, SparseArithmetic
 from offbeat.codec.tally import Tally
-from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged
 from offbeat.planning.costs import NetworkCosts
 from offbeat.planning.trees import broadcast_rounds, num_rounds, reduce_rounds
@@ -37,13 +36,13 @@ from offbeat.transport.operations import Collective, Payload, Recv, Send
 def gtopk_tree(
     rank: int,
     world_size: int,
-    mine: Sparse,
+    mine: S,
     tally: Tally,
     k: int,
-    wire: Wire,
+    wire: SparseArithmetic[S],
     *,
     variant: Literal["conserving", "paper"] = "conserving",
-) -> Collective[Exchanged]:
+) -> Collective[Exchanged[S]]:
     """At most k entries that approximate the k largest of the sum.
 
     Args:
@@ -56,7 +55,7 @@ def gtopk_tree(
         variant: "conserving", or "paper": puts entries back as published.
     """
     sum_so_far = mine
-    left_over: list[Sparse] = []  # added up at the end, when nobody waits for this rank any more
+    left_over: list[S] = []  # added up at the end, when nobody waits for this rank any more
     for peer, sends in reduce_rounds(rank, world_size):
         if sends:
             payload, rounding = wire.encode(sum_so_far, tally)
@@ -64,7 +63,7 @@ def gtopk_tree(
             yield Send(peer, payload)
         else:
             theirs, their_tally = wire.decode((yield Recv(peer)))
-            sum_so_far, dropped = merge(sum_so_far, theirs, k)
+            sum_so_far, dropped = wire.keep_largest(wire.add(sum_so_far, theirs), k)
             left_over.append(dropped)
             tally = tally.merge(their_tally)
     message: Payload = b""
@@ -73,7 +72,7 @@ def gtopk_tree(
         left_over.append(rounding)
     message = yield from broadcast(rank, world_size, message)
     kept, tally = wire.decode(message)
-    owed = split_by_index(mine, kept.indices)[1] if variant == "paper" else add_all(left_over)
+    owed = wire.split_common(mine, kept)[1] if variant == "paper" else wire.add_all(left_over)
     return Exchanged(kept=kept, owed=owed, tally=tally)
 
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from functools import reduce
 
-from offbeat.codec.sparse import Sparse, add, add_all, keep_largest, split_by_index
+from offbeat.codec.arithmetic import S, SparseArithmetic
 from offbeat.codec.tally import Tally
-from offbeat.codec.wire import Wire
 from offbeat.collectives.base import Exchanged
 from offbeat.collectives.gather import all_gather
 from offbeat.planning.costs import NetworkCosts
@@ -23,8 +22,8 @@ from offbeat.transport.operations import Collective
 
 
 def topk_sum(
-    rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire
-) -> Collective[Exchanged]:
+    rank: int, world_size: int, mine: S, tally: Tally, k: int, wire: SparseArithmetic[S]
+) -> Collective[Exchanged[S]]:
     """The sum of all contributions, with up to P k entries (Top-k S-SGD).
 
     Args:
@@ -40,8 +39,8 @@ def topk_sum(
 
 
 def global_topk(
-    rank: int, world_size: int, mine: Sparse, tally: Tally, k: int, wire: Wire
-) -> Collective[Exchanged]:
+    rank: int, world_size: int, mine: S, tally: Tally, k: int, wire: SparseArithmetic[S]
+) -> Collective[Exchanged[S]]:
     """The exact k largest entries of the sum of all contributions.
 
     Args:
@@ -53,21 +52,21 @@ def global_topk(
         wire: likewise.
     """
     total, rounding, tally = yield from _sum(rank, world_size, mine, tally, wire)
-    kept, _ = keep_largest(total, k)
+    kept, _ = wire.keep_largest(total, k)
     # Rounding is owed wherever it happened; of the rest only what the selection left out.
-    _, left_out = split_by_index(mine, kept.indices)
-    inside, _ = split_by_index(rounding, kept.indices)
-    return Exchanged(kept=kept, owed=add(left_out, inside), tally=tally)
+    _, left_out = wire.split_common(mine, kept)
+    inside, _ = wire.split_common(rounding, kept)
+    return Exchanged(kept=kept, owed=wire.add(left_out, inside), tally=tally)
 
 
 def _sum(
-    rank: int, world_size: int, mine: Sparse, tally: Tally, wire: Wire
-) -> Collective[tuple[Sparse, Sparse, Tally]]:
+    rank: int, world_size: int, mine: S, tally: Tally, wire: SparseArithmetic[S]
+) -> Collective[tuple[S, S, Tally]]:
     payload, rounding = wire.encode(mine, tally)
     contributions, tallies = zip(
-        *(yield from all_gather(rank, world_size, payload, wire.decode)), strict=True
+        *(yield from all_gather(rank, world_size, payload, wire.decode, wire)), strict=True
     )
-    return add_all(contributions), rounding, reduce(Tally.merge, tallies)
+    return wire.add_all(contributions), rounding, reduce(Tally.merge, tallies)
 
 
 def cost_s(*, world_size: int, k: int, pair_bytes: int, network: NetworkCosts) -> float:

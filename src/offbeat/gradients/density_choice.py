@@ -2,8 +2,11 @@
 a step.
 
     compute = the slowest rank's median seconds between two exchanges
-    allowed = budget * compute
+    allowed = budget * compute, and ten times that in the first 100 exchanges
     dense, where that costs at most `allowed`; else the largest density whose cheapest exchange does
+
+The first exchanges may cost more, because gradients change quickly there: what is owed from then is
+applied when the model has left, and harms for long (`benchmarks/sparse_accuracy.py`).
 
 Costs come from the links as `attach` measured them. The seconds between exchanges are measured all
 the time, and looked at after a few exchanges and then now and then, by all ranks together.
@@ -29,8 +32,12 @@ from offbeat.transport.operations import AllGather, Collective
 LEAST: Final = 0.001
 """The density where no exchange is as cheap as the budget asks for: the paper's."""
 
-FIRST: Final = 0.01
+FIRST: Final = 0.1
 """The density until the first choice."""
+
+WARM_UP_EXCHANGES: Final = 100
+WARM_UP_BUDGET: Final = 10.0
+"""So many times the budget may be spent in the first exchanges."""
 
 _STEP: Final = 1.25
 """Densities that are tried differ by this factor."""
@@ -40,7 +47,7 @@ _CHANGE: Final = 1.5
 measurements.
 """
 
-_EARLY: Final = (4, 20, 100)
+_EARLY: Final = (4, 20, WARM_UP_EXCHANGES)
 _INTERVAL: Final = 500
 _REMEMBERED: Final = 20
 _SECONDS: Final = struct.Struct("<d")
@@ -165,7 +172,9 @@ class AutoDensity(Part):
         compute_s = self._driver.run(_slowest(self.intervals.median_s), self._stream.next())
         if compute_s == 0.0:  # right after a resume no rank has measured anything
             return
-        allowed_s = self._budget * compute_s
+        warms_up = self._num_exchanges < WARM_UP_EXCHANGES
+        share = self._budget * (WARM_UP_BUDGET if warms_up else 1.0)
+        allowed_s = share * compute_s
         beside_s = 0.0
         if self._beside.num_elements:
             beside_s = self._cheapest.costs_s(self._beside, 1)["dense"]
@@ -187,7 +196,8 @@ class AutoDensity(Part):
         self._inform(
             f'density="auto" chose {chosen} after {self._num_exchanges} exchanges:'
             f" {expected_s * 1e3:.2f} ms expected, {allowed_s * 1e3:.2f} ms allowed, which is"
-            f" {self._budget:g} of the {compute_s * 1e3:.1f} ms between exchanges"
+            f" {share:g} of the {compute_s * 1e3:.1f} ms between exchanges"
+            + (f" until exchange {WARM_UP_EXCHANGES}" if warms_up else "")
         )
 
     @override

@@ -145,7 +145,7 @@ class DenseOperation(ABC):
 
     @property
     def root_rank(self) -> int | None:
-        """The rank whose tensor everyone gets, where there is one."""
+        """The rank whose tensor everyone gets, along a tree, where there is one."""
         return None
 
     @abstractmethod
@@ -163,10 +163,14 @@ class DenseOperation(ABC):
         """
 
     def num_hops(self, world_size: int) -> int:
-        """How many messages of 1 / `world_size` of the bytes follow each other on the ring. This is
-        how long the operation takes on the virtual network.
+        """How many messages follow each other on the ring, each of `hop_bytes`. This is how long
+        the operation takes on the virtual network, unless it has a root.
         """
         return 2 * (world_size - 1)
+
+    def hop_bytes(self, num_bytes: float, world_size: int) -> float:
+        """Bytes of each of these messages, where a rank brings `num_bytes`."""
+        return num_bytes / world_size
 
     @classmethod
     @abstractmethod
@@ -318,6 +322,14 @@ class AllGather(DenseOperation):
             messages_sent=world_size - 1,
             messages_received=world_size - 1,
         )
+
+    @override
+    def num_hops(self, world_size: int) -> int:
+        return world_size - 1
+
+    @override
+    def hop_bytes(self, num_bytes: float, world_size: int) -> float:
+        return num_bytes
 
     @classmethod
     @override

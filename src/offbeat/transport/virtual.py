@@ -2,9 +2,12 @@
 really waiting.
 
 `VirtualCluster` runs one collective per rank. Whenever several ranks could go on, the seed decides
-who does; when none can, the clock jumps to the next arrival. A link passes `bytes_per_s` in each
-direction, one message at a time, and adds `latency_s`; `jitter_s` adds a random part drawn from the
-seed (messages between two ranks still arrive in order).
+who does; when none can, the clock jumps to the next event of a heap. `VirtualNetwork` says what
+messages and dense operations wait for; messages between two ranks arrive in order, jitter included.
+
+Messages of a simulation may be weightless: they have a length, and are passed on as they are. A
+protocol that computes with its messages may run on a model of few elements, each of which stands
+for many: `num_bytes` then says what a message weighs.
 
 When nothing can ever happen again the run ends with `DeadlockError`, which says who waits for whom.
 A rank that raises or is killed is dead to its peers: their receives raise `PeerError`, as they
@@ -17,15 +20,24 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence, Set
 from typing import Any, TypeVar
 
 from offbeat.errors import MismatchError, OffbeatError, PeerError
 from offbeat.transport.driver import Driver, Pending
 from offbeat.transport.operations import Collective, DenseOperation, Payload
 from offbeat.transport.virtual_driver import VirtualDriver
+from offbeat.transport.virtual_network import (
+    Port,
+    VirtualLink,
+    VirtualNetwork,
+    VirtualRacks,
+    same_links,
+)
+
+__all__ = ["DeadlockError", "VirtualCluster", "VirtualLink", "VirtualNetwork", "VirtualRacks"]
 
 T = TypeVar("T")
 
@@ -34,30 +46,22 @@ class DeadlockError(OffbeatError):
     """Every rank waits for another one and no message is under way."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VirtualLink:
-    """What each rank's network connection can do.
-
-    Attributes:
-        latency_s: time from the last byte's departure to its arrival, >= 0.
-        bytes_per_s: rate in each direction, > 0; infinite by default.
-        jitter_s: upper bound of a random addition to each message's latency, >= 0.
-    """
-
-    latency_s: float = 0.0
-    bytes_per_s: float = float("inf")
-    jitter_s: float = 0.0
-
-
 class VirtualCluster:
     """`world_size` ranks that exchange messages under a virtual clock.
 
     Args:
         world_size: number of ranks, >= 1.
         seed: decides the order in which ranks go on and every jitter.
-        link: the network.
+        link: of every rank, or of each.
+        racks: which ranks share a connection to all others; None: none do.
         watch_all: whether any rank's death fails every receive, or only those from it.
         death_notice_s: how long after a death the peers learn of it, in seconds.
+        weightless: messages are passed on as they are: they have a length, and no bytes.
+        num_bytes: what a message weighs; default: its length.
+
+    Attributes:
+        bytes_sent: by each rank, in messages.
+        messages_sent: by each rank.
     """
 
     def __init__(
@@ -65,25 +69,31 @@ class VirtualCluster:
         world_size: int,
         *,
         seed: int = 0,
-        link: VirtualLink | None = None,
+        link: VirtualLink | Sequence[VirtualLink] | None = None,
+        racks: VirtualRacks | None = None,
         watch_all: bool = True,
         death_notice_s: float = 0.0,
+        weightless: bool = False,
+        num_bytes: Callable[[Payload], float] = len,
     ) -> None:
         self.world_size = world_size
         self.now_s = 0.0
         self.drivers = [VirtualDriver(self, rank) for rank in range(world_size)]
-        self._link = link or VirtualLink()
+        self.bytes_sent = [0.0] * world_size
+        self.messages_sent = [0] * world_size
+        self._network = VirtualNetwork(same_links(link, world_size), racks)
+        self._weightless = weightless
+        self._num_bytes = num_bytes
         self._random = random.Random(seed)  # noqa: S311 - a replayable schedule, not a secret
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
-        self._out_free_s = [0.0] * world_size
-        self._in_free_s = [0.0] * world_size
         self._reached_s: dict[tuple[int, int], float] = defaultdict(float)
+        self._arrived_s: dict[tuple[int, int], float] = defaultdict(float)
         self._num_in_flight = [0] * world_size
         self._pending_notices: dict[int, Callable[[], None]] = {}
         self._watch_all = watch_all
         self._death_notice_s = death_notice_s
-        self._inbox: dict[tuple[int, int, int], deque[bytes]] = defaultdict(deque)
+        self._inbox: dict[tuple[int, int, int], deque[Payload]] = defaultdict(deque)
         self._senders: dict[tuple[int, int], set[int]] = defaultdict(set)
         self._dense_begun: dict[int, dict[int, DenseOperation]] = {}
         self._dense_results: dict[int, dict[int, Any]] = {}
@@ -94,6 +104,8 @@ class VirtualCluster:
         self._frozen: dict[int, int] = {}
         self._touched: set[int] = set()
         self._background: list[tuple[int, tuple[Collective[Any], int]]] = []
+        self._tasks: list[tuple[int, Pending[Any]]] = []
+        self._tasks_of: list[list[int]] = []
 
     def run(
         self,
@@ -129,16 +141,13 @@ class VirtualCluster:
             Pending(driver, work, channel)
             for driver, work in zip(drivers, collectives, strict=True)
         ]
-        tasks = [
-            *enumerate(own),
-            *((rank, Pending(drivers[rank], *work)) for rank, work in self._background),
-        ]
+        self._tasks, self._tasks_of = [], [[] for _ in own]
+        for rank, task in enumerate(own):
+            self._add(rank, task)
+        for rank, work in self._background:
+            self._add(rank, Pending(drivers[rank], *work))
         self._background.clear()
-        numbers = [
-            [number for number, (its_rank, _) in enumerate(tasks) if its_rank == rank]
-            for rank in range(len(own))
-        ]
-        ready: set[int] = set()
+        ready: list[int] = []  # ascending
         unfinished = set(range(self.world_size))
         self.touch(*unfinished)
         while unfinished:
@@ -146,18 +155,23 @@ class VirtualCluster:
             # all of them after each event would take most of the time.
             for rank in self._touched:
                 is_stopped = rank in self._failed or rank in self._frozen
-                for number in numbers[rank]:
-                    task = tasks[number][1]
+                for number in self._tasks_of[rank]:
+                    task = self._tasks[number][1]
                     can_go_on = not (is_stopped or task.over) and task.ready()
-                    (ready.add if can_go_on else ready.discard)(number)
+                    place = bisect_left(ready, number)
+                    if (place < len(ready) and ready[place] == number) != can_go_on:
+                        ready.insert(place, number) if can_go_on else ready.pop(place)
                 if rank in self._failed or own[rank].over:
                     unfinished.discard(rank)
+                self._tasks_of[rank] = [
+                    number for number in self._tasks_of[rank] if not self._tasks[number][1].over
+                ]
             self._touched.clear()
             if ready:
-                self._go_on(*tasks[self._random.choice(sorted(ready))])
+                self._go_on(*self._tasks[self._random.choice(ready)])
             elif unfinished:
                 self._next_event(unfinished)
-        for _, task in tasks:
+        for _, task in self._tasks:
             task.cancel()
         return [
             self._failed[rank] if rank in self._failed else own[rank].wait()
@@ -171,6 +185,19 @@ class VirtualCluster:
         It is dropped when every rank's own is over. If it raises, the rank is dead.
         """
         self._background.append((rank, (collective, channel)))
+
+    def begin(self, rank: int, collective: Collective[T], *, channel: int) -> Pending[T]:
+        """Begin `collective` at `rank` while the run goes on, as a thread of it would, and carry it
+        out beside the rank's own. `SleepUntil` waits for it.
+        """
+        pending = Pending(self.drivers[rank], collective, channel)
+        self._add(rank, pending)
+        self.touch(rank)
+        return pending
+
+    def _add(self, rank: int, task: Pending[Any]) -> None:
+        self._tasks_of[rank].append(len(self._tasks))
+        self._tasks.append((rank, task))
 
     def kill(self, rank: int, reason: str = "was killed") -> None:
         """End `rank` now. What it has not sent to the last byte is lost."""
@@ -260,37 +287,46 @@ class VirtualCluster:
             source: the rank that sends it.
             target: the rank that receives it.
             channel: the collective's channel.
-            payload: is copied.
+            payload: is copied unless it is weightless.
         """
-        duration_s = len(payload) / self._link.bytes_per_s
-        departs_s = max(self.now_s, self._out_free_s[source])
-        self._out_free_s[source] = departs_s + duration_s
-        latency_s = self._link.latency_s + self._random.random() * self._link.jitter_s
+        network, num_bytes = self._network, self._num_bytes(payload)
+        link = network.links[target]
+        departs_s, departed_s = network.occupy(source, self.now_s, num_bytes)
+        latency_s = link.latency_s + self._random.random() * link.jitter_s
         reaches_s = max(departs_s + latency_s, self._reached_s[source, target])
         self._reached_s[source, target] = reaches_s
-        message = bytes(payload)
-
+        message = payload if self._weightless else bytes(payload)
+        self.bytes_sent[source] += num_bytes
+        self.messages_sent[source] += 1
         self._num_in_flight[source] += 1
 
-        # A message occupies the sender's link, travels, and then occupies the receiver's link,
-        # which it may find busy with another sender's message.
-        def reach() -> None:
-            self._in_free_s[target] = max(self.now_s, self._in_free_s[target]) + duration_s
-            self.at(self._in_free_s[target], arrive)
-
         def arrive() -> None:
-            if departs_s + duration_s <= self._failed_at_s.get(source, math.inf):
+            if departed_s <= self._failed_at_s.get(source, math.inf):
                 self._arrive(source, target, channel, message)
             self._num_in_flight[source] -= 1
             self._notify_if_all_sent(source)
 
-        self.at(reaches_s, reach)
+        # A message occupies the sender's port, travels, and then occupies one port after the other,
+        # each of which it may find busy with another message.
+        def reach(path: tuple[Port, ...], tail_s: float) -> None:
+            head_s, end_s = network.occupy(path[0], self.now_s, num_bytes)
+            tail_s = max(tail_s, end_s)
+            if len(path) == 1:
+                # Rounding must not let a message overtake the one before.
+                tail_s = max(tail_s, self._arrived_s[source, target])
+                self._arrived_s[source, target] = tail_s
+                self.at(tail_s, arrive)
+            else:
+                self.at(head_s, lambda: reach(path[1:], tail_s))
+
+        path = network.path(source, target)
+        self.at(reaches_s, lambda: reach(path, reaches_s + departed_s - departs_s))
 
     def post(self, rank: int, channel: int, payload: Payload) -> None:
         """What `rank` leaves for itself is there at once."""
         self._arrive(rank, rank, channel, bytes(payload))
 
-    def take(self, source: int, target: int, channel: int) -> bytes:
+    def take(self, source: int, target: int, channel: int) -> Payload:
         """The next message, which must have arrived."""
         inbox = self._inbox[source, target, channel]
         message = inbox.popleft()
@@ -306,7 +342,7 @@ class VirtualCluster:
         """One of `ranks`, drawn from the seed."""
         return self._random.choice(sorted(ranks))
 
-    def dead_among(self, peers: Set[int]) -> tuple[int, str] | None:
+    def dead_among(self, peers: Container[int]) -> tuple[int, str] | None:
         """The first of `peers` known to be dead, and why; any rank's death counts where all are
         watched.
         """
@@ -342,7 +378,8 @@ class VirtualCluster:
                 self._dense_results[number] = dict(enumerate(operation.combine(operations)))
                 self.touch(*range(self.world_size))
 
-            self.at(self.now_s + self._dense_s(operations), conclude)
+            num_bytes = max(operation.num_bytes for operation in operations)
+            self.at(self._network.dense_end_s(operation, num_bytes, self.now_s), conclude)
 
     def has_dense_result(self, number: int) -> bool:
         """Whether the dense operation is over."""
@@ -356,13 +393,7 @@ class VirtualCluster:
             del self._dense_results[number]
         return result
 
-    def _arrive(self, source: int, target: int, channel: int, message: bytes) -> None:
+    def _arrive(self, source: int, target: int, channel: int, message: Payload) -> None:
         self._inbox[source, target, channel].append(message)
         self._senders[target, channel].add(source)
         self.touch(target)
-
-    def _dense_s(self, operations: Sequence[DenseOperation]) -> float:
-        """How long a dense operation takes on a ring of such links."""
-        num_bytes = max(operation.num_bytes for operation in operations)
-        hop_s = self._link.latency_s + num_bytes / self.world_size / self._link.bytes_per_s
-        return operations[0].num_hops(self.world_size) * hop_s

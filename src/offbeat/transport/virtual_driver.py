@@ -4,7 +4,9 @@ for them.
 
 from __future__ import annotations
 
-from collections.abc import Set
+import math
+from collections.abc import Callable, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import PeerError, PeerTimeoutError
@@ -13,6 +15,7 @@ from offbeat.transport.operations import (
     DenseOperation,
     Now,
     Operation,
+    Payload,
     Post,
     Recv,
     RecvAny,
@@ -22,6 +25,18 @@ from offbeat.transport.operations import (
 
 if TYPE_CHECKING:
     from offbeat.transport.virtual import VirtualCluster
+
+
+@dataclass(frozen=True, slots=True)
+class SleepUntil(Sleep):
+    """Sleep until something has happened at this rank. Under a virtual clock alone.
+
+    Attributes:
+        over: whether it has; is asked whenever something happens at this rank.
+    """
+
+    seconds: float = math.inf
+    over: Callable[[], bool] = bool
 
 
 class VirtualDriver(Driver):
@@ -52,6 +67,8 @@ class VirtualDriver(Driver):
                 return Finished()
             case Now():
                 return Finished(cluster.now_s)
+            case SleepUntil(_, over):
+                return _VirtualCondition(over)
             case Sleep(seconds):
                 return _VirtualSleep(cluster, self.rank, seconds)
             case DenseOperation():
@@ -102,7 +119,7 @@ class _VirtualReceive:
             or self._cluster.dead_among({self._source}) is not None
         )
 
-    def wait(self) -> bytes:
+    def wait(self) -> Payload:
         if self._is_here():
             return self._cluster.take(self._source, self._target, self._channel)
         if (death := self._cluster.dead_among({self._source})) is not None:
@@ -139,7 +156,7 @@ class _VirtualReceiveAny:
             or self._cluster.departed_among(self._peers) is not None
         )
 
-    def wait(self) -> tuple[int, bytes]:
+    def wait(self) -> tuple[int, Payload]:
         if here := self._here():
             sender = self._cluster.choose(here)
             return sender, self._cluster.take(sender, self._target, self._channel)
@@ -170,24 +187,30 @@ class _VirtualSleep:
         assert self._over, "a virtual sleep was waited for before it was done"
 
 
+class _VirtualCondition:
+    def __init__(self, over: Callable[[], bool]) -> None:
+        self.done = over
+
+    def wait(self) -> None:
+        assert self.done(), "a virtual condition was waited for before it held"
+
+
 class _VirtualDense:
     """A dense operation under way."""
 
     def __init__(self, cluster: VirtualCluster, rank: int, number: int) -> None:
         self._cluster, self._rank, self._number = cluster, rank, number
+        self._everyone = range(cluster.world_size)
 
     def done(self) -> bool:
         return (
             self._cluster.has_dense_result(self._number)
-            or self._cluster.dead_among(self._everyone()) is not None
+            or self._cluster.dead_among(self._everyone) is not None
         )
 
     def wait(self) -> Any:
         if self._cluster.has_dense_result(self._number):
             return self._cluster.take_dense_result(self._rank, self._number)
-        death = self._cluster.dead_among(self._everyone())
+        death = self._cluster.dead_among(self._everyone)
         assert death is not None, "a virtual collective was waited for before it was done"
         raise PeerError(f"rank {death[0]} failed during a collective: {death[1]}", rank=death[0])
-
-    def _everyone(self) -> Set[int]:
-        return set(range(self._cluster.world_size))

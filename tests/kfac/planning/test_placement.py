@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from _models.kfac_iteration import factor_dims
 from _models.kfac_published import as_printed, fitted_to_baselines, resnet50
 from offbeat.errors import ConfigError
 from offbeat.kfac.planning.inversion import PolynomialInversion
+from offbeat.kfac.planning.iteration import factor_dims
 from offbeat.kfac.planning.placement import (
     SAME_LENGTH_FACTOR,
     InverseCosts,

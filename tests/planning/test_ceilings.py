@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from _models.ceilings import Durations, on_first_call, periodic, with_neighbours
 from offbeat.lab.cluster import Cluster, Straggling
+from offbeat.planning.ceilings import Durations, on_first_call, periodic, with_neighbours
 
 
 @st.composite

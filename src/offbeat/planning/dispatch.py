@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MegaBatch:
+class DispatchOutcome:
     """One mega-batch.
 
     Attributes:
@@ -37,7 +37,7 @@ class MegaBatch:
     def waiting(self) -> float:
         """The fraction of all workers' time that was spent waiting for the last one.
 
-        >>> MegaBatch(updates=(1, 1), samples=(4, 4), finished_s=(1.0, 2.0)).waiting
+        >>> DispatchOutcome(updates=(1, 1), samples=(4, 4), finished_s=(1.0, 2.0)).waiting
         0.25
         """
         return 1 - sum(self.finished_s) / (len(self.finished_s) * self.duration_s)
@@ -45,7 +45,7 @@ class MegaBatch:
 
 def dispatch(
     batch_sizes: Sequence[int], num_samples: int, duration_s: Callable[[int, int], float]
-) -> MegaBatch:
+) -> DispatchOutcome:
     """Deal `num_samples` out, batch by batch, to whoever is free first; among equals to the lowest
     rank.
 
@@ -55,7 +55,7 @@ def dispatch(
         duration_s: seconds > 0 that worker `rank` needs for so many samples.
 
     >>> dispatch([10, 10], 60, lambda rank, samples: samples / (20, 10)[rank])
-    MegaBatch(updates=(4, 2), samples=(40, 20), finished_s=(2.0, 2.0))
+    DispatchOutcome(updates=(4, 2), samples=(40, 20), finished_s=(2.0, 2.0))
     """
     updates, samples = [0] * len(batch_sizes), [0] * len(batch_sizes)
     finished_s = [0.0] * len(batch_sizes)
@@ -69,7 +69,9 @@ def dispatch(
         samples[rank] += claimed
         finished_s[rank] = now_s + duration_s(rank, claimed)
         heapq.heapreplace(free, (finished_s[rank], rank))
-    return MegaBatch(updates=tuple(updates), samples=tuple(samples), finished_s=tuple(finished_s))
+    return DispatchOutcome(
+        updates=tuple(updates), samples=tuple(samples), finished_s=tuple(finished_s)
+    )
 
 
 def gain(speeds: Sequence[float]) -> float:

@@ -9,15 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from _models.kfac_iteration import (
-    IterationCosts,
-    Layer,
-    dkfac,
-    factor_dims,
-    mpdkfac,
-    ready_times,
-    spdkfac,
-)
 from _models.kfac_published import (
     INVERSE_SECONDS,
     SECONDS,
@@ -27,11 +18,20 @@ from _models.kfac_published import (
     resnet50,
 )
 from offbeat.kfac.planning.inversion import PolynomialInversion
+from offbeat.kfac.planning.iteration import (
+    IterationCosts,
+    Layer,
+    dkfac,
+    factor_dims,
+    mpdkfac,
+    ready_times,
+    spdkfac,
+)
 from offbeat.kfac.planning.overlap import fuse_by_rule
 from offbeat.kfac.planning.placement import InverseCosts, packed_elements, place_by_rule
 from offbeat.planning.costs import Channel, LinkCost
 
-PAGE = Path(__file__).parents[2] / "docs" / "methods" / "spdkfac-planning.md"
+PAGE = Path(__file__).parents[3] / "docs" / "methods" / "spdkfac-planning.md"
 
 layers_of_models = st.lists(
     st.builds(

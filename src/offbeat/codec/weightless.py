@@ -1,0 +1,161 @@
+"""Sparse vectors and messages of which only the sizes exist, for simulations.
+
+A `WeightlessWire` stands where a `codec.wire.Wire` does in training. It follows how many entries a
+vector has: entries of one rank are k places of `num_places`, drawn at random, so a sum of several
+vectors has as many entries as their union is expected to have. `num_places` says how much ranks
+agree on what is large: with all elements of the gradient they agree by chance only, with k of them
+all ranks choose the same. Headers and the coding of indices are those of the real messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import cast
+
+from offbeat.codec.arithmetic import Message
+from offbeat.codec.blocks import LENGTH_BYTES
+from offbeat.codec.histogram import COUNTER_BYTES, EXPECTED_COUNTERS, MARGIN
+from offbeat.codec.histogram import HEAD_BYTES as HISTOGRAM_HEAD_BYTES
+from offbeat.codec.tally import Tally
+from offbeat.codec.wire import HEAD_BYTES, Wire
+
+
+class WeightlessMessage:
+    """A message that has a length, and what its receiver would read in it.
+
+    A virtual cluster passes it on as it is (`transport.virtual.VirtualCluster.weightless`).
+    """
+
+    __slots__ = ("content", "num_bytes")
+
+    def __init__(self, num_bytes: int, content: object = None) -> None:
+        self.num_bytes = num_bytes
+        self.content = content
+
+    def __len__(self) -> int:
+        return self.num_bytes
+
+
+def weightless(num_bytes: float, content: object = None) -> Message:
+    """A message of `num_bytes`, rounded, for protocols that treat messages as opaque."""
+    # Nothing reads its bytes: protocols leave that to the arithmetic they are handed.
+    return cast(Message, WeightlessMessage(round(num_bytes), content))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightlessSparse:
+    """So many entries.
+
+    Attributes:
+        num_pairs: expected number, >= 0.
+        num_places: where they are, >= num_pairs.
+    """
+
+    num_pairs: float
+    num_places: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightlessWire:
+    """The arithmetic of sparse collectives (`codec.arithmetic`) with numbers of entries.
+
+    Attributes:
+        wire: how real messages are laid out.
+        num_places: where ranks' entries are, k <= num_places <= wire.num_elements.
+    """
+
+    wire: Wire
+    num_places: float
+
+    def picked(self, k: float) -> WeightlessSparse:
+        """What a rank contributes that selects `k` entries."""
+        return WeightlessSparse(k, self.num_places)
+
+    def empty(self) -> WeightlessSparse:
+        return WeightlessSparse(0.0, self.num_places)
+
+    def encode(self, entries: WeightlessSparse, tally: Tally) -> tuple[Message, WeightlessSparse]:
+        wire = self.wire
+        num_bytes = (
+            HEAD_BYTES
+            + Tally.num_bytes(wire.num_parameters)
+            + wire.indices.expected_bytes(
+                entries.num_pairs, wire.num_elements, wire.values.wire_dtype.itemsize
+            )
+        )
+        exact = wire.values.is_exact_for(wire.dtype)
+        return weightless(num_bytes, (entries, tally)), self.empty() if exact else entries
+
+    def decode(self, payload: Message) -> tuple[WeightlessSparse, Tally]:
+        return cast("tuple[WeightlessSparse, Tally]", _content(payload))
+
+    def add(self, a: WeightlessSparse, b: WeightlessSparse) -> WeightlessSparse:
+        """Their union, of independent subsets of the same places.
+
+        >>> import numpy as np
+        >>> wire = Wire(num_elements=1000, num_parameters=1, dtype=np.dtype(np.float32))
+        >>> arithmetic = WeightlessWire(wire=wire, num_places=100.0)
+        >>> arithmetic.add(arithmetic.picked(50), arithmetic.picked(50))
+        WeightlessSparse(num_pairs=75.0, num_places=100.0)
+        """
+        if not a.num_pairs:
+            return b
+        num_common = a.num_pairs * b.num_pairs / a.num_places
+        return WeightlessSparse(a.num_pairs + b.num_pairs - num_common, a.num_places)
+
+    def add_all(self, sparses: Sequence[WeightlessSparse]) -> WeightlessSparse:
+        return reduce(self.add, sparses)
+
+    def keep_largest(
+        self, entries: WeightlessSparse, k: int
+    ) -> tuple[WeightlessSparse, WeightlessSparse]:
+        kept = min(float(k), entries.num_pairs)
+        return (
+            WeightlessSparse(kept, entries.num_places),
+            WeightlessSparse(entries.num_pairs - kept, entries.num_places),
+        )
+
+    def split_common(
+        self, entries: WeightlessSparse, other: WeightlessSparse
+    ) -> tuple[WeightlessSparse, WeightlessSparse]:
+        common = entries.num_pairs * other.num_pairs / entries.num_places
+        return (
+            WeightlessSparse(common, entries.num_places),
+            WeightlessSparse(entries.num_pairs - common, entries.num_places),
+        )
+
+    def partition(self, entries: WeightlessSparse, num_owners: int) -> list[WeightlessSparse]:
+        part = WeightlessSparse(entries.num_pairs / num_owners, entries.num_places / num_owners)
+        return [part] * num_owners
+
+    def union_disjoint(self, parts: Sequence[WeightlessSparse]) -> WeightlessSparse:
+        return WeightlessSparse(
+            sum(part.num_pairs for part in parts), sum(part.num_places for part in parts)
+        )
+
+    def count_magnitudes(self, sums: WeightlessSparse, k: int, world_size: int) -> Message:
+        counters = min(EXPECTED_COUNTERS, 2 * (k // world_size) + MARGIN, sums.num_pairs)
+        return weightless(HISTOGRAM_HEAD_BYTES + COUNTER_BYTES * counters, sums.num_pairs)
+
+    @property
+    def read_counts(self) -> Callable[[Message], object]:
+        return _content
+
+    def quotas(self, counts: Sequence[float], k: int) -> list[int]:
+        """The k largest are spread over owners as all entries are."""
+        total = sum(counts)
+        return [math.ceil(min(k, total) * count / total) if total else 0 for count in counts]
+
+    def join(self, blocks: Sequence[Message]) -> Message:
+        return weightless(sum(LENGTH_BYTES + len(block) for block in blocks), tuple(blocks))
+
+    def split(self, message: Message, count: int) -> Sequence[Message]:
+        return cast("tuple[Message, ...]", _content(message))
+
+
+def _content(message: object) -> object:
+    assert isinstance(message, WeightlessMessage), "a real message reached a simulation"
+    return message.content

@@ -1,0 +1,218 @@
+"""What a prediction has to know of a model and of the device that trains it, as a JSON file.
+
+    offbeat profile --task digits > digits.json        measured here
+    offbeat plan --profile digits.json                 or the name of a shipped profile
+
+A profile is of one device and one batch size. The gradient of a tensor is ready at a share of the
+backward pass, so that exchanges which overlap with it can be simulated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from offbeat.codec.json_objects import build
+from offbeat.errors import ConfigError
+from offbeat.kfac.planning.inversion import PolynomialInversion
+from offbeat.kfac.planning.iteration import Layer
+
+FORMAT: Final = 1
+FLOAT_BYTES: Final = 4
+_MOST_CHARACTERS: Final = 1 << 26
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorProfile:
+    """One parameter.
+
+    Attributes:
+        num_elements: >= 1.
+        ready: when its gradient is there, as a share of the backward pass, 0 to 1.
+    """
+
+    num_elements: int
+    ready: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedBatch:
+    """How long a batch takes on the device, alone.
+
+    Attributes:
+        batch_size: samples, >= 1.
+        forward_s: seconds > 0.
+        backward_s: seconds > 0.
+    """
+
+    batch_size: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where a number comes from.
+
+    Attributes:
+        field: its name.
+        source: in words.
+    """
+
+    field: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelProfile:
+    """A model on a device.
+
+    Attributes:
+        name: for people.
+        device: likewise.
+        batches: at one or more batch sizes, ascending; the last is the one that is planned for.
+        optimizer_s: the optimizer's step.
+        tensors: parameters, in the order of the model.
+        select_s_per_element: residual and selection of the largest entries, for each element.
+        copy_s_per_byte: reading or writing a model or a bucket beside training, for each byte.
+        spread: standard deviation of a step over its mean, on one device, >= 0.
+        layers: those with Kronecker factors, in the order of the forward pass; none: K-FAC cannot
+            be planned.
+        factors_s: computing all factors of a batch; 0: unknown.
+        inversion: of a factor; None: unknown.
+        sources: where the numbers come from.
+        checked: in which range predictions from it have been held against measurements; empty: in
+            none.
+        format: of the file.
+    """
+
+    name: str
+    device: str
+    batches: tuple[TimedBatch, ...]
+    optimizer_s: float
+    tensors: tuple[TensorProfile, ...]
+    select_s_per_element: float
+    copy_s_per_byte: float
+    spread: float = 0.0
+    layers: tuple[Layer, ...] = ()
+    factors_s: float = 0.0
+    inversion: PolynomialInversion | None = None
+    sources: tuple[Source, ...] = ()
+    checked: str = ""
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ConfigError(
+                f"profile {self.name!r} has format {self.format}, this offbeat reads {FORMAT};"
+                " write it anew with `offbeat profile`"
+            )
+        if not self.batches or not self.tensors:
+            raise ConfigError(
+                f"profile {self.name!r} has {len(self.batches)} timed batches and"
+                f" {len(self.tensors)} tensors, needed is at least one of each"
+            )
+        for batch in self.batches:
+            if batch.batch_size < 1:
+                raise ConfigError(
+                    f"profile {self.name!r} has a batch of {batch.batch_size} samples"
+                )
+            self._require_seconds("forward_s", batch.forward_s, least=1e-12)
+            self._require_seconds("backward_s", batch.backward_s, least=1e-12)
+        for field in ("optimizer_s", "select_s_per_element", "copy_s_per_byte", "factors_s"):
+            self._require_seconds(field, getattr(self, field))
+        self._require_seconds("spread", self.spread)
+        for tensor in self.tensors:
+            if tensor.num_elements < 1 or not 0 <= tensor.ready <= 1:
+                raise ConfigError(
+                    f"profile {self.name!r} has a tensor of {tensor.num_elements} elements, ready"
+                    f" at {tensor.ready}; allowed are 1 or more, and 0 to 1"
+                )
+
+    def _require_seconds(self, field: str, value: float, *, least: float = 0.0) -> None:
+        if not (math.isfinite(value) and value >= least):
+            raise ConfigError(
+                f"profile {self.name!r} has {field} {value}, allowed are finite numbers from"
+                f" {least:g} on"
+            )
+
+    @property
+    def batch(self) -> TimedBatch:
+        """The batch that is planned for."""
+        return self.batches[-1]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(tensor.num_elements for tensor in self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the model in float32."""
+        return FLOAT_BYTES * self.num_elements
+
+    @property
+    def compute_s(self) -> float:
+        """A step that exchanges nothing."""
+        return self.batch.forward_s + self.batch.backward_s + self.optimizer_s
+
+    def at_batch_size(self, batch_size: int) -> ModelProfile:
+        """The same model in batches of `batch_size`: along the line through the two nearest sizes
+        that were timed; in proportion to the batch where only one was.
+        """
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}, allowed is 1 or more")
+        batches = sorted(self.batches, key=lambda one: abs(one.batch_size - batch_size))[:2]
+        timed = TimedBatch(
+            batch_size=batch_size,
+            forward_s=_between(batch_size, [(one.batch_size, one.forward_s) for one in batches]),
+            backward_s=_between(batch_size, [(one.batch_size, one.backward_s) for one in batches]),
+        )
+        share = batch_size / self.batch.batch_size
+        return replace(self, batches=(timed,), factors_s=self.factors_s * share)
+
+    def with_step(self, *, batch_size: int, forward_backward_s: float, device: str) -> ModelProfile:
+        """The same model on another device, where a batch takes so long."""
+        share = self.batch.forward_s / (self.batch.forward_s + self.batch.backward_s)
+        timed = TimedBatch(
+            batch_size=batch_size,
+            forward_s=share * forward_backward_s,
+            backward_s=(1 - share) * forward_backward_s,
+        )
+        return replace(self, batches=(timed,), device=device)
+
+    def to_json(self) -> str:
+        """As `read_profile` reads it."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def _between(size: int, timed: Sequence[tuple[int, float]]) -> float:
+    (first, first_s), (last, last_s) = timed[0], timed[-1]
+    if first == last:
+        return first_s * size / first
+    slope = (last_s - first_s) / (last - first)
+    return max(first_s + slope * (size - first), 1e-12)
+
+
+def read_profile(path: Path) -> ModelProfile:
+    """The profile in a file.
+
+    Raises:
+        ConfigError: there is none, it is no JSON, or it is not a profile.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read profile {path}: {error}") from None
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(f"{path} is longer than {_MOST_CHARACTERS} characters; is it a profile?")
+    try:
+        return build(ModelProfile, json.loads(text))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no profile: {error}; `offbeat profile` writes one") from None

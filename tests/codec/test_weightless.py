@@ -1,0 +1,79 @@
+"""Numbers of entries follow what real entries do, in the same generators."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from offbeat.codec.sparse import Sparse
+from offbeat.codec.tally import Tally
+from offbeat.codec.weightless import WeightlessWire
+from offbeat.codec.wire import Wire
+from offbeat.collectives.base import SparseCollective
+from offbeat.collectives.gtopk_tree import gtopk_tree
+from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
+from offbeat.collectives.topk_allgather import global_topk, topk_sum
+from offbeat.transport.virtual import VirtualCluster
+
+WORLD_SIZE, NUM_ELEMENTS, K = 6, 1_000_000, 20_000
+TALLY = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(3, dtype=np.bool_))
+WIRE = Wire(num_elements=NUM_ELEMENTS, num_parameters=3, dtype=np.dtype(np.float32))
+
+
+def picked(rank: int, num_places: int) -> Sparse:
+    """K entries among the first places of a permutation that all ranks share."""
+    places = np.random.default_rng(0).permutation(NUM_ELEMENTS)[:num_places]
+    generator = np.random.default_rng([1, rank])
+    indices = np.sort(generator.choice(places, K, replace=False))
+    values = (3 + generator.exponential(0.3, K)).astype(np.float32)  # the tail of a gradient
+    return Sparse(indices=indices, values=values, num_elements=NUM_ELEMENTS)
+
+
+@pytest.mark.parametrize("num_places", [NUM_ELEMENTS, 2 * K])
+@pytest.mark.parametrize(
+    "collective",
+    [
+        gtopk_tree,
+        partial(gtopk_tree, variant="paper"),
+        topk_sum,
+        global_topk,
+        sparse_reduce_scatter,
+    ],
+)
+def test_each_rank_sends_the_bytes_of_a_real_exchange(
+    collective: SparseCollective, num_places: int
+) -> None:
+    real = VirtualCluster(WORLD_SIZE)
+    real.run(
+        [
+            collective(rank, WORLD_SIZE, picked(rank, num_places), TALLY, K, WIRE)
+            for rank in range(WORLD_SIZE)
+        ]
+    )
+    arithmetic = WeightlessWire(wire=WIRE, num_places=num_places)
+    simulated = VirtualCluster(WORLD_SIZE, weightless=True)
+    simulated.run(
+        [
+            collective(rank, WORLD_SIZE, arithmetic.picked(K), TALLY, K, arithmetic)
+            for rank in range(WORLD_SIZE)
+        ]
+    )
+    assert simulated.messages_sent == real.messages_sent
+    assert simulated.bytes_sent == pytest.approx(real.bytes_sent, rel=0.05)
+
+
+@pytest.mark.parametrize("num_pairs", [10, 1000, 20_000])
+def test_a_message_has_the_length_of_a_real_one(num_pairs: int) -> None:
+    wire = Wire(num_elements=10**8, num_parameters=3, dtype=np.dtype(np.float32))
+    generator = np.random.default_rng(2)
+    indices = np.unique(generator.integers(0, wire.num_elements, num_pairs))
+    entries = Sparse(
+        indices=indices,
+        values=np.ones(indices.size, dtype=np.float32),
+        num_elements=wire.num_elements,
+    )
+    arithmetic = WeightlessWire(wire=wire, num_places=wire.num_elements)
+    simulated, _ = arithmetic.encode(arithmetic.picked(indices.size), TALLY)
+    assert len(simulated) == pytest.approx(len(wire.encode(entries, TALLY)[0]), rel=0.05)

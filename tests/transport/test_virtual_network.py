@@ -1,0 +1,141 @@
+"""Ports: what waits for what, on links and racks that differ, and dense operations among them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offbeat.errors import ConfigError
+from offbeat.transport.operations import (
+    AllReduceTensor,
+    Broadcast,
+    Collective,
+    DenseOperation,
+    Now,
+    Recv,
+    Send,
+    Sleep,
+)
+from offbeat.transport.virtual import VirtualCluster, VirtualLink, VirtualRacks
+from offbeat.transport.virtual_driver import SleepUntil
+
+FAST, SLOW = VirtualLink(bytes_per_s=1000.0), VirtualLink(bytes_per_s=100.0)
+
+
+def exchange(sends: list[int], receives: list[int], num_bytes: int) -> Collective[float]:
+    for peer in sends:
+        yield Send(peer, bytes(num_bytes))
+    for peer in receives:
+        yield Recv(peer)
+    return float((yield Now()))
+
+
+@pytest.mark.parametrize("links", [(FAST, SLOW), (SLOW, FAST)])
+def test_a_message_takes_the_time_of_its_slowest_port_once(
+    links: tuple[VirtualLink, VirtualLink],
+) -> None:
+    cluster = VirtualCluster(2, link=links)
+    assert cluster.run([exchange([1], [], 500), exchange([], [0], 500)])[1] == pytest.approx(5.0)
+
+
+def test_messages_of_several_senders_wait_for_the_receiver() -> None:
+    cluster = VirtualCluster(4, link=FAST)
+    work = [exchange([], [1, 2, 3], 500), *(exchange([0], [], 500) for _ in range(3))]
+    assert cluster.run(work)[0] == pytest.approx(1.5)
+
+
+def test_a_rack_shares_one_connection_and_traffic_within_it_does_not_pass_there() -> None:
+    racks = VirtualRacks(rack_of=(0, 0, 1, 1), bytes_per_s=1000.0)
+    across = VirtualCluster(4, link=FAST, racks=racks)
+    work = [exchange([2], [], 500), exchange([3], [], 500)]
+    work += [exchange([], [0], 500), exchange([], [1], 500)]
+    assert max(across.run(work)) == pytest.approx(1.0)
+    within = VirtualCluster(4, link=FAST, racks=racks)
+    pairs = [exchange([rank ^ 1], [rank ^ 1], 500) for rank in range(4)]
+    assert max(within.run(pairs)) == pytest.approx(0.5)
+
+
+def test_every_message_occupies_its_ports_besides_its_bytes() -> None:
+    cluster = VirtualCluster(2, link=VirtualLink(latency_s=1.0, message_s=0.125))
+    work = [exchange([1] * 8, [], 0), exchange([], [0] * 8, 0)]
+    assert cluster.run(work)[1] == pytest.approx(1.0 + 8 * 0.125)
+
+
+def test_links_are_one_a_rank() -> None:
+    with pytest.raises(ConfigError, match="2 links were given for 3 ranks"):
+        VirtualCluster(3, link=[FAST, SLOW])
+
+
+def ring_all_reduce(rank: int, world_size: int, num_bytes: int) -> Collective[float]:
+    """An oracle: gloo's ring, message by message."""
+    for _ in range(2 * (world_size - 1)):
+        yield Send((rank + 1) % world_size, bytes(num_bytes // world_size))
+        yield Recv((rank - 1) % world_size)
+    return float((yield Now()))
+
+
+def one_dense(operation: DenseOperation) -> Collective[float]:
+    yield operation
+    return float((yield Now()))
+
+
+@pytest.mark.parametrize("world_size", [2, 5, 64])
+def test_an_all_reduce_takes_as_long_as_a_ring_of_messages(world_size: int) -> None:
+    links = [
+        VirtualLink(latency_s=0.25, message_s=0.01, bytes_per_s=100.0 if rank == 1 else 1000.0)
+        for rank in range(world_size)
+    ]
+    num_bytes = 64 * world_size
+    events = VirtualCluster(world_size, link=links).run(
+        [ring_all_reduce(rank, world_size, num_bytes) for rank in range(world_size)]
+    )
+    dense = VirtualCluster(world_size, link=links).run(
+        [one_dense(AllReduceTensor(torch.zeros(num_bytes // 4))) for _ in range(world_size)]
+    )
+    assert max(dense) == pytest.approx(max(events), rel=0.06)
+
+
+def tree_broadcast(rank: int, world_size: int, num_bytes: int) -> Collective[float]:
+    distance = 1 << (world_size - 1).bit_length()
+    while distance > 1:
+        distance //= 2
+        if rank % (2 * distance) == 0 and rank + distance < world_size:
+            yield Send(rank + distance, bytes(num_bytes))
+        elif rank % (2 * distance) == distance:
+            yield Recv(rank - distance)
+    return float((yield Now()))
+
+
+@pytest.mark.parametrize("world_size", [2, 7, 16])
+def test_a_broadcast_takes_as_long_as_a_tree_of_messages(world_size: int) -> None:
+    link = VirtualLink(latency_s=0.25, bytes_per_s=1000.0)
+    events = VirtualCluster(world_size, link=link).run(
+        [tree_broadcast(rank, world_size, 400) for rank in range(world_size)]
+    )
+    dense = VirtualCluster(world_size, link=link).run(
+        [one_dense(Broadcast(torch.zeros(100), 0)) for _ in range(world_size)]
+    )
+    assert max(dense) == pytest.approx(max(events))
+
+
+def test_dense_operations_contend_with_messages_and_with_each_other() -> None:
+    def both(rank: int) -> Collective[float]:
+        yield Send(1 - rank, bytes(1000))
+        yield AllReduceTensor(torch.zeros(250))
+        return float((yield Now()))
+
+    cluster = VirtualCluster(2, link=FAST)
+    assert cluster.run([both(0), both(1)]) == pytest.approx([2.0, 2.0])
+
+
+def test_a_collective_begun_within_a_run_goes_on_while_its_rank_sleeps() -> None:
+    cluster = VirtualCluster(2, link=FAST)
+
+    def work(rank: int) -> Collective[float]:
+        peers = [1 - rank]
+        exchanged = cluster.begin(rank, exchange(peers, peers, 1000), channel=1)
+        yield Sleep(0.75)
+        yield SleepUntil(over=lambda: exchanged.over)
+        return float((yield Now()))
+
+    assert cluster.run([work(0), work(1)]) == pytest.approx([1.0, 1.0])
