@@ -8,7 +8,13 @@ A page says where a table belongs, and everything between the two marks is writt
     <!-- end of table -->
 
 On `docs/benchmarks/NAME.md` the mark may leave `NAME/` out. `<!-- list of benchmarks -->` asks for
-the table of all of them. With `--check` nothing is written, and the exit status says whether a page
+the table of all of them. The last column of a table that people write otherwise is taken from the
+first column of another:
+
+    <!-- last column: NAME/TABLE -->
+    | [`Strategy`](...) | ... | is written here |
+    <!-- end of table -->
+ With `--check` nothing is written, and the exit status says whether a page
 is out of date.
 """
 
@@ -27,6 +33,7 @@ from _results import (
     Result,
     ResultFile,
     rows_of,
+    shown,
     tables_of,
 )
 
@@ -35,6 +42,8 @@ PAGES = ROOT / "docs" / "benchmarks"
 WIDTH = 100
 _END = "<!-- end of table -->"
 _TABLE = re.compile(r"<!-- table: (?:(\w+)/)?([^/\n]+?) -->\n.*?" + _END, re.DOTALL)
+_COLUMN = re.compile(r"<!-- last column: (\w+)/([^/\n]+?) -->\n.*?" + _END, re.DOTALL)
+_ROW = re.compile(r"^(\| \[`(\w+)`\].* \|) ?([^|]*)\|$", re.MULTILINE)
 _LIST = re.compile(r"<!-- list of benchmarks -->\n.*?" + _END, re.DOTALL)
 _TITLE = re.compile(r"^# (.*)$", re.MULTILINE)
 
@@ -62,19 +71,25 @@ def written(page: Path) -> str:
         opening = mark[0].partition("\n")[0]
         return "\n".join([opening, *_table(results), "", *_origins(results), _END])
 
-    text = _TABLE.sub(table, page.read_text())
+    def column(mark: re.Match[str]) -> str:
+        results = tables_of(ResultFile(DIRECTORY / f"{mark[1]}.jsonl").results).get(mark[2], [])
+        told = {result.figure.case: shown(result.figure) for result in results}
+        return _ROW.sub(lambda row: f"{row[1]} {told.get(row[2], '')} |", mark[0])
+
+    text = _COLUMN.sub(column, _TABLE.sub(table, page.read_text()))
     return _LIST.sub(lambda mark: "\n".join([mark[0].partition("\n")[0], *_list(), _END]), text)
 
 
 def unused(name: str) -> list[str]:
     """The tables of a result file that no page shows."""
-    shown = {
+    asked_for = {
         (mark[1] or page.stem, mark[2])
         for page in pages()
-        for mark in _TABLE.finditer(page.read_text())
+        for kind in (_TABLE, _COLUMN)
+        for mark in kind.finditer(page.read_text())
     }
     tables = tables_of(ResultFile(DIRECTORY / f"{name}.jsonl").results)
-    return [title for title in tables if (name, title) not in shown]
+    return [title for title in tables if (name, title) not in asked_for]
 
 
 def _table(results: Sequence[Result]) -> Iterator[str]:

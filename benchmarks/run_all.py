@@ -29,6 +29,7 @@ LONG = {
     "deaths",
     "kfac_accuracy",
     "kfac_schedules",
+    "parity",
     "sparse_accuracy",
     "uneven",
     "uneven_accuracy",
@@ -36,9 +37,10 @@ LONG = {
 READ_DATA = {
     "averaging_accuracy": ("mnist", "text"),
     "kfac_accuracy": ("mnist", "text"),
+    "parity": ("images", "text"),
     "sparse_accuracy": ("images",),
 }
-KNOW_QUICK = (LONG - {"kfac_schedules", "sparse_accuracy"}) | {"answering"}
+KNOW_QUICK = (LONG - {"kfac_schedules", "parity", "sparse_accuracy"}) | {"answering"}
 VERDICTS = {True: "[green]holds", False: "[red]missed", "undecided": "[yellow]undecided"}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from ranks_support.launch import run_ranks, templates
 from ranks_support.leaks import no_leaks
@@ -19,7 +19,14 @@ torch.set_num_threads(
     1
 )  # tests run side by side, and the order of sums must not depend on the number of cores
 
-settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, print_blob=True)
+settings.register_profile(
+    "ci",
+    max_examples=50,
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],  # a stopwatch, which a busy machine makes run on
+)
 settings.register_profile("thorough", max_examples=2000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("OFFBEAT_HYPOTHESIS", "ci"))
 

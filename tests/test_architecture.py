@@ -21,6 +21,7 @@ ROOMS = (
     "cli",
     "plan",
     "report",
+    "script",
     "lab",
     "session",
     "strategies",
@@ -67,6 +68,9 @@ MAY_BLOCK = {
     "session/attach.py": {
         "torch.distributed"
     },  # names the type of the user's group and asks whether there is one
+    "script/patches.py": {"torch.distributed"},  # what of it a script finds changed
+    "script/coupling.py": {"torch.distributed"},  # asks whether there is a process group
+    "script/recipes.py": {"torch.distributed"},  # asks who this rank is
     "lab/rendezvous.py": {
         "torch.distributed"
     },  # is to the lab's workers what torchrun is to a user's

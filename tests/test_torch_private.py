@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from offbeat.torch_private import (
+    CALLS_MODULE_OF_DDP,
     NO_BACKWARD_PASS,
+    REGISTERS_BUILTIN_HOOK,
     active_ddp_module,
     attention_functions,
     call_after_backward_pass,
@@ -183,3 +185,30 @@ def test_a_gloo_group_of_our_own_sums_and_has_two_limits() -> None:
 def test_an_nccl_group_of_our_own_has_a_limit() -> None:
     backend = new_nccl_backend(dist.HashStore(), 0, 1, wait_limit=timedelta(hours=7))
     assert backend.options._timeout == timedelta(hours=7)
+
+
+def test_ddp_calls_its_module_by_one_method_and_that_method_announces_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Seeing(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(active_ddp_module())
+            return super().forward(x)
+
+    def call(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+    seen: list[torch.nn.Module | None] = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = torch.nn.parallel.DistributedDataParallel(Seeing(2, 1))
+        ddp(torch.ones(1, 2))
+        monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, CALLS_MODULE_OF_DDP, call)
+        ddp(torch.ones(1, 2))
+    finally:
+        dist.destroy_process_group()
+    assert seen == [ddp, None]
+
+
+def test_a_builtin_hook_is_registered_by_a_method_of_ddp() -> None:
+    assert callable(getattr(torch.nn.parallel.DistributedDataParallel, REGISTERS_BUILTIN_HOOK))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.errors import OffbeatError as OffbeatError
     from offbeat.lab.cluster import Cluster as Cluster
     from offbeat.session.attach import attach as attach
+    from offbeat.session.metrics import log as log
     from offbeat.session.session import Session as Session
     from offbeat.session.state import reshard as reshard
     from offbeat.strategies.adaptive import AdaptiveSGD as AdaptiveSGD
@@ -52,6 +53,7 @@ _HOMES = {
     "Outer": "offbeat.strategies.localsgd",
     "Session": "offbeat.session.session",
     "attach": "offbeat.session.attach",
+    "log": "offbeat.session.metrics",
     "reshard": "offbeat.session.state",
     **{entry.class_name: entry.module for entry in _REGISTRY.entries.values()},
 }

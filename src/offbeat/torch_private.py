@@ -164,3 +164,18 @@ def unscales_gradients_itself(optimizer: torch.optim.Optimizer) -> bool:
     `GradScaler` decides by this attribute, which has no public name.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+CALLS_MODULE_OF_DDP: Final = "_run_ddp_forward"
+"""The method of DistributedDataParallel that calls its module, and nothing else of its forward
+pass.
+
+It tells torch.compile that the module is a DDP's, which then cuts graphs where DDP's buckets end,
+and it tells `active_ddp_module`. Neither holds where another exchange takes DDP's place, and no
+public name switches it off.
+"""
+
+REGISTERS_BUILTIN_HOOK: Final = "_register_builtin_comm_hook"
+"""The method of DistributedDataParallel by which a script chooses one of its communication hooks in
+C++. It has no public name, and it hands the reducer to C++.
+"""

@@ -200,6 +200,22 @@ def test_every_benchmark_has_a_page_and_results() -> None:
     assert {path.stem for path in pages.PAGES.glob("*.md")} - {"index"} == scripts
 
 
+def test_the_last_column_of_a_table_comes_from_a_result_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "DIRECTORY", path.parent)
+    ResultFile(path).replace("cell", [figure("Fast", "two thirds")], ORIGIN)
+    page = path.parent / "page.md"
+    rows = (
+        "| | what | speed |\n|---|---|---|\n| [`Fast`](a.md) | a | old |\n| [`Slow`](b.md) | b | |"
+    )
+    page.write_text(f"<!-- last column: any/speeds -->\n{rows}\n<!-- end of table -->\n")
+
+    lines = pages.written(page).splitlines()
+
+    assert lines[3:5] == ["| [`Fast`](a.md) | two thirds |", "| [`Slow`](b.md) |  |"]
+
+
 def test_a_page_that_asks_for_a_table_nobody_has_is_an_error(tmp_path: Path) -> None:
     page = tmp_path / "selection.md"
     page.write_text("<!-- table: nothing -->\n<!-- end of table -->\n")

@@ -20,8 +20,9 @@ import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
 from offbeat.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedError
 from offbeat.session.session import Session
-from offbeat.strategies.gradient import GradientStrategy, SparseGradientStrategy
+from offbeat.strategies.gradient import GradientStrategy
 from offbeat.strategies.kfac import KFACStrategy
+from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 
 AnyStrategy = GradientStrategy | KFACStrategy
 

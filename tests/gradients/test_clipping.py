@@ -14,7 +14,7 @@ from offbeat.errors import ConfigError, OffbeatWarning
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.residual_watch import LOOK_INTERVAL, ResidualWatch
 from offbeat.strategies.base import Strategy
-from offbeat.strategies.gradient import SparseGradientStrategy
+from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
 BAD_STEP, NUM_STEPS = 60, 390

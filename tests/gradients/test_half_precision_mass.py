@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.strategies.gradient import SparseGradientStrategy
+from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
 NUM_RANKS, NUM_STEPS = 3, 6  # a third is not exact in any binary type

@@ -13,7 +13,7 @@ import torch
 
 import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
-from offbeat.strategies.gradient import SparseGradientStrategy
+from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]

@@ -9,7 +9,7 @@ import torch
 
 import offbeat
 from offbeat.errors import ConfigError
-from offbeat.strategies.gradient import SparseGradientStrategy
+from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
 NUM_RANKS = 3

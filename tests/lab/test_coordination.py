@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from offbeat.errors import PeerError
 from offbeat.lab.coordination import Coordinator, record_death
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def coordinators(world_size: int) -> tuple[dist.Store, list[Coordinator]]:

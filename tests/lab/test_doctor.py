@@ -10,9 +10,10 @@ import os
 import re
 import socket
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import pytest
 from hypothesis import given
@@ -359,16 +360,17 @@ def test_real_workers_measure_each_other_and_listen_on_loopback_only() -> None:
 def test_a_worker_that_fails_ends_all_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(*arguments: Any) -> subprocess.Popen[bytes]:
-        started.append(original(*arguments))
+    def start(
+        place: dict[str, str], said: IO[bytes], complained: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        """The first waits for the second, which fails."""
+        program = "import signal; signal.pause()" if place["RANK"] == "0" else "raise OSError('no')"
+        command = [sys.executable, "-S", "-c", program]
+        started.append(subprocess.Popen(command, stdout=said, stderr=complained))
         return started[-1]
 
-    original = local.start_measurement_worker
     monkeypatch.setattr(local, "start_measurement_worker", start)
-    monkeypatch.setenv("OFFBEAT_RUN_SECRET", "short")
-    with pytest.raises(
-        OffbeatError, match=r"worker \d of the measurement failed: .*needed are 16 or more"
-    ):
+    with pytest.raises(OffbeatError, match="worker 1 of the measurement failed: OSError: no"):
         local.measure_locally(2)
     assert [process.returncode is not None for process in started] == [True, True]
 

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 MODULE = "lab_support.fork_server"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def environment(**variables: str) -> dict[str, str]:

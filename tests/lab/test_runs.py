@@ -35,7 +35,7 @@ from ranks_support.templates import Templates
 pytestmark = pytest.mark.ranks
 
 ENDLESS = 1_000_000
-DEADLINE_S = 20
+DEADLINE_S = 60
 
 
 def request(npz: Path, **changes: object) -> Request:

@@ -347,6 +347,19 @@ def test_the_channels_of_an_image_stay_where_they_are(tmp_path: Path) -> None:
     assert batch.sum() == 2 * 4 * 16
 
 
+def test_a_smaller_image_holds_means_of_pixels(tmp_path: Path) -> None:
+    images = np.zeros((48, 16, 20, 3), dtype=np.uint8)
+    images[:, 0, 0], images[:, 1, 1] = 100, 20
+    held_out = np.zeros((9, 16, 20, 3), dtype=np.uint8)
+    path = colours(tmp_path / "colours.npz", x_train=images, x_test=held_out)
+    batch, _ = build_task("images", {"path": path, "normalize": "false", "shrink": "2"}).batch(
+        np.arange(2)
+    )
+    assert batch.shape == (2, 3, 8, 10)
+    torch.testing.assert_close(batch[:, :, 0, 0], torch.full((2, 3), 30 / 255))
+    assert batch[:, :, 1:].sum() == 0
+
+
 @pytest.mark.parametrize("skew", [0.05, 0.3, 100.0])
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_skewed_labels_use_up_the_data(skew: float, world_size: int) -> None:

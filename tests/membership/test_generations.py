@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["start_process"]
 
 SECRET = b"a secret of this test run only"
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 BRISK = PeerLimits(
     grace_s=0.1,
     heartbeat_interval_s=0.1,

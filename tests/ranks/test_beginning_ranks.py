@@ -67,7 +67,7 @@ def in_attach(rank: int, world_size: int, *, victim: int, doing: str) -> dict[st
 
 @pytest.mark.parametrize("doing", ["connecting", "telling where it listens", "comparing"])
 def test_before_a_run_is_founded_a_death_is_named_to_all(run_ranks: RunRanks, doing: str) -> None:
-    results = run_ranks(in_attach, 4, victim=1, doing=doing, may_die=[1], timeout_s=25)
+    results = run_ranks(in_attach, 4, victim=1, doing=doing, may_die=[1], timeout_s=60)
     for heard in (results[0], results[2], results[3]):
         assert (heard["kind"], heard["rank"]) == ("PeerError", 1)
         assert heard["message"].startswith("rank 1 ")
@@ -129,7 +129,7 @@ def test_once_it_is_founded_those_who_live_share_all_samples(
         strategy=strategy,
         deaths=deaths,
         may_die=victims,
-        timeout_s=25,
+        timeout_s=60,
     )[0]
     assert samples(survivor["merges"]) == list(range(NUM_SAMPLES))
     assert {rank for merge in survivor["merges"] for rank, _ in merge["works"]} == {0}
@@ -173,7 +173,7 @@ def second_session(rank: int, world_size: int, *, strategy: str) -> dict[str, An
 def test_who_attaches_anew_after_a_death_hears_of_it_at_once(
     run_ranks: RunRanks, strategy: str
 ) -> None:
-    results = run_ranks(second_session, 3, strategy=strategy, may_die=[2], timeout_s=25)[:2]
+    results = run_ranks(second_session, 3, strategy=strategy, may_die=[2], timeout_s=60)[:2]
     for heard in results:
         assert heard["heard"].startswith("PeerError: rank 2 was lost in an earlier session")
         assert "new_group([0, 1], use_local_synchronization=True)" in heard["heard"]

@@ -71,7 +71,7 @@ def test_a_frozen_rank_is_named_to_all_who_wait_for_it_in_a_dense_collective(
     run_ranks: RunRanks,
 ) -> None:
     recipe = offbeat.AllReduce()
-    results = run_ranks(frozen, 3, strategy=recipe, may_die=[VICTIM], timeout_s=25)[:2]
+    results = run_ranks(frozen, 3, strategy=recipe, may_die=[VICTIM], timeout_s=60)[:2]
     for result in results:
         assert result["heard"] == VICTIM
         before, after = map(Counter, result["open"])

@@ -144,7 +144,7 @@ def test_every_sample_counts_once_whoever_dies_where(
     """All but one die: while computing, in the middle of a merge, with a claim that nobody has
     heard of.
     """
-    survivor = run_ranks(killed, 4, label=label, deaths=deaths, may_die=[1, 2, 3], timeout_s=25)[0]
+    survivor = run_ranks(killed, 4, label=label, deaths=deaths, may_die=[1, 2, 3], timeout_s=60)[0]
     merges = survivor["merges"]
     assert [merge["place"] for merge in merges] == [[0, 1], [0, 2], [1, 0], [1, 1], [1, 2], [2, 0]]
     assert samples(merges[:3]) == samples(merges[3:]) == list(range(NUM_SAMPLES))
@@ -156,7 +156,7 @@ def test_every_sample_counts_once_whoever_dies_where(
 def test_those_who_live_hold_the_same_after_each_merge(run_ranks: RunRanks) -> None:
     """Two of four die, one of them at the end of a merge that the others have made."""
     deaths = {"1": ("merging", 29), "3": ("computing", 9)}
-    results = run_ranks(killed, 4, label="momentum", deaths=deaths, may_die=[1, 3], timeout_s=25)
+    results = run_ranks(killed, 4, label="momentum", deaths=deaths, may_die=[1, 3], timeout_s=60)
     assert results[0]["merges"] == results[2]["merges"]
     assert samples(results[0]["merges"][:3]) == list(range(NUM_SAMPLES))
     assert len({merge["print"] for merge in results[0]["merges"]}) == 6
@@ -170,7 +170,7 @@ def test_what_was_claimed_ahead_is_given_out_again(run_ranks: RunRanks) -> None:
         label="adaptive, read ahead",
         deaths={"1": ("computing", 2)},
         may_die=[1],
-        timeout_s=25,
+        timeout_s=60,
     )
     assert results[0]["merges"] == results[2]["merges"]
     merges = results[0]["merges"]

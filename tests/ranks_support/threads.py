@@ -19,5 +19,5 @@ def in_thread() -> Iterator[Callable[..., threading.Thread]]:
 
     yield start
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()

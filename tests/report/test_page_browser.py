@@ -12,8 +12,10 @@ from offbeat.report.page import write_report
 from report_support.browser import DESKTOP, PHONE, Browser
 from report_support.synthetic import Made, write_run
 
-OPEN_WITHIN_MS = 2_000
-"""The promise is kept with a margin of a factor of ten, so a busy machine does not fail it."""
+MOST_ELEMENTS = 3_000
+"""Of a page that opens quickly. How long it takes depends on the machine; what it has to draw does
+not.
+"""
 
 MARKS = """[...document.querySelectorAll("figure > svg")].map((svg) => svg.querySelectorAll("path, rect, line").length)"""
 WIDEST = "document.documentElement.scrollWidth"
@@ -143,16 +145,16 @@ def test_the_pointer_is_told_what_it_points_at(browser: Browser, comparison: Pat
     assert browser.console == []
 
 
-def test_a_hundred_thousand_events_open_quickly(browser: Browser, tmp_path: Path) -> None:
+def test_a_hundred_thousand_events_are_no_more_to_draw_than_a_few(
+    browser: Browser, tmp_path: Path
+) -> None:
     directory = write_run(tmp_path / "run", Made(workers=4, steps=25_000, random_late_s=0.1))
     path = write_report(directory)
     assert path.stat().st_size < 1_000_000
     browser.open(path)
     assert browser.evaluate("document.documentElement.dataset.drawn") is not None
-    assert (
-        browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
-        < OPEN_WITHIN_MS
-    )
+    elements = browser.evaluate("document.querySelectorAll('*').length")
+    assert elements < MOST_ELEMENTS
     points = browser.evaluate(
         """Math.max(...[...document.querySelectorAll("path.line")].map((line) => line.getAttribute("d").length))"""
     )

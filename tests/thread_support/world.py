@@ -105,8 +105,10 @@ class _Waiting:
             return self._take()
 
 
-def in_threads(world_size: int, job: Callable[[ThreadDriver], T]) -> list[T | BaseException]:
-    """What `job` returns or raises on each rank."""
+def in_threads(
+    world_size: int, job: Callable[[ThreadDriver], T], *, limit_s: float = 2 * WAIT_LIMIT_S
+) -> list[T | BaseException]:
+    """What `job` returns or raises on each rank. It may take `limit_s`."""
     world = ThreadWorld(world_size)
     outcomes: list[T | BaseException] = [AssertionError("the thread has not ended")] * world_size
 
@@ -121,13 +123,15 @@ def in_threads(world_size: int, job: Callable[[ThreadDriver], T]) -> list[T | Ba
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * WAIT_LIMIT_S)
+        thread.join(limit_s)
     return outcomes
 
 
-def results_of(world_size: int, job: Callable[[ThreadDriver], T]) -> list[T]:
+def results_of(
+    world_size: int, job: Callable[[ThreadDriver], T], *, limit_s: float = 2 * WAIT_LIMIT_S
+) -> list[T]:
     """What `job` returns on each rank; raises what it raises."""
-    outcomes = in_threads(world_size, job)
+    outcomes = in_threads(world_size, job, limit_s=limit_s)
     for outcome in outcomes:
         if isinstance(outcome, BaseException) and not isinstance(outcome, PeerError):
             raise outcome

@@ -201,8 +201,10 @@ def rank_1_of(secret: bytes) -> Iterator[Callable[..., Peers]]:
     """Opens a rank 1 that is not quite like the others."""
     with ExitStack() as stack:
 
-        def open_rank_1(*, world_size: int = 2, secret: bytes = secret) -> Peers:
-            limits = PeerLimits(connect_timeout_s=0.2, linger_s=0.01)
+        def open_rank_1(
+            *, world_size: int = 2, secret: bytes = secret, connect_timeout_s: float = 60.0
+        ) -> Peers:
+            limits = PeerLimits(connect_timeout_s=connect_timeout_s, linger_s=0.01)
             peers = Peers(1, world_size, address="127.0.0.1", secret=secret, limits=limits)
             stack.callback(peers.close)
             return peers
@@ -213,7 +215,7 @@ def rank_1_of(secret: bytes) -> Iterator[Callable[..., Peers]]:
 def test_ranks_with_different_secrets_are_told_so(
     rank_0: Peers, rank_1_of: Callable[..., Peers], secret: bytes
 ) -> None:
-    rank_1 = rank_1_of(secret=secret[::-1])
+    rank_1 = rank_1_of(secret=secret[::-1], connect_timeout_s=0.2)
     rank_1.connect([rank_0.endpoint, rank_1.endpoint])
     with pytest.raises(PeerError, match=r"rank 0 could not be reached .* same run secret"):
         rank_1.start(Recv(0), 0).wait()

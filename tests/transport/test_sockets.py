@@ -78,7 +78,7 @@ def test_who_waits_on_a_connection_that_is_shut_down_is_woken(
     shut_down(
         SocketAddresses(local=address) if side == "local" else SocketAddresses(remote=address)
     )
-    waiter.join(10)
+    waiter.join(60)
     assert received == [b""]
     assert there.recv(1) == b""
     with socket.create_connection(listener.getsockname()):

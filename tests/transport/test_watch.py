@@ -33,7 +33,7 @@ class Dense:
 def test_a_wait_for_a_dead_rank_is_ended_by_its_name() -> None:
     dense = Dense(10 * LOOK_S)
     with closing(Watch(dense, lambda: {2: "is dead", 1: "aborted"})):
-        assert dense.was_cut.wait(10)
+        assert dense.was_cut.wait(60)
     assert dense.cause is not None
     assert dense.cause.rank == 2
     assert str(dense.cause).startswith("rank 2 is dead (rank 0 waited for it")
@@ -42,7 +42,7 @@ def test_a_wait_for_a_dead_rank_is_ended_by_its_name() -> None:
 def test_who_waits_too_long_where_nobody_may_is_ended_without_a_name() -> None:
     dense = Dense(10.0)
     with closing(Watch(dense, dict, limit_s=5.0)):
-        assert dense.was_cut.wait(10)
+        assert dense.was_cut.wait(60)
     assert dense.cause is not None
     assert dense.cause.rank is None
 
@@ -56,7 +56,7 @@ def test_a_rank_that_does_not_wait_asks_nobody_and_slowness_is_no_death() -> Non
 
     slow = Dense(1000.0)
     with closing(Watch(slow, nobody)):
-        assert asked.wait(10)
+        assert asked.wait(60)
     assert not slow.was_cut.is_set()
 
 

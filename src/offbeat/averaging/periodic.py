@@ -64,6 +64,11 @@ class PeriodicAverage(Part):
         return self._weight
 
     @override
+    def replicas_agree(self) -> bool:
+        num_local = self._num_steps - self._start_step
+        return num_local <= 0 or num_local % self._period == 0
+
+    @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
         """The anchor is taken as late as can be: the user may load weights after attaching."""
         self._begin()

@@ -200,6 +200,55 @@ def train(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="As for python.", show_default=False),
+    ] = None,
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="How workers exchange, with options after colons: gtopk:density=0.01."
+            " `offbeat strategies` lists them."
+        ),
+    ] = "allreduce",
+    workers: Workers = None,
+    as_module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")
+    ] = False,
+    restarts: Annotated[
+        int, typer.Option(help="How often workers that die are started again.")
+    ] = 0,
+    steps: Annotated[
+        int | None, typer.Option(help="End the script after so many optimizer steps.")
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="Which logged value counts (default: the first that is not the loss)."),
+    ] = None,
+    out: Out = None,
+) -> None:
+    """Run your own script with a strategy: offbeat run --strategy gtopk:density=0.01 --workers 4
+    train.py --epochs 3. It needs no change if it uses DistributedDataParallel. Under torchrun or
+    srun this process is one rank.
+    """
+    from offbeat.cli import running
+
+    sys.exit(
+        running.run(
+            words or [],
+            strategy=strategy,
+            workers=workers,
+            as_module=as_module,
+            restarts=restarts,
+            steps=steps,
+            metric=metric,
+            out=out,
+        )
+    )
+
+
 @app.command()
 def compare(
     task: Annotated[str, typer.Option(help="What to train; `offbeat tasks` lists them.")],

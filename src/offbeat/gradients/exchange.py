@@ -22,7 +22,7 @@ Rules that keep ranks in step:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -36,6 +36,7 @@ from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.entry_ages import EntryAges
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.optimizer_momentum import OptimizerMomentum
+from offbeat.gradients.rising_rate import RisingRate
 from offbeat.parts.gradient_norm import clip_gradients_
 from offbeat.parts.part import Part
 
@@ -125,6 +126,7 @@ class ExchangeCounts:
     exchanges: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    rising_rate: RisingRate = field(default_factory=RisingRate)
 
 
 class GradientExchange(Part):
@@ -495,6 +497,8 @@ class GradientExchange(Part):
         replicated: dict[str, object] = {
             "exchanges": self.counts.exchanges,
             "skipped": self.counts.skipped,
+            "learning_rate": self.counts.rising_rate.rate,
+            "warm_until": self.counts.rising_rate.until,
         }
         return {"additive": additive, "local": local, "replicated": replicated}
 
@@ -526,6 +530,11 @@ class GradientExchange(Part):
             reduction.load(state["additive"], state["local"])  # type: ignore[arg-type]  # checked above
         self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]
         self.counts.skipped = int(state["replicated"]["skipped"])  # type: ignore[call-overload]
+        # Version 0.1 knew no warm-up by the learning rate.
+        self.counts.rising_rate = RisingRate(
+            rate=float(state["replicated"].get("learning_rate", 0.0)),  # type: ignore[arg-type]
+            until=int(state["replicated"].get("warm_until", 0)),  # type: ignore[call-overload]
+        )
 
     @override
     def on_abandon(self, reason: str) -> None:

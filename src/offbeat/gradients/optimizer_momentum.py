@@ -27,30 +27,6 @@ _TAKEN: Final = ("momentum", "weight_decay")
 _BUFFER: Final = "momentum_buffer"
 
 
-def reason_to_leave(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why the momentum of `optimizer` stays where it is; None: it can be taken over, or there is
-    none.
-    """
-    groups = optimizer.param_groups
-    has_momentum = any(group.get("momentum") or group.get("betas") for group in groups)
-    if not has_momentum:
-        return None
-    if type(optimizer) is not torch.optim.SGD:
-        return f"the optimizer is {type(optimizer).__name__}, and only torch.optim.SGD's can be"
-    if any(group["dampening"] for group in groups):
-        return "the optimizer dampens it"
-    return None
-
-
-def has_momentum_to_take(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` is SGD with momentum that can be taken over."""
-    return (
-        type(optimizer) is torch.optim.SGD
-        and any(group["momentum"] for group in optimizer.param_groups)
-        and reason_to_leave(optimizer) is None
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     """A bucket, and what is applied to it."""
@@ -66,7 +42,7 @@ class OptimizerMomentum:
     Nothing is taken before `take` is called.
 
     Args:
-        optimizer: for which `has_momentum_to_take`.
+        optimizer: a `torch.optim.SGD` with momentum, which it does not dampen.
         inform: is told what was taken.
     """
 
@@ -206,3 +182,25 @@ class OptimizerMomentum:
         with_decay = any(group["momentum"] and group["weight_decay"] for group in groups)
         text = f"momentum {', '.join(f'{momentum:g}' for momentum in momenta)}"
         return text + (" and weight decay" if with_decay else "")
+
+
+def momentum_to_take(
+    optimizer: torch.optim.Optimizer, *, inform: Callable[[str], None]
+) -> OptimizerMomentum | None:
+    """The momentum of `optimizer`; None if it has none, or one that has to stay there, which
+    `inform` is told.
+    """
+    groups = optimizer.param_groups
+    if not any(group.get("momentum") or group.get("betas") for group in groups):
+        return None
+    if type(optimizer) is not torch.optim.SGD:
+        reason = f"the optimizer is {type(optimizer).__name__}, and only torch.optim.SGD's can be"
+    elif any(group["dampening"] for group in groups):
+        reason = "the optimizer dampens it"
+    else:
+        return OptimizerMomentum(optimizer, inform=inform)
+    inform(
+        "momentum_correction='auto': the optimizer's momentum sees the mean of what was sent, and"
+        f" is not taken over, since {reason}"
+    )
+    return None

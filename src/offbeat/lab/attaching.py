@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -16,7 +17,11 @@ from offbeat.lab.native import CommunicationMeter, Native, NativeSession
 from offbeat.lab.options import Recipe
 from offbeat.session.attach import attach_through
 from offbeat.session.session import Session
+from offbeat.transport.driver import Driver
 from offbeat.transport.wrappers.delaying import Delaying, Delivery
+
+LinkDelay: TypeAlias = Callable[[Delivery], float]
+"""How long a delivery occupies a rank's link, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,20 +92,25 @@ def attach_recipe(
     Raises:
         OffbeatError: the recipe cannot work with this model, or the ranks do not find each other.
     """
-    delay = None if cluster is None else _link_delay(cluster, rank)
+    delay = None if cluster is None else link_delay(cluster, rank)
     if isinstance(recipe, Native):
         meter = CommunicationMeter(world_size, rank=rank, delay=delay)
         native = recipe.attach(model, optimizer, meter)
         return AttachedModel(
             model=model, module=native.module, optimizer=native.optimizer, session=native
         )
-    wrap = (lambda driver: driver) if delay is None else (lambda driver: Delaying(driver, delay))
     # The lab measures averaged models while the session stands, and uses none afterwards.
-    session = attach_through(wrap, model, optimizer, recipe, finish="keep")
+    session = attach_through(wrap_with(delay), model, optimizer, recipe, finish="keep")
     return AttachedModel(model=model, module=model, optimizer=optimizer, session=session)
 
 
-def _link_delay(cluster: Cluster, rank: int) -> Callable[[Delivery], float]:
+def wrap_with(delay: LinkDelay | None) -> Callable[[Driver], Driver]:
+    """What `attach_through` is to put around the driver, where links are imitated in user space."""
+    return (lambda driver: driver) if delay is None else (lambda driver: Delaying(driver, delay))
+
+
+def link_delay(cluster: Cluster, rank: int) -> LinkDelay:
+    """That of the link of `rank` in `cluster`."""
     link = cluster.link_of(rank)
     return lambda delivery: (
         delivery.num_messages * link.latency_s + delivery.num_bytes / link.bytes_per_s

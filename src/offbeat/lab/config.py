@@ -34,14 +34,38 @@ _LEAST_STEPS_A_MERGE = 2
 """So that a merge always comes at a later step than the one before."""
 
 
+class ScriptCommand(BaseModel):
+    """A user's script, as Python would be told to run it.
+
+    Attributes:
+        path: of its file; the name of a module if `as_module`.
+        arguments: its own.
+        as_module: whether it is run as by `python -m`.
+        metric: which of the values that it logs is the metric; None: chosen by name.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str
+    arguments: list[str] = []
+    as_module: bool = False
+    metric: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        return self.path.rpartition(".")[2] if self.as_module else Path(self.path).stem
+
+
 class RunConfig(BaseModel):
     """A resolved run: every option has a value.
 
     Attributes:
-        task, task_options: what is trained.
+        task, task_options: what is trained; where it is a script, its name and its arguments.
         strategy, strategy_options: how workers exchange.
         workers: number of processes.
-        epochs, steps: when to stop; exactly one of them is a number.
+        epochs, steps: when to stop; exactly one of them is a number, but for a script, which knows
+            by itself when to stop, or is stopped after `steps`.
         seed: of the initial parameters and of the order of samples.
         checkpoint_every: steps between checkpoints, and there is one at the end in any case; None:
             none at all.
@@ -49,6 +73,7 @@ class RunConfig(BaseModel):
         cluster: what is emulated; None: this machine as it is.
         emulation: how, see `offbeat.lab.emulation.emulate`.
         replay: record of a run whose claims are to be repeated.
+        script: what runs in the place of a task; None for a task.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,6 +91,7 @@ class RunConfig(BaseModel):
     cluster: Cluster | None = None
     emulation: EmulationMode = "auto"
     replay: AbsolutePath | None = None
+    script: ScriptCommand | None = None
 
     def build_task(self) -> Task:
         return build_task(self.task, self.task_options)

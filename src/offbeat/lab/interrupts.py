@@ -16,9 +16,10 @@ from types import FrameType
 
 @dataclass(kw_only=True, slots=True)
 class Interrupts:
-    """How often this process was asked to stop."""
+    """How often this process was asked to stop, and by which signal the last time."""
 
     count: int = 0
+    number: int = signal.SIGTERM
 
 
 @contextmanager
@@ -28,13 +29,14 @@ def interrupts() -> Iterator[Interrupts]:
     """
     interrupted = Interrupts()
 
-    def count() -> None:
+    def count(number: int) -> None:
         interrupted.count += 1
+        interrupted.number = number
 
     if threading.current_thread() is not threading.main_thread():
         yield interrupted
         return
-    with stop_requests(count):
+    with _stop_requests(count):
         yield interrupted
 
 
@@ -43,11 +45,18 @@ def stop_requests(heed: Callable[[], object]) -> Iterator[None]:
     """Call `heed` at SIGINT, SIGTERM and SIGHUP, in place of ending this process. A SIGHUP that is
     ignored, as under nohup, stays so. Only in the main thread.
     """
+    with _stop_requests(lambda number: heed()):
+        yield
+
+
+@contextmanager
+def _stop_requests(heed: Callable[[int], object]) -> Iterator[None]:
+    """`stop_requests` that tell the number of the signal."""
 
     def note(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             _leave_terminal()
-        heed()
+        heed(number)
 
     before = {number: signal.signal(number, note) for number in _stop_signals()}
     try:

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 from offbeat.errors import WireError
 from offbeat.lab.emulation import Placement
@@ -24,6 +24,30 @@ from offbeat.lab.progress import (
     Report,
     decode,
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerProgram:
+    """What a worker's process runs.
+
+    Attributes:
+        module: it runs as by `python -m`, with the path of a config.json.
+        forked: whether it may be forked from `offbeat.lab.worker_server`. What it sets before it
+            imports torch it then sets too late.
+        shown: ranks that print to where this process prints; the others print to logs.
+        environment: variables that it is told in the place of the usual ones.
+        ends_alone: whether one that has ended well does not mean that the others are about to.
+    """
+
+    module: str = "offbeat.lab.worker"
+    forked: bool = True
+    shown: Collection[int] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ends_alone: bool = False
+
+
+TASK_WORKER: Final = WorkerProgram()
+"""Trains one of the lab's tasks."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,7 +85,7 @@ class LocalWorker:
 
     @property
     def ended_well(self) -> bool:
-        return self.process.poll() in (0, EXIT_STOPPED)
+        return self.process.poll() in (0, EXIT_STOPPED) and self.failure is None
 
     @property
     def is_secondary_failure(self) -> bool:
@@ -108,6 +132,7 @@ def start_worker(
     placement: Placement,
     environment: Mapping[str, str],
     *,
+    program: WorkerProgram,
     incarnation: int,
     seconds: float,
 ) -> LocalWorker:
@@ -116,6 +141,7 @@ def start_worker(
     Args:
         rank: which one.
         run_directory: a record with a config.json; what the process prints goes to its logs.
+        program: what it runs.
         placement: where it runs.
         environment: what it is told besides what this process was told.
         incarnation: how many processes have had this rank before and died.
@@ -129,8 +155,9 @@ def start_worker(
                 str(run_directory / "config.json"),
                 placement,
                 {**os.environ, **environment, **placement.environment},
+                program=program,
                 stdin=stdin,
-                log=log,
+                log=None if rank in program.shown else log,
                 pipe=writing,
             )
     except BaseException:
@@ -156,27 +183,30 @@ def _start_process(
     placement: Placement,
     environment: Mapping[str, str],
     *,
+    program: WorkerProgram,
     stdin: int,
-    log: IO[bytes],
+    log: IO[bytes] | None,
     pipe: int,
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     """Fork a worker, or start a fresh interpreter where that cannot be done. Both behave alike, but
     a fresh one takes seconds to begin.
     """
-    try:
-        return WORKER_FORKS.fork(
-            [config_path],
-            environment=environment,
-            stdin=stdin,
-            output=log.fileno(),
-            pipe=pipe,
-            namespace=placement.namespace,
-        )
-    except ForkServerError as error:
-        with suppress(OSError):  # a full disk takes no log
-            os.write(log.fileno(), f"not forked: {error}\n".encode())
+    if program.forked:
+        output = sys.stdout.fileno() if log is None else log.fileno()
+        try:
+            return WORKER_FORKS.fork(
+                [program.module, config_path],
+                environment=environment,
+                stdin=stdin,
+                output=output,
+                pipe=pipe,
+                namespace=placement.namespace,
+            )
+        except ForkServerError as error:
+            with suppress(OSError):  # a full disk takes no log
+                os.write(output, f"not forked: {error}\n".encode())
     return subprocess.Popen(
-        [*placement.prefix, sys.executable, "-m", "offbeat.lab.worker", config_path],
+        [*placement.prefix, sys.executable, "-m", program.module, config_path],
         stdin=stdin,
         stdout=log,
         stderr=log,

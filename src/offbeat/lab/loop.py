@@ -10,12 +10,12 @@ from __future__ import annotations
 from offbeat.lab.pauses import Pauses
 from offbeat.lab.saving import save
 from offbeat.lab.schedule import ClaimedSchedule, Schedule
-from offbeat.lab.step_recorder import RankRun, StepRecorder
+from offbeat.lab.step_recorder import StepRecorder, TaskRun
 from offbeat.lab.tasks import Batch, num_samples_of
 from offbeat.megabatch.loader import DispatchLoader
 
 
-def train(run: RankRun, recorder: StepRecorder, pauses: Pauses) -> None:
+def train(run: TaskRun, recorder: StepRecorder, pauses: Pauses) -> None:
     """Steps with batches of this rank's own."""
     schedule = run.schedule
     assert isinstance(schedule, Schedule)
@@ -28,7 +28,7 @@ def train(run: RankRun, recorder: StepRecorder, pauses: Pauses) -> None:
 
 
 def train_on_claims(
-    run: RankRun, recorder: StepRecorder, pauses: Pauses, loader: DispatchLoader
+    run: TaskRun, recorder: StepRecorder, pauses: Pauses, loader: DispatchLoader
 ) -> None:
     """Train on mega-batches, of which each rank claims what it can.
 
@@ -54,7 +54,7 @@ def train_on_claims(
         _save_and_evaluate(run, recorder, steps_before)
 
 
-def _step(run: RankRun, recorder: StepRecorder, batch: Batch, number: int) -> float:
+def _step(run: TaskRun, recorder: StepRecorder, batch: Batch, number: int) -> float:
     """Step `number`, counted from 1; returns the loss."""
     task, attached, step_time = run.task, run.attached, run.step_time
     step_time.begin_step(number)
@@ -72,19 +72,19 @@ def _step(run: RankRun, recorder: StepRecorder, batch: Batch, number: int) -> fl
     return loss.item()
 
 
-def _set_learning_rate(run: RankRun) -> None:
+def _set_learning_rate(run: TaskRun) -> None:
     """That of the place in the run, which is the same on every rank and after a resume."""
     lr = run.task.lr_at((run.schedule.position.step + 0.5) / run.schedule.target)
     for group in run.attached.optimizer.param_groups:
         group["lr"] = lr
 
 
-def _begin(run: RankRun, recorder: StepRecorder) -> None:
+def _begin(run: TaskRun, recorder: StepRecorder) -> None:
     if run.record.config.eval_every is not None and run.schedule.position.step == 0:
         evaluate(run, recorder)
 
 
-def _save_and_evaluate(run: RankRun, recorder: StepRecorder, steps_before: int) -> None:
+def _save_and_evaluate(run: TaskRun, recorder: StepRecorder, steps_before: int) -> None:
     """What is due when a multiple of some number of steps has been done since `steps_before`."""
     config, step = run.record.config, run.schedule.position.step
     if step >= run.schedule.target:
@@ -102,7 +102,7 @@ def _save_and_evaluate(run: RankRun, recorder: StepRecorder, steps_before: int) 
         evaluate(run, recorder)
 
 
-def evaluate(run: RankRun, recorder: StepRecorder) -> None:
+def evaluate(run: TaskRun, recorder: StepRecorder) -> None:
     """Measure the metric on the leader; no rank's training time counts it. Where the leader can
     average alone, no other rank waits for it.
     """

@@ -94,13 +94,7 @@ def join() -> Coordinator:
         )
     supervised, incarnation = _SUPERVISED in os.environ, int(os.environ.get(RETURN_VARIABLE) or 0)
     if supervised:
-        store: Store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ[_SUPERVISED]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=_PATIENCE,
-        )
+        store = _supervisors_store()
     else:
         _require(("MASTER_ADDR", "MASTER_PORT"), launch)
         os.environ.update(RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size))
@@ -119,6 +113,41 @@ def join() -> Coordinator:
         dist.init_process_group("gloo", store=store, rank=launch.rank, world_size=launch.world_size)
     return Coordinator(
         store, launch.rank, launch.world_size, incarnation=incarnation, supervised=supervised
+    )
+
+
+def supervised_coordinator() -> Coordinator | None:
+    """That of a worker which a supervisor of offbeat's has started, and which makes a process group
+    by itself; None elsewhere.
+    """
+    launch = launched()
+    if launch is None or _SUPERVISED not in os.environ:
+        return None
+    return Coordinator(
+        _supervisors_store(),
+        launch.rank,
+        launch.world_size,
+        incarnation=int(os.environ.get(RETURN_VARIABLE) or 0),
+        supervised=True,
+    )
+
+
+def group_coordinator() -> Coordinator:
+    """That of the ranks of torch.distributed's default group, or of this process alone."""
+    if not dist.is_initialized():
+        return Coordinator(dist.HashStore(), 0, 1)
+    assert dist.group.WORLD is not None
+    store = dist.group.WORLD.get_group_store()
+    return Coordinator(store, dist.get_rank(), dist.get_world_size())
+
+
+def _supervisors_store() -> Store:
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ[_SUPERVISED]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=_PATIENCE,
     )
 
 

@@ -8,13 +8,15 @@ import hashlib
 import json
 import resource
 import sys
-from typing import Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from offbeat.lab.records import Summary, write_summary
-from offbeat.lab.step_recorder import RankRun, StepRecorder
+from offbeat.lab.step_recorder import RankRun, StepRecorder, TaskRun
 
 HANGS_S: Final = 10.0
 """Where ranks do not keep step: for how long the end waits for one that does not come, though all
@@ -27,14 +29,70 @@ no remark.
 """
 
 
-def summarize_run(run: RankRun, recorder: StepRecorder) -> Summary | None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What was measured of the final model.
+
+    Attributes:
+        metric: its value; None if it was not measured.
+        name, higher_is_better: of the metric.
+        others: what else was measured, by name.
+    """
+
+    metric: float | None
+    name: str
+    higher_is_better: bool
+    others: Mapping[str, float] = field(default_factory=dict)
+
+
+def summarize_run(run: TaskRun, recorder: StepRecorder) -> Summary | None:
     """Compare the replicas, measure the model on the leader, and write the summary. Returns it
     there.
     """
-    config, step, session = run.record.config, run.schedule.position.step, run.attached.session
-    last, apart = session.stats, session.averages_alone
+    step, session, task = run.schedule.position.step, run.attached.session, run.task
+    apart = session.averages_alone
     final = None if apart else run.attached.averaged_model()
     num_steps = max(1, step - recorder.first_step)
+    notices = [*_length_notices(run), *_step_time_notices(run, num_steps)]
+    ends = gather_ends(run, recorder, notices, patience_s=HANGS_S if apart else None)
+    if ends is None:
+        return None
+    if final is None:
+        final = run.attached.averaged_model()
+    stopped = step < run.schedule.target
+    metric, others = None, {}
+    if not stopped:
+        final.eval()
+        others = task.metrics(final)
+        metric = others.pop(task.metric_name)
+        recorder.add_evaluation(metric, others, without=run.attached.averaged_without)
+    measured = Measured(
+        metric=metric,
+        name=task.metric_name,
+        higher_is_better=task.higher_is_better,
+        others=others,
+    )
+    return write_end(run, recorder, ends, measured, final, finished=not stopped)
+
+
+def gather_ends(
+    run: RankRun,
+    recorder: StepRecorder,
+    notices: Sequence[str],
+    *,
+    patience_s: float | None,
+    step: int | None = None,
+) -> list[dict[str, Any]] | None:
+    """What each living rank has to say at its end; None on ranks that do not lead.
+
+    Args:
+        run, recorder: of this rank, which has done its last step.
+        notices: of this rank, besides those of its session.
+        patience_s: how long to wait for late ranks; None: for ever.
+        step: a rank that came back is waited for if it took part in this step; None: in any case.
+    """
+    last, session = run.attached.session.stats, run.attached.session
+    num_steps = max(1, run.schedule.position.step - recorder.first_step)
     mine = {
         "digest": digest(run.attached.model),
         "bytes_per_step": (last.bytes_sent - recorder.first.bytes_sent) / num_steps,
@@ -42,41 +100,46 @@ def summarize_run(run: RankRun, recorder: StepRecorder) -> Summary | None:
         "samples_per_s": recorder.num_samples / recorder.seconds if recorder.seconds else 0.0,
         "mean_entry_age": last.mean_entry_age,
         "peak_memory_bytes": _peak_memory_bytes(),
-        "notices": [
-            *session.notices,
-            *run.notices,
-            *_length_notices(run),
-            *_step_time_notices(run, num_steps),
-        ],
+        "notices": [*session.notices, *run.notices, *notices],
     }
-    told = run.coordinator.gather_living(
-        "end", json.dumps(mine), patience_s=HANGS_S if apart else None
-    )
+    told = run.coordinator.gather_living("end", json.dumps(mine), step=step, patience_s=patience_s)
     if not run.coordinator.must_perform("summary", {*told, run.coordinator.rank}):
         return None
-    if final is None:
-        final = run.attached.averaged_model()
-    ends = [json.loads(text) for text in told.values()]
-    stopped = step < run.schedule.target
-    metric, others = None, {}
-    if not stopped:
-        final.eval()
-        others = run.task.metrics(final)
-        metric = others.pop(run.task.metric_name)
-        recorder.add_evaluation(metric, others, without=run.attached.averaged_without)
+    return [json.loads(text) for text in told.values()]
+
+
+def write_end(
+    run: RankRun,
+    recorder: StepRecorder,
+    ends: Sequence[Mapping[str, Any]],
+    measured: Measured,
+    final: nn.Module,
+    *,
+    finished: bool,
+) -> Summary:
+    """Write the summary, as the rank that leads.
+
+    Args:
+        run, recorder: of this rank.
+        ends: from `gather_ends`.
+        measured: of the final model.
+        final: that model.
+        finished: False where the run was stopped before its end.
+    """
+    config, step, last = run.record.config, run.schedule.position.step, run.attached.session.stats
     entry_ages = [end["mean_entry_age"] for end in ends if end["mean_entry_age"] is not None]
     identical = len({end["digest"] for end in ends}) == 1
     summary = Summary(
-        status="stopped" if stopped else "finished",
+        status="finished" if finished else "stopped",
         task=config.task,
         strategy=config.strategy,
         workers=config.workers,
         world_size=run.coordinator.world_size,
         steps=step,
-        metric=metric,
-        metric_name=run.task.metric_name,
-        higher_is_better=run.task.higher_is_better,
-        other_metrics=others,
+        metric=measured.metric,
+        metric_name=measured.name,
+        higher_is_better=measured.higher_is_better,
+        other_metrics=dict(measured.others),
         loss=recorder.last_loss,
         seconds=recorder.seconds,
         steps_per_s=(step - recorder.first_step) / recorder.seconds if recorder.seconds else 0.0,
@@ -126,7 +189,7 @@ def _replica_notices(run: RankRun, final: nn.Module, *, identical: bool) -> list
     )
 
 
-def _length_notices(run: RankRun) -> list[str]:
+def _length_notices(run: TaskRun) -> list[str]:
     step, asked = run.schedule.position.step, run.record.config.steps
     if asked is None or step <= asked * _TOLERATED:
         return []
@@ -136,7 +199,7 @@ def _length_notices(run: RankRun) -> list[str]:
     ]
 
 
-def _step_time_notices(run: RankRun, num_steps: int) -> list[str]:
+def _step_time_notices(run: TaskRun, num_steps: int) -> list[str]:
     if run.step_time.num_late * 20 < num_steps:
         return []
     what = (

@@ -24,7 +24,7 @@ from offbeat.lab.attaching import AttachedModel
 from offbeat.lab.coordination import Coordinator
 from offbeat.lab.records import Record
 from offbeat.lab.schedule import Position
-from offbeat.lab.step_recorder import RankRun
+from offbeat.lab.step_recorder import TaskRun
 from offbeat.session.checkpoint import (
     Manifest,
     Tree,
@@ -55,7 +55,7 @@ class _State(TypedDict):
     random: torch.Tensor
 
 
-def save(run: RankRun, name: str, *, patience_s: float = LATE_S) -> None:
+def save(run: TaskRun, name: str, *, patience_s: float = LATE_S) -> None:
     """Write a checkpoint together with those who are there.
 
     It is of the first writer's step: where ranks do not keep step, other ranks may be at another

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from offbeat.lab.attaching import AttachedModel
 from offbeat.lab.breakdown import combine_events
@@ -17,24 +18,42 @@ from offbeat.lab.emulation.step_time import StepTimeEmulator
 from offbeat.lab.profiles import ProfileWriter
 from offbeat.lab.progress import ELAPSED_VARIABLE, Paused, Reporter, WorkerProgress
 from offbeat.lab.records import Evaluation, EventWriter, MegaBatch, Record, Share, StepEvent
-from offbeat.lab.schedule import ClaimedSchedule, Schedule
+from offbeat.lab.schedule import ClaimedSchedule, Position, Schedule
 from offbeat.lab.tasks import Task
 from offbeat.megabatch.claims import MegaBatchShare
 
 _REPORT_EVERY_S = 0.1
 
 
+class RunLength(Protocol):
+    """Where a run is, and where it ends."""
+
+    @property
+    def position(self) -> Position: ...
+
+    @property
+    def target(self) -> int:
+        """Steps done when the run will be finished."""
+
+
 @dataclass(kw_only=True)
 class RankRun:
-    """Everything one rank trains with."""
+    """What is recorded of one rank's training."""
 
     record: Record
     coordinator: Coordinator
-    task: Task
     attached: AttachedModel
-    schedule: Schedule | ClaimedSchedule
+    schedule: RunLength
     step_time: StepTimeEmulator
     notices: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class TaskRun(RankRun):
+    """Everything one rank trains a task with."""
+
+    task: Task
+    schedule: Schedule | ClaimedSchedule
 
 
 class StepRecorder:
@@ -74,7 +93,13 @@ class StepRecorder:
         """Training time of this attempt; for a worker that came back, with what it has missed."""
         return self._missed_s + self.seconds
 
-    def step_done(self, *, loss: float, batch_size: int) -> None:
+    def begin_anew(self) -> None:
+        """Another session has taken the place of the one before, and counts from 0."""
+        self._before = self.first = self._stats_reported = self._run.attached.session.stats
+        self.first_step = self._run.schedule.position.step
+        self.restart_clock()
+
+    def step_done(self, *, loss: float | None, batch_size: int) -> None:
         event = self._event(loss=loss, batch_size=batch_size, padded_s=self._run.step_time.slept_s)
         self._run.step_time.exclude_overhead(event.encode_s, event.wait_s)
         self.num_samples += batch_size
@@ -195,19 +220,27 @@ class StepRecorder:
         `without`: the ranks whose models the measured mean lacks.
         """
         self._metric = metric
+        self.write_evaluation(self.evaluation(metric, others, without=without))
+
+    def evaluation(
+        self, metric: float, others: Mapping[str, float], *, without: Collection[int] = ()
+    ) -> Evaluation:
+        """What `add_evaluation` writes, for `write_evaluation` later."""
         earlier_s, earlier_bytes = self._earlier()
-        self._events.add_evaluation(
-            Evaluation(
-                step=self._run.schedule.position.step,
-                seconds=earlier_s + self.elapsed_s,
-                bytes_sent=earlier_bytes + self._before.bytes_sent - self.first.bytes_sent,
-                metric=metric,
-                at_s=time.monotonic(),
-                rank=self._run.coordinator.rank,
-                others=others,
-                without=sorted(without),
-            )
+        return Evaluation(
+            step=self._run.schedule.position.step,
+            seconds=earlier_s + self.elapsed_s,
+            bytes_sent=earlier_bytes + self._before.bytes_sent - self.first.bytes_sent,
+            metric=metric,
+            at_s=time.monotonic(),
+            rank=self._run.coordinator.rank,
+            others=others,
+            without=sorted(without),
         )
+
+    def write_evaluation(self, evaluation: Evaluation) -> None:
+        """Add `evaluation` to the record."""
+        self._events.add_evaluation(evaluation)
 
     def report_paused(self) -> None:
         """This rank waits until it may do more steps."""

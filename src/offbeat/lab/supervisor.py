@@ -26,7 +26,7 @@ from offbeat.lab.config import RunConfig
 from offbeat.lab.deaths import cause, describe, hint
 from offbeat.lab.emulation import Emulation
 from offbeat.lab.interrupts import interrupts
-from offbeat.lab.local_worker import LocalWorker, start_worker
+from offbeat.lab.local_worker import TASK_WORKER, LocalWorker, WorkerProgram, start_worker
 from offbeat.lab.options import strategy_type
 from offbeat.lab.progress import (
     ELAPSED_VARIABLE,
@@ -44,7 +44,7 @@ from offbeat.lab.rendezvous import LOOPBACK, StoreServer
 from offbeat.lab.scheduled_events import SIGNALS, UNDONE_BY, ScheduledEvents
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 
-_POLL_S = 0.1
+POLL_S = 0.1
 _LAST_REPORTS_S = 2.0  # after a death, how long its peers may take to report what they saw
 _STOP_S = 60.0  # after a request to stop, how long a step and a checkpoint may take
 # Where workers survive each other: once one has ended, how long the rest may take, since they may
@@ -59,12 +59,15 @@ class WorkerGroup:
         run_directory: a record with a config.json; workers write beside it.
         config: what it says.
         emulation: of the run's cluster, or of this machine as it is.
+        program: what workers run.
         turns: whether workers train only up to the step that `run_until` names.
+        restarts: how many times workers that die are started again, where their peers go on.
         on_progress: called for each report of a worker, and when one dies or comes back.
 
     Attributes:
         remarks: what of the cluster's script could not be carried out.
         losses: workers that died while their peers went on, in order.
+        survives_death: whether workers go on when one of them dies.
     """
 
     def __init__(
@@ -73,17 +76,21 @@ class WorkerGroup:
         config: RunConfig,
         emulation: Emulation,
         *,
+        program: WorkerProgram = TASK_WORKER,
         turns: bool = False,
+        restarts: int = 0,
         on_progress: Listener,
     ) -> None:
         self.run_directory = run_directory
+        self._program = program
+        self._restarts = restarts
         self.remarks: list[str] = []
         self.losses: list[WorkerLoss] = []
         self._config = config
         self._emulation = emulation
         self._turns = turns
         self._on_progress = on_progress
-        self._survives_death = strategy_type(config.strategy).survives_death
+        self.survives_death = strategy_type(config.strategy).survives_death
         self._workers: list[LocalWorker] = []
         self._store: StoreServer | None = None
         self._events = ScheduledEvents(config.cluster)
@@ -94,6 +101,7 @@ class WorkerGroup:
         self._held_up: set[tuple[str, int]] = set()
         self._heard_s = 0.0
         self._num_interrupts = 0
+        self._stop_signal: int = signal.SIGTERM
         self._secret = secrets.token_hex(32)
         self._training_has_begun = False
         self._until_step: int | None = None
@@ -154,9 +162,12 @@ class WorkerGroup:
             self._carry_out(action)
         self._act()
 
-    def interrupt(self) -> None:
-        """Ask the workers to write a checkpoint and stop; asked again, end them."""
+    def interrupt(self, number: int = signal.SIGTERM) -> None:
+        """Ask the workers to write a checkpoint and stop, by the signal `number`; asked again, end
+        them.
+        """
         self._num_interrupts += 1
+        self._stop_signal = number
 
     def has_finished(self) -> bool:
         """Whether the run finished; False when it was interrupted and has written a checkpoint.
@@ -164,48 +175,58 @@ class WorkerGroup:
         Raises:
             PeerError: a worker died or failed; the message names it and says how to go on.
         """
-        self._find_deaths()
-        workers = self._workers
-        codes = {worker.rank: worker.process.returncode for worker in workers}
-        well = [worker for worker in workers if worker.ended_well]
-        if len(well) == len(workers) or (well and self._peers_go_on):
-            self._remark_on_late_returns()
-            return EXIT_STOPPED not in codes.values()
-        if self._num_interrupts and not any(worker.failure for worker in workers):
+        root_cause = self.root_cause()
+        if root_cause is None:
+            return all(w.process.returncode != EXIT_STOPPED for w in self._workers)
+        if self._num_interrupts and not any(worker.failure for worker in self._workers):
             raise PeerError(
                 f"interrupted before the workers could write a checkpoint{hint(self.run_directory)}"
             )
-        # Of several failures the first one is the cause, unless it is a worker that only reported a
-        # peer's failure, or one that this group has ended itself.
-        root_cause = min(
-            (worker for worker in workers if codes[worker.rank] not in (0, EXIT_STOPPED)),
+        what = self.describe(root_cause)
+        raise PeerError(what + hint(self.run_directory), rank=root_cause.rank)
+
+    def root_cause(self) -> LocalWorker | None:
+        """The worker whose end ended the run; None if it has ended well. For when all have ended.
+
+        Of several failures the first one is the cause, unless it is a worker that only reported a
+        peer's failure, or one that this group has ended itself.
+        """
+        self._find_deaths()
+        workers = self._workers
+        well = [worker for worker in workers if worker.ended_well]
+        if len(well) == len(workers) or (well and self._peers_go_on):
+            self._remark_on_late_returns()
+            return None
+        return min(
+            (worker for worker in workers if not worker.ended_well),
             key=lambda worker: (
                 worker.rank in self._ended_by_us,
                 worker.is_secondary_failure,
                 self._died.index(worker.rank),
             ),
         )
-        if root_cause.rank in self._ended_by_script:
-            what = (
-                f"worker {root_cause.rank} was killed, as the cluster description says, and"
-                f" {self._config.strategy} cannot go on"
+
+    def describe(self, worker: LocalWorker) -> str:
+        """How `worker` has ended the run."""
+        if worker.rank in self._ended_by_script:
+            return (
+                f"worker {worker.rank} was killed, as the cluster description says, and"
+                f" {self._config.strategy} cannot go on without it"
             )
-            raise PeerError(f"{what} without it{hint(self.run_directory)}", rank=root_cause.rank)
-        what = describe(
+        return describe(
             self.run_directory,
-            root_cause.rank,
-            root_cause.process.pid,
-            root_cause.process.wait(),
-            root_cause.failure,
+            worker.rank,
+            worker.process.pid,
+            worker.process.wait(),
+            worker.failure,
         )
-        raise PeerError(what + hint(self.run_directory), rank=root_cause.rank)
 
     @property
     def _peers_go_on(self) -> bool:
         """Whether its peers go on when a worker dies. Until training has begun they need all
         workers, to find each other.
         """
-        return self._survives_death and self._training_has_begun
+        return self.survives_death and self._training_has_begun
 
     def _start(self, rank: int, secret: str, *, incarnation: int = 0) -> LocalWorker:
         """Start the process of `rank`; `life` counts those that have had this rank
@@ -221,12 +242,14 @@ class WorkerGroup:
         if incarnation:
             environment |= {RETURN_VARIABLE: str(incarnation), ELAPSED_VARIABLE: repr(self.seconds)}
         environment |= self._store.environment(rank, self._config.workers)
+        environment |= self._program.environment
         placement = self._emulation.placement(rank)
         return start_worker(
             rank,
             self.run_directory,
             placement,
             environment,
+            program=self._program,
             incarnation=incarnation,
             seconds=self.seconds,
         )
@@ -269,8 +292,8 @@ class WorkerGroup:
         if self._num_interrupts and self._stop_deadline_s is None:
             self._stop_deadline_s = now_s + _STOP_S
             for worker in alive:
-                # SIGTERM asks for a checkpoint.
-                worker.process.terminate()
+                # It asks for a checkpoint.
+                worker.process.send_signal(signal.Signals(self._stop_signal))
                 worker.process.send_signal(
                     signal.SIGCONT
                 )  # one that the script has stopped could not hear it
@@ -281,8 +304,9 @@ class WorkerGroup:
             self._peers_go_on
             and self._end_deadline_s is None
             and any(worker.ended_well for worker in self._workers)
+            and not (self._program.ends_alone and any(not worker.incarnation for worker in alive))
         ):
-            self._end_deadline_s = now_s + _END_S
+            self._end_deadline_s = now_s + (_LAST_REPORTS_S if self._program.ends_alone else _END_S)
         deadlines = (self._stop_deadline_s, self._fail_deadline_s, self._end_deadline_s)
         if self._num_interrupts > 1 or any(
             deadline is not None and now_s > deadline for deadline in deadlines
@@ -298,6 +322,7 @@ class WorkerGroup:
                 self._died.append(worker.rank)
                 if self._peers_go_on:
                     self._record_death(worker)
+                    self._restart_dead(worker)
 
     def _record_death(self, worker: LocalWorker) -> None:
         """Tell the peers of `worker`, and the listener, that it has died."""
@@ -311,7 +336,10 @@ class WorkerGroup:
         ):
             return  # it was asked to stop
         why = self._cause(worker)
-        if worker.joined:
+        if self._program.ends_alone and worker.rank in self._ended_by_us:
+            text = f"worker {worker.rank}, which had come back, was ended once the others were done"
+            self.remarks.append(text)
+        elif worker.joined:
             loss = WorkerLoss(
                 rank=worker.rank,
                 step=last_step(self.run_directory, worker.rank),
@@ -383,6 +411,15 @@ class WorkerGroup:
         else:
             self._remark_not_carried_out(action, "it needs network namespaces")
 
+    def _restart_dead(self, old: LocalWorker) -> None:
+        """Start the process of a worker that has just died again, as often as may be."""
+        may_return = old.joined and old.rank not in (self._ended_by_us | set(self._ended_by_script))
+        peers = any(worker.alive for worker in self._workers)
+        if not (self._restarts and may_return and peers) or self._num_interrupts:
+            return
+        self._restarts -= 1
+        self._start_again(old)
+
     def _restart(self, action: ClusterFault) -> None:
         """Start the process of a worker anew, unless it never died, or no peer is left for it to
         join.
@@ -396,6 +433,9 @@ class WorkerGroup:
         if self._num_interrupts or not any(worker.alive for worker in self._workers):
             self._remark_not_carried_out(action, "the run was over before")
             return
+        self._start_again(old)
+
+    def _start_again(self, old: LocalWorker) -> None:
         self._drain(old)
         old.close()
         self._ended_by_script.pop(old.rank, None)
@@ -476,5 +516,5 @@ def supervise(
             while told < interrupted.count:
                 group.interrupt()
                 told += 1
-            group.poll(_POLL_S)
+            group.poll(POLL_S)
         return RunOutcome(finished=group.has_finished(), remarks=group.remarks, losses=group.losses)

@@ -46,7 +46,7 @@ from offbeat.lab.replaying import recording_of
 from offbeat.lab.run_summary import HANGS_S, summarize_run
 from offbeat.lab.saving import restore, save
 from offbeat.lab.schedule import ClaimedSchedule, Position, Schedule, claimed_schedule
-from offbeat.lab.step_recorder import RankRun, StepRecorder
+from offbeat.lab.step_recorder import StepRecorder, TaskRun
 from offbeat.lab.tasks import Batch, Task
 from offbeat.megabatch.loader import DispatchLoader
 from offbeat.session.session import Session
@@ -94,7 +94,7 @@ def train_rank(
     with attached.session as session, stop_requests(stop_requested.set):
         loader = _loader(config, session, task)  # before what is saved of it is restored
         position = _position(record, coordinator, attached, task, loader)
-        run = RankRun(
+        run = TaskRun(
             record=record,
             coordinator=coordinator,
             task=task,

@@ -28,10 +28,12 @@ def main() -> None:
         os._exit(0)
     # From here on this is a worker. It is to be as a fresh interpreter would be.
     np.random.seed()  # noqa: NPY002 - numpy seeds its global generator when it is imported
-    sys.argv = [worker.__file__, *order.arguments]
-    set_command_line([sys.executable, "-m", worker.__name__, *order.arguments])
+    name, *arguments = order.arguments
+    program = worker if name == worker.__name__ else importlib.import_module(name)
+    sys.argv = [str(program.__file__), *arguments]
+    set_command_line([sys.executable, "-m", name, *arguments])
     os.environ[PIPE_VARIABLE] = str(order.descriptors[0])
-    worker.main_and_exit()
+    program.main_and_exit()
 
 
 if __name__ == "__main__":

@@ -125,6 +125,10 @@ class Part:
         """This rank's weight in the mean of all ranks' models; None: this part does not say."""
         return None
 
+    def replicas_agree(self) -> bool:
+        """Whether this part knows that all ranks hold the same parameters, between two steps."""
+        return False
+
     def clip_gradients(self, max_norm: float) -> float | None:
         """The norm that this rank's gradient had before this part clipped it to `max_norm`, in its
         own way; None: this part leaves clipping to others.
@@ -262,6 +266,10 @@ class WrappedPart(Part):
     @override
     def averaging_weight(self) -> float | None:
         return self.inner.averaging_weight()
+
+    @override
+    def replicas_agree(self) -> bool:
+        return self.inner.replicas_agree()
 
     @override
     def clip_gradients(self, max_norm: float) -> float | None:

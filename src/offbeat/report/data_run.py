@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from offbeat.lab.breakdown import Steps
+from offbeat.lab.config import RunConfig, ScriptCommand
 from offbeat.lab.records import Record, Summary
 from offbeat.lab.statistics import Estimate
 from offbeat.report.data import Better, PageContent, StrategyResults
@@ -35,9 +36,11 @@ def report_of_run(directory: Path) -> PageContent:
         "unfinished": "The run goes on, or was killed: it has no summary.",
     }
     length = (
-        ("steps", f"{config.steps:,}")
+        [("steps", f"{config.steps:,}")]
         if config.steps is not None
-        else ("epochs", f"{config.epochs:,}")
+        else [("epochs", f"{config.epochs:,}")]
+        if config.epochs is not None
+        else []
     )
     return PageContent(
         title=f"{config.strategy} on {config.task}, {count_workers(config.workers)}",
@@ -60,11 +63,11 @@ def report_of_run(directory: Path) -> PageContent:
         ],
         setting=setting(record.emulation, config.cluster),
         details=[
-            ("task", config.task),
+            ("task" if config.script is None else "script", config.task),
             *rows(config.task_options),
             ("workers", str(config.workers)),
-            length,
-            ("seed", str(config.seed)),
+            *length,
+            *([("seed", str(config.seed))] if config.script is None else []),
             *([("parameters", f"{summary.num_parameters:,}")] if summary else []),
             *(
                 [("replicas at the end", "identical" if summary.replicas_identical else "differ")]
@@ -138,6 +141,8 @@ def _measures(steps: Steps, summary: Summary | None) -> dict[str, Estimate]:
 def _command(record: Record) -> str:
     """The command line that starts the same run anew."""
     config = record.config
+    if config.script is not None:
+        return _command_of_script(config, config.script)
     words = [
         "offbeat",
         "train",
@@ -160,6 +165,16 @@ def _command(record: Record) -> str:
     for name, value in {**config.task_options, **config.strategy_options}.items():
         words += ["--set", f"{name}={_typed(value)}"] if value is not None else []
     return shlex.join(words)
+
+
+def _command_of_script(config: RunConfig, script: ScriptCommand) -> str:
+    options = [f"{k}={_typed(v)}" for k, v in config.strategy_options.items() if v is not None]
+    words = ["offbeat", "run", "--strategy", ":".join([config.strategy, *options])]
+    words += ["--workers", str(config.workers)]
+    words += ["--steps", str(config.steps)] if config.steps is not None else []
+    words += ["--metric", script.metric] if script.metric is not None else []
+    words += ["--module"] if script.as_module else []
+    return shlex.join([*words, script.path, *script.arguments])
 
 
 def _typed(value: object) -> str:

@@ -45,12 +45,17 @@ def forget(session: Closeable) -> None:
     _open.pop(session, None)
 
 
+def open_in_this_process() -> list[Closeable]:
+    """What this process has opened and not closed yet."""
+    return [session for session, pid in _open.items() if pid == os.getpid()]
+
+
 def close_open_sessions() -> None:
     """Close what this process has left open: as at the end of a `with` block, which is left by the
     exception that ended the script if one did. So the peers hear of it.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
-    for session in [session for session, pid in _open.items() if pid == os.getpid()]:
+    for session in open_in_this_process():
         with suppress(OffbeatError):
             if error is None:
                 session.close(average=False)  # nobody looks at the model any more

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
-from typing import get_args
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,34 @@ from offbeat.transport.connect import (
     reconnect,
 )
 from offbeat.transport.driver import Driver
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttachOverride:
+    """What `offbeat run` does to each `attach` of the script that it runs.
+
+    Attributes:
+        replace: gives the strategy to be attached, of the one that the script asks for.
+        wrap: as in `attach_through`.
+        attached: is called with each session, its model and its optimizer.
+    """
+
+    replace: Callable[[Strategy], Strategy]
+    wrap: Callable[[Driver], Driver]
+    attached: Callable[[Session, torch.nn.Module, torch.optim.Optimizer], None]
+
+
+_overrides: Final[list[AttachOverride]] = []
+
+
+@contextmanager
+def overriding(override: AttachOverride) -> Iterator[None]:
+    """`attach` does what `override` says while the block runs."""
+    _overrides.append(override)
+    try:
+        yield
+    finally:
+        _overrides.remove(override)
 
 
 def attach(
@@ -59,15 +88,19 @@ def attach(
             left waiting.
         MismatchError: the ranks disagree, with the first difference.
     """
-    return attach_through(
-        lambda driver: driver,
+    override = _overrides[-1] if _overrides else None
+    session = attach_through(
+        (lambda driver: driver) if override is None else override.wrap,
         model,
         optimizer,
-        strategy,
+        strategy if override is None else override.replace(strategy),
         group=group,
         scaler=scaler,
         finish=finish,
     )
+    if override is not None:
+        override.attached(session, model, optimizer)
+    return session
 
 
 def attach_through(

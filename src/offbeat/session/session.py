@@ -35,6 +35,7 @@ from offbeat.session.checkpoint import naming_misfit
 from offbeat.session.events import EventDispatcher
 from offbeat.session.loaders import LoaderFactory
 from offbeat.session.lockstep_loader import LockstepLoader
+from offbeat.session.metrics import SessionObserver, as_numbers
 from offbeat.session.model_tensors import digest_of_frozen, persistent_buffers, plain_name
 from offbeat.session.notices import Notices
 from offbeat.session.state import load_state_of, state_of
@@ -141,6 +142,8 @@ class Session:
         self._keeps_own_model = finish == "keep"
         self._handled_before = sys.exception()
         self._on_merge: list[Callable[[], object]] = []
+        self.observers: list[SessionObserver] = []
+        """Who is told of steps and of what is logged; to be appended to."""
         self._chosen_buffers = choose_buffers(persistent_buffers(model))
         self._control = control
         workspace = Workspace(
@@ -176,7 +179,7 @@ class Session:
                     for name, p in model.named_parameters()
                     if not p.requires_grad
                 },
-                step_ended=self._driver.mark_step,
+                step_ended=self._step_ended,
                 issue_warnings=self._notices.issue_warnings,
                 notify=self._notices.notify,
                 watch=(
@@ -279,6 +282,22 @@ class Session:
                 if (norm := part.clip_gradients(max_norm)) is not None:
                     return torch.tensor(norm)
             return torch.tensor(clip_gradients_(self._parameters.values(), max_norm))
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Tell the record of this run, and whoever else observes the session, what the loop has
+        measured: `session.log(loss=loss, accuracy=0.93)`. Not collective; without a record it does
+        nothing.
+
+        Args:
+            values: numbers, or tensors of one element, by name.
+
+        Raises:
+            ConfigError: a value is no number, or the session is closed.
+        """
+        self._check_open("log")
+        numbers = as_numbers(values)
+        for observer in self.observers:
+            observer.logged(numbers)
 
     def join(self) -> None:
         """Take part in the peers' exchange without a backward pass, contributing nothing new.
@@ -425,24 +444,42 @@ class Session:
         self._check_open("averaged_model")
         copied = copy.deepcopy(self._model)
         parameters = {plain_name(name): parameter for name, parameter in copied.named_parameters()}
+        self._average(parameters, lambda: persistent_buffers(copied))
+        return copied
+
+    @torch.no_grad()
+    def averaged_tensors(self) -> dict[str, torch.Tensor]:
+        """The trainable parameters and persistent buffers of `averaged_model`, by name: copies,
+        without a copy of the model. Collective, and raises, as that.
+        """
+        self._check_open("averaged_tensors")
+        parameters = {name: p.detach().clone() for name, p in self._parameters.items()}
+        buffers = {name: b.clone() for name, b in persistent_buffers(self._model).items()}
+        self._average(parameters, lambda: buffers)
+        return parameters | buffers
+
+    @torch.no_grad()
+    def _average(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Replace copies of the model's tensors by their means over all ranks."""
         weights = ModelWeights(
             parameters=(
                 {name: parameters[name] for name in self._parameters}
                 if self.strategy.replicas_differ
                 else {}
             ),
-            buffers=lambda: persistent_buffers(copied),
+            buffers=buffers,
             chosen=self._chosen_buffers,
         )
         if self._mean_source is not None:
-            with torch.no_grad():
-                self.averaged_without = self._mean_source.average_into(weights)
-            return copied
-        with torch.no_grad():
+            self.averaged_without = self._mean_source.average_into(weights)
+        else:
             weights.average_(
                 self._traffic.counting.inner, self._control, weight=self.averaging_weight
             )
-        return copied
 
     @property
     def averages_alone(self) -> bool:
@@ -455,6 +492,15 @@ class Session:
         joined a run under way.
         """
         return 0 if self._mean_source is None else self._mean_source.start_step
+
+    @property
+    def replicas_agree(self) -> bool:
+        """Whether all ranks hold the same parameters just now, between two steps. False where that
+        is not known.
+        """
+        return not self.strategy.replicas_differ or any(
+            part.replicas_agree() for part in self._parts
+        )
 
     @property
     def averaging_weight(self) -> float:
@@ -601,7 +647,12 @@ class Session:
         blame = error.rank if isinstance(error, PeerError) else None
         self._abandon(f"{type(error).__name__}: {error}", blame=blame)
         with suppress(OffbeatError):
-            self._close()
+            self._close(error)
+
+    def _step_ended(self, num_steps: int) -> None:
+        self._driver.mark_step(num_steps)
+        for observer in self.observers:
+            observer.step_ended(num_steps)
 
     def _mega_batches_merged(self, count: int) -> None:
         for _ in range(count):
@@ -614,12 +665,14 @@ class Session:
                 f"{method}() was called on a session that is closed; call it inside the with block"
             )
 
-    def _close(self) -> None:
+    def _close(self, error: BaseException | None = None) -> None:
         self._closed = True
         at_exit.forget(self)
         ATTACHED_MODELS.discard(self._model)
         self._events.remove()
         with ExitStack() as stack:
+            for observer in self.observers:
+                stack.callback(observer.closed, error)
             stack.callback(self._driver.close)
             for part in reversed(self._parts):
                 stack.callback(part.close)
@@ -637,6 +690,8 @@ class Session:
             return
         if error is None:
             self._end(average=True)
+        elif isinstance(error, SystemExit) and not error.code:
+            self._end(average=False)  # the script has ended well, on this rank at least
         else:
             self._fail(error)
 

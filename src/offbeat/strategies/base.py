@@ -10,8 +10,8 @@ Every system of the package answers four questions, and nothing else distinguish
 `build` turns the answers into parts, which act on the events of training. The bases below answer
 the first question for the strategies that stand on them:
 
-- `GradientStrategy` (gradient.py): gradients, before each step; `SparseGradientStrategy`: their
-  largest entries, with error feedback;
+- `GradientStrategy` (gradient.py): gradients, before each step; `SparseGradientStrategy`
+  (sparse_gradient.py): their largest entries, with error feedback;
 - `AveragingStrategy` (averaging.py): weights, after a step; `MegaBatchStrategy` (adaptive.py):
   weights, after each batch of samples that ranks share out among themselves;
 - `KFACStrategy` (kfac.py): gradients and Kronecker factors.

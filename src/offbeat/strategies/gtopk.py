@@ -55,8 +55,8 @@ from offbeat.gradients.collective_choice import BY_ITSELF, BucketKind, CheapestC
 from offbeat.gradients.density_choice import AutoDensity
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
-from offbeat.strategies.gradient import Choose, SparseGradientStrategy
 from offbeat.strategies.options import object_of, require_one_of, require_positive
+from offbeat.strategies.sparse_gradient import Choose, SparseGradientStrategy
 
 COLLECTIVES: Mapping[str, SparseCollective | None] = {
     "reduce_scatter": sparse_reduce_scatter,

@@ -20,7 +20,7 @@ from typing import ClassVar
 from offbeat.collectives.topk_allgather import topk_sum
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
-from offbeat.strategies.gradient import Choose, SparseGradientStrategy
+from offbeat.strategies.sparse_gradient import Choose, SparseGradientStrategy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,7 +128,7 @@ def test_one_that_must_wait_does_until_it_is_over(
     mine = published.protocol.contribute(0)
     waiting = in_thread(published.trainer.wait)
     published.protocol.close(outcome(0, mine, 6.0))
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive()
     assert_array_equal(published.trainer.take()[0], model(3))
 
@@ -149,7 +149,7 @@ def test_one_that_can_do_without_the_average_waits_for_arrivals_alone(
     assert_array_equal(
         published.trainer.take()[0], model(3 + 3)
     )  # the average, and what the trainer did since it contributed
-    for_average.join(10)
+    for_average.join(60)
     assert not for_average.is_alive()
 
 
@@ -163,12 +163,12 @@ def test_a_rank_does_not_arrive_while_the_average_before_travels(
     arriving = in_thread(published.trainer.arrive, always)
     assert published.membership.is_arrived_at(0)
     published.protocol.close(outcome(0, mine, 6.0))
-    arriving.join(10)
+    arriving.join(60)
     assert published.membership.is_arrived_at(1)
     waiting = in_thread(lambda: published.trainer.wait(for_average=False))
     assert waiting.is_alive()  # the quorum of one version does not count for the next
     published.membership.begin_generation()
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive()
 
 
@@ -178,7 +178,7 @@ def test_a_new_generation_ends_all_waits(
     assert published.trainer.arrive(always) == 0
     waiting = in_thread(published.trainer.wait)
     published.membership.begin_generation()
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive()
     assert published.trainer.arrive(never) == 0  # versions are numbered anew
 
@@ -233,7 +233,7 @@ def test_waiting_until_peers_stop_ends_when_the_last_one_stops_or_dies(
         published.membership.wait_until_stopped, frozenset({1, 2}), published.membership.epoch
     )
     published.protocol.mark_dead(2)
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive()
 
 

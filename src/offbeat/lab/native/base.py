@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from offbeat.errors import UnsupportedError
 from offbeat.lab.native.session import CommunicationMeter, NativeSession
 
 
@@ -22,6 +25,8 @@ class Native(ABC):
     samples_between_merges: ClassVar[None] = None
     resumable: ClassVar[bool] = False
     """Whether a checkpoint of model and optimizer is all there is to keep."""
+    ddp_options: ClassVar[Mapping[str, object]] = {}
+    """Options of DistributedDataParallel that it needs."""
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most go with everything
         """Raise `ConfigError` if it cannot work with these."""
@@ -33,3 +38,15 @@ class Native(ABC):
         """Put it around `model` and `optimizer`, over torch.distributed's default group.
         Collective.
         """
+
+    def couple(
+        self,
+        module: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        meter: CommunicationMeter,
+    ) -> NativeSession:
+        """Put it into a DDP model that a script has made with `ddp_options`. Collective."""
+        raise UnsupportedError(
+            f"{self.name} wraps a model in its own way, so it cannot be put into a script; choose"
+            " ddp, ddp-fp16, ddp-bf16, ddp-powersgd, or a strategy of offbeat's"
+        )

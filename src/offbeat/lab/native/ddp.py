@@ -8,7 +8,7 @@ does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -28,6 +28,7 @@ from offbeat.xmc.sparse_linear import SparseLinear
 Hook: TypeAlias = Callable[[GradBucket], torch.futures.Future[torch.Tensor]]
 
 _ONE_BUCKET_MIB = 1 << 20
+_ONE_BUCKET = "PowerSGD runs in one bucket: over gloo its hook allows no more"
 
 
 def wrapped(
@@ -41,6 +42,20 @@ def wrapped(
         meter: counts the time that the hook takes.
         bucket_mib: size of buckets; None: DDP's own.
     """
+    _yield_dense_gradients(model)
+    module = DistributedDataParallel(model, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
+    hooked(module, hook, meter)
+    return module
+
+
+def hooked(module: DistributedDataParallel, hook: Hook, meter: CommunicationMeter) -> None:
+    """Have `module` call `hook` for each bucket as its gradients are ready.
+
+    Args:
+        module: without a hook so far.
+        hook: begins the reduction of a bucket.
+        meter: counts the time that the hook takes.
+    """
 
     def timed(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         begun_s = time.monotonic()
@@ -48,11 +63,8 @@ def wrapped(
         meter.launched(begun_s, bucket.index())
         return future
 
-    _yield_dense_gradients(model)
     timed.__annotations__ = {}  # torch compares annotations with classes, and these are text
-    module = DistributedDataParallel(model, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
     module.register_comm_hook(None, timed)
-    return module
 
 
 def _yield_dense_gradients(model: nn.Module) -> None:
@@ -79,12 +91,24 @@ class DDP(Native):
     def attach(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
     ) -> NativeSession:
+        return NativeSession(wrapped(model, self._hook(meter), meter), optimizer, meter)
+
+    def couple(
+        self,
+        module: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        meter: CommunicationMeter,
+    ) -> NativeSession:
+        hooked(module, self._hook(meter), meter)
+        return NativeSession(module, optimizer, meter)
+
+    def _hook(self, meter: CommunicationMeter) -> Hook:
         def hook(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             buffer = bucket.buffer()
             meter.reduced(buffer.numel() * (self._bytes_per_element or buffer.element_size()))
             return self._reduce(bucket)
 
-        return NativeSession(wrapped(model, hook, meter), optimizer, meter)
+        return hook
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return default_hooks.allreduce_hook(_everyone(), bucket)
@@ -110,9 +134,7 @@ class BFloat16(DDP):
     name: ClassVar[str] = "ddp-bf16"
     _bytes_per_element: ClassVar[int | None] = 2
 
-    def attach(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
-    ) -> NativeSession:
+    def _hook(self, meter: CommunicationMeter) -> Hook:
         try:
             dist.all_reduce(torch.zeros(1, dtype=torch.bfloat16))
         except RuntimeError as error:
@@ -120,7 +142,7 @@ class BFloat16(DDP):
                 f"this build's {dist.get_backend()} backend cannot add bfloat16 ({error}); use"
                 " ddp-fp16"
             ) from None
-        return super().attach(model, optimizer, meter)
+        return super()._hook(meter)
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return default_hooks.bf16_compress_hook(_everyone(), bucket)
@@ -138,6 +160,7 @@ class PowerSGD(Native):
     """
 
     name: ClassVar[str] = "ddp-powersgd"
+    ddp_options: ClassVar[Mapping[str, object]] = {"bucket_cap_mb": _ONE_BUCKET_MIB}
     rank: int = 4
     start_step: int = 10
 
@@ -153,6 +176,21 @@ class PowerSGD(Native):
     def attach(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, meter: CommunicationMeter
     ) -> NativeSession:
+        # With several buckets the hook's chained all-reduces start in another order on each rank,
+        # and gloo aborts.
+        module = wrapped(model, self._hook(meter), meter, bucket_mib=_ONE_BUCKET_MIB)
+        return NativeSession(module, optimizer, meter, notices=[_ONE_BUCKET])
+
+    def couple(
+        self,
+        module: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        meter: CommunicationMeter,
+    ) -> NativeSession:
+        hooked(module, self._hook(meter), meter)
+        return NativeSession(module, optimizer, meter, notices=[_ONE_BUCKET])
+
+    def _hook(self, meter: CommunicationMeter) -> Hook:
         state = powerSGD_hook.PowerSGDState(
             process_group=None,
             matrix_approximation_rank=self.rank,
@@ -171,12 +209,4 @@ class PowerSGD(Native):
             )
             return future
 
-        # With several buckets the hook's chained all-reduces start in another order on each rank,
-        # and gloo aborts.
-        module = wrapped(model, hook, meter, bucket_mib=_ONE_BUCKET_MIB)
-        return NativeSession(
-            module,
-            optimizer,
-            meter,
-            notices=["PowerSGD runs in one bucket: over gloo its hook allows no more"],
-        )
+        return hook

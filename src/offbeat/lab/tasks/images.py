@@ -59,6 +59,9 @@ class ImagesOptions(ImageOptions):
         ge=1,
         description="of cnn and resnet: channels after the first convolution; default: by size",
     )
+    shrink: int = Field(
+        1, ge=1, description="so many pixels, across and down, become one: their mean"
+    )
     augment: Literal["none", "crop", "flip_and_crop"] = Field(
         "flip_and_crop", description="how training images are changed at random"
     )
@@ -165,16 +168,18 @@ class Images(ImageTask):
         return _changed(images, draw, flips=flips), labels
 
     def _images(self, pixels: NDArray[Any]) -> torch.Tensor:
+        shrink = self.options.shrink
         if (
             pixels.ndim not in (3, 4)
-            or min(pixels.shape[1:3]) < _SMALLEST_IMAGE
+            or min(pixels.shape[1:3]) // shrink < _SMALLEST_IMAGE
             or pixels.dtype.kind not in "uif"
             or pixels.size == 0
         ):
             raise ConfigError(
                 f"images in {self._path} have shape {pixels.shape} and dtype {pixels.dtype};"
                 " allowed is (N, height, width) or (N, height, width, channels), at least"
-                f" {_SMALLEST_IMAGE} pixels high and wide, uint8 or float"
+                f" {_SMALLEST_IMAGE * shrink} pixels high and wide with shrink={shrink}, uint8 or"
+                " float"
             )
         if pixels.dtype.kind in "ui":
             # As bytes they take a quarter of the memory; a batch is converted when it is used.
@@ -186,7 +191,11 @@ class Images(ImageTask):
             kept = torch.from_numpy(pixels.astype(np.uint8))
         else:
             kept = torch.from_numpy(pixels.astype(np.float32))
-        return kept.unsqueeze(1) if pixels.ndim == 3 else kept.permute(0, 3, 1, 2).contiguous()
+        images = kept.unsqueeze(1) if pixels.ndim == 3 else kept.permute(0, 3, 1, 2).contiguous()
+        if shrink == 1:
+            return images
+        smaller = nn.functional.avg_pool2d(images.to(torch.float32), shrink)
+        return smaller.round().to(torch.uint8) if images.dtype == torch.uint8 else smaller
 
     def _labels(self, labels: NDArray[Any], num_images: int) -> torch.Tensor:
         if (

@@ -1,0 +1,121 @@
+"""How accurate each strategy is after equally many samples, against AllReduce, each with a learning
+rate of its own (see `_paired.py`).
+
+    worse than AllReduce: at most 0.5 points of accuracy, 1% of bits
+
+Four ranks. Most strategies train in threads of one process. WAGMA and AdaptiveSGD, whose averages
+depend on who comes first, train in processes, as `offbeat train` runs them, and so does `gtopk` as
+it comes, which chooses its density by what its link carries: here 100 Mbit/s.
+
+Each run is kept as soon as it is over, so the benchmark may be stopped at any time and goes on with
+`--results`. `images` and `text` need `--images` and `--text`; what is not given is left out.
+
+    python benchmarks/parity.py [--json] [--images NPZ] [--text FILE] [--tasks NAME,...]
+        [--strategies NAME,...] [--seeds N] [--seconds S] [--results DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from _measure import Ratio, Row, print_rows
+from _paired import Case, Contestant, Result, Runs, add_options, compared, images, keep
+from _results import Figure, ResultFile
+from offbeat.lab.cluster import Cluster, LinkSpec
+
+LINK = Cluster(workers=4, link=LinkSpec(rate_bit_per_s=100e6))
+CONTESTANTS = (
+    Contestant(label="AllReduce", spec="allreduce"),
+    Contestant(label="GTopK at 0.01", spec="gtopk:density=0.01:collective=all_gather"),
+    Contestant(label="LocalSGD", spec="localsgd"),
+    Contestant(label="SPDKFAC", spec="spdkfac", slower={"images": 2.0}),
+    Contestant(label="GTopK", spec="gtopk", in_threads=False, cluster=LINK),
+    Contestant(label="WAGMA", spec="wagma", in_threads=False),
+    Contestant(label="AdaptiveSGD", spec="adaptive", in_threads=False),
+)
+BASELINE = CONTESTANTS[0]
+IN_SHORT = "in short"
+
+
+def cases_of(asked: argparse.Namespace) -> Iterator[Case]:
+    if asked.images is not None:
+        yield images(asked.images, name="images", lrs=(0.05, 0.025, 0.0125), steps=400)
+    if asked.text is not None:
+        yield Case(
+            name="text",
+            task="text",
+            settings=(f"path={asked.text}", "batch_size=8", "window=32"),
+            lrs=(0.012, 0.006, 0.003),
+            steps=400,
+            higher_is_better=False,
+            goal=1.0,
+            unit="%",
+        )
+
+
+def in_short(found: Mapping[str, Mapping[str, Result]]) -> Iterator[Figure]:
+    """What the README says of each strategy."""
+    for one in CONTESTANTS[1:]:
+        parts = [
+            text
+            for case, results in found.items()
+            if one.label in results and (text := _difference(case, results[one.label]))
+        ]
+        if parts:
+            yield Figure(
+                table=IN_SHORT, case=one.label, column="difference", value="; ".join(parts)
+            )
+
+
+def _difference(case: str, result: Result) -> str:
+    """How much better, with its sign and the half-width of its interval."""
+    gaps, unit = result.gaps, result.case.unit
+    known = [-gap for gap in gaps.values if gap is not None]
+    if not known:
+        return ""
+    spread = "" if gaps.low is None or gaps.high is None else f" ± {(gaps.high - gaps.low) / 2:.1f}"
+    unit = "%" if unit == "%" else f" {unit}"
+    return f"{case} {sum(known) / len(known):+.1f}{spread}{unit}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    parser.add_argument("--text", type=Path, metavar="FILE", help="a text")
+    parser.add_argument("--tasks", default="images,text", help="default: %(default)s")
+    parser.add_argument(
+        "--strategies",
+        default=",".join(one.label for one in CONTESTANTS),
+        help="beside AllReduce; default: %(default)s",
+    )
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    wanted = asked.strategies.split(",")
+    if unknown := set(wanted) - {one.label for one in CONTESTANTS}:
+        raise SystemExit(f"no contestants: {', '.join(sorted(unknown))}")
+    kept = None if asked.results is None else ResultFile(asked.results / "parity.jsonl")
+    runs = Runs(kept, asked.seconds)
+    found: dict[str, Mapping[str, Result]] = {}
+    rows: list[Row] = []
+    for case in cases_of(asked):
+        if case.name not in asked.tasks.split(","):
+            continue
+        chosen = [one for one in CONTESTANTS if one is BASELINE or one.label in wanted]
+        found[case.name] = compared(case, chosen, runs, asked.seeds)
+        fresh = [
+            row
+            for label, one in found[case.name].items()
+            for row in one.figures(label, BASELINE.label)
+        ]
+        keep(kept, case.name, fresh)
+        rows += fresh
+    keep(kept, IN_SHORT, list(in_short(found)))
+    print_rows([row for row in rows if isinstance(row, Ratio)], as_json=asked.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""`offbeat run` on the terminal. The script's own output comes first; offbeat says little."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from offbeat.errors import ConfigError
+from offbeat.lab.progress import MembershipChange, WorkerProgress
+from offbeat.lab.rendezvous import launched
+from offbeat.report.page import write_report
+from offbeat.script.plan import DEFAULT_WORKERS, script_command, script_config
+from offbeat.script.supervise import run_script
+from offbeat.script.worker import run_launched
+
+
+def run(
+    words: Sequence[str],
+    *,
+    strategy: str,
+    workers: int | None,
+    as_module: bool,
+    restarts: int,
+    steps: int | None,
+    metric: str | None,
+    out: Path | None,
+) -> int:
+    """Run a script, with workers of its own or as the rank that this process is. Returns the exit
+    status.
+
+    Args:
+        words: the script and its arguments.
+        strategy, workers, as_module, restarts, steps, metric, out: as on the command line.
+    """
+    if restarts < 0:
+        raise ConfigError(f"--restarts is {restarts}; allowed is 0 or more")
+    script = script_command(words, as_module=as_module, metric=metric)
+    launch = launched()
+    if launch is not None:
+        if workers is not None and workers != launch.world_size:
+            raise ConfigError(
+                f"--workers {workers}, but {launch.world_size} processes were launched; leave"
+                " --workers out or launch as many"
+            )
+        config = script_config(script, strategy, workers=launch.world_size, steps=steps)
+        return run_launched(config, out)
+    config = script_config(
+        script, strategy, workers=DEFAULT_WORKERS if workers is None else workers, steps=steps
+    )
+    outcome = run_script(config, out=out, restarts=restarts, on_progress=_say_change, say=_say)
+    if outcome.problem is not None:
+        _say(f"offbeat: {outcome.problem}")
+        return outcome.status
+    if outcome.summary is not None:
+        for notice in outcome.summary.notices:
+            _say(f"note ({config.strategy}): {notice}")
+        _say(f"record: {outcome.directory}")
+        _say(f"page:   {write_report(outcome.directory)}")
+    return outcome.status
+
+
+def _say_change(report: WorkerProgress | MembershipChange) -> None:
+    if isinstance(report, MembershipChange):
+        _say(report.text)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

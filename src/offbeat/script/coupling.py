@@ -1,0 +1,295 @@
+"""From what a script makes, DistributedDataParallel and optimizers, to sessions.
+
+    DDP model made          a hook waits for its first forward pass with gradients
+    optimizer, scaler made  remembered, weakly
+    that forward pass       attach: DDP's module, and the optimizer that has most of its parameters
+    later ones              `require_backward_grad_sync` is handed on, as it stands
+    group destroyed, end    sessions are closed
+
+All ranks come to the first forward pass together, as DDP's own first broadcast made them, so it is
+the place for what is collective. An optimizer that is made later and stepped in the place of the
+attached one, as by a script that freezes layers at first, has a session attached anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.lab.native import NativeSession
+from offbeat.parts.module_hook import ModuleHook
+from offbeat.script.children import ChildFunction
+from offbeat.script.evaluation import EvaluationWeights
+from offbeat.script.recipes import Attached, ScriptRecipe
+from offbeat.session.session import Session
+from offbeat.strategies.base import Strategy
+
+LOGGER = logging.getLogger("offbeat")
+
+
+NOT_DISTRIBUTED = """\
+{script} trains on one rank only: it uses neither DistributedDataParallel nor offbeat.attach. Add
+    torch.distributed.init_process_group()
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    loader = DataLoader(dataset, sampler=torch.utils.data.DistributedSampler(dataset), ...)
+    torch.distributed.destroy_process_group()  # at the end"""
+
+
+class ModelListener:
+    """Hears of models that are trained, as the record of the run does. Does nothing unless a
+    subclass overrides it.
+    """
+
+    def attached(
+        self, session: Attached, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """`session` is at work on `model`, which `optimizer` steps."""
+
+    def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
+        """`backward` is called on `loss`, which is `scale` times the script's."""
+
+    def backward_ended(self) -> None:
+        """What `loss_seen` announced is over."""
+
+    def samples_seen(self, args: Sequence[Any]) -> None:
+        """A forward pass for training begins with these arguments."""
+
+    def evaluates(self) -> None:
+        """The script puts a model out of training mode."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Coupled:
+    """A DDP model and its session."""
+
+    session: Attached
+    optimizer: torch.optim.Optimizer
+    evaluation: EvaluationWeights | None
+
+
+@dataclass(kw_only=True, eq=False)
+class _Made:
+    """Optimizers and scalers of the script, in the order in which they were made."""
+
+    optimizers: list[weakref.ref[torch.optim.Optimizer]] = field(default_factory=list)
+    scalers: list[weakref.ref[torch.amp.GradScaler]] = field(default_factory=list)
+
+    def living_optimizers(self) -> list[torch.optim.Optimizer]:
+        found = [reference() for reference in self.optimizers]
+        return [optimizer for optimizer in found if optimizer is not None]
+
+    def newest_scaler(self) -> torch.amp.GradScaler | None:
+        found = [reference() for reference in self.scalers]
+        enabled = [scaler for scaler in found if scaler is not None and scaler.is_enabled()]
+        return enabled[-1] if enabled else None
+
+
+class ScriptSessions:
+    """The sessions of one script; a `ScriptListener`.
+
+    Args:
+        recipe: what is attached.
+        listener: hears of models.
+
+    Attributes:
+        num_ddp_models: DDP models that the script has made.
+        num_attached: sessions that were attached, by this or by the script itself.
+        num_processes: processes that the script has started, but for those that load data.
+    """
+
+    def __init__(self, recipe: ScriptRecipe, listener: ModelListener) -> None:
+        self.num_ddp_models = 0
+        self.num_attached = 0
+        self.num_processes = 0
+        self._recipe = recipe
+        self._listener = listener
+        self._made = _Made()
+        self._coupled: weakref.WeakKeyDictionary[DistributedDataParallel, _Coupled] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._evaluations: dict[int, EvaluationWeights] = {}
+        self._attached_models: set[int] = set()
+        self._stepped: set[int] = set()
+        self._has_checked = False
+        self._has_told_of_override = False
+
+    # What the script does
+
+    def ddp_made(self, ddp: DistributedDataParallel) -> None:
+        self.num_ddp_models += 1
+        ddp.register_forward_pre_hook(ModuleHook(ddp, self._forward_begins))
+        if self._recipe.replicas_differ:
+            # Rank 0's buffers would replace all ranks' in each forward pass, and tie them together.
+            ddp.broadcast_buffers = False
+
+    def hook_ignored(self, ddp: DistributedDataParallel) -> None:
+        LOGGER.warning(
+            "the script's communication hook is ignored: %s exchanges in its place",
+            self._recipe.name,
+        )
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        self._made.optimizers.append(weakref.ref(optimizer))
+        with suppress(AttributeError):  # a wrapper that is only half an optimizer takes no hooks
+            optimizer.register_step_pre_hook(self._note_step)
+
+    def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
+        self._made.scalers.append(weakref.ref(scaler))
+
+    def mode_changed(self, module: torch.nn.Module) -> None:
+        if not module.training and id(module) in self._attached_models:
+            self._listener.evaluates()
+        evaluation = self._evaluations.get(id(module))
+        if evaluation is not None:
+            evaluation.mode_changed(training=module.training)
+
+    def backward_begins(self, loss: torch.Tensor) -> None:
+        scaler = self._made.newest_scaler()
+        self._listener.loss_seen(loss, 1.0 if scaler is None else scaler.get_scale())
+
+    def backward_ended(self) -> None:
+        for coupled in self._coupled.values():
+            if isinstance(coupled.session, NativeSession):
+                coupled.session.meter.backward_done()
+        self._listener.backward_ended()
+
+    def group_ends(self) -> None:
+        self.close(None)
+
+    def process_made(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What a process that the script makes is to call in the place of `function`."""
+        self.num_processes += not str(getattr(function, "__module__", "")).startswith(
+            "torch.utils.data"
+        )
+        return ChildFunction(function)
+
+    # What the script attaches itself
+
+    def replacement(self, asked: Strategy) -> Strategy:
+        """The strategy of `offbeat run`, in the place of the script's own; said once."""
+        strategy = self._recipe.strategy_for_attach()
+        if strategy != asked and not self._has_told_of_override:
+            self._has_told_of_override = True
+            LOGGER.warning(
+                "the script attaches %r; offbeat run trains with %r in its place", asked, strategy
+            )
+        return strategy
+
+    def attached_by_script(
+        self, session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.num_attached += 1
+        self._attached_models.add(id(model))
+        self._listener.attached(session, model, optimizer)
+
+    def close(self, error: BaseException | None) -> None:
+        """End all sessions; after `error`, if that ended the script. Idempotent."""
+        for ddp, coupled in list(self._coupled.items()):
+            self._end(ddp, coupled, error)
+
+    # Forward passes
+
+    def _forward_begins(self, ddp: DistributedDataParallel, args: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._listener.samples_seen(args)
+        coupled, candidates = self._coupled.get(ddp), self._made.living_optimizers()
+        if coupled is not None and self._stepped and id(coupled.optimizer) not in self._stepped:
+            candidates = [each for each in candidates if id(each) in self._stepped]
+            if self._optimizer_of(ddp, candidates) is not None:
+                self._end(ddp, coupled, None)
+                coupled = None
+        if coupled is None:
+            optimizer = self._optimizer_of(ddp, candidates)
+            if optimizer is None:
+                return  # it may be made yet; without one there is no step either
+            coupled = self._attach(ddp, optimizer)
+        self._stepped.clear()
+        if coupled.evaluation is not None:
+            coupled.evaluation.training_goes_on()
+        if isinstance(coupled.session, Session):
+            ddp.module.require_backward_grad_sync = ddp.require_backward_grad_sync
+
+    def _attach(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> _Coupled:
+        model = ddp.module
+        session = self._recipe.attach(ddp, optimizer, self._made.newest_scaler())
+        evaluation = None
+        if isinstance(session, Session) and session.strategy.replicas_differ:
+            evaluation = EvaluationWeights(session, model, optimizer)
+            self._evaluations[id(model)] = evaluation
+        coupled = _Coupled(session=session, optimizer=optimizer, evaluation=evaluation)
+        self._coupled[ddp] = coupled
+        self._attached_models.add(id(model))
+        self.num_attached += 1
+        self._listener.attached(session, model, optimizer)
+        return coupled
+
+    def _end(
+        self, ddp: DistributedDataParallel, coupled: _Coupled, error: BaseException | None
+    ) -> None:
+        self._coupled.pop(ddp, None)
+        self._evaluations.pop(id(ddp.module), None)
+        if coupled.evaluation is not None:
+            coupled.evaluation.close()
+        session, cause = coupled.session, error or sys.exception()
+        if cause is not None and not is_good_end(cause):
+            session.__exit__(type(cause), cause, cause.__traceback__)
+            return
+        # Not `finish`: no rank is to wait for one that has come back and begun anew.
+        session.__exit__(None, None, None)
+
+    def _optimizer_of(
+        self, ddp: DistributedDataParallel, candidates: Sequence[torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer | None:
+        """The one that has most of the model's trainable parameters; of several the first, since
+        what wraps an optimizer is made before the one inside.
+        """
+        trained = {
+            id(parameter) for parameter in ddp.module.parameters() if parameter.requires_grad
+        }
+
+        def shared(optimizer: torch.optim.Optimizer) -> int:
+            return sum(
+                id(p) in trained for group in optimizer.param_groups for p in group["params"]
+            )
+
+        best = max(candidates, key=shared, default=None)
+        return best if best is not None and shared(best) else None
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stepped.add(id(optimizer))
+        if not (self._has_checked or self.num_attached or self.num_ddp_models):
+            self._has_checked = True
+            _refuse_what_nobody_exchanges(optimizer)
+
+
+def _refuse_what_nobody_exchanges(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if the model that `optimizer` steps is sharded, or trained on this rank alone."""
+    kinds = {
+        type(value).__name__
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for value in (parameter, parameter.data)
+    }
+    if kinds & {"DTensor", "FlatParameter"}:
+        raise UnsupportedError(
+            "the script shards its model (FSDP); offbeat needs every rank to hold whole parameters:"
+            " wrap the model in DistributedDataParallel in its place"
+        )
+    if not dist.is_initialized():
+        raise ConfigError(NOT_DISTRIBUTED.format(script=sys.argv[0]))
+
+
+def is_good_end(error: BaseException) -> bool:
+    """Whether `error` is how a script ends that has done what it was to do: `sys.exit()`."""
+    return isinstance(error, SystemExit) and not error.code

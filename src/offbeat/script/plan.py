@@ -1,0 +1,81 @@
+"""What `offbeat run` is to do, checked before anything starts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from offbeat.errors import ConfigError, nearest
+from offbeat.lab.config import RunConfig, ScriptCommand
+from offbeat.lab.options import build_strategy, parse_spec, strategy_values
+from offbeat.strategies.base import Strategy
+
+DEFAULT_WORKERS = 4
+
+
+def script_command(
+    words: Sequence[str], *, as_module: bool = False, metric: str | None = None
+) -> ScriptCommand:
+    """The script that `words` begin with, and its arguments.
+
+    Args:
+        words: as on the command line.
+        as_module: whether the first of them names a module, as for `python -m`.
+        metric: the logged value that counts; None: chosen by its name.
+
+    Raises:
+        ConfigError: there is no such script.
+    """
+    if not words:
+        raise ConfigError(
+            "no script to run; name one after the options, such as: offbeat run --strategy"
+            " gtopk:density=0.01 train.py --epochs 3"
+        )
+    path, *arguments = words
+    if as_module:
+        if find_spec(path.partition(".")[0]) is None and not Path(path.partition(".")[0]).exists():
+            raise ConfigError(f"there is no module {path!r} to run; is it installed?")
+    elif not Path(path).is_file():
+        beside = [entry.name for entry in Path(path).parent.glob("*.py")]
+        what = "is a directory" if Path(path).is_dir() else "does not exist"
+        raise ConfigError(f"the script {path} {what}{nearest(Path(path).name, beside)}")
+    return ScriptCommand(path=path, arguments=arguments, as_module=as_module, metric=metric)
+
+
+def script_config(
+    script: ScriptCommand, strategy: str, *, workers: int, steps: int | None = None
+) -> RunConfig:
+    """The run of `script` with `strategy`, such as "gtopk:density=0.01".
+
+    Args:
+        script: what runs.
+        strategy: with its options.
+        workers: number of ranks, >= 1.
+        steps: after which the script is stopped; None: it stops by itself.
+
+    Raises:
+        ConfigError: no such strategy or option, or a number that cannot be.
+    """
+    name, options = parse_spec(strategy)
+    if workers < 1:
+        raise ConfigError(f"--workers is {workers}; allowed is 1 or more")
+    if steps is not None and steps < 1:
+        raise ConfigError(f"--steps is {steps}; allowed is 1 or more")
+    recipe = build_strategy(name, options)
+    if isinstance(recipe, Strategy):
+        recipe.check_world(workers)
+    return RunConfig(
+        task=script.name,
+        task_options={"arguments": shlex.join(script.arguments)} if script.arguments else {},
+        strategy=name,
+        strategy_options=strategy_values(recipe),
+        workers=workers,
+        epochs=None,
+        steps=steps,
+        seed=0,
+        checkpoint_every=None,
+        eval_every=None,
+        script=script,
+    )

@@ -1,0 +1,159 @@
+"""What is attached to a script's DistributedDataParallel: a strategy of offbeat's, torch's own
+exchange with one of its hooks, or nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.lab.attaching import LinkDelay, wrap_with
+from offbeat.lab.native import CommunicationMeter, Native, NativeSession
+from offbeat.lab.options import Recipe
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
+from offbeat.session.attach import attach_through
+from offbeat.session.session import Session
+from offbeat.strategies.base import Strategy
+from offbeat.transport.driver import Driver
+
+Attached: TypeAlias = Session | NativeSession
+
+ALONE = "alone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoExchange(Strategy):
+    """No exchange: every rank trains a model of its own."""
+
+    name: ClassVar[str] = ALONE
+
+    @override
+    def build(self, workspace: Workspace) -> Sequence[Part]:
+        return []
+
+
+class ScriptRecipe(ABC):
+    """What `offbeat run` puts into a script.
+
+    Attributes:
+        name: of the strategy.
+        ddp_exchanges: whether DDP keeps its own reducer.
+        ddp_options: options that DDP is made with, in the place of the script's.
+        replicas_differ: whether ranks' models differ between steps.
+    """
+
+    name: str
+    ddp_exchanges: bool = False
+    ddp_options: Mapping[str, object] = {}
+    replicas_differ: bool = False
+
+    def __init__(self, wrap: Callable[[Driver], Driver]) -> None:
+        self.wrap = wrap
+        """What is put around the transport."""
+
+    @abstractmethod
+    def attach(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+    ) -> Attached:
+        """Put it to work on a DDP model. Collective."""
+
+    @abstractmethod
+    def strategy_for_attach(self) -> Strategy:
+        """What takes the place of the strategy that a script attaches itself."""
+
+
+class StrategyRecipe(ScriptRecipe):
+    """A strategy of offbeat's.
+
+    Args:
+        strategy: which one.
+        delay: of this rank's link, where it is imitated in user space.
+    """
+
+    def __init__(self, strategy: Strategy, delay: LinkDelay | None = None) -> None:
+        super().__init__(wrap_with(delay))
+        self.name = strategy.name
+        self.replicas_differ = strategy.replicas_differ
+        self._strategy = strategy
+
+    @override
+    def attach(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+    ) -> Session:
+        if self._strategy.shares_samples:
+            raise UnsupportedError(
+                f"{self.name} shares samples out to whichever worker is free, and a script with"
+                " DistributedDataParallel divides its data itself; call offbeat.attach and"
+                " session.loader in the script, or choose another strategy"
+            )
+        # Nothing is averaged at the end: a script has evaluated and saved by then.
+        return attach_through(
+            self.wrap,
+            ddp.module,
+            optimizer,
+            self._strategy,
+            group=ddp.process_group,
+            scaler=scaler,
+            finish="keep",
+        )
+
+    @override
+    def strategy_for_attach(self) -> Strategy:
+        return self._strategy
+
+
+class NativeRecipe(ScriptRecipe):
+    """DDP's own exchange, with one of torch's hooks.
+
+    Args:
+        native: which one.
+        delay: of this rank's link, where it is imitated in user space.
+    """
+
+    ddp_exchanges = True
+
+    def __init__(self, native: Native, delay: LinkDelay | None = None) -> None:
+        super().__init__(wrap_with(delay))
+        self.name = native.name
+        self.ddp_options = native.ddp_options
+        self._native = native
+        self._delay = delay
+
+    @override
+    def attach(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+    ) -> NativeSession:
+        meter = CommunicationMeter(dist.get_world_size(), rank=dist.get_rank(), delay=self._delay)
+        return self._native.couple(ddp, optimizer, meter)
+
+    @override
+    def strategy_for_attach(self) -> Strategy:
+        raise ConfigError(
+            f"{self.name} works with DistributedDataParallel only, and the script calls"
+            " offbeat.attach; choose allreduce, which exchanges the same"
+        )
+
+
+def recipe_for(recipe: Recipe, delay: LinkDelay | None = None) -> ScriptRecipe:
+    """What puts `recipe` into a script."""
+    if isinstance(recipe, Strategy):
+        return StrategyRecipe(recipe, delay)
+    return StrategyRecipe(NoExchange()) if recipe.name == ALONE else NativeRecipe(recipe, delay)

@@ -1,0 +1,240 @@
+"""Runs a user's script as one rank: as `python -m offbeat.script.worker RUN/config.json` under a
+supervisor, or within the process that torchrun or srun has started.
+
+The script is run as Python would run it: its own `sys.argv`, its directory first in `sys.path`, the
+name `__main__`. Its exit status is this process's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from offbeat.errors import ConfigError, OffbeatError
+from offbeat.lab.attaching import link_delay
+from offbeat.lab.config import RunConfig, ScriptCommand
+from offbeat.lab.interrupts import exit_at_stop_signals
+from offbeat.lab.pauses import StepLimit
+from offbeat.lab.progress import TURNS_VARIABLE, Failure, Report, Reporter, pipe_reporter
+from offbeat.lab.records import Record
+from offbeat.lab.rendezvous import launched, supervised_coordinator
+from offbeat.script import patches
+from offbeat.script.children import CHILD_VARIABLE
+from offbeat.script.coupling import NOT_DISTRIBUTED, ScriptSessions, is_good_end
+from offbeat.script.recipes import ScriptRecipe, recipe_for
+from offbeat.script.recording import OpenRecord, ScriptRecorder
+from offbeat.script.sharing import shared_record
+from offbeat.session.attach import AttachOverride, overriding
+from offbeat.session.metrics import listening
+from offbeat.transport.connect import is_returning
+
+LOGGER = logging.getLogger("offbeat")
+
+
+class ScriptRun:
+    """One rank's run of a script.
+
+    Args:
+        config: of the run.
+        recipe: what is put into the script.
+        recorder: of this rank.
+        report: hears of a failure.
+        rank: of this process.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        recipe: ScriptRecipe,
+        recorder: ScriptRecorder,
+        report: Reporter,
+        *,
+        rank: int,
+    ) -> None:
+        assert config.script is not None
+        self._script: ScriptCommand = config.script
+        self._recipe = recipe
+        self._recorder = recorder
+        self._report = report
+        self._rank = rank
+        self._sessions = ScriptSessions(recipe, recorder)
+
+    def carry_out(self) -> int:
+        """Run the script to its end; returns its exit status."""
+        error = self._run()
+        if error is None or is_good_end(error):
+            return self._end_well()
+        self._recorder.abandon()
+        return self._fail(error)
+
+    def _run(self) -> BaseException | None:
+        """What ended the script, if it did not come to its end."""
+        with patched_for(self._recipe, self._sessions), listening(self._recorder):
+            try:
+                run_as_main(self._script)
+            except BaseException as error:  # noqa: BLE001 - however it ended, peers must hear of it
+                with suppress(OffbeatError):
+                    self._sessions.close(error)
+                return error
+            self._sessions.close(None)
+        return None
+
+    def _end_well(self) -> int:
+        if not self._sessions.num_attached:
+            return self._complain()
+        try:
+            self._recorder.end(finished=True)
+        except OffbeatError as error:
+            LOGGER.warning("the record is not complete: %s", error)
+        return 0
+
+    def _complain(self) -> int:
+        """Say that the strategy has not been at work at all."""
+        if self._sessions.num_processes:
+            return 0  # ranks were those
+        script = self._script.path
+        if not self._sessions.num_ddp_models:
+            return self._fail(ConfigError(NOT_DISTRIBUTED.format(script=script)))
+        return self._fail(
+            ConfigError(
+                f"{script} made a DistributedDataParallel model but trained none of its parameters"
+                f" with an optimizer of torch.optim's, so {self._recipe.name} has done nothing"
+            )
+        )
+
+    def _fail(self, error: BaseException) -> int:
+        """Say what has gone wrong; returns the exit status."""
+        if isinstance(error, SystemExit):
+            message = f"the script ended with status {error.code}"
+            status = error.code if isinstance(error.code, int) else 1
+            if not isinstance(error.code, int):
+                sys.stderr.write(f"{error.code}\n")  # as Python does
+        elif isinstance(error, OffbeatError):
+            message, status = str(error), 1
+        else:
+            message = f"{type(error).__name__}: {error}"
+            status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+            sys.excepthook(type(error), error, error.__traceback__)
+        self._report(Failure(rank=self._rank, kind=type(error).__name__, message=message))
+        return status
+
+
+@contextmanager
+def patched_for(recipe: ScriptRecipe, sessions: ScriptSessions) -> Iterator[None]:
+    """All that a script finds changed while it runs."""
+    override = AttachOverride(
+        replace=sessions.replacement,
+        wrap=recipe.wrap,
+        attached=sessions.attached_by_script,
+    )
+    with ExitStack() as stack:
+        stack.enter_context(
+            patches.patched(
+                sessions, exchanges=recipe.ddp_exchanges, ddp_options=recipe.ddp_options
+            )
+        )
+        stack.enter_context(patches.processes_wrapped(sessions.process_made))
+        stack.enter_context(overriding(override))
+        if is_returning():
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            stack.enter_context(patches.beside_the_group(rank, world_size))
+        yield
+
+
+def run_as_main(script: ScriptCommand) -> None:
+    """Run `script` as Python would."""
+    sys.argv = [script.path, *script.arguments]
+    if script.as_module:
+        sys.path[0] = os.getcwd()  # noqa: PTH109 - a string is what belongs there
+        runpy.run_module(script.path, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(script.path).resolve().parent)
+        runpy.run_path(script.path, run_name="__main__")
+
+
+def main() -> int:
+    """Entry point of a supervised worker; returns its exit status."""
+    (config_path,) = sys.argv[1:]
+    record = Record(Path(config_path).resolve().parent)
+    turns = StepLimit(0) if TURNS_VARIABLE in os.environ else StepLimit.unlimited()
+    _listen_to_supervisor(turns)
+    report = pipe_reporter()
+    exit_at_stop_signals()
+    coordinator = supervised_coordinator()
+    assert coordinator is not None
+    config = record.config
+    in_user_space = record.emulation is not None and record.emulation.kind == "delaying"
+    delay = (
+        link_delay(config.cluster, coordinator.rank)
+        if in_user_space and config.cluster is not None
+        else None
+    )
+    os.environ[CHILD_VARIABLE] = config.model_dump_json()
+    opened = OpenRecord(record=record, coordinator=coordinator)
+    recorder = ScriptRecorder(lambda: opened, report, turns=turns, stop_after=config.steps)
+    recipe = recipe_for(config.build_strategy(), delay)
+    return ScriptRun(config, recipe, recorder, report, rank=coordinator.rank).carry_out()
+
+
+def run_launched(config: RunConfig, out: Path | None) -> int:
+    """Run the script as the rank that torchrun or srun has made this process; returns its exit
+    status.
+
+    Args:
+        config: from `script_config`.
+        out: directory of the record; None: the next free one below runs/.
+    """
+    os.environ[CHILD_VARIABLE] = config.model_dump_json()
+    recorder = ScriptRecorder(
+        lambda: shared_record(config, out),
+        _say_failure,
+        turns=StepLimit.unlimited(),
+        stop_after=config.steps,
+    )
+    launch = launched()
+    assert launch is not None
+    # What torch.distributed reads, where srun has set variables of its own.
+    os.environ.setdefault("RANK", str(launch.rank))
+    os.environ.setdefault("WORLD_SIZE", str(launch.world_size))
+    if local := os.environ.get("SLURM_LOCALID"):
+        os.environ.setdefault("LOCAL_RANK", local)
+    recipe = recipe_for(config.build_strategy())
+    return ScriptRun(config, recipe, recorder, _say_failure, rank=launch.rank).carry_out()
+
+
+def _say_failure(report: Report) -> None:
+    if isinstance(report, Failure):
+        sys.stderr.write(f"offbeat: rank {report.rank}: {report.message}\n")
+
+
+def main_and_exit() -> NoReturn:
+    """Be a supervised worker, and end this process."""
+    sys.exit(main())
+
+
+def _listen_to_supervisor(turns: StepLimit) -> None:
+    """Obey lines on the standard input that the supervisor gave; die when it closes. The script
+    gets an empty one in its place.
+    """
+    orders = os.fdopen(os.dup(0))
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), 0)
+
+    def listen() -> None:
+        for line in orders:
+            turns.raise_to(int(line))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=listen, name="supervisor-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main_and_exit()

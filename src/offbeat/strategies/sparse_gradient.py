@@ -1,0 +1,338 @@
+"""What the strategies that send only the largest entries of gradients have in common:
+sparsification with error feedback. Each mechanism is in a file of its own: residual, momentum and
+selection in `codec/`, buckets, densities and clipping in `gradients/`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from offbeat.codec.by_layer import ByLayer
+from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
+from offbeat.codec.momentum import Momentum, MomentumRange
+from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.selectors import SELECTORS, Selector
+from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
+from offbeat.codec.warmup import Warmup
+from offbeat.codec.wire import Wire
+from offbeat.collectives.base import SparseCollective
+from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.clipping import LocalClipping
+from offbeat.gradients.collective_choice import BucketKind
+from offbeat.gradients.density_choice import AutoDensity
+from offbeat.gradients.exchange import ExchangeCounts, GradientExchange, Reduction
+from offbeat.gradients.launch_order import LaunchOrder
+from offbeat.gradients.optimizer_momentum import OptimizerMomentum, momentum_to_take
+from offbeat.gradients.reductions import ExchangePlan, SparseReduction
+from offbeat.gradients.residual_watch import ResidualWatch
+from offbeat.gradients.rising_rate import DENSITY, HOLD
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
+from offbeat.strategies.gradient import MIB, GradientStrategy
+from offbeat.strategies.options import (
+    object_of,
+    require_at_least,
+    require_density,
+    require_fraction_below_one,
+    require_one_of,
+    require_positive,
+)
+
+Choose = Callable[[BucketKind, int], SparseCollective | None]
+"""(the bucket, k) -> the collective to use; None sends everything densely."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseGradientStrategy(GradientStrategy):
+    """Only the largest entries of residual + gradient travel; the rest is owed.
+
+    Args:
+        density: fraction of entries that travel, in (0, 1]; 1 gives the result of `AllReduce`.
+        selection: "exact" takes exactly the k largest; "reuse" adapts the last step's threshold and
+            takes 0.8 k to 1.2 k, in fewer passes; or a `Selector` of your own.
+        momentum_correction: DGC's momentum (arXiv 1712.01887, section 3.1): momentum is applied
+            before selection. "auto" takes over that of `torch.optim.SGD`, Nesterov's too, and with
+            it weight decay, until the session ends; a number in [0, 1) needs an optimizer without
+            momentum; None leaves momentum to the optimizer.
+        momentum_masking: DGC's factor masking: momentum stops where an entry was sent.
+        warmup: densities of the first exchanges, if larger than the later one: pairs of a density
+            and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
+            density of 1 sends everything as `AllReduce` does; or "paper" (0.25, 0.0725, 0.015,
+            0.004 in epochs 0 to 3), "exponential" (DGC), or None. "auto": at least 0.1 while the
+            learning rate rises and for 50 exchanges after that, if it begins to rise within the
+            first 1,000; all ranks must have the same learning rate.
+        steps_per_epoch: exchanges in an epoch, >= 1, such as `len(loader)`; needed where `warmup`
+            counts epochs. The lab fills it in.
+        dense_below: parameters of fewer elements are sent whole, in a bucket of their own that is
+            summed as `AllReduce` does; the density is that of the others. 0: none of them.
+        scope: where the k largest are looked for: "bucket", which is the whole model unless
+            `bucket_mib` cuts it, or "layer", each parameter by itself, all at the same density. The
+            global top-k compares whole buckets in both cases.
+        values: "float32", or "bfloat16" on the wire, or a `ValueCodec` of your own; what rounding
+            loses is owed.
+        indices: "gaps" between indices in 2 bytes, or plain indices where those are shorter; or an
+            `IndexCodec` of your own.
+        bucket_mib: exchange in buckets of this size, each with its own top-k, whose first messages
+            leave during backward; None: all in one, after it.
+        clip_norm: clip gradients before selection, to this norm of the mean over P ranks, > 0: each
+            rank's gradient / P to clip_norm / sqrt(P). All buckets leave after backward then.
+            Clipping after backward would leave outliers in the residual. None: no clipping.
+    """
+
+    density: float | Literal["auto"] = 0.001
+    selection: Literal["exact", "reuse"] | Selector = "exact"
+    momentum_correction: float | Literal["auto"] | None = "auto"
+    momentum_masking: bool = True
+    warmup: Literal["auto", "paper", "exponential"] | tuple[tuple[float, int], ...] | str | None = (
+        "auto"
+    )
+    steps_per_epoch: int | None = None
+    dense_below: int = 0
+    scope: Literal["bucket", "layer"] = "bucket"
+    values: Literal["float32", "bfloat16"] | ValueCodec = "float32"
+    indices: Literal["gaps"] | IndexCodec = "gaps"
+    bucket_mib: float | None = None
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.clip_norm is not None:
+            require_positive("clip_norm", self.clip_norm)
+        if self.density == "auto":
+            self._require_measuring()
+        else:
+            require_density("density", self.density)
+        object_of("selection", self.selection, SELECTORS, Selector)
+        object_of("values", self.values, VALUE_CODECS, ValueCodec)
+        object_of("indices", self.indices, INDEX_CODECS, IndexCodec)
+        if isinstance(self.momentum_correction, str):
+            require_one_of("momentum_correction", self.momentum_correction, ("auto",))
+        elif self.momentum_correction is not None:
+            require_fraction_below_one("momentum_correction", self.momentum_correction)
+        if self.bucket_mib is not None:
+            require_positive("bucket_mib", self.bucket_mib)
+        if self.warmup in ("paper", "exponential") and self.steps_per_epoch is None:
+            raise ConfigError(
+                f"warmup={self.warmup!r} counts epochs: pass steps_per_epoch too, such as"
+                " len(loader)"
+            )
+        self._warmup(target=1.0)
+        require_at_least("dense_below", self.dense_below, 0)
+        require_one_of("scope", self.scope, ("bucket", "layer"))
+        if self.steps_per_epoch is not None:
+            require_at_least("steps_per_epoch", self.steps_per_epoch, 1)
+
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().check(model, optimizer)
+        odd = next(
+            (
+                name
+                for name, p in model.named_parameters()
+                if p.requires_grad and not p.is_floating_point()
+            ),
+            None,
+        )
+        if odd is not None:
+            raise UnsupportedError(
+                f"parameter {odd!r} is not real-valued, and the largest entries are selected among"
+                " real numbers only; train its real and imaginary parts as two parameters, or use"
+                " offbeat.AllReduce()"
+            )
+        momenta = [group.get("momentum", 0) for group in optimizer.param_groups]
+        if isinstance(self.momentum_correction, float | int) and any(momenta):
+            raise ConfigError(
+                f"momentum_correction={self.momentum_correction} applies momentum before selection,"
+                f" but the optimizer has momentum={max(momenta)} of its own, so it would count"
+                " twice; pass momentum_correction='auto', which takes the optimizer's over, or"
+                " build the optimizer with momentum=0 (a task of the lab: --set momentum=0)"
+            )
+
+    @abstractmethod
+    def chooser(self, workspace: Workspace) -> tuple[Choose, list[Part]]:
+        """How the collective is chosen, and the part, if any, that remembers the choice."""
+
+    def _require_measuring(self) -> None:
+        """Raise `ConfigError` unless density="auto" is known to this strategy."""
+        raise ConfigError(
+            f"{self.name} has no density='auto'; pass a number in (0, 1], or use"
+            " offbeat.GTopK(apply='union')"
+        )
+
+    def density_at(self, exchange: int, target: float) -> float:
+        """Density of exchange number `exchange`, counted from 0, on the way to `target`."""
+        schedule = self._warmup(target)
+        return target if schedule is None else schedule.density_at(exchange, target)
+
+    def _warmup(self, target: float) -> Warmup | None:
+        """The schedule on the way to `target`. Raises `ConfigError` if `warmup` describes none."""
+        if self.warmup is None or self.warmup == "auto":
+            return None
+        try:
+            if self.warmup == "paper":
+                return Warmup.paper(self.steps_per_epoch or 1)
+            if self.warmup == "exponential":
+                return Warmup.exponential(self.steps_per_epoch or 1, target)
+            if isinstance(self.warmup, str):
+                return Warmup.read(self.warmup)
+            return Warmup.of(self.warmup)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                "warmup must be 'auto', 'paper', 'exponential', None, or pairs of a density in"
+                " (0, 1] and a number of exchanges of at least 1, such as ((1.0, 80), (0.25, 40))"
+                f" or '1.0x80+0.25x40', got {self.warmup!r}"
+            ) from error
+
+    @property
+    def takes_momentum(self) -> bool:
+        """Whether the optimizer's momentum is taken over, if it can be."""
+        return self.momentum_correction == "auto"
+
+    def build(self, workspace: Workspace) -> Sequence[Part]:
+        taken = None
+        if self.takes_momentum and workspace.optimizer is not None:
+            taken = momentum_to_take(workspace.optimizer, inform=workspace.inform)
+        counts = ExchangeCounts()
+        pairs, others = self._parts(workspace, counts, taken)
+        exchange, others = self.exchange_of(pairs, others, workspace, counts, taken=taken)
+        self._listen(exchange, others)
+        if taken is not None:  # last, when nothing can fail any more
+            taken.take()
+        return [exchange, *others]
+
+    def build_exchange(
+        self, workspace: Workspace, *, launch_order: LaunchOrder | None = None
+    ) -> tuple[GradientExchange, list[Part]]:
+        """As of every strategy. Where gradients are changed further before the step, momentum stays
+        in the optimizer, which applies it afterwards.
+        """
+        exchange, others = super().build_exchange(workspace, launch_order=launch_order)
+        self._listen(exchange, others)
+        return exchange, others
+
+    def _listen(self, exchange: GradientExchange, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if isinstance(part, AutoDensity):
+                exchange.add_listener(part.intervals)
+
+    def clipping(self, world_size: int) -> LocalClipping | None:
+        return LocalClipping(self.clip_norm, world_size=world_size)
+
+    def parts(
+        self, workspace: Workspace, counts: ExchangeCounts
+    ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
+        return self._parts(workspace, counts, None)
+
+    def _parts(
+        self, workspace: Workspace, counts: ExchangeCounts, taken: OptimizerMomentum | None
+    ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
+        choose, others = self.chooser(workspace)
+        auto = next((part for part in others if isinstance(part, AutoDensity)), None)
+        cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
+        buckets = make_buckets(
+            workspace.parameters, cap_bytes=cap_bytes, small_below=self.dense_below
+        )
+        return [
+            (bucket, self._reduction(bucket, workspace, counts, choose, auto, taken))
+            for bucket in buckets
+        ], others
+
+    def _reduction(
+        self,
+        bucket: Bucket,
+        workspace: Workspace,
+        counts: ExchangeCounts,
+        choose: Choose,
+        auto: AutoDensity | None,
+        taken: OptimizerMomentum | None,
+    ) -> SparseReduction:
+        wire = self._wire(bucket)
+        kind = BucketKind(
+            num_elements=bucket.num_elements,
+            element_bytes=bucket.flat.element_size(),
+            pair_bytes=wire.pair_bytes,
+        )
+        is_small = all(parameter.numel() < self.dense_below for parameter in bucket.parameters)
+
+        def plan() -> ExchangePlan:
+            if is_small:
+                return ExchangePlan(k=bucket.num_elements, collective=None)
+            target = 1.0 if self.density == "auto" else self.density
+            target = target if auto is None else auto.density
+            density = self.density_at(counts.exchanges, target)
+            if self.warmup == "auto" and workspace.optimizer is not None:
+                density = _while_rising(counts, workspace.optimizer, density, workspace.inform)
+            k = max(1, round(density * bucket.num_elements))
+            # A density of 1 that the user named for the whole run goes through the collective that
+            # the user named; one that was chosen, or begins a warm-up, need not.
+            everything = density == 1.0 and self.density != 1.0
+            return ExchangePlan(k=k, collective=None if everything else choose(kind, k))
+
+        momentum = None
+        if taken is not None:
+            momentum = taken.of(bucket)
+        elif isinstance(self.momentum_correction, float | int):
+            factor = float(self.momentum_correction)
+            momentum = Momentum([MomentumRange(end=bucket.num_elements, factor=factor)])
+        feedback = ErrorFeedback(
+            bucket.num_elements,
+            dtype=bucket.flat.dtype,
+            device=bucket.flat.device,
+            selector=self._selector(bucket),
+            momentum=momentum,
+            masking=self.momentum_masking,
+        )
+        if taken is not None and momentum is not None:
+            taken.apply_to(bucket, momentum, feedback)
+        return SparseReduction(
+            bucket,
+            feedback,
+            driver=workspace.driver,
+            stream=workspace.new_stream(),
+            wire=wire,
+            plan=plan,
+            watch=ResidualWatch(
+                workspace.warn, rank=workspace.driver.rank, clips=self.clip_norm is not None
+            ),
+        )
+
+    def _selector(self, bucket: Bucket) -> Selector:
+        selector = object_of("selection", self.selection, SELECTORS, Selector)
+        if self.scope == "layer":
+            return ByLayer(selector, offsets=bucket.offsets, names=bucket.names)
+        return selector
+
+    def _wire(self, bucket: Bucket) -> Wire:
+        # Half-precision gradients are selected, owed and merged in float32.
+        double = bucket.flat.dtype == torch.float64
+        dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
+        return Wire(
+            num_elements=bucket.num_elements,
+            num_parameters=len(bucket.indices),
+            dtype=dtype,
+            values=object_of("values", self.values, VALUE_CODECS, ValueCodec).suited_to(dtype),
+            indices=object_of("indices", self.indices, INDEX_CODECS, IndexCodec),
+        )
+
+
+def _while_rising(
+    counts: ExchangeCounts,
+    optimizer: torch.optim.Optimizer,
+    density: float,
+    inform: Callable[[str], None],
+) -> float:
+    """The density of the coming exchange, larger than `density` while the learning rate rises."""
+    rising = counts.rising_rate
+    rate = max(float(group.get("lr", 0.0)) for group in optimizer.param_groups)
+    if rising.look(counts.exchanges, rate) and density < DENSITY:
+        inform(
+            f"warmup='auto': while the learning rate rises, and for {HOLD} exchanges after that,"
+            f" the density is {DENSITY:g} instead of {density:.3g}; warmup=None keeps it as it is"
+        )
+    return rising.density_at(counts.exchanges, density)

@@ -1,0 +1,209 @@
+"""From DDP models and optimizers to sessions, in a world of one: the same code as on many ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from offbeat.errors import ConfigError, OffbeatError, UnsupportedError
+from offbeat.script.coupling import ModelListener, ScriptSessions
+from offbeat.script.recipes import Attached, StrategyRecipe
+from offbeat.script.worker import patched_for
+from offbeat.session.session import Session
+from offbeat.strategies.base import Strategy
+
+
+class Sessions(ModelListener):
+    """The sessions that were attached, with their models."""
+
+    def __init__(self) -> None:
+        self.sessions: list[Session] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.losses: list[float] = []
+
+    def attached(
+        self, session: Attached, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        assert isinstance(session, Session)
+        self.sessions.append(session)
+        self.optimizers.append(optimizer)
+
+    def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
+        self.losses.append(loss.item() / scale)
+
+
+class Script:
+    """What a script does under `offbeat run`."""
+
+    def __init__(self, strategy: Strategy, stack: ExitStack) -> None:
+        self.heard = Sessions()
+        recipe = StrategyRecipe(strategy)
+        self.sessions = ScriptSessions(recipe, self.heard)
+        stack.enter_context(patched_for(recipe, self.sessions))
+        stack.callback(self.sessions.close, None)
+
+    @property
+    def session(self) -> Session:
+        return self.heard.sessions[-1]
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def stack(group: None) -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+X = torch.ones(4, 3)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer_first", [True, False])
+def test_a_session_is_attached_at_the_first_forward_pass_with_gradients(
+    stack: ExitStack, optimizer_first: bool
+) -> None:
+    script = Script(offbeat.GTopK(density=1.0), stack)
+    model = nn.Linear(3, 1)
+    torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=1.0)  # of something else
+    if optimizer_first:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ddp = DistributedDataParallel(model)
+    else:
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with torch.no_grad():
+        ddp(X)
+    assert script.heard.sessions == []
+    for _ in range(3):
+        step(ddp, optimizer)
+    assert script.heard.optimizers == [optimizer]
+    assert script.session.stats.steps == script.session.stats.exchanges == 3
+
+
+def test_gradients_are_exchanged_once_where_they_are_accumulated(stack: ExitStack) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(2):
+        with ddp.no_sync():
+            ddp(X).sum().backward()
+        step(ddp, optimizer)
+        for last in (False, True):
+            ddp.require_backward_grad_sync = last
+            ddp(X).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (script.session.stats.steps, script.session.stats.exchanges) == (4, 4)
+
+
+def test_a_scaler_is_found_and_the_loss_is_seen_as_the_script_has_it(stack: ExitStack) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    loss = ddp(X).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert script.heard.losses == [pytest.approx(loss.item())]
+    assert script.session.stats.steps == 1
+
+
+def test_an_optimizer_that_is_stepped_in_the_place_of_the_first_one_is_attached_anew(
+    stack: ExitStack,
+) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    first = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    step(ddp, first)
+    second = torch.optim.AdamW(ddp.parameters(), lr=0.1)
+    step(ddp, second)
+    step(ddp, second)
+    assert script.heard.optimizers == [first, second]
+    assert script.session.stats.steps == 1
+
+
+def test_two_models_have_a_session_each(stack: ExitStack) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+    models = [DistributedDataParallel(nn.Linear(3, 1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        step(model, optimizer)
+    assert script.heard.optimizers == optimizers
+
+
+def test_the_strategy_of_a_script_that_attaches_itself_is_replaced_and_said_once(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Script(offbeat.LocalSGD(period=3), stack)
+    for _ in range(2):
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with offbeat.attach(model, optimizer, offbeat.GTopK()) as session:
+            step(model, optimizer)
+        assert session.strategy == offbeat.LocalSGD(period=3)
+    assert len(script.heard.sessions) == 2
+    assert caplog.text.count("in its place") == 1
+
+
+def test_outside_of_it_attach_does_what_it_is_told() -> None:
+    model = nn.Linear(3, 1)
+    with offbeat.attach(model, torch.optim.SGD(model.parameters()), offbeat.GTopK()) as session:
+        assert session.strategy == offbeat.GTopK()
+
+
+def test_sessions_end_before_the_group(stack: ExitStack) -> None:
+    script = Script(offbeat.AllReduce(), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    step(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    dist.destroy_process_group()
+    with pytest.raises(ConfigError, match="closed"):
+        script.session.averaged_model()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_a_script_on_one_rank_alone_is_told_what_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lonely.py"])
+    with ExitStack() as stack:
+        Script(offbeat.AllReduce(), stack)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="lonely.py trains on one rank only") as raised:
+            step(model, optimizer)
+    assert str(raised.value).count("\n") == 4
+
+
+def test_samples_cannot_be_shared_out_by_a_ddp_script(stack: ExitStack) -> None:
+    Script(offbeat.AdaptiveSGD(batch_size=2, mega_batch=8), stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match=r"session\.loader"):
+        step(ddp, optimizer)
+
+
+def test_an_optimizer_of_two_models_is_refused(stack: ExitStack) -> None:
+    Script(offbeat.AllReduce(), stack)
+    models = [DistributedDataParallel(nn.Linear(3, 1)) for _ in range(2)]
+    kept = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    with pytest.raises(OffbeatError, match="are not the model's"):
+        models[0](X)
+    assert kept
