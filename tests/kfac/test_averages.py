@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import CheckpointError
-from offbeat.kfac.averages import RunningFactor, damping_of
+from offbeat.kfac.averages import RunningFactor, damping_of, mean_eigenvalue
 from offbeat.kfac.blocks import FactorShape
 from offbeat.kfac.symmetric import pack
 
@@ -68,28 +66,35 @@ def test_packed_state_is_at_most_half_of_the_square_and_a_bit() -> None:
 
 
 def test_damping_is_shared_in_proportion_to_the_factors() -> None:
-    a, g = torch.eye(4)[None] * 9, torch.eye(2)[None] * 0.25
-    shapes = FactorShape(groups=1, dim=4), FactorShape(groups=1, dim=2)
-    averages = (pack(a), shapes[0]), (pack(g), shapes[1])
-    plain = damping_of(*averages, damping=0.04, pi=False)
+    a, g = torch.tensor(9.0), torch.tensor(0.25)
+    plain = damping_of(a, g, damping=0.04, pi=False)
     assert [float(value) for value in plain] == pytest.approx([0.04, 0.04])
-    shared = damping_of(*averages, damping=0.04, pi=True)
+    shared = damping_of(a, g, damping=0.04, pi=True)
     assert float(shared[0] * shared[1]) == pytest.approx(0.04)
     assert float(shared[0] / shared[1]) == pytest.approx(9 / 0.25)
-    diagonal = FactorShape(groups=1, dim=4, is_diagonal=True)
-    assert (
-        damping_of((torch.full((1, 4), 9.0), diagonal), averages[1], damping=0.04, pi=True)
-        == shared
-    )
 
 
 def test_without_a_trace_nothing_is_shared() -> None:
-    nothing = torch.zeros(1, 3), FactorShape(groups=1, dim=2)
-    something = torch.ones(1, 3), FactorShape(groups=1, dim=2)
-    for pair in ((nothing, something), (something, nothing), (nothing, nothing)):
-        assert [
-            float(value) for value in damping_of(*pair, damping=0.09, pi=True)
-        ] == pytest.approx([0.3, 0.3])
-    assert math.isclose(
-        float(damping_of(something, something, damping=0.09, pi=True)[0]), 0.3, rel_tol=1e-6
-    )
+    for pair in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0), (1.0, 1.0)):
+        a, g = map(torch.tensor, pair)
+        found = [float(value) for value in damping_of(a, g, damping=0.09, pi=True)]
+        assert found == pytest.approx([0.3, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("matrices", "shape"),
+    [
+        (9 * torch.eye(4)[None], FactorShape(groups=1, dim=4)),
+        (
+            torch.diag_embed(torch.tensor([[9.0, 9.0], [9.0, 0.0]])),
+            FactorShape(groups=2, dim=2, padding=1),
+        ),
+    ],
+)
+def test_rows_that_stand_for_nothing_have_no_eigenvalues(
+    matrices: torch.Tensor, shape: FactorShape
+) -> None:
+    assert float(mean_eigenvalue(pack(matrices), shape)) == 9
+    factor = RunningFactor(shape, dtype=torch.float32, device=torch.device("cpu"))
+    factor.update_(pack(matrices), weight=1.0, decay=0.5)
+    assert float(factor.mean_eigenvalue()) == 9

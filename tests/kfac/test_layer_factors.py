@@ -130,6 +130,29 @@ def test_factors_are_what_they_are_defined_to_be(kind: str) -> None:
     torch.testing.assert_close(g, expected_g)
 
 
+def diagonal_pieces(whole: torch.Tensor, length: int) -> torch.Tensor:
+    """`whole`, without what lies between pieces of `length` rows."""
+    numbers = torch.arange(whole.shape[-1]) // length
+    return whole * (numbers[:, None] == numbers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_dim", [1, 3, 6])
+def test_large_factors_are_pieces_of_whole_ones(kind: str, max_dim: int) -> None:
+    layer, x = layer_of(kind)
+    blocks, capture = capture_all(layer, FactorOptions(max_dim=max_dim))
+    losses(layer(x)).mean().backward()
+    found = take_square(capture, blocks)
+    capture.remove()
+    for side, factor, whole in zip(
+        ("input", "output"), found, look(layer, x, losses).factors(), strict=True
+    ):
+        shape = blocks[0].shape(side)  # type: ignore[arg-type]
+        length = 1 if shape.is_diagonal else shape.dim
+        assert length <= max_dim + (side == "input")
+        torch.testing.assert_close(factor, diagonal_pieces(whole, length))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_matrix_of_gradients_goes_with_the_factors(kind: str) -> None:
     """Sum of g a^T over examples and positions is the gradient: rows and columns are in the

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kfac_maths_support.reference import capture_all, square
-from offbeat.kfac.averages import damping_of
+from offbeat.kfac.averages import damping_of, mean_eigenvalue
 from offbeat.kfac.blocks import Block, FactorShape
 from offbeat.kfac.capture import Capture
 from offbeat.kfac.eigen import Decomposer, Eigendecomposition
@@ -68,7 +68,12 @@ def tasks_of(
     pairs = []
     for index, block in enumerate(blocks):
         a, g = (capture.take(index, side).packed for side in ("input", "output"))  # type: ignore[arg-type]
-        damping = damping_of((a, block.inputs), (g, block.outputs), damping=DAMPING, pi=pi)
+        damping = damping_of(
+            mean_eigenvalue(a, block.inputs),
+            mean_eigenvalue(g, block.outputs),
+            damping=DAMPING,
+            pi=pi,
+        )
         valid = torch.tensor(True)
         pairs.append(
             (

@@ -99,6 +99,13 @@ def test_a_weight_shared_with_what_is_not_covered_gets_plain_gradients() -> None
     )
 
 
+def test_a_container_that_shows_a_layers_parameter_does_not_use_it() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.bias = model[0].bias
+    found, plain = names(model)
+    assert (found, plain) == (["0"], {})
+
+
 def test_a_shared_bias_goes_with_a_weight_that_all_its_layers_share() -> None:
     model = tied(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].bias = model[0].bias

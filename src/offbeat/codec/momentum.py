@@ -64,6 +64,7 @@ class Momentum:
             continues: whether the gradient belongs to the same optimizer step as the last one: then
                 the velocity has lost its share already, and only what is new is passed on.
         """
+        add = add_by_kernel if flat.device.type == "cpu" else add_by_torch
         begin = 0
         for each in self.ranges:
             here = slice(begin, each.end)
@@ -74,28 +75,36 @@ class Momentum:
                 if each.nesterov:
                     flat[here].mul_(1 + each.factor)
             else:
-                _add_momentum(flat[here], velocity[here], each, weight, new_velocity[here])
+                add(flat[here], velocity[here], each, weight, new_velocity[here])
 
 
-def _add_momentum(
+def add_by_kernel(
     flat: torch.Tensor,
     velocity: torch.Tensor,
     momentum: MomentumRange,
     weight: float,
     new_velocity: torch.Tensor,
 ) -> None:
-    """`Momentum.apply` for one range, of which it is given the slices."""
-    if flat.device.type == "cpu":
-        values = flat.numpy()
-        kernels.add_momentum(
-            values,
-            velocity.numpy(),
-            values.dtype.type(momentum.factor),
-            values.dtype.type(weight),
-            momentum.nesterov,
-            new_velocity.numpy(),
-        )
-        return
+    """`Momentum.apply` for the slices of one range, in one pass on the CPU."""
+    values = flat.numpy()
+    kernels.add_momentum(
+        values,
+        velocity.numpy(),
+        values.dtype.type(momentum.factor),
+        values.dtype.type(weight),
+        momentum.nesterov,
+        new_velocity.numpy(),
+    )
+
+
+def add_by_torch(
+    flat: torch.Tensor,
+    velocity: torch.Tensor,
+    momentum: MomentumRange,
+    weight: float,
+    new_velocity: torch.Tensor,
+) -> None:
+    """The same on any device."""
     torch.mul(velocity, momentum.factor, out=new_velocity).add_(flat, alpha=weight)
     if momentum.nesterov:
         flat.mul_(weight).add_(new_velocity, alpha=momentum.factor)

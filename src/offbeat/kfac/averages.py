@@ -70,6 +70,11 @@ class RunningFactor:
         """The average, packed; zeros as long as there is none."""
         return self.weighted_sum / torch.where(self.mass > 0, self.mass, 1.0)
 
+    def mean_eigenvalue(self) -> torch.Tensor:
+        """Of the average, without making it: a scalar tensor."""
+        mean = mean_eigenvalue(self.weighted_sum, self.shape)
+        return mean / torch.where(self.mass > 0, self.mass, 1.0)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {"sum": self.weighted_sum, "mass": self.mass}
 
@@ -92,11 +97,7 @@ def mean_eigenvalue(packed: torch.Tensor, shape: FactorShape) -> torch.Tensor:
 
 
 def damping_of(
-    inputs: tuple[torch.Tensor, FactorShape],
-    outputs: tuple[torch.Tensor, FactorShape],
-    *,
-    damping: float,
-    pi: bool,
+    inputs: torch.Tensor, outputs: torch.Tensor, *, damping: float, pi: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What to add to the diagonals of A and G.
 
@@ -106,15 +107,15 @@ def damping_of(
     trace is not positive, pi is 1.
 
     Args:
-        inputs, outputs: the averages of A and G, packed, with their shapes.
+        inputs, outputs: the mean eigenvalues of the averages of A and G, scalar tensors.
         damping: > 0.
         pi: whether to correct.
 
     Returns:
         Two scalar tensors.
     """
-    a, g = mean_eigenvalue(*inputs), mean_eigenvalue(*outputs)
     if not pi:
-        return torch.full_like(a, damping), torch.full_like(g, damping)
-    ratio = torch.where((a > 0) & (g > 0), a / g, 1.0).sqrt()
+        return torch.full_like(inputs, damping), torch.full_like(outputs, damping)
+    are_positive = (inputs > 0) & (outputs > 0)
+    ratio = torch.where(are_positive, inputs / outputs, 1.0).sqrt()
     return ratio * damping**0.5, damping**0.5 / ratio

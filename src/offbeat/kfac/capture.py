@@ -109,6 +109,8 @@ class Capture:
         grad_scale: by what factor gradients are scaled at the moment (AMP).
         added: is called with a block's index and a side whenever something was added to that
             factor, and when, on the monotonic clock, that began.
+        room: for a block's index and a side, where to sum that factor until it is taken: the
+            message that it leaves in. None: in memory of its own.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Capture:
         warn: Callable[[str], None],
         grad_scale: Callable[[], float] = lambda: 1.0,
         added: Callable[[int, Side, float], None] = lambda index, side, began_s: None,
+        room: Callable[[int, Side], torch.Tensor | None] = lambda index, side: None,
     ) -> None:
         self.retired: set[str] = set()
         """Names of blocks whose layers have changed their shape."""
@@ -128,6 +131,7 @@ class Capture:
         self._blocks = list(blocks)
         self._options = options
         self._warn, self._grad_scale, self._added = warn, grad_scale, added
+        self._room, self._taken = room, set[tuple[int, Side]]()
         self._uses = [
             _Watched(index, use) for index, block in enumerate(blocks) for use in block.uses
         ]
@@ -169,6 +173,7 @@ class Capture:
         """See nothing more, and forget what was not taken."""
         self.phase = None
         self._sums = [_Sums() for _ in self._uses]
+        self._taken.clear()
         self._terms_in_loss = {}
 
     def take(self, index: int, side: Side) -> Increment:
@@ -176,6 +181,7 @@ class Capture:
         "output" ends the step.
         """
         found = [self._take_use(place, side) for place in self._uses_of[index]]
+        self._taken.add((index, side))
         if len(found) == 1:
             return found[0]
         # One weight counts for both uses, and it is that of the terms of the loss, of which both
@@ -360,7 +366,7 @@ class Capture:
         seen = self._sampled(inputs.detach(), dim)
         with _plain_arithmetic(inputs.device.type):
             moment = block.input_moment(seen if block.samples_inputs else inputs.detach())
-            sums.inputs = _plus(sums.inputs, moment)
+            sums.inputs = self._plus(place, "input", sums.inputs, moment)
         # Of each example that is looked at, all terms are.
         num_seen = (
             num_terms if dim is None else num_terms // max(inputs.shape[dim], 1) * seen.shape[dim]
@@ -379,8 +385,24 @@ class Capture:
             if (scale := self._grad_scale()) != 1:
                 # G is a product of two gradients, each scaled by AMP.
                 moment.packed.div_(scale**2)
-            sums.outputs = _plus(sums.outputs, moment)
+            sums.outputs = self._plus(place, "output", sums.outputs, moment)
         self._added(watched.block_index, watched.side("output"), began_s)
+
+    def _plus(self, place: int, own_side: Side, sum_: Moment | None, moment: Moment) -> Moment:
+        """`moment` added to what use `place` has summed. The first one is copied to where it will
+        leave from, so that no factor is in memory twice.
+        """
+        if sum_ is not None:
+            return Moment(sum_.packed.add_(moment.packed), sum_.num_rows + moment.num_rows)
+        watched = self._uses[place]
+        index, side = watched.block_index, watched.side(own_side)
+        # What was taken is on its way; what comes after it counts for nothing.
+        room = None if (index, side) in self._taken else self._room(index, side)
+        if room is None:
+            return moment
+        number = self._uses_of[index].index(place)
+        part = room.chunk(len(self._uses_of[index]))[number]
+        return Moment(part.copy_(moment.packed), moment.num_rows)
 
     def _sampled(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
         """The examples that are looked at: a view."""
@@ -431,12 +453,6 @@ def _first_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Ten
     """What a layer was called with. Models call layers of their own with names of their own."""
     found: torch.Tensor = args[0] if args else kwargs.get("input", next(iter(kwargs.values())))
     return found
-
-
-def _plus(moment: Moment | None, other: Moment) -> Moment:
-    if moment is None:
-        return other
-    return Moment(moment.packed.add_(other.packed), moment.num_rows + other.num_rows)
 
 
 def _inside_backward() -> bool:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.grad import conv2d_weight
 
-from offbeat.kfac.symmetric import gram
+from offbeat.kfac.symmetric import gram, pack
 
 IntPair: TypeAlias = tuple[int, int]
 
@@ -88,6 +88,27 @@ def patch_moment(
     else:
         moment = by_rows(images, window, groups=groups, ones=ones)
     return moment, num_patches
+
+
+def row_moments(images: torch.Tensor, window: Window, *, groups: int = 1) -> torch.Tensor:
+    """As `patch_moment`, of each row of taps with itself alone, packed: shape (groups * rows of
+    taps, d (d + 1) / 2) with d = taps in a row * C / groups.
+    """
+    height, _ = window.positions((images.shape[2], images.shape[3]))
+    padded = F.pad(images, (0, 0, window.before[0], window.after[0]))
+    of_row = Window(
+        taps=(1, window.taps[1]),
+        stride=(1, window.stride[1]),
+        dilation=(1, window.dilation[1]),
+        before=(0, window.before[1]),
+        after=(0, window.after[1]),
+    )
+    moments = []
+    for row in range(window.taps[0]):
+        first = row * window.dilation[0]
+        seen = padded[:, :, first : first + (height - 1) * window.stride[0] + 1 : window.stride[0]]
+        moments.append(pack(patch_moment(seen, of_row, groups=groups)[0]))
+    return torch.stack(moments, dim=1).flatten(0, 1)
 
 
 def _shifts_are_cheaper(images: torch.Tensor, window: Window) -> bool:

@@ -77,6 +77,9 @@ class InversionTask:
     valid: torch.Tensor
 
 
+MOST_AT_ONCE = 1 << 21
+"""Elements of the squares that a CPU inverts in one call, unless one has more."""
+
 STEPS_OF_A_TRIANGLE = 25
 """On a CPU an inverse is worth its making if it serves more steps than this."""
 
@@ -158,7 +161,18 @@ class Inverter:
         packed = tasks[0].packed if len(tasks) == 1 else torch.cat([task.packed for task in tasks])
         damping = torch.cat([task.damping.expand(task.shape.groups) for task in tasks])
         form = form_for(self._form, tasks[0].shape)
-        results, good = damp_and_invert_(unpack(packed, dim), damping, form)
+        num_at_once = len(packed)
+        if not is_asynchronous(packed.device):
+            # A CPU gains nothing by further ones in one call, and needs memory for all of them.
+            num_at_once = max(MOST_AT_ONCE // dim**2, 1)
+        kept, goods = [], []
+        for some, of_each in zip(
+            packed.split(num_at_once), damping.split(num_at_once), strict=True
+        ):
+            results, good = damp_and_invert_(unpack(some, dim), of_each, form)
+            kept.append(self._keep(results))
+            goods.append(good)
+        found, good = torch.cat(kept), torch.cat(goods)
         counted = torch.cat([task.valid.expand(task.shape.groups) for task in tasks])
         outcome = _CholeskyOutcome.of([task.name for task in tasks], groups, good | ~counted)
         if not is_asynchronous(packed.device) or self._failed_before.intersection(outcome.names):
@@ -166,13 +180,17 @@ class Inverter:
             self._failed_before.difference_update(outcome.names)
             self._failed_before.update(outcome.name_at(place) for place in failed)
             for place in failed:
-                results[place] = self._retry(
+                again = self._retry(
                     outcome.name_at(place), packed[place], dim, damping[place], form
                 )
+                found[place] = self._keep(again[None])[0]
         else:
             self._outcomes.append(outcome)
-        kept = results.flatten(1) if self._form == "bfloat16" else pack(results)
-        return list(kept.split(groups))
+        return list(found.split(groups))
+
+    def _keep(self, results: torch.Tensor) -> torch.Tensor:
+        """What is kept of inverses, shape (n, d, d): shape (n, ...)."""
+        return results.flatten(1) if self._form == "bfloat16" else pack(results)
 
     def _retry(
         self,

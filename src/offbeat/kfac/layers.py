@@ -16,7 +16,7 @@ from offbeat.kfac.blocks import (
     as_real,
     factor_shape,
 )
-from offbeat.kfac.convolution import IntPair, Window, patch_moment
+from offbeat.kfac.convolution import IntPair, Window, patch_moment, row_moments
 from offbeat.kfac.options import FactorOptions
 from offbeat.kfac.pieces import moment_of, packed_pieces
 
@@ -196,6 +196,12 @@ class ConvBlock(LayerBlock):
             options.max_dim,
             shares_inputs=False,
         )
+        # A factor that is cut is cut between rows of taps, if that makes pieces small enough.
+        in_a_row = per_group * self._taps[1]
+        whole = self.inputs.dim == self.matrix_shape[2]
+        self._is_cut_by_rows = not whole and not self.has_bias and in_a_row <= options.max_dim
+        if self._is_cut_by_rows:
+            self.inputs = FactorShape(groups=groups * self._taps[0], dim=in_a_row)
 
     def fits(self, inputs: torch.Tensor) -> bool:
         return self.keeps_shape() and inputs.shape[-1 - self._num_axes] == self._num_channels
@@ -218,9 +224,12 @@ class ConvBlock(LayerBlock):
             before=before,
             after=after,
         )
-        moment, num_patches = patch_moment(
-            images, window, groups=self.matrix_shape[0], ones=self.has_bias
-        )
+        groups = self.matrix_shape[0]
+        if self._is_cut_by_rows:
+            positions = window.positions((images.shape[2], images.shape[3]))
+            packed = row_moments(images, window, groups=groups)
+            return Moment(packed, len(images) * positions[0] * positions[1])
+        moment, num_patches = patch_moment(images, window, groups=groups, ones=self.has_bias)
         return Moment(packed_pieces(moment, self.inputs), num_patches)
 
     def output_moment(self, gradient: torch.Tensor, inputs: torch.Tensor | None) -> Moment:

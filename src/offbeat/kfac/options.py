@@ -48,7 +48,7 @@ class FactorOptions:
     batch_dim: int = 0
     sample_stride: int = 1
     cross_attention: tuple[str, ...] = ()
-    max_dim: int = 8192
+    max_dim: int = 2048
     plain: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

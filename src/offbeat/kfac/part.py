@@ -116,6 +116,7 @@ class KFACPart(Part):
         warn: Callable[[str], None],
     ) -> None:
         self._stream, self._warn, self._is_checked = stream, warn, False
+        self._notify = notify
         self.blocks, self.slots = blocks, slots_of(blocks)
         self.wait_s = 0.0
         self._settings, self._planner, self._driver = settings, planner, driver
@@ -156,6 +157,18 @@ class KFACPart(Part):
             stream=stream,
             spans=self._spans,
             notify=notify,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory on this rank that averages, inverses and messages take from the first steps on."""
+        inverses = self.preconditioner.inverses.packed
+        tensors = [
+            *(factor.weighted_sum for factor in self.accumulator.factors.values()),
+            *(inverse for inverse in inverses if inverse is not None),
+        ]
+        return sum(tensor.nbytes for tensor in tensors) + sum(
+            message.num_bytes for message in self.scheduler.messages
         )
 
     @property
@@ -243,7 +256,7 @@ class KFACPart(Part):
         for index, name in unseen:
             if self._is_tied(index):
                 others = [other for at, other in layers if at == index and other != name]
-                self._warn(
+                self._notify(
                     f"K-FAC has not seen {name!r} at work, which shares its weight with"
                     f" {_listed(others)}: this weight is preconditioned as if only the others used"
                     " it, which is right if no gradient flows through that layer"

@@ -103,7 +103,11 @@ def survey(model: nn.Module, options: FactorOptions) -> Survey:
     }
     claimed: set[int] = set()
     for name, module in model.named_modules():
-        own = dict(_trained_of(module))
+        own = {
+            own_name: parameter
+            for own_name, parameter in _trained_of(module)
+            if any(holder.module is module for holder in holders[id(parameter)])
+        }
         if id(module) in claimed or not (own or isinstance(module, nn.MultiheadAttention)):
             continue
         if any(len(holders[id(parameter)]) > 1 for parameter in own.values()):
@@ -122,7 +126,7 @@ def survey(model: nn.Module, options: FactorOptions) -> Survey:
                 # The attention uses the weight of its output projection without calling the module,
                 # so the projection is one of the attention's blocks and not a Linear of its own.
                 claimed.add(id(module.out_proj))
-        elif any(module.children()) and not isinstance(module, SUPPORTED):
+        elif _has_layers(module):
             plain |= {
                 f"{name}.{own_name}".removeprefix("."): "a parameter outside of layers"
                 for own_name in own
@@ -157,7 +161,15 @@ def _holders(model: nn.Module) -> Holders:
     for name, module in model.named_modules():
         for own_name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             found.setdefault(id(parameter), []).append(Holder(name, module, own_name))
-    return found
+    # What stands beside layers and shows one of their parameters as its own uses it not itself.
+    return {
+        key: [one for one in each if not _has_layers(one.module)] or each
+        for key, each in found.items()
+    }
+
+
+def _has_layers(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and not isinstance(module, SUPPORTED)
 
 
 def _check_names(model: nn.Module, options: FactorOptions) -> None:

@@ -119,7 +119,7 @@ class KFACStrategy(Strategy):
     batch_dim: int = 0
     sample_stride: int = 1
     cross_attention: str = ""
-    max_dim: int = 8192
+    max_dim: int = 2048
     plain: str = ""
 
     def __post_init__(self) -> None:
@@ -240,6 +240,10 @@ class KFACStrategy(Strategy):
             grad_scale=workspace.grad_scale,
             notify=workspace.notify,
             warn=workspace.warn,
+        )
+        workspace.inform(
+            f"K-FAC's factors take {part.num_bytes / 1e6:,.0f} MB of memory on this rank: averages,"
+            " inverses and messages"
         )
         exchange.add_listener(part.scheduler)
         return [exchange, *others, part]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offbeat.kfac.averages import RunningFactor, damping_of
+from offbeat.kfac.averages import RunningFactor, damping_of, mean_eigenvalue
 from offbeat.kfac.blocks import FactorSlot
 from offbeat.kfac.capture import Increment
 from offbeat.kfac.exchange.messages import FactorMessage
@@ -81,29 +81,26 @@ class FactorAccumulator:
 
     def inversion_task(self, slot: int) -> InversionTask:
         """What is to be inverted of a factor that this rank keeps."""
-        inputs, outputs = self._slots[slot & ~1], self._slots[slot | 1]
         own, shape = self.factors[slot], self._slots[slot].shape
-        if self._settings.pi or shape.uses > 1:
-            pair = (
-                (self.factors[inputs.index].average(), inputs.shape),
-                (self.factors[outputs.index].average(), outputs.shape),
-            )
-            joined = joined_factors(*pair)
+        pair = slot & ~1, slot | 1
+        if shape.uses > 1:
+            averages = [self.factors[of].average() for of in pair]
+            shapes = [self._slots[of].shape for of in pair]
+            joined = joined_factors((averages[0], shapes[0]), (averages[1], shapes[1]))
             packed = joined[slot % 2]
-            of_each = damping_of(
-                (joined[0], inputs.shape.joined),
-                (joined[1], outputs.shape.joined),
-                damping=self._settings.damping,
-                pi=self._settings.pi,
-            )[slot % 2]
+            means = [
+                mean_eigenvalue(each, of.joined) for each, of in zip(joined, shapes, strict=True)
+            ]
         else:
             packed = own.average()
-            of_each = packed.new_full((), self._settings.damping)
+            # Without pi the partner may not have arrived yet, and does not matter.
+            means = [self.factors[of].mean_eigenvalue() for of in pair]
+        damping = damping_of(*means, damping=self._settings.damping, pi=self._settings.pi)
         return InversionTask(
             name=self._slots[slot].name,
             packed=packed,
             shape=shape.joined,
-            damping=of_each,
+            damping=damping[slot % 2],
             valid=own.mass > 0,
         )
 

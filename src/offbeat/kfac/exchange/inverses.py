@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from offbeat.collectives.dense import dense_broadcast
 from offbeat.kfac.blocks import FactorSlot
 from offbeat.kfac.eigen import Decomposer
 from offbeat.kfac.exchange.spans import SpanRecorder
-from offbeat.kfac.inverses import InversionTask, Inverter
+from offbeat.kfac.inverses import MOST_AT_ONCE, InversionTask, Inverter, is_asynchronous
 from offbeat.kfac.planning.inverse_order import InverseBatch
 from offbeat.transport.driver import Driver, Pending, Stream
 
@@ -87,7 +87,7 @@ class InverseExchange:
     ) -> None:
         self.times, self._spans = InverseTimes(), spans
         self._driver, self._stream, self._inverter = driver, stream, inverter
-        self._travels = travels
+        self._travels, self._slots = travels, slots
         self.packed: list[torch.Tensor | None] = [None] * len(slots)
         self._messages: list[_InverseMessage] = []
         self._by_all = [batch for batch in order if batch.owner is None]
@@ -175,10 +175,26 @@ class InverseExchange:
     def _invert(self, slots: Sequence[int]) -> None:
         assert self._task_of is not None
         begin_s = time.monotonic()
-        inverses = self._inverter.invert([self._task_of(slot) for slot in slots])
-        for slot, inverse in zip(slots, inverses, strict=True):
-            kept = self.packed[slot]
-            assert kept is not None
-            kept.copy_(inverse)
+        for some in self._portions(slots):
+            inverses = self._inverter.invert([self._task_of(slot) for slot in some])
+            for slot, inverse in zip(some, inverses, strict=True):
+                kept = self.packed[slot]
+                assert kept is not None
+                kept.copy_(inverse)
         self.times.invert_s += time.monotonic() - begin_s
         self._spans.add("invert", f"{len(slots)} factors", begin_s)
+
+    def _portions(self, slots: Sequence[int]) -> Iterator[list[int]]:
+        """`slots`, as many at a time as are inverted in one call."""
+        portion: list[int] = []
+        num_elements = 0
+        for slot in slots:
+            shape = self._slots[slot].shape
+            num_elements += shape.groups * (1 if shape.is_diagonal else shape.dim**2)
+            # A CPU gains nothing by further ones in one call, and needs memory for all of them.
+            is_too_much = num_elements > MOST_AT_ONCE
+            if portion and is_too_much and not is_asynchronous(self._slots[slot].device):
+                yield portion
+                portion, num_elements = [], shape.groups * shape.dim**2
+            portion.append(slot)
+        yield portion

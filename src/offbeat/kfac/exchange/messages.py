@@ -49,6 +49,15 @@ class FactorMessage:
         ]
         self._sums: list[Pending[torch.Tensor]] = []
 
+    @property
+    def num_bytes(self) -> int:
+        return self._flat.numel() * self._flat.itemsize
+
+    def room(self, slot: int) -> torch.Tensor:
+        """Where the factor of `slot` leaves from: this rank's part may be made there."""
+        places = [each.index for each in self.slots]
+        return self._views[places.index(slot)]
+
     def launch(
         self,
         driver: Driver,

@@ -145,6 +145,7 @@ class FactorScheduler(ExchangeListener):
             warn=notify,
             grad_scale=grad_scale,
             added=lambda place, side, began_s: self._on_added(observed[place], side, began_s),
+            room=lambda place, side: self._room(2 * observed[place] + (side == "output")),
         )
         self.adopt(plan)
         self.begin_step()
@@ -222,6 +223,10 @@ class FactorScheduler(ExchangeListener):
             for number, num_missing in enumerate(progress.num_missing):
                 if not num_missing and not progress.is_handed_over[number]:
                     self._hand_over(number, failed=False)
+
+    def _room(self, slot: int) -> torch.Tensor | None:
+        message = self._message_of.get(slot)
+        return None if message is None else self.messages[message].room(slot)
 
     def _hand_over(self, number: int, *, failed: bool) -> None:
         """Let message `number` be launched when its place in the order has come."""
