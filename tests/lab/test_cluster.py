@@ -12,12 +12,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.errors import ConfigError
 from offbeat.lab.cluster import (
     PRESETS,
     Cluster,
@@ -32,8 +33,9 @@ from offbeat.lab.cluster import (
 )
 from offbeat.lab.cluster.quantities import duration_text, parse_duration, parse_rate, rate_text
 from offbeat.lab.cluster.toml_writer import toml_key
+from offbeat.lab.emulation import emulate
 from offbeat.transport.operations import Collective, Recv, Send
-from offbeat.transport.virtual import VirtualCluster
+from offbeat.transport.virtual import VirtualCluster, VirtualLink, VirtualRacks
 
 durations = st.floats(0, 86_400)
 lengths = st.floats(0, 86_400, exclude_min=True)
@@ -228,8 +230,33 @@ def test_a_worker_may_have_a_link_of_its_own() -> None:
     assert (cluster.link_of(0).bytes_per_s, cluster.link_of(0).latency_s) == (125e6, 1e-3)
     assert (cluster.link_of(3).bytes_per_s, cluster.link_of(3).latency_s) == (12.5e6, 0.0)
     assert math.isinf(LinkSpec().bytes_per_s)
-    with pytest.raises(UnsupportedError, match="2 kinds of links"):
-        cluster.virtual_link()
+    slow = VirtualLink(bytes_per_s=12.5e6)
+    fast = VirtualLink(latency_s=1e-3, bytes_per_s=125e6)
+    assert cluster.virtual_links() == [fast, fast, fast, slow]
+
+
+def test_a_window_limits_what_a_connection_carries_in_a_round_trip() -> None:
+    text = 'link = {rate = "1gbit", latency = "10ms", window = 125000}'
+    cluster = parse_cluster(text, "lab.toml")
+    assert cluster.virtual_links()[0].bytes_per_s == 125_000 / 0.02
+    assert parse_cluster(cluster.to_toml(), "again") == cluster
+
+
+def test_workers_are_in_racks_in_turn_and_nothing_emulates_that() -> None:
+    cluster = parse_cluster('workers = 5\nracks = {size = 2, rate = "1gbit"}', "lab.toml")
+    assert cluster.virtual_racks() == VirtualRacks(rack_of=(0, 0, 1, 1, 2), bytes_per_s=125e6)
+    assert parse_cluster(cluster.to_toml(), "again") == cluster
+    with pytest.raises(ConfigError, match="has racks"):
+        emulate(cluster)
+
+
+def test_spread_delays_have_their_median() -> None:
+    late = Straggling(workers=4, delay_s=0.1, spread=0.5)
+    cluster = Cluster(workers=4, straggling=(late,))
+    delays = [delay for step in range(500) for delay in cluster.delayed_ranks(step).values()]
+    assert len(set(delays)) == 2000
+    assert np.median(delays) == pytest.approx(0.1, rel=0.05)
+    assert np.log(delays).std() == pytest.approx(0.5, rel=0.05)
 
 
 @pytest.mark.parametrize(("link", "expected_s"), [("8mbit/3ms", 0.003 + 5000 / 1e6), ("none", 0.0)])
@@ -240,7 +267,7 @@ def test_a_message_between_virtual_ranks_takes_latency_and_rate(
         yield Send(1 - rank, bytes(5000))
         yield Recv(1 - rank)
 
-    virtual = VirtualCluster(2, link=from_flags(workers=2, link=link).virtual_link())
+    virtual = VirtualCluster(2, link=from_flags(workers=2, link=link).virtual_links())
     virtual.run([swap(0), swap(1)])
     assert virtual.now_s == pytest.approx(expected_s)
 

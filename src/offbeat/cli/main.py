@@ -14,6 +14,7 @@ import typer
 
 import offbeat
 from offbeat.cli.data import data
+from offbeat.cli.planning import plan, profile
 from offbeat.errors import ConfigError, OffbeatError, nearest
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ lab = typer.Typer(
 )
 app.add_typer(lab, name="lab")
 app.add_typer(data, name="data")
+app.command()(plan)
+app.command()(profile)
 
 EXIT_FAILED = 1
 EXIT_MISUSED = 2

@@ -222,6 +222,18 @@ class ModelMessage:
         )
 
 
+def scaled_bytes(message: bytes | bytearray | memoryview, scale: float) -> float:
+    """How many bytes `message` would have if each of its values stood for `scale` values.
+
+    >>> message = ModelMessage(kind=MessageKind.CHUNK, generation=0, values=np.zeros(2, np.float32))
+    >>> scaled_bytes(message.to_bytes(), 1000) - HEAD_BYTES
+    8000.0
+    """
+    _, _, code, *rest = _HEAD.unpack_from(message)
+    num_bytes = int(rest[-3]) * _DTYPES[code].itemsize
+    return len(message) + (scale - 1.0) * num_bytes
+
+
 def _checked(weight: float) -> float:
     if not 0 <= weight < math.inf:
         raise WireError(

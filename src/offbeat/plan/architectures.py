@@ -58,9 +58,13 @@ def tensors_of(network: Network) -> tuple[TensorProfile, ...]:
     done = list(accumulate(layer.multiplications for layer in reversed(network)))
     ready = [part / done[-1] for part in reversed(done)]
     return tuple(
-        TensorProfile(num_elements=size, ready=round(share, 6))
+        TensorProfile(
+            num_elements=size,
+            ready=round(share, 6),
+            rows=size // layer.a_dim if number == 0 else size,
+        )
         for layer, share in zip(network, ready, strict=True)
-        for size in layer.num_elements
+        for number, size in enumerate(layer.num_elements)
     )
 
 

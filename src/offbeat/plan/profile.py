@@ -33,10 +33,12 @@ class TensorProfile:
     Attributes:
         num_elements: >= 1.
         ready: when its gradient is there, as a share of the backward pass, 0 to 1.
+        rows: length of its first dimension, for what approximates it as a matrix, >= 1.
     """
 
     num_elements: int
     ready: float
+    rows: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,10 +129,11 @@ class ModelProfile:
             self._require_seconds(field, getattr(self, field))
         self._require_seconds("spread", self.spread)
         for tensor in self.tensors:
-            if tensor.num_elements < 1 or not 0 <= tensor.ready <= 1:
+            if tensor.num_elements < 1 or tensor.rows < 1 or not 0 <= tensor.ready <= 1:
                 raise ConfigError(
-                    f"profile {self.name!r} has a tensor of {tensor.num_elements} elements, ready"
-                    f" at {tensor.ready}; allowed are 1 or more, and 0 to 1"
+                    f"profile {self.name!r} has a tensor of {tensor.num_elements} elements and"
+                    f" {tensor.rows} rows, ready at {tensor.ready}; allowed are 1 or more, and 0"
+                    " to 1"
                 )
 
     def _require_seconds(self, field: str, value: float, *, least: float = 0.0) -> None:

@@ -66,11 +66,12 @@ class ADPSGD(AveragingStrategy):
             PublishedModel(ModelState(delta_merge(staging, weights)), one_at_a_time=False),
             staging=staging,
             serve=pair_average.serve,
-            group_of=self._pair_of,
+            group_of=self.group_of,
         )
         return [BackgroundWeightAverage(averager, interval=1, overlap=True)]
 
-    def _pair_of(self, version: int, position: int, num_members: int) -> VersionGroup:
+    def group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
+        """The group of the member at `position` in `version`."""
         if num_members == 1:
             return VersionGroup(ranks=(position,))
         # One draw of a generator of its own for each version, so that the choice depends on

@@ -142,7 +142,7 @@ class WAGMA(AveragingStrategy):
             PublishedModel(ModelState(rule)),
             staging=staging,
             serve=group_average.serve,
-            group_of=self._group_of,
+            group_of=self.group_of,
             momenta=momenta,
             averages_momenta=lambda version: momenta is not None and self._is_global(version),
         )
@@ -157,7 +157,8 @@ class WAGMA(AveragingStrategy):
     def _is_global(self, version: int) -> bool:
         return self.groups == "off" or (version + 1) % self.period == 0
 
-    def _group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
+    def group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
+        """The group of the member at `position` in `version`."""
         period = 1 if self.groups == "off" else self.period
         return group_of_version(
             version if self.groups != "fixed" or self._is_global(version) else 0,

@@ -4,7 +4,7 @@ virtual driver.
 
 from offbeat.lab.cluster.flags import from_flags
 from offbeat.lab.cluster.model import Cluster
-from offbeat.lab.cluster.parts import ClusterFault, LinkSpec, SpeedChange, Straggling
+from offbeat.lab.cluster.parts import ClusterFault, LinkSpec, RackSpec, SpeedChange, Straggling
 from offbeat.lab.cluster.reading import PRESETS, load, parse_cluster, preset
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Cluster",
     "ClusterFault",
     "LinkSpec",
+    "RackSpec",
     "SpeedChange",
     "Straggling",
     "from_flags",

@@ -11,7 +11,6 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from offbeat.errors import UnsupportedError
 from offbeat.lab.cluster.parts import (
     SPEEDS,
     Action,
@@ -20,13 +19,14 @@ from offbeat.lab.cluster.parts import (
     InvalidClusterError,
     Length,
     LinkSpec,
+    RackSpec,
     Speed,
     SpeedChange,
     Straggling,
 )
 from offbeat.lab.cluster.quantities import display_duration
 from offbeat.lab.cluster.toml_writer import to_toml
-from offbeat.transport.virtual import VirtualLink
+from offbeat.transport.virtual import VirtualLink, VirtualRacks
 
 MAX_WORKERS = 65_536
 _UNDOES: Mapping[Action, Action] = {"return": "kill", "continue": "stop", "mend": "cut"}
@@ -42,11 +42,13 @@ class Cluster(DescribedModel):
             repeated in turn.
         link: what connects each worker to its peers.
         links: workers with a link of their own; it stands in place of `link` as a whole.
+        racks: which workers share a connection to all others; None: none do. Simulated only.
         straggling: who is late. Delays of several entries add up.
         changes: speeds that change while training runs, sorted by time.
         faults: what breaks, sorted by time.
         step_s: how long forward and backward take a worker of speed 1, as an accelerator would
             need; None where the machine takes the time it takes.
+        deaths_per_hour: of a worker, 0 to 60. Used by predictions only.
         seed: of every random draw.
 
     Raises:
@@ -67,6 +69,9 @@ class Cluster(DescribedModel):
     links: dict[Annotated[int, Field(ge=0)], LinkSpec] = Field(
         default={}, description="a table from numbers of workers to links"
     )
+    racks: RackSpec | None = Field(
+        default=None, description='a table with size and rate, {size = 8, rate = "10gbit"}'
+    )
     straggling: tuple[Straggling, ...] = Field(
         default=(), description='text such as "2x320ms", tables, or a list of these'
     )
@@ -77,6 +82,9 @@ class Cluster(DescribedModel):
         default=(), description="a list of tables with at, worker and action"
     )
     step_s: Length | None = Field(default=None, description="more than 0, up to 1 day")
+    deaths_per_hour: float = Field(
+        default=0.0, strict=True, ge=0, le=60, allow_inf_nan=False, description="0 to 60"
+    )
     seed: int = Field(default=0, strict=True, ge=0, le=2**32 - 1, description=f"0 to {2**32 - 1}")
 
     @model_validator(mode="before")
@@ -204,7 +212,8 @@ class Cluster(DescribedModel):
             else:
                 ranks = list(late.workers)
             for rank in sorted(ranks):
-                delays_s[rank] = delays_s.get(rank, 0.0) + late.delay_s
+                scale = draws.lognormal(0.0, late.spread) if late.spread else 1.0
+                delays_s[rank] = delays_s.get(rank, 0.0) + scale * late.delay_s
         return delays_s
 
     def delay_s(self, rank: int, step: int) -> float:
@@ -274,18 +283,20 @@ class Cluster(DescribedModel):
         }
         return Cluster(**{**self.fields(), **fewer})
 
-    def virtual_link(self) -> VirtualLink:
-        """The link for the virtual driver. Raises `UnsupportedError` where links differ: it gives
-        every rank the same.
-        """
-        distinct = {self.link_of(worker) for worker in range(self.workers)}
-        if len(distinct) > 1:
-            raise UnsupportedError(
-                f"cluster {self.name!r} has {len(distinct)} kinds of links; the virtual driver"
-                " gives every rank the same one, so leave links out"
-            )
-        link = distinct.pop()
-        return VirtualLink(latency_s=link.latency_s, bytes_per_s=link.bytes_per_s)
+    def virtual_links(self) -> list[VirtualLink]:
+        """Each worker's link for the virtual driver."""
+        return [
+            VirtualLink(latency_s=link.latency_s, bytes_per_s=link.connection_bytes_per_s)
+            for link in map(self.link_of, range(self.workers))
+        ]
+
+    def virtual_racks(self) -> VirtualRacks | None:
+        """The racks for the virtual driver."""
+        if self.racks is None:
+            return None
+        size, rate = self.racks.size, self.racks.rate_bit_per_s / 8
+        rack_of = tuple(worker // size for worker in range(self.workers))
+        return VirtualRacks(rack_of=rack_of, bytes_per_s=rate)
 
     def to_toml(self) -> str:
         """This cluster as a file that reads back as the same one."""
@@ -301,6 +312,10 @@ class Cluster(DescribedModel):
         parts += [
             f"worker {worker}: {link.describe()}" for worker, link in sorted(self.links.items())
         ]
+        if self.racks is not None:
+            parts.append(self.racks.describe())
+        if self.deaths_per_hour:
+            parts.append(f"{self.deaths_per_hour:g} deaths of a worker an hour")
         if set(self.speeds) != {1.0}:
             parts.append("speeds " + " ".join(f"{speed:g}" for speed in self.speed_pattern))
         if self.step_s is not None:

@@ -76,6 +76,8 @@ class LinkSpec(DescribedModel):
     Attributes:
         rate_bit_per_s: in each direction, 1 bit/s to 10 Tbit/s; None where it is not limited.
         latency_s: one way, 0 to 10 s.
+        window_bytes: what TCP lets be under way at once between two workers; None: enough. A
+            connection carries at most this in a round trip.
     """
 
     rate_bit_per_s: float | None = Field(
@@ -83,10 +85,21 @@ class LinkSpec(DescribedModel):
     )
     latency_s: float = Field(default=0.0, strict=True, ge=0, le=10, description="0 to 10 s")
 
+    window_bytes: int | None = Field(
+        default=None, strict=True, ge=1024, le=1 << 40, description="1024 or more bytes"
+    )
+
     @property
     def bytes_per_s(self) -> float:
         """The rate in bytes; infinite where it is not limited."""
         return math.inf if self.rate_bit_per_s is None else self.rate_bit_per_s / 8
+
+    @property
+    def connection_bytes_per_s(self) -> float:
+        """What one connection carries: the rate, or a window in each round trip if that is less."""
+        if self.window_bytes is None or not self.latency_s:
+            return self.bytes_per_s
+        return min(self.bytes_per_s, self.window_bytes / (2 * self.latency_s))
 
     @property
     def is_plain(self) -> bool:
@@ -102,6 +115,22 @@ class LinkSpec(DescribedModel):
         return f"{rate}, {display_duration(self.latency_s)} one way" if self.latency_s else rate
 
 
+class RackSpec(DescribedModel):
+    """Workers behind switches that share one connection to all other workers.
+
+    Attributes:
+        size: workers in a rack: the first `size` are in the first, the next in the second.
+        rate_bit_per_s: of each rack's connection, in each direction, 1 bit/s to 100 Tbit/s.
+    """
+
+    size: int = Field(strict=True, ge=1, description="1 or more workers")
+    rate_bit_per_s: float = Field(strict=True, ge=1, le=1e14, description="1 bit/s to 100 Tbit/s")
+
+    def describe(self) -> str:
+        """One line for people: `racks of 8 that share 10 Gbit/s`."""
+        return f"racks of {self.size} that share {display_rate(self.rate_bit_per_s)}"
+
+
 class Straggling(DescribedModel):
     """Workers that sleep before they exchange.
 
@@ -112,6 +141,8 @@ class Straggling(DescribedModel):
             seed. Named workers are always the same.
         probability: that a step is hit at all, 0 < p <= 1; all its stragglers together, drawn from
             (seed, step).
+        spread: 0: all delays are `delay_s`; more than 0: they are log-normal with `delay_s` as
+            their median, and this is the standard deviation of their logarithm, up to 5.
     """
 
     workers: (
@@ -123,6 +154,7 @@ class Straggling(DescribedModel):
     probability: float = Field(
         default=1.0, strict=True, gt=0, le=1, description="more than 0, up to 1"
     )
+    spread: float = Field(default=0.0, strict=True, ge=0, le=5, description="0 to 5")
 
     @field_validator("workers")
     @classmethod
@@ -140,7 +172,8 @@ class Straggling(DescribedModel):
             if self.probability == 1
             else f"in {100 * self.probability:.4g}% of the steps"
         )
-        return f"{who} {display_duration(self.delay_s)} late {how_often}"
+        about = f" (spread {self.spread:g})" if self.spread else ""
+        return f"{who} {display_duration(self.delay_s)}{about} late {how_often}"
 
 
 class SpeedChange(DescribedModel):

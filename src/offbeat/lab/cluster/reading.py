@@ -16,6 +16,7 @@ from offbeat.lab.cluster.parts import (
     ClusterFault,
     InvalidClusterError,
     LinkSpec,
+    RackSpec,
     SpeedChange,
     Straggling,
     path_text,
@@ -120,6 +121,8 @@ def _field(name: str, value: object, where: str) -> object:
         return _read_link(value, where)
     if name == "links" and isinstance(value, Mapping):
         return {worker: _read_link(link, _join(where, worker)) for worker, link in value.items()}
+    if name == "racks":
+        return _fields(RackSpec, value, where)
     if name == "straggling":
         parts = value if isinstance(value, list) else [value]
         return [

@@ -14,9 +14,9 @@ from offbeat.lab.cluster.quantities import duration_text, rate_text
 
 def toml_key(field: str) -> str:
     """A Python name without its unit: `latency_s` is `latency`. In TOML the unit stands in the
-    value.
+    value, or is bytes.
     """
-    return field.removesuffix("_bit_per_s").removesuffix("_s")
+    return field.removesuffix("_bit_per_s").removesuffix("_s").removesuffix("_bytes")
 
 
 def to_toml(cluster: BaseModel) -> str:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
+from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.emulation import leftovers
 from offbeat.lab.emulation.base import Emulation, EmulationReport, MissingMeansError, Placement
@@ -35,6 +36,11 @@ def emulate(cluster: Cluster, *, mode: Mode = "auto") -> Emulation:
         ConfigError: with "namespaces", what is missing for it; with it or "auto", a link that this
             machine cannot carry.
     """
+    if cluster.racks is not None and mode != "none":
+        raise ConfigError(
+            f"cluster {cluster.name!r} has racks, which `offbeat plan` simulates and nothing"
+            " emulates; leave racks out, or pass --emulation none"
+        )
     if mode == "none" or (mode == "auto" and not needs_network(cluster)):
         return LoopbackEmulation(cluster, kind="none", limit_compute=mode != "none")
     if mode == "delaying":

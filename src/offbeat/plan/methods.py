@@ -1,0 +1,780 @@
+"""What each strategy does in a step, and what it costs: generators of training where there are
+messages, closed forms of the same collectives (`cost_s`) beyond `simulation.EVENTS_UP_TO` workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from offbeat.averaging.background import group_average, pair_average
+from offbeat.averaging.background.interface import (
+    ProtocolCounts,
+    ProtocolPort,
+    ProtocolSettings,
+    VersionResult,
+)
+from offbeat.averaging.background.merge_rules import DeltaMerge
+from offbeat.averaging.background.protocol_member import arrive, finish
+from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.codec.model_wire import scaled_bytes
+from offbeat.codec.tally import Tally
+from offbeat.codec.value_codecs import Float32Values, ValueCodec
+from offbeat.codec.weightless import WeightlessWire
+from offbeat.codec.wire import Wire
+from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
+from offbeat.collectives.base import SparseCollective
+from offbeat.collectives.gossip import neighbour_mean, push_sum
+from offbeat.collectives.weighted_mean import weighted_mean
+from offbeat.gradients.collective_choice import BY_ITSELF, COSTS, BucketKind, CheapestCollective
+from offbeat.gradients.density_choice import affordable_density
+from offbeat.plan.profile import FLOAT_BYTES
+from offbeat.plan.simulation import (
+    EVENTS_UP_TO,
+    Method,
+    Run,
+    Setting,
+    Simulated,
+    StepMethod,
+    confirmed_s,
+    until_over,
+)
+from offbeat.planning.ceilings import on_first_call
+from offbeat.planning.costs import LinkCost, NetworkCosts, cheapest
+from offbeat.planning.dispatch import dispatch
+from offbeat.planning.fusion import fuse
+from offbeat.planning.groups import VersionGroup
+from offbeat.planning.topologies import exponential_peers, ring_weights
+from offbeat.transport.driver import Pending
+from offbeat.transport.operations import AllReduceTensor, Collective, Payload, Post, Sleep
+from offbeat.transport.virtual import VirtualCluster
+from offbeat.transport.virtual_driver import SleepUntil
+
+MIB: Final = 1 << 20
+
+SPARSE: Final[dict[str, SparseCollective]] = {
+    "reduce_scatter": sparse_reduce_scatter.sparse_reduce_scatter,
+    "all_gather": topk_allgather.topk_sum,
+    "tree": gtopk_tree.gtopk_tree,
+}
+
+_MINIATURE: Final = 1024
+"""Elements of a model that stands for the real one where protocols compute with their messages."""
+
+_SERVE, _TRAIN = 1 << 32, 2 << 32
+_LOOK_S: Final = 1e-3
+
+
+class Alone(StepMethod):
+    """Nothing is exchanged: what every other strategy is held against."""
+
+    @override
+    def step(self, run: Run, rank: int, number: int) -> Collective[None]:
+        yield from run.late(rank, number)
+        yield Sleep(run.setting.profile.compute_s * run.factor(rank, number))
+
+    @override
+    def encode_s(self, setting: Setting) -> float:
+        return 0.0
+
+    @override
+    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
+        return 0.0
+
+
+class GradientMethod(StepMethod):
+    """Gradients leave in buckets while the backward pass goes on, and are waited for behind it.
+
+    Args:
+        bucket_mib: of a bucket; None: all gradients in one, behind the pass.
+        first_bucket_mib: of the first one; None: as the others.
+    """
+
+    extra_bytes = 1.0
+    in_sequence = False
+    """Whether the exchange of a bucket begins when that of the one before is over."""
+
+    def __init__(self, bucket_mib: float | None, first_bucket_mib: float | None = None) -> None:
+        super().__init__()
+        self._caps = [
+            None if mib is None else int(mib * MIB) for mib in (bucket_mib, first_bucket_mib)
+        ]
+
+    def buckets(self, setting: Setting) -> list[tuple[int, float, list[int]]]:
+        """Of each: its elements, when it is complete as a share of the backward pass, its
+        tensors.
+        """
+        return self.remember((setting,), lambda: self._fused(setting))
+
+    def _fused(self, setting: Setting) -> list[tuple[int, float, list[int]]]:
+        tensors = setting.profile.tensors
+        sizes = [FLOAT_BYTES * tensor.num_elements for tensor in tensors]
+        groups = fuse(
+            sizes, [0] * len(sizes), cap_bytes=self._caps[0], first_cap_bytes=self._caps[1]
+        )
+        buckets = []
+        complete = 0.0  # in one order on all ranks, so none leaves before those ahead of it
+        for group in groups:
+            complete = max(complete, *(tensors[index].ready for index in group))
+            buckets.append((sum(tensors[index].num_elements for index in group), complete, group))
+        return buckets
+
+    def reduce(self, run: Run, rank: int, number: int, bucket: int) -> Collective[None]:
+        """The exchange of one bucket."""
+        raise NotImplementedError
+
+    def stage_s(self, setting: Setting, num_elements: int) -> float:
+        """What a rank computes before a bucket leaves."""
+        return setting.profile.copy_s_per_byte * FLOAT_BYTES * num_elements
+
+    @override
+    def step(self, run: Run, rank: int, number: int) -> Collective[None]:
+        setting, factor = run.setting, run.factor(rank, number)
+        profile = setting.profile
+        yield from run.late(rank, number)
+        yield Sleep(profile.batch.forward_s * factor)
+        done = 0.0
+        pending: list[Pending[Any]] = []
+        buckets = self.buckets(setting)
+        for index, (num_elements, complete, _) in enumerate(buckets):
+            work_s = (complete - done) * profile.batch.backward_s
+            yield Sleep((work_s + self.stage_s(setting, num_elements)) * factor)
+            done = complete
+            reduction = self.reduce(run, rank, number, index)
+            if self.in_sequence and pending:
+                reduction = _after(pending[-1], reduction)
+            pending.append(run.begin(rank, reduction, number * len(buckets) + index))
+        yield Sleep((1 - done) * profile.batch.backward_s * factor)
+        yield until_over(*pending)
+        written_s = profile.copy_s_per_byte * profile.num_bytes
+        yield Sleep((written_s + profile.optimizer_s) * factor)
+
+    @override
+    def encode_s(self, setting: Setting) -> float:
+        staged_s = sum(self.stage_s(setting, size) for size, _, _ in self.buckets(setting))
+        return staged_s + setting.profile.copy_s_per_byte * setting.profile.num_bytes
+
+
+class DenseGradients(GradientMethod):
+    """All-reduce of buckets: AllReduce, DDP, and DDP with a float16 hook.
+
+    Args:
+        bucket_mib: of a bucket.
+        first_bucket_mib: of the first one.
+        element_bytes: of an element as it travels.
+    """
+
+    def __init__(
+        self, bucket_mib: float = 25.0, first_bucket_mib: float = 1.0, element_bytes: int = 4
+    ) -> None:
+        super().__init__(bucket_mib, first_bucket_mib)
+        self._element_bytes = element_bytes
+
+    @override
+    def reduce(self, run: Run, rank: int, number: int, bucket: int) -> Collective[None]:
+        num_elements, _, _ = self.buckets(run.setting)[bucket]
+        yield from _all_reduce(run, rank, self._element_bytes * num_elements)
+
+    @override
+    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
+        return sum(
+            dense.cost_s(
+                world_size=setting.world_size,
+                num_bytes=self._element_bytes * num_elements,
+                network=network,
+            )
+            for num_elements, _, _ in self.buckets(setting)
+        )
+
+
+class LowRankGradients(GradientMethod):
+    """PowerSGD: two factors of each matrix, the second of which waits for the first.
+
+    What it computes is not modelled, but for copies.
+
+    Args:
+        rank: of the approximation.
+    """
+
+    extra_bytes = 2.0
+    # A bucket has several all-reduces, and all ranks must begin all of them in one order.
+    in_sequence = True
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(25.0, 1.0)
+        self._rank = rank
+
+    def _messages(self, setting: Setting, tensors: Sequence[int]) -> tuple[int, int, int]:
+        """Elements: of what is not compressed, of the first factors, of the second ones."""
+        whole = first = second = 0
+        for index in tensors:
+            tensor = setting.profile.tensors[index]
+            rows, columns = tensor.rows, tensor.num_elements // tensor.rows
+            if (rows + columns) * self._rank * 2 < tensor.num_elements:
+                first, second = first + rows * self._rank, second + columns * self._rank
+            else:
+                whole += tensor.num_elements
+        return whole, first, second
+
+    @override
+    def reduce(self, run: Run, rank: int, number: int, bucket: int) -> Collective[None]:
+        _, _, tensors = self.buckets(run.setting)[bucket]
+        for num_elements in self._messages(run.setting, tensors):
+            if num_elements:
+                yield from _all_reduce(run, rank, FLOAT_BYTES * num_elements)
+
+    @override
+    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
+        return sum(
+            dense.cost_s(
+                world_size=setting.world_size, num_bytes=FLOAT_BYTES * size, network=network
+            )
+            for _, _, tensors in self.buckets(setting)
+            for size in self._messages(setting, tensors)
+            if size
+        )
+
+
+class SparseGradients(GradientMethod):
+    """The largest entries of residual + gradient: TopK and GTopK.
+
+    Args:
+        density: of what travels; "auto": what is affordable.
+        collective: by name, or "auto".
+        budget: of density "auto".
+        bucket_mib: of a bucket; None: all gradients in one.
+        values: how values travel.
+        among: what "auto" chooses among.
+    """
+
+    extra_bytes = 2.0
+
+    def __init__(
+        self,
+        *,
+        density: float | str,
+        collective: str,
+        budget: float = 0.1,
+        bucket_mib: float | None = None,
+        values: ValueCodec | None = None,
+        among: frozenset[str] = BY_ITSELF,
+    ) -> None:
+        super().__init__(bucket_mib)
+        self._density = density
+        self._collective = collective
+        self._budget = budget
+        self._values = values or Float32Values()
+        self._among = among if collective == "auto" else frozenset({collective, "dense"})
+
+    def _wire(self, num_elements: int, num_tensors: int) -> Wire:
+        return Wire(
+            num_elements=num_elements,
+            num_parameters=num_tensors,
+            dtype=np.dtype(np.float32),
+            values=self._values,
+        )
+
+    def _bucket_kind(self, num_elements: int) -> BucketKind:
+        return BucketKind(
+            num_elements=num_elements,
+            element_bytes=FLOAT_BYTES,
+            pair_bytes=self._wire(num_elements, 1).pair_bytes,
+        )
+
+    def density(self, setting: Setting) -> float:
+        """As a session would choose it."""
+        if not isinstance(self._density, str):
+            return self._density
+        profile = setting.profile
+        choice = CheapestCollective(
+            setting.network, world_size=setting.world_size, among=self._among
+        )
+        bucket = self._bucket_kind(profile.num_elements)
+        return affordable_density(
+            lambda k: choice.costs_s(bucket, k),
+            num_elements=profile.num_elements,
+            allowed_s=self._budget * profile.compute_s,
+        )
+
+    def chosen(self, setting: Setting, num_elements: int) -> tuple[str, int]:
+        """The collective of a bucket, and k."""
+        return self.remember((setting, num_elements), lambda: self._choose(setting, num_elements))
+
+    def _choose(self, setting: Setting, num_elements: int) -> tuple[str, int]:
+        density = self.density(setting)
+        k = max(1, round(density * num_elements))
+        if density == 1.0 and isinstance(self._density, str):
+            return "dense", k
+        if self._collective != "auto":
+            return self._collective, k
+        choice = CheapestCollective(
+            setting.network, world_size=setting.world_size, among=self._among
+        )
+        return cheapest(choice.costs_s(self._bucket_kind(num_elements), k)), k
+
+    @override
+    def stage_s(self, setting: Setting, num_elements: int) -> float:
+        staged_s = super().stage_s(setting, num_elements)
+        name, _ = self.chosen(setting, num_elements)
+        if name == "dense":
+            return staged_s
+        return staged_s + setting.profile.select_s_per_element * num_elements
+
+    @override
+    def reduce(self, run: Run, rank: int, number: int, bucket: int) -> Collective[None]:
+        setting = run.setting
+        num_elements, _, tensors = self.buckets(setting)[bucket]
+        name, k = self.chosen(setting, num_elements)
+        if name == "dense":
+            yield from _all_reduce(run, rank, FLOAT_BYTES * num_elements)
+        elif not setting.by_closed_forms:
+            yield from self._entries(setting, rank, name, k, num_elements, len(tensors))
+        else:
+            seconds, num_bytes = self._beyond(setting, name, k, num_elements, len(tensors))
+            yield from run.closed_form(seconds, num_bytes)
+
+    def _entries(
+        self, setting: Setting, rank: int, name: str, k: int, num_elements: int, num_tensors: int
+    ) -> Collective[None]:
+        arithmetic = WeightlessWire(
+            wire=self._wire(num_elements, num_tensors), num_places=setting.num_places(k)
+        )
+        yield from SPARSE[name](
+            rank, setting.world_size, arithmetic.picked(k), _TALLY, k, arithmetic
+        )
+
+    def _beyond(
+        self, setting: Setting, name: str, k: int, num_elements: int, num_tensors: int
+    ) -> tuple[float, float]:
+        """Seconds of one exchange of many workers, and bytes that a rank sends."""
+        pair_bytes = self._bucket_kind(num_elements).pair_bytes
+
+        def cost(world_size: int, network: NetworkCosts) -> float:
+            return COSTS[name](world_size=world_size, k=k, pair_bytes=pair_bytes, network=network)
+
+        def make() -> tuple[float, float]:
+            num_few = min(setting.world_size, EVENTS_UP_TO)
+            few = replace(setting, cluster=setting.cluster.left_with(num_few))
+            cluster = VirtualCluster(
+                num_few,
+                link=few.links,
+                racks=few.cluster.virtual_racks(),
+                weightless=True,
+            )
+            cluster.run(
+                [
+                    self._entries(few, rank, name, k, num_elements, num_tensors)
+                    for rank in range(num_few)
+                ]
+            )
+            seconds = confirmed_s(
+                setting, partial(cost, network=setting.network), lambda _: cluster.now_s
+            )
+            return seconds, cost(setting.world_size, _BYTES_ALONE)
+
+        return self.remember((setting, name, k, num_elements), make)
+
+    @override
+    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
+        total_s = 0.0
+        for num_elements, _, _ in self.buckets(setting):
+            name, k = self.chosen(setting, num_elements)
+            if name == "dense":
+                num_bytes = FLOAT_BYTES * num_elements
+                total_s += dense.cost_s(
+                    world_size=setting.world_size, num_bytes=num_bytes, network=network
+                )
+            else:
+                pair_bytes = self._bucket_kind(num_elements).pair_bytes
+                total_s += COSTS[name](
+                    world_size=setting.world_size, k=k, pair_bytes=pair_bytes, network=network
+                )
+        return total_s
+
+
+_TALLY: Final = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, dtype=np.bool_))
+
+_BYTES_ALONE: Final = NetworkCosts(
+    messages=LinkCost(alpha_s=0.0, beta_s_per_byte=1.0),
+    dense=LinkCost(alpha_s=0.0, beta_s_per_byte=1.0),
+    select_s_per_element=0.0,
+)
+"""Costs that make closed forms count bytes."""
+
+
+class PeriodicMean(StepMethod):
+    """All models are averaged densely after every so many steps: LocalSGD, CROSSBOW.
+
+    Args:
+        period: steps between averages.
+        extra_bytes: as of `Method`.
+    """
+
+    def __init__(self, period: int, *, extra_bytes: float = 1.0) -> None:
+        super().__init__()
+        self.steps_in_a_period = period
+        self.extra_bytes = extra_bytes
+
+    @override
+    def step(self, run: Run, rank: int, number: int) -> Collective[None]:
+        setting, factor = run.setting, run.factor(rank, number)
+        yield from run.late(rank, number)
+        yield Sleep(setting.profile.compute_s * factor)
+        if (number + 1) % self.steps_in_a_period == 0:
+            yield Sleep(self.encode_s(setting) * self.steps_in_a_period * factor)
+            yield from _all_reduce(run, rank, setting.profile.num_bytes)
+
+    @override
+    def encode_s(self, setting: Setting) -> float:
+        profile = setting.profile
+        return 2 * profile.copy_s_per_byte * profile.num_bytes / self.steps_in_a_period
+
+    @override
+    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
+        average_s = dense.cost_s(
+            world_size=setting.world_size, num_bytes=setting.profile.num_bytes, network=network
+        )
+        return average_s / self.steps_in_a_period
+
+
+class Gossip(StepMethod):
+    """Models are averaged with a few peers in every step, on a model of few elements each of which
+    stands for many.
+
+    Args:
+        out_degree: of push-sum, behind the step (SGP); None: both neighbours on a ring, while
+            gradients are computed (D-PSGD).
+    """
+
+    weightless = False
+    extra_bytes = 3.0
+
+    def __init__(self, out_degree: int | None = None) -> None:
+        super().__init__()
+        self._out_degree = out_degree
+
+    @override
+    def num_bytes(self, setting: Setting, payload: Payload) -> float:
+        return len(payload) * setting.profile.num_elements / _MINIATURE
+
+    @override
+    def step(self, run: Run, rank: int, number: int) -> Collective[None]:
+        setting, factor = run.setting, run.factor(rank, number)
+        profile, world_size = setting.profile, setting.world_size
+        mine = [np.zeros(_MINIATURE, dtype=np.float32)]
+        copied_s = self.encode_s(setting) / 2 * factor
+        yield from run.late(rank, number)
+        if self._out_degree is None:
+            yield Sleep(profile.batch.forward_s * factor + copied_s)
+            average = neighbour_mean(rank, mine, ring_weights(rank, world_size))
+            pending = run.begin(rank, average, number)
+            yield Sleep((profile.batch.backward_s + profile.optimizer_s) * factor)
+        else:
+            yield Sleep(profile.compute_s * factor + copied_s)
+            peers = exponential_peers(
+                rank, world_size, round_number=number, out_degree=self._out_degree
+            )
+            pending = run.begin(rank, push_sum(peers, mine, 1.0), number)
+        yield until_over(pending)
+        yield Sleep(copied_s)
+
+    @override
+    def encode_s(self, setting: Setting) -> float:
+        return 2 * setting.profile.copy_s_per_byte * setting.profile.num_bytes
+
+    @override
+    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
+        degree = self._out_degree or min(2, setting.world_size - 1)
+        return network.messages.time_s(num_messages=1, num_bytes=degree * setting.profile.num_bytes)
+
+
+class Background(Method):
+    """Models are averaged by a thread beside training, with the real protocols on a model of few
+    elements: WAGMA and AD-PSGD.
+
+    Args:
+        group_of: the group of (a version, a rank, the number of ranks).
+        pairs: whether ranks average in pairs.
+    """
+
+    extra_bytes = 4.0
+
+    def __init__(self, group_of: Callable[[int, int, int], VersionGroup], *, pairs: bool) -> None:
+        super().__init__()
+        self._group_of = group_of
+        self._pairs = pairs
+
+    @override
+    def simulate(self, setting: Setting) -> Simulated:
+        note = ""
+        if setting.world_size > EVENTS_UP_TO:
+            note = f"as of {EVENTS_UP_TO} workers: its groups average independently of each other"
+            setting = replace(setting, cluster=setting.cluster.left_with(EVENTS_UP_TO))
+        profile, world_size = setting.profile, setting.world_size
+        miniature = max(_MINIATURE, 2 * world_size)
+        scale = profile.num_elements / miniature
+        num_steps = max(setting.num_steps, _BACKGROUND_STEPS)
+        cluster = VirtualCluster(
+            world_size,
+            seed=setting.cluster.seed,
+            link=setting.links,
+            racks=setting.cluster.virtual_racks(),
+            num_bytes=lambda payload: scaled_bytes(payload, scale),
+        )
+        trainers = [
+            _BackgroundTrainer(cluster, rank, setting, miniature, num_steps, pairs=self._pairs)
+            for rank in range(world_size)
+        ]
+        for trainer in trainers:
+            group_of = partial(self._group, trainer.rank, world_size)
+            cluster.run_in_background(trainer.rank, trainer.train(group_of), channel=_TRAIN)
+        serve = pair_average.serve if self._pairs else group_average.serve
+        cluster.run(
+            [self._serve(serve, trainer, world_size, miniature, scale) for trainer in trainers],
+            channel=_SERVE,
+        )
+        step_s = float(np.mean([trainer.ended_s for trainer in trainers])) / num_steps
+        alpha_s, beta = setting.network.messages.alpha_s, setting.network.messages.beta_s_per_byte
+        bytes_per_step = sum(cluster.bytes_sent) / world_size / num_steps
+        messages = sum(cluster.messages_sent) / world_size / num_steps
+        exchange_s = messages * alpha_s + bytes_per_step * beta
+        return Simulated(
+            step_s=step_s,
+            bytes_per_step=bytes_per_step,
+            encode_s=2 * profile.copy_s_per_byte * profile.num_bytes,
+            alpha_share=messages * alpha_s / exchange_s if exchange_s else 0.0,
+            by_events=not note,
+            note=note,
+        )
+
+    def _group(self, rank: int, world_size: int, version: int) -> VersionGroup:
+        return self._group_of(version, rank, world_size)
+
+    def _serve(
+        self,
+        serve: Callable[..., Collective[ProtocolCounts]],
+        trainer: _BackgroundTrainer,
+        world_size: int,
+        miniature: int,
+        scale: float,
+    ) -> Collective[ProtocolCounts]:
+        settings = ProtocolSettings(
+            members=tuple(range(world_size)),
+            generation=0,
+            num_elements=miniature,
+            group_of=partial(self._group, trainer.rank, world_size),
+        )
+        settings = replace(settings, direct_bytes=int(settings.direct_bytes / scale))
+        return serve(trainer.rank, settings, trainer.port)
+
+
+_BACKGROUND_STEPS: Final = 20
+
+
+class _NotingPort:
+    """A published model's port for the protocol. It notes which versions have their quorum."""
+
+    def __init__(self, port: ProtocolPort, note: Callable[[int], None]) -> None:
+        self._port = port
+        self._note = note
+
+    def quorum_arrived(self, version: int) -> None:
+        self._port.quorum_arrived(version)
+        self._note(version)
+
+    def close(self, result: VersionResult) -> None:
+        self._port.close(result)
+        self._note(result.version)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._port, name)
+
+
+class _BackgroundTrainer:
+    """One rank beside its protocol, as `averaging.background.averager` has it with overlap."""
+
+    def __init__(
+        self,
+        cluster: VirtualCluster,
+        rank: int,
+        setting: Setting,
+        miniature: int,
+        num_steps: int,
+        *,
+        pairs: bool,
+    ) -> None:
+        self.rank = rank
+        self.ended_s = 0.0
+        self._cluster = cluster
+        self._setting = setting
+        self._num_steps = num_steps
+        self._published = PublishedModel(
+            ModelState(partial(DeltaMerge, statistics=[])), one_at_a_time=not pairs
+        )
+        self._settled = -1
+        noting = _NotingPort(self._published.protocol, self._note)
+        self.port: ProtocolPort = noting  # type: ignore[assignment]  # the rest by __getattr__
+        self._zeros = np.zeros(miniature, dtype=np.float32)
+
+    def _note(self, version: int) -> None:
+        self._settled = max(self._settled, version)
+        self._cluster.touch(self.rank)
+
+    def train(self, group_of: Callable[[int], VersionGroup]) -> Collective[None]:
+        setting, trainer = self._setting, self._published.trainer
+        profile, driver = setting.profile, self._cluster.drivers[self.rank]
+        copied_s = 2 * profile.copy_s_per_byte * profile.num_bytes
+        trainer.begin(self._zeros, np.zeros(0, np.int64), step=0)
+        for step in range(self._num_steps):
+            row = step % setting.num_steps
+            held, counters = trainer.take()
+            compute_s = (profile.compute_s + copied_s) * float(setting.factors[row, self.rank])
+            yield Sleep(float(setting.late_s[row, self.rank]) + compute_s)
+            trainer.advance(held.copy(), counters)
+            self._report_step()
+            while trainer.held_by:
+                yield Sleep(_LOOK_S)
+                self._report_step()
+            upcoming = max(self._published.newest + 1, self._published.invited or 0)
+            if group_of(upcoming).min_arrivals > 1:
+                yield SleepUntil(over=self._is_free)
+            version = trainer.arrive(lambda version: False)
+            if version is None:
+                continue
+            driver.start(Post(arrive(version, generation=0)), _SERVE)
+            if group_of(version).min_arrivals > 1:
+                yield SleepUntil(over=partial(self._is_settled, version))
+        trainer.take()
+        self.ended_s = self._cluster.now_s
+        driver.start(Post(finish(generation=0)), _SERVE)
+
+    def _is_free(self) -> bool:
+        """Whether no contribution of this rank is under way."""
+        published = self._published
+        return published.arrival is None and not (published.one_at_a_time and published.open)
+
+    def _is_settled(self, version: int) -> bool:
+        return self._settled >= version
+
+    def _report_step(self) -> None:
+        if (awaited := self._published.membership.take_awaited()) is not None:
+            post = Post(arrive(awaited, generation=0))
+            self._cluster.drivers[self.rank].start(post, _SERVE)
+
+
+class PartialMean(Method):
+    """Gradients are averaged by whoever has arrived: eager SGD. By the arithmetic of who waits for
+    whom, and the closed form of the exchange.
+
+    Args:
+        quorum: of how many ranks an average waits for, of a number of ranks.
+    """
+
+    extra_bytes = 4.0
+
+    def __init__(self, quorum: Callable[[int], int]) -> None:
+        super().__init__()
+        self._quorum = quorum
+
+    @override
+    def simulate(self, setting: Setting) -> Simulated:
+        profile, world_size = setting.profile, setting.world_size
+        durations_s = np.tile(setting.durations_s, (max(1, 20 // setting.num_steps), 1))
+        used = on_first_call(durations_s, period=1, quorum=self._quorum(world_size))
+        network = setting.network
+        bytes_sent = 2 * (world_size - 1) / world_size * profile.num_bytes
+        exchange_s = network.messages.time_s(num_messages=2, num_bytes=bytes_sent)
+        encode_s = 2 * profile.copy_s_per_byte * profile.num_bytes
+        return Simulated(
+            step_s=setting.ideal_s / used.mean + exchange_s * (world_size > 1) + encode_s,
+            bytes_per_step=bytes_sent,
+            encode_s=encode_s,
+            alpha_share=2 * network.messages.alpha_s / exchange_s,
+            by_events=False,
+        )
+
+
+class MegaBatches(Method):
+    """Ranks share a mega-batch out, and merge: Adaptive SGD, elastic SGD.
+
+    Args:
+        batches: of a mega-batch.
+        equal_shares: whether each rank computes as many; else whoever is free takes the next.
+    """
+
+    extra_bytes = 3.0
+
+    def __init__(self, batches: int, *, equal_shares: bool) -> None:
+        super().__init__()
+        self._batches = batches
+        self._equal_shares = equal_shares
+
+    @override
+    def simulate(self, setting: Setting) -> Simulated:
+        profile, world_size = setting.profile, setting.world_size
+        size = profile.batch.batch_size
+        durations_s = setting.durations_s.mean(axis=0)
+        total = max(self._batches, world_size) * size
+        if self._equal_shares:
+            duration_s = float(durations_s.max()) * total / world_size / size
+        else:
+            # Batch sizes follow speeds, so that updates end together.
+            speeds = durations_s.min() / durations_s
+            sizes = [max(1, round(size * speed)) for speed in speeds]
+            duration_s = dispatch(
+                sizes, total, lambda rank, samples: float(durations_s[rank]) * samples / size
+            ).duration_s
+        merge_s, merge_bytes = self._merge(setting)
+        encode_s = 2 * profile.copy_s_per_byte * profile.num_bytes
+        batches_each = total / world_size / size
+        messages_s = 2 * (world_size - 1) * setting.network.messages.alpha_s
+        return Simulated(
+            step_s=(duration_s + merge_s + encode_s) / batches_each,
+            bytes_per_step=merge_bytes / batches_each,
+            encode_s=encode_s / batches_each,
+            alpha_share=min(1.0, messages_s / merge_s) if merge_s else 0.0,
+            by_events=world_size <= EVENTS_UP_TO,
+        )
+
+    def _merge(self, setting: Setting) -> tuple[float, float]:
+        """Seconds, and bytes that a rank sends."""
+        world_size, num_bytes = setting.world_size, setting.profile.num_bytes
+        sent = 2 * (world_size - 1) / world_size * num_bytes
+        if world_size > EVENTS_UP_TO:
+            latency_s = max(link.latency_s for link in setting.links)
+            seconds = setting.network.messages.beta_s_per_byte * sent
+            return seconds + 2 * (latency_s + (world_size - 1) * setting.message_s), sent
+        scale = setting.profile.num_elements / _MINIATURE
+        cluster = VirtualCluster(
+            world_size,
+            link=setting.links,
+            racks=setting.cluster.virtual_racks(),
+            num_bytes=lambda payload: len(payload) * scale,
+        )
+        zeros = np.zeros(_MINIATURE, dtype=np.float32)
+        cluster.run(
+            [
+                weighted_mean(
+                    rank, [1.0] * world_size, zeros, num_elements=_MINIATURE, dtype=zeros.dtype
+                )
+                for rank in range(world_size)
+            ]
+        )
+        return cluster.now_s, sent
+
+
+def _after(pending: Pending[Any], then: Collective[None]) -> Collective[None]:
+    yield until_over(pending)
+    yield from then
+
+
+def _all_reduce(run: Run, rank: int, num_bytes: int) -> Collective[None]:
+    """As `collectives.dense` does it, of a tensor without content."""
+    operation = AllReduceTensor(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
+    yield from run.dense(rank, operation)

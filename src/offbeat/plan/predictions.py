@@ -1,0 +1,383 @@
+"""What a step takes under each strategy, on each cluster of a grid; what binds it; and which
+strategy is best where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
+from offbeat.errors import ConfigError
+from offbeat.gradients.collective_choice import BY_ITSELF
+from offbeat.lab.cluster import Cluster
+from offbeat.lab.cluster.quantities import display_rate
+from offbeat.lab.options import build_strategy, parse_spec
+from offbeat.plan.methods import (
+    Alone,
+    Background,
+    DenseGradients,
+    Gossip,
+    LowRankGradients,
+    MegaBatches,
+    PartialMean,
+    PeriodicMean,
+    SparseGradients,
+)
+from offbeat.plan.profile import ModelProfile
+from offbeat.plan.second_order import PLANS, OwnerFactors, SecondOrder
+from offbeat.plan.simulation import Method, Setting
+from offbeat.strategies.base import Strategy
+
+USUAL: Final = ("ddp", "ddp-fp16", "ddp-powersgd", "gtopk", "localsgd", "dpsgd", "wagma")
+"""Strategies that are planned for where none are named."""
+
+SLOWER_EXCHANGE: Final = 1.4
+"""What published dense exchanges took over the ring model, at most, where the model holds (gTop-k's
+VGG-16, AlexNet and ResNet-50 on 4 and 8 nodes: 1.2 to 1.4). The upper end of the band.
+"""
+
+COMPUTE_BAND: Final = 0.05
+"""By which computing is taken to differ from the profile, either way."""
+
+CLOSE: Final = 0.02
+"""Steps that differ by less are as good as each other: then the simpler strategy is recommended."""
+
+_SILENCE_S, _RESTART_S, _STEPS_BETWEEN_CHECKPOINTS = 5.0, 60.0, 100
+_MODEL_COPIES = 3.0  # weights, gradients, a moment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """One strategy on one cluster.
+
+    Attributes:
+        strategy: with its options, as on the command line.
+        workers: how many.
+        rate_bit_per_s: of the links.
+        step_s: mean step of a worker.
+        low_s, high_s: the band in which it is expected.
+        samples_per_s: of all workers.
+        bytes_per_step: that a worker sends.
+        share_of_ideal: of the speed of workers that exchange nothing.
+        binds: what most of the time besides the ideal goes to; "compute" where that is less than
+            5% of the step.
+        memory_bytes: of a worker, for weights, gradients, one moment and what the strategy keeps.
+        lost_to_deaths: share of the time that deaths of workers cost.
+        by_events: whether every message was simulated.
+        note: what should be known; empty: nothing.
+    """
+
+    strategy: str
+    workers: int
+    rate_bit_per_s: float
+    step_s: float
+    low_s: float
+    high_s: float
+    samples_per_s: float
+    bytes_per_step: float
+    share_of_ideal: float
+    binds: str
+    memory_bytes: float
+    lost_to_deaths: float
+    by_events: bool
+    note: str
+
+
+def method_of(spec: str, *, batch_size: int) -> tuple[Method, bool]:
+    """What the strategy called `spec`, such as "gtopk:density=0.01", does in a step, and whether it
+    survives a worker's death.
+
+    Args:
+        spec: name and options.
+        batch_size: of the profile, for strategies that share samples out.
+
+    Raises:
+        ConfigError: there is no such strategy, or it cannot be predicted.
+    """
+    name, options = parse_spec(spec)
+    recipe: Any = build_strategy(name, options)
+    survives = isinstance(recipe, Strategy) and recipe.survives_death
+    intervals = {
+        key: getattr(recipe, key)
+        for key in ("factor_interval", "inverse_interval")
+        if hasattr(recipe, key)
+    }
+    match name:
+        case "alone":
+            method: Method = Alone()
+        case "allreduce":
+            method = DenseGradients(recipe.bucket_mib, recipe.first_bucket_mib)
+        case "ddp":
+            method = DenseGradients()
+        case "ddp-fp16" | "ddp-bf16":
+            method = DenseGradients(element_bytes=2)
+        case "ddp-powersgd":
+            method = LowRankGradients(recipe.rank)
+        case "topk":
+            method = SparseGradients(
+                density=recipe.density,
+                collective="all_gather",
+                bucket_mib=recipe.bucket_mib,
+                values=_value_codec(recipe.values),
+            )
+        case "gtopk":
+            union = recipe.apply == "union"
+            method = SparseGradients(
+                density=recipe.density,
+                collective=recipe.collective,
+                budget=recipe.budget,
+                bucket_mib=recipe.bucket_mib,
+                values=_value_codec(recipe.values),
+                among=frozenset({"all_gather", "dense"}) if union else BY_ITSELF,
+            )
+        case "localsgd" | "post-localsgd":
+            method = PeriodicMean(recipe.period)
+        case "crossbow":
+            method = PeriodicMean(recipe.period, extra_bytes=3.0)
+        case "dpsgd":
+            method = Gossip()
+        case "sgp":
+            method = Gossip(recipe.out_degree)
+        case "wagma":
+            method = Background(recipe.group_of, pairs=False)
+        case "adpsgd":
+            method = Background(recipe.group_of, pairs=True)
+        case "eagersgd":
+            solo = recipe.mode == "solo"
+            method = PartialMean(lambda workers: 1 if solo else -(-workers // 2))
+        case "adaptive" | "elasticsgd":
+            samples = recipe.samples_between_merges
+            batches = max(1, samples // recipe.batch_size)
+            method = MegaBatches(batches, equal_shares=name == "elasticsgd")
+        case "dpkfac":
+            method = OwnerFactors(**intervals)
+        case _ if name in PLANS:
+            method = SecondOrder(PLANS[name], **intervals)
+        case _:
+            raise ConfigError(f"{name} cannot be predicted; leave it out")
+    return method, survives
+
+
+def check_spec(spec: str, workers: int) -> None:
+    """Raise `ConfigError` if the strategy cannot run with so many workers."""
+    name, options = parse_spec(spec)
+    recipe = build_strategy(name, options)
+    if isinstance(recipe, Strategy):
+        recipe.check_world(workers)
+
+
+def predict_step(spec: str, setting: Setting) -> Prediction:
+    """One strategy on one cluster.
+
+    Args:
+        spec: the strategy with its options.
+        setting: the model on the cluster.
+
+    Raises:
+        ConfigError: the strategy cannot run so, or cannot be predicted.
+    """
+    profile, cluster = setting.profile, setting.cluster
+    check_spec(spec, setting.world_size)
+    method, survives = method_of(spec, batch_size=profile.batch.batch_size)
+    simulated = method.simulate(setting)
+    # What an exchange costs a world of one is not a cost of exchanging.
+    step_s = max(simulated.step_s, profile.compute_s)
+    ideal_s = setting.ideal_s
+    waiting_s = 0.0
+    encode_s = min(simulated.encode_s, max(0.0, step_s - profile.compute_s))
+    if not setting.is_steady:
+        waiting_s = _waiting_s(spec, setting, encode_s)
+    exchange_s = max(0.0, step_s - ideal_s - encode_s - waiting_s)
+    parts = {
+        "encode": encode_s,
+        "waiting": waiting_s,
+        "alpha": simulated.alpha_share * exchange_s,
+        "beta": (1 - simulated.alpha_share) * exchange_s,
+    }
+    largest = max(parts, key=lambda name: parts[name])
+    return Prediction(
+        strategy=spec,
+        workers=setting.world_size,
+        rate_bit_per_s=cluster.link.rate_bit_per_s or math.inf,
+        step_s=step_s,
+        low_s=(1 - COMPUTE_BAND) * (step_s - exchange_s) + exchange_s,
+        high_s=(1 + COMPUTE_BAND) * (step_s - exchange_s) + SLOWER_EXCHANGE * exchange_s,
+        samples_per_s=setting.world_size * profile.batch.batch_size / step_s,
+        bytes_per_step=simulated.bytes_per_step,
+        share_of_ideal=ideal_s / step_s,
+        binds=largest if parts[largest] > 0.05 * step_s else "compute",
+        memory_bytes=(_MODEL_COPIES + method.extra_bytes) * profile.num_bytes,
+        lost_to_deaths=_lost_to_deaths(cluster, step_s, survives=survives),
+        by_events=simulated.by_events,
+        note=simulated.note,
+    )
+
+
+def _waiting_s(spec: str, setting: Setting, encode_s: float) -> float:
+    """How long a step is waited for peers, if messages took no time."""
+    fast = setting.cluster.link.model_copy(update={"rate_bit_per_s": 1e13, "latency_s": 0.0})
+    values = {**setting.cluster.fields(), "link": fast, "links": {}, "racks": None}
+    values["speeds"] = setting.cluster.speed_pattern
+    quick = replace(setting, cluster=Cluster(**values), message_s=0.0)
+    method, _ = method_of(spec, batch_size=setting.profile.batch.batch_size)
+    return max(0.0, method.simulate(quick).step_s - setting.ideal_s - encode_s)
+
+
+def _lost_to_deaths(cluster: Cluster, step_s: float, *, survives: bool) -> float:
+    """A survivor's peers wait for the limit of silence; a run that ends restarts from a checkpoint
+    that is half an interval old.
+    """
+    lost_s = _SILENCE_S if survives else _RESTART_S + _STEPS_BETWEEN_CHECKPOINTS / 2 * step_s
+    return min(1.0, cluster.deaths_per_hour * cluster.workers * lost_s / 3600)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRequest:
+    """What is asked for.
+
+    Attributes:
+        profile: of the model.
+        clusters: for each rate, one for each number of workers.
+        strategies: with their options.
+    """
+
+    profile: ModelProfile
+    clusters: Sequence[Cluster]
+    strategies: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """All predictions, and what they come to.
+
+    Attributes:
+        request: what was asked for.
+        predictions: by cluster, in the order of strategies.
+        crossovers: where which strategy is best, in words.
+        remarks: what should be known.
+    """
+
+    request: PlanRequest
+    predictions: tuple[Prediction, ...]
+    crossovers: tuple[str, ...]
+    remarks: tuple[str, ...]
+
+    def best(self, workers: int, rate_bit_per_s: float) -> Prediction:
+        """The recommendation: of those within `CLOSE` of the fastest, the first that was named."""
+        here = [
+            one
+            for one in self.predictions
+            if (one.workers, one.rate_bit_per_s) == (workers, rate_bit_per_s)
+        ]
+        return _best(here)
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Predict every strategy on every cluster.
+
+    Raises:
+        ConfigError: a strategy cannot run with so many workers, or cannot be predicted; a cluster
+            has links without a rate.
+    """
+    for spec in request.strategies:
+        for cluster in request.clusters:
+            check_spec(spec, cluster.workers)
+    predictions = []
+    for cluster in request.clusters:
+        setting = Setting(profile=request.profile, cluster=cluster)
+        predictions += [predict_step(spec, setting) for spec in request.strategies]
+    return Plan(
+        request=request,
+        predictions=tuple(predictions),
+        crossovers=tuple(_crossovers(request, predictions)),
+        remarks=tuple(_remarks(request)),
+    )
+
+
+def _best(predictions: Sequence[Prediction]) -> Prediction:
+    fastest = max(one.samples_per_s for one in predictions)
+    return next(one for one in predictions if one.samples_per_s >= (1 - CLOSE) * fastest)
+
+
+def _crossovers(request: PlanRequest, predictions: Sequence[Prediction]) -> list[str]:
+    """For each number of workers, between which rates which strategy is best."""
+    sentences = []
+    for workers in sorted({one.workers for one in predictions}):
+        rates = sorted({one.rate_bit_per_s for one in predictions if one.workers == workers})
+        at = partial(_at, predictions, workers)
+        best = [_best(at(rate)) for rate in rates]
+        changes = [
+            (_crossing(at(low), at(high), first.strategy, second.strategy), second.strategy)
+            for low, high, first, second in zip(rates, rates[1:], best, best[1:], strict=False)
+            if first.strategy != second.strategy
+        ]
+        people = f"{workers} worker{'s' * (workers > 1)}"
+        if not changes:
+            where = f"at {display_rate(rates[0])}" + (
+                f" to {display_rate(rates[-1])}" if len(rates) > 1 else ""
+            )
+            sentences.append(f"{people}: {best[0].strategy} {where}.")
+            continue
+        parts = [f"below {display_rate(changes[0][0])} {best[0].strategy}"]
+        parts += [f"above {display_rate(rate)} {strategy}" for rate, strategy in changes]
+        sentences.append(f"{people}: {', '.join(parts)}.")
+    return sentences
+
+
+def _at(predictions: Sequence[Prediction], workers: int, rate: float) -> list[Prediction]:
+    return [one for one in predictions if (one.workers, one.rate_bit_per_s) == (workers, rate)]
+
+
+def _crossing(
+    low: Sequence[Prediction], high: Sequence[Prediction], first: str, second: str
+) -> float:
+    """The rate at which two strategies are equally fast: their steps are taken to change along
+    straight lines in the logarithm of the rate, between two rates that were predicted.
+    """
+    gaps = [
+        next(one.step_s for one in side if one.strategy == second)
+        - next(one.step_s for one in side if one.strategy == first)
+        for side in (low, high)
+    ]
+    share = 0.5 if gaps[0] == gaps[1] else min(1.0, max(0.0, gaps[0] / (gaps[0] - gaps[1])))
+    rates = low[0].rate_bit_per_s, high[0].rate_bit_per_s
+    return float(f"{rates[0] * (rates[1] / rates[0]) ** share:.2g}")
+
+
+def _remarks(request: PlanRequest) -> list[str]:
+    profile = request.profile
+    remarks = [
+        f"The profile is of {profile.name} on {profile.device}, batches of"
+        f" {profile.batch.batch_size}."
+    ]
+    if not profile.checked:
+        remarks.append(
+            "No prediction from this profile has been held against a measurement: bands are those"
+            " of published exchanges, and steps outside them are possible."
+        )
+    else:
+        remarks.append(
+            f"Predictions from this profile were checked in this range: {profile.checked}."
+        )
+    for cluster in request.clusters:
+        link = cluster.link
+        if link.window_bytes is not None and link.connection_bytes_per_s < link.bytes_per_s:
+            remarks.append(
+                f"A window of {link.window_bytes} bytes lets a connection carry"
+                f" {display_rate(float(f'{8 * link.connection_bytes_per_s:.3g}'))} of"
+                f" {display_rate(link.rate_bit_per_s or math.inf)}: round trip x rate is more."
+            )
+            break
+    remarks.append(
+        "A prediction is of time for a step: how many steps a strategy needs to a target only"
+        " `offbeat compare` tells."
+    )
+    return remarks
+
+
+def _value_codec(values: str | ValueCodec) -> ValueCodec:
+    return VALUE_CODECS[values] if isinstance(values, str) else values

@@ -1,0 +1,366 @@
+"""Steps of a training run under a virtual clock: computing is sleep, and what is exchanged has the
+real protocols' messages.
+
+    for each step, on each rank
+        sleep for as long as this rank is late, computes, and encodes
+        run the generators that training runs, with lengths in the place of payloads
+
+`plan.methods` says what each strategy does in a step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from offbeat.errors import ConfigError
+from offbeat.lab.cluster import Cluster
+from offbeat.plan.profile import ModelProfile
+from offbeat.planning.costs import LinkCost, NetworkCosts
+from offbeat.transport.driver import Pending
+from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
+from offbeat.transport.virtual import VirtualCluster, VirtualLink
+from offbeat.transport.virtual_driver import SleepUntil
+
+T = TypeVar("T")
+
+MESSAGE_S: Final = 40e-6
+"""What a message occupies a port for besides its bytes: ZeroMQ's way of a small message on one
+machine.
+"""
+
+EVENTS_UP_TO: Final = 64
+"""Workers up to which every message of every collective is simulated. Beyond that a symmetric
+collective takes its closed form, times what its messages took at so many workers over its closed
+form there. So it does with fewer workers where links are equal and many steps are needed.
+"""
+
+_STEADY_STEPS, _STEPS, _FEWER_STEPS = 2, 24, 10
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Setting:
+    """A model on a cluster.
+
+    Attributes:
+        profile: of the model.
+        cluster: how many workers, and what connects them.
+        message_s: what a message occupies a port for besides its bytes.
+        shared: which part of one rank's largest entries another rank has too, 0 to 1.
+    """
+
+    profile: ModelProfile
+    cluster: Cluster
+    message_s: float = MESSAGE_S
+    shared: float = 0.2
+
+    def __post_init__(self) -> None:
+        if any(self.cluster.link_of(w).rate_bit_per_s is None for w in range(self.world_size)):
+            raise ConfigError(
+                f"cluster {self.cluster.name!r} says no rate for some of its links; a prediction"
+                ' needs one, such as link = "1gbit/0.2ms" or --link 1gbit'
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.cluster.workers
+
+    @cached_property
+    def links(self) -> list[VirtualLink]:
+        return [
+            VirtualLink(
+                latency_s=link.latency_s,
+                bytes_per_s=link.bytes_per_s,
+                message_s=self.message_s,
+            )
+            for link in self.cluster.virtual_links()
+        ]
+
+    @cached_property
+    def network(self) -> NetworkCosts:
+        """The slowest worker's costs, as `GTopK(collective="auto")` measures them."""
+        alpha_s = max(link.latency_s for link in self.links) + self.message_s
+        rate = min(link.bytes_per_s for link in self.links)
+        racks = self.cluster.racks
+        if racks is not None and self.world_size > racks.size:
+            # All of a rack's workers may send out of it at once.
+            rate = min(rate, racks.rate_bit_per_s / 8 / racks.size)
+        link = LinkCost(alpha_s=alpha_s, beta_s_per_byte=1 / rate)
+        return NetworkCosts(
+            messages=link,
+            dense=link,
+            select_s_per_element=self.profile.select_s_per_element,
+        )
+
+    @cached_property
+    def is_steady(self) -> bool:
+        """Whether all steps take the same time on all ranks."""
+        cluster = self.cluster
+        return not (cluster.straggling or self.profile.spread or set(cluster.speeds) != {1.0})
+
+    @property
+    def by_closed_forms(self) -> bool:
+        """Whether symmetric collectives take their closed forms."""
+        equal = len(set(self.links)) == 1 and self.cluster.racks is None
+        return self.world_size > EVENTS_UP_TO or (equal and not self.is_steady)
+
+    @cached_property
+    def num_steps(self) -> int:
+        """As many as the mean needs."""
+        if self.is_steady:
+            return _STEADY_STEPS
+        return _STEPS if self.world_size <= EVENTS_UP_TO else _FEWER_STEPS
+
+    @cached_property
+    def factors(self) -> NDArray[np.float64]:
+        """By what computing takes longer than the profile says, shape (steps, ranks)."""
+        speeds = np.array(self.cluster.speeds)
+        generator = np.random.default_rng([self.cluster.seed, 2])
+        shape = (self.num_steps, self.world_size)
+        spread = self.profile.spread
+        drawn = generator.lognormal(-(spread**2) / 2, spread, shape) if spread else np.ones(shape)
+        factors: NDArray[np.float64] = drawn / speeds
+        return factors
+
+    @cached_property
+    def late_s(self) -> NDArray[np.float64]:
+        """How long ranks sleep besides, shape (steps, ranks)."""
+        late = np.zeros((self.num_steps, self.world_size))
+        if self.cluster.straggling:
+            for step in range(self.num_steps):
+                for rank, delay_s in self.cluster.delayed_ranks(step).items():
+                    late[step, rank] = delay_s
+        return late
+
+    @cached_property
+    def durations_s(self) -> NDArray[np.float64]:
+        """Of a step that exchanges nothing, shape (steps, ranks)."""
+        return self.late_s + self.profile.compute_s * self.factors
+
+    @property
+    def ideal_s(self) -> float:
+        """The mean step of a rank that exchanges nothing."""
+        return float(self.durations_s.mean())
+
+    def num_places(self, k: float) -> float:
+        """Where ranks' largest entries are, so that two ranks have the part `shared` of them in
+        common.
+        """
+        num_elements = self.profile.num_elements
+        return min(num_elements, k / max(self.shared, k / num_elements))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulated:
+    """What a simulation says.
+
+    Attributes:
+        step_s: mean over ranks and steps.
+        bytes_per_step: that a rank sends in a step.
+        encode_s: of a step, on a rank of speed 1.
+        alpha_share: which part of the exchange's time is that of latencies and messages.
+        by_events: whether every message was simulated.
+        note: what should be known; empty: nothing.
+    """
+
+    step_s: float
+    bytes_per_step: float
+    encode_s: float
+    alpha_share: float
+    by_events: bool = True
+    note: str = ""
+
+
+class Method(ABC):
+    """What a strategy does in a step.
+
+    Attributes:
+        steps_in_a_period: steps after which its exchanges repeat.
+        extra_bytes: memory for each byte of the model, besides weights, gradients and one moment.
+    """
+
+    steps_in_a_period: int = 1
+    extra_bytes: float = 0.0
+
+    def __init__(self) -> None:
+        self._remembered: dict[tuple[object, ...], Any] = {}
+
+    def remember(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        """What `make` has made for `key`."""
+        if key not in self._remembered:
+            self._remembered[key] = make()
+        made: T = self._remembered[key]
+        return made
+
+    @abstractmethod
+    def simulate(self, setting: Setting) -> Simulated:
+        """A step on `setting`."""
+
+
+class StepMethod(Method):
+    """A strategy whose ranks do in each step what `step` yields."""
+
+    weightless = True
+
+    def num_bytes(self, setting: Setting, payload: Payload) -> float:
+        """What a message weighs."""
+        return len(payload)
+
+    @abstractmethod
+    def step(self, run: Run, rank: int, number: int) -> Collective[None]:
+        """Step `number` of `rank`, from 0."""
+
+    @abstractmethod
+    def encode_s(self, setting: Setting) -> float:
+        """What a rank computes in a step because of the exchange, in seconds."""
+
+    @abstractmethod
+    def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
+        """The closed form of a step's exchange."""
+
+    @override
+    def simulate(self, setting: Setting) -> Simulated:
+        run = Run(setting, self)
+        run.cluster.run([run.train(rank) for rank in range(setting.world_size)])
+        network = setting.network
+        alone = NetworkCosts(
+            messages=LinkCost(alpha_s=network.messages.alpha_s, beta_s_per_byte=0.0),
+            dense=LinkCost(alpha_s=network.dense.alpha_s, beta_s_per_byte=0.0),
+            select_s_per_element=0.0,
+        )
+        whole_s = self.exchange_cost_s(setting, network)
+        return Simulated(
+            step_s=run.step_s,
+            bytes_per_step=run.bytes_per_step,
+            encode_s=self.encode_s(setting),
+            alpha_share=self.exchange_cost_s(setting, alone) / whole_s if whole_s else 0.0,
+            by_events=not setting.by_closed_forms,
+        )
+
+
+class Run:
+    """One simulation of a `StepMethod`."""
+
+    def __init__(self, setting: Setting, method: StepMethod) -> None:
+        self.setting = setting
+        self.method = method
+        self.cluster = VirtualCluster(
+            setting.world_size,
+            seed=setting.cluster.seed,
+            link=setting.links,
+            racks=setting.cluster.virtual_racks(),
+            weightless=method.weightless,
+            num_bytes=lambda payload: method.num_bytes(setting, payload),
+        )
+        periods = max(1, -(-setting.num_steps // method.steps_in_a_period))
+        self.num_steps = periods * method.steps_in_a_period
+        self._dense_bytes = 0.0
+        self._ends_s = np.zeros(setting.world_size)
+
+    @property
+    def step_s(self) -> float:
+        return float(self._ends_s.mean()) / self.num_steps
+
+    @property
+    def bytes_per_step(self) -> float:
+        world_size = self.setting.world_size
+        sent = (sum(self.cluster.bytes_sent) + self._dense_bytes) / world_size
+        return sent / self.num_steps
+
+    def train(self, rank: int) -> Collective[None]:
+        """All steps of `rank`."""
+        for number in range(self.num_steps):
+            yield from self.method.step(self, rank, number)
+        self._ends_s[rank] = self.cluster.now_s
+
+    def factor(self, rank: int, number: int) -> float:
+        """By what step `number` of `rank` computes longer than the profile says."""
+        factors = self.setting.factors
+        return float(factors[number % len(factors), rank])
+
+    def late(self, rank: int, number: int) -> Collective[None]:
+        """Sleep for as long as `rank` is late."""
+        late_s = self.setting.late_s
+        seconds = float(late_s[number % len(late_s), rank])
+        if seconds:
+            yield Sleep(seconds)
+
+    def begin(self, rank: int, collective: Collective[Any], channel: int) -> Pending[Any]:
+        """Begin an exchange beside what the rank computes."""
+        return self.cluster.begin(rank, collective, channel=channel + 1)
+
+    def dense(self, rank: int, operation: DenseOperation) -> Collective[None]:
+        """A dense operation, counted."""
+        traffic = operation.traffic(None, rank=rank, world_size=self.setting.world_size)
+        self._dense_bytes += traffic.bytes_sent
+        yield operation
+
+    def closed_form(self, seconds: float, num_bytes: float) -> Collective[None]:
+        """All ranks together, for as long as a closed form says."""
+        self._dense_bytes += num_bytes
+        yield ClosedForm(seconds, self.setting.links)
+
+
+def until_over(*pending: Pending[Any]) -> SleepUntil:
+    """Wait for exchanges that were begun."""
+    return SleepUntil(over=lambda: all(one.over for one in pending))
+
+
+class ClosedForm(DenseOperation):
+    """What takes `seconds` from the moment at which the last rank has begun it. Simulated only."""
+
+    __slots__ = ("_seconds", "_slowest")
+
+    def __init__(self, seconds: float, links: list[VirtualLink]) -> None:
+        self._seconds = seconds
+        self._slowest = min(links, key=lambda link: link.bytes_per_s)
+
+    @property
+    @override
+    def num_bytes(self) -> int:
+        fixed_s = self._slowest.latency_s + self._slowest.message_s
+        return round(max(0.0, self._seconds - fixed_s) * self._slowest.bytes_per_s)
+
+    @override
+    def num_hops(self, world_size: int) -> int:
+        return 1
+
+    @override
+    def hop_bytes(self, num_bytes: float, world_size: int) -> float:
+        return num_bytes
+
+    @override
+    def traffic(self, result: Any, *, rank: int, world_size: int) -> Any:
+        raise NotImplementedError("a closed form counts its bytes itself")
+
+    @classmethod
+    @override
+    def combine(cls, operations: Any) -> list[Any]:
+        return [None] * len(operations)
+
+    @override
+    def finish(self, backends: Any) -> Any:
+        raise NotImplementedError("a closed form is simulated only")
+
+
+def confirmed_s(
+    setting: Setting, closed_s: Callable[[int], float], events_s: Callable[[int], float]
+) -> float:
+    """A closed form, times what an event run of at most `EVENTS_UP_TO` workers took over it.
+
+    Args:
+        setting: where.
+        closed_s: the closed form, of a number of workers.
+        events_s: an event run, likewise.
+    """
+    num_few = min(setting.world_size, EVENTS_UP_TO)
+    closed = closed_s(num_few)
+    ratio = events_s(num_few) / closed if closed else 1.0
+    return ratio * closed_s(setting.world_size)

@@ -1,0 +1,181 @@
+"""Predictions against arithmetic that is done by hand, and against what was published."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from offbeat.cli.main import app
+from offbeat.errors import ConfigError
+from offbeat.lab.cluster import Cluster, from_flags
+from offbeat.lab.options import strategy_type
+from offbeat.plan.architectures import factors_of, resnet
+from offbeat.plan.page import render_plan
+from offbeat.plan.predictions import PlanRequest, make_plan, predict_step
+from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
+from offbeat.plan.shipped import PUBLISHED, named_profile, shipped_profile
+from offbeat.plan.simulation import Setting
+from offbeat.strategies.registry import REGISTRY
+
+MODEL = ModelProfile(
+    name="toy",
+    device="none",
+    batches=(TimedBatch(batch_size=10, forward_s=0.1, backward_s=0.2),),
+    optimizer_s=0.0,
+    tensors=tuple(TensorProfile(num_elements=250_000, ready=1 - n / 4) for n in range(4)),
+    select_s_per_element=1e-8,
+    copy_s_per_byte=0.0,
+)
+
+
+def setting(link: str = "8mbit", workers: int = 4, **flags: str) -> Setting:
+    return Setting(
+        profile=MODEL, cluster=from_flags(workers=workers, link=link, **flags), message_s=0.0
+    )
+
+
+def test_an_all_reduce_behind_a_slow_link_takes_forward_first_bucket_and_ring() -> None:
+    # A megabyte each in four tensors, one bucket each at 1 MiB: 4 MB at 1 MB/s.
+    step_s = predict_step("allreduce:bucket_mib=1.0", setting()).step_s
+    assert step_s == pytest.approx(0.1 + 0.05 + 2 * 3 / 4 * 4.0)
+
+
+def test_an_exchange_that_fits_behind_the_backward_pass_costs_its_last_bucket_only() -> None:
+    step_s = predict_step("allreduce:bucket_mib=1.0", setting("8gbit")).step_s
+    assert step_s == pytest.approx(0.3 + 2 * 3 / 4 * 1e-3)
+
+
+def test_local_steps_divide_the_exchange_by_their_period() -> None:
+    assert predict_step("localsgd:period=5", setting()).step_s == pytest.approx(0.3 + 6.0 / 5)
+
+
+def test_neighbours_exchange_while_gradients_are_computed() -> None:
+    assert predict_step("dpsgd", setting("800mbit")).step_s == pytest.approx(0.3, rel=0.01)
+    assert predict_step("dpsgd", setting()).step_s == pytest.approx(0.1 + 8.0, rel=0.01)
+
+
+def test_unequal_workers_share_samples_by_speed() -> None:
+    uneven = setting("8gbit", speeds="1,0.5")
+    shared, equal = (predict_step(name, uneven) for name in ("adaptive", "elasticsgd"))
+    assert shared.samples_per_s == pytest.approx(2 * 10 / 0.3 + 2 * 10 / 0.6, rel=0.03)
+    assert equal.samples_per_s == pytest.approx(4 * 10 / 0.6, rel=0.03)
+
+
+def test_a_straggler_holds_up_all_but_those_who_wait_for_nobody() -> None:
+    late = setting("8gbit", workers=8, delay="1x320ms")
+    synchronous, waiting_for_nobody = (predict_step(s, late) for s in ("ddp", "adpsgd"))
+    assert synchronous.step_s > 0.62 - 0.02
+    assert synchronous.binds == "waiting"
+    assert waiting_for_nobody.step_s < 0.3 + 0.32 / 8 + 0.02
+
+
+@pytest.mark.parametrize("spec", sorted(REGISTRY))
+def test_every_strategy_is_predicted(spec: str) -> None:
+    where = Setting(
+        profile=shipped_profile("resnet50"), cluster=from_flags(workers=4, link="1gbit/0.1ms")
+    )
+    prediction = predict_step(spec, where)
+    assert prediction.step_s >= where.profile.compute_s
+    assert prediction.low_s <= prediction.step_s <= prediction.high_s
+    assert strategy_type(spec).name == spec
+
+
+@pytest.mark.parametrize("collective", ["tree", "reduce_scatter", "all_gather"])
+def test_a_closed_form_goes_on_where_events_end(collective: str) -> None:
+    """65 workers take the closed form, 64 every message: nothing jumps."""
+    spec = f"gtopk:density=0.01:collective={collective}"
+    few, more = (predict_step(spec, setting("1gbit/0.1ms", workers=n)).step_s for n in (64, 65))
+    tolerance = 0.35 if collective == "tree" else 0.05  # the tree has one round more
+    assert more - 0.3 == pytest.approx(few - 0.3, rel=tolerance)
+
+
+def test_words_name_the_rate_at_which_the_best_strategy_changes() -> None:
+    clusters = [from_flags(workers=4, link=link) for link in ("8mbit", "100gbit")]
+    strategies = ("ddp", "gtopk:density=0.001")
+    plan = make_plan(PlanRequest(profile=MODEL, clusters=clusters, strategies=strategies))
+    assert len(plan.crossovers) == 1
+    assert "gtopk:density=0.001, above" in plan.crossovers[0]
+    assert plan.crossovers[0].endswith("ddp.")
+    page = render_plan(plan)
+    assert page.count("<polyline") == 0  # one number of workers makes no curve
+    assert "gtopk" in page
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_a_shipped_profile_survives_its_file(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(shipped_profile(name).to_json())
+    assert read_profile(path) == shipped_profile(name)
+    assert all(source.source for source in shipped_profile(name).sources)
+
+
+def test_networks_have_the_parameters_that_they_are_known_for() -> None:
+    known = {"resnet50": 25_557_032, "resnet152": 60_192_808, "densenet201": 20_013_928}
+    known |= {"alexnet": 61_100_840, "gpt2": 124_439_808}
+    assert {name: shipped_profile(name).num_elements for name in known} == known
+    assert len(factors_of(resnet((3, 4, 6, 3)))) == 54
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "is no profile"),
+        ("[]", "is no profile"),
+        (json.dumps({"name": "x"}), "is no profile"),
+        (MODEL.to_json().replace('"format": 1', '"format": 9'), "format 9"),
+        (MODEL.to_json().replace("0.2", "-1"), "backward_s -1"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused_in_a_sentence(
+    text: str, complaint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        named_profile(str(path))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "spec", "complaint"),
+    [
+        (Cluster(workers=4), "ddp", "says no rate"),
+        (from_flags(workers=4, link="1gbit"), "wagma:group_size=8", "group_size is 8"),
+        (from_flags(workers=4, link="1gbit"), "spdkfac", "no layers with Kronecker factors"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused_in_a_sentence(
+    cluster: Cluster, spec: str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        make_plan(PlanRequest(profile=MODEL, clusters=[cluster], strategies=[spec]))
+
+
+@pytest.mark.parametrize("workers", ["0", "8..4", "many", "4,0"])
+def test_workers_that_cannot_be_are_refused(workers: str) -> None:
+    result = CliRunner().invoke(
+        app, ["plan", "--profile", "vgg16", "--link", "1gbit", "--workers", workers]
+    )
+    assert isinstance(result.exception, ConfigError)
+    assert "--workers" in str(result.exception)
+
+
+def test_the_command_writes_a_page_and_json(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    arguments = ["plan", "--profile", "vgg16.json", "--link", "1gbit,10gbit", "--workers", "2..4"]
+    arguments += ["--strategies", "ddp,localsgd", "--json", "--out", str(page)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.output)) == 2 * 2 * 2
+    assert page.read_text().count("<polyline") == 2 * 2
+
+
+def test_another_batch_size_lies_on_the_line_through_those_that_were_timed() -> None:
+    twice = replace(
+        MODEL, batches=(TimedBatch(batch_size=5, forward_s=0.06, backward_s=0.12), *MODEL.batches)
+    )
+    assert twice.at_batch_size(20).batch.forward_s == pytest.approx(0.18)
+    assert MODEL.at_batch_size(20).batch.backward_s == pytest.approx(0.4)
