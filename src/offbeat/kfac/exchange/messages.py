@@ -56,7 +56,8 @@ class FactorMessage:
     def room(self, slot: int) -> torch.Tensor:
         """Where the factor of `slot` leaves from: this rank's part may be made there."""
         places = [each.index for each in self.slots]
-        return self._views[places.index(slot)]
+        view: torch.Tensor = self._views[places.index(slot)]
+        return view
 
     def launch(
         self,
