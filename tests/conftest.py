@@ -15,6 +15,10 @@ from ranks_support.threads import in_thread
 
 __all__ = ["in_thread", "run_ranks", "templates"]
 
+# scikit-learn sets these when it is imported. A worker is forked anew where variables have changed.
+os.environ.setdefault("KMP_DUPLICATE_LIB_OK", "True")
+os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
+
 torch.set_num_threads(
     1
 )  # tests run side by side, and the order of sums must not depend on the number of cores

@@ -32,7 +32,8 @@ ALLOWED = {
     "ranks/test_run_ranks.py": {"_exit"},  # documented by Python, as is the next
     "report/test_trace.py": {"_replace"},
     "ranks_support/leaks.py": {"_DummyThread"},  # Python's view of a thread that C++ began
-    "ranks_support/template.py": {"_exit", "_run_exitfuncs", "_shutdown"},  # an interpreter's end
+    # An interpreter's end.
+    "ranks_support/template.py": {"_exit", "_registry", "_run_exitfuncs", "_shutdown"},
     "test_torch_private.py": {"_timeout"},  # is about private parts of PyTorch
 }
 

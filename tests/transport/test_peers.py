@@ -197,10 +197,10 @@ def test_a_rank_that_closed_is_missed_only_by_who_still_waits_for_it(open_mesh: 
 def test_closing_at_once_still_delivers_everything_sent(
     open_mesh: OpenMesh, brisk: PeerLimits
 ) -> None:
-    # The grace period must be longer than the last messages take to arrive, and a busy machine may
-    # take longer than the others' 0.1 s to decrypt them. What is not sent never comes.
-    first, second = open_mesh(2, replace(brisk, grace_s=10.0))
-    payloads = [bytes([number]) * 8_000_000 for number in range(8)]
+    # Closing must wait, and the grace period last, for longer than a busy machine takes to encrypt
+    # and decrypt the last messages. What is not sent never comes.
+    first, second = open_mesh(2, replace(brisk, grace_s=60.0, linger_s=60.0))
+    payloads = [bytes([number]) * 2_000_000 for number in range(8)]
     for payload in payloads:
         give(first, 1, payload)
     first.close()
