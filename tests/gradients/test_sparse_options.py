@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,6 +118,29 @@ def test_the_first_steps_of_a_warm_up_may_send_everything() -> None:
 def test_a_warm_up_that_is_none_is_refused(warmup: object) -> None:
     with pytest.raises(ConfigError, match=r"pairs of a density in \(0, 1\] and a number"):
         offbeat.GTopK(warmup=warmup)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (offbeat.GTopK(density=0.01), 1024),
+        (offbeat.TopK(density=0.002), 1024),
+        (offbeat.TopK(density=0.001), 0),
+        (offbeat.GTopK(), 1024),
+        (offbeat.GTopK(density=0.01, variant="paper", collective="tree"), 0),
+        (offbeat.GTopK(density=0.01, dense_below=0), 0),
+        (offbeat.GTopK(density=0.001, dense_below=200), 200),
+    ],
+)
+def test_small_parameters_are_sent_whole_by_themselves_where_they_are_few(
+    strategy: SparseGradientStrategy, expected: int
+) -> None:
+    model = torch.nn.Linear(256, 100)  # of whose elements 1 in 257 is a bias
+    assert strategy.small_below(list(model.parameters())) == expected
+    assert replace(strategy, dense_below=5).small_below(list(model.parameters())) == 5
+    small = torch.nn.Linear(20, 10)  # which is small altogether
+    if strategy.dense_below == "auto":
+        assert strategy.small_below(list(small.parameters())) == 0
 
 
 def test_a_scope_that_is_none_is_refused() -> None:

@@ -497,9 +497,9 @@ class GradientExchange(Part):
         replicated: dict[str, object] = {
             "exchanges": self.counts.exchanges,
             "skipped": self.counts.skipped,
-            "learning_rate": self.counts.rising_rate.rate,
-            "warm_until": self.counts.rising_rate.until,
         }
+        if (rising := self.counts.rising_rate) != RisingRate():  # somebody looks at it
+            replicated |= {"learning_rate": rising.rate, "warm_until": rising.until}
         return {"additive": additive, "local": local, "replicated": replicated}
 
     @override

@@ -71,7 +71,7 @@ _SERVE, _TRAIN = 1 << 32, 2 << 32
 _LOOK_S: Final = 1e-3
 
 
-class Alone(StepMethod):
+class SoloSteps(StepMethod):
     """Nothing is exchanged: what every other strategy is held against."""
 
     @override
@@ -165,13 +165,16 @@ class DenseGradients(GradientMethod):
     """All-reduce of buckets: AllReduce, DDP, and DDP with a float16 hook.
 
     Args:
-        bucket_mib: of a bucket.
-        first_bucket_mib: of the first one.
+        bucket_mib: of a bucket; None: all gradients in one, behind the pass.
+        first_bucket_mib: of the first one; None: as the others.
         element_bytes: of an element as it travels.
     """
 
     def __init__(
-        self, bucket_mib: float = 25.0, first_bucket_mib: float = 1.0, element_bytes: int = 4
+        self,
+        bucket_mib: float | None = 25.0,
+        first_bucket_mib: float | None = 1.0,
+        element_bytes: int = 4,
     ) -> None:
         super().__init__(bucket_mib, first_bucket_mib)
         self._element_bytes = element_bytes

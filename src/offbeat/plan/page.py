@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from offbeat.lab.cluster.quantities import display_rate
-from offbeat.plan.predictions import Plan, Prediction
+from offbeat.plan.predictions import Plan, StepPrediction
 
 _COLOURS: Final = (
     "#0072b2",
@@ -111,7 +111,7 @@ def _tables(plan: Plan) -> Iterator[str]:
             yield "</table>"
 
 
-def _cells(one: Prediction) -> list[str]:
+def _cells(one: StepPrediction) -> list[str]:
     return [
         escape(one.strategy),
         f"{one.step_s:.3g} s",

@@ -17,7 +17,6 @@ from offbeat.lab.cluster import Cluster
 from offbeat.lab.cluster.quantities import display_rate
 from offbeat.lab.options import build_strategy, parse_spec
 from offbeat.plan.methods import (
-    Alone,
     Background,
     DenseGradients,
     Gossip,
@@ -25,6 +24,7 @@ from offbeat.plan.methods import (
     MegaBatches,
     PartialMean,
     PeriodicMean,
+    SoloSteps,
     SparseGradients,
 )
 from offbeat.plan.profile import ModelProfile
@@ -51,7 +51,7 @@ _MODEL_COPIES = 3.0  # weights, gradients, a moment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
+class StepPrediction:
     """One strategy on one cluster.
 
     Attributes:
@@ -108,7 +108,7 @@ def method_of(spec: str, *, batch_size: int) -> tuple[Method, bool]:
     }
     match name:
         case "alone":
-            method: Method = Alone()
+            method: Method = SoloSteps()
         case "allreduce":
             method = DenseGradients(recipe.bucket_mib, recipe.first_bucket_mib)
         case "ddp":
@@ -170,7 +170,7 @@ def check_spec(spec: str, workers: int) -> None:
         recipe.check_world(workers)
 
 
-def predict_step(spec: str, setting: Setting) -> Prediction:
+def predict_step(spec: str, setting: Setting) -> StepPrediction:
     """One strategy on one cluster.
 
     Args:
@@ -199,7 +199,7 @@ def predict_step(spec: str, setting: Setting) -> Prediction:
         "beta": (1 - simulated.alpha_share) * exchange_s,
     }
     largest = max(parts, key=lambda name: parts[name])
-    return Prediction(
+    return StepPrediction(
         strategy=spec,
         workers=setting.world_size,
         rate_bit_per_s=cluster.link.rate_bit_per_s or math.inf,
@@ -262,11 +262,11 @@ class Plan:
     """
 
     request: PlanRequest
-    predictions: tuple[Prediction, ...]
+    predictions: tuple[StepPrediction, ...]
     crossovers: tuple[str, ...]
     remarks: tuple[str, ...]
 
-    def best(self, workers: int, rate_bit_per_s: float) -> Prediction:
+    def best(self, workers: int, rate_bit_per_s: float) -> StepPrediction:
         """The recommendation: of those within `CLOSE` of the fastest, the first that was named."""
         here = [
             one
@@ -298,12 +298,12 @@ def make_plan(request: PlanRequest) -> Plan:
     )
 
 
-def _best(predictions: Sequence[Prediction]) -> Prediction:
+def _best(predictions: Sequence[StepPrediction]) -> StepPrediction:
     fastest = max(one.samples_per_s for one in predictions)
     return next(one for one in predictions if one.samples_per_s >= (1 - CLOSE) * fastest)
 
 
-def _crossovers(request: PlanRequest, predictions: Sequence[Prediction]) -> list[str]:
+def _crossovers(request: PlanRequest, predictions: Sequence[StepPrediction]) -> list[str]:
     """For each number of workers, between which rates which strategy is best."""
     sentences = []
     for workers in sorted({one.workers for one in predictions}):
@@ -328,12 +328,12 @@ def _crossovers(request: PlanRequest, predictions: Sequence[Prediction]) -> list
     return sentences
 
 
-def _at(predictions: Sequence[Prediction], workers: int, rate: float) -> list[Prediction]:
+def _at(predictions: Sequence[StepPrediction], workers: int, rate: float) -> list[StepPrediction]:
     return [one for one in predictions if (one.workers, one.rate_bit_per_s) == (workers, rate)]
 
 
 def _crossing(
-    low: Sequence[Prediction], high: Sequence[Prediction], first: str, second: str
+    low: Sequence[StepPrediction], high: Sequence[StepPrediction], first: str, second: str
 ) -> float:
     """The rate at which two strategies are equally fast: their steps are taken to change along
     straight lines in the logarithm of the rate, between two rates that were predicted.

@@ -36,11 +36,12 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
+import torch
 from typing_extensions import override
 
 from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
@@ -129,6 +130,13 @@ class GTopK(SparseGradientStrategy):
         return self.momentum_correction == "auto" and self.variant != "paper"
 
     @override
+    def small_below(self, parameters: Collection[torch.nn.Parameter]) -> int:
+        """As published all parameters are alike."""
+        if self.dense_below == "auto" and self.variant == "paper":
+            return 0
+        return super().small_below(parameters)
+
+    @override
     def _require_measuring(self) -> None:
         """It measures, where it has no fixed density."""
 
@@ -162,13 +170,14 @@ class GTopK(SparseGradientStrategy):
 
     def _auto_density(self, cheapest: CheapestCollective, workspace: Workspace) -> AutoDensity:
         parameters = workspace.parameters.values()
+        small_below = self.small_below(parameters)
         of_pair = pair_bytes(
             object_of("values", self.values, VALUE_CODECS, ValueCodec),
             object_of("indices", self.indices, INDEX_CODECS, IndexCodec),
         )
 
         def together(*, small: bool) -> BucketKind:
-            sizes = [p.numel() for p in parameters if (p.numel() < self.dense_below) == small]
+            sizes = [p.numel() for p in parameters if (p.numel() < small_below) == small]
             return BucketKind(
                 num_elements=sum(sizes),
                 element_bytes=max(parameter.element_size() for parameter in parameters),

@@ -6,9 +6,9 @@ selection in `codec/`, buckets, densities and clipping in `gradients/`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -45,6 +45,17 @@ from offbeat.strategies.options import (
     require_positive,
 )
 
+SMALL: Final = 1024
+"""Parameters of fewer elements are small: norms and biases, and often the first and last layer."""
+
+SMALL_SHARE: Final = 2.5
+"""Small parameters have at most so many times the elements that travel of the others. Among four
+ranks the exchange then takes less than twice the bytes.
+"""
+
+SMALL_SHARE_OF_ALL: Final = 0.05
+"""The same, of all elements, where the density is not known in advance."""
+
 Choose = Callable[[BucketKind, int], SparseCollective | None]
 """(the bucket, k) -> the collective to use; None sends everything densely."""
 
@@ -71,7 +82,9 @@ class SparseGradientStrategy(GradientStrategy):
         steps_per_epoch: exchanges in an epoch, >= 1, such as `len(loader)`; needed where `warmup`
             counts epochs. The lab fills it in.
         dense_below: parameters of fewer elements are sent whole, in a bucket of their own that is
-            summed as `AllReduce` does; the density is that of the others. 0: none of them.
+            summed as `AllReduce` does; the density is that of the others. 0: none of them. "auto":
+            1024, where these parameters have at most 2.5 times as many elements as `density` lets
+            travel (a twentieth of all with density="auto"), else 0.
         scope: where the k largest are looked for: "bucket", which is the whole model unless
             `bucket_mib` cuts it, or "layer", each parameter by itself, all at the same density. The
             global top-k compares whole buckets in both cases.
@@ -94,7 +107,7 @@ class SparseGradientStrategy(GradientStrategy):
         "auto"
     )
     steps_per_epoch: int | None = None
-    dense_below: int = 0
+    dense_below: int | Literal["auto"] = "auto"
     scope: Literal["bucket", "layer"] = "bucket"
     values: Literal["float32", "bfloat16"] | ValueCodec = "float32"
     indices: Literal["gaps"] | IndexCodec = "gaps"
@@ -124,7 +137,10 @@ class SparseGradientStrategy(GradientStrategy):
                 " len(loader)"
             )
         self._warmup(target=1.0)
-        require_at_least("dense_below", self.dense_below, 0)
+        if isinstance(self.dense_below, str):
+            require_one_of("dense_below", self.dense_below, ("auto",))
+        else:
+            require_at_least("dense_below", self.dense_below, 0)
         require_one_of("scope", self.scope, ("bucket", "layer"))
         if self.steps_per_epoch is not None:
             require_at_least("steps_per_epoch", self.steps_per_epoch, 1)
@@ -164,6 +180,15 @@ class SparseGradientStrategy(GradientStrategy):
             f"{self.name} has no density='auto'; pass a number in (0, 1], or use"
             " offbeat.GTopK(apply='union')"
         )
+
+    def small_below(self, parameters: Collection[torch.nn.Parameter]) -> int:
+        """Parameters of fewer elements are sent whole, if `parameters` are all."""
+        if self.dense_below != "auto":
+            return self.dense_below
+        sizes = [parameter.numel() for parameter in parameters]
+        share = SMALL_SHARE_OF_ALL if self.density == "auto" else SMALL_SHARE * self.density
+        is_little = sum(size for size in sizes if size < SMALL) <= share * sum(sizes)
+        return SMALL if is_little else 0
 
     def density_at(self, exchange: int, target: float) -> float:
         """Density of exchange number `exchange`, counted from 0, on the way to `target`."""
@@ -235,9 +260,8 @@ class SparseGradientStrategy(GradientStrategy):
         choose, others = self.chooser(workspace)
         auto = next((part for part in others if isinstance(part, AutoDensity)), None)
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
-        buckets = make_buckets(
-            workspace.parameters, cap_bytes=cap_bytes, small_below=self.dense_below
-        )
+        small_below = self.small_below(workspace.parameters.values())
+        buckets = make_buckets(workspace.parameters, cap_bytes=cap_bytes, small_below=small_below)
         return [
             (bucket, self._reduction(bucket, workspace, counts, choose, auto, taken))
             for bucket in buckets
@@ -258,7 +282,8 @@ class SparseGradientStrategy(GradientStrategy):
             element_bytes=bucket.flat.element_size(),
             pair_bytes=wire.pair_bytes,
         )
-        is_small = all(parameter.numel() < self.dense_below for parameter in bucket.parameters)
+        small_below = self.small_below(workspace.parameters.values())
+        is_small = all(parameter.numel() < small_below for parameter in bucket.parameters)
 
         def plan() -> ExchangePlan:
             if is_small:
