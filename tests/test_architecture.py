@@ -42,7 +42,7 @@ ROOMS = (
 )
 """From top to bottom: a room imports only rooms below it."""
 
-FACADE_OPENS = frozenset({"session", "strategies", "errors", "lab"})
+FACADE_OPENS = frozenset({"script", "session", "strategies", "errors", "lab"})
 
 BLOCKING = frozenset(
     {
@@ -68,6 +68,7 @@ MAY_BLOCK = {
     "session/attach.py": {
         "torch.distributed"
     },  # names the type of the user's group and asks whether there is one
+    "script/attach.py": {"torch.distributed"},  # names the type of the user's group
     "script/patches.py": {"torch.distributed"},  # what of it a script finds changed
     "script/coupling.py": {"torch.distributed"},  # asks whether there is a process group
     "script/recipes.py": {"torch.distributed"},  # asks who this rank is
@@ -354,7 +355,7 @@ def test_no_file_names_a_path_of_one_machine() -> None:
         ("lab", "import offbeat", True),
         ("lab", "from offbeat import attach", True),
         ("transport", "import offbeat", False),
-        ("", "from offbeat.session.attach import attach", True),
+        ("", "from offbeat.script.attach import attach", True),
         ("", "from offbeat.transport.peers import Peers", False),
     ],
 )

@@ -27,7 +27,11 @@ PAGES = sorted(
     ]
 )
 OWN_PROSE = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-EXAMPLES = {"plain_loop.py": ["--epochs", "1"], "amp_accumulation.py": ["--steps", "3"]}
+EXAMPLES = {
+    "plain_loop.py": ["--epochs", "1"],
+    "amp_accumulation.py": ["--steps", "3"],
+    "digits_ddp.py": ["--epochs", "1", "--width", "16"],
+}
 
 
 def name_of(page: Path) -> str:

@@ -18,7 +18,7 @@ SYSTEMS = frozenset({"averaging", "megabatch", "kfac"})
 FOR_ALL = {"errors", "torch_private"}
 """Files that every room may import, and that import no room."""
 
-MAY_OPEN = {"session", "strategies", "errors", "lab"}
+MAY_OPEN = {"script", "session", "strategies", "errors", "lab"}
 """What the facade may import."""
 
 

@@ -23,7 +23,7 @@ from offbeat.strategies.registry import REGISTRY as _REGISTRY
 if TYPE_CHECKING:  # type checkers read no table; a test compares these lines with it
     from offbeat.errors import OffbeatError as OffbeatError
     from offbeat.lab.cluster import Cluster as Cluster
-    from offbeat.session.attach import attach as attach
+    from offbeat.script.attach import attach as attach
     from offbeat.session.metrics import log as log
     from offbeat.session.session import Session as Session
     from offbeat.session.state import reshard as reshard
@@ -52,7 +52,7 @@ _HOMES = {
     "OffbeatError": "offbeat.errors",
     "Outer": "offbeat.strategies.localsgd",
     "Session": "offbeat.session.session",
-    "attach": "offbeat.session.attach",
+    "attach": "offbeat.script.attach",
     "log": "offbeat.session.metrics",
     "reshard": "offbeat.session.state",
     **{entry.class_name: entry.module for entry in _REGISTRY.entries.values()},

@@ -30,10 +30,18 @@ from ranks_support.launch import RunRanks
 pytestmark = pytest.mark.ranks
 
 
+SILENCE_S = 3.0
+"""Longer than a busy machine keeps a process that lives: its peers would go on without it."""
+
+
 def notice_deaths_soon() -> None:
-    """Else a test would wait for seconds."""
-    limits = PeerLimits(grace_s=0.2, heartbeat_interval_s=0.2, connect_timeout_s=1.5, linger_s=1.0)
-    session_module.Generations = partial(Generations, interval_s=0.02, silence_s=1.0, limits=limits)  # type: ignore[misc, assignment]
+    """Else a test would wait for many seconds."""
+    limits = PeerLimits(
+        grace_s=0.2, heartbeat_interval_s=0.2, connect_timeout_s=SILENCE_S, linger_s=1.0
+    )
+    session_module.Generations = partial(  # type: ignore[misc, assignment]
+        Generations, interval_s=0.02, silence_s=SILENCE_S, limits=limits
+    )
     rendezvous.GRACE_S = 0.2  # type: ignore[misc]
 
 

@@ -39,6 +39,8 @@ pytestmark = pytest.mark.ranks
 
 LR = 0.125
 NUM_STEPS = 24
+SILENCE_S = 3.0
+"""Longer than a busy machine keeps a process that lives: its peers would go on without it."""
 
 
 def strategies() -> dict[str, AveragingStrategy]:
@@ -281,9 +283,11 @@ def ends_without_one(rank: int, world_size: int, *, label: str) -> dict[str, Any
     it hear, and after how many steps?
     """
     limits = PeerLimits(
-        grace_s=0.2, heartbeat_interval_s=0.2, heartbeat_timeout_s=1.0, connect_timeout_s=10.0
+        grace_s=0.2, heartbeat_interval_s=0.2, heartbeat_timeout_s=SILENCE_S, connect_timeout_s=10.0
     )
-    session_module.Generations = partial(Generations, interval_s=0.02, silence_s=1.0, limits=limits)  # type: ignore[misc, assignment]
+    session_module.Generations = partial(  # type: ignore[misc, assignment]
+        Generations, interval_s=0.02, silence_s=SILENCE_S, limits=limits
+    )
     pids = torch.zeros(world_size, dtype=torch.int64)
     pids[rank] = os.getpid()
     dist.all_reduce(pids)

@@ -45,8 +45,12 @@ PATIENCE_S = 40.0
 NUM_ROWS, ROW = 4000, 16
 
 
+SILENCE_S = 3.0
+"""Longer than a busy machine keeps a process that lives: its peers would go on without it."""
+
+
 def notice_deaths_soon(*, heartbeat_timeout_s: float = 10.0) -> None:
-    """Else a test would wait for seconds."""
+    """Else a test would wait for many seconds."""
     limits = PeerLimits(
         grace_s=0.2,
         heartbeat_interval_s=0.2,
@@ -54,7 +58,9 @@ def notice_deaths_soon(*, heartbeat_timeout_s: float = 10.0) -> None:
         connect_timeout_s=10.0,
         linger_s=1.0,
     )
-    session_module.Generations = partial(Generations, interval_s=0.02, silence_s=1.0, limits=limits)  # type: ignore[misc, assignment]
+    session_module.Generations = partial(  # type: ignore[misc, assignment]
+        Generations, interval_s=0.02, silence_s=SILENCE_S, limits=limits
+    )
 
 
 def die_while_claiming(after: int) -> None:
@@ -204,7 +210,7 @@ def until_it_is_back(
 
 def stopped(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
     """Rank 2 is stopped while it computes, and goes on once the others have gone on without it."""
-    notice_deaths_soon(heartbeat_timeout_s=1.0)
+    notice_deaths_soon(heartbeat_timeout_s=SILENCE_S)
     net = make_net()
     optimizer = sgd(net)
     session, loader = attached(net, optimizer, label)

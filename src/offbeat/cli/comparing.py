@@ -18,12 +18,73 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from offbeat.errors import ConfigError
 from offbeat.lab.comparison import ComparedStrategy, Comparison, Measure
+from offbeat.lab.config import ScriptCommand
+from offbeat.lab.local_worker import TASK_WORKER, WorkerProgram
 from offbeat.lab.progress import MembershipChange, WorkerProgress
 from offbeat.lab.statistics import Estimate
+from offbeat.script.plan import script_command
+from offbeat.script.supervise import script_program
 
 _PLAIN_EVERY_S = 5.0
 _REFRESHES_PER_S = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """What a comparison trains.
+
+    Attributes:
+        task: its name.
+        script: what runs in its place; None for a task.
+        num_seeds: runs of each strategy, unless the user says otherwise.
+    """
+
+    task: str
+    script: ScriptCommand | None
+
+    @property
+    def num_seeds(self) -> int:
+        return 3 if self.script is None else 1
+
+    def program(self, workers: int) -> WorkerProgram:
+        """What its workers run."""
+        return TASK_WORKER if self.script is None else script_program(workers, forked=True)
+
+
+def what_to_compare(
+    task: str | None,
+    words: Sequence[str] | None,
+    settings: Sequence[str] | None,
+    epochs: int | None,
+) -> Compared:
+    """A task or a script, as the command line says.
+
+    Args:
+        task: of --task.
+        words: a script and its arguments.
+        settings, epochs: of --set and --epochs, which only tasks have.
+
+    Raises:
+        ConfigError: neither or both, or there is no such script.
+    """
+    if words and task is not None:
+        raise ConfigError(f"got --task {task} and the script {words[0]}; give one of them")
+    if not words:
+        if task is None:
+            raise ConfigError(
+                "nothing to train; give --task (offbeat tasks lists them), or a script of your own"
+                " after two dashes: -- train.py --epochs 3"
+            )
+        return Compared(task=task, script=None)
+    if settings or epochs is not None:
+        raise ConfigError(
+            "--set and --epochs are for tasks; a script takes its own arguments after its name, and"
+            " --steps ends it"
+        )
+    script = script_command(words)
+    return Compared(task=script.name, script=script)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -226,6 +226,11 @@ def run(
     steps: Annotated[
         int | None, typer.Option(help="End the script after so many optimizer steps.")
     ] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the first of several hosts.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="How many hosts there are.")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="Which of them this is, from 0.")] = None,
     metric: Annotated[
         str | None,
         typer.Option(help="Which logged value counts (default: the first that is not the loss)."),
@@ -237,6 +242,7 @@ def run(
     srun this process is one rank.
     """
     from offbeat.cli import running
+    from offbeat.script.hosts import meeting
 
     sys.exit(
         running.run(
@@ -247,6 +253,7 @@ def run(
             restarts=restarts,
             steps=steps,
             metric=metric,
+            where=meeting(rendezvous, nodes, node_rank),
             out=out,
         )
     )
@@ -254,7 +261,6 @@ def run(
 
 @app.command()
 def compare(
-    task: Annotated[str, typer.Option(help="What to train; `offbeat tasks` lists them.")],
     strategies: Annotated[
         str,
         typer.Option(
@@ -264,6 +270,17 @@ def compare(
             )
         ),
     ],
+    task: Annotated[
+        str | None, typer.Option(help="What to train; `offbeat tasks` lists them.")
+    ] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- SCRIPT [ARGUMENTS]...]",
+            help="Your own script, in the place of a task; it runs as by offbeat run.",
+            show_default=False,
+        ),
+    ] = None,
     cluster: Preset = None,
     workers: Workers = None,
     link: Link = None,
@@ -271,7 +288,9 @@ def compare(
     delay: Delay = None,
     step_time: StepTime = None,
     emulation: How = "auto",
-    seeds: Annotated[int, typer.Option(help="Runs of each strategy.")] = 3,
+    seeds: Annotated[
+        int | None, typer.Option(help="Runs of each strategy (default 3; 1 of a script).")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the task.")
     ] = None,
@@ -292,30 +311,32 @@ def compare(
     out: Out = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a task with several strategies by turns, on this machine or an emulated cluster, and
-    say which is best.
+    """Train a task, or your own script, with several strategies by turns, on this machine or an
+    emulated cluster, and say which is best.
     """
     from offbeat.cli import comparing
     from offbeat.lab.cluster import Cluster
     from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 
-    if seeds < 1:
+    if seeds is not None and seeds < 1:
         raise ConfigError(f"--seeds is {seeds}; allowed is 1 or more")
+    compared = comparing.what_to_compare(task, words, settings, epochs)
     request = CompareRequest(
-        task=task,
+        task=compared.task,
+        script=compared.script,
         strategies=[text for text in strategies.split(",") if text.strip()],
         settings=settings or (),
         cluster=_cluster(cluster, workers, link, speeds, delay, step_time)
         or Cluster(workers=workers or 4),
         emulation=_emulation(emulation),
-        seeds=range(seeds),
+        seeds=range(seeds or compared.num_seeds),
         epochs=epochs,
         steps=steps,
         eval_every=eval_every,
         target=target,
         turn_s=turn,
     )
-    planned = plan_comparison(request, out=out)
+    planned = plan_comparison(request, out=out, program=compared.program(request.cluster.workers))
     with comparing.comparison_display(quiet=as_json) as listener:
         directory, comparison = run_comparison(
             planned, listener, command=shlex.join(["offbeat", *sys.argv[1:]])

@@ -10,6 +10,7 @@ from offbeat.errors import ConfigError
 from offbeat.lab.progress import MembershipChange, WorkerProgress
 from offbeat.lab.rendezvous import launched
 from offbeat.report.page import write_report
+from offbeat.script.hosts import Meeting, meet
 from offbeat.script.plan import DEFAULT_WORKERS, script_command, script_config
 from offbeat.script.supervise import run_script
 from offbeat.script.worker import run_launched
@@ -24,6 +25,7 @@ def run(
     restarts: int,
     steps: int | None,
     metric: str | None,
+    where: Meeting | None,
     out: Path | None,
 ) -> int:
     """Run a script, with workers of its own or as the rank that this process is. Returns the exit
@@ -32,6 +34,7 @@ def run(
     Args:
         words: the script and its arguments.
         strategy, workers, as_module, restarts, steps, metric, out: as on the command line.
+        where: the hosts of the run meet; None if this is the only one.
     """
     if restarts < 0:
         raise ConfigError(f"--restarts is {restarts}; allowed is 0 or more")
@@ -45,10 +48,15 @@ def run(
             )
         config = script_config(script, strategy, workers=launch.world_size, steps=steps)
         return run_launched(config, out)
-    config = script_config(
-        script, strategy, workers=DEFAULT_WORKERS if workers is None else workers, steps=steps
+    num_workers = DEFAULT_WORKERS if workers is None else workers
+    config = script_config(script, strategy, workers=num_workers, steps=steps)
+    host = None
+    if where is not None:
+        host = meet(where, num_workers)
+        config = script_config(script, strategy, workers=host.num_workers, steps=steps)
+    outcome = run_script(
+        config, out=out, restarts=restarts, host=host, on_progress=_say_change, say=_say
     )
-    outcome = run_script(config, out=out, restarts=restarts, on_progress=_say_change, say=_say)
     if outcome.problem is not None:
         _say(f"offbeat: {outcome.problem}")
         return outcome.status
@@ -56,7 +64,8 @@ def run(
         for notice in outcome.summary.notices:
             _say(f"note ({config.strategy}): {notice}")
         _say(f"record: {outcome.directory}")
-        _say(f"page:   {write_report(outcome.directory)}")
+        if host is None:
+            _say(f"page:   {write_report(outcome.directory)}")
     return outcome.status
 
 

@@ -81,12 +81,33 @@ def run_comparison(
     if interrupted.count:
         comparison = comparison.model_copy(update={"status": "stopped", "contestants": contestants})
     else:
-        comparison = analyse(
-            directory, comparison.model_copy(update={"contestants": contestants}), runs.alone
-        )
+        comparison = comparison.model_copy(update={"contestants": contestants})
+        if plan.request.script is not None:
+            comparison = _with_metric_of_runs(directory, comparison)
+        comparison = analyse(directory, comparison, runs.alone)
         comparison = comparison.model_copy(update={"status": "finished"})
     write_comparison(directory, comparison)
     return directory, comparison
+
+
+def _with_metric_of_runs(directory: Path, comparison: Comparison) -> Comparison:
+    """`comparison` with what only the runs of a script tell: its metric and its model's size."""
+    summaries = (
+        records.Record(directory / run).summary()
+        for contestant in comparison.contestants
+        if contestant.failure is None
+        for run in contestant.runs
+    )
+    summary = next(filter(None, summaries), None)
+    if summary is None:
+        return comparison
+    return comparison.model_copy(
+        update={
+            "metric_name": summary.metric_name,
+            "higher_is_better": summary.higher_is_better,
+            "num_parameters": summary.num_parameters,
+        }
+    )
 
 
 def _make_directory(directory: Path) -> None:
@@ -107,7 +128,7 @@ def _first_free(task: str) -> Path:
 
 def _begin(plan: ComparePlan, emulation: Emulation, command: str) -> Comparison:
     request, config = plan.request, plan.configs[0]
-    task = config.build_task()
+    task = None if config.script is not None else config.build_task()
     report = emulation.report
     together = len(plan.contestants) + 1
     if plan.at_once < together:
@@ -122,8 +143,8 @@ def _begin(plan: ComparePlan, emulation: Emulation, command: str) -> Comparison:
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         task=config.task,
         task_options=config.task_options,
-        metric_name=task.metric_name,
-        higher_is_better=task.higher_is_better,
+        metric_name="metric" if task is None else task.metric_name,
+        higher_is_better=task is not None and task.higher_is_better,
         target=request.target,
         target_was_given=request.target is not None,
         seeds=list(request.seeds),

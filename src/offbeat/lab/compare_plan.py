@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.errors import ConfigError, RecordError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.comparison import ComparedStrategy
-from offbeat.lab.config import MAX_SEED, Request, RunConfig, resolve
+from offbeat.lab.config import (
+    MAX_SEED,
+    Request,
+    RunConfig,
+    ScriptCommand,
+    resolve,
+    resolve_script,
+)
 from offbeat.lab.emulation import Mode as EmulationMode
+from offbeat.lab.local_worker import TASK_WORKER, WorkerProgram
 from offbeat.lab.memory import num_runs_that_fit
 from offbeat.lab.options import parse_spec, strategy_type
 from offbeat.strategies.docstrings import first_sentence
 
 _EVALUATIONS = 12
+DEFAULT_SCRIPT_STEPS = 300
+"""After so many steps a script is stopped, unless the request says otherwise."""
+
 ALONE = "alone"
 """The strategy that exchanges nothing, and bounds what the other strategies can do."""
 
@@ -35,6 +46,7 @@ class CompareRequest:
         eval_every: steps between measurements of the metric; None: about a dozen in a run.
         target: the metric to be reached; None: the best that every run reaches.
         turn_s: how long a strategy trains before the next one's turn.
+        script: what runs in the place of a task.
     """
 
     task: str
@@ -48,11 +60,16 @@ class CompareRequest:
     eval_every: int | None = None
     target: float | None = None
     turn_s: float = 3.0
+    script: ScriptCommand | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparePlan:
-    """A checked comparison that has touched nothing yet."""
+    """A checked comparison that has touched nothing yet.
+
+    Attributes:
+        program: what workers run.
+    """
 
     request: CompareRequest
     contestants: Sequence[ComparedStrategy]
@@ -61,10 +78,18 @@ class ComparePlan:
     num_parameters: int
     at_once: int
     out: Path | None
+    program: WorkerProgram = TASK_WORKER
 
 
-def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> ComparePlan:
+def plan_comparison(
+    request: CompareRequest, *, out: Path | None = None, program: WorkerProgram = TASK_WORKER
+) -> ComparePlan:
     """Check everything that can be checked before anything starts.
+
+    Args:
+        request: what the user asked for.
+        out: directory of the comparison; None: the next free one below runs/.
+        program: what workers run.
 
     Raises:
         ConfigError: the comparison cannot be made as asked.
@@ -77,19 +102,7 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
     labels = _labels(specs)
     contestants, configs = [], []
     for label, (name, options) in zip(labels, specs, strict=True):
-        config = resolve(
-            Request(
-                task=request.task,
-                strategy=name,
-                settings=[*request.settings, *(f"{key}={value}" for key, value in options.items())],
-                epochs=request.epochs,
-                steps=request.steps,
-                seed=request.seeds[0],
-                eval_every=request.eval_every,
-                cluster=request.cluster,
-                emulation=request.emulation,
-            )
-        )
+        config = _config(request, name, options)
         contestants.append(
             ComparedStrategy(
                 label=label,
@@ -100,16 +113,23 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
             )
         )
         configs.append(config)
-    task = configs[0].build_task()
-    steps = configs[0].steps_to_do(task)
+    task = None if request.script is not None else configs[0].build_task()
+    steps = DEFAULT_SCRIPT_STEPS if task is None else configs[0].steps_to_do(task)
+    steps = request.steps or steps
     every = request.eval_every if request.eval_every is not None else max(1, steps // _EVALUATIONS)
     configs = [
         config.model_copy(
-            update={"steps": steps, "epochs": None, "checkpoint_every": None, "eval_every": every}
+            update={
+                "steps": steps,
+                "epochs": None,
+                "checkpoint_every": None,
+                "eval_every": None if task is None else every,
+            }
         )
         for config in configs
     ]
-    num_parameters = task.num_parameters()
+    # How large a script's model is shows when it runs.
+    num_parameters = 0 if task is None else task.num_parameters()
     return ComparePlan(
         request=request,
         contestants=contestants,
@@ -118,6 +138,34 @@ def plan_comparison(request: CompareRequest, *, out: Path | None = None) -> Comp
         num_parameters=num_parameters,
         at_once=num_runs_that_fit(len(contestants) + 1, request.cluster.workers, num_parameters),
         out=out,
+        program=program,
+    )
+
+
+def _config(request: CompareRequest, strategy: str, options: Mapping[str, str]) -> RunConfig:
+    """The run of one strategy."""
+    if request.script is not None:
+        return resolve_script(
+            request.script,
+            strategy,
+            options,
+            workers=request.cluster.workers,
+            steps=request.steps,
+            cluster=request.cluster,
+            emulation=request.emulation,
+        )
+    return resolve(
+        Request(
+            task=request.task,
+            strategy=strategy,
+            settings=[*request.settings, *(f"{key}={value}" for key, value in options.items())],
+            epochs=request.epochs,
+            steps=request.steps,
+            seed=request.seeds[0],
+            eval_every=request.eval_every,
+            cluster=request.cluster,
+            emulation=request.emulation,
+        )
     )
 
 

@@ -4,7 +4,8 @@ worker is given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,6 +180,52 @@ def resolve(request: Request) -> RunConfig:
     )
     _check_together(config, task)
     return config
+
+
+def resolve_script(
+    script: ScriptCommand,
+    strategy: str,
+    options: Mapping[str, str],
+    *,
+    workers: int,
+    steps: int | None = None,
+    cluster: Cluster | None = None,
+    emulation: EmulationMode = "auto",
+) -> RunConfig:
+    """The run of a user's script.
+
+    Args:
+        script: what runs.
+        strategy, options: how workers exchange.
+        workers: number of ranks, >= 1.
+        steps: after which the script is stopped; None: it stops by itself.
+        cluster: what is emulated; None: this machine as it is.
+        emulation: how.
+
+    Raises:
+        ConfigError: no such strategy or option, or a number that cannot be.
+    """
+    for name, value in (("workers", workers), ("steps", steps)):
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} is {value}; allowed is 1 or more")
+    recipe = build_strategy(strategy, options)
+    if isinstance(recipe, Strategy):
+        recipe.check_world(workers)
+    return RunConfig(
+        task=script.name,
+        task_options={"arguments": shlex.join(script.arguments)} if script.arguments else {},
+        strategy=strategy,
+        strategy_options=strategy_values(recipe),
+        workers=workers,
+        epochs=None,
+        steps=steps,
+        seed=0,
+        checkpoint_every=None,
+        eval_every=None,
+        cluster=cluster,
+        emulation=emulation,
+        script=script,
+    )
 
 
 def resolve_resume(

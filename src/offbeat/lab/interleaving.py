@@ -141,7 +141,12 @@ class InterleavedRuns:
                 records.create(path, config)
                 records.begin_attempt(path, config, start_step=0, emulation=self._emulation.report)
                 group = WorkerGroup(
-                    path, config, self._emulation, turns=True, on_progress=self._forward(label)
+                    path,
+                    config,
+                    self._emulation,
+                    program=self._plan.program,
+                    turns=True,
+                    on_progress=self._forward(label),
                 )
                 started.append(_InterleavedRun(label=label, group=stack.enter_context(group)))
                 # One run after the other, and no turn before all are ready: some strategies measure

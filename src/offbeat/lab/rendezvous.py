@@ -5,9 +5,11 @@ whatever torchrun provides.
 from __future__ import annotations
 
 import os
+from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -28,6 +30,9 @@ _PATIENCE = timedelta(
 )  # slowness is no failure: a dead worker is noticed by the process that started it
 
 
+_numbers = count()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
     """This process's place among those that torchrun or srun started."""
@@ -36,21 +41,24 @@ class Launch:
     world_size: int
 
 
-class StoreServer:
-    """The store of a local run, in the supervisor, on a socket that listens on `address` only."""
+class RunStore(ABC):
+    """The store of a run, as the supervisor of some of its workers sees it.
 
-    def __init__(self, address: str = LOOPBACK) -> None:
-        self.address = address
-        with bound_socket(address) as listener:
-            self.port: int = listener.getsockname()[1]
-            # Given only an address, the store would listen on every interface.
-            self._store: Store | None = dist.TCPStore(
-                address,
-                self.port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=os.dup(listener.fileno()),
-            )
+    Attributes:
+        address, port: at which workers reach it.
+    """
+
+    address: str
+    port: int
+
+    def __init__(self, store: Store) -> None:
+        self._store: Store | None = store
+
+    @property
+    def store(self) -> Store:
+        """The store itself."""
+        assert self._store is not None, "it is closed"
+        return self._store
 
     def environment(self, rank: int, world_size: int) -> dict[str, str]:
         """What worker `rank` needs to find the store, in the variables that torch.distributed knows
@@ -65,11 +73,59 @@ class StoreServer:
 
     def record_death(self, rank: int, *, deaths: int) -> None:
         """Tell all ranks that the process of `rank` has died, for the `deaths`-th time."""
-        assert self._store is not None
-        record_death(self._store, rank, deaths=deaths)
+        record_death(self.store, rank, deaths=deaths)
 
     def close(self) -> None:
         self._store = None
+
+
+class StoreServer(RunStore):
+    """The store, in this process, on a socket that listens on `address` only.
+
+    Args:
+        address: of this host.
+        port: 0 takes a free one.
+    """
+
+    def __init__(self, address: str = LOOPBACK, port: int = 0) -> None:
+        self.address = address
+        with bound_socket(address, port) as listener:
+            self.port = listener.getsockname()[1]
+            # Given only an address, the store would listen on every interface.
+            super().__init__(
+                dist.TCPStore(
+                    address,
+                    self.port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=os.dup(listener.fileno()),
+                )
+            )
+
+
+class StoreClient(RunStore):
+    """The store that another host's supervisor serves. Waits for it.
+
+    Args:
+        address, port: where it is.
+
+    Raises:
+        ConfigError: nobody serves one there.
+    """
+
+    def __init__(self, address: str, port: int) -> None:
+        self.address, self.port = address, port
+        try:
+            super().__init__(
+                dist.TCPStore(
+                    address, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE
+                )
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"no supervisor serves a store at {address} port {port} ({error}); start offbeat"
+                " run --node-rank 0 there"
+            ) from None
 
 
 def launched() -> Launch | None:
@@ -133,12 +189,15 @@ def supervised_coordinator() -> Coordinator | None:
 
 
 def group_coordinator() -> Coordinator:
-    """That of the ranks of torch.distributed's default group, or of this process alone."""
+    """One of the ranks of torch.distributed's default group, or of this process alone; a new one at
+    each call, which all ranks make in the same order.
+    """
     if not dist.is_initialized():
         return Coordinator(dist.HashStore(), 0, 1)
     assert dist.group.WORLD is not None
     store = dist.group.WORLD.get_group_store()
-    return Coordinator(store, dist.get_rank(), dist.get_world_size())
+    own = dist.PrefixStore(f"offbeat-record-{next(_numbers)}", store)
+    return Coordinator(own, dist.get_rank(), dist.get_world_size())
 
 
 def _supervisors_store() -> Store:

@@ -59,7 +59,8 @@ class TaskRun(RankRun):
 class StepRecorder:
     """Writes the event of each step and reports progress a few times a second."""
 
-    def __init__(self, run: RankRun, report: Reporter) -> None:
+    def __init__(self, run: RankRun, report: Reporter, *, amendable: bool = False) -> None:
+        """`amendable`: whether the loss of a step may be said after it, by `amend_loss`."""
         self._run = run
         self._report = report
         self._events = EventWriter(
@@ -67,6 +68,7 @@ class StepRecorder:
             rank=run.coordinator.rank,
             attempt=len(run.record.attempts) - 1,
             start_step=run.schedule.position.step if run.coordinator.incarnation else None,
+            amendable=amendable,
         )
         self._profiles = ProfileWriter(
             run.record.path, rank=run.coordinator.rank, attempt=len(run.record.attempts) - 1
@@ -111,6 +113,11 @@ class StepRecorder:
         if (profile := self._run.attached.session.take_profile()) is not None:
             self._profiles.add(event.step, profile)
         self._report_if_due()
+
+    def amend_loss(self, loss: float) -> None:
+        """The loss of the step that was done last, where steps are amendable."""
+        self.last_loss = loss
+        self._events.amend_loss(loss)
 
     def merged(
         self, works: Sequence[MegaBatchShare], *, number: int, epoch: int, first_step: int

@@ -40,7 +40,7 @@ from offbeat.lab.progress import (
     WorkerProgress,
 )
 from offbeat.lab.records import WorkerLoss, last_step
-from offbeat.lab.rendezvous import LOOPBACK, StoreServer
+from offbeat.lab.rendezvous import LOOPBACK, RunStore, StoreServer
 from offbeat.lab.scheduled_events import SIGNALS, UNDONE_BY, ScheduledEvents
 from offbeat.transport.connect import RETURN_VARIABLE, SECRET_VARIABLE
 
@@ -50,6 +50,22 @@ _STOP_S = 60.0  # after a request to stop, how long a step and a checkpoint may 
 # Where workers survive each other: once one has ended, how long the rest may take, since they may
 # hang or have come back too late.
 _END_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostShare:
+    """The workers that one host has of a run that has more.
+
+    Attributes:
+        first_rank, num_workers: of those here.
+        store: of the run.
+        secret: the run's.
+    """
+
+    first_rank: int
+    num_workers: int
+    store: RunStore
+    secret: str
 
 
 class WorkerGroup:
@@ -62,6 +78,7 @@ class WorkerGroup:
         program: what workers run.
         turns: whether workers train only up to the step that `run_until` names.
         restarts: how many times workers that die are started again, where their peers go on.
+        share: which of the run's workers are here; None: all of them.
         on_progress: called for each report of a worker, and when one dies or comes back.
 
     Attributes:
@@ -79,9 +96,12 @@ class WorkerGroup:
         program: WorkerProgram = TASK_WORKER,
         turns: bool = False,
         restarts: int = 0,
+        share: HostShare | None = None,
         on_progress: Listener,
     ) -> None:
         self.run_directory = run_directory
+        self._share = share
+        self._first_rank = 0 if share is None else share.first_rank
         self._program = program
         self._restarts = restarts
         self.remarks: list[str] = []
@@ -92,7 +112,7 @@ class WorkerGroup:
         self._on_progress = on_progress
         self.survives_death = strategy_type(config.strategy).survives_death
         self._workers: list[LocalWorker] = []
-        self._store: StoreServer | None = None
+        self._store: RunStore | None = None
         self._events = ScheduledEvents(config.cluster)
         self._selector = selectors.DefaultSelector()
         self._died: list[int] = []
@@ -102,7 +122,7 @@ class WorkerGroup:
         self._heard_s = 0.0
         self._num_interrupts = 0
         self._stop_signal: int = signal.SIGTERM
-        self._secret = secrets.token_hex(32)
+        self._secret = secrets.token_hex(32) if share is None else share.secret
         self._training_has_begun = False
         self._until_step: int | None = None
         self._stop_deadline_s: float | None = None
@@ -110,11 +130,15 @@ class WorkerGroup:
         self._end_deadline_s: float | None = None
 
     def __enter__(self) -> Self:
-        self._store = self._emulation.call_inside(
-            lambda: StoreServer(self._emulation.store_address)
+        share = self._share
+        self._store = (
+            self._emulation.call_inside(lambda: StoreServer(self._emulation.store_address))
+            if share is None
+            else share.store
         )
+        num_here = self._config.workers if share is None else share.num_workers
         try:
-            for rank in range(self._config.workers):
+            for rank in range(self._first_rank, self._first_rank + num_here):
                 worker = self._start(rank, self._secret)
                 self._workers.append(worker)
                 self._watch(worker)
@@ -239,11 +263,12 @@ class WorkerGroup:
             "OFFBEAT_INTERFACE": LOOPBACK,
             SECRET_VARIABLE: secret,
         } | ({TURNS_VARIABLE: "1"} if self._turns else {})
+        local_rank = rank - self._first_rank
         if incarnation:
             environment |= {RETURN_VARIABLE: str(incarnation), ELAPSED_VARIABLE: repr(self.seconds)}
         environment |= self._store.environment(rank, self._config.workers)
-        environment |= self._program.environment
-        placement = self._emulation.placement(rank)
+        environment |= {"LOCAL_RANK": str(local_rank), **self._program.environment}
+        placement = self._emulation.placement(local_rank)
         return start_worker(
             rank,
             self.run_directory,
@@ -256,7 +281,7 @@ class WorkerGroup:
 
     def _watch(self, worker: LocalWorker) -> None:
         self._selector.register(worker.pipe, selectors.EVENT_READ, worker)
-        self._emulation.admit(worker.rank, worker.process.pid)
+        self._emulation.admit(worker.rank - self._first_rank, worker.process.pid)
 
     def _run_until(self, worker: LocalWorker, until_step: int) -> None:
         self._apply_speed(worker.rank)
@@ -439,7 +464,7 @@ class WorkerGroup:
         self._drain(old)
         old.close()
         self._ended_by_script.pop(old.rank, None)
-        worker = self._workers[old.rank] = self._start(
+        worker = self._workers[old.rank - self._first_rank] = self._start(
             old.rank, self._secret, incarnation=old.incarnation + 1
         )
         self._watch(worker)
@@ -473,7 +498,7 @@ class WorkerGroup:
         for undoing, rank in self._held_up:
             if undoing == "mend":  # the link is not this run's alone
                 self._emulation.set_link(rank, up=True)
-        if self._store is not None:
+        if self._store is not None and self._share is None:
             self._store.close()
 
 

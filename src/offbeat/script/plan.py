@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from offbeat.errors import ConfigError, nearest
-from offbeat.lab.config import RunConfig, ScriptCommand
-from offbeat.lab.options import build_strategy, parse_spec, strategy_values
-from offbeat.strategies.base import Strategy
+from offbeat.lab.config import RunConfig, ScriptCommand, resolve_script
+from offbeat.lab.options import parse_spec
 
 DEFAULT_WORKERS = 4
 
@@ -59,23 +57,4 @@ def script_config(
         ConfigError: no such strategy or option, or a number that cannot be.
     """
     name, options = parse_spec(strategy)
-    if workers < 1:
-        raise ConfigError(f"--workers is {workers}; allowed is 1 or more")
-    if steps is not None and steps < 1:
-        raise ConfigError(f"--steps is {steps}; allowed is 1 or more")
-    recipe = build_strategy(name, options)
-    if isinstance(recipe, Strategy):
-        recipe.check_world(workers)
-    return RunConfig(
-        task=script.name,
-        task_options={"arguments": shlex.join(script.arguments)} if script.arguments else {},
-        strategy=name,
-        strategy_options=strategy_values(recipe),
-        workers=workers,
-        epochs=None,
-        steps=steps,
-        seed=0,
-        checkpoint_every=None,
-        eval_every=None,
-        script=script,
-    )
+    return resolve_script(script, name, options, workers=workers, steps=steps)

@@ -116,6 +116,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._losses_of_step: list[float] = []
         self._losses: list[float] = []
         self._evaluations: list[Evaluation] = []
+        self._losses_seen = False
         self._num_samples = 0
         self._step_has_begun = self._has_evaluated = self._is_over = False
         self._backward = ExitStack()
@@ -163,7 +164,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         if coordinator.incarnation:
             coordinator.rejoin_at(step + 1)
             self._report(Joined(rank=coordinator.rank, step=step))
-        self._recorder = StepRecorder(run, self._report)
+        self._recorder = StepRecorder(run, self._report, amendable=True)
         self._pauses = Pauses(run, self._recorder, self._turns, threading.Event())
         self._pauses.should_stop(step)
         self._recorder.restart_clock()
@@ -200,6 +201,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._length.position.step += 1
         step = self._length.position.step
         loss = sum(self._losses_of_step) if self._losses_of_step else None
+        self._losses_seen = self._losses_seen or loss is not None
         recorder.step_done(loss=loss, batch_size=self._num_samples)
         if loss is not None:
             self._losses.append(loss)
@@ -215,8 +217,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
 
     @override
     def logged(self, values: Mapping[str, float]) -> None:
-        if "loss" in values and self._step_has_begun:
-            self._losses_of_step = [values["loss"]]
+        if "loss" in values and math.isfinite(values["loss"]):
+            self._loss_logged(values["loss"])
         if self._metric_name is None:
             self._metric_name = next((name for name in values if name not in _NO_METRICS), None)
         name, recorder, run = self._metric_name, self._recorder, self._run
@@ -263,6 +265,15 @@ class ScriptRecorder(SessionObserver, ModelListener):
             recorder.restart_clock()
             self._has_evaluated = False
         run.step_time.begin_step(self._length.position.step + 1)
+
+    def _loss_logged(self, loss: float) -> None:
+        """The script says its loss, before the optimizer's step or after it."""
+        if self._step_has_begun:
+            self._losses_of_step = [loss]
+        elif self._recorder is not None and not self._is_over and self._length.position.step:
+            self._recorder.amend_loss(loss)
+            if not self._losses_seen:
+                self._losses.append(loss)
 
     def _measured(self, recorder: StepRecorder) -> Measured:
         if self._metric_name is not None:

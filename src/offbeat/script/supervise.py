@@ -8,8 +8,7 @@ checkpoint the script itself writes, as torchrun does.
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from offbeat.lab.local_worker import WorkerProgram
 from offbeat.lab.progress import Listener
 from offbeat.lab.records import Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.lab.supervisor import POLL_S, WorkerGroup
+from offbeat.script.hosts import OwnHost
 
 SCRIPT_WORKER = "offbeat.script.worker"
 
@@ -48,6 +48,7 @@ def run_script(
     out: Path | None,
     restarts: int = 0,
     forked: bool = False,
+    host: OwnHost | None = None,
     on_progress: Listener,
     say: Callable[[str], None],
 ) -> ScriptOutcome:
@@ -58,6 +59,7 @@ def run_script(
         out: directory of the record; None: the next free one below runs/.
         restarts: how often workers are started again, >= 0.
         forked: as in `WorkerProgram`.
+        host: this one's share of a run on several hosts.
         on_progress: hears of workers that die and come back.
         say: for what else the user should know meanwhile.
 
@@ -65,7 +67,8 @@ def run_script(
         RecordError: `out` is in use.
     """
     directory = create(out, config)
-    with lock(directory), emulate(Cluster(workers=config.workers), mode="none") as emulation:
+    num_here = config.workers if host is None else host.share.num_workers
+    with lock(directory), emulate(Cluster(workers=num_here), mode="none") as emulation:
         attempt = 0
         while True:
             begin_attempt(directory, config, start_step=0)
@@ -73,8 +76,15 @@ def run_script(
                 directory,
                 config,
                 emulation,
-                program=_program(config, attempt, forked=forked),
+                program=script_program(
+                    num_here,
+                    attempt=attempt,
+                    forked=forked,
+                    shown=(0,),
+                    environment={} if host is None else host.environment,
+                ),
                 restarts=restarts,
+                share=None if host is None else host.share,
                 on_progress=on_progress,
             )
             with interrupts() as interrupted, group:
@@ -84,7 +94,8 @@ def run_script(
             if worker is None:
                 return ScriptOutcome(directory=directory, status=0, problem=None, summary=summary)
             problem = group.describe(worker)
-            if not restarts or interrupted.count or group.survives_death:
+            # On several hosts the keys of the store are used up, and the others would have to know.
+            if not restarts or interrupted.count or group.survives_death or host is not None:
                 break
             restarts -= 1
             attempt += 1
@@ -110,19 +121,36 @@ def _watch(group: WorkerGroup, interrupted: Interrupts) -> None:
         group.poll(POLL_S)
 
 
-def _program(config: RunConfig, attempt: int, *, forked: bool) -> WorkerProgram:
+def script_program(
+    workers: int,
+    *,
+    attempt: int = 0,
+    forked: bool = False,
+    shown: Collection[int] = (),
+    environment: Mapping[str, str] | None = None,
+) -> WorkerProgram:
+    """What the workers of a script run.
+
+    Args:
+        workers: number of them on this host.
+        attempt: how often all of them were started before.
+        forked, shown: as in `WorkerProgram`.
+        environment: further variables.
+    """
     return WorkerProgram(
         module=SCRIPT_WORKER,
         forked=forked,
-        shown=(0,),
+        shown=shown,
         ends_alone=True,
         environment={
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "LOCAL_WORLD_SIZE": str(config.workers),
+            "LOCAL_WORLD_SIZE": str(workers),
             "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
             # So that `init_process_group` uses the supervisor's store, which outlives rank 0.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "TORCHELASTIC_RUN_ID": secrets.token_hex(4),
+            "TORCHELASTIC_RUN_ID": "offbeat",
+            **(environment or {}),
         },
     )

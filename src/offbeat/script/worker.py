@@ -27,16 +27,19 @@ from offbeat.lab.progress import TURNS_VARIABLE, Failure, Report, Reporter, pipe
 from offbeat.lab.records import Record
 from offbeat.lab.rendezvous import launched, supervised_coordinator
 from offbeat.script import patches
+from offbeat.script.attach import AttachOverride, overriding
 from offbeat.script.children import CHILD_VARIABLE
 from offbeat.script.coupling import NOT_DISTRIBUTED, ScriptSessions, is_good_end
 from offbeat.script.recipes import ScriptRecipe, recipe_for
 from offbeat.script.recording import OpenRecord, ScriptRecorder
 from offbeat.script.sharing import shared_record
-from offbeat.session.attach import AttachOverride, overriding
 from offbeat.session.metrics import listening
 from offbeat.transport.connect import is_returning
 
 LOGGER = logging.getLogger("offbeat")
+
+_OTHER_HOSTS_S = 60.0
+"""For how long the end of a run waits for ranks of other hosts."""
 
 
 class ScriptRun:
@@ -179,7 +182,14 @@ def main() -> int:
     )
     os.environ[CHILD_VARIABLE] = config.model_dump_json()
     opened = OpenRecord(record=record, coordinator=coordinator)
-    recorder = ScriptRecorder(lambda: opened, report, turns=turns, stop_after=config.steps)
+    recorder = ScriptRecorder(
+        lambda: opened,
+        report,
+        turns=turns,
+        stop_after=config.steps,
+        # Where a host has gone nobody is left to say that its workers have died.
+        patience_s=None if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else _OTHER_HOSTS_S,
+    )
     recipe = recipe_for(config.build_strategy(), delay)
     return ScriptRun(config, recipe, recorder, report, rank=coordinator.rank).carry_out()
 

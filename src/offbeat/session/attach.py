@@ -1,11 +1,12 @@
-"""`attach`: what cannot work is refused, ranks are connected, and a session begins."""
+"""What `offbeat.attach` does: what cannot work is refused, ranks are connected, and a session
+begins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Final, get_args
+from collections.abc import Callable
+from contextlib import suppress
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -24,85 +25,6 @@ from offbeat.transport.connect import (
 from offbeat.transport.driver import Driver
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttachOverride:
-    """What `offbeat run` does to each `attach` of the script that it runs.
-
-    Attributes:
-        replace: gives the strategy to be attached, of the one that the script asks for.
-        wrap: as in `attach_through`.
-        attached: is called with each session, its model and its optimizer.
-    """
-
-    replace: Callable[[Strategy], Strategy]
-    wrap: Callable[[Driver], Driver]
-    attached: Callable[[Session, torch.nn.Module, torch.optim.Optimizer], None]
-
-
-_overrides: Final[list[AttachOverride]] = []
-
-
-@contextmanager
-def overriding(override: AttachOverride) -> Iterator[None]:
-    """`attach` does what `override` says while the block runs."""
-    _overrides.append(override)
-    try:
-        yield
-    finally:
-        _overrides.remove(override)
-
-
-def attach(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    *,
-    group: dist.ProcessGroup | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    finish: Finish = "average",
-) -> Session:
-    """Let `strategy` decide what ranks tell each other in training. Collective: every rank calls
-    it.
-
-    One that exchanges gradients decides what `param.grad` holds when `backward()` returns; one that
-    exchanges weights, what the parameters hold when `optimizer.step()` returns.
-
-    Rank 0's parameters and buffers are copied to all ranks. If torch.distributed is not initialised
-    but the environment is that of torchrun or srun, it is initialised; with neither, the session
-    trains alone, on the same code path.
-
-    Args:
-        model: a plain module: not wrapped in DistributedDataParallel, not sharded.
-        optimizer: one of torch.optim's, over parameters of `model`; or what a framework such as
-            Accelerate wraps around one, with that one in its attribute `optimizer`.
-        strategy: such as `offbeat.GTopK(density=0.001)`; the same on every rank.
-        group: the ranks that take part; all by default. It is never used for communication.
-        scaler: the GradScaler in use with AMP, so that residuals are kept unscaled and all ranks
-            skip the same steps.
-        finish: what a rank's model is when the session has ended well, with a strategy that
-            averages weights: "average", the mean of all ranks' models, the same on every rank; or
-            "keep", its own.
-
-    Raises:
-        ConfigError, UnsupportedError: this cannot work, with the reason. Every rank raises; none is
-            left waiting.
-        MismatchError: the ranks disagree, with the first difference.
-    """
-    override = _overrides[-1] if _overrides else None
-    session = attach_through(
-        (lambda driver: driver) if override is None else override.wrap,
-        model,
-        optimizer,
-        strategy if override is None else override.replace(strategy),
-        group=group,
-        scaler=scaler,
-        finish=finish,
-    )
-    if override is not None:
-        override.attached(session, model, optimizer)
-    return session
-
-
 def attach_through(
     wrap: Callable[[Driver], Driver],
     model: torch.nn.Module,
@@ -113,13 +35,17 @@ def attach_through(
     scaler: torch.amp.GradScaler | None = None,
     finish: Finish = "average",
 ) -> Session:
-    """`attach` with a wrapper of `offbeat.transport.wrappers` around the transport: to delay, to
-    fail, to record.
+    """`offbeat.attach` with a wrapper of `offbeat.transport.wrappers` around the transport: to
+    delay, to fail, to record. Collective.
 
     Args:
         wrap: puts the wrapper around the driver that it is given.
-        model, optimizer, strategy, group, scaler, finish: as in `attach`, which also says what is
-            raised.
+        model, optimizer, strategy, group, scaler, finish: as in `offbeat.attach`.
+
+    Raises:
+        ConfigError, UnsupportedError: this cannot work, with the reason. Every rank raises; none is
+            left waiting.
+        MismatchError: the ranks disagree, with the first difference.
     """
     returns = is_returning()
     optimizer = _unwrapped(optimizer)

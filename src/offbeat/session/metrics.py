@@ -72,7 +72,10 @@ def log(**values: float | torch.Tensor) -> None:
 def as_numbers(values: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
     """Each of `values` as a float. Raises `ConfigError`."""
     try:
-        return {name: float(value) for name, value in values.items()}
+        return {
+            name: float(value.detach() if isinstance(value, torch.Tensor) else value)
+            for name, value in values.items()
+        }
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"log takes numbers and tensors of one element, by name: {error}; such as"

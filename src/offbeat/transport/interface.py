@@ -41,6 +41,17 @@ def listen_address(interface: str | None = None) -> str:
     return _LOOPBACK
 
 
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has `address`, an IPv4 address of this host; None
+    where none has it.
+    """
+    for _, name in socket.if_nameindex():
+        with suppress(ConfigError, OSError):
+            if _ipv4_of(name) == address:
+                return name
+    return None
+
+
 def bound_socket(address: str, port: int = 0) -> socket.socket:
     """A TCP socket that listens on `address`, to be given to a server that would bind every
     interface by itself.

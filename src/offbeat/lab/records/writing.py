@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Final
@@ -53,11 +53,20 @@ class EventWriter:
         rank: whose file it is.
         attempt: number of the attempt, from 0.
         start_step: where a worker that came back goes on; None for others.
+        amendable: whether the newest event is kept back until the next one, so that its loss may
+            still be said.
     """
 
     def __init__(
-        self, run_directory: Path, *, rank: int, attempt: int, start_step: int | None = None
+        self,
+        run_directory: Path,
+        *,
+        rank: int,
+        attempt: int,
+        start_step: int | None = None,
+        amendable: bool = False,
     ) -> None:
+        self._num_kept = int(amendable)
         path = run_directory / f"events-rank-{rank}.jsonl"
         torn = _is_torn(path)
         self._run_directory = run_directory
@@ -97,6 +106,11 @@ class EventWriter:
             self._written_s = end_s
             self._write()
 
+    def amend_loss(self, loss: float) -> None:
+        """The loss of the newest event, where events are amendable."""
+        if self._waiting and self._num_kept:
+            self._waiting[-1] = replace(self._waiting[-1], loss=loss)
+
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Append to the run's evaluations, which one rank writes."""
         _append(self._run_directory / EVALUATIONS, evaluation)
@@ -106,6 +120,7 @@ class EventWriter:
         _append(self._run_directory / MEGA_BATCHES, mega_batch)
 
     def close(self) -> None:
+        self._num_kept = 0
         try:
             self._write()
         finally:
@@ -113,11 +128,12 @@ class EventWriter:
                 self._file.close()
 
     def _write(self) -> None:
+        finished = self._waiting[: len(self._waiting) - self._num_kept]
         lines = [
             json.dumps({name: getattr(event, name) for name in EVENT_FIELDS}) + "\n"
-            for event in self._waiting
+            for event in finished
         ]
-        self._waiting.clear()
+        del self._waiting[: len(finished)]
         with naming_failed_file(self._path):
             self._file.write("".join(lines))
             self._file.flush()

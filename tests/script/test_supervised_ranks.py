@@ -1,0 +1,250 @@
+"""`offbeat run` with real workers: what it promises at deaths, failures and signals, and what it
+records.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offbeat.cli.comparing import comparison_display
+from offbeat.lab.cluster import Cluster
+from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat.lab.progress import MembershipChange, WorkerProgress
+from offbeat.lab.records import Record
+from offbeat.report.page import write_report
+from offbeat.script.children import CHILD_VARIABLE, ChildFunction
+from offbeat.script.plan import script_command, script_config
+from offbeat.script.supervise import ScriptOutcome, run_script, script_program
+from rank_jobs.script import name_of_ddps_reducer
+from ranks_support.launch import RunRanks
+
+pytestmark = pytest.mark.ranks
+
+HEAD = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(rank)
+model = DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def step():
+    x = torch.randn(16, 8)
+    loss = (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+"""
+
+
+class RunScript:
+    """Runs what is written to a file, with workers that are forked to start sooner."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.said: list[str] = []
+        self.changes: list[MembershipChange] = []
+
+    def __call__(
+        self,
+        body: str,
+        *arguments: str,
+        strategy: str,
+        workers: int = 2,
+        restarts: int = 0,
+        hear: Callable[[WorkerProgress], None] = lambda progress: None,
+    ) -> ScriptOutcome:
+        script = self.directory / "train.py"
+        script.write_text(HEAD + body)
+        command = script_command([str(script), *arguments])
+
+        def listen(report: WorkerProgress | MembershipChange) -> None:
+            if isinstance(report, MembershipChange):
+                self.changes.append(report)
+            else:
+                hear(report)
+
+        return run_script(
+            script_config(command, strategy, workers=workers),
+            out=self.directory / "record",
+            restarts=restarts,
+            forked=True,
+            on_progress=listen,
+            say=self.said.append,
+        )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunScript:
+    return RunScript(tmp_path)
+
+
+def test_survivors_go_on_and_a_dead_worker_comes_back(run: RunScript) -> None:
+    outcome = run(
+        """
+came_back = "OFFBEAT_RETURN" in os.environ
+back = sys.argv[1]
+number = 0
+while number < 60 or not os.path.exists(back):
+    step()
+    number += 1
+    if came_back and number == 5:
+        open(back, "w").close()
+    if rank == 1 and number == 20 and not came_back:
+        os.kill(os.getpid(), signal.SIGKILL)
+model.eval()
+offbeat.log(loss=0.0, accuracy=0.25 + rank)
+dist.destroy_process_group()
+""",
+        str(run.directory / "back"),
+        strategy="wagma",
+        workers=3,
+        restarts=1,
+    )
+    assert (outcome.status, outcome.problem) == (0, None)
+    assert outcome.summary is not None
+    (loss,) = outcome.summary.losses
+    assert (loss.rank, loss.cause) == (1, "killed by SIGKILL")
+    assert loss.returned_step is not None
+    assert [change.departed for change in run.changes][:2] == [True, False]
+    # What rank 0 has logged is the metric, and its record is a page.
+    assert (outcome.summary.metric_name, outcome.summary.metric) == ("accuracy", 0.25)
+    assert outcome.summary.higher_is_better
+    events = list(Record(outcome.directory).events(0))
+    assert [event.step for event in events] == list(range(1, outcome.summary.steps + 1))
+    assert {event.batch_size for event in events} == {16}
+    assert all(event.loss is not None and event.loss >= 0 for event in events)
+    assert "Accuracy 0.25" in write_report(outcome.directory).read_text()
+
+
+def test_all_workers_start_anew_where_none_can_go_on_and_the_script_resumes(run: RunScript) -> None:
+    """The script parses arguments, leaves its directory, and raises on one rank the first time."""
+    outcome = run(
+        """
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])
+    begin = torch.load("last.pt")["step"] if os.path.exists("last.pt") else 0
+    for number in range(begin, 12):
+        step()
+        if rank == 0 and number == 5:
+            torch.save({"step": number + 1}, "last.pt")
+        if rank == 1 and number == 8 and begin == 0:
+            raise ValueError("no such luck")
+    dist.destroy_process_group()
+    sys.exit()
+""",
+        str(run.directory),
+        strategy="gtopk:density=0.5:collective=reduce_scatter",
+        restarts=1,
+    )
+    assert outcome.status == 0, outcome.problem
+    (said,) = run.said
+    assert "worker 1" in said
+    assert "ValueError: no such luck" in said
+    assert outcome.summary is not None
+    assert outcome.summary.steps == 6
+    assert outcome.summary.metric_name == "training loss"
+    assert outcome.summary.replicas_identical
+    assert outcome.summary.bytes_sent_per_step > 0
+
+
+def test_a_signal_reaches_the_script_which_saves_and_its_exit_status_is_kept(
+    run: RunScript,
+) -> None:
+    has_sent = []
+
+    def interrupt(progress: WorkerProgress) -> None:
+        if not has_sent:
+            has_sent.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    outcome = run(
+        """
+try:
+    while True:
+        step()
+except KeyboardInterrupt:
+    open(f"{sys.argv[1]}/saved-{rank}", "w").close()
+    raise
+""",
+        str(run.directory),
+        strategy="localsgd:period=2",
+        hear=interrupt,
+    )
+    assert len(list(run.directory.glob("saved-*"))) == 2
+    assert (outcome.status, outcome.problem) == (130, "interrupted")
+
+
+def call_as_child(rank: int, world_size: int, *, pickled: str, config: str) -> str:
+    os.environ[CHILD_VARIABLE] = config
+    function = pickle.loads(bytes.fromhex(pickled))
+    return str(function())
+
+
+def test_the_strategy_reaches_ranks_that_the_script_starts_itself(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    """As in the fresh interpreters of `torch.multiprocessing.spawn`, which unpickle what to do."""
+    script = tmp_path / "train.py"
+    script.touch()
+    config = script_config(script_command([str(script)]), "allreduce", workers=1)
+    pickled = pickle.dumps(ChildFunction(name_of_ddps_reducer)).hex()
+    names = run_ranks(call_as_child, 1, pickled=pickled, config=config.model_dump_json())
+    assert names == ["IdleReducer"]
+
+
+def test_strategies_are_compared_on_a_script_by_turns(tmp_path: Path) -> None:
+    """DDP is DDP itself there; the script is stopped, and its `finally` clause carried out."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        HEAD
+        + """
+try:
+    while True:
+        loss = step()
+        if rank == 0:
+            offbeat.log(error=loss)
+finally:
+    open(f"{sys.argv[1]}/{type(model.reducer).__name__}-{rank}", "w").close()
+    dist.destroy_process_group()
+"""
+    )
+    request = CompareRequest(
+        task="train",
+        strategies=["ddp", "localsgd:period=2"],
+        cluster=Cluster(workers=2),
+        emulation="none",
+        seeds=[0],
+        steps=8,
+        script=script_command([str(script), str(tmp_path)]),
+    )
+    planned = plan_comparison(request, out=tmp_path / "out", program=script_program(2, forked=True))
+    with comparison_display(quiet=True) as listener:
+        directory, comparison = run_comparison(planned, listener, command="offbeat compare")
+    assert [contestant.failure for contestant in comparison.contestants] == [None, None]
+    assert (comparison.metric_name, comparison.higher_is_better) == ("error", False)
+    assert comparison.num_parameters == 9
+    for contestant in comparison.contestants:
+        record = Record(directory / contestant.runs[0])
+        for rank in range(2):
+            assert [event.step for event in record.events(rank)] == list(range(1, 9))
+        assert [evaluation.step for evaluation in record.evaluations()] == list(range(1, 8))
+    ddp, localsgd = (contestant.measures["bytes_per_step"] for contestant in comparison.contestants)
+    assert ddp.median == 4 * 9
+    assert localsgd.median is not None
+    assert 0 < localsgd.median < ddp.median
+    assert len(list(tmp_path.glob("IdleReducer-*"))) == len(list(tmp_path.glob("Reducer-*"))) == 2
