@@ -51,7 +51,7 @@ class FactorMessage:
 
     @property
     def num_bytes(self) -> int:
-        return self._flat.numel() * self._flat.itemsize
+        return sum(slot.size_bytes for slot in self.slots)
 
     def room(self, slot: int) -> torch.Tensor:
         """Where the factor of `slot` leaves from: this rank's part may be made there."""
