@@ -2,13 +2,14 @@
 # Two emulated hosts, each with a supervisor for its workers; the second one is cut off for a while.
 # Needs root: it makes two network namespaces, and removes them again.
 #
-#     examples/two_hosts.sh [SECONDS BEFORE THE CUT] [SECONDS WITHOUT A LINK]
+#     examples/two_hosts.sh [SECONDS WITHOUT A LINK]
 set -euo pipefail
 cd "$(dirname "$0")"
-before=${1:-20} without=${2:-30}
+without=${1:-15}
 offbeat=${OFFBEAT:-offbeat}
 name=offbeat-hosts-$$
 out=$(mktemp -d)
+touch "$out/a.log"
 
 clean() {
   kill $(jobs -p) 2> /dev/null || true
@@ -17,6 +18,7 @@ clean() {
   ip netns del "$name-b" 2> /dev/null || true
 }
 trap clean EXIT
+trap 'exit 1' INT TERM
 
 ip netns add "$name-a"
 ip netns add "$name-b"
@@ -34,14 +36,12 @@ run() {
     --rendezvous 10.87.0.1:29500 --nodes 2 --node-rank "$2" --workers "$3" --out "$out/$1" \
     digits_ddp.py --epochs "${EPOCHS:-4000}" --width 64
 }
-run a 0 2 2>&1 | sed -u "s/^/a: /" &
+run a 0 2 2>&1 | sed -u "s/^/a: /" | tee "$out/a.log" &
 run b 1 1 2>&1 | sed -u "s/^/b: /" &
-last=$!
-sleep "$before"
+until grep -q "epoch 20," "$out/a.log"; do sleep 1; done
 echo "-- b is cut off"
 ip -n "$name-b" link set veth-b down
 sleep "$without"
 echo "-- b is back"
 ip -n "$name-b" link set veth-b up
-wait "$last" || true
 wait

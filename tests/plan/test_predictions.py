@@ -10,9 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from offbeat.cli.main import app
+from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster, from_flags
 from offbeat.lab.options import strategy_type
+from offbeat.lab.tasks import build_task
 from offbeat.plan.architectures import factors_of, resnet
 from offbeat.plan.page import render_plan
 from offbeat.plan.predictions import PlanRequest, make_plan, predict_step
@@ -171,6 +173,17 @@ def test_the_command_writes_a_page_and_json(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert len(json.loads(result.output)) == 2 * 2 * 2
     assert page.read_text().count("<polyline") == 2 * 2
+
+
+def test_a_task_is_profiled_as_it_trains() -> None:
+    result = CliRunner().invoke(app, ["profile", "--task", "digits", "--steps", "2"])
+    assert result.exit_code == 0, result.output
+    profile = build(ModelProfile, json.loads(result.output))
+    task = build_task("digits", {})
+    assert profile.num_elements == task.num_parameters()
+    assert [batch.batch_size for batch in profile.batches] == [16, 32]
+    # The last layer's gradients are ready before the first one's.
+    assert profile.tensors[-1].ready < profile.tensors[0].ready <= 1
 
 
 def test_another_batch_size_lies_on_the_line_through_those_that_were_timed() -> None:

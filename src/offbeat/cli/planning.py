@@ -163,13 +163,18 @@ def _show(made: Plan, out: Path | None) -> None:
     cluster = made.request.clusters[0]
     best = made.best(cluster.workers, cluster.link.rate_bit_per_s or float("inf"))
     console.print(
-        f"To check in the lab: offbeat compare --strategies alone,ddp,{best.strategy}"
-        f" --workers {min(4, cluster.workers)} --link {_link_text(cluster)} --budget 2m",
+        f"To check in the lab: offbeat compare --strategies {_to_check(best.strategy)}"
+        f" --workers {min(4, cluster.workers)} --link {_link_text(cluster)}",
         highlight=False,
         soft_wrap=True,
     )
     if out is not None:
         console.print(f"Page: {out}", highlight=False)
+
+
+def _to_check(strategy: str) -> str:
+    """The recommended strategy beside plain DDP; what exchanges nothing takes part anyway."""
+    return ",".join(dict.fromkeys(["ddp", *({strategy} - {"alone"})]))
 
 
 def _link_text(cluster: Cluster) -> str:

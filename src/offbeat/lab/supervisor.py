@@ -24,7 +24,7 @@ from offbeat.errors import PeerError
 from offbeat.lab.cluster import ClusterFault, SpeedChange
 from offbeat.lab.config import RunConfig
 from offbeat.lab.deaths import cause, describe, hint
-from offbeat.lab.emulation import Emulation
+from offbeat.lab.emulation import Emulation, Placement
 from offbeat.lab.interrupts import interrupts
 from offbeat.lab.local_worker import TASK_WORKER, LocalWorker, WorkerProgram, start_worker
 from offbeat.lab.options import strategy_type
@@ -268,7 +268,8 @@ class WorkerGroup:
             environment |= {RETURN_VARIABLE: str(incarnation), ELAPSED_VARIABLE: repr(self.seconds)}
         environment |= self._store.environment(rank, self._config.workers)
         environment |= {"LOCAL_RANK": str(local_rank), **self._program.environment}
-        placement = self._emulation.placement(local_rank)
+        # On several hosts it is the hosts' own network that is used.
+        placement = Placement() if self._share else self._emulation.placement(local_rank)
         return start_worker(
             rank,
             self.run_directory,
@@ -370,7 +371,9 @@ class WorkerGroup:
                 step=last_step(self.run_directory, worker.rank),
                 seconds=self.seconds,
                 cause=why,
-                num_left=sum(
+                num_left=self._config.workers
+                - len(self._workers)  # on other hosts, of whose deaths this one does not hear
+                + sum(
                     other.joined and (other.alive or other.ended_well) for other in self._workers
                 ),
                 num_workers=self._config.workers,
@@ -439,7 +442,7 @@ class WorkerGroup:
     def _restart_dead(self, old: LocalWorker) -> None:
         """Start the process of a worker that has just died again, as often as may be."""
         may_return = old.joined and old.rank not in (self._ended_by_us | set(self._ended_by_script))
-        peers = any(worker.alive for worker in self._workers)
+        peers = self._share is not None or any(worker.alive for worker in self._workers)
         if not (self._restarts and may_return and peers) or self._num_interrupts:
             return
         self._restarts -= 1

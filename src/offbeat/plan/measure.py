@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from statistics import median, pstdev
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from offbeat.codec.residual import ErrorFeedback
@@ -109,12 +108,10 @@ def _time_steps(task: Task, steps: int) -> _Steps:
         )
         for number, parameter in enumerate(parameters)
     ]
-    samples = task.samples(seed=0, epoch=0, world_size=1)
-    size = task.options.batch_size
+    samples = task.samples(seed=0, epoch=0, world_size=1)[:, 0]
     found = _Steps([], [], [], [])
     for number in range(_WARM_UP + steps):
-        at = np.arange(number * size, (number + 1) * size) % len(samples)
-        batch = task.training_batch(samples[at], seed=0, epoch=0)
+        batch = task.training_batch(samples[number % len(samples)], seed=0, epoch=0)
         optimizer.zero_grad()
         ready.clear()
         begun_s = time.perf_counter()
