@@ -218,6 +218,22 @@ def test_one_that_joins_goes_on_with_the_momentum_of_its_peers() -> None:
     assert states[0] == states[1] == states[2]
 
 
+def test_a_rank_without_a_batch_goes_on_with_the_momentum_of_its_peers() -> None:
+    """Rank 0 had none in the first mega-batch, so nobody told it that one began; rank 2 is new."""
+    ranks = make_ranks(3, new=[2], gamma=0.5)
+    momenta = [rank.momentum for rank in ranks if rank.momentum is not None]
+    for rank in ranks:
+        rank.rows.detach().zero_()
+        rank.dense.detach().zero_()
+    momenta[1].begin()
+    for _ in range(3):
+        ranks[1].rows.detach().add_(1.0)
+        together(ranks, merging(ranks, [0, 1, 0]))
+        assert all(rank.state == ranks[0].state for rank in ranks)
+    states = [{key: each.tolist() for key, each in m.state().items()} for m in momenta]
+    assert states[0] == states[1] == states[2]
+
+
 def test_only_rows_that_changed_are_sent_and_all_ranks_hold_the_same() -> None:
     ranks = make_ranks(2)
     for rank in ranks:

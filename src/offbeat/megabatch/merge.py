@@ -231,6 +231,9 @@ class MergeProtocol:
             )
             if not needs_mean(outcome):
                 return outcome
+            if outcome.kind == "merge" and not own.proposal.is_new and self._momentum is not None:
+                # Without a batch this rank has not yet noted where the first mega-batch began.
+                self._momentum.begin()
             # 3. Average. Nothing that this rank trains with is changed: the outcome may be void.
             mean = yield from self._average(outcome, own, position)
             return replace(outcome, mean=mean)
