@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.strategies.localsgd import LocalSGD as LocalSGD
     from offbeat.strategies.localsgd import Outer as Outer
     from offbeat.strategies.mpdkfac import MPDKFAC as MPDKFAC
+    from offbeat.strategies.schedules import Schedule as Schedule
     from offbeat.strategies.sgp import SGP as SGP
     from offbeat.strategies.spdkfac import SPDKFAC as SPDKFAC
     from offbeat.strategies.topk import TopK as TopK
@@ -51,6 +52,7 @@ _HOMES = {
     "Cluster": "offbeat.lab.cluster",
     "OffbeatError": "offbeat.errors",
     "Outer": "offbeat.strategies.localsgd",
+    "Schedule": "offbeat.strategies.schedules",
     "Session": "offbeat.session.session",
     "attach": "offbeat.script.attach",
     "log": "offbeat.session.metrics",

@@ -213,7 +213,7 @@ def test_the_last_column_of_a_table_comes_from_a_result_file(
 
     lines = pages.written(page).splitlines()
 
-    assert lines[3:5] == ["| [`Fast`](a.md) | two thirds |", "| [`Slow`](b.md) |  |"]
+    assert lines[3:5] == ["| [`Fast`](a.md) | a | two thirds |", "| [`Slow`](b.md) | b |  |"]
 
 
 def test_a_page_that_asks_for_a_table_nobody_has_is_an_error(tmp_path: Path) -> None:

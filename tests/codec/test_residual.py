@@ -153,6 +153,24 @@ def test_sending_everything_pays_what_was_owed(dtype: torch.dtype) -> None:
         assert not state.residual.any()
 
 
+@pytest.mark.parametrize(("k", "goes_on"), [(4, False), (5, True)])
+def test_momentum_goes_on_where_a_share_of_the_entries_is_sent(k: int, goes_on: bool) -> None:
+    state = ErrorFeedback(
+        10,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        selector=SELECTORS["exact"],
+        momentum=0.5,
+        mask_below=0.5,
+    )
+    flat = torch.arange(1.0, 11.0)
+    sent = state.stage(flat, k).sparse
+    state.commit(Sparse.empty(10, np.dtype(np.float32)))
+    velocity = state.velocity
+    assert velocity is not None
+    assert bool(velocity[torch.from_numpy(sent.indices)].any()) is goes_on
+
+
 @pytest.mark.parametrize("masking", [True, False])
 def test_sending_everything_leaves_momentum_alone(masking: bool) -> None:
     state, flat = feedback(10, momentum=0.5, masking=masking), integers(10, 0)

@@ -240,7 +240,7 @@ def test_ranks_stay_alike_and_momentum_is_that_of_each_rank() -> None:
     def job(driver: ThreadDriver) -> torch.Tensor:
         net = linear()
         optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.01)
-        strategy = offbeat.GTopK(density=0.2, collective="all_gather")
+        strategy = offbeat.GTopK(density=0.2, collective="all_gather", momentum_masking=True)
         with session_on(driver, net, optimizer, strategy):
             for step in range(6):
                 gradient(net, driver.rank, step)

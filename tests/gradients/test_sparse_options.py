@@ -176,7 +176,7 @@ def test_it_is_said_once_what_is_applied(collective: str, apply: str, said: str 
     assert bool(remarks) == (said is not None)
 
 
-def test_a_resumed_run_begins_with_the_density_and_the_links_of_the_first() -> None:
+def test_five_ranks_agree_on_a_density_and_a_resumed_run_begins_with_it() -> None:
     def job(driver: ThreadDriver) -> list[dict[str, Any]]:
         model, choices = net(), list[dict[str, Any]]()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -200,7 +200,7 @@ def test_a_resumed_run_begins_with_the_density_and_the_links_of_the_first() -> N
                 )
         return choices
 
-    ranks = results_of(NUM_RANKS, job)
+    ranks = results_of(5, job)
     assert all(choices == ranks[0] for choices in ranks)
     first, resumed = ranks[0]
     assert (first.pop("exchanges"), resumed.pop("exchanges")) == (5, 7)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import CheckpointError
 from offbeat.lab.config import Request, RunConfig, resolve
-from offbeat.lab.schedule import ClaimedSchedule, Position, Schedule
+from offbeat.lab.schedule import BatchSchedule, ClaimedSchedule, Position
 from offbeat.lab.tasks import TASKS
 from offbeat.megabatch.loader import mega_batch_span, num_mega_batches
 
@@ -35,7 +35,7 @@ def config(**length: int) -> RunConfig:
     )
 
 
-def run(schedule: Schedule, stop_after: int | None = None) -> list[torch.Tensor]:
+def run(schedule: BatchSchedule, stop_after: int | None = None) -> list[torch.Tensor]:
     taken = []
     for batch in schedule.batches(
         lambda steps_done: stop_after is not None and steps_done >= stop_after
@@ -45,7 +45,7 @@ def run(schedule: Schedule, stop_after: int | None = None) -> list[torch.Tensor]
     return taken
 
 
-def take(schedule: Schedule, stop_after: int | None, seen: dict[int, list[int]]) -> int:
+def take(schedule: BatchSchedule, stop_after: int | None, seen: dict[int, list[int]]) -> int:
     """Like `run`, noting samples by epoch; returns the number of batches."""
     count = 0
     for batch in schedule.batches(
@@ -60,10 +60,10 @@ def take(schedule: Schedule, stop_after: int | None, seen: dict[int, list[int]])
 @given(stop_after=st.integers(0, 25), length=st.sampled_from([{"epochs": 3}, {"steps": 17}]))
 def test_a_stop_changes_nothing(stop_after: int, length: dict[str, int]) -> None:
     settings = config(**length)
-    straight = run(Schedule(settings, TASK, Position(), rank=1, world_size=2))
-    first = Schedule(settings, TASK, Position(), rank=1, world_size=2)
+    straight = run(BatchSchedule(settings, TASK, Position(), rank=1, world_size=2))
+    first = BatchSchedule(settings, TASK, Position(), rank=1, world_size=2)
     before = run(first, stop_after)
-    second = Schedule(
+    second = BatchSchedule(
         settings, TASK, Position.from_json(first.position.to_json()), rank=1, world_size=2
     )
     assert len(before) + second.target - second.position.step == first.target == len(straight)
@@ -78,12 +78,14 @@ def test_with_other_workers_no_sample_is_seen_twice_in_an_epoch(
 ) -> None:
     settings = config(epochs=2)
     seen: dict[int, list[int]] = {0: [], 1: []}
-    first = [Schedule(settings, TASK, Position(), rank=rank, world_size=2) for rank in range(2)]
+    first = [
+        BatchSchedule(settings, TASK, Position(), rank=rank, world_size=2) for rank in range(2)
+    ]
     for schedule in first:
         take(schedule, stop_after, seen)
     stopped = first[0].position.to_json()
     second = [
-        Schedule(settings, TASK, Position.from_json(stopped), rank=rank, world_size=workers)
+        BatchSchedule(settings, TASK, Position.from_json(stopped), rank=rank, world_size=workers)
         for rank in range(workers)
     ]
     assert len({take(schedule, None, seen) for schedule in second}) == 1

@@ -285,23 +285,3 @@ def test_a_mismatch_is_one_error_on_every_rank(run_ranks: RunRanks, fault: str, 
         "interface": "ConfigError",
     }
     assert results[1]["kind"] == own.get(fault, "MismatchError")
-
-
-def chosen_density(rank: int, world_size: int) -> dict[str, Any]:
-    """Train until the density was chosen."""
-    model = make_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with offbeat.attach(model, optimizer, offbeat.GTopK(**BASE)) as session:
-        train(model, optimizer, rank, range(5))
-        parts = session.state_dict()["parts"]
-    return {
-        "chosen": parts["density_choice"]["replicated"],
-        "links": parts["collective_choice"]["replicated"],
-        "fingerprint": fingerprint(model),
-    }
-
-
-def test_five_ranks_agree_on_a_density(run_ranks: RunRanks) -> None:
-    ranks = run_ranks(chosen_density, 5)
-    assert all(result == ranks[0] for result in ranks)
-    assert ranks[0]["chosen"]["num_exchanges"] == 5

@@ -44,6 +44,8 @@ class ErrorFeedback:
         momentum: of DGC's momentum correction: a factor in [0, 1) for all elements, or a
             `Momentum`; None: none.
         masking: DGC's factor masking; matters with `momentum` only.
+        mask_below: with masking, momentum goes on unmasked where k is at least this share of the
+            elements, in [0, 1].
 
     Attributes:
         selector_state: what the selector has remembered; a checkpoint may replace values in it.
@@ -58,6 +60,7 @@ class ErrorFeedback:
         selector: Selector,
         momentum: Momentum | float | None = None,
         masking: bool = True,
+        mask_below: float = 1.0,
     ) -> None:
         if isinstance(momentum, float):
             momentum = Momentum([MomentumRange(end=num_elements, factor=momentum)])
@@ -66,6 +69,7 @@ class ErrorFeedback:
         self._selector = selector
         self._momentum = momentum
         self._masking = masking
+        self._mask_below = mask_below
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._is_half = dtype != state_dtype
 
@@ -115,9 +119,12 @@ class ErrorFeedback:
             state=self.selector_state,
         )
         self._new_selector_state = selection.state
-        if self._momentum is not None and self._masking and k < accumulated.numel():
+        if self._momentum is not None and self._masks(k, accumulated.numel()):
             self._new_velocity[torch.from_numpy(selection.sparse.indices).to(gradient.device)] = 0
         return selection
+
+    def _masks(self, k: int, num_elements: int) -> bool:
+        return self._masking and k < self._mask_below * num_elements
 
     def stage_all(
         self, gradient: torch.Tensor, *, weight: float = 1.0, continues: bool = False

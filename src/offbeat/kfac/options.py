@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from math import inf, isfinite
+from typing import Literal, TypeAlias
 
 from offbeat.errors import ConfigError
 
@@ -72,52 +75,115 @@ class FactorOptions:
                 raise ConfigError(f"{name} is {getattr(self, name)}, allowed is {lowest} or more")
 
 
+OfStep: TypeAlias = Callable[[int], float]
+"""A number as a function of the step, counted from 0: the same on all ranks."""
+
+
+class StepsApart:
+    """The steps 0, i(0), i(0) + i(i(0)), ... for an interval i, which is a number or a function of
+    the step. They depend on nothing but i, so that a resumed run has the same.
+
+    Args:
+        name: of the interval, for errors.
+        interval: >= 1.
+    """
+
+    def __init__(self, name: str, interval: int | OfStep) -> None:
+        self._name, self._interval = name, interval
+        self._steps = [0]
+
+    @property
+    def first_interval(self) -> int:
+        """How far the second of the steps is from the first one."""
+        return self._after(0)
+
+    def index(self, step: int) -> int | None:
+        """Which of the steps `step` is, from 0; None if it is none of them."""
+        if not callable(self._interval):
+            return None if step % self._interval else step // self._interval
+        while self._steps[-1] < step:
+            self._steps.append(self._steps[-1] + self._after(self._steps[-1]))
+        place = bisect_left(self._steps, step)
+        return place if self._steps[place] == step else None
+
+    def num_before(self, step: int) -> int:
+        """How many of the steps come before `step`, which is one of them."""
+        index = self.index(step)
+        assert index is not None
+        return index
+
+    def check(self, step: int) -> None:
+        """Raise `ConfigError` unless the interval at `step` is allowed."""
+        self._after(step)
+
+    def _after(self, step: int) -> int:
+        if not callable(self._interval):
+            return self._interval
+        value = self._interval(step)
+        if not (isfinite(value) and value >= 1):
+            raise ConfigError(
+                f"{self._name} must be at least 1, got {value!r} of its schedule at step {step}"
+            )
+        return round(value)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KFACSettings:
     """What all K-FAC strategies do alike: how factors are taken, averaged, damped and used.
 
     Attributes:
-        damping: as of `kfac.averages.damping_of`, > 0.
+        damping: as of `kfac.averages.damping_of`, > 0; or a function of the step.
         pi: the same.
         eigen: whether factors are decomposed instead of inverted. With `pi` their product is damped
             then, without it each.
         bfloat16: whether inverses are kept in bfloat16.
         decay: how much of the running averages to keep in each step with factors, in [0, 1).
-        kl_clip: limit of a step's predicted change, > 0; None: no limit.
-        factor_interval: steps from one with factors to the next, >= 1.
-        inverse_interval: steps from one with inversions to the next, >= 1.
+        kl_clip: limit of a step's predicted change, > 0, or a function of the step; None: no limit.
+        factor_steps: the steps with factors.
+        inverse_steps: the steps with inversions.
         ramp: whether the first steps, as many as an interval has, are denser.
         options: how factors are counted.
     """
 
-    damping: float
+    damping: float | OfStep
     pi: bool
     eigen: bool
     bfloat16: bool
     decay: float
-    kl_clip: float | None
-    factor_interval: int
-    inverse_interval: int
+    kl_clip: float | OfStep | None
+    factor_steps: StepsApart
+    inverse_steps: StepsApart
     ramp: bool
     options: FactorOptions
 
+    def damping_at(self, step: int) -> float:
+        """Raises `ConfigError` where a schedule's value is not allowed."""
+        return positive_at("damping", self.damping, step)
+
+    def kl_clip_at(self, step: int) -> float | None:
+        """Raises `ConfigError` where a schedule's value is not allowed."""
+        return None if self.kl_clip is None else positive_at("kl_clip", self.kl_clip, step)
+
     def has_factors(self, step: int) -> bool:
         """Whether factors are averaged in `step`."""
-        return step % self.factor_interval == 0 or (self.ramp and step < self.factor_interval)
+        return self.factor_steps.index(step) is not None or (
+            self.ramp and step < self.factor_steps.first_interval
+        )
 
     def num_with_factors(self, step: int) -> int:
         """How many steps before `step`, which has factors, had them too."""
         if self.ramp:
-            return min(step, self.factor_interval - 1 + step // self.factor_interval)
-        return step // self.factor_interval
+            first = self.factor_steps.first_interval
+            return step if step < first else first - 1 + self.factor_steps.num_before(step)
+        return self.factor_steps.num_before(step)
 
     def has_inversions(self, step: int) -> bool:
         """Whether factors are inverted in `step`. On the ramp that is in steps 0, 1, 2,
         4, 8, ...
         """
         is_power_of_two = not step & (step - 1)
-        return step % self.inverse_interval == 0 or (
-            self.ramp and step < self.inverse_interval and is_power_of_two
+        return self.inverse_steps.index(step) is not None or (
+            self.ramp and is_power_of_two and step < self.inverse_steps.first_interval
         )
 
     def is_noted(self, step: int) -> bool:
@@ -125,9 +191,25 @@ class KFACSettings:
         factors, ever more rarely.
         """
         return any(
-            step % interval == 0 and has_few_digits(step // interval, digits)
-            for interval, digits in ((self.inverse_interval, 3), (self.factor_interval, 2))
+            (index := steps.index(step)) is not None and has_few_digits(index, digits)
+            for steps, digits in ((self.inverse_steps, 3), (self.factor_steps, 2))
         )
+
+
+def positive_at(name: str, value: float | OfStep, step: int) -> float:
+    """The value of an option at `step`.
+
+    Raises:
+        ConfigError: its schedule has none that is greater than 0.
+    """
+    if not callable(value):
+        return value
+    found = value(step)
+    if not 0 < found < inf:
+        raise ConfigError(
+            f"{name} must be greater than 0, got {found!r} of its schedule at step {step}"
+        )
+    return found
 
 
 def has_few_digits(number: int, digits: int) -> bool:

@@ -145,7 +145,7 @@ class KFACPart(Part):
             self.slots,
             form=form_of(
                 self.slots[0].device,
-                settings.inverse_interval,
+                settings.inverse_steps.first_interval,
                 eigen=settings.eigen,
                 bfloat16=settings.bfloat16,
             ),
@@ -204,7 +204,8 @@ class KFACPart(Part):
         if has_factors and not self._is_checked:
             self._check_what_was_seen()
         if inverts:
-            inverses.start(self.accumulator.inversion_task)
+            damping = self._settings.damping_at(step)
+            inverses.start(lambda slot: self.accumulator.inversion_task(slot, damping))
         if has_factors:
             self._take_in(inverts=inverts)
         if inverts:
@@ -212,7 +213,7 @@ class KFACPart(Part):
             self.preconditioner.is_stale = False
         if has_factors and (plan := self.scheduler.learn()) is not None:
             self._adopt(plan)
-        self.preconditioner.precondition(self.scheduler.retired)
+        self.preconditioner.precondition(self.scheduler.retired, step)
 
     def _check_what_was_seen(self) -> None:
         """Name the blocks whose weights got gradients while nobody saw their inputs and outputs.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from offbeat.lab.pauses import Pauses
 from offbeat.lab.saving import save
-from offbeat.lab.schedule import ClaimedSchedule, Schedule
+from offbeat.lab.schedule import BatchSchedule, ClaimedSchedule
 from offbeat.lab.step_recorder import StepRecorder, TaskRun
 from offbeat.lab.tasks import Batch, num_samples_of
 from offbeat.megabatch.loader import DispatchLoader
@@ -18,7 +18,7 @@ from offbeat.megabatch.loader import DispatchLoader
 def train(run: TaskRun, recorder: StepRecorder, pauses: Pauses) -> None:
     """Steps with batches of this rank's own."""
     schedule = run.schedule
-    assert isinstance(schedule, Schedule)
+    assert isinstance(schedule, BatchSchedule)
     _begin(run, recorder)
     for batch in schedule.batches(pauses.should_stop):
         loss = _step(run, recorder, batch, schedule.position.step + 1)

@@ -131,7 +131,7 @@ def claimed_schedule(
     )
 
 
-class Schedule:
+class BatchSchedule:
     """The batches one rank still has to train on; `position` is where it stands before the next
     one.
 

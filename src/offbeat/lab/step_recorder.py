@@ -18,7 +18,7 @@ from offbeat.lab.emulation.step_time import StepTimeEmulator
 from offbeat.lab.profiles import ProfileWriter
 from offbeat.lab.progress import ELAPSED_VARIABLE, Paused, Reporter, WorkerProgress
 from offbeat.lab.records import Evaluation, EventWriter, MegaBatch, Record, Share, StepEvent
-from offbeat.lab.schedule import ClaimedSchedule, Position, Schedule
+from offbeat.lab.schedule import BatchSchedule, ClaimedSchedule, Position
 from offbeat.lab.tasks import Task
 from offbeat.megabatch.claims import MegaBatchShare
 
@@ -53,7 +53,7 @@ class TaskRun(RankRun):
     """Everything one rank trains a task with."""
 
     task: Task
-    schedule: Schedule | ClaimedSchedule
+    schedule: BatchSchedule | ClaimedSchedule
 
 
 class StepRecorder:

@@ -45,7 +45,7 @@ from offbeat.lab.rendezvous import join, leave
 from offbeat.lab.replaying import recording_of
 from offbeat.lab.run_summary import HANGS_S, summarize_run
 from offbeat.lab.saving import restore, save
-from offbeat.lab.schedule import ClaimedSchedule, Position, Schedule, claimed_schedule
+from offbeat.lab.schedule import BatchSchedule, ClaimedSchedule, Position, claimed_schedule
 from offbeat.lab.step_recorder import StepRecorder, TaskRun
 from offbeat.lab.tasks import Batch, Task
 from offbeat.megabatch.loader import DispatchLoader
@@ -171,10 +171,10 @@ def _loader(
 
 def _schedule(
     config: RunConfig, task: Task, position: Position, coordinator: Coordinator
-) -> Schedule | ClaimedSchedule:
+) -> BatchSchedule | ClaimedSchedule:
     mega_batch = config.build_strategy().samples_between_merges
     if mega_batch is None:
-        return Schedule(
+        return BatchSchedule(
             config, task, position, rank=coordinator.rank, world_size=coordinator.world_size
         )
     return claimed_schedule(config, task, position, mega_batch, coordinator.world_size)

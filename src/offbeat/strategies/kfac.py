@@ -24,7 +24,7 @@ the strategy.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
@@ -35,7 +35,7 @@ from offbeat.errors import ConfigError, UnsupportedError, nearest
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.kfac.blocks import slots_of
 from offbeat.kfac.exchange.costs import gather_plan_inputs
-from offbeat.kfac.options import FactorOptions, KFACSettings
+from offbeat.kfac.options import FactorOptions, KFACSettings, StepsApart, positive_at
 from offbeat.kfac.part import KFACPart, KFACPlanner
 from offbeat.kfac.planning.factor_plan import FactorPlan, PlanInputs, block_owners
 from offbeat.kfac.planning.inverse_order import inversion_order
@@ -52,6 +52,7 @@ from offbeat.strategies.options import (
     require_one_of,
     require_positive,
 )
+from offbeat.strategies.schedules import Schedule
 from offbeat.strategies.topk import TopK
 from offbeat.torch_private import unscales_gradients_itself
 
@@ -67,7 +68,8 @@ class KFACStrategy(Strategy):
 
     Args:
         damping: what is added before inversion, > 0: to the eigenvalues of the product of A and G,
-            or to those of each, as `pi` says.
+            or to those of each, as `pi` says. This, `kl_clip` and both intervals may be functions
+            of the step, such as an `offbeat.Schedule`.
         factor_interval: steps from one whose factors are averaged to the next, >= 1.
         inverse_interval: steps from one with inversions to the next, >= 1.
         ramp: whether the first steps are denser: factors in each of the first `factor_interval`,
@@ -103,12 +105,12 @@ class KFACStrategy(Strategy):
     measures: ClassVar[bool] = False
     """Whether the plan depends on measured costs and times."""
 
-    damping: float = 0.01
-    factor_interval: int = 10
-    inverse_interval: int = 100
+    damping: float | Callable[[int], float] = 0.01
+    factor_interval: int | Callable[[int], float] = 10
+    inverse_interval: int | Callable[[int], float] = 100
     ramp: bool = True
     decay: float = 0.95
-    kl_clip: float | None = 0.001
+    kl_clip: float | Callable[[int], float] | None = 0.001
     pi: bool = True
     inverse: Literal["cholesky", "eigen"] = "cholesky"
     inverse_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -123,13 +125,16 @@ class KFACStrategy(Strategy):
     plain: str = ""
 
     def __post_init__(self) -> None:
-        require_positive("damping", self.damping)
-        require_at_least("factor_interval", self.factor_interval, 1)
-        require_at_least("inverse_interval", self.inverse_interval, 1)
+        for name in ("factor_interval", "inverse_interval"):
+            if not callable(interval := getattr(self, name)):
+                require_at_least(name, interval, 1)
+        for name in ("damping", "kl_clip"):
+            value = getattr(self, name)
+            if not callable(value) and value is not None:
+                require_positive(name, value)
+        self._check_schedules()
         require_at_least("sample_stride", self.sample_stride, 1)
         require_fraction_below_one("decay", self.decay)
-        if self.kl_clip is not None:
-            require_positive("kl_clip", self.kl_clip)
         require_one_of("inverse", self.inverse, ("cholesky", "eigen"))
         require_one_of("inverse_dtype", self.inverse_dtype, ("float32", "bfloat16"))
         if self.inverse == "eigen" and self.inverse_dtype == "bfloat16":
@@ -145,6 +150,25 @@ class KFACStrategy(Strategy):
             )
         self.options()
 
+    def _check_schedules(self) -> None:
+        """Raise `ConfigError` where the first step's values, or any of a Schedule's points, are not
+        allowed.
+        """
+        for name, lowest in (
+            ("damping", 0),
+            ("kl_clip", 0),
+            ("factor_interval", 1),
+            ("inverse_interval", 1),
+        ):
+            schedule = getattr(self, name)
+            steps = [step for step, _ in schedule.points] if isinstance(schedule, Schedule) else [0]
+            if callable(schedule):
+                for step in steps:
+                    if lowest:
+                        StepsApart(name, schedule).check(step)
+                    else:
+                        positive_at(name, schedule, step)
+
     @abstractmethod
     def plan(self, inputs: PlanInputs) -> FactorPlan:
         """What this strategy is. Pure: the same inputs yield the same plan on every rank."""
@@ -158,8 +182,8 @@ class KFACStrategy(Strategy):
             bfloat16=self.inverse_dtype == "bfloat16",
             decay=self.decay,
             kl_clip=self.kl_clip,
-            factor_interval=self.factor_interval,
-            inverse_interval=self.inverse_interval,
+            factor_steps=StepsApart("factor_interval", self.factor_interval),
+            inverse_steps=StepsApart("inverse_interval", self.inverse_interval),
             ramp=self.ramp,
             options=self.options(),
         )

@@ -45,6 +45,9 @@ from offbeat.strategies.options import (
     require_positive,
 )
 
+MASKED_BELOW: Final = 0.3
+"""The density from which on momentum goes on unmasked, unless the user says otherwise."""
+
 SMALL: Final = 1024
 """Parameters of fewer elements are small: norms and biases, and often the first and last layer."""
 
@@ -72,7 +75,9 @@ class SparseGradientStrategy(GradientStrategy):
             before selection. "auto" takes over that of `torch.optim.SGD`, Nesterov's too, and with
             it weight decay, until the session ends; a number in [0, 1) needs an optimizer without
             momentum; None leaves momentum to the optimizer.
-        momentum_masking: DGC's factor masking: momentum stops where an entry was sent.
+        momentum_masking: DGC's factor masking: momentum stops where an entry was sent. "auto": only
+            in exchanges of less than 0.3 of the entries; where more travel nothing waits for long,
+            and masking would leave hardly any momentum.
         warmup: densities of the first exchanges, if larger than the later one: pairs of a density
             and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
             density of 1 sends everything as `AllReduce` does; or "paper" (0.25, 0.0725, 0.015,
@@ -102,7 +107,7 @@ class SparseGradientStrategy(GradientStrategy):
     density: float | Literal["auto"] = 0.001
     selection: Literal["exact", "reuse"] | Selector = "exact"
     momentum_correction: float | Literal["auto"] | None = "auto"
-    momentum_masking: bool = True
+    momentum_masking: bool | Literal["auto"] = "auto"
     warmup: Literal["auto", "paper", "exponential"] | tuple[tuple[float, int], ...] | str | None = (
         "auto"
     )
@@ -137,6 +142,8 @@ class SparseGradientStrategy(GradientStrategy):
                 " len(loader)"
             )
         self._warmup(target=1.0)
+        if isinstance(self.momentum_masking, str):
+            require_one_of("momentum_masking", self.momentum_masking, ("auto",))
         if isinstance(self.dense_below, str):
             require_one_of("dense_below", self.dense_below, ("auto",))
         else:
@@ -311,7 +318,9 @@ class SparseGradientStrategy(GradientStrategy):
             device=bucket.flat.device,
             selector=self._selector(bucket),
             momentum=momentum,
-            masking=self.momentum_masking,
+            mask_below=(
+                MASKED_BELOW if self.momentum_masking == "auto" else float(self.momentum_masking)
+            ),
         )
         if taken is not None and momentum is not None:
             taken.apply_to(bucket, momentum, feedback)

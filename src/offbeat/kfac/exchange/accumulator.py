@@ -79,8 +79,8 @@ class FactorAccumulator:
             # Without an average there is no inverse, which is what the owner's message then says.
             factor.mass.zero_()
 
-    def inversion_task(self, slot: int) -> InversionTask:
-        """What is to be inverted of a factor that this rank keeps."""
+    def inversion_task(self, slot: int, damping: float) -> InversionTask:
+        """What is to be inverted of a factor that this rank keeps, with `damping`, > 0."""
         own, shape = self.factors[slot], self._slots[slot].shape
         pair = slot & ~1, slot | 1
         if shape.uses > 1:
@@ -95,12 +95,12 @@ class FactorAccumulator:
             packed = own.average()
             # Without pi the partner may not have arrived yet, and does not matter.
             means = [self.factors[of].mean_eigenvalue() for of in pair]
-        damping = damping_of(*means, damping=self._settings.damping, pi=self._settings.pi)
+        of_each = damping_of(*means, damping=damping, pi=self._settings.pi)
         return InversionTask(
             name=self._slots[slot].name,
             packed=packed,
             shape=shape.joined,
-            damping=damping[slot % 2],
+            damping=of_each[slot % 2],
             valid=own.mass > 0,
         )
 

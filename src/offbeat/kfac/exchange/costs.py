@@ -102,7 +102,7 @@ def gather_plan_inputs(
     if measures and driver.world_size > 1:
         form = form_of(
             first.device,
-            settings.inverse_interval,
+            settings.inverse_steps.first_interval,
             eigen=settings.eigen,
             bfloat16=settings.bfloat16,
         )

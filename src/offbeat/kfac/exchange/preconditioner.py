@@ -95,16 +95,17 @@ class Preconditioner:
             spans=self._spans,
         )
 
-    def precondition(self, retired: Collection[int]) -> None:
-        """Replace the gradients of all blocks but the `retired` ones by preconditioned gradients.
-        Collective where owners send them.
+    def precondition(self, retired: Collection[int], step: int) -> None:
+        """In `step`, replace the gradients of all blocks but the `retired` ones by preconditioned
+        gradients. Collective where owners send them.
         """
         began_s = time.perf_counter()
         with self._spans.timed("precondition"):
-            self._precondition(retired)
+            self._precondition(retired, step)
         self.precondition_s += time.perf_counter() - began_s
 
-    def _precondition(self, retired: Collection[int]) -> None:
+    def _precondition(self, retired: Collection[int], step: int) -> None:
+        kl_clip, damping = self._settings.kl_clip_at(step), self._settings.damping_at(step)
         lr_of = {
             id(parameter): float(group["lr"])
             for group in self._optimizer.param_groups
@@ -113,13 +114,13 @@ class Preconditioner:
         live = [index for index in range(len(self._blocks)) if index not in retired]
         blocks = [self._blocks[index] for index in live]
         lrs = [lr_of.get(id(block.weight), 0.0) for block in blocks]
-        curvatures = [self._curvature_of(index) for index in live]
+        curvatures = [self._curvature_of(index, damping) for index in live]
         if not self._plan.by_owner:
             precondition_(
                 blocks,
                 [curvature for curvature in curvatures if curvature is not None],
                 lrs=lrs,
-                kl_clip=self._settings.kl_clip,
+                kl_clip=kl_clip,
             )
             return
         owners = [owner for index in live if (owner := self._plan.owners[2 * index]) is not None]
@@ -130,11 +131,11 @@ class Preconditioner:
             driver=self._driver,
             stream=self._stream,
             lrs=lrs,
-            kl_clip=self._settings.kl_clip,
+            kl_clip=kl_clip,
             spans=self._spans,
         )
 
-    def _curvature_of(self, block_index: int) -> Curvature | None:
+    def _curvature_of(self, block_index: int, damping: float) -> Curvature | None:
         """What this rank has of a block's inverses; None where only its owner has them."""
         a_slot, g_slot = self._slots[2 * block_index : 2 * block_index + 2]
         inputs, outputs = self.inverses.packed[a_slot.index], self.inverses.packed[g_slot.index]
@@ -145,7 +146,7 @@ class Preconditioner:
         return EigenPair(
             Eigendecomposition.of(inputs, a_slot.shape),
             Eigendecomposition.of(outputs, g_slot.shape),
-            self._settings.damping,
+            damping,
             damps_each=not self._settings.pi,
         )
 
