@@ -11,6 +11,7 @@ from torch import nn
 
 import offbeat
 from offbeat.errors import ConfigError, OffbeatWarning
+from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.residual_watch import LOOK_INTERVAL, ResidualWatch
 from offbeat.strategies.base import Strategy
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
@@ -119,6 +120,38 @@ def test_each_rank_contributes_its_share_of_the_norm_at_most(
         expected += (share * min(1.0, limit / float(share.norm()))).float()
     for mean, _ in outcomes:
         torch.testing.assert_close(mean, expected, rtol=1e-4, atol=1e-7)
+
+
+def mean_of_clipped(gradients: torch.Tensor, clip_norm: float) -> torch.Tensor:
+    """The mean of gradients, shape (P, n), each clipped by its rank."""
+    num_ranks = len(gradients)
+    for gradient in gradients:
+        LocalClipping(clip_norm, world_size=num_ranks).clip_([gradient], grad_scale=1.0)
+    return gradients.mean(dim=0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 16])
+def test_the_threshold_is_that_of_the_mean_where_gradients_differ_at_random(num_ranks: int) -> None:
+    """Section 3.2 of DGC, by numbers: the mean of P independent gradients is sqrt(P) times shorter
+    than each of them.
+    """
+    draw = torch.Generator().manual_seed(num_ranks)
+    gradients = torch.randn(num_ranks, 20_000, generator=draw, dtype=torch.float64)
+    norm = float(gradients.mean(dim=0).norm())
+    # A mean that is a little shorter than the threshold consists of gradients that are let through.
+    assert torch.equal(mean_of_clipped(gradients.clone(), 1.05 * norm), gradients.mean(dim=0))
+    for excess in (1.1, 100.0):
+        clipped = mean_of_clipped(gradients.clone(), norm / excess)
+        assert float(clipped.norm()) == pytest.approx(norm / excess, rel=0.04)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_an_outlier_adds_its_share_and_ranks_that_agree_are_clipped_late(num_ranks: int) -> None:
+    one = torch.zeros(num_ranks, 3)
+    one[-1] = 1e6
+    assert float(mean_of_clipped(one, 2.0).norm()) == pytest.approx(2.0 / math.sqrt(num_ranks))
+    alike = torch.full((num_ranks, 3), 1e6)
+    assert float(mean_of_clipped(alike, 2.0).norm()) == pytest.approx(2.0 * math.sqrt(num_ranks))
 
 
 def test_what_is_not_finite_is_skipped_and_not_clipped() -> None:
@@ -234,12 +267,18 @@ def test_a_threshold_is_a_positive_number(clip_norm: float) -> None:
         offbeat.TopK(clip_norm=clip_norm)
 
 
-def watched(norms: list[float], ks: list[int] | None = None) -> list[str]:
+def watched(
+    norms: list[float], ks: list[int] | None = None, *, sent: list[float] | None = None
+) -> list[str]:
     said: list[str] = []
     watch = ResidualWatch(said.append, rank=3, clips=False)
-    for norm, k in zip(norms, ks or [1] * len(norms), strict=True):
+    for number, norm in enumerate(norms):
         for _ in range(LOOK_INTERVAL):
-            watch.after_exchange(torch.full((4,), norm / 2), k)
+            watch.after_exchange(
+                torch.full((4,), norm / 2),
+                ks[number] if ks else 1,
+                sent_norm=sent[number] if sent else 1.0,
+            )
     return said
 
 
@@ -250,33 +289,45 @@ def test_a_residual_that_runs_away_is_said() -> None:
     assert "pass clip_norm" in said
 
 
+def test_entries_far_larger_than_ever_before_are_said_once() -> None:
+    (said,) = watched([1.0] * 4, sent=[0.0, 2.0, 21.0, 30.0])
+    assert "rank 3 has sent entries far larger than ever before: their norm is 21" in said
+    assert "at most 2" in said
+
+
 @pytest.mark.parametrize(
-    ("norms", "ks"),
+    ("norms", "ks", "sent"),
     [
-        ([1.0, 2.0, 3.0, 4.0], None),
-        ([0.0, 0.0, 5.0], None),
-        ([1.0, 1.0, 20.0, 25.0], [8, 8, 2, 2]),
+        ([1.0, 2.0, 3.0, 4.0], None, [1.0, 9.0, 80.0, 700.0]),
+        ([0.0, 0.0, 5.0], None, [0.0, 0.0, 5.0]),
+        ([1.0, 1.0, 20.0, 25.0], [8, 8, 2, 2], [1.0, 1.0, 9.0, 9.0]),
+        ([1.0, 1.0, 1.0, 1.0], [2, 2, 8, 8], [1.0, 1.0, 19.0, 19.0]),
     ],
 )
 def test_growth_from_nothing_and_after_a_change_of_density_is_usual(
-    norms: list[float], ks: list[int] | None
+    norms: list[float], ks: list[int] | None, sent: list[float]
 ) -> None:
-    assert watched(norms, ks) == []
+    assert watched(norms, ks, sent=sent) == []
 
 
-def test_an_outlier_is_a_warning_within_ten_exchanges() -> None:
+@pytest.mark.parametrize("density", [0.001, 0.5])
+@pytest.mark.parametrize("bad_step", [1, 20])
+def test_one_outlier_is_a_warning_in_its_own_step(density: float, bad_step: int) -> None:
+    """Also before the first look at the residual, and where a few steps send all that is owed."""
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    strategy = offbeat.GTopK(density=density, collective="reduce_scatter")
 
     def train(steps: range) -> None:
         for step in steps:
             x, y = batch(step)
-            nn.functional.cross_entropy(net(1e4 * x if step == 20 else x), y).backward()
+            loss = nn.functional.cross_entropy(net(x), y)
+            (100.0 * loss if step == bad_step else loss).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    with offbeat.attach(net, optimizer, gtopk()) as session:
-        train(range(20))
+    with offbeat.attach(net, optimizer, strategy) as session:
+        train(range(bad_step))
         assert session.notices == []
-        with pytest.warns(OffbeatWarning, match="has run away"):
-            train(range(20, 30))
+        with pytest.warns(OffbeatWarning, match="far larger than ever before"):
+            train(range(bad_step, bad_step + 1))

@@ -2,10 +2,26 @@
 
 Clipping after the exchange, as `torch.nn.utils.clip_grad_norm_` does, shortens the step and leaves
 what was too large in the residual, from where it comes back for hundreds of steps. So each rank
-clips its own gradient first (DGC, arXiv 1712.01887, "local gradient clipping"). The threshold is
-for the mean over P ranks: each rank's share of the mean, gradient / P, is clipped to clip_norm /
-sqrt(P). The mean of gradients that differ at random then has at most the norm that `clip_norm`
-allows, and no rank alone adds more than a sqrt(P)-th of it.
+clips its own gradient first, as in "local gradient clipping" of DGC (arXiv 1712.01887, section
+3.2), with a threshold that follows from the one for the mean over P ranks, c = `clip_norm`.
+
+What is added up are the ranks' shares of the mean, G_r = g_r / P (DGC's algorithms divide by their
+N in the same place). If the shares have the same variance and differ at random,
+
+    E |G_1 + ... + G_P|^2  =  P E |G_r|^2,
+
+so a mean of norm c is made of shares of norm c / sqrt(P): DGC's factor N^(-1/2). As a limit of the
+gradient itself, before the division by P, that is
+
+    |g_r|  <=  P c / sqrt(P)  =  c sqrt(P).
+
+What this means for the mean of the clipped gradients:
+
+- they differ at random: its norm is c at most, and nothing is clipped before the mean reaches c;
+- one rank has an outlier: that rank adds c / sqrt(P) at most;
+- all ranks agree: its norm is c sqrt(P) at most, so they are clipped later than a clipped mean
+  would be. A limit of c for each gradient would be right then, and would shorten gradients that
+  differ at random by sqrt(P) all the time.
 """
 
 from __future__ import annotations

@@ -144,6 +144,7 @@ class SparseReduction:
         self._grad_scale = 1.0
         self._continues = False
         self._picked: NDArray[np.int64] | None = None
+        self._sent_norm = 0.0
         self._staged = False
         self._tally = Tally.of_nobody(len(bucket.indices))
 
@@ -172,6 +173,7 @@ class SparseReduction:
             flat, k, weight=tally.weight / self._grad_scale, continues=self._continues
         )
         self._picked = selection.sparse.indices
+        self._sent_norm = float(np.linalg.norm(selection.sparse.values.astype(np.float64)))
         return selection.sparse, replace(tally, num_nonfinite=int(not selection.finite))
 
     def _launch_everything(self, flat: torch.Tensor, tally: Tally) -> None:
@@ -205,7 +207,9 @@ class SparseReduction:
                 self._owe_rounding(kept, mean, factor)
             self._count_ages(self._picked)
             if self._watch is not None:
-                self._watch.after_exchange(self._feedback.residual, self._k)
+                self._watch.after_exchange(
+                    self._feedback.residual, self._k, sent_norm=self._sent_norm
+                )
             hit = np.searchsorted(self._bucket.offsets, kept.indices, side="right") - 1
         else:
             self._feedback.commit_all()

@@ -1,24 +1,27 @@
-"""Says so when a residual's norm runs away: much more is owed than ever before."""
+"""Says so when far more is sent, or owed, than ever before."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final
 
 import torch
 
 LOOK_INTERVAL: Final = 10
-"""Exchanges from one look at the norm to the next: a look reads the residual once."""
+"""Exchanges from one look at the residual's norm to the next: a look reads the residual once."""
 
 RUNAWAY_FACTOR: Final = 10.0
-"""Growth over any earlier look that is no longer usual. Where nothing at all is sent, a residual
-that begins at nothing doubles from the first look to the second one, and grows ever more slowly
-afterwards; momentum correction makes that four times.
+"""Growth that is no longer usual: of what is sent over any earlier exchange, and of the residual
+over any earlier look. What is sent grows by about one gradient from exchange to exchange. Where
+nothing at all is sent, a residual that begins at nothing doubles from the first look to the second
+one, and grows ever more slowly afterwards; momentum correction makes that four times.
 """
 
 
 class ResidualWatch:
-    """Looks at one bucket's residual now and then, and warns when it has grown tenfold.
+    """Watches one bucket. Looks at what is sent in each exchange, which shows one gradient that is
+    far too large at once, and at the residual now and then, which shows growth over several steps.
 
     Args:
         warn: tells the user.
@@ -31,25 +34,39 @@ class ResidualWatch:
         self._rank = rank
         self._clips = clips
         self._num_exchanges = 0
-        self._k: int | None = None
-        self._largest = 0.0
+        self._k = 0
+        self._most_sent = 0.0
+        self._most_owed = 0.0
 
-    def after_exchange(self, residual: torch.Tensor, k: int) -> None:
-        """An exchange of `k` entries has left `residual`."""
-        if k != self._k:  # fewer entries leave a larger residual behind, which means nothing
-            self._k, self._largest, self._num_exchanges = k, 0.0, 0
+    def after_exchange(self, residual: torch.Tensor, k: int, *, sent_norm: float) -> None:
+        """An exchange has left `residual`; this rank picked `k` entries of norm `sent_norm`."""
+        if k != self._k:
+            # Fewer entries leave a larger residual behind, which means nothing. Their norm is
+            # smaller, that of more entries larger by no more than the root of their number.
+            self._most_sent *= math.sqrt(max(1.0, k / max(1, self._k)))
+            self._k, self._num_exchanges, self._most_owed = k, 0, 0.0
         self._num_exchanges += 1
-        if self._num_exchanges % LOOK_INTERVAL:
-            return
+        if sent_norm > RUNAWAY_FACTOR * self._most_sent > 0:
+            self._warn(
+                f"rank {self._rank} has sent entries far larger than ever before: their norm is"
+                f" {sent_norm:.3g}, and it was at most {self._most_sent:.3g}. The rest of such a"
+                " gradient is owed and comes back over many steps, which clipping after backward()"
+                f" does not stop; {self._fix()}"
+            )
+        self._most_sent = max(self._most_sent, sent_norm)
+        if self._num_exchanges % LOOK_INTERVAL == 0:
+            self._look(residual)
+
+    def _look(self, residual: torch.Tensor) -> None:
         norm = float(torch.linalg.vector_norm(residual))
-        if norm > RUNAWAY_FACTOR * self._largest > 0:
+        if norm > RUNAWAY_FACTOR * self._most_owed > 0:
             self._warn(
                 f"the residual of rank {self._rank} has run away: its norm is {norm:.3g}, and"
-                f" {LOOK_INTERVAL} exchanges ago it was at most {self._largest:.3g}. A gradient far"
-                " larger than usual is owed now and comes back over many steps, which clipping"
+                f" {LOOK_INTERVAL} exchanges ago it was at most {self._most_owed:.3g}. Gradients"
+                " far larger than usual are owed now and come back over many steps, which clipping"
                 f" after backward() does not stop; {self._fix()}"
             )
-        self._largest = max(self._largest, norm)
+        self._most_owed = max(self._most_owed, norm)
 
     def _fix(self) -> str:
         if self._clips:
