@@ -106,7 +106,11 @@ PER_ELEMENT_S: Final = 0.8118 / 14_724_042
 
 
 def ethernet(workers: int, profile: ModelProfile) -> Setting:
-    return Setting(profile=profile, cluster=Cluster(name="1 GbE", workers=workers, link=ETHERNET))
+    return Setting(
+        profile=profile,
+        cluster=Cluster(name="1 GbE", workers=workers, link=ETHERNET),
+        payload_share=1.0,
+    )
 
 
 def profile_of(one: Throughputs) -> ModelProfile:
@@ -291,7 +295,7 @@ def minutes() -> Iterator[Row]:
     cluster = Cluster(
         name="Piz Daint", workers=64, link=ARIES, straggling=(Straggling(workers=2, delay_s=0.32),)
     )
-    setting = Setting(profile=profile, cluster=cluster, message_s=2e-6)
+    setting = Setting(profile=profile, cluster=cluster, message_s=2e-6, payload_share=1.0)
     predicted = {}
     for spec, published in WAGMA_MINUTES.items():
         predicted[spec] = predict_step(spec, setting).step_s * WAGMA_STEPS / 60

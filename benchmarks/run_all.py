@@ -30,6 +30,7 @@ LONG = {
     "kfac_accuracy",
     "kfac_schedules",
     "parity",
+    "prediction",
     "sparse_accuracy",
     "uneven",
     "uneven_accuracy",
@@ -40,7 +41,7 @@ READ_DATA = {
     "parity": ("images", "text"),
     "sparse_accuracy": ("images",),
 }
-KNOW_QUICK = (LONG - {"kfac_schedules", "parity", "sparse_accuracy"}) | {"answering"}
+KNOW_QUICK = (LONG - {"kfac_schedules", "parity", "prediction", "sparse_accuracy"}) | {"answering"}
 VERDICTS = {True: "[green]holds", False: "[red]missed", "undecided": "[yellow]undecided"}
 
 

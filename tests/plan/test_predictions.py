@@ -36,7 +36,10 @@ MODEL = ModelProfile(
 
 def setting(link: str = "8mbit", workers: int = 4, **flags: str) -> Setting:
     return Setting(
-        profile=MODEL, cluster=from_flags(workers=workers, link=link, **flags), message_s=0.0
+        profile=MODEL,
+        cluster=from_flags(workers=workers, link=link, **flags),
+        message_s=0.0,
+        payload_share=1.0,
     )
 
 
