@@ -44,9 +44,8 @@ except offbeat.OffbeatError as error:
 
 failed = {}
 for module in pkgutil.walk_packages(offbeat.__path__, "offbeat.", onerror=lambda name: None):
-    room = module.name.split(".")[1]
-    is_lab = room in ("lab", "cli", "plan", "report", "script")
-    if not is_lab and not module.name.endswith("triton_kernels"):
+    needs_lab = module.name.split(".")[1] in ("lab", "cli", "plan", "report", "script")
+    if not needs_lab and not module.name.endswith("triton_kernels"):
         try:
             import_module(module.name)
         except Exception:
