@@ -43,12 +43,25 @@ def test_it_is_the_largest_that_is_affordable(bytes_per_s: float, allowed_s: flo
         num_elements=GRADIENT.num_elements,
         allowed_s=allowed_s,
     )
+    allowed_s = max(allowed_s, 1.5 * dearest(cheapest, LEAST))
     is_dense_affordable = cheapest.costs_s(GRADIENT, 1)["dense"] <= allowed_s
     assert (density == 1.0) == is_dense_affordable
     if not is_dense_affordable:
         assert LEAST <= density < 1.0
         assert density == LEAST or dearest(cheapest, density) <= allowed_s
         assert density * 1.25 >= 1.0 or dearest(cheapest, density * 1.25) > allowed_s
+
+
+def test_where_latency_is_all_that_costs_entries_are_not_withheld() -> None:
+    """A message takes 2 ms, of which the least density's entries are a hundredth."""
+    cheapest = links(1e8, latency_s=2e-3)
+    density = affordable_density(
+        lambda k: cheapest.costs_s(GRADIENT, k),
+        num_elements=GRADIENT.num_elements,
+        allowed_s=1e-4,
+    )
+    assert density > 10 * LEAST
+    assert dearest(cheapest, density) <= 1.5 * dearest(cheapest, LEAST)
 
 
 class Clock:

@@ -3,7 +3,12 @@ a step.
 
     compute = the slowest rank's median seconds between two exchanges
     allowed = budget * compute, and ten times that in the first 100 exchanges
+    least = the cheapest exchange at the paper's density
+    allowed = max(allowed, 1.5 * least)
     dense, where that costs at most `allowed`; else the largest density whose cheapest exchange does
+
+What `least` costs no density avoids. Where most of it is latency, many more entries cost hardly
+more, and withholding them would lose accuracy for nothing.
 
 The first exchanges may cost more, because gradients change quickly there: what is owed from then is
 applied when the model has left, and harms for long (`benchmarks/sparse_accuracy.py`).
@@ -30,7 +35,10 @@ from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
 LEAST: Final = 0.001
-"""The density where no exchange is as cheap as the budget asks for: the paper's."""
+"""The least density that is chosen: the paper's."""
+
+NEAR_LEAST: Final = 1.5
+"""An exchange may always cost so many times what one at `LEAST` does."""
 
 FIRST: Final = 0.1
 """The density until the first choice."""
@@ -60,7 +68,8 @@ def affordable_density(
     allowed_s: float,
     beside_s: float = 0.0,
 ) -> float:
-    """The largest density whose exchange takes at most `allowed_s`; 1.0 where a dense one does.
+    """The largest density whose exchange takes at most `allowed_s`, or `NEAR_LEAST` times as long as
+    one at `LEAST`; 1.0 where a dense one does.
 
     Args:
         costs_s: k -> expected seconds of one exchange by collective, "dense" among them.
@@ -71,17 +80,16 @@ def affordable_density(
     Returns:
         A density in [`LEAST`, 1].
     """
+
+    def sparse_s(density: float) -> float:
+        costs = costs_s(max(1, round(density * num_elements)))
+        return beside_s + min(cost for name, cost in costs.items() if name != "dense")
+
+    allowed_s = max(allowed_s, NEAR_LEAST * sparse_s(LEAST))
     if costs_s(num_elements)["dense"] + beside_s <= allowed_s:
         return 1.0
     density = LEAST
-    while (larger := density * _STEP) < 1.0:
-        sparse = [
-            cost
-            for name, cost in costs_s(max(1, round(larger * num_elements))).items()
-            if name != "dense"
-        ]
-        if min(sparse) + beside_s > allowed_s:
-            break
+    while (larger := density * _STEP) < 1.0 and sparse_s(larger) <= allowed_s:
         density = larger
     return density
 
@@ -197,6 +205,7 @@ class AutoDensity(Part):
             f'density="auto" chose {chosen} after {self._num_exchanges} exchanges:'
             f" {expected_s * 1e3:.2f} ms expected, {allowed_s * 1e3:.2f} ms allowed, which is"
             f" {share:g} of the {compute_s * 1e3:.1f} ms between exchanges"
+            + ("; fewer entries would hardly cost less" if expected_s > allowed_s else "")
             + (f" until exchange {WARM_UP_EXCHANGES}" if warms_up else "")
         )
 
