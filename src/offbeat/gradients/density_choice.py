@@ -68,8 +68,8 @@ def affordable_density(
     allowed_s: float,
     beside_s: float = 0.0,
 ) -> float:
-    """The largest density whose exchange takes at most `allowed_s`, or `NEAR_LEAST` times as long as
-    one at `LEAST`; 1.0 where a dense one does.
+    """The largest density whose exchange takes at most `allowed_s`, or `NEAR_LEAST` times as long
+    as one at `LEAST`; 1.0 where a dense one does.
 
     Args:
         costs_s: k -> expected seconds of one exchange by collective, "dense" among them.
