@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from golden.write_checkpoints import (
     FAMILIES,
@@ -91,6 +92,8 @@ def resumed(rank: int, world_size: int, *, family: str) -> dict[str, Any]:
         for target, name in ((net, "model"), (optimizer, "optimizer"), (session, "session")):
             target.load_state_dict(tree[name])
         missing = lost(tree["session"], session.state_dict(), family=family)
+        # A peer that trained already would average in the background, and change this state.
+        dist.barrier()
         num_steps = STEPS_MORE if how.repeats else 1
         seen = train(
             net,

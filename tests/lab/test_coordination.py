@@ -142,9 +142,7 @@ def test_where_nobody_notes_deaths_all_wait_for_all_and_rank_0_leads() -> None:
     assert (
         all_of(
             ranks,
-            lambda coordinator: coordinator.gather_living(
-                "point", str(coordinator.rank), patience_s=0.0
-            ),
+            lambda coordinator: coordinator.gather_living("point", str(coordinator.rank)),
         )
         == [{0: "0", 1: "1"}] * 2
     )

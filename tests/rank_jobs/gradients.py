@@ -35,7 +35,7 @@ def uneven_use(rank: int, world_size: int, *, strategy: Strategy) -> dict[str, A
     with offbeat.attach(model, optimizer, strategy) as session:
         train(model, optimizer, rank, range(1))
         if last:
-            model[0](data(rank, 1)[0]).sum().backward()
+            model[0](data(rank, 1)[0]).mean().backward()
         else:
             loss_of(model, rank, 1).backward()
         optimizer.step()

@@ -83,7 +83,10 @@ class StepRecorder:
         self._merged_s = 0.0
         self._missed_s = float(os.environ.get(ELAPSED_VARIABLE) or 0)
         self._earlier_totals: tuple[float, int] | None = None
-        self._since_s = self._reported_s = time.monotonic()
+        self._since_s = time.monotonic()
+        # The first step is reported at once: from then on peers may go on without a worker, and
+        # the supervisor has to know that when one dies soon.
+        self._reported_s = -math.inf
         self._seconds_reported, self._stats_reported, self._step_reported = (
             0.0,
             self.first,

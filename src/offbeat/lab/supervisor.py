@@ -344,6 +344,8 @@ class WorkerGroup:
     def _find_deaths(self) -> None:
         for worker in self._workers:
             if not worker.death_recorded and not worker.alive and not worker.ended_well:
+                if self.survives_death and not self._training_has_begun:
+                    self._drain(worker)  # its last report may say that training has begun
                 worker.death_recorded = True
                 self._died.append(worker.rank)
                 if self._peers_go_on:

@@ -28,7 +28,12 @@ from offbeat.kfac.planning.iteration import (
     spdkfac,
 )
 from offbeat.kfac.planning.overlap import fuse_by_rule
-from offbeat.kfac.planning.placement import InverseCosts, packed_elements, place_by_rule
+from offbeat.kfac.planning.placement import (
+    SAME_LENGTH_FACTOR,
+    InverseCosts,
+    packed_elements,
+    place_by_rule,
+)
 from offbeat.planning.costs import Channel, LinkCost
 
 PAGE = Path(__file__).parents[3] / "docs" / "methods" / "spdkfac-planning.md"
@@ -112,7 +117,9 @@ def test_spdkfac_is_never_expected_to_be_slower_than_the_others(
             range(2 * len(layers))
         )
         assert len(iteration.owners) == 2 * len(layers)
-        assert iterations[0].total_s <= iteration.total_s * (1 + 1e-9) + 1e-12
+        # Of placements that take about as long the one that inverts least is chosen.
+        slack_s = (SAME_LENGTH_FACTOR - 1) * iteration.inverse.total_s
+        assert iterations[0].total_s <= iteration.total_s * (1 + 1e-9) + slack_s + 1e-12
 
 
 @given(layers_of_models, costs_of_clusters)
