@@ -33,7 +33,7 @@ from offbeat.lab.emulation.quotas import (
     share_out,
 )
 
-LINK = LinkSpec(rate_bit_per_s=20e6)  # which a busy machine can emulate too
+LINK = LinkSpec(rate_bit_per_s=50e6)  # which a busy machine can emulate too
 rates = st.floats(1e6, 1e11)
 
 
