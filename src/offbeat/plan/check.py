@@ -203,7 +203,7 @@ def _checked(label: str, records: Sequence[Record], setting: Setting) -> Checked
 
 
 def _halves(steps: Steps, period: int) -> list[Steps]:
-    """The first and the last whole periods, half of them each; the whole where there is one only."""
+    """The first and the last whole periods, half of them each; the whole where there is but one."""
     whole = steps.num_steps // period * period
     half = whole // 2 // period * period
     if not half:
