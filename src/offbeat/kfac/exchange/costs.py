@@ -115,6 +115,16 @@ def gather_plan_inputs(
     )
 
 
+def time_inversions(slots: Sequence[FactorSlot], settings: KFACSettings) -> TabledInversion:
+    """What inverting factors of the sizes of `slots` costs on this rank alone."""
+    first = slots[0]
+    like = torch.empty(0, dtype=first.dtype, device=first.device)
+    form = form_of(slots, settings, same_devices=True)
+    invert = partial(_invert_sample, first.dtype, form)
+    timed_s = _time_inversions([equivalent_dim(slot.shape) for slot in slots], like, invert)
+    return TabledInversion(dims=tuple(timed_s), seconds=tuple(timed_s.values()))
+
+
 def equivalent_dim(shape: FactorShape) -> int:
     """Rows of one matrix that takes as long to invert as the factor; a diagonal takes next to
     nothing.
