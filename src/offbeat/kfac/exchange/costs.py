@@ -100,12 +100,7 @@ def gather_plan_inputs(
     dims = [equivalent_dim(slot.shape) for slot in slots]
     costs = None
     if measures and driver.world_size > 1:
-        form = form_of(
-            first.device,
-            settings.inverse_steps.first_interval,
-            eigen=settings.eigen,
-            bfloat16=settings.bfloat16,
-        )
+        form = _form(first, settings)
         like = torch.empty(0, dtype=first.dtype, device=first.device)
         invert = partial(_invert_sample, first.dtype, form)
         costs = measure(driver, stream, dims=dims, like=like, invert=invert)
@@ -117,6 +112,24 @@ def gather_plan_inputs(
         sizes_bytes=[slot.size_bytes for slot in slots],
         kinds=[(slot.dtype, slot.device) for slot in slots],
         costs=costs,
+    )
+
+
+def time_inversions(slots: Sequence[FactorSlot], settings: KFACSettings) -> TabledInversion:
+    """What inverting factors of the sizes of `slots` costs on this rank alone."""
+    first = slots[0]
+    like = torch.empty(0, dtype=first.dtype, device=first.device)
+    invert = partial(_invert_sample, first.dtype, _form(first, settings))
+    timed_s = _time_inversions([equivalent_dim(slot.shape) for slot in slots], like, invert)
+    return TabledInversion(dims=tuple(timed_s), seconds=tuple(timed_s.values()))
+
+
+def _form(slot: FactorSlot, settings: KFACSettings) -> StoredForm:
+    return form_of(
+        slot.device,
+        settings.inverse_steps.first_interval,
+        eigen=settings.eigen,
+        bfloat16=settings.bfloat16,
     )
 
 
