@@ -3,7 +3,8 @@ PYTHON = python3
 VENV = .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.stamp
-PIP = $(BIN)/python -m pip -qq --disable-pip-version-check
+# On a terminal pip shows how far it is.
+INSTALL = $(BIN)/python -m pip --disable-pip-version-check $$([ -t 1 ] || echo -qq) install -c constraints.txt
 
 INTEGRATIONS = .venv-integrations
 INTEGRATIONS_STAMP = $(INTEGRATIONS)/.stamp
@@ -28,14 +29,18 @@ $(STAMP): pyproject.toml constraints.txt
 	    "name another with: make PYTHON=/path/to/python3.11 setup" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@echo "setting up $(VENV) (once; torch is large)"
+	@echo "installing into $(VENV), once: torch is large, and a minute or two go by on a usual link"
+	@echo "1 of 3: torch"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install -c constraints.txt torch hatchling  # torch first: what depends on it then takes the build found here
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(INSTALL) torch hatchling  # torch first: what depends on it then takes the build found here
+	@echo "2 of 3: offbeat and its tools"
+	@$(INSTALL) --no-build-isolation -e '.[dev]'
+	@echo "3 of 3: compiling kernels"
 	@$(BIN)/python -c 'from offbeat.codec import kernels; kernels.warm()'
 	@touch $(STAMP)
 
 demo: setup
+	@echo "training three strategies by turns behind emulated links: about a minute on two cores"
 	@$(BIN)/offbeat demo
 
 test: setup
