@@ -29,7 +29,8 @@ Differences from the paper:
 - any world size;
 - momentum is applied before selection, with factor masking (the published code has that switched
   off), small parameters are sent whole, and more entries travel while the learning rate rises;
-- bfloat16 values, threshold re-use, selection by layer, and selectors and codecs of a user's own.
+- bfloat16 and float8 values, threshold re-use, selection by layer, and selectors and codecs of a
+  user's own.
 
 Cost per step, local: one pass over residual and gradient (12 bytes a parameter), one to zero the
 result.
