@@ -21,6 +21,7 @@ ROOMS = (
     "cli",
     "plan",
     "report",
+    "integrations",
     "script",
     "lab",
     "session",
@@ -94,6 +95,7 @@ MAY_BLOCK = {
     "lab/local_worker.py": {"subprocess"},  # starts a worker; no training happens in it
     "lab/worker_server.py": {"socket"},  # takes the end of a socket that it was given
     "lab/supervisor.py": {"selectors"},  # watches workers
+    "plan/script_timing.py": {"subprocess"},  # runs a user's script to time it
 }
 
 UNPICKLING = frozenset(

@@ -289,7 +289,7 @@ def test_findings_and_page_agree_on_the_slow_worker(tmp_path: Path, is_always_la
     (bars,) = lateness_bars(report_of_comparison(tmp_path))
     assert [bar.mark for bar in bars.bars] == [False, is_always_last, False]
     assert len(named) == is_always_last
-    assert bars.sentence.startswith("Worker 1 was" if is_always_last else "No single worker")
+    assert bars.sentence.startswith("Worker 1 was" if is_always_last else "Workers take")
 
 
 @pytest.mark.parametrize("late_s", [(None, None), (0.0, None)])

@@ -77,6 +77,7 @@ def test_a_comparison_has_all_its_parts(comparison: Path) -> None:
         assert words(sentence) in words(page.text)
     for text in (
         "Worker 3 was last in 100% of steps",
+        "Worker 3 is slow: its peers wait for it under ddp",
         "the tree was chosen by cost",
         "no netem",
         "Example CPU",
@@ -91,6 +92,22 @@ def test_a_comparison_has_all_its_parts(comparison: Path) -> None:
     }
 
 
+def test_a_page_begins_with_a_picture_the_verdict_and_three_numbers(
+    comparison: Path, run: Path
+) -> None:
+    for directory in (comparison, run):
+        page = Page(directory / "report.html")
+        tags = [
+            (tag, attributes.get("class") or "")
+            for tag, attributes in page.elements
+            if tag in ("figure", "h2", "strong") or attributes.get("class", "") == "verdict"
+        ]
+        assert tags[:5] == [("figure", "first"), ("p", "verdict"), *[("strong", "")] * 3]
+        assert tags[5][0] == "h2"
+    (first, *_) = Page(comparison / "report.html").of("figure")
+    assert first["data-chart"] == "metric-seconds"
+
+
 def test_a_run_has_all_its_parts(run: Path) -> None:
     page = Page(run / "report.html")
     assert {figure.get("data-chart") for figure in page.of("figure")} >= {
@@ -100,7 +117,7 @@ def test_a_run_has_all_its_parts(run: Path) -> None:
         None,
     }
     assert "values travelled as float16" in page.text
-    assert "No single worker is the slow one" in page.text
+    assert "Another worker is late each time, and waiting takes" in words(page.text)
     assert (
         "offbeat train --task digits --strategy gtopk --workers 8 --steps 120 --seed 0" in page.text
     )

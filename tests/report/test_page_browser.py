@@ -10,7 +10,7 @@ import pytest
 
 from offbeat.report.page import write_report
 from report_support.browser import DESKTOP, PHONE, Browser
-from report_support.synthetic import Made, write_run
+from report_support.synthetic import Made, write_comparison_of, write_run
 
 MOST_ELEMENTS = 3_000
 """Of a page that opens quickly. How long it takes depends on the machine; what it has to draw does
@@ -57,6 +57,43 @@ def test_nothing_sticks_out_of_a_narrow_screen(browser: Browser, page: Path, wid
         return !one.closest(".scroll, .unseen") && box.width && (box.right > innerWidth + 0.5 || box.left < -0.5);
     }).map((one) => one.textContent)"""
     assert browser.evaluate(inside) == []
+
+
+@pytest.mark.parametrize("width", [360, 390, 1280])
+def test_no_label_of_a_chart_lies_on_another(browser: Browser, page: Path, width: int) -> None:
+    browser.open(page, size=(width, 740))
+    touching = """[...document.querySelectorAll("figure > svg")].flatMap((svg) => {
+        const boxes = [...svg.querySelectorAll("text")].map((one) => [one.textContent, one.getBoundingClientRect()]);
+        return boxes.flatMap(([text, a], k) => boxes.slice(k + 1)
+            .filter(([, b]) => a.width && a.left < b.right && b.left < a.right && a.top + 2 < b.bottom && b.top + 2 < a.bottom)
+            .map(([other]) => text + " | " + other));
+    })"""
+    assert browser.evaluate(touching) == []
+
+
+def test_on_a_phone_the_table_of_figures_needs_no_scrolling(
+    browser: Browser, comparison: Path
+) -> None:
+    browser.open(comparison / "report.html", size=(390, 844))
+    browser.evaluate(
+        """document.querySelectorAll("details").forEach((one) => { one.open = true; })"""
+    )
+    for table in ("table.main", "table.figures"):
+        right = f"""Math.max(...[...document.querySelectorAll("{table} td")].map((one) => one.getBoundingClientRect().right))"""
+        assert browser.evaluate(right) <= 390
+
+
+def test_the_first_picture_tells_close_results_apart(browser: Browser, tmp_path: Path) -> None:
+    """0.983 and 0.989 are one line on an axis from 0 to 1."""
+    directory = write_comparison_of(
+        tmp_path,
+        [Made(strategy="ddp", best=0.989), Made(best=0.983)],
+        seeds=[0],
+    )
+    browser.open(write_report(directory))
+    ends = """[...document.querySelectorAll("figure.first g:has(> .line)")].map((one) => one.lastChild.getBoundingClientRect().y)"""
+    ddp, gtopk = sorted(browser.evaluate(ends))
+    assert gtopk - ddp > 15
 
 
 def test_a_window_that_changes_its_width_is_drawn_anew(browser: Browser, run: Path) -> None:

@@ -19,6 +19,7 @@ from offbeat.report.charts_timeline import (
     phase_lengths_s,
     side_by_side,
     timelines,
+    without_pauses,
 )
 from offbeat.report.data import Better, Curve, PageContent, RunResults, StrategyResults
 
@@ -250,3 +251,42 @@ def test_a_death_is_marked_where_the_worker_ended_and_lies_in_the_window() -> No
     assert at_us == pytest.approx(sum(window.cells[1][last]), abs=10)  # type: ignore[arg-type]
     assert window.cells[1][last + 1] is None
     assert window.cells[0][last + 1] is not None
+
+
+def test_a_pause_between_steps_is_left_out_of_the_timeline() -> None:
+    steps = some_steps(2, 6)
+    even = replace(steps, duration_s=np.full((2, 6), 3.0))
+    pause_s = np.where(np.arange(6) < 3, 0.0, 500.0)
+    paused = replace(even, began_s=even.began_s + pause_s, ready_s=even.ready_s + pause_s)
+    closed = without_pauses(paused)
+    np.testing.assert_allclose(closed.began_s, even.began_s)
+    np.testing.assert_allclose(closed.ready_s, even.ready_s)
+
+
+@pytest.mark.parametrize(
+    ("metric", "whole", "least_missing"),
+    [
+        ([0.1, 0.983, 0.989], 1.0, 0.0055),
+        ([10.0, 98.3, 98.9], 100.0, 0.55),
+        ([0.5, 1.0], None, 0.0),  # half is missing wherever anything is
+        ([0.1, 0.2, 0.4], None, 0.0),
+        ([0.1, 0.9, 1.0], 1.0, 0.05),
+        ([-0.1, 0.983], None, 0.0),
+        ([1.0, 250.0], None, 0.0),
+    ],
+)
+def test_a_share_near_its_best_is_shown_by_what_is_missing(
+    metric: list[float], whole: float | None, least_missing: float
+) -> None:
+    (chart, *_) = line_charts(report_of([run_of(curve(list(range(len(metric))), metric))]))
+    assert chart.y.whole == whole
+    assert chart.y.least_missing == pytest.approx(least_missing)
+    assert not chart.y.log
+
+
+@pytest.mark.parametrize(("metric", "log"), [([2.3, 0.4], True), ([2.3, 1.9], False)])
+def test_a_loss_that_falls_far_has_a_logarithmic_axis(metric: list[float], log: bool) -> None:
+    report = report_of([run_of(curve([0, 9], metric))])
+    (chart, *_) = line_charts(replace(report, metric_better=Better.LOWER))
+    assert chart.y.log == log
+    assert chart.y.whole is None

@@ -93,3 +93,10 @@ def test_no_two_colours_look_alike(scheme: str, eyes: str, group: list[str]) -> 
     }
     for a, b in itertools.combinations(group, 2):
         assert np.linalg.norm(seen[a] - seen[b]) > 4 * JUST_NOTICEABLE, (a, b)
+
+
+@pytest.mark.parametrize("scheme", PALETTES)
+def test_no_phase_has_the_colour_of_a_contestant(scheme: str) -> None:
+    seen = {name: lab(linear(PALETTES[scheme][name])) for name in CONTESTANTS + PHASES}
+    for phase, contestant in itertools.product(PHASES, CONTESTANTS):
+        assert np.linalg.norm(seen[phase] - seen[contestant]) > 10 * JUST_NOTICEABLE, phase

@@ -152,7 +152,7 @@ def test_lateness_that_goes_round_has_no_slow_worker() -> None:
     assert late
     assert late.slow_worker is None
     assert lateness_sentence(late).startswith(
-        "No single worker is the slow one: none was last in more than 25% of steps."
+        "Workers take turns at coming last: none was last in more than 25% of steps."
     )
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from offbeat.errors import ConfigError
@@ -17,15 +20,26 @@ from offbeat.errors import ConfigError
 if TYPE_CHECKING:
     from offbeat.lab.cluster import Cluster
     from offbeat.plan.predictions import Plan
+    from offbeat.plan.profile import ModelProfile
 
 _RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})")
 _MOST_CLUSTERS = 200
+_SCRIPT_STEPS = 20
 
 
 def plan(
     profile: Annotated[
-        str, typer.Option(help="A profile's JSON file, or a shipped one: resnet50, vgg16, gpt2.")
-    ],
+        str | None,
+        typer.Option(help="A profile's JSON file, or a shipped one: resnet50, vgg16, gpt2."),
+    ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option(help="In its place, your script with its arguments, profiled here at first."),
+    ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(help="A comparison's directory: how well it would have been predicted."),
+    ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="A cluster: a TOML file, or the name of a preset.")
     ] = None,
@@ -43,7 +57,10 @@ def plan(
     batch_size: Annotated[
         int | None, typer.Option(help="Of a worker (default: the profile's).")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write a page of HTML here.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Also write a page of HTML here; with --check the profile."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON, and nothing else.")
     ] = False,
@@ -51,39 +68,117 @@ def plan(
     """Predict which strategy is fastest on which cluster."""
     from offbeat.plan.page import write_page
     from offbeat.plan.predictions import USUAL, PlanRequest, make_plan
-    from offbeat.plan.shipped import named_profile
 
-    model = named_profile(profile)
+    if check is not None:
+        if script is not None or cluster is not None or link is not None or workers is not None:
+            raise ConfigError(
+                "--check takes the cluster and what is trained from the comparison; leave --script,"
+                " --cluster, --link and --workers out"
+            )
+        _check(check, profile, out, as_json=as_json)
+        return
+    model = _what_to_plan(profile, script)
     if batch_size is not None:
         model = model.at_batch_size(batch_size)
     clusters = _clusters(cluster, link, latency, workers, delay)
-    specs = tuple(USUAL) if strategies is None else tuple(strategies.split(","))
+    specs = tuple(USUAL) if strategies is None else tuple(dict.fromkeys(strategies.split(",")))
     made = make_plan(PlanRequest(profile=model, clusters=clusters, strategies=specs))
     if out is not None:
         write_page(made, out)
     if as_json:
         print(json.dumps([asdict(one) for one in made.predictions]))
     else:
-        _show(made, out)
+        _show(made, out, trains=_to_train(model, script))
 
 
 def profile(
-    task: Annotated[str, typer.Option(help="What to train; `offbeat tasks` lists them.")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- SCRIPT [ARGUMENTS]...]", help="Your own script.", show_default=False
+        ),
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="A task in its place; `offbeat tasks` lists them.")
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="An option of the task."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps that are timed, at each batch size.")] = 20,
+    also: Annotated[
+        str | None,
+        typer.Option(
+            help="Arguments that give the script another batch size: '--batch-size 16'. It is"
+            " timed with both."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples of a batch, where nothing else says it.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="In their place, a trace that torch.profiler wrote.")
+    ] = None,
+    like: Annotated[
+        str | None, typer.Option(help="The traced model's profile: a file, or a shipped one.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="That was traced, for people.")] = "traced device",
     out: Annotated[Path | None, typer.Option(help="Where to (default: standard output).")] = None,
 ) -> None:
-    """Time solo steps of a task, for `offbeat plan`."""
+    """Time solo steps of your script or of a task, for `offbeat plan`."""
+    from offbeat.plan.kineto import profile_from_trace
     from offbeat.plan.measure import measure_task
+    from offbeat.plan.script_timing import measure_script
+    from offbeat.plan.shipped import named_profile
+    from offbeat.script.plan import script_command
 
-    text = measure_task(task, settings or [], steps=steps).to_json()
+    given = [
+        name for name, one in (("a script", words), ("--task", task), ("--trace", trace)) if one
+    ]
+    if len(given) != 1:
+        raise ConfigError(
+            f"got {' and '.join(given) or 'nothing'} to profile; give one of: --task (offbeat tasks"
+            " lists them), --trace, or a script of your own after two dashes: -- train.py"
+        )
+    if trace is not None:
+        if like is None or batch_size is None:
+            raise ConfigError(
+                "--trace says nothing of parameters and samples; give --like, a profile of the"
+                " model, and --batch-size"
+            )
+        made = profile_from_trace(trace, named_profile(like), batch_size=batch_size, device=device)
+    elif task is not None:
+        made = measure_task(task, settings or [], steps=steps)
+    else:
+        made = measure_script(
+            script_command(words or []),
+            steps=steps,
+            also=shlex.split(also or ""),
+            batch_size=batch_size,
+        )
+    text = made.to_json()
     if out is None:
         print(text, end="")
     else:
         out.write_text(text, encoding="utf-8")
+
+
+def _what_to_plan(profile: str | None, script: str | None) -> ModelProfile:
+    from offbeat.plan.script_timing import measure_script
+    from offbeat.plan.shipped import named_profile
+    from offbeat.script.plan import script_command
+
+    if (profile is None) == (script is None):
+        raise ConfigError(
+            "nothing to plan for; give --profile (a file, or resnet50) or --script"
+            if profile is None
+            else f"got --profile {profile} and --script; give one of them"
+        )
+    if profile is not None:
+        return named_profile(profile)
+    assert script is not None
+    print(f"offbeat: timing {_SCRIPT_STEPS} steps of {script}", file=sys.stderr)
+    return measure_script(script_command(shlex.split(script)), steps=_SCRIPT_STEPS)
 
 
 def parse_workers(text: str) -> list[int]:
@@ -124,14 +219,19 @@ def _clusters(
             f"{len(links)} links and {len(numbers)} numbers of workers are more than"
             f" {_MOST_CLUSTERS} clusters; ask for fewer"
         )
-    return [
+    found = [
         from_flags(cluster=cluster, workers=number, link=rate, latency=latency, delay=delay)
         for rate in links
         for number in numbers
     ]
+    if len({(one.workers, one.link.rate_bit_per_s) for one in found}) < len(found):
+        raise ConfigError(
+            f"--link {link} has one rate twice; plans for other latencies are made one at a time"
+        )
+    return found
 
 
-def _show(made: Plan, out: Path | None) -> None:
+def _show(made: Plan, out: Path | None, *, trains: str) -> None:
     from offbeat.lab.cluster.quantities import display_rate
 
     console = Console()
@@ -163,13 +263,69 @@ def _show(made: Plan, out: Path | None) -> None:
     cluster = made.request.clusters[0]
     best = made.best(cluster.workers, cluster.link.rate_bit_per_s or float("inf"))
     console.print(
-        f"To check in the lab: offbeat compare --strategies {_to_check(best.strategy)}"
-        f" --workers {min(4, cluster.workers)} --link {_link_text(cluster)}",
+        f"To check it in the lab: offbeat compare --strategies {_to_check(best.strategy)}"
+        f" --workers {min(4, cluster.workers)} --link {_link_text(cluster)} --seeds 1 {trains}",
         highlight=False,
         soft_wrap=True,
     )
     if out is not None:
         console.print(f"Page: {out}", highlight=False)
+
+
+def _check(directory: Path, profile: str | None, out: Path | None, *, as_json: bool) -> None:
+    """Predicted against measured steps of a comparison, misses first."""
+    from offbeat.plan.check import WITHIN, check_comparison
+    from offbeat.plan.shipped import named_profile
+
+    found = check_comparison(directory, None if profile is None else named_profile(profile))
+    if out is not None:
+        out.write_text(found.profile.to_json(), encoding="utf-8")
+    if as_json:
+        print(json.dumps([asdict(one) for one in found.steps]))
+        return
+    console = Console()
+    table = Table(title=f"{directory.name}: {found.where}", title_justify="left")
+    table.add_column("strategy")
+    for head in ("measured", "predicted", "ratio", "repeats differ"):
+        table.add_column(head, justify="right")
+    table.add_column("")
+    for one in found.steps:
+        if one.predicted_s is None:
+            note = one.why
+        elif not one.is_judged:
+            note = "not judged: its repeats differ too much"
+        else:
+            note = "" if one.error <= WITHIN else "[red]missed[/red]"
+        table.add_row(
+            escape(one.strategy),
+            f"{one.measured_s:.3g} s",
+            "" if one.predicted_s is None else f"{one.predicted_s:.3g} s",
+            "" if one.predicted_s is None else f"{one.ratio:.2f}",
+            f"{one.repeats_differ:.0%}",
+            note,
+        )
+    console.print(table)
+    if not found.judged:
+        console.print("Nothing could be judged: train for longer, on a machine that is quiet.")
+        return
+    console.print(
+        f"{found.share_within:.0%} of {len(found.judged)} strategies within {WITHIN:.0%}; median"
+        f" error {found.median_error:.1%}; {len(found.misplaced)} of {len(found.apart)} pairs that"
+        f" differ by more than {WITHIN:.0%} in the wrong order.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if out is not None:
+        console.print(f"Profile with this check: {out}", highlight=False)
+
+
+def _to_train(model: ModelProfile, script: str | None) -> str:
+    """What the lab can train of it: the script, the task, or any task."""
+    from offbeat.lab.tasks import TASKS
+
+    if script is not None:
+        return f"-- {script}"
+    return f"--task {model.name}" if model.name in TASKS else "-- YOUR_SCRIPT.py"
 
 
 def _to_check(strategy: str) -> str:

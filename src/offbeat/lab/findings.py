@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offbeat.lab.comparison import ComparedStrategy, Comparison, Difference, Measure
+from offbeat.lab.lateness import slow_worker_of
 
 
 def between(comparison: Comparison, measure: Measure, a: str, b: str) -> Difference | None:
@@ -42,16 +43,29 @@ def ranking(comparison: Comparison, measure: Measure) -> list[ComparedStrategy]:
     return sorted(able, key=lambda contestant: contestant.measures[measure].median or 0.0)
 
 
+def winner(comparison: Comparison) -> ComparedStrategy | None:
+    """The strategy that the verdict speaks of: the first to reach the target in all its runs, else
+    the one with the shortest steps. Whether it is ahead beyond the spread is for the verdict to
+    say. None where nothing finished.
+    """
+    order = _complete(comparison) or ranking(comparison, "step_s")
+    return order[0] if order else None
+
+
+def _complete(comparison: Comparison) -> list[ComparedStrategy]:
+    """Those that reached the target in every run, the fastest first."""
+    if comparison.target is None:
+        return []
+    order = ranking(comparison, "time_to_target_s")
+    return [c for c in order if None not in c.measures["time_to_target_s"].values]
+
+
 def verdict(comparison: Comparison) -> str:
     """Which strategy is best, in one sentence, or that none is."""
     if comparison.target is None:
         return _step_verdict(comparison)
     goal = f"{comparison.metric_name.replace('_', ' ')} {comparison.target:.4g}"
-    complete = [
-        c
-        for c in ranking(comparison, "time_to_target_s")
-        if None not in c.measures["time_to_target_s"].values
-    ]
+    complete = _complete(comparison)
     if len(complete) < 2:
         return _verdict_for_few(comparison, goal, complete)
     first, second, last = complete[0], complete[1], complete[-1]
@@ -59,16 +73,16 @@ def verdict(comparison: Comparison) -> str:
         return f"{_step_verdict(comparison)[:-1]}; {goal} was reached before the first step."
     difference = between(comparison, "time_to_target_s", second.label, first.label)
     assert difference is not None
-    took = f"{goal} in {_seconds(first, 'time_to_target_s')}"
+    took_s = _seconds(first, "time_to_target_s")
     if difference.low is None:
         return (
-            f"{_step_verdict(comparison)[:-1]}; in the only run of each, {first.label} was the"
-            f" first to reach {took}."
+            f"In the only run of each, {first.label} was the first to reach {goal}, in {took_s};"
+            f" {_step_verdict(comparison, said=first.label)}"
         )
     if difference.decided:
         return (
-            f"{first.label} reached {took}, {_times(difference)} faster than {second.label}, the"
-            " next best."
+            f"{first.label} reached {goal} in {took_s}, {difference.ratio:.3g} times faster than"
+            f" {second.label}, the next best."
         )
     equals = [
         c.label for c in complete[1:] if not _decided(comparison, "time_to_target_s", c, first)
@@ -98,7 +112,13 @@ def _verdict_for_few(
     )
 
 
-def _step_verdict(comparison: Comparison) -> str:
+def _step_verdict(comparison: Comparison, *, said: str | None = None) -> str:
+    """Which strategy takes the shortest steps, or that none does.
+
+    Args:
+        comparison: with its differences.
+        said: the label that a sentence has begun with, which goes on with this.
+    """
     order = ranking(comparison, "step_s")
     if not order:
         return "No strategy finished."
@@ -108,14 +128,15 @@ def _step_verdict(comparison: Comparison) -> str:
     difference = between(comparison, "step_s", second.label, first.label)
     assert difference is not None
     if difference.decided:
+        who = "it" if first.label == said else first.label
         return (
-            f"{first.label} takes the shortest steps, {_seconds(first, 'step_s')}:"
-            f" {_times(difference)} faster than {second.label}, the next best."
+            f"{who} takes the shortest steps, {_seconds(first, 'step_s')}:"
+            f" {difference.ratio:.3g} times faster than {second.label}, the next best."
         )
     equals = [c.label for c in order[1:] if not _decided(comparison, "step_s", c, first)]
     return (
-        f"No difference in step time between {_listed([first.label, *equals])} that this comparison"
-        " can see."
+        f"{'no' if said else 'No'} difference in step time between"
+        f" {_listed([first.label, *equals])} that this comparison can see."
     )
 
 
@@ -127,6 +148,7 @@ def findings(comparison: Comparison) -> list[str]:
         f"{c.label} failed: {c.failure}" for c in comparison.contestants if c.failure is not None
     ]
     order = ranking(comparison, "step_s")
+    found += _next_best(comparison)
     reference = next(
         (c for name in ("ddp", "allreduce") for c in order if c.strategy == name), None
     )
@@ -147,6 +169,23 @@ def findings(comparison: Comparison) -> list[str]:
                 runs = f"{missed} of its {len(contestant.runs)} runs"
                 found.append(f"{contestant.label} did not reach {comparison.target:.4g} in {runs}.")
     return found + _slow_worker(order)
+
+
+def _next_best(comparison: Comparison) -> list[str]:
+    """How sure the verdict's factor is."""
+    races: list[tuple[Measure, str, list[ComparedStrategy]]] = [
+        ("time_to_target_s", "the time to the target", _complete(comparison)),
+        ("step_s", "the time of a step", ranking(comparison, "step_s")),
+    ]
+    for measure, what, order in races:
+        if len(order) > 1:
+            found = between(comparison, measure, order[1].label, order[0].label)
+            if found is not None and found.decided and found.low is not None:
+                return [
+                    f"{order[0].label} against {order[1].label}, the next best in {what}:"
+                    f" {_times(found)} faster."
+                ]
+    return []
 
 
 def _against(
@@ -190,16 +229,17 @@ def _metric_gaps(comparison: Comparison) -> list[str]:
 
 
 def _slow_worker(order: Sequence[ComparedStrategy]) -> list[str]:
-    """The worker that its peers wait for, of the first strategy under which one stands out."""
-    for contestant in order:
-        slow = contestant.slow_worker
-        if slow is not None:
-            lag = _time_text(contestant.lateness_s[slow])
-            return [
-                f"Worker {slow} is the slow one under {contestant.label}: it comes to the exchange"
-                f" {lag} after the first worker on average."
-            ]
-    return []
+    """The worker that its peers wait for, and how long under the first strategy that says so."""
+    waiting = [contestant for contestant in order if contestant.lateness_s]
+    slow = slow_worker_of(contestant.slow_worker for contestant in waiting)
+    if slow is None:
+        return []
+    contestant = next(contestant for contestant in waiting if contestant.slow_worker == slow)
+    lag = _time_text(contestant.lateness_s[slow])
+    return [
+        f"Worker {slow} is the slow one: under {contestant.label} it comes to the exchange {lag}"
+        " after the first worker on average."
+    ]
 
 
 def _decided(

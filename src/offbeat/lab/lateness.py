@@ -4,7 +4,8 @@ the bars in it all ask here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,19 @@ class Lateness:
     def together(self) -> bool:
         """Whether all workers come at the same time, as far as a step's length goes."""
         return self.spread_s < _TOGETHER * self.step_s
+
+
+def slow_worker_of(named: Iterable[int | None]) -> int | None:
+    """The slow worker of several contestants on one cluster: the one that is slow under at least
+    half of them, of several such the lowest.
+
+    Args:
+        named: the slow worker, or None, under each contestant whose workers wait for each other.
+    """
+    of_each = list(named)
+    votes = Counter(worker for worker in of_each if worker is not None)
+    often = [worker for worker, count in votes.items() if 2 * count >= len(of_each)]
+    return min(often, default=None)
 
 
 def lateness(runs: Sequence[Steps]) -> Lateness | None:

@@ -1,37 +1,36 @@
-"""`offbeat profile`: solo steps of a task of the lab, timed on this machine at two batch sizes."""
+"""`offbeat profile --task`: solo steps of a task of the lab, timed on this machine at two batch
+sizes, and what its Kronecker factors cost.
+"""
 
 from __future__ import annotations
 
-import platform
-import time
-from collections.abc import Sequence
-from statistics import median, pstdev
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from math import fsum
+from typing import Any
 
 import torch
 
-from offbeat.codec.residual import ErrorFeedback
-from offbeat.codec.selectors import Exact
 from offbeat.errors import ConfigError
+from offbeat.kfac.blocks import Block, slots_of
+from offbeat.kfac.exchange.costs import equivalent_dim, time_inversions
+from offbeat.kfac.planning.iteration import Layer
+from offbeat.kfac.survey import survey
 from offbeat.lab.options import route
 from offbeat.lab.tasks import Task, build_task
-from offbeat.plan.profile import FLOAT_BYTES, ModelProfile, Source, TensorProfile, TimedBatch
+from offbeat.plan.profile import ModelProfile, Source
+from offbeat.plan.timing import StepTimer, TimedStep, profile_of
+from offbeat.session.attach import attach_through
+from offbeat.strategies.spdkfac import SPDKFAC
 
-_WARM_UP = 3
-_REPEATS = 5
-
-
-class _Steps(NamedTuple):
-    """Seconds of each timed step."""
-
-    forward_s: list[float]
-    backward_s: list[float]
-    optimizer_s: list[float]
-    ready_s: list[list[float]]  # of each tensor, within its backward pass
+_FACTOR_STEPS = 3
 
 
 def measure_task(task: str, settings: Sequence[str], *, steps: int) -> ModelProfile:
-    """Time `steps` steps of a task at half of its batch size and at its batch size.
+    """Time `steps` steps of a task at half of its batch size and at its batch size, on one thread,
+    as workers of the lab have.
 
     Args:
         task: its name.
@@ -45,114 +44,108 @@ def measure_task(task: str, settings: Sequence[str], *, steps: int) -> ModelProf
         raise ConfigError(f"--steps is {steps}; allowed is 1 or more")
     options, _ = route(task, "allreduce", settings)
     whole = build_task(task, options)
-    size = whole.options.batch_size
-    sizes = [size] if size == 1 else [size // 2, size]
-    timed, last = [], None
-    for batch_size in sizes:
-        smaller = build_task(task, {**options, "batch_size": str(batch_size)})
-        last = _time_steps(smaller, steps)
-        timed.append(
-            TimedBatch(
-                batch_size=batch_size,
-                forward_s=median(last.forward_s),
-                backward_s=median(last.backward_s),
-            )
-        )
-    assert last is not None
     parameters = list(whole.build_model(0).parameters())
-    ready = [
-        min(1.0, median(shares))
-        for shares in (
-            [ready / backward for ready, backward in zip(times, last.backward_s, strict=True)]
-            for times in zip(*last.ready_s, strict=True)
-        )
-    ]
-    num_elements = sum(parameter.numel() for parameter in parameters)
-    whole_s = [
-        sum(parts) for parts in zip(last.forward_s, last.backward_s, last.optimizer_s, strict=True)
-    ]
-    here = f"measured on this machine, {steps} steps, one process"
-    return ModelProfile(
-        name=task,
-        device=platform.processor() or platform.machine(),
-        batches=tuple(timed),
-        optimizer_s=median(last.optimizer_s),
-        tensors=tuple(
-            TensorProfile(
-                num_elements=parameter.numel(),
-                ready=share,
-                rows=parameter.shape[0] if parameter.ndim > 1 else parameter.numel(),
-            )
-            for parameter, share in zip(parameters, ready, strict=True)
-        ),
-        select_s_per_element=_select_s(num_elements) / num_elements,
-        copy_s_per_byte=_copy_s(num_elements) / (FLOAT_BYTES * num_elements),
-        spread=pstdev(whole_s) / (sum(whole_s) / len(whole_s)),
-        sources=tuple(
-            Source(field=field, source=here)
-            for field in ("batches", "optimizer_s", "select_s_per_element", "copy_s_per_byte")
-        ),
-    )
+    if not all(parameter.requires_grad for parameter in parameters):
+        raise ConfigError(f"task {task!r} has frozen parameters, which no profile can hold")
+    size = whole.options.batch_size
+    with one_thread():
+        batches = [
+            (some, _time_steps(build_task(task, {**options, "batch_size": str(some)}), steps))
+            for some in ([size] if size == 1 else [size // 2, size])
+        ]
+        source = f"measured on this machine, {steps} steps, one process, one thread"
+        profile = profile_of(task, batches, parameters, source=source)
+        return _with_factors(profile, whole, source)
 
 
-def _time_steps(task: Task, steps: int) -> _Steps:
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread while the block runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _time_steps(task: Task, steps: int) -> list[TimedStep]:
     model = task.build_model(0)
     optimizer = task.optimizer(model)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if len(parameters) != len(list(model.parameters())):
-        raise ConfigError(f"task {task.name!r} has frozen parameters, which no profile can hold")
-    ready: dict[int, float] = {}
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(
-            lambda _, number=number: ready.__setitem__(number, time.perf_counter())
-        )
-        for number, parameter in enumerate(parameters)
-    ]
+    timer = StepTimer(steps)
+    timer.watch(list(model.parameters()))
     samples = task.samples(seed=0, epoch=0, world_size=1)[:, 0]
-    found = _Steps([], [], [], [])
-    for number in range(_WARM_UP + steps):
+    number = 0
+    while not timer.is_done:
+        timer.step_begins()
         batch = task.training_batch(samples[number % len(samples)], seed=0, epoch=0)
         optimizer.zero_grad()
-        ready.clear()
-        begun_s = time.perf_counter()
         loss: Any = task.loss(model, batch)
-        passed_s = time.perf_counter()
+        timer.backward_begins()
         loss.backward()
-        returned_s = time.perf_counter()
+        timer.backward_ended()
         optimizer.step()
-        stepped_s = time.perf_counter()
-        if number >= _WARM_UP:
-            found.forward_s.append(passed_s - begun_s)
-            found.backward_s.append(returned_s - passed_s)
-            found.optimizer_s.append(stepped_s - returned_s)
-            found.ready_s.append(
-                [ready.get(place, returned_s) - passed_s for place in range(len(parameters))]
+        timer.step_ended()
+        number += 1
+    return timer.steps
+
+
+def _with_factors(profile: ModelProfile, task: Task, source: str) -> ModelProfile:
+    """`profile` with what K-FAC costs; as it is where K-FAC covers nothing of the model."""
+    model = task.build_model(0)
+    optimizer = task.optimizer(model)
+    # Every step has factors, and of these few none but the first inverts.
+    strategy = SPDKFAC(factor_interval=1, ramp=False)
+    try:
+        blocks = survey(model, strategy.options()).blocks
+    except ConfigError:
+        return profile
+    factors_s: list[float] = []
+    precondition_s: list[float] = []
+    positions: dict[str, int] = {}
+    for block in blocks:
+        block.module.register_forward_hook(partial(_note_positions, positions, block))
+    with attach_through(lambda driver: driver, model, optimizer, strategy) as session:
+        samples = task.samples(seed=0, epoch=0, world_size=1)[:, 0]
+        for number in range(1 + _FACTOR_STEPS):
+            batch = task.training_batch(samples[number % len(samples)], seed=0, epoch=0)
+            optimizer.zero_grad()
+            loss: Any = task.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            if number and (noted := session.take_profile()) is not None:
+                for kind, found in (("factor", factors_s), ("precondition", precondition_s)):
+                    spent = (s.ended_s - s.began_s for s in noted.spans if s.kind == kind)
+                    found.append(fsum(spent))
+    if not factors_s:
+        return profile
+    return replace(
+        profile,
+        layers=tuple(
+            Layer(
+                a_dim=equivalent_dim(block.inputs),
+                g_dim=equivalent_dim(block.outputs),
+                num_positions=positions.get(block.name, 1),
             )
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-def _select_s(num_elements: int) -> float:
-    """Residual and selection at density 0.001."""
-    feedback = ErrorFeedback(
-        num_elements, dtype=torch.float32, device=torch.device("cpu"), selector=Exact()
+            for block in blocks
+        ),
+        factors_s=min(factors_s),
+        precondition_s=min(precondition_s),
+        inversion=time_inversions(slots_of(blocks), SPDKFAC().settings()),
+        sources=(
+            *profile.sources,
+            *(
+                Source(field=field, source=source)
+                for field in ("factors_s", "precondition_s", "inversion")
+            ),
+        ),
     )
-    gradient = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
-    durations_s = []
-    for _ in range(_REPEATS):
-        begun_s = time.perf_counter()
-        feedback.stage(gradient.clone(), max(1, num_elements // 1000))
-        durations_s.append(time.perf_counter() - begun_s)
-        feedback.discard()
-    return min(durations_s)
 
 
-def _copy_s(num_elements: int) -> float:
-    source, target = torch.zeros(num_elements), torch.empty(num_elements)
-    durations_s = []
-    for _ in range(_REPEATS):
-        begun_s = time.perf_counter()
-        target.copy_(source)
-        durations_s.append(time.perf_counter() - begun_s)
-    return min(durations_s)
+def _note_positions(
+    positions: dict[str, int], block: Block, _: torch.nn.Module, inputs: Any, output: Any
+) -> None:
+    """How many outputs each of a layer's output channels has for a sample."""
+    if isinstance(output, torch.Tensor) and inputs and isinstance(inputs[0], torch.Tensor):
+        channels = block.matrix_shape[0] * block.matrix_shape[1]
+        positions[block.name] = max(1, output.numel() // (channels * max(1, len(inputs[0]))))

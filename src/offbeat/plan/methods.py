@@ -346,7 +346,8 @@ class SparseGradients(GradientMethod):
         self, setting: Setting, rank: int, name: str, k: int, num_elements: int, num_tensors: int
     ) -> Collective[None]:
         arithmetic = WeightlessWire(
-            wire=self._wire(num_elements, num_tensors), num_places=setting.num_places(k)
+            wire=self._wire(num_elements, num_tensors),
+            num_places=setting.num_places(k, num_elements),
         )
         yield from SPARSE[name](
             rank, setting.world_size, arithmetic.picked(k), _TALLY, k, arithmetic
@@ -504,12 +505,23 @@ class Background(Method):
     Args:
         group_of: the group of (a version, a rank, the number of ranks).
         pairs: whether ranks average in pairs.
+        period: steps from one average of all ranks to the next.
+        interval: steps from one version to the next.
     """
 
     extra_bytes = 4.0
 
-    def __init__(self, group_of: Callable[[int, int, int], VersionGroup], *, pairs: bool) -> None:
+    def __init__(
+        self,
+        group_of: Callable[[int, int, int], VersionGroup],
+        *,
+        pairs: bool,
+        period: int = 1,
+        interval: int = 1,
+    ) -> None:
         super().__init__()
+        self.steps_in_a_period = period
+        self._interval = interval
         self._group_of = group_of
         self._pairs = pairs
 
@@ -522,7 +534,8 @@ class Background(Method):
         profile, world_size = setting.profile, setting.world_size
         miniature = max(_MINIATURE, 2 * world_size)
         scale = profile.num_elements / miniature
-        num_steps = max(setting.num_steps, _BACKGROUND_STEPS)
+        least = max(setting.num_steps, _BACKGROUND_STEPS)
+        num_steps = -(-least // self.steps_in_a_period) * self.steps_in_a_period
         cluster = VirtualCluster(
             world_size,
             seed=setting.cluster.seed,
@@ -536,7 +549,8 @@ class Background(Method):
         ]
         for trainer in trainers:
             group_of = partial(self._group, trainer.rank, world_size)
-            cluster.run_in_background(trainer.rank, trainer.train(group_of), channel=_TRAIN)
+            train = trainer.train(group_of, interval=self._interval)
+            cluster.run_in_background(trainer.rank, train, channel=_TRAIN)
         serve = pair_average.serve if self._pairs else group_average.serve
         cluster.run(
             [self._serve(serve, trainer, world_size, miniature, scale) for trainer in trainers],
@@ -629,7 +643,7 @@ class _BackgroundTrainer:
         self._settled = max(self._settled, version)
         self._cluster.touch(self.rank)
 
-    def train(self, group_of: Callable[[int], VersionGroup]) -> Collective[None]:
+    def train(self, group_of: Callable[[int], VersionGroup], *, interval: int) -> Collective[None]:
         setting, trainer = self._setting, self._published.trainer
         profile, driver = setting.profile, self._cluster.drivers[self.rank]
         copied_s = 2 * profile.copy_s_per_byte * profile.num_bytes
@@ -644,6 +658,8 @@ class _BackgroundTrainer:
             while trainer.held_by:
                 yield Sleep(_LOOK_S)
                 self._report_step()
+            if (step + 1) % interval:
+                continue
             upcoming = max(self._published.newest + 1, self._published.invited or 0)
             if group_of(upcoming).min_arrivals > 1:
                 yield SleepUntil(over=self._is_free)

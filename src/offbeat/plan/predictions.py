@@ -5,7 +5,7 @@ strategy is best where.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -15,7 +15,7 @@ from offbeat.errors import ConfigError
 from offbeat.gradients.collective_choice import BY_ITSELF
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.cluster.quantities import display_rate
-from offbeat.lab.options import build_strategy, parse_spec
+from offbeat.lab.options import Recipe, build_strategy, parse_spec
 from offbeat.plan.methods import (
     Background,
     DenseGradients,
@@ -87,20 +87,20 @@ class StepPrediction:
     note: str
 
 
-def method_of(spec: str, *, batch_size: int) -> tuple[Method, bool]:
-    """What the strategy called `spec`, such as "gtopk:density=0.01", does in a step, and whether it
-    survives a worker's death.
+def method_of(name: str, recipe: Recipe) -> Method:
+    """What a strategy does in a step.
 
     Args:
-        spec: name and options.
-        batch_size: of the profile, for strategies that share samples out.
+        name: of the strategy.
+        recipe: with its options.
 
     Raises:
-        ConfigError: there is no such strategy, or it cannot be predicted.
+        ConfigError: it cannot be predicted.
     """
-    name, options = parse_spec(spec)
-    recipe: Any = build_strategy(name, options)
-    survives = isinstance(recipe, Strategy) and recipe.survives_death
+    return _method_of(name, recipe)
+
+
+def _method_of(name: str, recipe: Any) -> Method:
     intervals = {
         key: getattr(recipe, key)
         for key in ("factor_interval", "inverse_interval")
@@ -143,7 +143,12 @@ def method_of(spec: str, *, batch_size: int) -> tuple[Method, bool]:
         case "sgp":
             method = Gossip(recipe.out_degree)
         case "wagma":
-            method = Background(recipe.group_of, pairs=False)
+            method = Background(
+                recipe.group_of,
+                pairs=False,
+                period=recipe.period,
+                interval=recipe.period if recipe.groups == "off" else 1,
+            )
         case "adpsgd":
             method = Background(recipe.group_of, pairs=True)
         case "eagersgd":
@@ -159,15 +164,20 @@ def method_of(spec: str, *, batch_size: int) -> tuple[Method, bool]:
             method = SecondOrder(PLANS[name], **intervals)
         case _:
             raise ConfigError(f"{name} cannot be predicted; leave it out")
-    return method, survives
+    return method
 
 
-def check_spec(spec: str, workers: int) -> None:
-    """Raise `ConfigError` if the strategy cannot run with so many workers."""
+def check_spec(spec: str, workers: int) -> tuple[str, Recipe]:
+    """The strategy called `spec`, such as "gtopk:density=0.01", and its name.
+
+    Raises:
+        ConfigError: there is no such strategy, or it cannot run with so many workers.
+    """
     name, options = parse_spec(spec)
     recipe = build_strategy(name, options)
     if isinstance(recipe, Strategy):
         recipe.check_world(workers)
+    return name, recipe
 
 
 def predict_step(spec: str, setting: Setting) -> StepPrediction:
@@ -180,9 +190,24 @@ def predict_step(spec: str, setting: Setting) -> StepPrediction:
     Raises:
         ConfigError: the strategy cannot run so, or cannot be predicted.
     """
+    return predict_recipe(spec, *check_spec(spec, setting.world_size), setting)
+
+
+def predict_recipe(label: str, name: str, recipe: Recipe, setting: Setting) -> StepPrediction:
+    """One strategy on one cluster.
+
+    Args:
+        label: what it is called.
+        name: of the strategy.
+        recipe: with its options, which can run with so many workers.
+        setting: the model on the cluster.
+
+    Raises:
+        ConfigError: the strategy cannot be predicted.
+    """
     profile, cluster = setting.profile, setting.cluster
-    check_spec(spec, setting.world_size)
-    method, survives = method_of(spec, batch_size=profile.batch.batch_size)
+    method = method_of(name, recipe)
+    survives = isinstance(recipe, Strategy) and recipe.survives_death
     simulated = method.simulate(setting)
     # What an exchange costs a world of one is not a cost of exchanging.
     step_s = max(simulated.step_s, profile.compute_s)
@@ -190,7 +215,7 @@ def predict_step(spec: str, setting: Setting) -> StepPrediction:
     waiting_s = 0.0
     encode_s = min(simulated.encode_s, max(0.0, step_s - profile.compute_s))
     if not setting.is_steady:
-        waiting_s = _waiting_s(spec, setting, encode_s)
+        waiting_s = _waiting_s(method_of(name, recipe), setting, encode_s)
     exchange_s = max(0.0, step_s - ideal_s - encode_s - waiting_s)
     parts = {
         "encode": encode_s,
@@ -200,7 +225,7 @@ def predict_step(spec: str, setting: Setting) -> StepPrediction:
     }
     largest = max(parts, key=lambda name: parts[name])
     return StepPrediction(
-        strategy=spec,
+        strategy=label,
         workers=setting.world_size,
         rate_bit_per_s=cluster.link.rate_bit_per_s or math.inf,
         step_s=step_s,
@@ -217,13 +242,12 @@ def predict_step(spec: str, setting: Setting) -> StepPrediction:
     )
 
 
-def _waiting_s(spec: str, setting: Setting, encode_s: float) -> float:
+def _waiting_s(method: Method, setting: Setting, encode_s: float) -> float:
     """How long a step is waited for peers, if messages took no time."""
     fast = setting.cluster.link.model_copy(update={"rate_bit_per_s": 1e13, "latency_s": 0.0})
     values = {**setting.cluster.fields(), "link": fast, "links": {}, "racks": None}
     values["speeds"] = setting.cluster.speed_pattern
     quick = replace(setting, cluster=Cluster(**values), message_s=0.0)
-    method, _ = method_of(spec, batch_size=setting.profile.batch.batch_size)
     return max(0.0, method.simulate(quick).step_s - setting.ideal_s - encode_s)
 
 
@@ -288,13 +312,23 @@ def make_plan(request: PlanRequest) -> Plan:
             check_spec(spec, cluster.workers)
     predictions = []
     for cluster in request.clusters:
-        setting = Setting(profile=request.profile, cluster=cluster)
+        setting = Setting(profile=padded(request.profile, cluster), cluster=cluster)
         predictions += [predict_step(spec, setting) for spec in request.strategies]
     return Plan(
         request=request,
         predictions=tuple(predictions),
         crossovers=tuple(_crossovers(request, predictions)),
         remarks=tuple(_remarks(request)),
+    )
+
+
+def padded(profile: ModelProfile, cluster: Cluster) -> ModelProfile:
+    """`profile` where forward and backward pass take as long as `cluster` says, if it does."""
+    duration_s = cluster.step_s
+    if duration_s is None or duration_s <= profile.batch.forward_s + profile.batch.backward_s:
+        return profile
+    return profile.with_step(
+        batch_size=profile.batch.batch_size, forward_backward_s=duration_s, device=profile.device
     )
 
 
@@ -354,15 +388,7 @@ def _remarks(request: PlanRequest) -> list[str]:
         f"The profile is of {profile.name} on {profile.device}, batches of"
         f" {profile.batch.batch_size}."
     ]
-    if not profile.checked:
-        remarks.append(
-            "No prediction from this profile has been held against a measurement: bands are those"
-            " of published exchanges, and steps outside them are possible."
-        )
-    else:
-        remarks.append(
-            f"Predictions from this profile were checked in this range: {profile.checked}."
-        )
+    remarks += _checks(request)
     for cluster in request.clusters:
         link = cluster.link
         if link.window_bytes is not None and link.connection_bytes_per_s < link.bytes_per_s:
@@ -377,6 +403,40 @@ def _remarks(request: PlanRequest) -> list[str]:
         " `offbeat compare` tells."
     )
     return remarks
+
+
+def _checks(request: PlanRequest) -> Iterator[str]:
+    """How far predictions from this profile were held against measurements."""
+    checked = request.profile.checked
+    if not checked:
+        yield (
+            "No prediction from this profile has been held against a measurement: bands are those"
+            " of published exchanges, and steps outside them are possible. `offbeat plan --check`"
+            " holds them against a comparison."
+        )
+        return
+    error, worst = (
+        max(getattr(one, field) for one in checked) for field in ("median_error", "worst_error")
+    )
+    yield (
+        f"Predictions from this profile were held against {len(checked)}"
+        f" comparison{'s' * (len(checked) > 1)}: median error up to {error:.0%}, at most"
+        f" {worst:.0%}."
+    )
+    outside = {
+        words: None
+        for cluster in request.clusters
+        for spec in request.strategies
+        if (
+            words := request.profile.unchecked(
+                workers=cluster.workers,
+                rate_bit_per_s=cluster.link.rate_bit_per_s or math.inf,
+                strategy=spec,
+            )
+        )
+    }
+    for words in outside:
+        yield f"Outside of the range that was checked: {words}."
 
 
 def _value_codec(values: str | ValueCodec) -> ValueCodec:

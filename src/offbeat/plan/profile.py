@@ -18,7 +18,7 @@ from typing import Final
 
 from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
-from offbeat.kfac.planning.inversion import PolynomialInversion
+from offbeat.kfac.planning.inversion import PolynomialInversion, TabledInversion
 from offbeat.kfac.planning.iteration import Layer
 
 FORMAT: Final = 1
@@ -70,6 +70,28 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """Predictions that were held against measured steps.
+
+    Attributes:
+        record: where the measurements are.
+        workers: how many there were.
+        least_rate_bit_per_s, most_rate_bit_per_s: of their links; infinite: not limited.
+        strategies: that ran, with their options.
+        median_error: of a predicted step, as a share of the measured one.
+        worst_error: likewise.
+    """
+
+    record: str
+    workers: int
+    least_rate_bit_per_s: float
+    most_rate_bit_per_s: float
+    strategies: tuple[str, ...]
+    median_error: float
+    worst_error: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelProfile:
     """A model on a device.
 
@@ -85,10 +107,10 @@ class ModelProfile:
         layers: those with Kronecker factors, in the order of the forward pass; none: K-FAC cannot
             be planned.
         factors_s: computing all factors of a batch; 0: unknown.
+        precondition_s: turning all gradients into preconditioned ones; 0: unknown.
         inversion: of a factor; None: unknown.
         sources: where the numbers come from.
-        checked: in which range predictions from it have been held against measurements; empty: in
-            none.
+        checked: predictions from it that were held against measurements.
         format: of the file.
     """
 
@@ -102,9 +124,10 @@ class ModelProfile:
     spread: float = 0.0
     layers: tuple[Layer, ...] = ()
     factors_s: float = 0.0
-    inversion: PolynomialInversion | None = None
+    precondition_s: float = 0.0
+    inversion: PolynomialInversion | TabledInversion | None = None
     sources: tuple[Source, ...] = ()
-    checked: str = ""
+    checked: tuple[Checked, ...] = ()
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -125,9 +148,15 @@ class ModelProfile:
                 )
             self._require_seconds("forward_s", batch.forward_s, least=1e-12)
             self._require_seconds("backward_s", batch.backward_s, least=1e-12)
-        for field in ("optimizer_s", "select_s_per_element", "copy_s_per_byte", "factors_s"):
+        for field in (
+            "optimizer_s",
+            "select_s_per_element",
+            "copy_s_per_byte",
+            "factors_s",
+            "precondition_s",
+            "spread",
+        ):
             self._require_seconds(field, getattr(self, field))
-        self._require_seconds("spread", self.spread)
         for tensor in self.tensors:
             if tensor.num_elements < 1 or tensor.rows < 1 or not 0 <= tensor.ready <= 1:
                 raise ConfigError(
@@ -161,6 +190,29 @@ class ModelProfile:
     def compute_s(self) -> float:
         """A step that exchanges nothing."""
         return self.batch.forward_s + self.batch.backward_s + self.optimizer_s
+
+    def unchecked(self, *, workers: int, rate_bit_per_s: float, strategy: str) -> str:
+        """What of a prediction lies outside of all that was checked, in words; empty: nothing, or
+        nothing was checked at all.
+        """
+        if not self.checked:
+            return ""
+        name = strategy.partition(":")[0]
+        alike = [
+            one
+            for one in self.checked
+            if name in {checked.partition(":")[0] for checked in one.strategies}
+        ]
+        if not alike:
+            return f"{name} was not checked"
+        fewest, most = (f(one.workers for one in alike) for f in (min, max))
+        slowest = min(one.least_rate_bit_per_s for one in alike)
+        fastest = max(one.most_rate_bit_per_s for one in alike)
+        if fewest <= workers <= most and slowest <= rate_bit_per_s <= fastest:
+            return ""
+        numbers = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+        rates = [f"{rate / 1e6:g} Mbit/s" for rate in dict.fromkeys((slowest, fastest))]
+        return f"{name} was checked with {numbers} workers and {' to '.join(rates)} only"
 
     def at_batch_size(self, batch_size: int) -> ModelProfile:
         """The same model in batches of `batch_size`: along the line through the two nearest sizes

@@ -104,11 +104,12 @@ class SecondOrder(Method):
         alone = replace(costs, all_reduce=replace(costs.all_reduce, beta_s_per_byte=0.0))
         latency_s = self._plan(profile.layers, setting.world_size, alone).factors_s
         return Simulated(
-            step_s=plain.step_s + factors_s + inverse_s,
+            step_s=plain.step_s + factors_s + inverse_s + profile.precondition_s,
             bytes_per_step=plain.bytes_per_step
             + factor_bytes
             + inverse_bytes / setting.world_size / self._inverse_interval,
             encode_s=plain.encode_s
+            + profile.precondition_s
             + costs.factors_s / self._factor_interval
             + iteration.inverse.computing_s / self._inverse_interval,
             alpha_share=min(1.0, (plain.alpha_share * gradients_s + latency_s) / exposed_s)
@@ -151,6 +152,7 @@ class OwnerFactors(Method):
         messages = [(0.0, 4 * layer.a_dim * layer.g_dim) for layer in layers]
         broadcast_s = costs.inverse.broadcast.last_arrival_s(messages) if world_size > 1 else 0.0
         computed_s = profile.factors_s / world_size / self._factor_interval
+        computed_s += profile.precondition_s / world_size
         computed_s += max(sums) / self._inverse_interval
         channel = costs.inverse.broadcast
         return Simulated(

@@ -156,11 +156,10 @@ class Setting:
         """The mean step of a rank that exchanges nothing."""
         return float(self.durations_s.mean())
 
-    def num_places(self, k: float) -> float:
-        """Where ranks' largest entries are, so that two ranks have the part `shared` of them in
-        common.
+    def num_places(self, k: float, num_elements: int) -> float:
+        """Where ranks' largest entries are, of `num_elements`, so that two ranks have the part
+        `shared` of them in common.
         """
-        num_elements = self.profile.num_elements
         return min(num_elements, k / max(self.shared, k / num_elements))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offbeat.report.data import Curve, Floats, PageContent, RunResults, StrategyResults
+from offbeat.report.data import Better, Curve, Floats, PageContent, RunResults, StrategyResults
 from offbeat.report.style import BYTES, COUNT, NUMBER, SECONDS, Unit, capital, write
 
 MAX_POINTS = 600
@@ -18,20 +18,33 @@ the last would be a smear.
 """
 
 _LOG_Y_FROM = 20.0
+_LOG_METRIC_FROM = 3.0
+_NEAR_ONE = 0.3
+"""A share is shown by what is missing if less than this part of the whole is missing somewhere."""
 
 Line = list[float | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """One axis: what it shows, the scales its numbers may be written in, and whether it begins at
-    zero.
+    """One axis.
+
+    Attributes:
+        title: what it shows.
+        unit: the scales that its numbers may be written in.
+        log: whether it is logarithmic.
+        zero: whether it begins at zero.
+        whole: where set, the axis is logarithmic in what is missing from this value, such as
+            1 - accuracy, and its numbers are still the values themselves.
+        least_missing: less than this is drawn as this.
     """
 
     title: str
     unit: Sequence[tuple[float, float, str]]
     log: bool = False
     zero: bool = False
+    whole: float | None = None
+    least_missing: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +94,7 @@ class LineChart:
 
 def line_charts(report: PageContent) -> list[LineChart]:
     """The metric against time, steps and bytes; for a run alone also loss, step time
-    and traffic.
+    and traffic. The first one is what the page begins with.
     """
     charts = list(_metric_charts(report))
     if not report.compares and report.contestants[0].runs:
@@ -120,6 +133,7 @@ def _metric_charts(report: PageContent) -> Iterator[LineChart]:
     ):
         return
     metric = report.metric_name
+    y = _metric_axis(report)
     for key, title, unit in (
         ("seconds", "training time", SECONDS),
         ("steps", "steps", COUNT),
@@ -143,10 +157,33 @@ def _metric_charts(report: PageContent) -> Iterator[LineChart]:
                 heading=f"{capital(metric)} against {title}",
                 summary=f"{metric} against {title}. {_ends(report, key, unit)}",
                 x=Axis(title=title, unit=unit.scales, log=log),
-                y=Axis(title=metric, unit=NUMBER.scales),
+                y=y,
                 series=series,
                 target=report.target,
             )
+
+
+def _metric_axis(report: PageContent) -> Axis:
+    """Near its best value differences of a metric are small, and they are what readers look for: a
+    share that comes near to one is shown by what is missing, a loss that falls far by its
+    logarithm.
+    """
+    found = [run.curve.metric for contestant in report.contestants for run in contestant.runs]
+    values = np.concatenate(found)
+    values = values[np.isfinite(values)]
+    title, unit = report.metric_name, NUMBER.scales
+    if not values.size or values.min() < 0:
+        return Axis(title=title, unit=unit)
+    if report.metric_better is Better.LOWER:
+        return Axis(title=title, unit=unit, log=_wide(values, _LOG_METRIC_FROM))
+    whole = 1.0 if values.max() <= 1 else 100.0
+    missing = whole - values[values < whole]
+    is_share = whole == 1.0 or "acc" in title.lower()
+    if not is_share or not missing.size or missing.min() < 0:
+        return Axis(title=title, unit=unit)
+    if missing.min() > _NEAR_ONE * whole:
+        return Axis(title=title, unit=unit)
+    return Axis(title=title, unit=unit, whole=whole, least_missing=float(missing.min()) / 2)
 
 
 def _curves(number: int, contestant: StrategyResults, key: str, *, log: bool) -> Iterator[Series]:
@@ -226,10 +263,10 @@ def rounded(values: Floats) -> Line:
     return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-def _wide(values: Floats) -> bool:
+def _wide(values: Floats, factor: float = _LOG_Y_FROM) -> bool:
     """Whether a logarithmic axis is needed to see anything of the smaller values."""
     seen = values[np.isfinite(values)]
-    return bool(seen.min() > 0 and seen.max() / seen.min() > _LOG_Y_FROM)
+    return bool(seen.min() > 0 and seen.max() / seen.min() > factor)
 
 
 def _ends(report: PageContent, key: str, unit: Unit) -> str:

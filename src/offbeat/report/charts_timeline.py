@@ -5,6 +5,8 @@ how long each phase took. Their order between these moments is drawn as it is in
 computing, sleeping and encoding before the worker is ready; then waiting for late ones, transfer,
 and what is left of encoding and computing.
 
+Pauses between steps, in which other contestants had their turn, are left out.
+
 Where workers keep step, a window is some steps; where they do not, it is the time that some steps
 of one worker take, and what its peers did in it. A window that a worker's death falls into is the
 one to look at.
@@ -13,7 +15,7 @@ one to look at.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +31,8 @@ MAX_BARS = 2000
 _MOST_STEPS = 40
 _FEWEST_STEPS = 3
 _BEFORE_DEATH = 4
+_PAUSE_STEPS = 5.0
+"""All workers standing between two steps for longer than so many usual steps is a pause."""
 
 
 Numbers = NDArray[np.int64]
@@ -128,6 +132,26 @@ def side_by_side(steps: Steps, window: Steps) -> tuple[Steps, Numbers, int]:
     )
 
 
+def without_pauses(steps: Steps) -> Steps:
+    """`steps` with times as if the pauses between them had not been."""
+    began_s = steps.began_s[steps.done]
+    ended_s = (steps.began_s + steps.duration_s)[steps.done]
+    if not began_s.size:
+        return steps
+    order = np.argsort(began_s, kind="stable")
+    began_s, so_far_s = began_s[order], np.maximum.accumulate(ended_s[order])
+    gaps_s = np.concatenate([[0.0], np.maximum(0.0, began_s[1:] - so_far_s[:-1])])
+    usual_s = float(np.median(steps.duration_s[steps.done]))
+    left_out_s = np.cumsum(np.where(gaps_s > _PAUSE_STEPS * usual_s, gaps_s, 0.0))
+
+    def shifted(times_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        place = np.searchsorted(began_s, np.nan_to_num(times_s), side="right") - 1
+        shifted_s: NDArray[np.float64] = times_s - left_out_s[np.maximum(place, 0)]
+        return shifted_s
+
+    return replace(steps, began_s=shifted(steps.began_s), ready_s=shifted(steps.ready_s))
+
+
 def phase_lengths_s(steps: Steps) -> NDArray[np.float64]:
     """How long each phase of `_DRAWN` lasts, in seconds, shape (phases, workers, steps). They add
     up to at most the step.
@@ -150,12 +174,13 @@ def phase_lengths_s(steps: Steps) -> NDArray[np.float64]:
 
 
 def _timeline(contestant: int, run: int, of: RunResults, window: Steps) -> TimelineChart:
-    steps, numbers, reference = side_by_side(of.steps, window)
+    drawn, numbers, reference = side_by_side(of.steps, window)
+    apart = drawn is not window
+    steps = without_pauses(drawn)
     origin_s = float(np.nanmin(steps.began_s))
     cells = np.concatenate([(steps.began_s - origin_s)[None], phase_lengths_s(steps)]).transpose(
         1, 2, 0
     )
-    apart = steps is not window
     exchanged = ~np.isnan(steps.ready_s).any(axis=0) & (steps.num_ranks > 1) & (not apart)
     ready_s = np.where(exchanged, np.fmax.reduce(steps.ready_s) - origin_s, 0.0)
     return TimelineChart(

@@ -124,6 +124,7 @@ class PageContent:
         unfinished: what the reader must know when the runs did not end as planned; None when they
             did.
         verdict: one sentence.
+        winner: the label that it speaks of; None where nothing finished.
         findings: a few more.
         metric_better: which way the metric is to go.
         target: of the metric.
@@ -134,6 +135,7 @@ class PageContent:
 
     title: str
     verdict: str
+    winner: str | None = None
     findings: Sequence[str] = ()
     unfinished: str | None = None
     created_at: str = ""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from offbeat.errors import RecordError
 from offbeat.lab.comparison import ComparedStrategy, read_comparison
+from offbeat.lab.findings import winner
 from offbeat.lab.records import Record
 from offbeat.report.data import Better, PageContent, StrategyResults
 from offbeat.report.data_records import (
@@ -22,7 +23,7 @@ from offbeat.report.style import write_option
 def report_of_comparison(directory: Path) -> PageContent:
     """Everything that the page shows of the comparison in `directory`. Raises `RecordError`."""
     comparison = read_comparison(directory)
-    unfinished = None
+    unfinished, best = None, winner(comparison)
     if comparison.status != "finished":
         unfinished = (
             f"This comparison is {comparison.status}: the page shows what had been measured when it"
@@ -31,6 +32,7 @@ def report_of_comparison(directory: Path) -> PageContent:
     return PageContent(
         title=f"{comparison.task} on {count_workers(comparison.workers)}",
         verdict=comparison.verdict,
+        winner=best.label if best is not None else None,
         findings=comparison.findings,
         unfinished=unfinished,
         created_at=comparison.created_at,

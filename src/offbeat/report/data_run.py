@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from offbeat.report.data_records import (
     setting,
     words,
 )
-from offbeat.report.style import BYTES, NUMBER, SECONDS, capital, write
+from offbeat.report.style import NUMBER, SECONDS, capital, write
 
 
 def report_of_run(directory: Path) -> PageContent:
@@ -44,7 +43,8 @@ def report_of_run(directory: Path) -> PageContent:
     )
     return PageContent(
         title=f"{config.strategy} on {config.task}, {count_workers(config.workers)}",
-        verdict=_verdict(run.steps, summary, measures, metric_name),
+        verdict=_verdict(run.steps, summary, metric_name),
+        winner=config.strategy,
         unfinished=status.get(run.status),
         created_at=record.attempts[0].started_at if record.attempts else "",
         metric_name=metric_name,
@@ -87,9 +87,7 @@ def report_of_run(directory: Path) -> PageContent:
     )
 
 
-def _verdict(
-    steps: Steps, summary: Summary | None, measures: Mapping[str, Estimate], metric_name: str
-) -> str:
+def _verdict(steps: Steps, summary: Summary | None, metric_name: str) -> str:
     if summary is None:
         return f"{steps.num_steps:,} steps are recorded, and no summary."
     metric = (
@@ -97,11 +95,8 @@ def _verdict(
         if summary.metric is not None
         else ""
     )
-    step_s = measures["step_s"].median if "step_s" in measures else None
-    pace = f": {write(step_s, SECONDS)} a step" if step_s else ""
     return capital(
-        f"{metric}{summary.steps:,} steps and {write(summary.seconds, SECONDS)}{pace}, "
-        f"{write(summary.bytes_sent_per_step, BYTES)} sent by a worker in each."
+        f"{metric}{summary.steps:,} steps and {write(summary.seconds, SECONDS)} of training."
     )
 
 

@@ -7,19 +7,19 @@ from offbeat.report.style import SECONDS, write
 
 
 def lateness_sentence(late: Lateness) -> str:
-    """Names the slow worker, or says that there is none."""
+    """Who comes last, and how late. Whether one worker is slow is decided over all contestants."""
     spread = write(late.spread_s, SECONDS)
     if late.together:
         return f"Workers come together: the last one {spread} after the first on average."
-    slow = late.slow_worker
-    if slow is not None:
-        share, behind_s = float(late.last_share[slow]), float(late.mean_s[slow])
+    last = late.slow_worker
+    if last is not None:
+        share, behind_s = float(late.last_share[last]), float(late.mean_s[last])
         return (
-            f"Worker {slow} was last in {share:.0%} of steps, {write(behind_s, SECONDS)} behind"
+            f"Worker {last} was last in {share:.0%} of steps, {write(behind_s, SECONDS)} behind"
             " the first on average."
         )
     return (
-        "No single worker is the slow one: none was last in more than"
+        "Workers take turns at coming last: none was last in more than"
         f" {late.last_share.max():.0%} of steps. The last one came {spread} after the first on"
         " average."
     )

@@ -20,6 +20,7 @@ from offbeat.errors import RecordError
 from offbeat.lab.comparison import is_comparison
 from offbeat.report import page_factors as factors
 from offbeat.report import page_sections as sections
+from offbeat.report import page_summary as summary
 from offbeat.report.charts import line_charts
 from offbeat.report.charts_dispatch import dispatches
 from offbeat.report.charts_factors import factor_timelines
@@ -81,13 +82,15 @@ def render(report: PageContent) -> str:
         "option": write_option,
         "together": lambda text: _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text),
     }
-    charts = line_charts(report)
+    charts, advice = line_charts(report), summary.advice(report)
     windows = list(timelines(report))
     second_order, divided = list(factor_timelines(report)), list(dispatches(report))
     script = _asset("report.js")
     return environment.from_string(_asset("report.html")).render(
         report=report,
         rows=list(sections.rows(report)),
+        numbers=summary.key_numbers(report),
+        advice=advice.text if advice is not None else "",
         differences=list(sections.difference_rows(report)),
         charts=charts,
         timelines=windows,
@@ -114,6 +117,7 @@ def render(report: PageContent) -> str:
                     chart.key: asdict(chart)
                     for chart in chain(charts, *(one.charts for one in divided))
                 },
+                "advised": 0 if advice is None else advice.contestant,
                 "timelines": [asdict(window) for window in windows],
                 "factors": [asdict(timeline) for timeline in second_order],
             }

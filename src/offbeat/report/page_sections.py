@@ -11,8 +11,9 @@ import numpy as np
 
 from offbeat.lab.comparison import Difference
 from offbeat.lab.lateness import lateness
-from offbeat.report.data import Better, PageContent, StrategyResults
+from offbeat.report.data import Better, PageContent
 from offbeat.report.data_waiting import lateness_sentence
+from offbeat.report.page_summary import SHORT, median, slow_worker
 from offbeat.report.style import (
     MEASURES,
     NOTHING,
@@ -46,11 +47,14 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One measure of all contestants. `note` says between whom there is no difference."""
+    """One measure of all contestants. `note` says between whom there is no difference; `short` is
+    its heading in the table of the main ones, and empty where it is none of them.
+    """
 
     title: str
     cells: Sequence[Cell]
     note: str = ""
+    short: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +85,7 @@ class Bars:
 def rows(report: PageContent) -> Iterator[Row]:
     """The table: a row for each measure that some strategy has."""
     for name, measure in MEASURES.items():
-        known = any(_median(contestant, name) is not None for contestant in report.contestants)
+        known = any(median(contestant, name) is not None for contestant in report.contestants)
         if known and measure.better is not Better.NEITHER:
             yield _row(report, name, measure)
 
@@ -101,13 +105,13 @@ def difference_rows(report: PageContent) -> Iterator[tuple[str, str, str, str, s
 
 def step_bars(report: PageContent) -> Bars | None:
     """Where a step's time goes; None where no contestant says."""
-    steps = [_median(contestant, "step_s") for contestant in report.contestants]
+    steps = [median(contestant, "step_s") for contestant in report.contestants]
     longest = max((step for step in steps if step), default=None)
     if longest is None:
         return None
     bars = []
     for number, (contestant, step_s) in enumerate(zip(report.contestants, steps, strict=True)):
-        shares = {phase: _median(contestant, name) for phase, (name, _) in SHARES.items()}
+        shares = {phase: median(contestant, name) for phase, (name, _) in SHARES.items()}
         known = {phase: share for phase, share in shares.items() if share is not None}
         if step_s is None or not known:
             continue
@@ -131,6 +135,7 @@ def step_bars(report: PageContent) -> Bars | None:
 
 def lateness_bars(report: PageContent) -> Iterator[Bars]:
     """How late each worker came, for every contestant that says; of many workers the latest."""
+    slow = slow_worker(report)
     for number, contestant in enumerate(report.contestants):
         late = lateness([run.steps for run in contestant.runs])
         if late is None:
@@ -146,7 +151,7 @@ def lateness_bars(report: PageContent) -> Iterator[Bars]:
                 percent=100 * float(late.mean_s[worker]) / longest,
                 text=write(float(late.mean_s[worker]), SECONDS),
                 more=f"last in {write(float(late.last_share[worker]), SHARE)}",
-                mark=worker == late.slow_worker,
+                mark=worker == slow,
             )
             for worker in shown
         ]
@@ -161,7 +166,7 @@ def lateness_bars(report: PageContent) -> Iterator[Bars]:
 def traffic_bars(report: PageContent) -> Iterator[Bars]:
     """Bytes, messages and memory."""
     for name in ("bytes_per_step", "messages_per_step", "peak_memory_bytes"):
-        values = [_median(contestant, name) for contestant in report.contestants]
+        values = [median(contestant, name) for contestant in report.contestants]
         longest = max((value for value in values if value is not None), default=None)
         if longest is None:
             continue
@@ -200,7 +205,8 @@ def _row(report: PageContent, name: str, measure: Measure) -> Row:
         if best and equals
         else ""
     )
-    return Row(title=_title(measure, report), cells=cells, note=note)
+    short = capital(SHORT.get(name, "").format(metric=report.metric_name))
+    return Row(title=_title(measure, report), cells=cells, note=note, short=short)
 
 
 def _best(report: PageContent, name: str, measure: Measure) -> tuple[str | None, list[str]]:
@@ -208,7 +214,7 @@ def _best(report: PageContent, name: str, measure: Measure) -> tuple[str | None,
     the spread.
     """
     better = report.metric_better if measure.better is None else measure.better
-    known = {contestant.label: _median(contestant, name) for contestant in report.contestants}
+    known = {contestant.label: median(contestant, name) for contestant in report.contestants}
     values = {label: value for label, value in known.items() if value is not None}
     differences = [found for found in report.differences if found.measure == name]
     if better is Better.NEITHER or not report.compares or not differences:
@@ -221,11 +227,6 @@ def _best(report: PageContent, name: str, measure: Measure) -> tuple[str | None,
 
 def _decided(differences: Sequence[Difference], a: str, b: str) -> bool:
     return any(found.decided for found in differences if {found.a, found.b} == {a, b})
-
-
-def _median(contestant: StrategyResults, name: str) -> float | None:
-    estimate = contestant.measures.get(name)
-    return None if estimate is None else estimate.median
 
 
 def _title(measure: Measure, report: PageContent) -> str:

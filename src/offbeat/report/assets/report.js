@@ -35,8 +35,8 @@
   };
   const digits = (value, decimals) => (value + 0).toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
   const written = (unit, value) => {
-    const [, divisor, name] = scaleOf(unit, value);
-    const number = (value / divisor).toLocaleString("en", { maximumSignificantDigits: Math.abs(value / divisor) < 1000 ? 3 : 5 });
+    const [, divisor, name] = scaleOf(unit, value), plain = unit.length === 1 && name === "";
+    const number = (value / divisor).toLocaleString("en", { maximumSignificantDigits: Math.abs(value / divisor) < 1000 ? (plain ? 4 : 3) : 5 });
     return number + (name === "" || name === "%" ? name : " " + name);
   };
 
@@ -63,11 +63,30 @@
           const value = factor * 10 ** power;
           if (value >= low * 0.999 && value <= high * 1.001) ticks.push([value, written(decimal, value)]);
         }
+    return ticks.length > (decades < 0.7 ? 2 : 1) ? { ticks, name: "" } : linearTicks(low, high, count, unit);
+  };
+
+  // Values near their best: what is missing halves and halves again. Round values first, and as many as there is room for.
+  const missingTicks = (axis, most, least, room) => {
+    const at = (missing) => Math.log(most / missing) / Math.log(most / least), ticks = [];
+    for (const [factor, apart] of [[1, 17], [5, 17], [2, 17], [3, 34], [7, 34], [4, 34]])
+      for (let power = 1; power >= Math.floor(Math.log10(least)); power--) {
+        const missing = factor * 10 ** power;
+        if (missing > most * 1.001 || missing < least * 0.999) continue;
+        if (ticks.every(([other]) => Math.abs(at(axis.whole - other) - at(missing)) * room >= apart))
+          ticks.push([axis.whole - missing, (axis.whole - missing).toLocaleString("en", { maximumFractionDigits: 8 })]);
+      }
     return { ticks, name: "" };
   };
 
   const makeScale = (axis, values, from, to, count, rounded = false) => {
     let low = Math.min(...values), high = Math.max(...values);
+    if (finite(axis.whole)) {
+      const least = axis.least_missing, missing = (value) => Math.max(axis.whole - value, least);
+      const most = Math.max(missing(low), 2 * least), deepest = Math.min(missing(high), most / 2);
+      const at = (value) => from + ((to - from) * Math.log(most / missing(value))) / Math.log(most / deepest);
+      return { at, ...missingTicks(axis, most, deepest, Math.abs(to - from)) };
+    }
     if (axis.log) {
       if (low === high) [low, high] = [low / 2, high * 2];
       const span = Math.log(high / low);
@@ -80,6 +99,18 @@
       [low, high] = [Math.floor(low / step + 1e-6) * step, Math.ceil(high / step - 1e-6) * step];
     }
     return { at: (value) => from + ((to - from) * (value - low)) / (high - low), ...linearTicks(low, high, count, axis.unit) };
+  };
+
+  // Numbers below an axis; one that would touch its neighbour is left out.
+  const drawTicks = (svg, ticks, at, bottom, left, right) => {
+    let free = -Infinity;
+    for (const [value, text] of ticks) {
+      const x = at(value), width = 7 * text.length, from = Math.min(Math.max(x - width / 2, left - 12), right - width + 10);
+      make(svg, "line", { class: "axis", x1: x, x2: x, y1: bottom, y2: bottom + 4 });
+      if (from < free) continue;
+      free = from + width + 8;
+      make(svg, "text", { x: from + width / 2, y: bottom + 17, "text-anchor": "middle" }, text);
+    }
   };
 
   // The pointer's label.
@@ -113,7 +144,7 @@
 
   const drawLines = (figure) => {
     const chart = data.charts[figure.dataset.chart], svg = figure.querySelector(":scope > svg");
-    const width = Math.max(200, Math.round(figure.clientWidth)), height = Math.round(Math.min(360, Math.max(210, width * 0.56)));
+    const width = Math.max(200, Math.round(figure.clientWidth)), height = Math.round(Math.min(360, Math.max(230, width * 0.56)));
     clear(svg, width, height);
     const all = chart.series.filter((series) => chart.apart || !hidden.has(series.contestant));
     const usable = (axis) => (value) => finite(value) && (!axis.log || value > 0);
@@ -130,17 +161,16 @@
       make(svg, "text", { x: left - 7, y: y.at(value) + 4, "text-anchor": "end" }, text);
     }
     make(svg, "line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom });
-    for (const [value, text] of x.ticks) {
-      make(svg, "line", { class: "axis", x1: x.at(value), x2: x.at(value), y1: bottom, y2: bottom + 4 });
-      const anchor = x.at(value) > right - 16 ? "end" : "middle";
-      make(svg, "text", { x: x.at(value), y: bottom + 17, "text-anchor": anchor }, text);
-    }
-    const titled = (axis, name) => axis.title + (name ? `, ${name}` : "") + (axis.log ? " (logarithmic)" : "");
+    drawTicks(svg, x.ticks, x.at, bottom, left, right);
+    const scaled = (axis) => axis.log ? " (logarithmic)" : finite(axis.whole) ? (width < 500 ? " (logarithmic)" : ` (logarithmic in ${axis.whole} − ${axis.title})`) : "";
+    const titled = (axis, name) => axis.title + (name ? `, ${name}` : "") + scaled(axis);
     make(svg, "text", { x: 0, y: 11 }, titled(chart.y, y.name));
     make(svg, "text", { x: right, y: height - 4, "text-anchor": "end" }, titled(chart.x, x.name));
     if (finite(chart.target)) {
       make(svg, "line", { class: "target", x1: left, x2: right, y1: y.at(chart.target), y2: y.at(chart.target) });
-      make(svg, "text", { class: "target-label", x: left + 4, y: y.at(chart.target) - 5 }, `target ${written(chart.y.unit, chart.target)}`);
+      const label = make(svg, "text", { class: "target-label", x: right, y: 11, "text-anchor": "end" }, `target ${written(chart.y.unit, chart.target)}`);
+      const from = right - 7.4 * label.textContent.length - 6;
+      make(svg, "line", { class: "target", x1: from - 22, x2: from, y1: 7, y2: 7 });
     }
     for (const series of [...all].sort((a, b) => Number(b.thin) - Number(a.thin))) drawSeries(svg, series, x.at, y.at);
     const cross = make(svg, "circle", { r: 4, class: "halo", visibility: "hidden" });
@@ -263,10 +293,7 @@
       make(svg, "path", { class: "last", d: `M${(cx - 4.5).toFixed(1)} ${cy - 6}h9L${cx.toFixed(1)} ${cy + 1}z` });
     }
     make(svg, "line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom });
-    for (const [value, text] of x.ticks) {
-      make(svg, "line", { class: "axis", x1: x.at(value), x2: x.at(value), y1: bottom, y2: bottom + 4 });
-      make(svg, "text", { x: x.at(value), y: bottom + 17, "text-anchor": x.at(value) > right - 16 ? "end" : "middle" }, text);
-    }
+    drawTicks(svg, x.ticks, x.at, bottom, left, right);
     make(svg, "text", { x: right, y: height - 4, "text-anchor": "end" }, `time, ${x.name}`);
     const whose = data.contestants.length > 1 ? `${data.contestants[chosen.contestant]}, seed ${data.seeds[chosen.contestant][chosen.run]}: steps` : "Steps";
     const numbers = window_.steps[window_.reference].slice(first, last).filter((number) => number);
@@ -310,7 +337,7 @@
 
   const startTimeline = () => {
     const present = [...new Set(data.timelines.map((one) => one.contestant))];
-    chosen.contestant = present[0];
+    chosen.contestant = present.includes(data.advised) ? data.advised : present[0];
     chosen.count = page.clientWidth < 600 ? 6 : 12;
     offer(field("contestant"), present.map((number) => [number, data.contestants[number]]), chosen.contestant);
     for (const name of ["contestant", "run", "count", "from"])
@@ -377,10 +404,7 @@
       });
     });
     make(svg, "line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom });
-    for (const [value, text] of x.ticks) {
-      make(svg, "line", { class: "axis", x1: x.at(value), x2: x.at(value), y1: bottom, y2: bottom + 4 });
-      make(svg, "text", { x: x.at(value), y: bottom + 17, "text-anchor": x.at(value) > right - 16 ? "end" : "middle" }, text);
-    }
+    drawTicks(svg, x.ticks, x.at, bottom, left, right);
     make(svg, "text", { x: right, y: bottom + 36, "text-anchor": "end" }, `time, ${x.name}`);
     const whose = data.contestants.length > 1 ? `${data.contestants[picked.contestant]}, seed ${data.seeds[picked.contestant][picked.run]}: step` : "Step";
     pick("says").textContent = `${whose} ${picked.step}, one of ${timeline.numbers.length} that are shown of those looked at closely. A message is under way from when a worker hands it over until it has the result, so waiting for the last worker is in that.`;

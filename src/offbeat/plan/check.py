@@ -1,0 +1,251 @@
+"""`offbeat plan --check`: predicted against measured steps of a comparison.
+
+The profile is measured on this machine, or given. Its forward and backward pass are stretched to
+the step that `alone` took in the comparison, if it did: a machine that is busier, or workers that
+share its cores, are not what is held against the prediction. What exchanging adds is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import numpy as np
+
+from offbeat.errors import ConfigError, RecordError
+from offbeat.lab.breakdown import Steps, read_steps
+from offbeat.lab.cluster import Cluster
+from offbeat.lab.compare_plan import ALONE
+from offbeat.lab.comparison import Comparison, read_comparison
+from offbeat.lab.records import Record
+from offbeat.plan.measure import measure_task
+from offbeat.plan.predictions import method_of, padded, predict_recipe
+from offbeat.plan.profile import Checked, ModelProfile
+from offbeat.plan.script_timing import measure_script
+from offbeat.plan.simulation import Setting
+
+WITHIN: Final = 0.15
+"""A prediction is good if it is no further from the measured step, and strategies that differ by
+more should be in the right order.
+"""
+
+REPEATS_WITHIN: Final = 0.10
+"""Where halves of a run, or runs, differ by more, a strategy is not judged."""
+
+_PROFILED_STEPS: Final = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedStep:
+    """One strategy.
+
+    Attributes:
+        strategy: its label in the comparison.
+        measured_s: mean step of a worker, without the first steps.
+        predicted_s: None: it cannot be predicted.
+        repeats_differ: by how much halves of its runs differ, as a share of the smaller one.
+        why: it cannot be predicted; empty: it can.
+    """
+
+    strategy: str
+    measured_s: float
+    predicted_s: float | None
+    repeats_differ: float
+    why: str = ""
+
+    @property
+    def is_judged(self) -> bool:
+        return self.predicted_s is not None and self.repeats_differ <= REPEATS_WITHIN
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured; NaN where nothing was predicted."""
+        return math.nan if self.predicted_s is None else self.predicted_s / self.measured_s
+
+    @property
+    def error(self) -> float:
+        """How far off the prediction is: 0.1 for 10%, either way."""
+        return exp(abs(log(self.ratio))) - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """What a comparison says of predictions.
+
+    Attributes:
+        where: the cluster, for people.
+        steps: of the strategies, worst prediction first; those that are not judged at the end.
+        profile: that was predicted with, and what was checked of it.
+    """
+
+    where: str
+    steps: tuple[CheckedStep, ...]
+    profile: ModelProfile
+
+    @property
+    def judged(self) -> list[CheckedStep]:
+        return [one for one in self.steps if one.is_judged]
+
+    @property
+    def median_error(self) -> float:
+        return median(one.error for one in self.judged)
+
+    @property
+    def share_within(self) -> float:
+        """Of judged strategies, those within `WITHIN`."""
+        return sum(one.error <= WITHIN for one in self.judged) / len(self.judged)
+
+    @property
+    def apart(self) -> list[tuple[CheckedStep, CheckedStep]]:
+        """Pairs whose measured steps differ by more than `WITHIN`, the slower one first."""
+        return [
+            (first, second)
+            for first in self.judged
+            for second in self.judged
+            if first.measured_s > (1 + WITHIN) * second.measured_s
+        ]
+
+    @property
+    def misplaced(self) -> list[tuple[CheckedStep, CheckedStep]]:
+        """Those of `apart` that are predicted in the wrong order."""
+        return [
+            (slower, faster)
+            for slower, faster in self.apart
+            if (slower.predicted_s or 0.0) <= (faster.predicted_s or 0.0)
+        ]
+
+
+def check_comparison(directory: Path, profile: ModelProfile | None = None) -> Check:
+    """Hold predictions against the comparison recorded in `directory`.
+
+    Args:
+        directory: of the comparison.
+        profile: of what it trained; None: it is measured here.
+
+    Raises:
+        RecordError: there is no comparison, or it is damaged.
+        ConfigError: the profile is of another model, or nothing can be predicted.
+    """
+    comparison = read_comparison(directory)
+    runs = {
+        contestant.label: [Record(directory / run) for run in contestant.runs]
+        for contestant in comparison.contestants
+        if contestant.failure is None
+    }
+    if not runs:
+        raise ConfigError(f"no strategy of {directory} has finished; there is nothing to check")
+    model = _measured_profile(runs) if profile is None else profile
+    if comparison.num_parameters not in (0, model.num_elements):
+        raise ConfigError(
+            f"profile {model.name!r} has {model.num_elements} parameters, and {directory} trained"
+            f" a model of {comparison.num_parameters}; give the profile of that model"
+        )
+    cluster = comparison.cluster
+    alone = [directory / f"runs/{ALONE}-seed-{seed}" for seed in comparison.seeds]
+    fitted = _as_alone(padded(model, cluster), cluster, [path for path in alone if path.exists()])
+    setting = Setting(profile=fitted, cluster=cluster)
+    steps = [_checked(label, records, setting) for label, records in runs.items()]
+    steps.sort(key=lambda one: (not one.is_judged, -one.error if one.is_judged else 0.0))
+    found = Check(where=cluster.describe(), steps=tuple(steps), profile=model)
+    return replace(found, profile=_with_check(model, found, directory, comparison))
+
+
+def _measured_profile(runs: Mapping[str, Sequence[Record]]) -> ModelProfile:
+    """Of the task, or the script, that `runs` trained."""
+    config = next(iter(runs.values()))[0].config
+    if config.script is not None:
+        return measure_script(config.script, steps=_PROFILED_STEPS)
+    settings = [f"{key}={value}" for key, value in config.task_options.items()]
+    return measure_task(config.task, settings, steps=_PROFILED_STEPS)
+
+
+def _as_alone(model: ModelProfile, cluster: Cluster, alone: Sequence[Path]) -> ModelProfile:
+    """`model` with the step that workers took which exchanged nothing."""
+    if not alone:
+        return model
+    measured_s = float(np.mean([_mean_s(_settled(Record(path)), 1) for path in alone]))
+    late_s = sum(
+        delay_s for step in range(100) for delay_s in cluster.delayed_ranks(step).values()
+    ) / (100 * cluster.workers)
+    slowdown = float(np.mean([1 / speed for speed in cluster.speeds]))
+    computing_s = (measured_s - late_s) / slowdown - model.optimizer_s
+    if computing_s <= 0:
+        return model
+    return model.with_step(
+        batch_size=model.batch.batch_size, forward_backward_s=computing_s, device=model.device
+    )
+
+
+def _checked(label: str, records: Sequence[Record], setting: Setting) -> CheckedStep:
+    config = records[0].config
+    recipe = config.build_strategy()
+    why = ""
+    predicted_s, period = None, 1
+    try:
+        period = method_of(config.strategy, recipe).steps_in_a_period
+        predicted_s = predict_recipe(label, config.strategy, recipe, setting).step_s
+    except ConfigError as error:
+        why = str(error)
+    steps = [_settled(record) for record in records]
+    halves = [_mean_s(half, period) for one in steps for half in _halves(one, period)]
+    return CheckedStep(
+        strategy=label,
+        measured_s=float(np.mean([_mean_s(one, period) for one in steps])),
+        predicted_s=predicted_s,
+        repeats_differ=max(halves) / min(halves) - 1,
+        why=why,
+    )
+
+
+def _halves(steps: Steps, period: int) -> list[Steps]:
+    """The first and the last whole periods, half of them each; the whole where there is but one."""
+    whole = steps.num_steps // period * period
+    half = whole // 2 // period * period
+    if not half:
+        return [steps]
+    begin = steps.num_steps - whole
+    return [steps.window(begin, begin + half), steps.window(steps.num_steps - half)]
+
+
+def _settled(record: Record) -> Steps:
+    """The steps of a run without the first ones. Raises `RecordError` where there are none."""
+    steps = read_steps(record)
+    if not steps.num_steps:
+        raise RecordError(f"{record.path} has no steps, so nothing was measured")
+    return steps.settled()
+
+
+def _mean_s(steps: Steps, period: int) -> float:
+    """Mean step over ranks and as many whole periods as there are."""
+    whole = steps.num_steps // period * period or steps.num_steps
+    return float(np.nanmean(steps.window(steps.num_steps - whole).duration_s))
+
+
+def _with_check(
+    model: ModelProfile, found: Check, directory: Path, comparison: Comparison
+) -> ModelProfile:
+    """`model` that knows what was checked. A check of the same record is replaced."""
+    if not found.judged:
+        return model
+    cluster = comparison.cluster
+    rates = [
+        math.inf if rate is None else rate
+        for rate in (cluster.link_of(w).rate_bit_per_s for w in range(cluster.workers))
+    ]
+    name = directory.resolve().name
+    checked = Checked(
+        record=name,
+        workers=cluster.workers,
+        least_rate_bit_per_s=min(rates),
+        most_rate_bit_per_s=max(rates),
+        strategies=tuple(one.strategy for one in found.judged),
+        median_error=found.median_error,
+        worst_error=max(one.error for one in found.judged),
+    )
+    kept = [one for one in model.checked if one.record != name]
+    return replace(model, checked=(*kept, checked))

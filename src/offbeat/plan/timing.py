@@ -1,0 +1,262 @@
+"""Where the time of solo steps goes, from hooks on what trains.
+
+A step ends when the optimizer's does. All of it before the backward pass counts as forward: data,
+the loss, setting gradients to zero. All behind it counts as the optimizer's: clipping, schedules.
+With accumulated gradients the passes of a step are added up; a gradient is ready in the last one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median, pstdev
+from typing import Any, Final
+
+import torch
+
+from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.selectors import Exact
+from offbeat.plan.profile import FLOAT_BYTES, ModelProfile, Source, TensorProfile, TimedBatch
+
+WARM_UP_STEPS: Final = 3
+"""Steps that are not timed."""
+
+_REPEATS: Final = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedStep:
+    """One step.
+
+    Attributes:
+        batch_size: samples; 0: not seen.
+        forward_s: until its first backward pass, and between two of them.
+        backward_s: of its backward passes.
+        optimizer_s: the rest.
+        ready: of each parameter, when its gradient was there, as a share of `backward_s`; 1 where
+            it had none.
+    """
+
+    batch_size: int
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    ready: tuple[float, ...]
+
+    @property
+    def duration_s(self) -> float:
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+
+class StepTimer:
+    """Times steps of one process. Its methods are called at the moments that they are named after.
+
+    Args:
+        num_steps: that are wanted, after `WARM_UP_STEPS`.
+        now_s: the clock.
+
+    Attributes:
+        steps: that were timed.
+        parameters: whose gradients are watched.
+    """
+
+    def __init__(self, num_steps: int, now_s: Callable[[], float] | None = None) -> None:
+        self.steps: list[TimedStep] = []
+        self.parameters: list[torch.nn.Parameter] = []
+        self._num_steps = num_steps
+        self._now_s = now_s or self._synchronized_s
+        self._num_seen = 0
+        self._mark_s: float | None = None
+        self._ready_s: dict[int, float | torch.cuda.Event] = {}
+        self._batch_size = 0
+        self._forward_s = self._backward_s = self._begin_backward_s = 0.0
+        self._ready: tuple[float, ...] = ()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps that are wanted were timed."""
+        return len(self.steps) >= self._num_steps
+
+    def watch(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Note when their gradients are ready, from now on."""
+        for parameter in parameters:
+            number = len(self.parameters)
+            self.parameters.append(parameter)
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, number=number: self._note_ready(number)
+            )
+
+    def step_begins(self) -> None:
+        """What came since the last step does not count."""
+        self._mark_s = self._now_s()
+        self._begin_step()
+
+    def samples_seen(self, num_samples: int) -> None:
+        self._batch_size += num_samples
+
+    def backward_begins(self) -> None:
+        now_s = self._now_s()
+        if self._mark_s is not None:
+            self._forward_s += now_s - self._mark_s
+        self._begin_backward_s = now_s
+        self._ready_s.clear()
+        if self._on_device:
+            self._begin_event = torch.cuda.Event(enable_timing=True)
+            self._begin_event.record()
+
+    def backward_ended(self) -> None:
+        now_s = self._now_s()
+        duration_s = now_s - self._begin_backward_s
+        whole_s = self._backward_s + duration_s
+        self._ready = tuple(
+            min(1.0, (self._backward_s + self._after_begin_s(number, duration_s)) / whole_s)
+            if whole_s
+            else 1.0
+            for number in range(len(self.parameters))
+        )
+        self._backward_s = whole_s
+        self._mark_s = now_s
+
+    def step_ended(self) -> None:
+        now_s = self._now_s()
+        is_whole = self._mark_s is not None and len(self._ready) == len(self.parameters)
+        if is_whole and self._backward_s and self.parameters:
+            self._num_seen += 1
+            if self._num_seen > WARM_UP_STEPS and not self.is_done:
+                assert self._mark_s is not None
+                self.steps.append(
+                    TimedStep(
+                        batch_size=self._batch_size,
+                        forward_s=self._forward_s,
+                        backward_s=self._backward_s,
+                        optimizer_s=now_s - self._mark_s,
+                        ready=self._ready,
+                    )
+                )
+        self._mark_s = now_s
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._batch_size = 0
+        self._forward_s = self._backward_s = 0.0
+        self._ready = ()
+
+    @property
+    def _on_device(self) -> bool:
+        return any(parameter.is_cuda for parameter in self.parameters[:1])
+
+    def _synchronized_s(self) -> float:
+        if self._on_device:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _note_ready(self, number: int) -> None:
+        if self._on_device:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._ready_s[number] = event
+        else:
+            self._ready_s[number] = time.perf_counter()
+
+    def _after_begin_s(self, number: int, otherwise_s: float) -> float:
+        """How long after the beginning of the pass a gradient was ready."""
+        noted = self._ready_s.get(number)
+        if noted is None:
+            return otherwise_s
+        if isinstance(noted, float):
+            return noted - self._begin_backward_s
+        return float(self._begin_event.elapsed_time(noted)) / 1e3
+
+
+def timed_batch(steps: Sequence[TimedStep], batch_size: int) -> TimedBatch:
+    """Medians of steps of one batch size."""
+    return TimedBatch(
+        batch_size=batch_size,
+        forward_s=median(step.forward_s for step in steps),
+        backward_s=median(step.backward_s for step in steps),
+    )
+
+
+def profile_of(
+    name: str,
+    batches: Sequence[tuple[int, Sequence[TimedStep]]],
+    parameters: Sequence[torch.nn.Parameter],
+    *,
+    source: str,
+) -> ModelProfile:
+    """The profile that timed steps come to; what copies and selection cost is timed here.
+
+    Args:
+        name: for people.
+        batches: sizes, ascending, with their steps; the last one is planned for.
+        parameters: in the order of the model.
+        source: where the numbers come from.
+    """
+    steps = batches[-1][1]
+    device = parameters[0].device
+    num_elements = sum(parameter.numel() for parameter in parameters)
+    durations_s = [step.duration_s for step in steps]
+    ready = [median(shares) for shares in zip(*(step.ready for step in steps), strict=True)]
+    return ModelProfile(
+        name=name,
+        device=device_name(device),
+        batches=tuple(timed_batch(some, size) for size, some in batches),
+        optimizer_s=median(step.optimizer_s for step in steps),
+        tensors=tuple(
+            TensorProfile(
+                num_elements=parameter.numel(),
+                ready=share,
+                rows=parameter.shape[0] if parameter.ndim > 1 else parameter.numel(),
+            )
+            for parameter, share in zip(parameters, ready, strict=True)
+        ),
+        select_s_per_element=_select_s(num_elements, device) / num_elements,
+        copy_s_per_byte=_copy_s(num_elements, device) / (FLOAT_BYTES * num_elements),
+        spread=pstdev(durations_s) * len(durations_s) / sum(durations_s),
+        sources=tuple(
+            Source(field=field, source=source)
+            for field in ("batches", "optimizer_s", "select_s_per_element", "copy_s_per_byte")
+        ),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """For people: the GPU's name, or the processor's."""
+    import platform
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def _select_s(num_elements: int, device: torch.device) -> float:
+    """Residual and selection at density 0.001."""
+    feedback = ErrorFeedback(num_elements, dtype=torch.float32, device=device, selector=Exact())
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(num_elements, generator=generator).to(device)
+
+    def select() -> None:
+        feedback.stage(gradient.clone(), max(1, num_elements // 1000))
+        feedback.discard()
+
+    return _fastest_s(select, device)
+
+
+def _copy_s(num_elements: int, device: torch.device) -> float:
+    """To where messages leave from: the host's memory."""
+    on_gpu = device.type == "cuda"
+    source = torch.zeros(num_elements, device=device)
+    target = torch.empty(num_elements, pin_memory=on_gpu)
+    return _fastest_s(lambda: target.copy_(source), device)
+
+
+def _fastest_s(call: Callable[[], Any], device: torch.device) -> float:
+    durations_s = []
+    for _ in range(_REPEATS):
+        begun_s = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        durations_s.append(time.perf_counter() - begun_s)
+    return min(durations_s)

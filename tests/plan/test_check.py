@@ -1,0 +1,121 @@
+"""Predictions held against records that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lab_support.made import comparison, contestant, write_run
+from offbeat.cli.main import app
+from offbeat.errors import ConfigError
+from offbeat.lab.cluster import Cluster, from_flags
+from offbeat.lab.comparison import write_comparison
+from offbeat.plan.check import Check, check_comparison
+from offbeat.plan.predictions import PlanRequest, make_plan, predict_step
+from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
+from offbeat.plan.simulation import Setting
+
+STEPS = 40
+CLUSTER = from_flags(workers=2, link="100mbit")
+MODEL = ModelProfile(
+    name="digits",
+    device="none",
+    batches=(TimedBatch(batch_size=8, forward_s=0.1, backward_s=0.2),),
+    optimizer_s=0.0,
+    tensors=(TensorProfile(num_elements=1_000_000, ready=1.0),),
+    select_s_per_element=0.0,
+    copy_s_per_byte=0.0,
+)
+DDP_S = predict_step("ddp", Setting(profile=MODEL, cluster=CLUSTER)).step_s
+LOCAL_S = predict_step("localsgd", Setting(profile=MODEL, cluster=CLUSTER)).step_s
+
+
+def recorded(
+    directory: Path,
+    step_s: Mapping[str, list[float]],
+    *,
+    cluster: Cluster = CLUSTER,
+    num_parameters: int = 1_000_000,
+) -> Path:
+    for label, durations_s in step_s.items():
+        path = directory / f"runs/{label}-seed-0"
+        write_run(path, step_s=durations_s, strategy=label)
+    entries = [contestant(label, num_seeds=1) for label in step_s if label != "alone"]
+    made = comparison(entries, num_seeds=1)
+    made = made.model_copy(update={"cluster": cluster, "num_parameters": num_parameters})
+    write_comparison(directory, made)
+    return directory
+
+
+def checked(directory: Path, ddp: list[float], localsgd: list[float]) -> Check:
+    return check_comparison(recorded(directory, {"ddp": ddp, "localsgd": localsgd}), MODEL)
+
+
+def test_what_was_measured_as_predicted_has_no_error(tmp_path: Path) -> None:
+    found = checked(tmp_path, [DDP_S] * STEPS, [LOCAL_S] * STEPS)
+    assert found.median_error == pytest.approx(0.0, abs=1e-6)
+    assert found.share_within == 1.0
+    assert (len(found.apart), found.misplaced) == (1, [])
+
+
+def test_misses_come_first_and_the_wrong_order_is_counted(tmp_path: Path) -> None:
+    found = checked(tmp_path, [DDP_S] * STEPS, [2 * DDP_S] * STEPS)
+    assert [one.strategy for one in found.steps] == ["localsgd", "ddp"]
+    assert found.steps[0].error == pytest.approx(2 * DDP_S / LOCAL_S - 1)
+    assert found.share_within == 0.5
+    assert len(found.misplaced) == 1
+
+
+def test_runs_whose_halves_differ_are_not_judged(tmp_path: Path) -> None:
+    half = STEPS // 2
+    found = checked(tmp_path, [DDP_S] * STEPS, [LOCAL_S] * half + [1.5 * LOCAL_S] * half)
+    assert [one.is_judged for one in found.steps] == [True, False]
+    assert found.steps[1].repeats_differ > 0.2
+    assert len(found.judged) == 1
+
+
+def test_steps_of_the_comparison_without_exchange_take_the_place_of_the_profiles(
+    tmp_path: Path,
+) -> None:
+    """The machine was twice as slow as when the profile was made: computing is, bytes are not."""
+    slower = MODEL.with_step(batch_size=8, forward_backward_s=0.6, device="none")
+    ddp_s = predict_step("ddp", Setting(profile=slower, cluster=CLUSTER)).step_s
+    directory = recorded(tmp_path, {"ddp": [ddp_s] * STEPS, "alone": [0.6] * STEPS})
+    assert check_comparison(directory, MODEL).median_error == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
+    directory = recorded(tmp_path, {"ddp": [DDP_S] * STEPS}, num_parameters=7)
+    with pytest.raises(ConfigError, match="1000000 parameters, and .* trained a model of 7"):
+        check_comparison(directory, MODEL)
+
+
+def test_what_was_checked_is_kept_in_the_profile_and_limits_what_is_said(tmp_path: Path) -> None:
+    profile, checked_profile = tmp_path / "in.json", tmp_path / "out.json"
+    profile.write_text(MODEL.to_json())
+    directory = recorded(tmp_path / "compare", {"ddp": [DDP_S] * STEPS})
+    arguments = ["plan", "--check", str(directory), "--profile", str(profile)]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(checked_profile)])
+    assert result.exit_code == 0, result.exception
+    assert "100% of 1 strategies within 15%" in result.output
+    model = read_profile(checked_profile)
+    clusters = [from_flags(workers=n, link="100mbit") for n in (2, 4)]
+    request = PlanRequest(profile=model, clusters=clusters, strategies=("ddp", "dpsgd"))
+    outside = [line for line in make_plan(request).remarks if line.startswith("Outside")]
+    assert outside == [
+        "Outside of the range that was checked: dpsgd was not checked.",
+        "Outside of the range that was checked: ddp was checked with 2 workers and 100 Mbit/s"
+        " only.",
+    ]
+
+
+def test_a_check_of_the_same_record_replaces_the_one_before(tmp_path: Path) -> None:
+    directory = recorded(tmp_path, {"ddp": [DDP_S] * STEPS})
+    once = check_comparison(directory, MODEL).profile
+    again = check_comparison(directory, once).profile
+    assert len(once.checked) == len(again.checked) == 1
+    assert replace(again, checked=()) == MODEL

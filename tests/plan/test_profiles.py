@@ -1,0 +1,267 @@
+"""Profiles from scripts and from traces, against clocks and traces that are made up."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from offbeat.cli.main import app
+from offbeat.errors import ConfigError
+from offbeat.lab.config import ScriptCommand
+from offbeat.plan.kineto import profile_from_trace
+from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
+from offbeat.plan.script_timing import at_both_sizes, time_script
+from offbeat.plan.timing import WARM_UP_STEPS, StepTimer, profile_of
+
+SCRIPT = """
+import argparse, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("--steps", type=int, default=1000)
+asked = parser.parse_args()
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(asked.steps):
+    optimizer.zero_grad()
+    model(torch.randn(asked.batch_size, 6)).square().sum().backward()
+    optimizer.step()
+"""
+
+TWO_TENSORS = ModelProfile(
+    name="two",
+    device="none",
+    batches=(TimedBatch(batch_size=1, forward_s=1.0, backward_s=1.0),),
+    optimizer_s=0.0,
+    tensors=(
+        TensorProfile(num_elements=10, ready=1.0),
+        TensorProfile(num_elements=20, ready=0.0),
+    ),
+    select_s_per_element=1e-9,
+    copy_s_per_byte=1e-9,
+)
+
+
+class Clock:
+    """Goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_passes_of_accumulated_gradients_are_added_up() -> None:
+    clock = Clock()
+    timer = StepTimer(1, clock)
+    weight = torch.nn.Parameter(torch.ones(3))
+    timer.watch([weight])
+    for _ in range(WARM_UP_STEPS + 1):
+        timer.step_begins()
+        for _ in range(2):
+            timer.samples_seen(4)
+            clock.passes(1.0)  # forward
+            timer.backward_begins()
+            clock.passes(3.0)
+            timer.backward_ended()
+        clock.passes(0.5)
+        timer.step_ended()
+        clock.passes(9.0)  # between steps
+    (step,) = timer.steps
+    assert (step.forward_s, step.backward_s, step.optimizer_s) == (2.0, 6.0, 0.5)
+    assert step.batch_size == 8
+    assert step.ready == (1.0,)  # no gradient came, so nothing can leave before the end
+
+
+def test_gradients_are_ready_in_the_order_of_the_backward_pass() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.Linear(300, 100))
+    timer = StepTimer(2)
+    timer.watch(list(model.parameters()))
+    while not timer.is_done:
+        timer.step_begins()
+        loss = model(torch.randn(64, 200)).sum()
+        timer.backward_begins()
+        loss.backward()
+        timer.backward_ended()
+        timer.step_ended()
+    made = profile_of("two layers", [(64, timer.steps)], timer.parameters, source="here")
+    first, last = made.tensors[0], made.tensors[-1]
+    assert 0 < last.ready < first.ready <= 1
+    assert (first.num_elements, first.rows) == (60_000, 300)
+
+
+def test_a_script_is_profiled_in_a_process_of_its_own(tmp_path: Path) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "profile.json"
+    script.write_text(SCRIPT)
+    arguments = ["profile", "--steps", "3", "--out", str(out), "--", str(script)]
+    result = CliRunner().invoke(app, [*arguments, "--batch-size", "16"])
+    assert result.exit_code == 0, result.exception
+    profile = read_profile(out)
+    assert profile.batch.batch_size == 16
+    assert [tensor.num_elements for tensor in profile.tensors] == [30, 5, 10, 2]
+    assert profile.name == "train"
+
+
+def test_a_second_batch_size_is_of_the_same_model() -> None:
+    larger = TWO_TENSORS.with_step(batch_size=4, forward_backward_s=3.0, device="none")
+    both = at_both_sizes(larger, TWO_TENSORS, also="--batch-size 1")
+    assert [batch.batch_size for batch in both.batches] == [1, 4]
+    with pytest.raises(ConfigError, match="batches of 1"):
+        at_both_sizes(TWO_TENSORS, TWO_TENSORS, also="--lr 1")
+    with pytest.raises(ConfigError, match="another model"):
+        at_both_sizes(larger, replace(TWO_TENSORS, tensors=larger.tensors[:1]), also="--small")
+
+
+@pytest.fixture
+def restored_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a script that runs in this process changes is as before."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("restored_interpreter")
+def test_a_script_that_ends_too_early_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "short.py"
+    script.write_text(SCRIPT)
+    command = ScriptCommand(path=str(script), arguments=["--steps", "5"])
+    with pytest.raises(ConfigError, match="ended after 1 timed steps, and 9 were asked for"):
+        time_script(command, steps=9, batch_size=None)
+
+
+def event(name: str, category: str, begin_ms: float, length_ms: float, **args: Any) -> Any:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "ts": 1e3 * begin_ms,
+        "dur": 1e3 * length_ms,
+        "args": args,
+    }
+
+
+def step_events(begin_ms: float) -> list[Any]:
+    """Forward 10 ms, backward 20, the optimizer 5, on the host."""
+    engine = "autograd::engine::evaluate_function: "
+    accumulate = engine + "torch::autograd::AccumulateGrad"
+    return [
+        event("aten::linear", "cpu_op", begin_ms, 8),
+        event(engine + "AddmmBackward0", "cpu_op", begin_ms + 10, 4),
+        event(accumulate, "cpu_op", begin_ms + 14, 1),
+        event(engine + "AddmmBackward0", "cpu_op", begin_ms + 15, 14),
+        event(accumulate, "cpu_op", begin_ms + 29, 1),
+        event("Optimizer.step#SGD.step", "user_annotation", begin_ms + 30, 5),
+    ]
+
+
+def write_trace(path: Path, events: Sequence[Any]) -> Path:
+    text = json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]})
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return path
+
+
+def test_a_trace_of_a_processor_gives_the_seconds_of_its_passes(tmp_path: Path) -> None:
+    events = [one for number in range(3) for one in step_events(35.0 * number)]
+    path = write_trace(tmp_path / "trace.json.gz", events)
+    made = profile_from_trace(path, TWO_TENSORS, batch_size=32, device="box")
+    assert made.batch == TimedBatch(
+        batch_size=32, forward_s=pytest.approx(0.010), backward_s=pytest.approx(0.020)
+    )
+    assert made.optimizer_s == pytest.approx(0.005)
+    assert [one.ready for one in made.tensors] == pytest.approx([1.0, 0.25])
+    assert (made.device, made.num_elements) == ("box", 30)
+
+
+def test_what_was_launched_on_a_device_ends_a_pass_when_its_last_kernel_does(
+    tmp_path: Path,
+) -> None:
+    events = step_events(0.0)
+    for correlation, (launched_ms, begin_ms, length_ms) in enumerate(
+        [(5, 20, 30), (12, 50, 60), (28, 110, 10), (31, 120, 15)]
+    ):
+        launch = {"correlation": correlation}
+        events.append(event("cudaLaunchKernel", "cuda_runtime", launched_ms, 0.1, **launch))
+        events.append(event("a kernel", "kernel", begin_ms, length_ms, **launch))
+    made = profile_from_trace(
+        write_trace(tmp_path / "trace.json", events), TWO_TENSORS, batch_size=1, device="box"
+    )
+    # Kernels of the forward pass end at 50 ms, of the backward pass at 120, the optimizer's at 135.
+    seconds = (made.batch.forward_s, made.batch.backward_s, made.optimizer_s)
+    assert seconds == pytest.approx((0.050, 0.070, 0.015))
+
+
+def test_torch_profiler_writes_what_is_read(tmp_path: Path) -> None:
+    model = torch.nn.Linear(50, 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = tmp_path / "trace.json"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(8, 50)).sum().backward()
+            optimizer.step()
+            profiler.step()
+    profiler.export_chrome_trace(str(path))
+    made = profile_from_trace(path, TWO_TENSORS, batch_size=8, device="here")
+    assert made.batch.forward_s > 0
+    assert made.batch.backward_s > 0
+    assert made.optimizer_s > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "is no trace"),
+        ('{"traceEvents": [{"ph": "X"}]}', "is no trace"),
+        ('{"traceEvents": []}', "has no whole step"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(text: str, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        profile_from_trace(path, TWO_TENSORS, batch_size=1, device="box")
+
+
+def test_a_trace_of_another_model_is_refused(tmp_path: Path) -> None:
+    events = [one for one in step_events(0.0) if "AccumulateGrad" not in one["name"]]
+    accumulate = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+    events += [event(accumulate, "cpu_op", 12 + n, 0.5) for n in range(3)]
+    path = write_trace(tmp_path / "trace.json", events)
+    with pytest.raises(ConfigError, match="3 gradients, and profile 'two' has 2 parameters"):
+        profile_from_trace(path, TWO_TENSORS, batch_size=1, device="box")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["profile"], "got nothing to profile"),
+        (["profile", "--task", "digits", "--", "train.py"], "got a script and --task"),
+        (["profile", "--trace", "t.json"], "give --like"),
+        (["plan"], "nothing to plan for"),
+        (["plan", "--check", "runs/none"], "runs/none"),
+        (["plan", "--profile", "vgg16", "--link", "1gbit/1ms,1gbit/2ms"], "one rate twice"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(arguments: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert complaint in str(result.exception)
