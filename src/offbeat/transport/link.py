@@ -77,8 +77,8 @@ def num_frames(num_bytes: int) -> int:
 
 
 def has_message(of: zmq.Socket[bytes]) -> bool:
-    """Whether it is worth while to receive without waiting. `of.poll(0)` says the same at many times
-    the cost, and connections are looked at all the time.
+    """Whether to try to receive without waiting. `of.poll(0)` says the same at many times the cost,
+    and connections are looked at all the time.
     """
     events = of.get(zmq.EVENTS)
     assert isinstance(events, int)
