@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.data import DataLoader
 
+from offbeat.collectives.dense import gather_values
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError
 from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader, Recording
@@ -517,6 +518,16 @@ class Session:
         """This rank's weight in the mean of all ranks' models."""
         weights = (part.averaging_weight() for part in self._parts)
         return next((weight for weight in weights if weight is not None), 1.0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, of JSON's kinds, by rank. Collective: for loops in which all ranks
+        have to decide alike. It is no training and is not in `stats`.
+
+        Raises:
+            PeerError: a rank has failed.
+        """
+        self._check_open("gather")
+        return self._traffic.counting.inner.run(gather_values(value), self._control.next())
 
     def finish(self) -> None:
         """Say that this rank takes no more steps. Returns when every living rank has said so.
