@@ -95,7 +95,6 @@ def test_a_logger_that_raises_is_dropped_and_training_goes_on(
 ) -> None:
     model, optimizer = made()
     logger = Remembering()
-    both = [Broken(), logger]
     with (
         caplog.at_level(logging.WARNING, "offbeat"),
         offbeat.attach(
