@@ -230,6 +230,16 @@ class Session:
             mean_entry_age=age / watched if watched else None,
         )
 
+    def gauges(self) -> dict[str, float]:
+        """What the strategy can measure of itself now, at the price of a pass over the model:
+        "residual_norm", the norm of what this rank has not sent yet, and "stale_share", the share
+        of stale contributions in its averages so far. Empty where there is neither. Not collective.
+        """
+        found: dict[str, float] = {}
+        for part in self._parts:
+            found |= part.gauges()
+        return found
+
     def take_arrivals(self) -> list[Arrival]:
         """When this rank came to each collective since the last call, and how long it
         waited there.

@@ -242,6 +242,11 @@ class BackgroundPart(Part):
         return {"exchanges": self._trainer.counts.made, "encode_s": self._encode_s}
 
     @override
+    def gauges(self) -> dict[str, float]:
+        counts = self._trainer.counts
+        return {"stale_share": counts.stale / counts.contributions} if counts.contributions else {}
+
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         return {"local": {"num_steps": self._num_steps}}
 
