@@ -10,11 +10,9 @@ import pytest
 
 WARNINGS_OF_FRAMEWORKS = "default"
 
-collect_ignore = []
-if find_spec("lightning") is None:
-    collect_ignore.append("test_lightning_ranks.py")
-if find_spec("transformers") is None:
-    collect_ignore.append("test_huggingface_ranks.py")
+collect_ignore_glob = []
+if find_spec("lightning") is None or find_spec("transformers") is None:
+    collect_ignore_glob.append("test_*.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
