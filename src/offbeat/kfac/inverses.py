@@ -165,25 +165,33 @@ class Inverter:
         if not is_asynchronous(packed.device):
             # A CPU gains nothing by further ones in one call, and needs memory for all of them.
             num_at_once = max(MOST_AT_ONCE // dim**2, 1)
-        kept, goods = [], []
-        for some, of_each in zip(
-            packed.split(num_at_once), damping.split(num_at_once), strict=True
+        goods = []
+        found = torch.empty(
+            (len(packed), self.stored_shape(tasks[0].shape)[1]),
+            dtype=dtype_of(self._form, packed.dtype),
+            device=packed.device,
+        )
+        for some, of_each, place in zip(
+            packed.split(num_at_once),
+            damping.split(num_at_once),
+            found.split(num_at_once),
+            strict=True,
         ):
             results, good = damp_and_invert_(unpack(some, dim), of_each, form)
-            kept.append(self._keep(results))
+            place.copy_(self._keep(results))
             goods.append(good)
-        found, good = torch.cat(kept), torch.cat(goods)
+        good = torch.cat(goods)
         counted = torch.cat([task.valid.expand(task.shape.groups) for task in tasks])
         outcome = _CholeskyOutcome.of([task.name for task in tasks], groups, good | ~counted)
         if not is_asynchronous(packed.device) or self._failed_before.intersection(outcome.names):
             failed = outcome.failed()
             self._failed_before.difference_update(outcome.names)
-            self._failed_before.update(outcome.name_at(place) for place in failed)
-            for place in failed:
+            self._failed_before.update(outcome.name_at(number) for number in failed)
+            for number in failed:
                 again = self._retry(
-                    outcome.name_at(place), packed[place], dim, damping[place], form
+                    outcome.name_at(number), packed[number], dim, damping[number], form
                 )
-                found[place] = self._keep(again[None])[0]
+                found[number] = self._keep(again[None])[0]
         else:
             self._outcomes.append(outcome)
         return list(found.split(groups))
@@ -295,7 +303,8 @@ def _on_host(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor, t
         return _on_device(matrices, form)
     good = cholesky_(matrices, inverts=form != "triangle") & _all_finite(matrices)
     if form == "bfloat16":
-        matrices = matrices.triu() + matrices.triu(1).mT
+        matrices.triu_()
+        matrices += matrices.triu(1).mT
     if not good.all():
         matrices = torch.where(good[:, None, None], matrices, 0.0)
     return matrices, good
