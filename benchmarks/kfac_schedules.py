@@ -149,9 +149,9 @@ def pad_inversions(s_per_cube: float) -> None:
     """Let inversions of this process take as long as a device would."""
     invert = Inverter.invert
 
-    def padded(self: Inverter, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+    def padded(self: Inverter, tasks: Sequence[InversionTask], **more: Any) -> list[torch.Tensor]:
         time.sleep(s_per_cube * sum(task.shape.groups * task.shape.dim**3 for task in tasks))
-        return invert(self, tasks)
+        return invert(self, tasks, **more)
 
     Inverter.invert = padded  # type: ignore[method-assign]
     factor_costs.inversion_clock = lambda device: (
