@@ -30,6 +30,8 @@ STRATEGIES: dict[str, Strategy] = {
     "dkfac": offbeat.DKFAC(**HYPER),
     "mpdkfac": offbeat.MPDKFAC(**HYPER),
     "spdkfac": offbeat.SPDKFAC(**HYPER),
+    "spdkfac, no pipelining": offbeat.SPDKFAC(pipelining=False, placement="in_turn", **HYPER),
+    "spdkfac, no load balancing": offbeat.SPDKFAC(placement="everyone", **HYPER),
     "dpkfac": offbeat.DPKFAC(factors="everyone", **HYPER),
 }
 LR = 0.05
