@@ -17,6 +17,7 @@ from offbeat.torch_private import (
     CALLS_MODULE_OF_DDP,
     NO_BACKWARD_PASS,
     REGISTERS_BUILTIN_HOOK,
+    TELLS_WHAT_DDP_LOGGED,
     active_ddp_module,
     attention_functions,
     call_after_backward_pass,
@@ -222,3 +223,7 @@ def test_ddp_calls_its_module_by_one_method_and_that_method_announces_it(
 
 def test_a_builtin_hook_is_registered_by_a_method_of_ddp() -> None:
     assert callable(getattr(torch.nn.parallel.DistributedDataParallel, REGISTERS_BUILTIN_HOOK))
+
+
+def test_ddps_logger_tells_what_it_logged() -> None:
+    assert callable(getattr(torch.distributed.Logger, TELLS_WHAT_DDP_LOGGED))

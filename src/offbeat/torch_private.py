@@ -200,3 +200,8 @@ REGISTERS_BUILTIN_HOOK: Final = "_register_builtin_comm_hook"
 """The method of DistributedDataParallel by which a script chooses one of its communication hooks in
 C++. It has no public name, and it hands the reducer to C++.
 """
+
+TELLS_WHAT_DDP_LOGGED: Final = "_get_ddp_logging_data"
+"""The method of DDP's logger that Lightning asks for at the end of a training. It has no public
+name.
+"""
