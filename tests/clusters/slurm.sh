@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A real SLURM on this machine: two nodes, on which `srun offbeat run` trains two ranks. Needs root, and
-# slurmctld, slurmd, srun and munged (Debian: slurmctld slurmd slurm-client munge). Everything is below a
-# directory of its own, and ends with this script.
+# A real SLURM on this machine: two nodes, on which `srun offbeat run` trains two ranks. Needs root,
+# and slurmctld, slurmd, srun and munged (Debian: slurmctld slurmd slurm-client munge). Everything
+# is below a directory of its own, and ends with this script.
 #
 #     tests/clusters/slurm.sh [DIRECTORY OF offbeat AND python]
 set -euo pipefail
