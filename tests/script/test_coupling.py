@@ -207,7 +207,7 @@ def test_residuals_travel_in_the_optimizers_state(group: None) -> None:
         with ExitStack() as stack:
             Script(offbeat.GTopK(density=0.1, collective="tree"), stack)
             ddp = DistributedDataParallel(model)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
             if saved is not None:
                 checkpoint = torch.load(io.BytesIO(saved))
                 model.load_state_dict(checkpoint["model"])
