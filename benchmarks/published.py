@@ -29,7 +29,8 @@ from offbeat.plan.methods import DenseGradients, SparseGradients
 from offbeat.plan.predictions import predict_step
 from offbeat.plan.profile import ModelProfile
 from offbeat.plan.shipped import PUBLISHED, shipped_profile
-from offbeat.plan.simulation import MESSAGE_S, Setting, StepMethod
+from offbeat.plan.simulation import Setting, StepMethod
+from offbeat.planning.costs import MESSAGE_S
 
 NODES: Final = (4, 8, 16, 32)
 ETHERNET: Final = LinkSpec(rate_bit_per_s=8 / 9e-9, latency_s=0.436e-3 - MESSAGE_S)
