@@ -3,18 +3,24 @@ PYTHON = python3
 VENV = .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.stamp
-PIP = $(BIN)/python -m pip -qq --disable-pip-version-check
+# On a terminal pip shows how far it is.
+INSTALL = $(BIN)/python -m pip --disable-pip-version-check $$([ -t 1 ] || echo -qq) install -c constraints.txt
 
-.PHONY: help setup demo test test-slow check bench chaos clean
+INTEGRATIONS = .venv-integrations
+INTEGRATIONS_STAMP = $(INTEGRATIONS)/.stamp
+
+.PHONY: help setup setup-docs docs package demo test test-slow setup-integrations test-integrations check bench chaos clean
 
 help:
 	@echo "make setup   install offbeat and its tools into $(VENV)"
 	@echo "make demo    compare DDP, gTop-k and PowerSGD on four workers behind a slow link"
 	@echo "make test    run the tests; make test-slow runs the long schedules, which take minutes"
+	@echo "make test-integrations   run the tests against Lightning, transformers and Accelerate"
 	@echo "make check   lint, formatting, types and the order of imports"
+	@echo "make docs    build the documentation as a site, strictly; make package builds and checks what PyPI takes"
 	@echo "make bench   run every benchmark and print one table"
 	@echo "make chaos   run the fault matrix, as far as benchmarks/results/chaos.jsonl lacks it"
-	@echo "make clean   remove $(VENV) and everything generated"
+	@echo "make clean   remove $(VENV), $(INTEGRATIONS) and everything generated"
 
 setup: $(STAMP)
 
@@ -24,14 +30,18 @@ $(STAMP): pyproject.toml constraints.txt
 	    "name another with: make PYTHON=/path/to/python3.11 setup" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@echo "setting up $(VENV) (once; torch is large)"
+	@echo "installing into $(VENV), once: torch is large, and a minute or two go by on a usual link"
+	@echo "1 of 3: torch"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install -c constraints.txt torch hatchling  # torch first: what depends on it then takes the build found here
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(INSTALL) torch hatchling  # torch first: what depends on it then takes the build found here
+	@echo "2 of 3: offbeat and its tools"
+	@$(INSTALL) --no-build-isolation -e '.[dev]'
+	@echo "3 of 3: compiling kernels"
 	@$(BIN)/python -c 'from offbeat.codec import kernels; kernels.warm()'
 	@touch $(STAMP)
 
 demo: setup
+	@echo "training three strategies by turns behind emulated links: about a minute on two cores"
 	@$(BIN)/offbeat demo
 
 test: setup
@@ -40,6 +50,44 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -q -n 2 --timeout 3600 -m slow
+
+setup-integrations: $(INTEGRATIONS_STAMP)
+
+# An environment of its own: the frameworks bring a hundred packages. torch first, as above.
+$(INTEGRATIONS_STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(INTEGRATIONS) (once; torch, Lightning and transformers are large)"
+	@$(PYTHON) -m venv $(INTEGRATIONS)
+	@pip() { $(INTEGRATIONS)/bin/python -m pip -qq --disable-pip-version-check --retries 1 --timeout 20 \
+	    install -c constraints.txt "$$@"; }; \
+	  { pip torch hatchling && pip pytest pytest-timeout hypothesis && \
+	    pip --no-build-isolation -e '.[lab,lightning,transformers]'; } 2> $(INTEGRATIONS)/pip.log || { \
+	    echo "the frameworks could not be installed (is there a network? see" \
+	      "$(INTEGRATIONS)/pip.log), so nothing was tested against them" >&2; exit 1; }
+	@touch $(INTEGRATIONS_STAMP)
+
+test-integrations: setup-integrations
+	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest -q tests/integrations
+
+# The site and the package need packages of their own, which training does not.
+SITE = .venv-docs
+setup-docs: $(SITE)/.stamp
+
+$(SITE)/.stamp: docs/requirements.txt
+	@$(PYTHON) -m venv $(SITE)
+	@$(SITE)/bin/python -m pip -q --disable-pip-version-check install -r docs/requirements.txt || { \
+	  echo "the packages of docs/requirements.txt could not be installed; is there a network?" >&2; exit 1; }
+	@touch $(SITE)/.stamp
+
+docs: setup-docs
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build  # with -q it would count no warnings
+	@echo "the site is in build/site/index.html"
+
+package: setup-docs
+	@rm -rf dist
+	@$(SITE)/bin/python -m build -q --no-isolation
+	@$(SITE)/bin/twine check --strict dist/*
+	@! grep -q 'offbeat\.example' pyproject.toml || \
+	  echo "note: the addresses in pyproject.toml are not real yet; set them before an upload"
 
 check: setup
 	$(BIN)/ruff check
@@ -55,5 +103,5 @@ chaos: setup
 	@$(BIN)/python benchmarks/pages.py
 
 clean:
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(SITE) $(INTEGRATIONS) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

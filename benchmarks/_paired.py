@@ -319,7 +319,7 @@ def source() -> Origin:
     """
     words, kept = iter(sys.argv[1:]), list[str]()
     for word in words:
-        if word in ("--images", "--text", "--steps"):
+        if word in ("--images", "--text", "--steps", "--lr"):
             kept += [word, Path(next(words)).name]
         elif word == "--eight":
             kept.append(word)

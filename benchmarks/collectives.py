@@ -135,7 +135,9 @@ def measure(
             whole_s = timed(partial(driver.run, exchange, stream.next()))
             slowest = torch.tensor([whole_s, sum(spent_s)])
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            cost = cost_of(world_size=world_size, k=K, pair_bytes=wire.pair_bytes, network=network)
+            cost = cost_of(
+                world_size=world_size, k=K, pair_bytes=wire.pair_bytes(K), network=network
+            )
             if turn >= 2:
                 rounds[name].append((float(slowest[0]), float(slowest[1]), cost))
     driver.close()

@@ -43,14 +43,17 @@ IN_SHORT = "in short"
 
 def cases_of(asked: argparse.Namespace) -> Iterator[Case]:
     if asked.images is not None:
-        yield images(asked.images, name="images", lrs=(0.05, 0.025, 0.0125), steps=400)
+        yield images(asked.images, name="images", lrs=(0.05, 0.025, 0.0125), steps=800)
     if asked.text is not None:
         yield Case(
             name="text",
             task="text",
-            settings=(f"path={asked.text}", "batch_size=8", "window=32"),
-            lrs=(0.012, 0.006, 0.003),
-            steps=400,
+            settings=(
+                *(f"path={asked.text}", "batch_size=8", "window=32"),
+                *("optimizer=adamw", "lr_warmup=0.0625", "lr_schedule=cosine"),
+            ),
+            lrs=(0.006, 0.003, 0.0015),
+            steps=800,
             higher_is_better=False,
             goal=1.0,
             unit="%",

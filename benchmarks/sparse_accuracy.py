@@ -1,16 +1,17 @@
 """What sparse gradients cost in accuracy after equally many samples, and which options win it back.
 
 Task `images` at half its size (`width=16`, `shrink=2`), SGD with momentum 0.9, 32 samples a rank,
-learning rate 0.1 with a warm-up over 1/16 of the steps and linear decay, all ranks in threads of
-one process (see `_paired.py`). Every row has the same learning rate: that which suits AllReduce.
+a warm-up over 1/16 of the steps and linear decay, all ranks in threads of one process (see
+`_paired.py`). Every row has the same learning rate: 0.1, or that of `--lr`. AllReduce is best at
+0.0125.
 
     density 0.01 worse than AllReduce: at most 2 points after 800 steps, 0.5 after 3,000
 
 Each run is kept as soon as it is over, so the benchmark may be stopped at any time and goes on with
 `--results`. Without `--images` nothing is measured.
 
-    python benchmarks/sparse_accuracy.py [--images NPZ] [--steps N] [--seeds N] [--seconds S]
-        [--variants NAMES] [--json] [--results DIR]
+    python benchmarks/sparse_accuracy.py [--images NPZ] [--steps N] [--lr RATE] [--seeds N]
+        [--seconds S] [--variants NAMES] [--eight] [--json] [--results DIR]
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ SPECS: Mapping[str, str] = {
     "union, no masking": f"{UNION}:momentum_masking=false",
     "union, dense below 512": f"{UNION}:dense_below=512",
     "union, by layer": f"{UNION}:scope=layer",
+    "union, density 0.2": UNION.replace("0.01", "0.2"),
+    "union, density 0.2, masking": f"{UNION.replace('0.01', '0.2')}:momentum_masking=true",
+    "union, density 0.2, float8": f"{UNION.replace('0.01', '0.2')}:values=float8",
     "union, density 0.05": UNION.replace("0.01", "0.05"),
+    "union, density 0.05, float8": f"{UNION.replace('0.01', '0.05')}:values=float8",
+    "union, float8": f"{UNION}:values=float8",
     "union, density 0.001": UNION.replace("0.01", "0.001"),
 }
 VARIANTS = tuple(Contestant(label=name, spec=spec) for name, spec in SPECS.items())
@@ -54,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     add_options(parser)
     parser.add_argument("--steps", type=int, default=800, help="default: %(default)s")
+    parser.add_argument("--lr", type=float, default=0.1, help="default: %(default)s")
     parser.add_argument("--eight", action="store_true", help="eight ranks instead of four")
     names = "; ".join(one.label for one in (*VARIANTS, *EIGHT))
     parser.add_argument("--variants", help=f"names, separated by ';', of: {names}")
@@ -67,7 +74,8 @@ def main() -> None:
     chosen = [among[0], *(one for one in among[1:] if wanted is None or one.label in wanted)]
     kept = None if asked.results is None else ResultFile(asked.results / "sparse_accuracy.jsonl")
     name = f"images, {asked.steps} steps" + (", 8 ranks" if asked.eight else "")
-    case = images(asked.images, name=name, lrs=(0.1,), steps=asked.steps)
+    name += "" if asked.lr == 0.1 else f", learning rate {asked.lr:g}"
+    case = images(asked.images, name=name, lrs=(asked.lr,), steps=asked.steps)
     case = replace(case, goal=2.0 if asked.steps <= 800 else 0.5)
     found = compared(case, chosen, Runs(kept, asked.seconds), asked.seeds)
     rows: Sequence[Row] = [

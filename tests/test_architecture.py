@@ -21,6 +21,7 @@ ROOMS = (
     "cli",
     "plan",
     "report",
+    "integrations",
     "script",
     "lab",
     "session",

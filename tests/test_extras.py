@@ -45,6 +45,7 @@ except offbeat.OffbeatError as error:
 failed = {}
 for module in pkgutil.walk_packages(offbeat.__path__, "offbeat.", onerror=lambda name: None):
     needs_lab = module.name.split(".")[1] in ("lab", "cli", "plan", "report", "script")
+    needs_lab = needs_lab or module.name.split(".")[1] == "integrations"
     if not needs_lab and not module.name.endswith("triton_kernels"):
         try:
             import_module(module.name)

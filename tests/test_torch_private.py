@@ -17,6 +17,7 @@ from offbeat.torch_private import (
     CALLS_MODULE_OF_DDP,
     NO_BACKWARD_PASS,
     REGISTERS_BUILTIN_HOOK,
+    TELLS_WHAT_DDP_LOGGED,
     active_ddp_module,
     attention_functions,
     call_after_backward_pass,
@@ -26,10 +27,20 @@ from offbeat.torch_private import (
     new_gloo_backend,
     new_gloo_device,
     new_nccl_backend,
+    num_edges_to,
     stored_entries,
     tensors_in,
     unscales_gradients_itself,
 )
+
+
+def test_each_use_of_a_parameter_is_an_edge_of_the_graph() -> None:
+    embed, other = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 3)
+    hidden = other(embed(torch.tensor([[1, 2], [3, 0]])))
+    twice = F.linear(other(hidden), embed.weight)
+    edges = num_edges_to([twice, hidden])
+    assert [edges[id(p)] for p in (embed.weight, other.weight)] == [2, 2]
+    assert num_edges_to([torch.ones(2)]) == {}
 
 
 def test_a_backward_pass_has_a_number_and_none_runs_outside() -> None:
@@ -212,3 +223,7 @@ def test_ddp_calls_its_module_by_one_method_and_that_method_announces_it(
 
 def test_a_builtin_hook_is_registered_by_a_method_of_ddp() -> None:
     assert callable(getattr(torch.nn.parallel.DistributedDataParallel, REGISTERS_BUILTIN_HOOK))
+
+
+def test_ddps_logger_tells_what_it_logged() -> None:
+    assert callable(getattr(torch.distributed.Logger, TELLS_WHAT_DDP_LOGGED))

@@ -5,6 +5,8 @@ when asked.
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,14 +59,67 @@ def test_version(call) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])
-def test_the_help_of_a_command_fits_on_a_screen(call, command: str) -> None:
-    assert call(command, "--help").out.count("\n  --") <= 18 + 1  # and --help
+def test_the_help_of_a_command_has_no_more_options_than_fit_on_a_screen(call, command: str) -> None:
+    options = re.findall(r"^│ *\*? *--", call(command, "--help").out, re.MULTILINE)
+    assert 10 < len(options) <= 18 + 1  # and --help
 
 
-def test_tasks_and_strategies_are_listed_with_their_options(call) -> None:
-    tasks, strategies = call("tasks").out, call("strategies").out
+COMMANDS = [
+    "run", "compare", "strategies", "doctor", "plan", "profile", "demo", "train", "tasks",
+    "report", "trace",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shows_an_example_of_itself(call, command: str) -> None:
+    assert f"Example: offbeat {command}" in call(command, "--help").out
+
+
+def test_commands_stand_in_groups(call) -> None:
+    listed = call("--help").out
+    panels = re.findall(r"^╭─ (.*?) ─+╮$(.*?)^╰", listed, re.MULTILINE | re.DOTALL)
+    groups = {title: set(re.findall(r"^│ (\w+)  ", rows, re.MULTILINE)) for title, rows in panels}
+    assert groups["Your own script"] == {"run", "compare"}
+    assert set().union(*groups.values()) >= {*COMMANDS, "data", "lab"}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("offbeat comp", ["compare"]),
+        ("offbeat run --strategy gt", ["gtopk"]),
+        ("offbeat compare --strategies ddp,spd", ["ddp,spdkfac"]),
+        ("offbeat strategies local", ["localsgd"]),
+    ],
+)
+def test_the_shell_completes_commands_and_strategies(words: str, expected: list[str]) -> None:
+    program = "import sys; sys.argv = ['offbeat']; from offbeat.cli.main import app; app()"
+    told = {
+        "_OFFBEAT_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    answer = subprocess.run(
+        [sys.executable, "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **told},
+    )
+    assert answer.stdout.split() == expected
+
+
+def test_tasks_are_listed_with_their_options(call) -> None:
+    tasks = call("tasks").out
     assert all(word in tasks for word in ("digits", "charlm", "mnist", "batch_size", "required"))
-    assert all(word in strategies for word in ("allreduce", "topk", "gtopk", "density", "0.001"))
+
+
+def test_strategies_are_listed_without_their_options(call) -> None:
+    listed = call("strategies").out
+    names = re.findall(r"^(\S+)  ", listed, re.MULTILINE)
+    assert {"allreduce", "topk", "gtopk", "ddp", "ddp-powersgd"} <= set(names)
+    assert "arXiv 1901.04359" in listed
+    assert "replica_check_interval" not in listed
 
 
 def test_one_strategy_is_listed_by_its_name(call) -> None:

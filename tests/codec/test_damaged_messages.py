@@ -14,7 +14,13 @@ from offbeat.codec.model_wire import MessageKind, ModelMessage, Note
 from offbeat.codec.row_sets import decode_rows, encode_rows
 from offbeat.codec.sparse import Sparse
 from offbeat.codec.tally import Tally
-from offbeat.codec.value_codecs import BFloat16Values, Float32Values, Float64Values, ValueCodec
+from offbeat.codec.value_codecs import (
+    BFloat16Values,
+    Float8Values,
+    Float32Values,
+    Float64Values,
+    ValueCodec,
+)
 from offbeat.codec.wire import Wire
 from offbeat.errors import WireError
 
@@ -38,13 +44,16 @@ def message(values: ValueCodec, indices: list[int], num_elements: int = NUM_ELEM
     return wire_of(values, num_elements).encode(sparse, TALLY)[0]
 
 
-@pytest.mark.parametrize("values", [Float32Values(), Float64Values(), BFloat16Values()], ids=repr)
-@pytest.mark.parametrize("num_elements", [NUM_ELEMENTS, 1 << 40])
+@pytest.mark.parametrize(
+    "values", [Float32Values(), Float64Values(), BFloat16Values(), Float8Values()], ids=repr
+)
+@pytest.mark.parametrize("num_elements", [64, NUM_ELEMENTS, 1 << 40])
 @given(data=st.data())
 def test_a_sparse_message_is_read_or_refused(
     values: ValueCodec, num_elements: int, data: st.DataObject
 ) -> None:
-    near, far = [1, 2, 70_000], [5, num_elements - 1]
+    near = [1, 2, 70_000] if num_elements > 64 else list(range(0, 64, 3))  # which is a bitmap
+    far = [5, num_elements - 1]
     content = message(values, data.draw(st.sampled_from([[], near, far])), num_elements)
     payload = data.draw(altered_bytes(content) | st.binary(max_size=80))
     wire = wire_of(values, num_elements)

@@ -11,7 +11,13 @@ from offbeat.codec.histogram import histogram, quotas
 from offbeat.codec.jit import COMPILED
 from offbeat.codec.sparse import Sparse, add, keep_largest, partition, split_by_index
 from offbeat.codec.tally import Tally
-from offbeat.codec.value_codecs import BFloat16Values, Float32Values, Float64Values, ValueCodec
+from offbeat.codec.value_codecs import (
+    BFloat16Values,
+    Float8Values,
+    Float32Values,
+    Float64Values,
+    ValueCodec,
+)
 from offbeat.codec.wire import Wire
 
 SETS = st.sets(st.integers(0, 200), max_size=100)
@@ -38,7 +44,7 @@ def test_warming_up_compiles_all_that_is_used() -> None:
     before = [len(kernel.signatures) for kernel in COMPILED]  # type: ignore[attr-defined]
     tally = Tally(weight=1.0, num_nonfinite=0, num_failed=0, used=np.ones(1, dtype=np.bool_))
     codecs: dict[type[np.floating], list[ValueCodec]] = {
-        np.float32: [Float32Values(), BFloat16Values()],
+        np.float32: [Float32Values(), BFloat16Values(), Float8Values()],
         np.float64: [Float32Values(), Float64Values()],
     }
     for dtype, value_codecs in codecs.items():

@@ -12,13 +12,20 @@ from numpy.typing import NDArray
 
 from offbeat.codec.sparse import Sparse, add
 from offbeat.codec.tally import Tally
-from offbeat.codec.value_codecs import BFloat16Values, Float32Values, Float64Values, ValueCodec
+from offbeat.codec.value_codecs import (
+    BFloat16Values,
+    Float8Values,
+    Float32Values,
+    Float64Values,
+    ValueCodec,
+)
 from offbeat.codec.wire import Wire
 from offbeat.errors import WireError
 
 FINITE_FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 FLOAT32, FLOAT64, BFLOAT16 = Float32Values(), Float64Values(), BFloat16Values()
-VALUE_BYTES: dict[ValueCodec, int] = {FLOAT32: 4, FLOAT64: 8, BFLOAT16: 2}
+FLOAT8 = Float8Values()
+VALUE_BYTES: dict[ValueCodec, int] = {FLOAT32: 4, FLOAT64: 8, BFLOAT16: 2, FLOAT8: 1}
 HEAD_BYTES = 28
 
 
@@ -139,16 +146,60 @@ def test_a_pair_takes_at_most_four_bytes_and_its_value(message: Sparse, values: 
 
 
 @pytest.mark.parametrize("values", VALUE_BYTES, ids=repr)
-def test_the_usual_pair_takes_a_two_byte_gap(values: ValueCodec) -> None:
-    num_elements = 1_000_000
-    indices = np.flatnonzero(np.random.default_rng(0).random(num_elements) < 0.001)
-    message = Sparse(indices=indices, values=np.ones(indices.size), num_elements=num_elements)
+@pytest.mark.parametrize(
+    ("density", "index_bytes"), [(1e-6, 4), (0.001, 2), (0.01, 1.8), (0.06, 1), (0.5, 0.25)]
+)
+def test_indices_take_the_shortest_layout(
+    values: ValueCodec, density: float, index_bytes: float
+) -> None:
+    num_elements = 10_000_000
+    indices = np.flatnonzero(np.random.default_rng(0).random(num_elements) < density)
+    ones = np.ones(indices.size, dtype=np.float32)
+    message = Sparse(indices=indices, values=ones, num_elements=num_elements)
     wire = wire_of(num_elements, values)
     payload, _ = wire.encode(message, tally_of())
-    assert len(payload) == HEAD_BYTES + Tally.num_bytes(3) + len(message) * wire.pair_bytes
+    entries_bytes = len(payload) - HEAD_BYTES - Tally.num_bytes(3)
+    assert entries_bytes == pytest.approx(len(message) * wire.pair_bytes(len(message)), rel=0.01)
+    most = len(message) * (index_bytes + VALUE_BYTES[values])
+    assert entries_bytes <= 1.001 * most
+    decoded, _ = wire.decode(payload)
+    assert_same(decoded, message)
 
 
-@pytest.mark.parametrize("gap", [65535, 65536, 65537, 131072, 131073, 200_000])
+def test_a_float8_is_within_a_fifth() -> None:
+    magnitudes = np.geomspace(2.0**-40, 2.0**22, 10_001)[:-1].astype(np.float32)
+    message = Sparse.from_dense(np.concatenate((magnitudes, -magnitudes)))
+    wire = wire_of(message.num_elements, FLOAT8)
+    decoded, _ = wire.decode(wire.encode(message, tally_of())[0])
+    np.testing.assert_allclose(decoded.values, message.values, rtol=0.2)
+
+
+@pytest.mark.parametrize("value", [2.0**-40, 1.5 * 2.0**-7, -1.0, -1.5, 3.0, 2.0**22])
+def test_float8_numbers_are_exact(value: float) -> None:
+    message = Sparse.from_dense(np.array([value], dtype=np.float32))
+    payload, rounding = wire_of(1, FLOAT8).encode(message, tally_of())
+    assert_same(wire_of(1, FLOAT8).decode(payload)[0], message)
+    assert len(rounding) == 0
+
+
+def test_what_float8_cannot_say_is_owed() -> None:
+    message = Sparse.from_dense(np.array([1e9, -1e9, 1e-15, 1.2], dtype=np.float32))
+    payload, rounding = wire_of(4, FLOAT8).encode(message, tally_of())
+    decoded, _ = wire_of(4, FLOAT8).decode(payload)
+    assert decoded.indices.tolist() == [0, 1, 3]  # the third is too small to travel
+    assert_same(add(decoded, rounding), message)
+
+
+def test_nan_stays_nan_in_float8() -> None:
+    message = Sparse.from_dense(np.array([np.nan], dtype=np.float32))
+    decoded, _ = wire_of(1, FLOAT8).decode(wire_of(1, FLOAT8).encode(message, tally_of())[0])
+    assert np.isnan(decoded.values).all()
+    assert len(decoded) == 1
+
+
+@pytest.mark.parametrize(
+    "gap", [255, 256, 257, 512, 513, 65535, 65536, 65537, 131072, 131073, 200_000]
+)
 def test_large_gaps_are_bridged(gap: int) -> None:
     indices = np.concatenate([[gap - 1], gap - 1 + gap + np.arange(30)]).astype(np.int64)
     message = Sparse(
@@ -186,7 +237,7 @@ def test_random_bytes_are_refused(payload: bytes) -> None:
         wire_of(100).decode(payload)
 
 
-@given(st.data(), st.sampled_from([FLOAT32, BFLOAT16]), st.booleans())
+@given(st.data(), st.sampled_from([FLOAT32, BFLOAT16, FLOAT8]), st.booleans())
 def test_flipped_bits_raise_nothing_else(
     data: st.DataObject, values: ValueCodec, far: bool
 ) -> None:
@@ -234,10 +285,15 @@ def test_indices_must_ascend_and_stay_within_bounds() -> None:
         with pytest.raises(WireError, match=says):
             wire_of(num_elements).decode(damaged)
     gaps, _ = good_payload()
-    damaged = gaps[:at] + np.array([0xFFFF] * 4, dtype="<u2").tobytes() + gaps[at + 8 :]
-    damaged = damaged[:8] + (200_000).to_bytes(8, "little") + damaged[16:]
-    with pytest.raises(WireError, match="allowed are those below 200000"):
-        wire_of(200_000).decode(damaged)
+    damaged = gaps[:at] + bytes([0xFF] * 4) + gaps[at + 4 :]
+    damaged = damaged[:8] + (1000).to_bytes(8, "little") + damaged[16:]
+    with pytest.raises(WireError, match="allowed are those below 1000"):
+        wire_of(1000).decode(damaged)
+    everywhere = Sparse.from_dense(np.ones(20, dtype=np.float32))
+    bitmap, _ = wire_of(20).encode(everywhere, tally_of())
+    for bits, says in (([0xFF, 0xFF, 0x07], "names 19"), ([0x7F, 0xFF, 0x1F], "below 20")):
+        with pytest.raises(WireError, match=says):
+            wire_of(20).decode(bitmap[:at] + bytes(bits) + bitmap[at + 3 :])
 
 
 def test_another_dtype_or_model_is_refused() -> None:

@@ -42,6 +42,7 @@ PLAIN: dict[str, AveragingStrategy] = {
     "wagma without overlap": offbeat.WAGMA(overlap=False, period=1),
     "wagma by the paper's rule": offbeat.WAGMA(merge="paper"),
     "wagma with averaged momentum": offbeat.WAGMA(momenta="averaged", period=2),
+    "wagma at intervals": offbeat.WAGMA(period=4, interval=2),
     "wagma without groups": offbeat.WAGMA(groups="off", period=2),
     "adpsgd": offbeat.ADPSGD(),
     "eagersgd": offbeat.EagerSGD(),

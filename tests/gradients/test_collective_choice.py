@@ -7,7 +7,7 @@ import pytest
 from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
 from offbeat.planning.costs import LinkCost, NetworkCosts
 
-BUCKET = BucketKind(num_elements=1_000_000, element_bytes=4, pair_bytes=6)
+BUCKET = BucketKind(num_elements=1_000_000, element_bytes=4)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from offbeat.planning.costs import LinkCost, NetworkCosts
 from offbeat.transport.driver import Stream
 from offbeat.transport.single_rank import SingleRank
 
-GRADIENT = BucketKind(num_elements=1_000_000, element_bytes=4, pair_bytes=6)
+GRADIENT = BucketKind(num_elements=1_000_000, element_bytes=4)
 
 
 def links(bytes_per_s: float, latency_s: float = 1e-4) -> CheapestCollective:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import offbeat
 from offbeat.kfac import eigen, inverses
-from offbeat.kfac.blocks import FactorShape
+from offbeat.kfac.blocks import FactorShape, FactorSlot, slots_of
 from offbeat.kfac.eigen import Decomposer, decompose
 from offbeat.kfac.inverses import (
     InverseForm,
@@ -19,7 +23,10 @@ from offbeat.kfac.inverses import (
     has_inverse,
     usual_form,
 )
+from offbeat.kfac.options import FactorOptions
+from offbeat.kfac.survey import survey
 from offbeat.kfac.symmetric import pack, unpack
+from offbeat.strategies.kfac import KFACStrategy
 
 
 def task(
@@ -259,3 +266,22 @@ def test_an_eigendecomposition_that_fails_harms_no_other(monkeypatch: pytest.Mon
         assert [has_inverse(each).item() for each in kept] == [True, False]
         assert not kept[1].any(), "zeros are what every rank takes for none"
     assert len(warnings) == 2, "the second one is the decomposer's, said once"
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_inverses_are_rounded_where_that_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    monkeypatch.setattr(eigen, "multiplies_bfloat16_fast", lambda device: fast)
+    often, seldom = offbeat.SPDKFAC(inverse_interval=25), offbeat.SPDKFAC(inverse_interval=26)
+    single = slots_of(survey(nn.Linear(3, 2), FactorOptions()).blocks)
+    double = slots_of(survey(nn.Linear(3, 2).double(), FactorOptions()).blocks)
+
+    def form(slots: list[FactorSlot], strategy: KFACStrategy, *, alike: bool = True) -> str:
+        return eigen.form_of(slots, strategy.settings(), same_devices=alike)
+
+    assert form(single, seldom) == ("bfloat16" if fast else "inverse")
+    assert form(single, often) == "triangle"
+    assert form(single, seldom, alike=False) == form(double, seldom) == "inverse"
+    for dtype, expected in (("float32", "inverse"), ("bfloat16", "bfloat16")):
+        assert form(single, replace(seldom, inverse_dtype=dtype)) == expected

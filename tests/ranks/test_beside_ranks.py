@@ -48,7 +48,7 @@ def strategies() -> dict[str, AveragingStrategy]:
         "wagma": offbeat.WAGMA(period=4),
         "wagma, strict": offbeat.WAGMA(period=3, quorum=1.0),
         "wagma, waiting": offbeat.WAGMA(period=4, overlap=False, quorum=1.0),
-        "wagma, pairs": offbeat.WAGMA(group_size=2, period=5),
+        "wagma, pairs, every third step": offbeat.WAGMA(group_size=2, period=6, interval=3),
         "wagma, fixed groups": offbeat.WAGMA(group_size=2, period=5, groups="fixed"),
         "wagma, no groups": offbeat.WAGMA(period=3, groups="off"),
         "adpsgd": offbeat.ADPSGD(),

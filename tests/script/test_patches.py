@@ -21,7 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from offbeat.errors import UnsupportedError
 from offbeat.script import patches
 from offbeat.script.patches import IdleReducer, beside_the_group, patched, processes_wrapped
-from offbeat.torch_private import CALLS_MODULE_OF_DDP, REGISTERS_BUILTIN_HOOK, active_ddp_module
+from offbeat.torch_private import (
+    CALLS_MODULE_OF_DDP,
+    REGISTERS_BUILTIN_HOOK,
+    TELLS_WHAT_DDP_LOGGED,
+    active_ddp_module,
+)
 
 
 class Heard:
@@ -101,6 +106,11 @@ def test_ddp_trains_without_its_reducer_and_nothing_is_exchanged(
     assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [[6.0, 6.0, 6.0]]
     assert list(ddp.state_dict()) == ["module.weight", "module.bias"]
+
+
+def test_ddps_logger_has_logged_nothing_for_whoever_asks(heard: Heard) -> None:
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 1))
+    assert getattr(ddp, TELLS_WHAT_DDP_LOGGED)() == {}
 
 
 def test_a_patched_ddp_model_can_be_copied_and_saved(heard: Heard) -> None:

@@ -12,13 +12,25 @@ from offbeat.transport.envelope import HEADER_BYTES, Envelope, EnvelopeKind, pac
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 HEADER = pack(
-    kind=EnvelopeKind.DATA, sender=1, generation=2, channel=3, sequence=4, payload=b"payload"
+    kind=EnvelopeKind.DATA,
+    sender=1,
+    generation=2,
+    channel=3,
+    sequence=4,
+    payload=b"payload",
+    with_checksum=True,
 )
 
 
-@given(st.sampled_from(EnvelopeKind), U32, U32, U64, U64, st.binary(max_size=200))
+@given(st.sampled_from(EnvelopeKind), U32, U32, U64, U64, st.binary(max_size=200), st.booleans())
 def test_what_is_packed_is_parsed(
-    kind: EnvelopeKind, sender: int, generation: int, channel: int, sequence: int, payload: bytes
+    kind: EnvelopeKind,
+    sender: int,
+    generation: int,
+    channel: int,
+    sequence: int,
+    payload: bytes,
+    with_checksum: bool,
 ) -> None:
     header = pack(
         kind=kind,
@@ -27,10 +39,12 @@ def test_what_is_packed_is_parsed(
         channel=channel,
         sequence=sequence,
         payload=payload,
+        with_checksum=with_checksum,
     )
     envelope = parse(header)
     verify(envelope, payload)
     assert len(header) == HEADER_BYTES
+    assert (envelope.checksum is not None) == with_checksum
     assert (envelope.kind, envelope.sender, envelope.generation) == (kind, sender, generation)
     assert (envelope.channel, envelope.sequence, envelope.num_bytes) == (
         channel,
@@ -56,7 +70,15 @@ def test_no_bit_of_magic_version_kind_and_padding_may_change_unnoticed(bit: int)
 @given(st.binary(min_size=1, max_size=100), st.data())
 def test_a_flipped_bit_of_the_payload_names_the_sender(payload: bytes, data: st.DataObject) -> None:
     envelope = parse(
-        pack(kind=EnvelopeKind.DATA, sender=7, generation=0, channel=0, sequence=0, payload=payload)
+        pack(
+            kind=EnvelopeKind.DATA,
+            sender=7,
+            generation=0,
+            channel=0,
+            sequence=0,
+            payload=payload,
+            with_checksum=True,
+        )
     )
     altered = bytearray(payload)
     altered[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(st.integers(0, 7))
@@ -71,7 +93,7 @@ def test_a_truncated_payload_names_the_sender() -> None:
 
 @pytest.mark.parametrize(
     ("position", "value", "complaint"),
-    [(0, 0, "starts with"), (4, 99, "wire version 99"), (5, 200, "kind 200"), (6, 1, "kind")],
+    [(0, 0, "starts with"), (4, 99, "wire version 99"), (5, 200, "kind 200"), (6, 2, "flags 2")],
 )
 def test_a_foreign_header_is_refused_with_the_reason(
     position: int, value: int, complaint: str

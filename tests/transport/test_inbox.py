@@ -15,7 +15,13 @@ def _message(
     sender: int = 1,
 ) -> tuple[Envelope, bytes]:
     header = pack(
-        kind=kind, sender=sender, generation=0, channel=channel, sequence=sequence, payload=payload
+        kind=kind,
+        sender=sender,
+        generation=0,
+        channel=channel,
+        sequence=sequence,
+        payload=payload,
+        with_checksum=True,
     )
     return parse(header), payload
 

@@ -74,6 +74,7 @@ def message(
         channel=channel,
         sequence=sequence,
         payload=payload,
+        with_checksum=True,
     )
     return [header, payload]
 

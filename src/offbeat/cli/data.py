@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 data = typer.Typer(
     help="Look at, convert and generate data of the Extreme Classification Repository's format.",
     no_args_is_help=True,
-    rich_markup_mode=None,
 )
 
 LabelsFile = Annotated[

@@ -240,47 +240,68 @@ def encode_gaps(
     indices: NDArray[np.int64],
     bits: NDArray[np.unsignedinteger],
     mask: np.unsignedinteger,
-    codes: NDArray[np.uint16],
+    codes: NDArray[np.unsignedinteger],
     coded_bits: NDArray[np.unsignedinteger],
-) -> tuple[np.int64, np.int64]:
-    """Code ascending indices by their gaps. Zeros are left out; a gap of 2**16 or more is bridged
-    by zero-valued fillers.
+) -> None:
+    """Code ascending indices by their gaps. Zeros are left out; a gap longer than a code can say is
+    bridged by zero-valued fillers.
 
     Args:
         indices: strictly ascending, >= 0.
         bits: of the values, in the same order.
         mask: the bits that make a value differ from zero.
-        codes: takes gap - 1 of each entry, fillers included.
+        codes: uint8 or uint16, takes gap - 1 of each entry, fillers included: as long as
+            `count_gaps` says.
         coded_bits: takes the values in the same order, zeros for fillers; as long as `codes`.
-
-    Returns:
-        How many entries there are with fillers and without; (-1, -1) if there is no room for them.
     """
+    width = np.int64(8 * codes.itemsize)
+    longest = (np.int64(1) << width) - 1
     position = np.int64(-1)
     count = np.uint64(0)
-    num_fillers = np.int64(0)
     for i in range(indices.size):
         if bits[i] & mask == 0:
             continue
         gap = indices[i] - position
-        fillers = (gap - 1) >> 16
-        if count + np.uint64(fillers) >= codes.size:
-            return np.int64(-1), np.int64(-1)
-        for _ in range(fillers):
-            codes[count] = 0xFFFF
+        for _ in range((gap - 1) >> width):
+            codes[count] = longest
             coded_bits[count] = 0
             count += _ONE
-        codes[count] = gap - 1  # of which 16 bits are left
+        codes[count] = gap - 1 & longest
         coded_bits[count] = bits[i]
         count += _ONE
-        num_fillers += fillers
         position = indices[i]
-    return np.int64(count), np.int64(count) - num_fillers
+
+
+@kernel
+def count_gaps(
+    indices: NDArray[np.int64], bits: NDArray[np.unsignedinteger], mask: np.unsignedinteger
+) -> tuple[np.int64, np.int64, np.int64]:
+    """How many entries `encode_gaps` has: those that are not zero, and with fillers in codes of 1
+    and of 2 bytes.
+
+    Args:
+        indices: strictly ascending, >= 0.
+        bits: of the values, in the same order.
+        mask: the bits that make a value differ from zero.
+    """
+    position = np.int64(-1)
+    entries = np.int64(0)
+    fillers = np.int64(0)
+    long_fillers = np.int64(0)
+    for i in range(indices.size):
+        if bits[i] & mask == 0:
+            continue
+        beyond = indices[i] - position - 1
+        fillers += beyond >> 8
+        long_fillers += beyond >> 16
+        entries += 1
+        position = indices[i]
+    return entries, entries + fillers, entries + long_fillers
 
 
 @kernel
 def decode_gaps(
-    codes: NDArray[np.uint16],
+    codes: NDArray[np.unsignedinteger],
     bits: NDArray[np.unsignedinteger],
     mask: np.unsignedinteger,
     indices: NDArray[np.int64],
@@ -336,6 +357,24 @@ def round_to_bfloat16(values: NDArray[np.floating], codes: NDArray[np.uint16]) -
         if magnitude > 0x7F80_0000:  # not a number
             code = np.int64(0x7FC0)
         codes[i] = code | (bits >> 16 & 0x8000)
+
+
+@kernel
+def round_to_float8(values: NDArray[np.floating], codes: NDArray[np.uint8]) -> None:
+    """The sign, 6 bits of exponent and 1 bit of fraction of each number: 2**e or 1.5 * 2**e with e
+    from -40 to 22, rounded to nearest. Smaller ones become zero, larger ones the largest.
+    """
+    for i in range(values.size):
+        bits = np.int64(np.float32(values[i]).view(np.uint32))
+        magnitude = bits & 0x7FFF_FFFF
+        # Half a unit is added, so that cutting the other 22 bits of the fraction off rounds. The
+        # code of 2**-40 is 2: what is less than half of it is 0 or below.
+        code = ((magnitude + 0x20_0000) >> 22) - 2 * (127 - 40) + 2
+        code = code if code >= 2 else np.int64(0)
+        code = code if code < 0x7F else np.int64(0x7E)
+        if magnitude > 0x7F80_0000:  # not a number
+            code = np.int64(0x7F)
+        codes[i] = code | (bits >> 24 & 0x80)
 
 
 @kernel
@@ -436,13 +475,16 @@ def warm() -> None:
         deal(indices, values, np.zeros(1, dtype=np.uint32), np.zeros(1, dtype=np.int64), *pairs)
         differences(indices, values, values, *pairs)
         round_to_bfloat16(values, np.zeros(1, dtype=np.uint16))
+        round_to_float8(values, np.zeros(1, dtype=np.uint8))
         grant(*count_magnitudes(values, 0, 1), indices, 1)
-    codes = np.zeros(1, dtype=np.uint16)
     for bits in (
+        np.ones(1, dtype=np.uint8),
         np.ones(1, dtype=np.uint16),
         np.ones(1, dtype=np.uint32),
         np.ones(1, dtype=np.uint64),
     ):
         mask = magnitude_mask(bits.dtype)
-        encode_gaps(indices, bits, mask, codes, bits.copy())
-        decode_gaps(codes, bits, mask, indices.copy())
+        count_gaps(indices, bits, mask)
+        for codes in (np.zeros(1, dtype=np.uint8), np.zeros(1, dtype=np.uint16)):
+            encode_gaps(indices, bits, mask, codes, bits.copy())
+            decode_gaps(codes, bits, mask, indices.copy())

@@ -5,7 +5,8 @@
     indices  see `codec.index_codecs`
     values   see `codec.value_codecs`
 
-All little-endian. A pair takes at most 8 bytes with float32 values and 6 with bfloat16.
+All little-endian. A pair takes at most 8 bytes with float32 values, 6 with bfloat16 and 5 with
+float8.
 """
 
 from __future__ import annotations
@@ -52,10 +53,9 @@ class Wire:
     values: ValueCodec = field(default_factory=Float32Values)
     indices: IndexCodec = field(default_factory=GapIndices)
 
-    @property
-    def pair_bytes(self) -> int:
-        """Bytes of an entry in a usual message, for estimates of cost."""
-        return pair_bytes(self.values, self.indices)
+    def pair_bytes(self, k: int) -> float:
+        """Bytes of an entry in a usual message of `k` entries, for estimates of cost."""
+        return pair_bytes(self.values, self.indices, k=k, num_elements=self.num_elements)
 
     def empty(self) -> Sparse:
         """A vector without entries."""
@@ -139,7 +139,8 @@ class Wire:
         indices, on_wire = self.indices.decode(
             layout, data[at_indices:at_values], on_wire, self.num_elements
         )
-        values = self.values.decode(on_wire).astype(self.dtype, copy=False)
+        with np.errstate(over="ignore"):  # what is damaged may be too large for float32
+            values = self.values.decode(on_wire).astype(self.dtype, copy=False)
         return Sparse(indices=indices, values=values, num_elements=self.num_elements), tally
 
     def add(self, a: Sparse, b: Sparse) -> Sparse:
@@ -177,9 +178,15 @@ class Wire:
         return split_blocks(message, count)
 
 
-def pair_bytes(values: ValueCodec, indices: IndexCodec) -> int:
-    """Bytes of an entry in a usual message, for estimates of cost."""
-    return indices.usual_bytes + values.wire_dtype.itemsize
+def pair_bytes(values: ValueCodec, indices: IndexCodec, *, k: int, num_elements: int) -> float:
+    """Bytes of an entry in a usual message, for estimates of cost.
+
+    Args:
+        values, indices: how they travel.
+        k: entries of the message, >= 1.
+        num_elements: length of the vector.
+    """
+    return indices.expected_bytes(k, num_elements, values.wire_dtype.itemsize) / k
 
 
 def _difference(entries: Sparse, rounded: NDArray[np.floating]) -> Sparse:

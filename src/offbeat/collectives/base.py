@@ -60,5 +60,5 @@ class CostOf(Protocol):
     """Seconds that a sparse collective takes under the alpha-beta model."""
 
     def __call__(
-        self, *, world_size: int, k: int, pair_bytes: int, network: NetworkCosts
+        self, *, world_size: int, k: int, pair_bytes: float, network: NetworkCosts
     ) -> float: ...

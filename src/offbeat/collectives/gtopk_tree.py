@@ -86,7 +86,7 @@ def broadcast(rank: int, world_size: int, message: Payload) -> Collective[Payloa
     return message
 
 
-def cost_s(*, world_size: int, k: int, pair_bytes: int, network: NetworkCosts) -> float:
+def cost_s(*, world_size: int, k: int, pair_bytes: float, network: NetworkCosts) -> float:
     """2 log2(P) alpha + 2 k log2(P) beta: each round of both phases passes one message of k pairs.
 
     Args:

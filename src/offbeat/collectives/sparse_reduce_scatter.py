@@ -76,7 +76,7 @@ def sparse_reduce_scatter(
     )
 
 
-def cost_s(*, world_size: int, k: int, pair_bytes: int, network: NetworkCosts) -> float:
+def cost_s(*, world_size: int, k: int, pair_bytes: float, network: NetworkCosts) -> float:
     """(P-1 + 2 log2 P) alpha + (2 (P-1)/P k pairs + (P-1) c counters) beta.
 
     Args:

@@ -69,7 +69,7 @@ def _sum(
     return wire.add_all(contributions), rounding, reduce(Tally.merge, tallies)
 
 
-def cost_s(*, world_size: int, k: int, pair_bytes: int, network: NetworkCosts) -> float:
+def cost_s(*, world_size: int, k: int, pair_bytes: float, network: NetworkCosts) -> float:
     """log2(P) alpha + (P-1) k beta.
 
     Args:

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
 
+from offbeat.codec.index_codecs import GapIndices, IndexCodec
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.codec.selectors import Exact
+from offbeat.codec.value_codecs import Float32Values, ValueCodec
+from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
 from offbeat.collectives.base import CostOf
 from offbeat.collectives.probe import probe
@@ -43,12 +46,17 @@ class BucketKind:
     Attributes:
         num_elements: of the bucket.
         element_bytes: of a dense element.
-        pair_bytes: of an entry in a sparse message.
+        values, indices: how those of a sparse message travel.
     """
 
     num_elements: int
     element_bytes: int
-    pair_bytes: int
+    values: ValueCodec = field(default_factory=Float32Values)
+    indices: IndexCodec = field(default_factory=GapIndices)
+
+    def pair_bytes(self, k: int) -> float:
+        """Of an entry in a message of `k` entries."""
+        return pair_bytes(self.values, self.indices, k=k, num_elements=self.num_elements)
 
 
 def _ignore(remark: str) -> None:
@@ -122,7 +130,7 @@ class CheapestCollective(Part):
                 + cost(
                     world_size=self._world_size,
                     k=k,
-                    pair_bytes=bucket.pair_bytes,
+                    pair_bytes=bucket.pair_bytes(k),
                     network=self.network,
                 )
             )

@@ -485,6 +485,21 @@ class GradientExchange(Part):
             "age_of_watched_entries": sum(each.total_age for each in ages),
         }
 
+    @override
+    def gauges(self) -> dict[str, float]:
+        owed = [
+            tensor
+            for _, reduction in self._pairs
+            for name, tensor in reduction.additive_state().items()
+            if name.startswith("residual/")
+        ]
+        if not owed:
+            return {}
+        norms = torch.stack(
+            [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in owed]
+        )
+        return {"residual_norm": float(torch.linalg.vector_norm(norms))}
+
     # State
 
     @override

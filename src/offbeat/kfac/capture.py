@@ -20,6 +20,8 @@ What is counted, and what is not:
   counted at the block whose gradient comes first. Where each position is a term, one whose
   gradient is all zeros, such as padding, is none.
 - Layers that were not used get an increment of weight 0.
+- A weight that is also used without calling its layer, as in `F.linear(x, embedding.weight)`, has
+  the factors of the calls alone. The graph of the first pass shows it, and a notice names it.
 - Where examples are sub-sampled, both factors look at the same ones, every n-th of each batch; the
   next step with factors begins at the next one. Means and weights are of what was looked at, so
   factors keep their scale.
@@ -35,6 +37,7 @@ pass is running here).
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,7 +50,12 @@ from offbeat.kfac.attention import Projections, unwatch, watch
 from offbeat.kfac.blocks import Block, LayerBlock, Moment, Side, Use
 from offbeat.kfac.options import FactorOptions
 from offbeat.parts.module_hook import ModuleHook
-from offbeat.torch_private import NO_BACKWARD_PASS, current_backward_pass, tensors_in
+from offbeat.torch_private import (
+    NO_BACKWARD_PASS,
+    current_backward_pass,
+    num_edges_to,
+    tensors_in,
+)
 
 
 class Increment(NamedTuple):
@@ -140,6 +148,8 @@ class Capture:
             self._uses_of[watched.block_index].append(place)
         self._sums = [_Sums() for _ in self._uses]
         self._layers_seen: set[str] = set()
+        self._has_looked_at_graph = False
+        self._num_calls: Counter[int] = Counter()  # in this pass, by the weight's id
         self._pass = 0
         self._terms_in_loss: dict[int, int | torch.Tensor] = {}  # by forward pass of the root
         self._handles: list[Any] = self._hook_root(model)
@@ -274,6 +284,7 @@ class Capture:
         # the first time must not be recorded twice; a re-entrant checkpoint ran without gradients
         # then, so its inputs are recorded when the gradient comes.
         recomputing, block = _inside_backward(), self._uses[place].block
+        self._num_calls[id(block.weight)] += not recomputing
         # Inputs are kept only where they are needed: keeping them would undo what checkpoints save.
         kept = inputs.detach() if recomputing or block.masks_outputs else None
         dim, number = block.example_dim(inputs), self._pass
@@ -330,6 +341,23 @@ class Capture:
             if tensor.ndim > 1 and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda gradient: self._saw_loss_gradient(number, gradient))
                 return
+
+    def _look_at_graph(self, output: Any) -> None:
+        """Name the blocks whose weights the first pass used more often than their layers were
+        called. Where part of the graph is hidden, as by compiling, nothing is found.
+        """
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if self._has_looked_at_graph or not outputs:
+            return
+        self._has_looked_at_graph = True
+        num_uses = num_edges_to(outputs)
+        for block in self._blocks:
+            if 0 < self._num_calls[id(block.weight)] < num_uses.get(id(block.weight), 0):
+                self._warn(
+                    f"K-FAC sees only the calls of {block.name!r}, whose weight the model also uses"
+                    " without calling it, as in F.linear(x, layer.weight): it is preconditioned as"
+                    " if the calls alone used it"
+                )
 
     def _saw_loss_gradient(self, number: int, gradient: torch.Tensor) -> None:
         """Where the model's output is laid out as no block's inputs are, it says nothing."""
@@ -416,10 +444,12 @@ class Capture:
         def begins(module: nn.Module, args: Any) -> None:
             if not _inside_backward():
                 self._pass += 1
+                self._num_calls.clear()
 
         def ends(module: nn.Module, args: Any, output: Any) -> None:
             if self.phase is not None and not _inside_backward():
                 self._watch_loss(output)
+                self._look_at_graph(output)
 
         return [
             model.register_forward_pre_hook(ModuleHook(model, begins)),

@@ -24,7 +24,7 @@ import torch
 # documented, but not in its __all__
 from torch.linalg import LinAlgError
 
-from offbeat.kfac.blocks import FactorShape
+from offbeat.kfac.blocks import FactorShape, FactorSlot
 from offbeat.kfac.inverses import (
     InverseForm,
     InversionTask,
@@ -33,7 +33,9 @@ from offbeat.kfac.inverses import (
     has_inverse,
     usual_form,
 )
+from offbeat.kfac.options import KFACSettings
 from offbeat.kfac.symmetric import unpack
+from offbeat.torch_private import has_avx512_bfloat16
 
 StoredForm: TypeAlias = InverseForm | Literal["eigen"]
 """What is kept of factors, to be put to use in several steps."""
@@ -103,17 +105,39 @@ class Decomposer:
 
 
 def form_of(
-    device: torch.device, inverse_interval: int, *, eigen: bool, bfloat16: bool
+    slots: Sequence[FactorSlot], settings: KFACSettings, *, same_devices: bool
 ) -> StoredForm:
-    """In which form inverses are kept.
+    """In which form inverses are kept. The same on all ranks.
+
+    Where the settings leave bfloat16 open it is taken where it costs nothing: inverses are made
+    anyway, no factor is in float64, and the devices, which must be of one kind, multiply in
+    bfloat16 faster than in float32.
 
     Args:
-        device: of the factors.
-        inverse_interval: steps that an inverse serves, >= 1.
-        eigen: whether factors are decomposed into eigenvectors.
-        bfloat16: whether inverses are kept in bfloat16.
+        slots: the factors.
+        settings: what the user has asked for.
+        same_devices: whether all ranks compute on devices of one kind.
     """
-    return "eigen" if eigen else "bfloat16" if bfloat16 else usual_form(device, inverse_interval)
+    if settings.eigen:
+        return "eigen"
+    device = slots[0].device
+    usual = usual_form(device, settings.inverse_steps.first_interval)
+    rounds = settings.bfloat16
+    if rounds is None:
+        rounds = (
+            same_devices
+            and usual == "inverse"
+            and all(slot.dtype == torch.float32 for slot in slots)
+            and multiplies_bfloat16_fast(device)
+        )
+    return "bfloat16" if rounds else usual
+
+
+def multiplies_bfloat16_fast(device: torch.device) -> bool:
+    """Whether `device` has instructions for products in bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and has_avx512_bfloat16()
 
 
 def make_inverter(form: StoredForm, warn: Callable[[str], None]) -> Inverter | Decomposer:

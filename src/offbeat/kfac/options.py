@@ -136,7 +136,8 @@ class KFACSettings:
         pi: the same.
         eigen: whether factors are decomposed instead of inverted. With `pi` their product is damped
             then, without it each.
-        bfloat16: whether inverses are kept in bfloat16.
+        bfloat16: whether inverses are kept in bfloat16; None: where that costs nothing
+            (`kfac.eigen.form_of`).
         decay: how much of the running averages to keep in each step with factors, in [0, 1).
         kl_clip: limit of a step's predicted change, > 0, or a function of the step; None: no limit.
         factor_steps: the steps with factors.
@@ -148,7 +149,7 @@ class KFACSettings:
     damping: float | OfStep
     pi: bool
     eigen: bool
-    bfloat16: bool
+    bfloat16: bool | None
     decay: float
     kl_clip: float | OfStep | None
     factor_steps: StepsApart

@@ -28,7 +28,7 @@ from offbeat.errors import UnsupportedError
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.reductions import launch_sums
 from offbeat.kfac.blocks import Block, slots_of
-from offbeat.kfac.eigen import form_of
+from offbeat.kfac.eigen import StoredForm
 from offbeat.kfac.exchange.accumulator import FactorAccumulator
 from offbeat.kfac.exchange.preconditioner import Preconditioner
 from offbeat.kfac.exchange.scheduler import FactorScheduler
@@ -75,6 +75,7 @@ class KFACPart(Part):
         model: the root module.
         blocks: what is preconditioned; the same on all ranks.
         settings: what all K-FAC strategies do alike.
+        form: what is kept of inverses.
         planner: what this strategy decides.
         first_parameters: for each block, the position of its first parameter in the model.
         bucket_firsts: for each bucket of gradients, in the order in which buckets are launched, the
@@ -104,6 +105,7 @@ class KFACPart(Part):
         blocks: Sequence[Block],
         *,
         settings: KFACSettings,
+        form: StoredForm,
         planner: KFACPlanner,
         first_parameters: Sequence[int],
         bucket_firsts: Sequence[int],
@@ -143,12 +145,7 @@ class KFACPart(Part):
         self.preconditioner = Preconditioner(
             blocks,
             self.slots,
-            form=form_of(
-                self.slots[0].device,
-                settings.inverse_steps.first_interval,
-                eigen=settings.eigen,
-                bfloat16=settings.bfloat16,
-            ),
+            form=form,
             settings=settings,
             plan=planner.plan,
             order=planner.inversion_order(planner.plan),

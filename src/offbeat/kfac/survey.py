@@ -53,11 +53,13 @@ class Survey:
         blocks: in the order of the model's modules; the same on all ranks.
         plain: modules whose trainable parameters get plain gradients, each with the reason.
         num_parameters: trainable ones of the model, each counted once.
+        frozen_ties: names of layers that share a weight which is not trained.
     """
 
     blocks: Sequence[Block]
     plain: Mapping[str, str]
     num_parameters: int
+    frozen_ties: Sequence[Sequence[str]] = ()
 
     @property
     def num_covered(self) -> int:
@@ -70,7 +72,13 @@ class Survey:
             f"K-FAC covers {percent(self.num_covered, self.num_parameters)} of"
             f" {self.num_parameters:,} parameters"
         )
-        return f"{covered}; plain gradients for {_listed(self.plain)}" if self.plain else covered
+        frozen = "".join(
+            f"; {' and '.join(names)} share one weight, which is frozen for"
+            f" {'both' if len(names) == 2 else 'all of them'}"
+            for names in self.frozen_ties
+        )
+        plain = f"; plain gradients for {_listed(self.plain)}" if self.plain else ""
+        return covered + plain + frozen
 
 
 def percent(some: int, of_all: int) -> str:
@@ -146,7 +154,16 @@ def survey(model: nn.Module, options: FactorOptions) -> Survey:
         num_parameters=sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         ),
+        frozen_ties=[
+            [holder.name for holder in some]
+            for some in holders.values()
+            if len(some) > 1 and not _is_trained(some[0])
+        ],
     )
+
+
+def _is_trained(holder: Holder) -> bool:
+    return holder.module.get_parameter(holder.parameter_name).requires_grad
 
 
 def _listed(plain: Mapping[str, str]) -> str:

@@ -121,6 +121,13 @@ class Part:
         """
         return {}
 
+    def gauges(self) -> Mapping[str, float]:
+        """What can be measured now, at the price of a pass over the model: "residual_norm", the
+        norm of what this rank owes, and "stale_share", the share of stale contributions in the
+        averages so far.
+        """
+        return {}
+
     def averaging_weight(self) -> float | None:
         """This rank's weight in the mean of all ranks' models; None: this part does not say."""
         return None
@@ -262,6 +269,10 @@ class WrappedPart(Part):
     @override
     def counters(self) -> Mapping[str, float]:
         return self.inner.counters()
+
+    @override
+    def gauges(self) -> Mapping[str, float]:
+        return self.inner.gauges()
 
     @override
     def averaging_weight(self) -> float | None:

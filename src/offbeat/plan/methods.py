@@ -301,7 +301,7 @@ class SparseGradients(GradientMethod):
         return BucketKind(
             num_elements=num_elements,
             element_bytes=FLOAT_BYTES,
-            pair_bytes=self._wire(num_elements, 1).pair_bytes,
+            values=self._values,
         )
 
     def density(self, setting: Setting) -> float:
@@ -371,7 +371,7 @@ class SparseGradients(GradientMethod):
         self, setting: Setting, name: str, k: int, num_elements: int, num_tensors: int
     ) -> tuple[float, float]:
         """Seconds of one exchange of many workers, and bytes that a rank sends."""
-        pair_bytes = self._bucket_kind(num_elements).pair_bytes
+        pair_bytes = self._bucket_kind(num_elements).pair_bytes(k)
 
         def cost(world_size: int, network: NetworkCosts) -> float:
             return COSTS[name](world_size=world_size, k=k, pair_bytes=pair_bytes, network=network)
@@ -409,7 +409,7 @@ class SparseGradients(GradientMethod):
                     world_size=setting.world_size, num_bytes=num_bytes, network=network
                 )
             else:
-                pair_bytes = self._bucket_kind(num_elements).pair_bytes
+                pair_bytes = self._bucket_kind(num_elements).pair_bytes(k)
                 total_s += COSTS[name](
                     world_size=setting.world_size, k=k, pair_bytes=pair_bytes, network=network
                 )

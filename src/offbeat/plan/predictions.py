@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
 from offbeat.errors import ConfigError
 from offbeat.gradients.collective_choice import BY_ITSELF
 from offbeat.lab.cluster import Cluster
@@ -122,7 +121,7 @@ def _method_of(name: str, recipe: Any) -> Method:
                 density=recipe.density,
                 collective="all_gather",
                 bucket_mib=recipe.bucket_mib,
-                values=_value_codec(recipe.values),
+                values=recipe.codecs()[0],
             )
         case "gtopk":
             union = recipe.apply == "union"
@@ -131,7 +130,7 @@ def _method_of(name: str, recipe: Any) -> Method:
                 collective=recipe.collective,
                 budget=recipe.budget,
                 bucket_mib=recipe.bucket_mib,
-                values=_value_codec(recipe.values),
+                values=recipe.codecs()[0],
                 among=frozenset({"all_gather", "dense"}) if union else BY_ITSELF,
             )
         case "localsgd" | "post-localsgd":
@@ -444,7 +443,3 @@ def _checks(request: PlanRequest) -> Iterator[str]:
     }
     for words in outside:
         yield f"Outside of the range that was checked: {words}."
-
-
-def _value_codec(values: str | ValueCodec) -> ValueCodec:
-    return VALUE_CODECS[values] if isinstance(values, str) else values

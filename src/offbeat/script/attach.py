@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from offbeat.session.attach import attach_through
+from offbeat.session.live_metrics import LiveMetrics
+from offbeat.session.loggers import MetricsLogger
 from offbeat.session.session import Finish, Session
 from offbeat.strategies.base import Strategy
 from offbeat.transport.driver import Driver
@@ -54,6 +56,7 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     finish: Finish = "average",
     record: str | Path | None = None,
+    loggers: Sequence[MetricsLogger] = (),
 ) -> Session:
     """Let `strategy` decide what ranks tell each other in training. Collective: every rank calls
     it.
@@ -79,6 +82,9 @@ def attach(
         record: directory of a record of the steps, as `offbeat train` writes one, for `offbeat
             report` and `offbeat trace`; what `Session.log` is told is in it. The same on every
             rank; on several hosts a file system that all of them share. Needs `offbeat[lab]`.
+        loggers: what hears metrics while training runs, such as
+            `offbeat.session.loggers.TensorBoardLogger("runs/tb")`: what `Session.log` is told, and
+            every tenth step time, waits, bytes, residual and staleness. Rank 0's are used.
 
     Raises:
         ConfigError, UnsupportedError: this cannot work, with the reason. Every rank raises; none is
@@ -98,6 +104,8 @@ def attach(
     )
     if override is not None:
         override.attached(session, model, optimizer)
+    if loggers and session.rank == 0:
+        session.observers.append(LiveMetrics(session, loggers))
     if record is not None:
         # Of the lab, which need not be installed where nothing is recorded.
         from offbeat.script.own_record import record_session

@@ -30,6 +30,7 @@ import multiprocessing.process
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +39,11 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.errors import UnsupportedError
-from offbeat.torch_private import CALLS_MODULE_OF_DDP, REGISTERS_BUILTIN_HOOK
+from offbeat.torch_private import (
+    CALLS_MODULE_OF_DDP,
+    REGISTERS_BUILTIN_HOOK,
+    TELLS_WHAT_DDP_LOGGED,
+)
 
 
 class ScriptListener(Protocol):
@@ -62,14 +67,20 @@ class ScriptListener(Protocol):
 
 
 class IdleReducer:
-    """Stands where DDP's reducer would, or its logger: every method is there and returns None."""
+    """Stands where DDP's reducer would, or its logger: every method is there and returns None, but
+    for the one that tells what was logged.
+    """
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Callable[..., object]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _do_nothing
+        return _nothing_logged if name == TELLS_WHAT_DDP_LOGGED else _do_nothing
+
+
+def _nothing_logged() -> SimpleNamespace:
+    return SimpleNamespace(strs_map={}, ints_map={})
 
 
 def _do_nothing(*_: object, **__: object) -> None: ...

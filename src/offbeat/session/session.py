@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.data import DataLoader
 
+from offbeat.collectives.dense import gather_values
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError, PeerError
 from offbeat.megabatch.fetching import MapStyle
 from offbeat.megabatch.loader import DispatchLoader, Recording
@@ -223,6 +224,16 @@ class Session:
             encode_s=encode_s,
             mean_entry_age=age / watched if watched else None,
         )
+
+    def gauges(self) -> dict[str, float]:
+        """What the strategy can measure of itself now, at the price of a pass over the model:
+        "residual_norm", the norm of what this rank has not sent yet, and "stale_share", the share
+        of stale contributions in its averages so far. Empty where there is neither. Not collective.
+        """
+        found: dict[str, float] = {}
+        for part in self._parts:
+            found |= part.gauges()
+        return found
 
     def take_arrivals(self) -> list[Arrival]:
         """When this rank came to each collective since the last call, and how long it
@@ -507,6 +518,16 @@ class Session:
         """This rank's weight in the mean of all ranks' models."""
         weights = (part.averaging_weight() for part in self._parts)
         return next((weight for weight in weights if weight is not None), 1.0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, of JSON's kinds, by rank. Collective: for loops in which all ranks
+        have to decide alike. It is no training and is not in `stats`.
+
+        Raises:
+            PeerError: a rank has failed.
+        """
+        self._check_open("gather")
+        return self._traffic.counting.inner.run(gather_values(value), self._control.next())
 
     def finish(self) -> None:
         """Say that this rank takes no more steps. Returns when every living rank has said so.

@@ -29,7 +29,8 @@ Differences from the paper:
 - any world size;
 - momentum is applied before selection, with factor masking (the published code has that switched
   off), small parameters are sent whole, and more entries travel while the learning rate rises;
-- bfloat16 values, threshold re-use, selection by layer, and selectors and codecs of a user's own.
+- bfloat16 and float8 values, threshold re-use, selection by layer, and selectors and codecs of a
+  user's own.
 
 Cost per step, local: one pass over residual and gradient (12 bytes a parameter), one to zero the
 result.
@@ -45,9 +46,7 @@ from typing import ClassVar, Literal
 import torch
 from typing_extensions import override
 
-from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
-from offbeat.codec.value_codecs import VALUE_CODECS, Float32Values, ValueCodec
-from offbeat.codec.wire import pair_bytes
+from offbeat.codec.value_codecs import Float32Values
 from offbeat.collectives.base import SparseCollective
 from offbeat.collectives.gtopk_tree import gtopk_tree
 from offbeat.collectives.sparse_reduce_scatter import sparse_reduce_scatter
@@ -57,7 +56,7 @@ from offbeat.gradients.collective_choice import BY_ITSELF, BucketKind, CheapestC
 from offbeat.gradients.density_choice import AutoDensity
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
-from offbeat.strategies.options import object_of, require_one_of, require_positive
+from offbeat.strategies.options import require_one_of, require_positive
 from offbeat.strategies.sparse_gradient import Choose, SparseGradientStrategy
 
 COLLECTIVES: Mapping[str, SparseCollective | None] = {
@@ -119,7 +118,7 @@ class GTopK(SparseGradientStrategy):
             raise ConfigError(
                 "variant='paper' has no density='auto'; pass a number, such as the paper's 0.001"
             )
-        if self.variant == "paper" and self.values not in ("float32", Float32Values()):
+        if self.variant == "paper" and self.values not in ("auto", "float32", Float32Values()):
             raise ConfigError(
                 f"variant='paper' sends float32 values as published, got values={self.values!r}"
             )
@@ -172,17 +171,15 @@ class GTopK(SparseGradientStrategy):
     def _auto_density(self, cheapest: CheapestCollective, workspace: Workspace) -> AutoDensity:
         parameters = workspace.parameters.values()
         small_below = self.small_below(parameters)
-        of_pair = pair_bytes(
-            object_of("values", self.values, VALUE_CODECS, ValueCodec),
-            object_of("indices", self.indices, INDEX_CODECS, IndexCodec),
-        )
+        values, indices = self.codecs()
 
         def together(*, small: bool) -> BucketKind:
             sizes = [p.numel() for p in parameters if (p.numel() < small_below) == small]
             return BucketKind(
                 num_elements=sum(sizes),
                 element_bytes=max(parameter.element_size() for parameter in parameters),
-                pair_bytes=of_pair,
+                values=values,
+                indices=indices,
             )
 
         return AutoDensity(

@@ -34,6 +34,7 @@ import torch
 from offbeat.errors import ConfigError, UnsupportedError, nearest
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.kfac.blocks import slots_of
+from offbeat.kfac.eigen import form_of
 from offbeat.kfac.exchange.costs import gather_plan_inputs
 from offbeat.kfac.options import FactorOptions, KFACSettings, StepsApart, positive_at
 from offbeat.kfac.part import KFACPart, KFACPlanner
@@ -83,7 +84,8 @@ class KFACStrategy(Strategy):
             them, and with `pi` damps their product as it is.
         inverse_dtype: what inverses are kept, sent and multiplied by in: "float32" (float64 where
             the model is), or "bfloat16", which is fast on hardware for it and precise to two or
-            three digits; not for "eigen".
+            three digits; not for "eigen". "auto": bfloat16 on such hardware where
+            `inverse_interval` is above 25 or factors are on a GPU, and none is in float64.
         exchange: how gradients are exchanged: "allreduce", "topk", "gtopk", or a strategy such as
             `offbeat.GTopK(density=0.01)`.
         loss: whether the loss is the "mean" or the "sum" over examples.
@@ -113,7 +115,7 @@ class KFACStrategy(Strategy):
     kl_clip: float | Callable[[int], float] | None = 0.001
     pi: bool = True
     inverse: Literal["cholesky", "eigen"] = "cholesky"
-    inverse_dtype: Literal["float32", "bfloat16"] = "float32"
+    inverse_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     exchange: GradientStrategy | Literal["allreduce", "topk", "gtopk"] = "allreduce"
     loss: Literal["mean", "sum"] = "mean"
     sharing: Literal["expand", "reduce"] = "expand"
@@ -136,7 +138,7 @@ class KFACStrategy(Strategy):
         require_at_least("sample_stride", self.sample_stride, 1)
         require_fraction_below_one("decay", self.decay)
         require_one_of("inverse", self.inverse, ("cholesky", "eigen"))
-        require_one_of("inverse_dtype", self.inverse_dtype, ("float32", "bfloat16"))
+        require_one_of("inverse_dtype", self.inverse_dtype, ("auto", "float32", "bfloat16"))
         if self.inverse == "eigen" and self.inverse_dtype == "bfloat16":
             raise ConfigError(
                 'inverse_dtype="bfloat16" is for inverses, and inverse="eigen" keeps eigenvectors,'
@@ -179,7 +181,7 @@ class KFACStrategy(Strategy):
             damping=self.damping,
             pi=self.pi,
             eigen=self.inverse == "eigen",
-            bfloat16=self.inverse_dtype == "bfloat16",
+            bfloat16=None if self.inverse_dtype == "auto" else self.inverse_dtype == "bfloat16",
             decay=self.decay,
             kl_clip=self.kl_clip,
             factor_steps=StepsApart("factor_interval", self.factor_interval),
@@ -242,6 +244,7 @@ class KFACStrategy(Strategy):
                 "ranks compute on devices of different kinds, which round differently: each layer"
                 " is preconditioned by one rank, which sends the result"
             )
+        form = form_of(slots, self.settings(), same_devices=inputs.same_devices)
         # Factors travel beside the buckets of gradients, so both share one order of launching, and
         # K-FAC hears from the exchange of gradients whether a step is good.
         launch_order = LaunchOrder()
@@ -254,6 +257,7 @@ class KFACStrategy(Strategy):
             model,
             found.blocks,
             settings=self.settings(),
+            form=form,
             planner=self._planner(inputs, joins=any(slot.shape.uses > 1 for slot in slots)),
             first_parameters=[positions[id(block.weight)] for block in found.blocks],
             bucket_firsts=[min(bucket.indices) for bucket in exchange.buckets],
@@ -267,7 +271,7 @@ class KFACStrategy(Strategy):
         )
         workspace.inform(
             f"K-FAC's factors take {part.num_bytes / 1e6:,.0f} MB of memory on this rank: averages,"
-            " inverses and messages"
+            " inverses and messages" + ("; inverses are in bfloat16" if form == "bfloat16" else "")
         )
         exchange.add_listener(part.scheduler)
         return [exchange, *others, part]

@@ -45,7 +45,7 @@ from offbeat.strategies.options import (
     require_positive,
 )
 
-MASKED_BELOW: Final = 0.3
+MASKED_BELOW: Final = 0.15
 """The density from which on momentum goes on unmasked, unless the user says otherwise."""
 
 SMALL: Final = 1024
@@ -76,7 +76,7 @@ class SparseGradientStrategy(GradientStrategy):
             it weight decay, until the session ends; a number in [0, 1) needs an optimizer without
             momentum; None leaves momentum to the optimizer.
         momentum_masking: DGC's factor masking: momentum stops where an entry was sent. "auto": only
-            in exchanges of less than 0.3 of the entries; where more travel nothing waits for long,
+            in exchanges of less than 0.15 of the entries; where more travel nothing waits for long,
             and masking would leave hardly any momentum.
         warmup: densities of the first exchanges, if larger than the later one: pairs of a density
             and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
@@ -93,10 +93,11 @@ class SparseGradientStrategy(GradientStrategy):
         scope: where the k largest are looked for: "bucket", which is the whole model unless
             `bucket_mib` cuts it, or "layer", each parameter by itself, all at the same density. The
             global top-k compares whole buckets in both cases.
-        values: "float32", or "bfloat16" on the wire, or a `ValueCodec` of your own; what rounding
-            loses is owed.
-        indices: "gaps" between indices in 2 bytes, or plain indices where those are shorter; or an
-            `IndexCodec` of your own.
+        values: "float32", "bfloat16" or "float8" on the wire (4, 2 or 1 byte), or a `ValueCodec` of
+            your own; what rounding loses is owed. "auto": float8 with density="auto", since it
+            buys more entries, which are worth more than their precision; else float32.
+        indices: "gaps" between indices in 1 or 2 bytes, or a bit for each element, or plain
+            indices, whichever is shortest; or an `IndexCodec` of your own.
         bucket_mib: exchange in buckets of this size, each with its own top-k, whose first messages
             leave during backward; None: all in one, after it.
         clip_norm: clip gradients before selection, to this norm of the mean over P ranks, > 0: each
@@ -114,7 +115,7 @@ class SparseGradientStrategy(GradientStrategy):
     steps_per_epoch: int | None = None
     dense_below: int | Literal["auto"] = "auto"
     scope: Literal["bucket", "layer"] = "bucket"
-    values: Literal["float32", "bfloat16"] | ValueCodec = "float32"
+    values: Literal["auto", "float32", "bfloat16", "float8"] | ValueCodec = "auto"
     indices: Literal["gaps"] | IndexCodec = "gaps"
     bucket_mib: float | None = None
     clip_norm: float | None = None
@@ -128,8 +129,7 @@ class SparseGradientStrategy(GradientStrategy):
         else:
             require_density("density", self.density)
         object_of("selection", self.selection, SELECTORS, Selector)
-        object_of("values", self.values, VALUE_CODECS, ValueCodec)
-        object_of("indices", self.indices, INDEX_CODECS, IndexCodec)
+        self.codecs()
         if isinstance(self.momentum_correction, str):
             require_one_of("momentum_correction", self.momentum_correction, ("auto",))
         elif self.momentum_correction is not None:
@@ -176,6 +176,14 @@ class SparseGradientStrategy(GradientStrategy):
                 " twice; pass momentum_correction='auto', which takes the optimizer's over, or"
                 " build the optimizer with momentum=0 (a task of the lab: --set momentum=0)"
             )
+
+    def codecs(self) -> tuple[ValueCodec, IndexCodec]:
+        """How values and indices travel. Raises `ConfigError` for options that name none."""
+        usual = VALUE_CODECS["float8" if self.density == "auto" else "float32"]
+        return (
+            object_of("values", self.values, {"auto": usual, **VALUE_CODECS}, ValueCodec),
+            object_of("indices", self.indices, INDEX_CODECS, IndexCodec),
+        )
 
     @abstractmethod
     def chooser(self, workspace: Workspace) -> tuple[Choose, list[Part]]:
@@ -287,7 +295,8 @@ class SparseGradientStrategy(GradientStrategy):
         kind = BucketKind(
             num_elements=bucket.num_elements,
             element_bytes=bucket.flat.element_size(),
-            pair_bytes=wire.pair_bytes,
+            values=wire.values,
+            indices=wire.indices,
         )
         small_below = self.small_below(workspace.parameters.values())
         is_small = all(parameter.numel() < small_below for parameter in bucket.parameters)
@@ -346,12 +355,13 @@ class SparseGradientStrategy(GradientStrategy):
         # Half-precision gradients are selected, owed and merged in float32.
         double = bucket.flat.dtype == torch.float64
         dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
+        values, indices = self.codecs()
         return Wire(
             num_elements=bucket.num_elements,
             num_parameters=len(bucket.indices),
             dtype=dtype,
-            values=object_of("values", self.values, VALUE_CODECS, ValueCodec).suited_to(dtype),
-            indices=object_of("indices", self.indices, INDEX_CODECS, IndexCodec),
+            values=values.suited_to(dtype),
+            indices=indices,
         )
 
 

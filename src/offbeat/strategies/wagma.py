@@ -15,9 +15,9 @@ progress thread (`averaging.background.progress_thread`) runs the protocol while
 computes. A worker that dies, hangs or is disconnected does not stop its peers, and may return
 (`membership.generations`).
 
-Cost per step: each rank sends at most 2 n (S-1)/S elements, 2 n (P-1)/P at a global
-synchronization, and (S-1) n where models are small. At a global synchronization the trainer waits
-for a quorum to arrive, and, unless `overlap`, for the network.
+Cost in each step, or in every `interval`-th: each rank sends at most 2 n (S-1)/S elements,
+2 n (P-1)/P at a global synchronization, and (S-1) n where models are small. At a global
+synchronization the trainer waits for a quorum to arrive, and, unless `overlap`, for the network.
 
 Differences from the paper, besides those of the two modules:
 - `merge="delta"`, the default, is W_sum/S + (W' - what W' contributed): it keeps what a late rank
@@ -29,6 +29,7 @@ Differences from the paper, besides those of the two modules:
 - A global synchronization proceeds when `quorum` of the ranks have arrived; the snapshots of the
   other ranks are contributed on their behalf. The paper waits for all, as `quorum=1.0` does.
   `max_ahead` bounds how many versions may pass within one step of a late rank.
+- With `interval` groups average after every few steps only.
 - A version is the time of a group, not the step of a rank: a rank that is always slow takes part in
   all versions.
 - Floating-point buffers take plain means, integer ones stay local (`weights.statistics`). A rank
@@ -68,14 +69,16 @@ class WAGMA(AveragingStrategy):
 
     Args:
         group_size: S, from 2 to the number of workers; None: about its square root.
-        period: every `period`-th version is a global synchronization, an average of all workers,
+        period: after so many steps there is a global synchronization, an average of all workers,
             >= 1.
+        interval: after so many steps there is an average of a group, a divisor of `period`; more
+            than 1 saves bytes and processors' time, and mixes less.
         merge: "delta" keeps the mean over ranks and the steps of late ranks; "paper" is the rule of
             the paper.
         quorum: the fraction of workers, rounded down to a number of them, that has to arrive at a
             global synchronization, in (0, 1]; 1 waits for all.
-        max_ahead: how many versions a worker may be ahead of one that computes a single step, at
-            least `period`, rounded down to a multiple of it; None: 2 `period`. Whoever comes to a
+        max_ahead: how many steps a worker may be ahead of one that computes a single step, at least
+            `period`, rounded down to a multiple of it; None: 2 `period`. Whoever comes to a
             global synchronization waits for workers that are further behind.
         overlap: whether to compute while an average travels; None: with "delta". It is impossible
             with "paper".
@@ -90,6 +93,7 @@ class WAGMA(AveragingStrategy):
 
     group_size: int | None = None
     period: int = 10
+    interval: int = 1
     merge: Literal["delta", "paper"] = "delta"
     quorum: float = 0.75
     max_ahead: int | None = None
@@ -102,6 +106,18 @@ class WAGMA(AveragingStrategy):
         if self.group_size is not None:
             require_at_least("group_size", self.group_size, 2)
         require_at_least("period", self.period, 1)
+        require_at_least("interval", self.interval, 1)
+        if self.period % self.interval:
+            divisors = [n for n in range(1, self.period + 1) if self.period % n == 0]
+            raise ConfigError(
+                f"interval must be a divisor of period={self.period}, so"
+                f" {', '.join(map(str, divisors))}, got {self.interval}"
+            )
+        if self.interval > 1 and self.groups == "off":
+            raise ConfigError(
+                'interval is that of group averages, and with groups="off" there are none; leave it'
+                f" out, got {self.interval}"
+            )
         require_one_of("merge", self.merge, ("delta", "paper"))
         require_one_of("momenta", self.momenta, ("local", "averaged"))
         require_one_of("groups", self.groups, ("rotating", "fixed", "off"))
@@ -149,17 +165,22 @@ class WAGMA(AveragingStrategy):
         return [
             BackgroundWeightAverage(
                 averager,
-                interval=self.period if self.groups == "off" else 1,
+                interval=self._steps_between,
                 overlap=self.merge == "delta" if self.overlap is None else self.overlap,
             )
         ]
 
+    @property
+    def _steps_between(self) -> int:
+        """The steps from one version to the next."""
+        return self.period if self.groups == "off" else self.interval
+
     def _is_global(self, version: int) -> bool:
-        return self.groups == "off" or (version + 1) % self.period == 0
+        return (version + 1) % (self.period // self._steps_between) == 0
 
     def group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
         """The group of the member at `position` in `version`."""
-        period = 1 if self.groups == "off" else self.period
+        period = self.period // self._steps_between
         return group_of_version(
             version if self.groups != "fixed" or self._is_global(version) else 0,
             position,
@@ -169,8 +190,7 @@ class WAGMA(AveragingStrategy):
             ),
             period=period,
             quorum=self.quorum,
-            # In versions: without groups there is one for every `period` steps.
-            max_ahead=2 * period
-            if self.max_ahead is None
-            else self.max_ahead * period // self.period,
+            # In versions.
+            max_ahead=(2 * self.period if self.max_ahead is None else self.max_ahead)
+            // self._steps_between,
         )

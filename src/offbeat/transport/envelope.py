@@ -1,8 +1,11 @@
 """The header that travels before every message between peers.
 
-Layout, little-endian, 44 bytes: magic (4), wire version (u8), kind (u8), zero (u16), sender rank
-(u32), generation (u32), channel (u64), sequence (u64), payload length (u64), CRC-32 of the payload
-(u32). The payload follows as its own frame.
+Layout, little-endian, 44 bytes: magic (4), wire version (u8), kind (u8), flags (u16: 1 has a
+checksum), sender rank (u32), generation (u32), channel (u64), sequence (u64), payload length (u64),
+CRC-32 of the payload (u32). The payload follows as its own frame.
+
+A connection that is authenticated seals every frame, which finds what a checksum finds and more. So
+there is one only where nothing else would notice an accident.
 
 `sequence` counts all messages from this sender to this receiver. ZeroMQ reconnects by itself but
 does not repeat what was in flight when a connection broke; a gap in the count turns that silent
@@ -21,8 +24,9 @@ from offbeat.transport.operations import Payload
 
 _LAYOUT = struct.Struct("<4sBBHIIQQQI")
 _MAGIC = b"ofbt"
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 HEADER_BYTES = _LAYOUT.size
+_HAS_CHECKSUM = 1
 
 
 class EnvelopeKind(IntEnum):
@@ -52,7 +56,7 @@ class Envelope:
     channel: int
     sequence: int
     num_bytes: int
-    checksum: int
+    checksum: int | None
 
 
 def pack(
@@ -63,6 +67,7 @@ def pack(
     channel: int,
     sequence: int,
     payload: Payload,
+    with_checksum: bool,
 ) -> bytes:
     """The header of a message.
 
@@ -73,18 +78,19 @@ def pack(
         channel: < 2**64.
         sequence: how many messages the sender has sent to the receiver before, < 2**64.
         payload: contiguous bytes, of which length and checksum are taken.
+        with_checksum: whether nothing else would notice that the payload was altered.
     """
     return _LAYOUT.pack(
         _MAGIC,
         WIRE_VERSION,
         kind,
-        0,
+        _HAS_CHECKSUM if with_checksum else 0,
         sender,
         generation,
         channel,
         sequence,
         len(payload),
-        zlib.crc32(payload),
+        zlib.crc32(payload) if with_checksum else 0,
     )
 
 
@@ -97,7 +103,7 @@ def parse(header: Payload) -> Envelope:
             f"a message header has {HEADER_BYTES} bytes, got {len(header)}; is the sender an"
             " offbeat worker?"
         )
-    magic, version, kind, zero, sender, generation, channel, sequence, num_bytes, checksum = (
+    magic, version, kind, flags, sender, generation, channel, sequence, num_bytes, checksum = (
         _LAYOUT.unpack(header)
     )
     if magic != _MAGIC:
@@ -109,10 +115,10 @@ def parse(header: Payload) -> Envelope:
             f"got a message of wire version {version}, this worker speaks version {WIRE_VERSION}; "
             "install the same offbeat on every node"
         )
-    if zero != 0 or kind not in _KINDS:
+    if flags > _HAS_CHECKSUM or kind not in _KINDS or (checksum and not flags):
         raise WireError(
-            f"got a message of kind {kind}.{zero}, allowed are {sorted(map(int, _KINDS))}; it is"
-            " corrupt"
+            f"got a message of kind {kind}, flags {flags}; allowed are kinds"
+            f" {sorted(map(int, _KINDS))} and flags 0 and 1; it is corrupt"
         )
     return Envelope(
         kind=EnvelopeKind(kind),
@@ -121,7 +127,7 @@ def parse(header: Payload) -> Envelope:
         channel=channel,
         sequence=sequence,
         num_bytes=num_bytes,
-        checksum=checksum,
+        checksum=checksum if flags else None,
     )
 
 
@@ -134,8 +140,7 @@ def verify(envelope: Envelope, payload: Payload) -> None:
             f"a message of rank {envelope.sender} announced {envelope.num_bytes} bytes and holds"
             f" {len(payload)}; it was truncated or altered"
         )
-    found = zlib.crc32(payload)
-    if found != envelope.checksum:
+    if envelope.checksum is not None and (found := zlib.crc32(payload)) != envelope.checksum:
         raise WireError(
             f"a message of rank {envelope.sender} ({envelope.num_bytes} bytes) has checksum"
             f" {found:08x}, announced was {envelope.checksum:08x}; its bytes changed on the way:"

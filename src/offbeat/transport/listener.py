@@ -16,7 +16,7 @@ from offbeat.errors import ConfigError, WireError
 from offbeat.transport.admission import Admission
 from offbeat.transport.envelope import Envelope, parse
 from offbeat.transport.keys import ZAP_DOMAIN, Roster
-from offbeat.transport.link import FRAME_BYTES, PeerLimits, num_frames
+from offbeat.transport.link import FRAME_BYTES, PeerLimits, has_message, num_frames
 from offbeat.transport.operations import Payload
 
 # what encryption and framing add to a frame; generous, it only bounds memory
@@ -92,8 +92,8 @@ class Listener:
 
     def wait(self, timeout_s: float) -> None:
         """Block until something arrives, `wake` is called or `timeout_s` has passed."""
-        self._poller.poll(math.ceil(timeout_s * 1000))
-        with contextlib.suppress(BlockingIOError):
+        ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
+        if self._wakeup_receiver.fileno() in ready:
             self._wakeup_receiver.recv(4096)
 
     def wake(self) -> None:
@@ -103,10 +103,10 @@ class Listener:
 
     def drain(self) -> Iterator[tuple[Envelope, Payload]]:
         """Every message that has arrived and belongs here. Never blocks."""
-        while True:
+        while has_message(self._socket):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            except zmq.Again:  # the connection ended before the message was whole
                 return
             if (envelope := self._admit(frames)) is not None:
                 yield envelope, _joined(frames[1:])

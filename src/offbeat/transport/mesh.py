@@ -112,6 +112,7 @@ class Mesh:
                     generation=self._generation,
                     own_keys=self._roster.pairs[self.rank],
                     peer_key=self._roster.pairs[peer].public,
+                    with_checksum=False,
                     limits=self._limits,
                     now_s=time.monotonic(),
                 )

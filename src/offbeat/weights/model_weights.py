@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from offbeat.codec.finite import is_finite
-from offbeat.codec.model_wire import Counters
+from offbeat.codec.model_wire import Counters, no_counters
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.errors import CheckpointError, NonFiniteError
 from offbeat.transport.driver import Driver, Stream
@@ -80,6 +80,8 @@ class ModelWeights:
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that are averaged, in the order of `names`."""
+        if not self.chosen.statistics:
+            return [*self.parameters.values()]
         buffers = self.buffers()
         return [*self.parameters.values(), *(buffers[name] for name in self.chosen.statistics)]
 
@@ -89,15 +91,19 @@ class ModelWeights:
 
     def read_counters(self) -> Counters:
         """The counters, side by side, shape (any,)."""
+        if not self.chosen.counters:
+            return no_counters()
         buffers = self.buffers()
         parts = [
             buffers[name].detach().reshape(-1).to("cpu", torch.int64)
             for name in self.chosen.counters
         ]
-        return torch.cat(parts).numpy() if parts else np.empty(0, np.int64)
+        return torch.cat(parts).numpy()
 
     def write_counters(self, counters: Counters) -> None:
         """Inverse of `read_counters`; what `counters` has beyond them is left."""
+        if not self.chosen.counters:
+            return
         self.own_counters()
         buffers = self.buffers()
         tensors = [buffers[name] for name in self.chosen.counters]

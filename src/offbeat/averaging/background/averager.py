@@ -185,6 +185,7 @@ class BackgroundPart(Part):
         self._trainer = averager.trainer
         self._num_steps = self.start_step = self._trainer.step
         self._encode_s = 0.0
+        self._last_read: Values | None = None
         if self._trainer.has_begun:  # this rank is a newcomer and has the model of a member
             self._load()
 
@@ -241,6 +242,11 @@ class BackgroundPart(Part):
         return {"exchanges": self._trainer.counts.made, "encode_s": self._encode_s}
 
     @override
+    def gauges(self) -> dict[str, float]:
+        counts = self._trainer.counts
+        return {"stale_share": counts.stale / counts.contributions} if counts.contributions else {}
+
+    @override
     def state_dict(self) -> dict[str, dict[str, Any]]:
         return {"local": {"num_steps": self._num_steps}}
 
@@ -270,7 +276,8 @@ class BackgroundPart(Part):
         """Publish the model as it is at the end of a step."""
         begin_s = time.perf_counter()
         self._num_steps += 1
-        self._trainer.advance(self._read(), self._averager.weights.read_counters())
+        self._last_read = self._read()
+        self._trainer.advance(self._last_read, self._averager.weights.read_counters())
         self._encode_s += time.perf_counter() - begin_s
 
     def _arrive(self, must_wait: Callable[[int], bool], *, for_average: bool = True) -> int | None:
@@ -312,13 +319,16 @@ class BackgroundPart(Part):
         begin_s = time.perf_counter()
         averager, tensors = self._averager, self._averager.tensors()
         values, counters = self._trainer.take()
-        averager.staging.write_(values, tensors)
-        # The tensors do not hold exactly `values` where their type is shorter, or where a momentum
-        # does not exist yet. The next step must count from what they hold.
-        if not averager.staging.exact or not (
-            averager.momenta is None or averager.momenta.complete
-        ):
-            self._trainer.rebase(self._read())
+        # Where no average has come since, they are what was read from the tensors.
+        if values is not self._last_read:
+            averager.staging.write_(values, tensors)
+            # The tensors do not hold exactly `values` where their type is shorter, or where a
+            # momentum does not exist yet. The next step must count from what they hold.
+            if not averager.staging.exact or not (
+                averager.momenta is None or averager.momenta.complete
+            ):
+                self._trainer.rebase(self._read())
+        self._last_read = None
         averager.weights.write_counters(counters)
         self._encode_s += time.perf_counter() - begin_s
 

@@ -26,7 +26,7 @@ from offbeat.codec.model_wire import Values
 from offbeat.weights.statistics import merge_statistics
 
 
-def merge_delta(mine: Values, piece: Piece) -> Values:
+def merge_delta(mine: Values, piece: Piece, *, out: Values | None = None) -> Values:
     """average + (mine - contributed), which keeps what this rank did since it contributed.
 
     Where all members whose contributions are in the average do so, the weighted mean over ranks
@@ -35,10 +35,12 @@ def merge_delta(mine: Values, piece: Piece) -> Values:
     Args:
         mine: this rank's elements `piece.begin` to `piece.end`; they are not changed.
         piece: their average.
+        out: where to write the result; None: into a vector of its own.
     """
     if piece.contributed is None:
         return mine
-    return piece.average + (mine - piece.contributed)
+    since = np.subtract(mine, piece.contributed, out=out)
+    return np.add(piece.average, since, out=since)
 
 
 def merge_paper(mine: Values, piece: Piece, *, weight: float = 1.0) -> Values:
@@ -105,7 +107,8 @@ class DeltaMerge(MergeRule):
         if self.snapshot is self._base:
             self.snapshot = model
             return
-        advanced = self.snapshot + (model - self._base)
+        advanced = np.subtract(model, self._base)
+        np.add(self.snapshot, advanced, out=advanced)
         for span in self._statistics:
             taken = self._taken[span]
             # What the trainer did not change is what it took, before that was rounded.
@@ -123,12 +126,15 @@ class DeltaMerge(MergeRule):
         ]
         if not mine:
             return
-        merged = self.snapshot.copy()
-        for piece in mine:
-            merged[piece.begin : piece.end] = merge_delta(
-                self.snapshot[piece.begin : piece.end], piece
-            )
+        merged = np.empty_like(self.snapshot)
+        end = 0
+        for piece in sorted(mine, key=lambda piece: piece.begin):
+            merged[end : piece.begin] = self.snapshot[end : piece.begin]
+            part = slice(piece.begin, piece.end)
+            merge_delta(self.snapshot[part], piece, out=merged[part])
             self._merge_statistics(merged, piece)
+            end = piece.end
+        merged[end:] = self.snapshot[end:]
         self.snapshot = merged
 
     def _merge_statistics(self, merged: Values, piece: Piece) -> None:

@@ -100,7 +100,7 @@ def gather_plan_inputs(
     dims = [equivalent_dim(slot.shape) for slot in slots]
     costs = None
     if measures and driver.world_size > 1:
-        form = _form(first, settings)
+        form = form_of(slots, settings, same_devices=same_devices)
         like = torch.empty(0, dtype=first.dtype, device=first.device)
         invert = partial(_invert_sample, first.dtype, form)
         costs = measure(driver, stream, dims=dims, like=like, invert=invert)
@@ -119,18 +119,10 @@ def time_inversions(slots: Sequence[FactorSlot], settings: KFACSettings) -> Tabl
     """What inverting factors of the sizes of `slots` costs on this rank alone."""
     first = slots[0]
     like = torch.empty(0, dtype=first.dtype, device=first.device)
-    invert = partial(_invert_sample, first.dtype, _form(first, settings))
+    form = form_of(slots, settings, same_devices=True)
+    invert = partial(_invert_sample, first.dtype, form)
     timed_s = _time_inversions([equivalent_dim(slot.shape) for slot in slots], like, invert)
     return TabledInversion(dims=tuple(timed_s), seconds=tuple(timed_s.values()))
-
-
-def _form(slot: FactorSlot, settings: KFACSettings) -> StoredForm:
-    return form_of(
-        slot.device,
-        settings.inverse_steps.first_interval,
-        eigen=settings.eigen,
-        bfloat16=settings.bfloat16,
-    )
 
 
 def equivalent_dim(shape: FactorShape) -> int:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offbeat.codec.index_codecs import GapIndices
-from offbeat.codec.value_codecs import Float32Values
-from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import gtopk_tree
 from offbeat.gradients.collective_choice import BucketKind, CheapestCollective
 from offbeat.lab.cluster.quantities import display_duration, display_rate
@@ -54,13 +51,12 @@ def predict(
     bucket = BucketKind(
         num_elements=num_parameters,
         element_bytes=_FLOAT_BYTES,
-        pair_bytes=pair_bytes(Float32Values(), GapIndices()),
     )
     choice = CheapestCollective(network, world_size=world_size)
     costs_s = choice.costs_s(bucket, k)
     best = cheapest(costs_s)
     tree_s = gtopk_tree.cost_s(
-        world_size=world_size, k=k, pair_bytes=bucket.pair_bytes, network=network
+        world_size=world_size, k=k, pair_bytes=bucket.pair_bytes(k), network=network
     )
     saved_s = costs_s["dense"] - costs_s[best]
     return Prediction(

@@ -1,0 +1,172 @@
+"""A session in the training loop of a framework.
+
+    forward pass without gradients,      the mean of all ranks' models is put into the parameters
+    outside of training mode
+    forward pass with gradients,         this rank's own weights are put back
+    optimizer.step()
+
+So validation sees what the ranks' models stand for, and so does what is saved, without a word of
+the framework's. Where ranks hold the same model anyway nothing is moved.
+
+Some frameworks wrap the model in DistributedDataParallel before anybody can object. Its exchange is
+switched off then, by the names by which a loop would do it, and its `no_sync` is the session's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from offbeat.errors import ConfigError, UnsupportedError, nearest
+from offbeat.parts.module_hook import ModuleHook
+from offbeat.script.evaluation import EvaluationWeights
+from offbeat.session.session import Session
+from offbeat.strategies.base import Strategy
+from offbeat.strategies.registry import REGISTRY
+from offbeat.strategies.sparse_gradient import SparseGradientStrategy
+from offbeat.torch_private import active_ddp_module
+
+
+class FrameworkSession:
+    """A session, and what a framework's loop does not say by itself. A context manager that closes
+    itself.
+
+    Args:
+        session: just attached.
+        model: the attached module.
+        optimizer: that steps it.
+
+    Attributes:
+        session, model: the same.
+    """
+
+    def __init__(
+        self, session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.session = session
+        self.model = model
+        self._evaluation: EvaluationWeights | None = None
+        if session.strategy.replicas_differ:
+            self._evaluation = EvaluationWeights(session, model, optimizer)
+        self._evaluates = False
+        self._quiet: DistributedDataParallel | None = None
+        self._num_blocks = 0
+        # Before the session's own hook, which refuses a model inside DDP.
+        self._hook = model.register_forward_pre_hook(
+            ModuleHook(model, self._forward_begins), prepend=True
+        )
+
+    def evaluates(self) -> None:
+        """The loop evaluates from now on: the model is the mean of all ranks'."""
+        if self._evaluation is not None and not self._evaluates:
+            self._evaluates = True
+            self._evaluation.mode_changed(training=False)
+
+    def trains(self) -> None:
+        """The loop trains from now on: the model is this rank's own."""
+        if self._evaluation is not None and self._evaluates:
+            self._evaluates = False
+            self._evaluation.training_goes_on()
+
+    def silence(self, ddp: DistributedDataParallel) -> None:
+        """`ddp` exchanges nothing any more, until the session ends."""
+        self._quiet = ddp
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = False
+        ddp.no_sync = self._no_sync  # type: ignore[method-assign]
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        self._num_blocks += 1
+        try:
+            yield
+        finally:
+            self._num_blocks -= 1
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the session, as one that `error` has ended if there is one. Idempotent, and
+        collective with strategies that average weights.
+        """
+        self._hook.remove()
+        self.trains()
+        if self._evaluation is not None:
+            self._evaluation.close()
+        if (ddp := self._quiet) is not None:
+            ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+            del ddp.no_sync
+            self._quiet = None
+        if error is None:
+            self.session.close()
+        else:
+            self.session.__exit__(type(error), error, error.__traceback__)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
+    def _forward_begins(self, model: torch.nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled():
+            if not model.training:
+                self.evaluates()
+            return
+        self.trains()
+        ddp = active_ddp_module()
+        if ddp is not None and ddp.module is model:
+            # A loop that accumulates may be inside DDP's own `no_sync` when DDP is met.
+            wanted = self._quiet is ddp or ddp.require_backward_grad_sync
+            self.silence(ddp)
+            model.require_backward_grad_sync = wanted and not self._num_blocks
+
+
+def as_strategy(strategy: Strategy | str, *, clip_norm: float | None = None) -> Strategy:
+    """A strategy by itself or by its name, for a loop that the framework owns.
+
+    Args:
+        strategy: such as `offbeat.GTopK(density=0.01)`, or "gtopk".
+        clip_norm: to which the framework clips gradients; a strategy that has to clip before it
+            selects, and was told no norm itself, is given it.
+
+    Raises:
+        ConfigError: there is no such strategy.
+        UnsupportedError: it shares samples out, while the framework divides its data itself.
+    """
+    if isinstance(strategy, str):
+        if strategy not in REGISTRY:
+            raise ConfigError(
+                f"there is no strategy {strategy!r}; there are {', '.join(REGISTRY)}"
+                f"{nearest(strategy, REGISTRY)}"
+            )
+        strategy = REGISTRY[strategy]()
+    if not isinstance(strategy, Strategy):
+        raise ConfigError(
+            f"strategy must be one such as offbeat.GTopK(density=0.001), or its name, got"
+            f" {strategy!r}; did you pass the class?"
+        )
+    if strategy.shares_samples:
+        raise UnsupportedError(
+            f"{strategy.name} shares samples out to whichever worker is free, and here the"
+            " framework divides the data; write the loop yourself with offbeat.attach and"
+            " session.loader, or choose another strategy"
+        )
+    if clip_norm is not None and isinstance(strategy, SparseGradientStrategy):
+        return (
+            strategy if strategy.clip_norm is not None else replace(strategy, clip_norm=clip_norm)
+        )
+    return strategy
+
+
+def names_for_frameworks() -> list[str]:
+    """The strategies that work where the framework divides the data."""
+    return [name for name, kind in REGISTRY.items() if not kind.shares_samples]

@@ -1,0 +1,338 @@
+"""A strategy of offbeat's in Lightning: `OffbeatStrategy` for the Trainer, `OffbeatFabricStrategy`
+for Fabric.
+
+    import offbeat.integrations.lightning  # registers the names
+
+    Trainer(strategy="offbeat_gtopk", accelerator="cpu", devices=4)
+    Trainer(strategy=OffbeatStrategy(offbeat.GTopK(density=0.01)), accelerator="cpu", devices=4)
+    Fabric(strategy="offbeat_wagma", accelerator="cpu", devices=4)
+
+They take DDP's place: devices, launchers, samplers and precision are as with `strategy="ddp"`. The
+session is attached when the optimizer is there, to the plain module, and ends with the fit.
+
+- Gradients that are accumulated are exchanged once.
+- `gradient_clip_val` becomes `clip_norm` of a strategy that selects entries, since those are
+  clipped before they are selected.
+- Validation, and checkpoints, have the mean of all ranks' models.
+- Beside a checkpoint `x.ckpt` each rank writes its own part of the strategy's state, such as its
+  residuals, below `x.ckpt.offbeat/`, and reads it when the fit is resumed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from typing_extensions import override
+
+import offbeat
+from offbeat.errors import ConfigError, UnsupportedError
+from offbeat.integrations.framework import FrameworkSession, as_strategy, names_for_frameworks
+from offbeat.integrations.state_files import (
+    load_state,
+    remove_state,
+    save_state,
+    state_directory,
+)
+from offbeat.session.session import Session
+from offbeat.strategies.base import Strategy
+
+try:
+    from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
+    from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise ImportError(
+        "offbeat.integrations.lightning needs lightning, which `pip install 'offbeat[lightning]'`"
+        " installs"
+    ) from error
+
+STATE_KEY: Final = "offbeat"
+"""In a checkpoint: the tag of the ranks' states beside it."""
+
+_OF_DDP: Final = frozenset(
+    {
+        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision"),
+        *("precision_plugin", "process_group_backend", "timeout", "start_method"),
+    }
+)
+
+
+class OffbeatStrategy(DDPStrategy):
+    """A strategy of offbeat's for Lightning's Trainer.
+
+    Args:
+        offbeat_strategy: such as `offbeat.GTopK(density=0.001)`, or a name such as "gtopk".
+        record: as in `offbeat.attach`.
+        options: of Lightning's `DDPStrategy` that say how processes are started.
+
+    Attributes:
+        offbeat_session: while a fit is under way.
+
+    Raises:
+        ConfigError: there is no such strategy, or an option is of DDP's own exchange.
+    """
+
+    def __init__(
+        self, offbeat_strategy: Strategy | str, *, record: str | Path | None = None, **options: Any
+    ) -> None:
+        _check_options(options)
+        super().__init__(**options)
+        self._strategy = as_strategy(offbeat_strategy)
+        self._record = record
+        self._running: FrameworkSession | None = None
+        self._last_state: Mapping[str, Any] | None = None
+        self._loaded_from: Path | None = None
+
+    @property
+    def offbeat_session(self) -> Session | None:
+        return None if self._running is None else self._running.session
+
+    @override
+    def configure_ddp(self) -> None:
+        """The model stays as it is."""
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if len(self.optimizers) != 1:
+            raise UnsupportedError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers, and"
+                " OffbeatStrategy works with one; put the parameters into groups of one optimizer"
+            )
+        by_norm = trainer.gradient_clip_algorithm in (None, "norm")
+        clip_norm = trainer.gradient_clip_val if by_norm else None
+        strategy = as_strategy(self._strategy, clip_norm=clip_norm or None)
+        (optimizer,), module = self.optimizers, self.lightning_module
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        session = offbeat.attach(module, optimizer, strategy, scaler=scaler, record=self._record)
+        self._running = FrameworkSession(session, module, optimizer)
+        self._last_state = None
+
+        def clip(_: torch.optim.Optimizer, clip_val: float) -> None:
+            if clip_val > 0:
+                session.clip_grad_norm_(clip_val)
+
+        self.precision_plugin.clip_grad_by_norm = clip
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None]:
+        if self._running is None:
+            yield
+        else:
+            with self._running.session.no_sync():
+                yield
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._running is not None:
+            self._running.trains()
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._running is not None:
+            self._running.evaluates()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        state = self._last_state if self._running is None else self._running.session.state_dict()
+        if state is not None and "optimizer_states" in checkpoint:
+            checkpoint[STATE_KEY] = tag = self.broadcast(secrets.token_hex(8))
+            save_state(state_directory(filepath), state, tag=tag)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        self._loaded_from = state_directory(os.path.realpath(checkpoint_path))
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._running is not None and self._loaded_from is not None and STATE_KEY in checkpoint:
+            load_state(self._loaded_from, self._running.session, tag=checkpoint[STATE_KEY])
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        if self.local_rank == 0:
+            remove_state(state_directory(filepath))
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._close(exception)
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._close(None)
+        super().teardown()
+
+    def _close(self, error: BaseException | None) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        del self.precision_plugin.clip_grad_by_norm
+        if error is None:
+            self._last_state = running.session.state_dict()
+        running.close(error)
+
+
+class OffbeatFabricStrategy(FabricDDPStrategy):
+    """A strategy of offbeat's for Lightning's Fabric.
+
+    `fabric.setup` attaches a session; `fabric.strategy.close()` at the end makes the model the mean
+    of all ranks', with strategies that average weights.
+
+    Args:
+        offbeat_strategy: such as `offbeat.GTopK(density=0.001)`, or a name such as "gtopk".
+        record: as in `offbeat.attach`.
+        options: of Fabric's `DDPStrategy` that say how processes are started.
+
+    Attributes:
+        offbeat_sessions: one for each module that was set up with its optimizer.
+
+    Raises:
+        ConfigError: there is no such strategy, or an option is of DDP's own exchange.
+    """
+
+    def __init__(
+        self, offbeat_strategy: Strategy | str, *, record: str | Path | None = None, **options: Any
+    ) -> None:
+        _check_options(options)
+        super().__init__(**options)
+        self._strategy = as_strategy(offbeat_strategy)
+        self._record = record
+        self._modules: list[torch.nn.Module] = []
+        self._running: list[FrameworkSession] = []
+        self._backward_sync_control = self
+
+    @property
+    def offbeat_sessions(self) -> list[Session]:
+        return [running.session for running in self._running]
+
+    @override
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        self._modules.append(module)
+        return module
+
+    @override
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+        def shared(module: torch.nn.Module) -> int:
+            return sum(id(parameter) in stepped for parameter in module.parameters())
+
+        module = max(self._modules, key=shared, default=None)
+        if module is None or not shared(module):
+            raise ConfigError(
+                "the optimizer has no parameters of a module that was set up; call fabric.setup"
+                " with the module and its optimizer"
+            )
+        scaler = getattr(self.precision, "scaler", None)
+        session = offbeat.attach(
+            module, optimizer, self._strategy, scaler=scaler, record=self._record
+        )
+        self._running.append(FrameworkSession(session, module, optimizer))
+        return optimizer
+
+    def no_backward_sync(
+        self, module: torch.nn.Module, enabled: bool
+    ) -> AbstractContextManager[None]:
+        """What `fabric.no_backward_sync` does."""
+        running = self._of(module)
+        return running.session.no_sync() if enabled and running is not None else nullcontext()
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        running = self._of(module)
+        if running is None or norm_type != 2.0:
+            norm: torch.Tensor = super().clip_gradients_norm(
+                module, optimizer, max_norm, norm_type, error_if_nonfinite
+            )
+            return norm
+        self.precision.unscale_gradients(optimizer)
+        return running.session.clip_grad_norm_(max_norm)
+
+    @override
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        if self._running:
+            tag = self.broadcast(secrets.token_hex(8))
+            state = {**state, STATE_KEY: tag}
+            for directory, running in self._directories(path):
+                save_state(directory, running.session.state_dict(), tag=tag)
+        super().save_checkpoint(path, state, storage_options, filter)
+
+    @override
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+        tag = rest.pop(STATE_KEY, None)
+        if state and tag is not None:
+            for directory, running in self._directories(path):
+                load_state(directory, running.session, tag=tag)
+        return rest
+
+    def close(self) -> None:
+        """End the sessions: each module is the mean of all ranks'. Collective."""
+        while self._running:
+            self._running.pop(0).close()
+
+    @override
+    def teardown(self) -> None:
+        self.close()
+        super().teardown()
+
+    def _of(self, module: torch.nn.Module) -> FrameworkSession | None:
+        return next((running for running in self._running if running.model is module), None)
+
+    def _directories(self, path: Any) -> Iterator[tuple[Path, FrameworkSession]]:
+        for number, running in enumerate(self._running):
+            yield state_directory(path) / f"model-{number}", running
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    if foreign := sorted(set(options) - _OF_DDP):
+        raise ConfigError(
+            f"{', '.join(foreign)} is no option here: it is of DistributedDataParallel, whose place"
+            f" offbeat takes; there are {', '.join(sorted(_OF_DDP))}"
+        )
+
+
+for _name in names_for_frameworks():
+    StrategyRegistry.register(
+        f"offbeat_{_name}", OffbeatStrategy, description=f"offbeat: {_name}", offbeat_strategy=_name
+    )
+    FABRIC_STRATEGIES.register(
+        f"offbeat_{_name}",
+        OffbeatFabricStrategy,
+        description=f"offbeat: {_name}",
+        offbeat_strategy=_name,
+    )

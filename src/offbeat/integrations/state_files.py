@@ -1,0 +1,115 @@
+"""A session's state beside the checkpoint of a framework: a file of each rank's.
+
+A framework's checkpoint is written by one rank, and what a session owes, the residuals of gTop-k
+for example, is different on each. So every rank writes a file of its own, and nothing travels:
+
+    CHECKPOINT.offbeat/rank-00000.safetensors
+    CHECKPOINT.offbeat/rank-00001.safetensors
+
+With another number of ranks the states are shared out anew (`offbeat.reshard`), where each rank
+sees all files. Either all ranks take their state up again or none does, and then all say so.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from offbeat.errors import CheckpointError, OffbeatWarning
+from offbeat.session import checkpoint
+from offbeat.session.session import Session
+from offbeat.session.state import reshard
+
+
+def state_directory(path: str | Path) -> Path:
+    """Where ranks' states lie beside the checkpoint at `path`."""
+    path = Path(path)
+    return path.with_name(f"{path.name}.offbeat")
+
+
+def save_state(directory: Path, state: Mapping[str, Any], *, tag: str) -> None:
+    """Write this rank's `state`, of `Session.state_dict`, into `directory`.
+
+    Args:
+        directory: is made.
+        state: of this rank.
+        tag: of the framework's checkpoint, the same on all ranks.
+
+    Raises:
+        CheckpointError: the disk does not take it.
+    """
+    if directory.parts[0].endswith(":"):  # what pathlib leaves of s3://
+        _say(
+            f"{directory} is no path of a file system, so the state of {state['strategy']} is not"
+            " saved with the checkpoint; save checkpoints on a disk"
+        )
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    metadata: dict[str, checkpoint.Json] = {"tag": tag, "world_size": int(state["world_size"])}
+    checkpoint.save(directory, _name(int(state["rank"])), dict(state), metadata=metadata)
+
+
+def load_state(directory: Path, session: Session, *, tag: str) -> bool:
+    """Give `session` the state that was saved. Collective; False where it begins without, on all
+    ranks and with a warning.
+
+    Args:
+        directory: of `save_state`.
+        session: just attached.
+        tag: of the framework's checkpoint.
+    """
+    problem, state = "", None
+    try:
+        state = _read(directory, session, tag)
+    except CheckpointError as error:
+        problem = str(error)
+    problems = session.gather(problem)
+    if state is not None and not any(problems):
+        session.load_state_dict(state)
+        return True
+    _say(
+        f"{session.strategy.name} begins without the state that it had at the checkpoint:"
+        f" {next(filter(None, problems))}"
+    )
+    return False
+
+
+def remove_state(directory: Path) -> None:
+    """Remove what `save_state` wrote."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _read(directory: Path, session: Session, tag: str) -> dict[str, Any]:
+    """This rank's state, made of those of an older world if that was of another size."""
+    mine = directory / f"{_name(session.rank)}.safetensors"
+    first = session.rank if mine.exists() else 0
+    states: list[Mapping[str, Any]] = []
+    stored = checkpoint.load(directory, _name(first))
+    size = stored.metadata.get("world_size")
+    if size == session.world_size and first == session.rank:
+        ranks = [first]
+    elif isinstance(size, int):
+        ranks = list(range(size))
+    else:
+        raise CheckpointError(f"{directory} does not say of how many ranks it is")
+    for rank in ranks:
+        each = stored if rank == first else checkpoint.load(directory, _name(rank))
+        if each.metadata.get("tag") != tag or not isinstance(each.tree, dict):
+            raise CheckpointError(f"rank {rank}'s file in {directory} is of another checkpoint")
+        if each.tree.get("strategy") != session.strategy.name:
+            raise CheckpointError(f"{directory} was saved with {each.tree.get('strategy')!r}")
+        states.append(cast(Mapping[str, Any], each.tree))
+    if len(states) == 1 and states[0].get("world_size") == session.world_size:
+        return dict(states[0])
+    return reshard(states, session.world_size, session.rank)
+
+
+def _name(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def _say(message: str) -> None:
+    warnings.warn(message, OffbeatWarning, stacklevel=3)

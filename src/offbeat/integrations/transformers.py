@@ -1,0 +1,112 @@
+"""A strategy of offbeat's in the Trainer of transformers.
+
+    callback = OffbeatCallback(offbeat.GTopK(density=0.01))
+    Trainer(model, arguments, ..., callbacks=[callback]).train()
+
+Start the script as for several ranks, by torchrun for example. Gradients that are accumulated are
+exchanged once; evaluations and saved models are the mean of all ranks'. Each checkpoint directory
+gets each rank's part of the strategy's state, and a resumed training reads it. The Trainer's
+`max_grad_norm` becomes `clip_norm` of a strategy that selects entries, which have to be clipped
+before.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from typing_extensions import override
+
+import offbeat
+from offbeat.integrations.framework import FrameworkSession, as_strategy
+from offbeat.integrations.state_files import load_state, save_state
+from offbeat.session.session import Session
+from offbeat.strategies.base import Strategy
+from offbeat.strategies.sparse_gradient import SparseGradientStrategy
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "offbeat.integrations.transformers needs transformers and accelerate, which `pip install"
+        " 'offbeat[transformers]'` installs"
+    ) from error
+
+STATE_DIRECTORY: Final = "offbeat"
+"""In a directory of a checkpoint."""
+
+
+class OffbeatCallback(TrainerCallback):
+    """Attaches a session when training begins, and ends it when training does.
+
+    Args:
+        strategy: such as `offbeat.GTopK(density=0.001)`, or a name such as "gtopk".
+        record: as in `offbeat.attach`.
+        resume_from: the directory of the checkpoint that training is resumed from; None: that of
+            its step below the Trainer's `output_dir`.
+
+    Raises:
+        ConfigError: there is no such strategy.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy | str,
+        *,
+        record: str | Path | None = None,
+        resume_from: str | Path | None = None,
+    ) -> None:
+        self._strategy = as_strategy(strategy)
+        self._record = record
+        self._resume_from = resume_from
+        self._running: FrameworkSession | None = None
+        self._max_grad_norm: float | None = None
+
+    @property
+    def offbeat_session(self) -> Session | None:
+        """The session, while training is under way."""
+        return None if self._running is None else self._running.session
+
+    @override
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        *,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **rest: Any,
+    ) -> None:
+        if self._running is not None:  # an earlier training has failed
+            self._running.close(RuntimeError("training begins anew"))
+        scaler = getattr(optimizer, "scaler", None)
+        strategy = as_strategy(self._strategy, clip_norm=args.max_grad_norm or None)
+        session = offbeat.attach(model, optimizer, strategy, scaler=scaler, record=self._record)
+        self._max_grad_norm = args.max_grad_norm
+        if isinstance(strategy, SparseGradientStrategy):
+            args.max_grad_norm = 0.0
+        stepped = getattr(optimizer, "optimizer", optimizer)
+        self._running = FrameworkSession(session, model, stepped)
+        if state.global_step:
+            directory = self._resume_from or _directory(args, state)
+            load_state(Path(directory) / STATE_DIRECTORY, session, tag=str(state.global_step))
+
+    @override
+    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if self._running is not None:
+            directory = _directory(args, state) / STATE_DIRECTORY
+            save_state(directory, self._running.session.state_dict(), tag=str(state.global_step))
+
+    @override
+    def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            args.max_grad_norm = self._max_grad_norm
+            running.close()
+
+
+def _directory(args: Any, state: Any) -> Path:
+    """Of the checkpoint at this step."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -1,0 +1,88 @@
+"""A session's metrics on their way to loggers, while it trains."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from typing_extensions import override
+
+from offbeat.session.loggers import MetricsLogger
+from offbeat.session.metrics import SessionObserver
+
+if TYPE_CHECKING:
+    from offbeat.session.session import Session
+
+EVERY: Final = 10
+"""Steps between two looks at the session; what is said of steps is the mean over these."""
+
+_log = logging.getLogger("offbeat")
+
+
+class LiveMetrics(SessionObserver):
+    """Tells `loggers` what the loop logs, at once, and every tenth step how `session` is doing:
+
+    - `offbeat/step_s`, `offbeat/wait_s`, `offbeat/encode_s`: seconds of a step, of waiting for
+      other ranks and of encoding in it;
+    - `offbeat/bytes_sent`: by this rank in a step;
+    - `offbeat/residual_norm`: norm of what this rank has not sent yet, with a sparse strategy;
+    - `offbeat/entry_age`: steps that an entry of the gradient waits to be sent, likewise;
+    - `offbeat/stale_share`: share of stale contributions in averages, where nobody waits;
+    - `offbeat/skipped_steps`: so far.
+
+    A logger that raises is heard of once, and is told nothing more.
+    """
+
+    def __init__(self, session: Session, loggers: Sequence[MetricsLogger]) -> None:
+        self._session = session
+        self._loggers = list(loggers)
+        self._num_steps = 0
+        self._before = session.stats
+        self._since_s = time.monotonic()
+
+    @override
+    def step_ended(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        if num_steps - self._before.steps >= EVERY:
+            self._tell(self._measured(), num_steps)
+
+    @override
+    def logged(self, values: Mapping[str, float]) -> None:
+        self._tell(values, self._num_steps)
+
+    @override
+    def closed(self, error: BaseException | None) -> None:
+        for logger in list(self._loggers):
+            try:
+                logger.close()
+            except Exception as failure:  # noqa: BLE001 - whatever a user's object raises
+                self._drop(logger, failure)
+
+    def _measured(self) -> dict[str, float]:
+        stats, before, now_s = self._session.stats, self._before, time.monotonic()
+        steps = max(1, stats.steps - before.steps)
+        values = {
+            "step_s": (now_s - self._since_s) / steps,
+            "wait_s": (stats.wait_s - before.wait_s) / steps,
+            "encode_s": (stats.encode_s - before.encode_s) / steps,
+            "bytes_sent": (stats.bytes_sent - before.bytes_sent) / steps,
+            "skipped_steps": stats.skipped_steps,
+            **self._session.gauges(),
+        }
+        if stats.mean_entry_age is not None:
+            values["entry_age"] = stats.mean_entry_age
+        self._before, self._since_s = stats, time.monotonic()
+        return {f"offbeat/{name}": value for name, value in values.items()}
+
+    def _tell(self, values: Mapping[str, float], step: int) -> None:
+        for logger in list(self._loggers):
+            try:
+                logger.log(values, step)
+            except Exception as failure:  # noqa: BLE001 - training does not end for that
+                self._drop(logger, failure)
+
+    def _drop(self, logger: MetricsLogger, failure: Exception) -> None:
+        self._loggers.remove(logger)
+        _log.warning("%s is told no more metrics: %s", type(logger).__name__, failure)

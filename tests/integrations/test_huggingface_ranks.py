@@ -1,0 +1,158 @@
+"""The Trainer of transformers, and loops with Accelerate, on two real ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import offbeat
+from integrations_support.ranks import as_launched, only_ours_are_errors
+from offbeat.integrations.accelerate import attach
+from offbeat.integrations.transformers import OffbeatCallback
+from ranks_support.launch import RunRanks
+
+pytestmark = pytest.mark.ranks
+
+SAMPLES = 96
+
+
+class Line(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(index)
+        x = torch.randn(8, generator=draw)
+        return {"x": x, "labels": x.sum(dim=0, keepdim=True)}
+
+
+class Regression(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+        )
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.net(x)
+        return {"loss": torch.nn.functional.mse_loss(out, labels), "logits": out}
+
+
+class Counting(TrainerCallback):
+    """Asks the session before training ends."""
+
+    def __init__(self, callback: OffbeatCallback) -> None:
+        self.callback = callback
+        self.seen: dict[str, int] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        session = self.callback.offbeat_session
+        self.seen = {"steps": state.global_step, "exchanges": session.stats.exchanges}
+
+
+def vector(module: torch.nn.Module) -> list[float]:
+    return torch.nn.utils.parameters_to_vector(module.parameters()).tolist()
+
+
+def in_trainer(rank: int, world_size: int, *, directory: str) -> dict[str, Any]:
+    as_launched(rank, world_size)
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    only_ours_are_errors()
+
+    def fit(strategy: Any, out: str, *, resume: bool = False, **options: Any) -> dict[str, Any]:
+        arguments = TrainingArguments(
+            output_dir=f"{directory}/{out}",
+            use_cpu=True,
+            ddp_backend="gloo",
+            optim="sgd",
+            learning_rate=0.1,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            lr_scheduler_type="constant",
+            report_to=[],
+            disable_tqdm=True,
+            **{"save_strategy": "no", "max_steps": 6, **options},
+        )
+        callbacks: list[TrainerCallback] = []
+        if strategy is not None:
+            callback = OffbeatCallback(strategy)
+            callbacks = [callback, Counting(callback)]
+        model = Regression()
+        trainer = Trainer(
+            model, arguments, train_dataset=Line(), eval_dataset=Line(), callbacks=callbacks
+        )
+        trainer.train(resume_from_checkpoint=resume or None)
+        seen = callbacks[1].seen if callbacks else {}
+        return {"model": vector(model), "evaluated": trainer.evaluate()["eval_loss"], **seen}
+
+    gtopk = offbeat.GTopK(density=0.05, collective="tree")
+    return {
+        "ddp": fit(None, "ddp"),
+        "allreduce": fit("allreduce", "allreduce"),
+        "gtopk": fit(gtopk, "once", save_strategy="steps", save_steps=3),
+        "half": fit(gtopk, "halves", max_steps=3, save_strategy="steps", save_steps=3),
+        "resumed": fit(gtopk, "halves", resume=True),
+        "localsgd": fit(offbeat.LocalSGD(period=4), "local", eval_strategy="steps", eval_steps=3),
+    }
+
+
+def test_trainer_of_transformers(run_ranks: RunRanks, tmp_path: Path) -> None:
+    first, second = run_ranks(in_trainer, 2, timeout_s=270, directory=str(tmp_path))
+    assert first["allreduce"]["model"] == pytest.approx(first["ddp"]["model"], abs=1e-6)
+    for name in ("allreduce", "gtopk"):
+        assert first[name]["exchanges"] == first[name]["steps"] == 6
+    assert first["resumed"]["model"] == first["gtopk"]["model"] != first["half"]["model"]
+    assert first["localsgd"]["model"] == second["localsgd"]["model"]
+
+
+def with_accelerate(rank: int, world_size: int, *, directory: str) -> dict[str, Any]:
+    as_launched(rank, world_size)
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    only_ours_are_errors()
+
+    def train(strategy: Any, first: int, last: int, *, load: bool = False) -> dict[str, Any]:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = Regression()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loader = DataLoader(Line(), batch_size=4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        running = None if strategy is None else attach(accelerator, model, optimizer, strategy)
+        if load:
+            accelerator.load_state(f"{directory}/state")
+        for batch in list(loader)[2 * first : 2 * last]:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+        found: dict[str, Any] = {}
+        if running is not None:
+            accelerator.save_state(f"{directory}/state")
+            found["exchanges"] = running.session.stats.exchanges
+            running.close()
+        found["model"] = vector(accelerator.unwrap_model(model))
+        accelerator.free_memory()
+        return found
+
+    gtopk = offbeat.GTopK(density=0.05, collective="tree")
+    return {
+        "ddp": train(None, 0, 6),
+        "allreduce": train("allreduce", 0, 6),
+        "at once": train(gtopk, 0, 6),
+        "half": train(gtopk, 0, 3),
+        "resumed": train(gtopk, 3, 6, load=True),
+    }
+
+
+def test_accelerate(run_ranks: RunRanks, tmp_path: Path) -> None:
+    found, _ = run_ranks(with_accelerate, 2, timeout_s=270, directory=str(tmp_path))
+    assert found["allreduce"]["model"] == pytest.approx(found["ddp"]["model"], abs=1e-6)
+    assert found["allreduce"]["exchanges"] == 6
+    assert found["resumed"]["model"] == found["at once"]["model"] != found["half"]["model"]

@@ -1,0 +1,113 @@
+"""Scripts with frameworks, unmodified, as `offbeat run` runs them: on two real ranks, with several
+strategies each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+
+from integrations_support.ranks import as_launched
+from offbeat.lab.config import ScriptCommand
+from offbeat.lab.options import build_strategy, parse_spec
+from offbeat.lab.rendezvous import StoreServer
+from offbeat.script.coupling import ModelListener, ScriptSessions
+from offbeat.script.recipes import recipe_for
+from offbeat.script.worker import patched_for, run_as_main
+from ranks_support.launch import RunRanks
+
+pytestmark = pytest.mark.ranks
+
+IDIOMS = Path(__file__).parent / "idioms"
+STRATEGIES = [
+    *("ddp", "allreduce", "gtopk:density=0.1:collective=tree", "localsgd:period=4"),
+    *("wagma", "spdkfac"),
+]
+
+
+class CountsSteps(ModelListener):
+    """Counts the passes of which a loss was seen."""
+
+    num_losses = 0
+
+    def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
+        self.num_losses += 1
+
+
+def run_with_each(
+    rank: int,
+    world_size: int,
+    *,
+    script: str,
+    arguments: list[str],
+    strategies: list[str],
+    stores: list[dict[str, str]],
+) -> list[dict[str, int]]:
+    """Run the script with one strategy after the other; exchanges and passes of each."""
+    found = []
+    for number, (spec, store) in enumerate(zip(strategies, stores, strict=True)):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        as_launched(rank, world_size)
+        os.environ |= store | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        listener = CountsSteps()
+        recipe = recipe_for(build_strategy(*parse_spec(spec)))
+        sessions = ScriptSessions(recipe, listener)
+        filled = [word.format(number=number) for word in arguments]
+        with patched_for(recipe, sessions), warnings.catch_warnings(action="ignore"):
+            run_as_main(ScriptCommand(path=script, arguments=filled))
+            sessions.close(None)
+        found.append({"sessions": sessions.num_attached, "passes": listener.num_losses})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("accelerate_loop.py", []),
+        ("lightning_ddp.py", []),
+        (
+            "hf_trainer.py",
+            [
+                *("--use_cpu", "--num_train_epochs=4", "--gradient_accumulation_steps=2"),
+                "--per_device_train_batch_size=4",
+                *("--learning_rate=0.2", "--optim=sgd", "--report_to=none", "--disable_tqdm=True"),
+                *("--lr_scheduler_type=constant", "--eval_strategy=epoch", "--save_strategy=no"),
+            ],
+        ),
+    ],
+)
+def test_a_script_reaches_the_loss_that_it_reaches_with_ddp(
+    run_ranks: RunRanks, tmp_path: Path, script: str, arguments: list[str]
+) -> None:
+    for number in range(len(STRATEGIES)):
+        (tmp_path / str(number)).mkdir()
+    servers = [StoreServer() for _ in STRATEGIES]  # the keys of a group can be used once
+    results = run_ranks(
+        run_with_each,
+        2,
+        timeout_s=270,
+        script=str(IDIOMS / script),
+        arguments=[*arguments, f"--output_dir={tmp_path}/{{number}}"],
+        strategies=STRATEGIES,
+        stores=[server.environment(0, 2) for server in servers],
+    )
+    assert [each["sessions"] for ranks in results for each in ranks] == [1] * 12
+    assert len({each["passes"] for ranks in results for each in ranks}) == 1
+    losses = {
+        spec: json.loads((tmp_path / str(number) / "eval_results.json").read_text())["eval_loss"]
+        for number, spec in enumerate(STRATEGIES)
+    }
+    assert losses["allreduce"] == pytest.approx(losses["ddp"], abs=1e-4)
+    for spec, loss in losses.items():
+        assert loss < 0.9, (spec, losses)

@@ -1,0 +1,154 @@
+"""Loggers hear what the loop logs and how the session is doing; a broken one disturbs nobody."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.errors import ConfigError
+from offbeat.session import loggers as loggers_module
+from offbeat.session.loggers import MLflowLogger, TensorBoardLogger, WandbLogger
+from offbeat.session.session import Session
+
+
+class Remembering:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, dict[str, float]]] = []
+        self.is_closed = False
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        assert not self.is_closed
+        self.told.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Broken:
+    """Raises whatever it is asked."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        raise OSError("no space left")
+
+    def close(self) -> None:
+        raise OSError("no space left")
+
+
+def train(session: Session, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(1, 21):
+        loss = model(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 7:
+            session.log(loss=0.5)
+            offbeat.log(accuracy=0.25)
+
+
+def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(16, 4)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_logger_hears_what_is_logged_and_how_the_session_is_doing() -> None:
+    model, optimizer = made()
+    logger = Remembering()
+    strategy = offbeat.TopK(density=0.1, warmup=None)
+    with offbeat.attach(model, optimizer, strategy, loggers=[logger]) as session:
+        train(session, model, optimizer)
+        residual_norm = session.gauges()["residual_norm"]
+    assert logger.is_closed
+    assert logger.told[:2] == [(7, {"loss": 0.5}), (7, {"accuracy": 0.25})]
+    (at, values), (last, later) = logger.told[2:]
+    assert (at, last) == (10, 20)
+    assert later["offbeat/residual_norm"] == residual_norm > 0
+    assert values["offbeat/entry_age"] >= 1
+    assert values["offbeat/step_s"] > 0
+    assert set(values) >= {"offbeat/wait_s", "offbeat/bytes_sent", "offbeat/encode_s"}
+    assert all(map(math.isfinite, later.values()))
+
+
+def test_the_residual_norm_is_that_of_all_that_is_owed() -> None:
+    model, optimizer = made()
+    strategy = offbeat.TopK(density=0.1, warmup=None)
+    with offbeat.attach(model, optimizer, strategy) as session:
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        (additive,) = [part.state_dict()["additive"] for part in session.parts if part.gauges()]
+        owed = [t for name, t in additive.items() if "residual" in name]
+        expected = torch.linalg.vector_norm(torch.cat([t.flatten() for t in owed]))
+        assert session.gauges()["residual_norm"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_logger_that_raises_is_dropped_and_training_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, optimizer = made()
+    logger = Remembering()
+    with (
+        caplog.at_level(logging.WARNING, "offbeat"),
+        offbeat.attach(
+            model, optimizer, offbeat.AllReduce(), loggers=[Broken(), logger]
+        ) as session,
+    ):
+        train(session, model, optimizer)
+    assert len(logger.told) == 4
+    said = [record.message for record in caplog.records if "Broken" in record.message]
+    assert said == ["Broken is told no more metrics: no space left"]
+
+
+@pytest.mark.parametrize("make", [lambda: TensorBoardLogger("x"), WandbLogger, MLflowLogger])
+def test_what_is_not_installed_is_refused_with_a_hint(
+    make: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loggers_module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="is not installed; pip install"):
+        make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_run_that_the_script_began_is_used_and_left_open(
+    has_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wandb and mlflow as far as they are used: their own packages are not needed."""
+    heard: list[object] = []
+    run = SimpleNamespace(log=heard.append, finish=lambda: heard.append("finished"))
+    wandb, mlflow = ModuleType("wandb"), ModuleType("mlflow")
+    vars(wandb).update(run=run if has_run else None, init=lambda **settings: run)
+    vars(mlflow).update(
+        active_run=lambda: run if has_run else None,
+        log_metrics=lambda values, step: heard.append((values, step)),
+        end_run=lambda: heard.append("ended"),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setattr(loggers_module, "find_spec", lambda name: name)
+    for logger in (WandbLogger(project="mine"), MLflowLogger()):
+        logger.log({"loss": 1.0}, 3)
+        logger.close()
+    ends = ([], []) if has_run else (["finished"], ["ended"])
+    assert heard == [{"loss": 1.0, "offbeat/step": 3}, *ends[0], ({"loss": 1.0}, 3), *ends[1]]
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="pip install offbeat[tensorboard] to test it")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path / "tb")
+    logger.log({"loss": 0.5, "offbeat/wait_s": 0.25}, 10)
+    logger.log({"loss": 0.25}, 20)
+    logger.close()
+    read = EventAccumulator(str(tmp_path / "tb"))
+    read.Reload()
+    assert [(one.step, one.value) for one in read.Scalars("loss")] == [(10, 0.5), (20, 0.25)]
+    assert [one.value for one in read.Scalars("offbeat/wait_s")] == [0.25]

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+import offbeat
+from offbeat.errors import ConfigError
+
+
+@pytest.mark.parametrize("interval", [0, 3, 20])
+def test_an_interval_that_does_not_divide_the_period_is_refused(interval: int) -> None:
+    with pytest.raises(ConfigError, match=f"interval must be .*got {interval}"):
+        offbeat.WAGMA(period=10, interval=interval)
+
+
+def test_an_interval_without_groups_is_refused() -> None:
+    with pytest.raises(ConfigError, match='with groups="off" there are none'):
+        offbeat.WAGMA(period=10, interval=5, groups="off")
+
+
+@pytest.mark.parametrize("interval", [1, 2, 5, 10])
+def test_all_ranks_average_after_every_period_of_steps_whatever_the_interval(
+    interval: int,
+) -> None:
+    strategy = offbeat.WAGMA(period=10, interval=interval, group_size=2)
+    everyone = [
+        (version + 1) * interval
+        for version in range(40 // interval)
+        if strategy.group_of(version, 3, 8).ranks == tuple(range(8))
+    ]
+    assert everyone == [10, 20, 30, 40]
+
+
+def test_an_interval_of_the_whole_period_is_the_strategy_without_groups() -> None:
+    whole = offbeat.WAGMA(period=6, interval=6, max_ahead=20)
+    without = offbeat.WAGMA(period=6, groups="off", max_ahead=20)
+    assert [whole.group_of(version, 1, 8) for version in range(9)] == [
+        without.group_of(version, 1, 8) for version in range(9)
+    ]
