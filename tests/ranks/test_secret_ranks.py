@@ -10,6 +10,7 @@ import torch
 
 import offbeat
 from offbeat.errors import OffbeatError
+from offbeat.transport.ciphers import CIPHER_VARIABLE
 from offbeat.transport.connect import SECRET_VARIABLE
 from rank_jobs.regression import make_net
 from ranks_support.launch import RunRanks
@@ -46,3 +47,39 @@ def test_a_rank_with_another_secret_is_named_on_all_ranks(run_ranks: RunRanks) -
         for (kind, text), (_, message) in zip(told, OTHERS, strict=True):
             assert kind == "ConfigError", text
             assert re.search(message, text), text
+
+
+CIPHERS = [
+    (["aes-gcm", "aes-gcm"], "^trained$"),
+    (["none", "none"], "^trained: messages between ranks are neither encrypted nor authenticated"),
+    (["curve", "none"], "OFFBEAT_CIPHER is none on rank 1 and curve on rank 0"),
+    (["curve", "rot13"], "OFFBEAT_CIPHER is 'rot13', allowed are curve, aes-gcm, none"),
+]
+
+
+def train_with_ciphers(rank: int, world_size: int) -> list[str]:
+    """What becomes of a session, for each pair of ciphers."""
+    told = []
+    for ciphers, _ in CIPHERS:
+        os.environ[CIPHER_VARIABLE] = ciphers[rank]
+        net = make_net()
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        try:
+            with offbeat.attach(net, optimizer, offbeat.WAGMA(period=2)) as session:
+                for _ in range(4):
+                    net(torch.ones(2, 6)).square().mean().backward()
+                    optimizer.step()
+                said = [notice for notice in session.notices if "encrypted" in notice]
+            told.append(": ".join(["trained", *said]))
+        except OffbeatError as error:
+            told.append(str(error))
+        finally:
+            del os.environ[CIPHER_VARIABLE]
+    return told
+
+
+def test_ranks_train_with_any_cipher_that_all_of_them_have(run_ranks: RunRanks) -> None:
+    pytest.importorskip("cryptography")
+    for told in run_ranks(train_with_ciphers, 2):
+        for text, (_, expected) in zip(told, CIPHERS, strict=True):
+            assert re.search(expected, text), text

@@ -196,6 +196,11 @@ class Session:
         except BaseException as error:
             self._abandon(f"{type(error).__name__}: {error}")
             raise
+        if self._network is not None and self._network.cipher == "none":
+            self._notices.notify(
+                "messages between ranks are neither encrypted nor authenticated, as"
+                " OFFBEAT_CIPHER=none asks; whoever reads this network can read and forge them"
+            )
         ATTACHED_MODELS.add(model)
         at_exit.remember(self)
 

@@ -13,10 +13,10 @@ import threading
 from typing import Final
 
 import zmq
-from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from offbeat.transport.keys import Roster
+from offbeat.transport.keys import ZAP_DOMAIN
+from offbeat.transport.protection import Protection
 
 SPARE_CONNECTIONS: Final = 32
 """Connections that a listening socket holds beside two of each rank, whose old one may not have
@@ -33,17 +33,20 @@ class Admission:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], listening: zmq.Socket[bytes], roster: Roster
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        listening: zmq.Socket[bytes],
+        protection: Protection,
     ) -> None:
         """Start the thread.
 
         Args:
             context: of the socket.
-            listening: a CURVE server that is not bound yet.
-            roster: whose keys come in.
+            listening: a server that is not bound yet.
+            protection: says who comes in.
         """
-        self._roster = roster
-        self._most = 2 * len(roster.pairs) + SPARE_CONNECTIONS
+        self._protection = protection
+        self._most = 2 * protection.world_size + SPARE_CONNECTIONS
         self._listening = listening
         self._requests = context.socket(zmq.REP)
         self._requests.linger = 0
@@ -82,14 +85,15 @@ class Admission:
         self._events.close(linger=0)
 
     def _answer(self) -> None:
-        """Say whether the key of one client may come in, and as whom."""
+        """Say whether one client may come in, and as whom."""
         _, request, domain, _, _, mechanism, *credentials = self._requests.recv_multipart()
         # That the client has connected was told before. If it is to go, it goes before it is let
         # in, since a rank that is let in sends messages, which would be lost.
         self._count()
-        key = z85.encode(credentials[0]) if mechanism == b"CURVE" else b""
-        admitted = self._roster.admits(domain.decode(errors="replace"), key)
-        status, reason, user = (b"200", b"OK", key) if admitted else (b"400", b"Unknown key", b"")
+        user = b""
+        if domain == ZAP_DOMAIN.encode():
+            user = self._protection.user_id(mechanism, credentials)
+        status, reason = (b"200", b"OK") if user else (b"400", b"Unknown key")
         self._requests.send_multipart([_VERSION, request, status, reason, user, b""])
 
     def _count(self) -> None:

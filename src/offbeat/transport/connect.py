@@ -34,6 +34,7 @@ from offbeat.transport.backends import (
     nccl_backend,
 )
 from offbeat.transport.c10d import C10d
+from offbeat.transport.ciphers import CIPHER_VARIABLE, cipher_from_environment
 from offbeat.transport.driver import Driver, Ticket
 from offbeat.transport.interface import listen_address
 from offbeat.transport.keys import key_pair
@@ -151,7 +152,7 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
     lost = lost_ranks()
     rendezvous = Rendezvous(store, rank, ranks, lost=lost)
     try:
-        address, limit_s = listen_address(), silence_s()
+        address, limit_s, cipher = listen_address(), silence_s(), cipher_from_environment()
     except ConfigError as refusal:
         # The others would wait for this rank.
         rendezvous.refuse(refusal)
@@ -165,6 +166,7 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
             world_size=1,
             address=address,
             secret=given or secrets.token_bytes(32),
+            cipher=cipher,
         )
         return Connection(driver=SingleRank(), network=network)
     with answering_within(store, limit_s), ExitStack() as stack:
@@ -175,6 +177,7 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
         said = rendezvous.register(
             {
                 "silence_s": limit_s,
+                "cipher": cipher,
                 "token": secrets.token_hex(8),
                 "gloo": device.listens_at,
             },
@@ -184,6 +187,7 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
         entries = [_Entry.read(at, entry) for at, entry in enumerate(said)]
         token = entries[0].token
         _compare_silence(entries)
+        _compare_ciphers(entries)
         proof = proof_of(given, token).decode() if given else ""
         _compare_secrets(given, rendezvous.exchange("secret", proof, limit_s=limit_s))
         try:
@@ -205,6 +209,7 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
                     world_size=world_size,
                     address=address,
                     secret=secret,
+                    cipher=cipher,
                 )
             messages = Peers(
                 rank,
@@ -213,6 +218,7 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
                 secret=secret,
                 generation=generation,
                 limits=PeerLimits.tolerating(limit_s),
+                cipher=cipher,
             )
             stack.callback(messages.close)
             messages.connect(
@@ -270,10 +276,14 @@ def reconnect() -> Connection:
     port = os.environ["MASTER_PORT"]
     if not port.isdigit():
         raise ConfigError(f"MASTER_PORT is {port!r}, needed is the number of the store's port")
-    address = listen_address()
+    address, cipher = listen_address(), cipher_from_environment()
     store = store_client(os.environ["MASTER_ADDR"], int(port))
     network = find_network(
-        store, rank=rank, address=address, secret=os.environ[SECRET_VARIABLE].encode()
+        store,
+        rank=rank,
+        address=address,
+        secret=os.environ[SECRET_VARIABLE].encode(),
+        cipher=cipher,
     )
     driver = RejoinedDriver(
         rank, network.world_size, on_closed=closed_in_children(store_sockets(store))
@@ -306,11 +316,13 @@ class _Entry:
 
     Attributes:
         silence_s: how long it tolerates silence.
+        cipher: that of its messages.
         token: drawn by it; that of rank 0 is the session's.
         gloo: where its gloo device listens; None where it could not find out.
     """
 
     silence_s: float
+    cipher: str
     token: str
     gloo: Address | None
 
@@ -323,7 +335,12 @@ class _Entry:
             if gloo is not None:
                 host, port = gloo
                 gloo = str(ipaddress.ip_address(host)), int(port)
-            return cls(silence_s=float(said["silence_s"]), token=token, gloo=gloo)
+            return cls(
+                silence_s=float(said["silence_s"]),
+                cipher=str(said["cipher"]),
+                token=token,
+                gloo=gloo,
+            )
         except MALFORMED as error:
             raise unreadable(f"what rank {rank} says of itself", said) from error
 
@@ -335,6 +352,16 @@ def _compare_silence(entries: Sequence[_Entry]) -> None:
             raise MismatchError(
                 f"{SILENCE_VARIABLE} is {entry.silence_s:g} on rank {rank} and"
                 f" {entries[0].silence_s:g} on rank 0; set the same on every rank"
+            )
+
+
+def _compare_ciphers(entries: Sequence[_Entry]) -> None:
+    """Raises `MismatchError`, on every rank alike, if not all have the same cipher."""
+    for rank, entry in enumerate(entries):
+        if entry.cipher != entries[0].cipher:
+            raise MismatchError(
+                f"{CIPHER_VARIABLE} is {entry.cipher} on rank {rank} and {entries[0].cipher} on"
+                " rank 0; set the same on every rank"
             )
 
 

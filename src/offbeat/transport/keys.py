@@ -1,4 +1,4 @@
-"""Who may talk: CURVE key pairs of a run's ranks; `admission` lets in only these.
+"""Who may talk: CURVE key pairs of a run's ranks; `protection` lets in only these.
 
 Every rank derives every key pair from the run's secret, so nothing but the secret has to be handed
 out:
@@ -38,15 +38,20 @@ class KeyPair:
         return f"KeyPair(public={self.public!r})"
 
 
-def key_pair(run_secret: bytes, *, generation: int, rank: int) -> KeyPair:
-    """The key pair of `rank` in `generation` (both < 2**32). Raises `ConfigError` for a
-    `run_secret` below 16 bytes.
-    """
+def check_secret(run_secret: bytes) -> None:
+    """Raises `ConfigError` for a `run_secret` below 16 bytes."""
     if len(run_secret) < MIN_SECRET_BYTES:
         raise ConfigError(
             f"the run's secret has {len(run_secret)} bytes, needed are {MIN_SECRET_BYTES} or more; "
             "draw one with secrets.token_bytes(32) and give every rank the same"
         )
+
+
+def key_pair(run_secret: bytes, *, generation: int, rank: int) -> KeyPair:
+    """The key pair of `rank` in `generation` (both < 2**32). Raises `ConfigError` for a
+    `run_secret` below 16 bytes.
+    """
+    check_secret(run_secret)
     digest = hmac.digest(run_secret, _LABEL + struct.pack("<II", generation, rank), hashlib.sha256)
     secret = z85.encode(digest)
     return KeyPair(zmq.curve_public(secret), secret)
@@ -64,7 +69,3 @@ class Roster:
     def rank_of(self, public: bytes) -> int | None:
         """The rank whose public key this is; None for a stranger."""
         return self._rank_of.get(public)
-
-    def admits(self, domain: str, key: bytes) -> bool:
-        """Whether to let a client in that has shown `key`. May be called from any thread."""
-        return domain == ZAP_DOMAIN and key in self._rank_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import zmq
@@ -10,8 +11,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from offbeat.errors import ConfigError
 from offbeat.transport.envelope import EnvelopeKind, pack
-from offbeat.transport.keys import KeyPair
 from offbeat.transport.operations import Payload
+from offbeat.transport.protection import Protection
 
 FRAME_BYTES = 1 << 20
 """Payloads travel in frames of this size, since a receiver keeps one frame of each connection in
@@ -90,12 +91,11 @@ class Link:
 
     Args:
         context: the ZeroMQ context to open the socket in.
-        endpoint: where the peer listens, "tcp://address:port".
+        peer: its rank.
+        endpoint: where it listens, "tcp://address:port", and what the cipher adds.
         sender: this rank.
         generation: number of the membership.
-        own_keys: this rank's CURVE keys.
-        peer_key: the peer's public key.
-        with_checksum: whether messages carry one; the connection itself notices more.
+        protection: shows who this rank is, and seals what it says.
         limits: when the peer counts as dead.
         now_s: the monotonic clock.
 
@@ -103,23 +103,24 @@ class Link:
         ever_connected: whether there was a connection at some call of `watch`.
 
     Raises:
-        ConfigError: the endpoint is malformed.
+        ConfigError: the endpoint is malformed, or that of another cipher.
     """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         *,
+        peer: int,
         endpoint: str,
         sender: int,
         generation: int,
-        own_keys: KeyPair,
-        peer_key: bytes,
-        with_checksum: bool,
+        protection: Protection,
         limits: PeerLimits,
         now_s: float,
     ) -> None:
-        self._with_checksum = with_checksum
+        address, mark, salt = endpoint.partition("#")
+        self._sealer = protection.sealer(peer, mark + salt)
+        self._with_checksum = protection.with_checksum
         self._sender = sender
         self._generation = generation
         self._limits = limits
@@ -130,19 +131,17 @@ class Link:
         self._socket = context.socket(zmq.PUSH)
         self._socket.sndhwm = 0
         self._socket.linger = round(limits.linger_s * 1000)
-        self._socket.ipv6 = "[" in endpoint
+        self._socket.ipv6 = "[" in address
         self._socket.maxmsgsize = _MAX_ANSWER_BYTES
         self._socket.handshake_ivl = math.ceil(limits.handshake_timeout_s * 1000)
         self._socket.heartbeat_ivl = math.ceil(limits.heartbeat_interval_s * 1000)
         self._socket.heartbeat_timeout = math.ceil(limits.heartbeat_timeout_s * 1000)
         # several attempts must fit into the grace period
         self._socket.reconnect_ivl = max(1, min(100, round(limits.grace_s * 1000 / 8)))
-        self._socket.curve_publickey = own_keys.public
-        self._socket.curve_secretkey = own_keys.secret
-        self._socket.curve_serverkey = peer_key
+        protection.guard_link(self._socket, peer)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         try:
-            self._socket.connect(endpoint)
+            self._socket.connect(address)
         except zmq.ZMQError as error:
             self.close(now_s, linger=False)
             raise ConfigError(
@@ -162,6 +161,13 @@ class Link:
             payload=view,
             with_checksum=self._with_checksum,
         )
+        frames = [
+            view[begin : begin + FRAME_BYTES]
+            for begin in range(0, max(view.nbytes, 1), FRAME_BYTES)
+        ]
+        sealed: Sequence[Payload] = frames
+        if self._sealer is not None:
+            header, sealed = self._sealer.seal(self._next_sequence, header, frames)
         self._next_sequence += 1
         try:
             self._socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
@@ -170,13 +176,12 @@ class Link:
             # does after a refusal
             self._refused = True
             return
-        *begins, last = range(0, max(view.nbytes, 1), FRAME_BYTES)
-        for begin in begins:
-            self._send_frame(view[begin : begin + FRAME_BYTES], zmq.SNDMORE)
-        self._send_frame(view[last:], 0)
+        for frame in sealed[:-1]:
+            self._send_frame(frame, zmq.SNDMORE)
+        self._send_frame(sealed[-1], 0)
 
-    def _send_frame(self, frame: memoryview, more: int) -> None:
-        self._socket.send(frame, zmq.NOBLOCK | more, copy=frame.nbytes < _ZERO_COPY_BYTES)
+    def _send_frame(self, frame: Payload, more: int) -> None:
+        self._socket.send(frame, zmq.NOBLOCK | more, copy=len(frame) < _ZERO_COPY_BYTES)
 
     def watch(self, now_s: float) -> None:
         """Read what ZeroMQ reports of the connection. Never blocks."""

@@ -14,10 +14,10 @@ import zmq
 
 from offbeat.errors import ConfigError, WireError
 from offbeat.transport.admission import Admission
-from offbeat.transport.envelope import Envelope, parse
-from offbeat.transport.keys import ZAP_DOMAIN, Roster
+from offbeat.transport.envelope import HEADER_BYTES, Envelope, parse
 from offbeat.transport.link import FRAME_BYTES, PeerLimits, has_message, num_frames
 from offbeat.transport.operations import Payload
+from offbeat.transport.protection import Protection
 
 # what encryption and framing add to a frame; generous, it only bounds memory
 _OVERHEAD_BYTES = 1024
@@ -34,15 +34,14 @@ class Listener:
     """
 
     def __init__(
-        self, address: str, *, rank: int, generation: int, roster: Roster, limits: PeerLimits
+        self, address: str, *, generation: int, protection: Protection, limits: PeerLimits
     ) -> None:
         """Bind a free port.
 
         Args:
             address: numeric address of this host, no wildcard.
-            rank: this rank.
             generation: number of the membership; messages of another one are dropped.
-            roster: the keys of all ranks.
+            protection: says who comes in, and opens what they say.
             limits: how long a handshake may take, and when a connection counts as lost.
 
         Raises:
@@ -57,10 +56,11 @@ class Listener:
         self.num_foreign = 0
         self.unreadable: dict[int, str] = {}
         self._generation = generation
-        self._roster = roster
+        self._protection = protection
+        self._openers = [protection.opener(rank) for rank in range(protection.world_size)]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
-        self._admission = Admission(self._context, self._socket, roster)
+        self._admission = Admission(self._context, self._socket, protection)
         # ZeroMQ sockets belong to one thread; a socket pair is what other threads can wake it by.
         self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
         self._wakeup_receiver.setblocking(False)
@@ -78,9 +78,7 @@ class Listener:
         self._socket.tcp_keepalive_idle = math.ceil(limits.heartbeat_timeout_s)
         self._socket.tcp_keepalive_intvl = math.ceil(limits.heartbeat_timeout_s / 4)
         self._socket.tcp_keepalive_cnt = 4
-        self._socket.curve_server = True
-        self._socket.curve_secretkey = roster.pairs[rank].secret
-        self._socket.zap_domain = ZAP_DOMAIN.encode()
+        protection.guard_listener(self._socket)
         try:
             self._socket.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
         except zmq.ZMQError as error:
@@ -108,8 +106,8 @@ class Listener:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:  # the connection ended before the message was whole
                 return
-            if (envelope := self._admit(frames)) is not None:
-                yield envelope, _joined(frames[1:])
+            if (message := self._admit(frames)) is not None:
+                yield message
 
     def close(self) -> None:
         """Stop listening and end the threads."""
@@ -119,10 +117,12 @@ class Listener:
         self._admission.stop()
         self._context.term()
 
-    def _admit(self, frames: Sequence[zmq.Frame]) -> Envelope | None:
-        key_owner = self._roster.rank_of(str(frames[0].get("User-Id")).encode())
+    def _admit(self, frames: Sequence[zmq.Frame]) -> tuple[Envelope, Payload] | None:
+        key_owner = self._protection.rank_of(str(frames[0].get("User-Id")).encode())
         try:
-            envelope = parse(frames[0].buffer)
+            head = frames[0].buffer
+            header = head if not self._protection.seal_bytes else head[:HEADER_BYTES]
+            envelope = parse(header)
             if (envelope.sender, envelope.generation) != (key_owner, self._generation):
                 raise WireError(
                     f"got a message of rank {envelope.sender} and generation"
@@ -134,12 +134,16 @@ class Listener:
                     f"got {len(frames) - 1} frames for {envelope.num_bytes} bytes; somebody on the"
                     " way may have altered them"
                 )
+            opener = None if key_owner is None else self._openers[key_owner]
+            if opener is None:
+                return envelope, _joined(frames[1:])
+            sealed = [frame.buffer for frame in frames[1:]]
+            return envelope, opener.open(envelope.sequence, header, head[HEADER_BYTES:], sealed)
         except WireError as error:
             self.num_foreign += 1
             if key_owner is not None:
                 self.unreadable.setdefault(key_owner, str(error))
             return None
-        return envelope
 
 
 def _joined(frames: Sequence[zmq.Frame]) -> Payload:

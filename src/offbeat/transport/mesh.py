@@ -21,12 +21,13 @@ from collections.abc import Sequence
 import zmq
 
 from offbeat.errors import ConfigError, MismatchError, OffbeatError, PeerError
+from offbeat.transport.ciphers import Cipher
 from offbeat.transport.envelope import Envelope, EnvelopeKind
 from offbeat.transport.inbox import Inbox, split_channel
-from offbeat.transport.keys import Roster
 from offbeat.transport.link import Link, PeerLimits
 from offbeat.transport.listener import Listener
 from offbeat.transport.operations import Payload
+from offbeat.transport.protection import protection_of
 from offbeat.transport.sockets import Address, SocketAddresses, closed_in_children, parsed_address
 
 WATCH_INTERVAL_S = 0.02
@@ -50,8 +51,10 @@ class Mesh:
         secret: the run's.
         generation: number of the membership.
         limits: when a peer counts as dead.
+        cipher: the same on all ranks.
 
     Attributes:
+        endpoint: what peers need to connect.
         listener: what arrives here.
         inbox: what has arrived and was not taken.
         failures: the ranks known to be dead and why, in the order in which that was learnt.
@@ -69,6 +72,7 @@ class Mesh:
         secret: bytes,
         generation: int,
         limits: PeerLimits,
+        cipher: Cipher,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -77,14 +81,13 @@ class Mesh:
         self.failures: dict[int, str] = {}
         self._generation = generation
         self._limits = limits
-        self._roster = Roster(secret, generation=generation, world_size=world_size)
-        self.listener = Listener(
-            address,
-            rank=rank,
-            generation=generation,
-            roster=self._roster,
-            limits=limits,
+        self._protection = protection_of(
+            cipher, secret, generation=generation, world_size=world_size, rank=rank
         )
+        self.listener = Listener(
+            address, generation=generation, protection=self._protection, limits=limits
+        )
+        self.endpoint = self.listener.endpoint + self._protection.endpoint_suffix
         self._sending: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sending.set(zmq.MAX_SOCKETS, 4 * world_size + 64)
         self._links: dict[int, Link] = {}
@@ -107,12 +110,11 @@ class Mesh:
             if peer != self.rank:
                 self._links[peer] = Link(
                     self._sending,
+                    peer=peer,
                     endpoint=endpoint,
                     sender=self.rank,
                     generation=self._generation,
-                    own_keys=self._roster.pairs[self.rank],
-                    peer_key=self._roster.pairs[peer].public,
-                    with_checksum=False,
+                    protection=self._protection,
                     limits=self._limits,
                     now_s=time.monotonic(),
                 )
@@ -271,7 +273,7 @@ def _address_of(endpoint: str) -> Address:
     """Raises `ConfigError` unless it is one of TCP."""
     try:
         if endpoint.startswith("tcp://"):
-            return parsed_address(endpoint)
+            return parsed_address(endpoint.partition("#")[0])
     except ValueError:
         pass
     raise ConfigError(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from offbeat.errors import MALFORMED, ConfigError, PeerError, WireError
+from offbeat.transport.ciphers import CIPHER_VARIABLE, Cipher
 from offbeat.transport.link import PeerLimits
 from offbeat.transport.own_store import OwnStore
 from offbeat.transport.peers import Peers
@@ -68,6 +69,7 @@ class Network:
         world_size: number of ranks when the session was founded.
         address: numeric address of this host that its peers can route to.
         secret: of this session's meshes, 32 bytes.
+        cipher: of this session's meshes.
     """
 
     store: Store
@@ -75,6 +77,7 @@ class Network:
     world_size: int
     address: str
     secret: bytes
+    cipher: Cipher = "curve"
 
     def open(
         self, *, generation: int, position: int, size: int, limits: PeerLimits | None = None
@@ -95,6 +98,7 @@ class Network:
             secret=self.secret,
             generation=generation,
             limits=limits if limits is not None else mesh_limits(),
+            cipher=self.cipher,
         )
         peers.watch_all = False
         return peers
@@ -186,7 +190,14 @@ def answering_within(store: Store, limit_s: float) -> Iterator[None]:
 
 
 def create_network(
-    store: Store, *, token: str, rank: int, world_size: int, address: str, secret: bytes
+    store: Store,
+    *,
+    token: str,
+    rank: int,
+    world_size: int,
+    address: str,
+    secret: bytes,
+    cipher: Cipher = "curve",
 ) -> Network:
     """The network of a session whose ranks agreed on `token`; rank 0 leaves its entry for those who
     come later.
@@ -198,6 +209,7 @@ def create_network(
         world_size: number of ranks.
         address: this rank's.
         secret: the run's.
+        cipher: the run's.
     """
     bottom = bottom_of(store)
     derived = _derived(secret, token)
@@ -207,6 +219,7 @@ def create_network(
             "token": token,
             "world_size": world_size,
             "proof": proof_of(secret, token).decode(),
+            "cipher": cipher,
         }
         bottom.set(_ENTRY_KEY, json.dumps(entry))
     return Network(
@@ -215,10 +228,13 @@ def create_network(
         world_size=world_size,
         address=address,
         secret=derived,
+        cipher=cipher,
     )
 
 
-def find_network(store: Store, *, rank: int, address: str, secret: bytes) -> Network:
+def find_network(
+    store: Store, *, rank: int, address: str, secret: bytes, cipher: Cipher = "curve"
+) -> Network:
     """The network whose entry is in `store`: of the session that was founded last.
 
     Args:
@@ -226,9 +242,10 @@ def find_network(store: Store, *, rank: int, address: str, secret: bytes) -> Net
         rank: this rank, >= 0.
         address: numeric address of this host that its peers can route to.
         secret: the run's.
+        cipher: the run's.
 
     Raises:
-        ConfigError: no session was founded, it has ended, or it has another secret.
+        ConfigError: no session was founded, it has ended, or it has another secret or cipher.
         WireError: the entry is damaged or of another version.
     """
     if not store.check([_ENTRY_KEY]):
@@ -236,19 +253,31 @@ def find_network(store: Store, *, rank: int, address: str, secret: bytes) -> Net
             "this worker was told to join a run under way, but none has begun with this store;"
             " start it without OFFBEAT_RETURN, or wait until the others have attached"
         )
-    token, world_size, proof = _read_entry(store.get(_ENTRY_KEY))
+    token, world_size, proof, used = _read_entry(store.get(_ENTRY_KEY))
     derived = _derived(secret, token)
     if not hmac.compare_digest(proof.encode(), proof_of(secret, token)):
         raise ConfigError(
             "OFFBEAT_RUN_SECRET is not the secret of the run that this worker is to join; the run"
             " was started with another one, or with none, and then nobody can join later"
         )
+    if used != cipher:
+        raise ConfigError(
+            f"{CIPHER_VARIABLE} is {cipher} for this worker, and the run that it is to join uses"
+            f" {used}; set that"
+        )
     part = _part_of(store, token)
     if part.check([OVER_KEY]):
         raise ConfigError(
             "the run that this worker is to join has ended; start a new one without OFFBEAT_RETURN"
         )
-    return Network(store=part, rank=rank, world_size=world_size, address=address, secret=derived)
+    return Network(
+        store=part,
+        rank=rank,
+        world_size=world_size,
+        address=address,
+        secret=derived,
+        cipher=cipher,
+    )
 
 
 def store_client(host: str, port: int) -> Store:
@@ -289,7 +318,7 @@ def _part_of(store: Store, token: str) -> Store:
     return PrefixStore(f"{_ENTRY_KEY}/{token}", store)
 
 
-def _read_entry(raw: bytes) -> tuple[str, int, str]:
+def _read_entry(raw: bytes) -> tuple[str, int, str, str]:
     try:
         entry = json.loads(raw)
         if entry["version"] != _ENTRY_VERSION:
@@ -301,7 +330,7 @@ def _read_entry(raw: bytes) -> tuple[str, int, str]:
         token.encode(), proof.encode()
         if type(world_size) is not int:
             raise TypeError(f"world_size is {world_size!r}")
-        return token, world_size, proof
+        return token, world_size, proof, str(entry["cipher"])
     except MALFORMED as error:
         raise WireError(f"the run's entry in the store is damaged: {raw[:80]!r}") from error
 

@@ -1,7 +1,7 @@
 """The peers driver: messages from rank to rank over ZeroMQ, encrypted, each rank known by its key.
 
 How ranks are connected and who counts as dead is in `mesh` and `link`, who is let in at all in
-`keys` and `listener`.
+`protection` and `listener`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from offbeat.errors import ConfigError, PeerError, PeerTimeoutError, UnsupportedError
+from offbeat.transport.ciphers import Cipher
 from offbeat.transport.driver import Driver, Finished, Ticket
 from offbeat.transport.link import PeerLimits
 from offbeat.transport.mesh import WATCH_INTERVAL_S, Mesh
@@ -32,7 +33,8 @@ class Peers(Driver):
     holding the lock. It does not survive a fork.
 
     Attributes:
-        endpoint: where this rank listens, "tcp://address:port"; the peers' `connect` needs it.
+        endpoint: where this rank listens, "tcp://address:port" and what the cipher adds to it; the
+            peers' `connect` needs it.
         lost: once closed, the ranks whose connection had been lost by then although they had
             neither closed it nor reported a failure.
     """
@@ -46,6 +48,7 @@ class Peers(Driver):
         secret: bytes,
         generation: int = 0,
         limits: PeerLimits | None = None,
+        cipher: Cipher = "curve",
     ) -> None:
         """Bind a free port of `address` and start to listen.
 
@@ -57,9 +60,10 @@ class Peers(Driver):
             secret: the run's secret, 16 bytes or more, the same on every rank.
             generation: number of the membership, 0 <= generation < 2**32, the same on every rank.
             limits: the same on every rank.
+            cipher: the same on every rank.
 
         Raises:
-            ConfigError: a bad rank, secret or address.
+            ConfigError: a bad rank, secret or address, or a cipher that this machine lacks.
         """
         if not 0 <= rank < world_size:
             raise ConfigError(
@@ -75,8 +79,9 @@ class Peers(Driver):
             secret=secret,
             generation=generation,
             limits=self._limits,
+            cipher=cipher,
         )
-        self.endpoint = self._mesh.listener.endpoint
+        self.endpoint = self._mesh.endpoint
         self.lost: frozenset[int] = frozenset()
         # The lock guards the mesh; the condition says that something may have happened to it.
         self._changed = threading.Condition(threading.Lock())
