@@ -31,7 +31,25 @@ from offbeat.torch_private import (
     stored_entries,
     tensors_in,
     unscales_gradients_itself,
+    version_of,
 )
+
+
+def test_a_change_of_a_view_is_a_new_version() -> None:
+    flat = torch.zeros(6)
+    view = flat.as_strided((2, 2), (2, 1), 1)
+    before = version_of(flat)
+    torch.nn.utils.clip_grad_norm_(_parameter_with(view), 1.0)
+    after = version_of(flat)
+    assert after > before
+    assert view.sum() == flat.sum()
+    assert version_of(flat) == after
+
+
+def _parameter_with(gradient: torch.Tensor) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.zeros_like(gradient))
+    parameter.grad = gradient
+    return parameter
 
 
 def test_each_use_of_a_parameter_is_an_edge_of_the_graph() -> None:

@@ -55,6 +55,14 @@ def active_ddp_module() -> DistributedDataParallel | None:
     return active
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How many times `tensor`, or a view of its memory, has been changed in place.
+
+    Autograd checks by it that what it has saved is unchanged; no public name reads it.
+    """
+    return tensor._version
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements of `tensor` fill its memory without gaps and without overlap, in any
     order of dimensions.

@@ -193,7 +193,17 @@ def test_a_session_that_fails_gives_it_back() -> None:
     ("make", "strategy", "said"),
     [
         (OPTIMIZERS["weight decay"], SPARSE, "momentum 0.9 and weight decay of SGD works before"),
-        (lambda net: torch.optim.AdamW(net.parameters()), SPARSE, "the optimizer is AdamW, and"),
+        (lambda net: torch.optim.NAdam(net.parameters()), SPARSE, "the optimizer is NAdam, and"),
+        (
+            lambda net: torch.optim.Adam(net.parameters(), amsgrad=True),
+            SPARSE,
+            "since amsgrad=True",
+        ),
+        (
+            lambda net: torch.optim.AdamW(net.parameters()),
+            offbeat.TopK(density=0.5),
+            "at a density of 0.5 that would be less accurate",
+        ),
         (sgd(momentum=0.9, dampening=0.1), SPARSE, "since the optimizer dampens it"),
         (sgd(), SPARSE, None),
         (OPTIMIZERS["momentum"], offbeat.TopK(momentum_correction=None), None),

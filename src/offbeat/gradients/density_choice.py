@@ -40,6 +40,11 @@ LEAST: Final = 0.001
 NEAR_LEAST: Final = 1.5
 """An exchange may always cost so many times what one at `LEAST` does."""
 
+FEW: Final = 0.1
+"""The largest density where the optimizer's scaling is taken over, which many entries do not
+need.
+"""
+
 FIRST: Final = 0.1
 """The density until the first choice."""
 
@@ -67,6 +72,7 @@ def affordable_density(
     num_elements: int,
     allowed_s: float,
     beside_s: float = 0.0,
+    most: float = 1.0,
 ) -> float:
     """The largest density whose exchange takes at most `allowed_s`, or `NEAR_LEAST` times as long
     as one at `LEAST`; 1.0 where a dense one does.
@@ -76,9 +82,10 @@ def affordable_density(
         num_elements: of the gradient.
         allowed_s: seconds.
         beside_s: what is sent beside a sparse exchange takes so many of them.
+        most: the largest density that is considered.
 
     Returns:
-        A density in [`LEAST`, 1].
+        A density in [`LEAST`, `most`].
     """
 
     def sparse_s(density: float) -> float:
@@ -86,10 +93,10 @@ def affordable_density(
         return beside_s + min(cost for name, cost in costs.items() if name != "dense")
 
     allowed_s = max(allowed_s, NEAR_LEAST * sparse_s(LEAST))
-    if costs_s(num_elements)["dense"] + beside_s <= allowed_s:
+    if most == 1.0 and costs_s(num_elements)["dense"] + beside_s <= allowed_s:
         return 1.0
     density = LEAST
-    while (larger := density * _STEP) < 1.0 and sparse_s(larger) <= allowed_s:
+    while (larger := density * _STEP) < most and sparse_s(larger) <= allowed_s:
         density = larger
     return density
 
@@ -168,7 +175,15 @@ class AutoDensity(Part):
         self._stream = stream
         self._inform = inform
         self._num_exchanges = 0
+        self._most = 1.0
         self.intervals = Intervals(self._exchange_over, now_s)
+
+    def send_few(self) -> None:
+        """Choose no density above `FEW` from now on. All ranks call it between the same two
+        exchanges.
+        """
+        self._most = FEW
+        self.density = min(self.density, FEW)
 
     def _exchange_over(self) -> None:
         # All ranks settle the same exchanges, so all of them come to the agreement here.
@@ -191,6 +206,7 @@ class AutoDensity(Part):
             num_elements=self._gradient.num_elements,
             allowed_s=allowed_s,
             beside_s=beside_s,
+            most=self._most,
         )
         if density != 1.0 and 1 / _CHANGE < density / self.density < _CHANGE:
             return

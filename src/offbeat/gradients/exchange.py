@@ -27,6 +27,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.codec.tally import Tally
@@ -35,7 +36,6 @@ from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.entry_ages import EntryAges
 from offbeat.gradients.launch_order import LaunchOrder
-from offbeat.gradients.optimizer_momentum import OptimizerMomentum
 from offbeat.gradients.rising_rate import RisingRate
 from offbeat.parts.gradient_norm import clip_gradients_
 from offbeat.parts.part import Part
@@ -95,6 +95,37 @@ class Reduction(Protocol):
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None: ...
 
 
+class TakenOver(Protocol):
+    """What a part of the user's optimizer does, on each rank and before the exchange, instead of
+    the optimizer.
+    """
+
+    def take(self) -> None:
+        """Take it over. Called before each exchange and each step: idempotent."""
+        ...
+
+    def prepare_(
+        self, bucket: Bucket, used: NDArray[np.bool_], *, grad_scale: float, continues: bool
+    ) -> None:
+        """Change the gradient that `bucket` holds.
+
+        Args:
+            bucket: complete, with this rank's gradient times `grad_scale`.
+            used: which of its parameters have a gradient.
+            grad_scale: the AMP scale in force.
+            continues: whether an earlier exchange belongs to the same optimizer step.
+        """
+        ...
+
+    def published(self, bucket: Bucket) -> None:
+        """`bucket` holds the result, which is `param.grad` from now on."""
+        ...
+
+    def give_back(self) -> None:
+        """The session ends: the optimizer is the user's again."""
+        ...
+
+
 class ExchangeListener:
     """Something that sends messages of its own with each exchange of gradients, such as K-FAC.
 
@@ -148,7 +179,7 @@ class GradientExchange(Part):
         clipping: of each rank's gradient before it is sent, where buckets keep what they do not
             send; None: they keep nothing, and the mean is what is clipped.
         agree_on: makes one number of all ranks' numbers, to clip the mean by. Collective.
-        taken: the optimizer's momentum, where reductions apply it in its place.
+        taken: what works before the exchange in the optimizer's place; None: nothing.
     """
 
     state_key: ClassVar[str] = "gradients"
@@ -166,7 +197,7 @@ class GradientExchange(Part):
         launch_order: LaunchOrder | None = None,
         clipping: LocalClipping | None = None,
         agree_on: Callable[[float], float] = lambda value: value,
-        taken: OptimizerMomentum | None = None,
+        taken: TakenOver | None = None,
     ) -> None:
         self.counts = counts
         self._agree_on = agree_on
@@ -360,8 +391,7 @@ class GradientExchange(Part):
         grad_scale, continues = self._grad_scale(), self._stashed[b] is not None
         if self._taken is not None:
             self._taken.take()
-            if not continues:
-                self._taken.add_decay_(bucket, tally.used, grad_scale=grad_scale)
+            self._taken.prepare_(bucket, tally.used, grad_scale=grad_scale, continues=continues)
         self._launch_order.launch(
             ("gradients", b),
             lambda: reduction.launch(bucket, tally, grad_scale=grad_scale, continues=continues),
@@ -421,6 +451,8 @@ class GradientExchange(Part):
         stashed, self._stashed[b] = self._stashed[b], None
         if stashed is not None:
             bucket.flat.add_(stashed)
+        if self._taken is not None:
+            self._taken.published(bucket)
         shown = tally.used | self._published[b]
         for position in np.flatnonzero(shown).tolist():
             # A parameter that was frozen meanwhile must not be moved by what it was still owed.

@@ -86,7 +86,9 @@ class OptimizerMomentum:
         if changed:
             self._set_ranges()
 
-    def add_decay_(self, bucket: Bucket, used: NDArray[np.bool_], *, grad_scale: float) -> None:
+    def prepare_(
+        self, bucket: Bucket, used: NDArray[np.bool_], *, grad_scale: float, continues: bool
+    ) -> None:
         """Add weight decay to the gradient that `bucket` holds, times `grad_scale`, where it is
         this rank's.
 
@@ -94,7 +96,11 @@ class OptimizerMomentum:
             bucket: one that `apply_to` was called with.
             used: which of its parameters have a gradient.
             grad_scale: the AMP scale in force.
+            continues: whether an earlier exchange belongs to the same optimizer step, so that the
+                decay has been added.
         """
+        if continues:
+            return
         groups = self._groups()
         for position in np.flatnonzero(used).tolist():
             parameter = bucket.parameters[position]
@@ -104,6 +110,9 @@ class OptimizerMomentum:
             if self._optimizer.param_groups[number]["maximize"]:  # which negates what it is given
                 decay = -decay
             bucket.views[position].add_(parameter.detach(), alpha=decay * grad_scale)
+
+    def published(self, bucket: Bucket) -> None:
+        """The optimizer's step goes on as ever."""
 
     def give_back(self) -> None:
         """Put the options back. Momentum begins anew then: velocities differ from rank to rank."""
@@ -185,22 +194,17 @@ class OptimizerMomentum:
 
 
 def momentum_to_take(
-    optimizer: torch.optim.Optimizer, *, inform: Callable[[str], None]
+    optimizer: torch.optim.SGD, *, inform: Callable[[str], None]
 ) -> OptimizerMomentum | None:
     """The momentum of `optimizer`; None if it has none, or one that has to stay there, which
     `inform` is told.
     """
-    groups = optimizer.param_groups
-    if not any(group.get("momentum") or group.get("betas") for group in groups):
+    if not any(group["momentum"] for group in optimizer.param_groups):
         return None
-    if type(optimizer) is not torch.optim.SGD:
-        reason = f"the optimizer is {type(optimizer).__name__}, and only torch.optim.SGD's can be"
-    elif any(group["dampening"] for group in groups):
-        reason = "the optimizer dampens it"
-    else:
-        return OptimizerMomentum(optimizer, inform=inform)
-    inform(
-        "momentum_correction='auto': the optimizer's momentum sees the mean of what was sent, and"
-        f" is not taken over, since {reason}"
-    )
-    return None
+    if any(group["dampening"] for group in optimizer.param_groups):
+        inform(
+            "momentum_correction='auto': the optimizer's momentum sees the mean of what was sent,"
+            " and is not taken over, since the optimizer dampens it"
+        )
+        return None
+    return OptimizerMomentum(optimizer, inform=inform)

@@ -21,6 +21,7 @@ from offbeat.collectives.base import Exchanged, SparseCollective
 from offbeat.collectives.dense import dense_all_reduce
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.entry_ages import EntryAges
+from offbeat.gradients.owed_rate import OwedRate
 from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.transport.driver import Driver, Pending, Stream
 
@@ -116,6 +117,7 @@ class SparseReduction:
         wire: layout of the messages.
         plan: called once for each exchange, at the same point on all ranks.
         watch: looks at the residual after each exchange of entries; None: nobody does.
+        owed_rate: follows the learning rate; None: what is owed is applied at whatever it is then.
 
     Attributes:
         ages: how long entries waited before this rank sent them.
@@ -131,10 +133,12 @@ class SparseReduction:
         wire: Wire,
         plan: Callable[[], ExchangePlan],
         watch: ResidualWatch | None = None,
+        owed_rate: OwedRate | None = None,
     ) -> None:
         self.encode_s = 0.0
         self.ages: EntryAges | None = EntryAges(bucket.num_elements)
         self._watch = watch
+        self._owed_rate = owed_rate
         self._k = 0
         self._bucket = bucket
         self._feedback = feedback
@@ -158,7 +162,13 @@ class SparseReduction:
     ) -> None:
         plan = self._plan()
         self._grad_scale, self._k, self._continues = grad_scale, plan.k, continues
+        if self._watch is not None and plan.at_once != self._at_once:
+            self._watch.begin_anew()
         self._at_once = plan.at_once
+        if self._owed_rate is not None:
+            factor = self._owed_rate.follow(self._feedback.residual)
+            if self._watch is not None:
+                self._watch.grow(factor)
         self._staged = not tally.num_failed
         self._pending = self._picked = None
         begin_s = time.perf_counter()
@@ -283,9 +293,10 @@ class SparseReduction:
         return state
 
     def local_state(self) -> dict[str, float]:
-        return {
-            self._local_name(key): value for key, value in self._feedback.selector_state.items()
-        }
+        state = dict(self._feedback.selector_state)
+        if self._owed_rate is not None:
+            state |= self._owed_rate.state()
+        return {self._local_name(key): value for key, value in state.items()}
 
     def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None:
         for name, live in self.additive_state().items():
@@ -296,12 +307,21 @@ class SparseReduction:
         state.update(
             {key: local[name] for key in state if (name := self._local_name(key)) in local}
         )
+        if self._owed_rate is not None:
+            # Names of parameters have no slashes.
+            named = {tuple(name.split("/", 1)): value for name, value in local.items()}
+            mine = {key: value for (key, first), value in named.items() if first == self._first}
+            self._owed_rate.load({k: v for k, v in mine.items() if k.startswith("rate_")})
 
     def _local_name(self, key: str) -> str:
         """What a number that belongs to the whole bucket is called in a checkpoint: after the
         bucket's first parameter, because buckets have no names.
         """
-        return f"{key}/{self._bucket.names[0]}"
+        return f"{key}/{self._first}"
+
+    @property
+    def _first(self) -> str:
+        return self._bucket.names[0]
 
     def _named(self, kind: str, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a flat state tensor by parameter name, in the parameters' shapes."""

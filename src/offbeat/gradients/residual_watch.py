@@ -38,6 +38,15 @@ class ResidualWatch:
         self._most_sent = 0.0
         self._most_owed = 0.0
 
+    def begin_anew(self) -> None:
+        """What comes next is not to be compared with what was: its unit has changed."""
+        self._k, self._num_exchanges, self._most_sent, self._most_owed = 0, 0, 0.0, 0.0
+
+    def grow(self, factor: float) -> None:
+        """What is owed has been multiplied by at most `factor`, which says nothing of gradients."""
+        self._most_sent *= factor
+        self._most_owed *= factor
+
     def after_exchange(self, residual: torch.Tensor, k: int, *, sent_norm: float) -> None:
         """An exchange has left `residual`; this rank picked `k` entries of norm `sent_norm`."""
         if k != self._k:

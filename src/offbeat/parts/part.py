@@ -40,6 +40,8 @@ class Part:
 
     Attributes:
         state_key: the part's name in checkpoints; unique within a strategy, and never changed.
+        may_begin_anew: whether a checkpoint without the part's state is accepted, because the part
+            is younger than the checkpoint.
         averages_models: whether `average_into` gives the mean of all living ranks' models.
         averages_alone: whether `average_into` needs no call on the other ranks.
         start_step: the step at which this rank came in, for one that joined a run which was under
@@ -48,6 +50,7 @@ class Part:
 
     state_key: ClassVar[str]
 
+    may_begin_anew: ClassVar[bool] = False
     averages_models: bool = False
     averages_alone: bool = False
     start_step: int = 0

@@ -45,12 +45,14 @@ def load_state_of(parts: Sequence[Part], saved: Mapping[str, PartState]) -> None
     with naming_misfit("the session's state"):
         by_key = {STATE_KEYS_OF_0_1.get(key, key): state for key, state in saved.items()}
     for part in parts:
-        if part.state_key not in by_key:
+        if part.state_key not in by_key and not part.may_begin_anew:
             raise CheckpointError(
                 f"the state lacks {part.state_key!r}; it was saved with other options of the"
                 " strategy"
             )
     for part in parts:
+        if part.state_key not in by_key:
+            continue
         with naming_misfit(f"the state of {part.state_key!r}"):
             part.load_state_dict(by_key[part.state_key])
 

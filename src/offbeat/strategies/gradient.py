@@ -13,9 +13,13 @@ import torch
 from offbeat.collectives.dense import dense_broadcast
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.clipping import LocalClipping
-from offbeat.gradients.exchange import ExchangeCounts, GradientExchange, Reduction
+from offbeat.gradients.exchange import (
+    ExchangeCounts,
+    GradientExchange,
+    Reduction,
+    TakenOver,
+)
 from offbeat.gradients.launch_order import LaunchOrder
-from offbeat.gradients.optimizer_momentum import OptimizerMomentum
 from offbeat.gradients.replica_check import ReplicaCheck
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
@@ -79,7 +83,7 @@ class GradientStrategy(Strategy):
         counts: ExchangeCounts,
         *,
         launch_order: LaunchOrder | None = None,
-        taken: OptimizerMomentum | None = None,
+        taken: TakenOver | None = None,
     ) -> tuple[GradientExchange, list[Part]]:
         """The exchange of what `parts` returns.
 
@@ -89,7 +93,7 @@ class GradientStrategy(Strategy):
             workspace: lent by the session.
             counts: where what happens is counted.
             launch_order: shared with other systems; None: there are none.
-            taken: the optimizer's momentum, where reductions apply it in its place.
+            taken: what works before the exchange in the optimizer's place; None: nothing.
         """
         driver, norms = workspace.driver, workspace.new_stream()
 

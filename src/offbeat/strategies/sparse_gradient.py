@@ -26,10 +26,12 @@ from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.buckets import Bucket, make_buckets
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.collective_choice import BucketKind
-from offbeat.gradients.density_choice import AutoDensity
+from offbeat.gradients.density_choice import FEW, AutoDensity
 from offbeat.gradients.exchange import ExchangeCounts, GradientExchange, Reduction
 from offbeat.gradients.launch_order import LaunchOrder
 from offbeat.gradients.optimizer_momentum import OptimizerMomentum, momentum_to_take
+from offbeat.gradients.optimizer_scaling import OptimizerScaling, reason_against
+from offbeat.gradients.owed_rate import OwedRate
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.gradients.rising_rate import DENSITY, HOLD
@@ -238,16 +240,40 @@ class SparseGradientStrategy(GradientStrategy):
         return self.momentum_correction == "auto"
 
     def build(self, workspace: Workspace) -> Sequence[Part]:
-        taken = None
-        if self.takes_momentum and workspace.optimizer is not None:
-            taken = momentum_to_take(workspace.optimizer, inform=workspace.inform)
+        taken = self._taken_over(workspace)
         counts = ExchangeCounts()
         pairs, others = self._parts(workspace, counts, taken)
         exchange, others = self.exchange_of(pairs, others, workspace, counts, taken=taken)
         self._listen(exchange, others)
+        if isinstance(taken, OptimizerScaling):
+            exchange.add_listener(taken.listener)
+            others.append(taken)
         if taken is not None:  # last, when nothing can fail any more
             taken.take()
         return [exchange, *others]
+
+    def _taken_over(self, workspace: Workspace) -> OptimizerMomentum | OptimizerScaling | None:
+        """What works before the exchange in the optimizer's place; None: nothing."""
+        optimizer, inform = workspace.optimizer, workspace.inform
+        if not self.takes_momentum or optimizer is None:
+            return None
+        if type(optimizer) is torch.optim.SGD:
+            return momentum_to_take(optimizer, inform=inform)
+        groups = optimizer.param_groups
+        if not any(group.get("momentum") or group.get("betas") for group in groups):
+            return None
+        reason = reason_against(optimizer, has_scaler=workspace.has_scaler)
+        if reason is None and self.density != "auto" and self.density >= AT_ONCE_BELOW:
+            reason = f"at a density of {self.density:g} that would be less accurate"
+        if reason is None:
+            return OptimizerScaling(
+                optimizer, driver=workspace.driver, stream=workspace.new_stream(), inform=inform
+            )
+        inform(
+            "momentum_correction='auto': the optimizer sees the mean of what was sent, and nothing"
+            f" of it works before entries are selected, since {reason}"
+        )
+        return None
 
     def build_exchange(
         self, workspace: Workspace, *, launch_order: LaunchOrder | None = None
@@ -273,17 +299,39 @@ class SparseGradientStrategy(GradientStrategy):
         return self._parts(workspace, counts, None)
 
     def _parts(
-        self, workspace: Workspace, counts: ExchangeCounts, taken: OptimizerMomentum | None
+        self,
+        workspace: Workspace,
+        counts: ExchangeCounts,
+        taken: OptimizerMomentum | OptimizerScaling | None,
     ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
         choose, others = self.chooser(workspace)
         auto = next((part for part in others if isinstance(part, AutoDensity)), None)
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
         small_below = self.small_below(workspace.parameters.values())
         buckets = make_buckets(workspace.parameters, cap_bytes=cap_bytes, small_below=small_below)
+        largest = self._kind(max(buckets, key=lambda bucket: bucket.num_elements))
+
+        def is_sparse(density: float) -> bool:
+            """Whether entries travel, or all of the gradient."""
+            return choose(largest, max(1, round(density * largest.num_elements))) is not None
+
+        if isinstance(taken, OptimizerScaling):
+            taken.is_wanted = lambda: is_sparse(FEW if self.density == "auto" else self.density)
+            if auto is not None:
+                taken.when_taken = auto.send_few
         return [
-            (bucket, self._reduction(bucket, workspace, counts, choose, auto, taken))
+            (bucket, self._reduction(bucket, workspace, counts, choose, is_sparse, auto, taken))
             for bucket in buckets
         ], others
+
+    def _kind(self, bucket: Bucket) -> BucketKind:
+        wire = self._wire(bucket)
+        return BucketKind(
+            num_elements=bucket.num_elements,
+            element_bytes=bucket.flat.element_size(),
+            values=wire.values,
+            indices=wire.indices,
+        )
 
     def _reduction(
         self,
@@ -291,16 +339,11 @@ class SparseGradientStrategy(GradientStrategy):
         workspace: Workspace,
         counts: ExchangeCounts,
         choose: Choose,
+        is_sparse: Callable[[float], bool],
         auto: AutoDensity | None,
-        taken: OptimizerMomentum | None,
+        taken: OptimizerMomentum | OptimizerScaling | None,
     ) -> SparseReduction:
-        wire = self._wire(bucket)
-        kind = BucketKind(
-            num_elements=bucket.num_elements,
-            element_bytes=bucket.flat.element_size(),
-            values=wire.values,
-            indices=wire.indices,
-        )
+        kind, optimizer = self._kind(bucket), workspace.optimizer
         small_below = self.small_below(workspace.parameters.values())
         is_small = all(parameter.numel() < small_below for parameter in bucket.parameters)
 
@@ -308,11 +351,14 @@ class SparseGradientStrategy(GradientStrategy):
             target = 1.0 if self.density == "auto" else self.density
             target = target if auto is None else auto.density
             density = self.density_at(counts.exchanges, target)
-            if self.warmup == "auto" and workspace.optimizer is not None:
-                density = _while_rising(counts, workspace.optimizer, density, workspace.inform)
+            # Scaled gradients are of one size from the first step on, and need no warm-up.
+            scales = isinstance(taken, OptimizerScaling) and taken.is_taken is not False
+            if self.warmup == "auto" and optimizer is not None and not scales:
+                density = _while_rising(counts, optimizer, density, workspace.inform)
             # Small parameters, too, though all of them travel: where some have momentum and others
             # have it at once, what the former do is undone by the latter, and accuracy suffers.
-            at_once = self.momentum_masking == "auto" and density < AT_ONCE_BELOW
+            may = self.momentum_masking == "auto" and density < AT_ONCE_BELOW
+            at_once = may and momentum is not None and is_sparse(density)
             if is_small:
                 return ExchangePlan(k=bucket.num_elements, collective=None, at_once=at_once)
             k = max(1, round(density * bucket.num_elements))
@@ -324,7 +370,7 @@ class SparseGradientStrategy(GradientStrategy):
             )
 
         momentum = None
-        if taken is not None:
+        if isinstance(taken, OptimizerMomentum):
             momentum = taken.of(bucket)
         elif isinstance(self.momentum_correction, float | int):
             factor = float(self.momentum_correction)
@@ -337,18 +383,22 @@ class SparseGradientStrategy(GradientStrategy):
             momentum=momentum,
             masking=self.momentum_masking is True,
         )
-        if taken is not None and momentum is not None:
+        watch = ResidualWatch(
+            workspace.warn, rank=workspace.driver.rank, clips=self.clip_norm is not None
+        )
+        if isinstance(taken, OptimizerScaling):
+            taken.apply_to(bucket, feedback, watch)
+        elif taken is not None and momentum is not None:
             taken.apply_to(bucket, momentum, feedback)
         return SparseReduction(
             bucket,
             feedback,
             driver=workspace.driver,
             stream=workspace.new_stream(),
-            wire=wire,
+            wire=self._wire(bucket),
             plan=plan,
-            watch=ResidualWatch(
-                workspace.warn, rank=workspace.driver.rank, clips=self.clip_norm is not None
-            ),
+            watch=watch,
+            owed_rate=None if optimizer is None else OwedRate(bucket, optimizer),
         )
 
     def _selector(self, bucket: Bucket) -> Selector:

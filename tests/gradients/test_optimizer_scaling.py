@@ -1,0 +1,268 @@
+"""Adam's scaling, taken over by a sparse strategy: against the formulas written out, and given back
+where it cannot be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.errors import UnsupportedError
+from offbeat.strategies.base import Strategy
+from thread_support.world import ThreadDriver, results_of, session_on
+
+WORLD_SIZE, STEPS, K = 3, 6, 4
+SPARSE = offbeat.GTopK(
+    density=K / 30, collective="all_gather", dense_below=0, warmup=None, max_skipped_steps=1
+)
+Between = Callable[[torch.nn.Module, int], None]
+
+
+def linear() -> torch.nn.Linear:
+    net = torch.nn.Linear(6, 5, bias=False)
+    with torch.no_grad():
+        net.weight.copy_(torch.arange(30).view(5, 6) / 30 + 0.1)
+    return net
+
+
+def backward(net: torch.nn.Module, rank: int, step: int) -> None:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+    net.zero_grad()
+    net(x).square().mean().backward()
+
+
+def lr_at(step: int) -> float:
+    return 0.1 if step < 3 else 0.05
+
+
+def trained(
+    driver: ThreadDriver,
+    strategy: Strategy,
+    make: Callable[..., torch.optim.Optimizer],
+    *,
+    steps: int = STEPS,
+    between: Between = lambda net, step: None,
+    notices: list[str] | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    net = linear()
+    optimizer = make(net.parameters(), lr=0.1, **options)
+    with session_on(driver, net, optimizer, strategy) as session:
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = lr_at(step)
+            backward(net, driver.rank, step)
+            between(net, step)
+            optimizer.step()
+            assert net.weight.grad is not None
+        if notices is not None:
+            notices += session.notices
+    return net.weight.detach().flatten()
+
+
+def gradient_at(weights: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+    net = linear()
+    net.weight.data = weights.view(5, 6)
+    backward(net, rank, step)
+    assert net.weight.grad is not None
+    return net.weight.grad.flatten()
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_each_rank_scales_before_it_selects(make: type[torch.optim.Adam], maximize: bool) -> None:
+    decay, betas, eps = 0.1, (0.8, 0.9), 1e-3
+    options = {"weight_decay": decay, "betas": betas, "eps": eps, "maximize": maximize}
+    ranks = results_of(WORLD_SIZE, lambda driver: trained(driver, SPARSE, make, **options))
+    decoupled, sign = make is torch.optim.AdamW, -1.0 if maximize else 1.0
+
+    weights = linear().weight.detach().flatten().double()
+    mean, square, owed = (torch.zeros(WORLD_SIZE, 30).double() for _ in range(3))
+    first = make([torch.nn.Parameter(weights.clone())], lr=0.1, **options)
+    for step in range(STEPS):
+        lr, sent = lr_at(step), torch.zeros(30).double()
+        if step and lr != lr_at(step - 1):
+            owed *= lr_at(step - 1) / lr
+        for rank in range(WORLD_SIZE):
+            gradient = gradient_at(weights.float(), rank, step).double()
+            if step and not decoupled:
+                gradient += sign * decay * weights
+            mean[rank] = betas[0] * mean[rank] + (1 - betas[0]) * gradient
+            square[rank] = betas[1] * square[rank] + (1 - betas[1]) * gradient**2
+            m, v = (
+                mean[rank] / (1 - betas[0] ** (step + 1)),
+                square[rank] / (1 - betas[1] ** (step + 1)),
+            )
+            noise = (1 - betas[0]) / (1 + betas[0])
+            signal = ((m**2 - noise * v) / (1 - noise)).clamp_min(0)
+            scale = (signal + (v - signal) / WORLD_SIZE).sqrt() + eps
+            owed[rank] += gradient / scale if step else gradient
+            largest = owed[rank].abs().topk(K).indices
+            sent[largest] += owed[rank][largest]
+            owed[rank][largest] = 0
+        if step == 0:  # Adam's own
+            (parameter,) = first.param_groups[0]["params"]
+            parameter.grad = sent / WORLD_SIZE
+            first.step()
+            weights = parameter.detach().clone()
+            # What was owed from it is scaled as the next gradient would have been: with this one
+            # counted twice.
+            for rank in range(WORLD_SIZE):
+                gradient = gradient_at(linear().weight.detach().flatten(), rank, 0).double()
+                m2 = betas[0] * mean[rank] + (1 - betas[0]) * gradient
+                v2 = betas[1] * square[rank] + (1 - betas[1]) * gradient**2
+                m2, v2 = m2 / (1 - betas[0] ** 2), v2 / (1 - betas[1] ** 2)
+                signal = ((m2**2 - noise * v2) / (1 - noise)).clamp_min(0)
+                owed[rank] /= (signal + (v2 - signal) / WORLD_SIZE).sqrt() + eps
+            continue
+        if decoupled:
+            weights *= 1 - lr * decay
+        weights -= sign * lr * sent / WORLD_SIZE
+    for rank_weights in ranks:
+        torch.testing.assert_close(rank_weights, weights.float(), rtol=1e-3, atol=1e-4)
+        assert torch.equal(rank_weights, ranks[0])
+
+
+def clip(net: torch.nn.Module, step: int) -> None:
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+
+
+def test_a_loop_that_clips_keeps_its_adam() -> None:
+    notices: list[str] = []
+
+    def job(driver: ThreadDriver, strategy: Strategy) -> torch.Tensor:
+        here = notices if driver.rank == 0 else None
+        return trained(driver, strategy, torch.optim.AdamW, between=clip, notices=here)
+
+    clipped = results_of(WORLD_SIZE, lambda driver: job(driver, SPARSE))
+    assert any("gradients are changed between backward() and step()" in said for said in notices)
+    left_alone = offbeat.GTopK(
+        density=K / 30,
+        collective="all_gather",
+        dense_below=0,
+        warmup=None,
+        momentum_correction=None,
+    )
+    assert torch.equal(clipped[0], results_of(WORLD_SIZE, lambda d: job(d, left_alone))[0])
+
+
+def test_a_loop_that_clips_later_is_told_to_stop() -> None:
+    def late(net: torch.nn.Module, step: int) -> None:
+        if step == 3:
+            clip(net, step)
+
+    def job(driver: ThreadDriver) -> str:
+        with pytest.raises(UnsupportedError) as raised:
+            trained(driver, SPARSE, torch.optim.Adam, between=late)
+        return str(raised.value)
+
+    for said in results_of(WORLD_SIZE, job):
+        assert "clip_norm" in said
+        assert "momentum_correction=None" in said
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [offbeat.GTopK(collective="dense"), offbeat.GTopK(collective="dense", density=0.01)],
+    ids=str,
+)
+def test_where_everything_is_sent_adam_is_adam(strategy: Strategy) -> None:
+    def job(driver: ThreadDriver, strategy: Strategy) -> torch.Tensor:
+        return trained(driver, strategy, torch.optim.AdamW)
+
+    ours = results_of(WORLD_SIZE, lambda driver: job(driver, strategy))
+    theirs = results_of(WORLD_SIZE, lambda driver: job(driver, offbeat.AllReduce()))
+    torch.testing.assert_close(ours[0], theirs[0])
+
+
+def test_a_resumed_run_goes_on_alike() -> None:
+    def job(driver: ThreadDriver) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = trained(driver, SPARSE, torch.optim.AdamW)
+        net = linear()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        state: dict[str, Any] = {}
+        for steps in (range(3), range(3, STEPS)):
+            with session_on(driver, net, optimizer, SPARSE) as session:
+                if steps.start:
+                    session.load_state_dict(state)
+                for step in steps:
+                    optimizer.param_groups[0]["lr"] = lr_at(step)
+                    backward(net, driver.rank, step)
+                    optimizer.step()
+                state = session.state_dict()
+        return whole, net.weight.detach().flatten()
+
+    for whole, resumed in results_of(WORLD_SIZE, job):
+        assert torch.equal(whole, resumed)
+
+
+def test_fewer_ranks_remember_the_mean_of_squares() -> None:
+    def job(driver: ThreadDriver) -> dict[str, Any]:
+        net = linear()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        with session_on(driver, net, optimizer, SPARSE) as session:
+            for step in range(3):
+                backward(net, driver.rank, step)
+                optimizer.step()
+            return session.state_dict()
+
+    states = results_of(2, job)
+
+    def squares(state: dict[str, Any]) -> torch.Tensor:
+        found: torch.Tensor = state["parts"]["optimizer_scaling"]["additive"]["square/weight"]
+        return found
+
+    def resumed(driver: ThreadDriver) -> dict[str, Any]:
+        net = linear()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        with session_on(driver, net, optimizer, SPARSE) as session:
+            session.load_state_dict(offbeat.reshard(states, 1, 0))
+            return session.state_dict()
+
+    (alone,) = results_of(1, resumed)
+    torch.testing.assert_close(squares(alone), sum(map(squares, states)) / 2)
+
+
+@pytest.mark.filterwarnings("ignore::offbeat.errors.OffbeatWarning")
+def test_a_skipped_step_leaves_no_trace() -> None:
+    def job(driver: ThreadDriver, fails: bool) -> torch.Tensor:
+
+        net = linear()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        with session_on(driver, net, optimizer, SPARSE):
+            for step in range(4):
+                if fails and step == 2:
+                    net.zero_grad()
+                    x = torch.full((1, 6), float("nan") if driver.rank == 1 else 1.0)
+                    net(x).sum().backward()
+                    optimizer.step()
+                backward(net, driver.rank, step)
+                optimizer.step()
+        return net.weight.detach().flatten()
+
+    usual = results_of(WORLD_SIZE, lambda driver: job(driver, False))
+    assert torch.equal(usual[0], results_of(WORLD_SIZE, lambda driver: job(driver, True))[0])
+
+
+def test_what_is_owed_keeps_its_rate() -> None:
+    """With a rate of 0.1 that falls to a hundredth, all that was owed still moves the model by what
+    it was meant to.
+    """
+
+    def job(driver: ThreadDriver) -> torch.Tensor:
+        net = linear()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with session_on(driver, net, optimizer, offbeat.TopK(density=0.05, dense_below=0)):
+            for step in range(40):
+                optimizer.param_groups[0]["lr"] = 0.1 if step == 0 else 0.001
+                net.zero_grad()
+                gradient = torch.arange(30.0).view(5, 6) if step == 0 else torch.zeros(5, 6)
+                (net.weight * gradient).sum().backward()
+                optimizer.step()
+        return net.weight.detach()
+
+    expected = linear().weight.detach() - 0.1 * torch.arange(30.0).view(5, 6)
+    torch.testing.assert_close(results_of(2, job)[1], expected)
