@@ -45,12 +45,17 @@ def assert_bytes_are_those_of_the_docstrings(
             assert num_bytes <= result["bytes_sent"] <= 1.1 * num_bytes, label
 
 
+PLAIN: dict[str, Any] = {"warmup": 0, "optimizer_state": "local"}
+"""Local SGD as its paper has it."""
+
+
 def strategies(world_size: int) -> dict[str, AveragingStrategy]:
     return {
-        "localsgd": offbeat.LocalSGD(period=3),
-        "localsgd in every step": offbeat.LocalSGD(period=1),
-        "post-local sgd": offbeat.LocalSGD(period=2, start_step=3),
-        "averaged momentum": offbeat.LocalSGD(period=2, optimizer_state="averaged"),
+        "localsgd": offbeat.LocalSGD(period=3, **PLAIN),
+        "localsgd in every step": offbeat.LocalSGD(period=1, **PLAIN),
+        "post-local sgd": offbeat.LocalSGD(period=2, start_step=3, **PLAIN),
+        "averaged momentum": offbeat.LocalSGD(period=2, warmup=0),
+        "periods that grow": offbeat.LocalSGD(period=3, warmup=2),
         "diloco": offbeat.LocalSGD(period=2, outer="diloco"),
         "dpsgd": offbeat.DPSGD(),
         "sgp": offbeat.SGP(),
@@ -69,6 +74,7 @@ class Reference:
         self.anchor = [p.detach().clone() for p in self.nets[0].parameters()]
         self.momentum = [torch.zeros_like(p) for p in self.anchor]
         self.weights = [1.0] * world_size
+        self.averaged_at = 0
 
     def vectors(self) -> list[list[torch.Tensor]]:
         """Each rank's parameters and running statistics: the tensors themselves."""
@@ -114,7 +120,11 @@ class Reference:
         match strategy:
             case offbeat.LocalSGD():
                 num_local = step + 1 - strategy.start_step
-                if num_local > 0 and num_local % strategy.period == 0:
+                length = strategy.period
+                if strategy.warmup:
+                    length = min(length, max(1, num_local // strategy.warmup))
+                if num_local - self.averaged_at >= length:
+                    self.averaged_at = num_local
                     self.average()
                     self.after_average(strategy)
             case offbeat.DPSGD():
@@ -143,7 +153,7 @@ class Reference:
                 self.anchor[i] = self.anchor[i] - 0.7 * (change + 0.9 * self.momentum[i])
                 for parameter in parameters:
                     parameter.detach().copy_(self.anchor[i])
-        if strategy.optimizer_state == "averaged":
+        if strategy.outer is None and strategy.optimizer_state != "local":
             for parameters in zip(*(net.parameters() for net in self.nets), strict=True):
                 buffers = [
                     o.state[p]["momentum_buffer"]

@@ -17,15 +17,26 @@ from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import average_optimizer_state_
 
 
+def steps_between(num_local: int, *, period: int, warmup: int) -> int:
+    """How many local steps may pass without an average, once there have been `num_local` of them.
+
+    >>> [steps_between(n, period=4, warmup=10) for n in (5, 15, 25, 35, 45, 1000)]
+    [1, 1, 2, 3, 4, 4]
+    """
+    return min(period, max(1, num_local // warmup)) if warmup else period
+
+
 class PeriodicAverage(Part):
-    """After the optimizer's step number `start_step + n period`, n = 1, 2, ..., replaces the
-    weights by their mean.
+    """After every `period` optimizer steps from `start_step` on, and at first more often, replaces
+    the weights by their mean.
 
     Args:
         weights: what is averaged.
         driver: carries collectives out.
         stream: this part's channels.
         period: local steps between averages, >= 1.
+        warmup: the local steps in which the period grows by one, from 1 on, >= 0; 0: it is `period`
+            from the beginning.
         start_step: steps before the first local one, >= 0; until then all ranks must hold the same
             weights.
         outer: what is done with the mean; None: it is taken as it is.
@@ -42,6 +53,7 @@ class PeriodicAverage(Part):
         driver: Driver,
         stream: Stream,
         period: int,
+        warmup: int = 0,
         start_step: int = 0,
         outer: OuterOptimizer | None = None,
         optimizer: torch.optim.Optimizer | None = None,
@@ -50,12 +62,13 @@ class PeriodicAverage(Part):
         self._weights = weights
         self._driver = driver
         self._stream = stream
-        self._period = period
+        self._period, self._warmup = period, warmup
         self._start_step = start_step
         self._outer = outer
         self._optimizer = optimizer
         self._weight = weight
         self._num_steps = 0
+        self._averaged_at_step = start_step
         self._num_averages = 0
         self._encode_s = 0.0
 
@@ -65,8 +78,7 @@ class PeriodicAverage(Part):
 
     @override
     def replicas_agree(self) -> bool:
-        num_local = self._num_steps - self._start_step
-        return num_local <= 0 or num_local % self._period == 0
+        return self._num_steps <= self._averaged_at_step
 
     @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
@@ -81,8 +93,10 @@ class PeriodicAverage(Part):
     def on_after_step(self) -> None:
         self._num_steps += 1
         num_local = self._num_steps - self._start_step
-        if num_local > 0 and num_local % self._period == 0:
+        since = self._num_steps - self._averaged_at_step
+        if since >= steps_between(num_local, period=self._period, warmup=self._warmup):
             self.average()
+            self._averaged_at_step = self._num_steps
 
     def average(self) -> None:
         """Average now. Collective."""
@@ -113,6 +127,7 @@ class PeriodicAverage(Part):
         return {
             "replicated": {
                 "num_steps": self._num_steps,
+                "averaged_at_step": self._averaged_at_step,
                 "num_averages": self._num_averages,
                 **outer,
             }
@@ -127,6 +142,10 @@ class PeriodicAverage(Part):
             self._outer.load(saved)
         self._num_steps = int(saved["num_steps"])
         self._num_averages = int(saved["num_averages"])
+        # Saved before periods could grow, when they were all alike.
+        num_local = max(0, self._num_steps - self._start_step)
+        default = self._start_step + num_local - num_local % self._period
+        self._averaged_at_step = int(saved.get("averaged_at_step", default))
 
     @override
     def close(self) -> None:
