@@ -17,11 +17,12 @@ _OF_COMPARISONS: Final = (
     "final_metric",
     "samples_per_s",
 )
-_OF_RUNS: Final = ("step_s", "bytes_per_step", "samples_per_s", "final_metric")
+_OF_RUNS: Final = ("step_s", "share_wait", "bytes_per_step", "samples_per_s", "final_metric")
 SHORT: Final = {
     "time_to_target_s": "to target",
     "final_metric": "{metric}",
     "step_s": "a step",
+    "share_wait": "waiting for others",
     "bytes_per_step": "sent a step",
 }
 """What a reader looks for first, under headings that fit on a phone."""
