@@ -26,6 +26,19 @@ def steps_between(num_local: int, *, period: int, warmup: int) -> int:
     return min(period, max(1, num_local // warmup)) if warmup else period
 
 
+def last_average(num_local: int, *, period: int, warmup: int) -> int:
+    """After how many of `num_local` local steps the last average was; 0: there was none.
+
+    >>> [last_average(n, period=4, warmup=2) for n in range(11)]
+    [0, 1, 2, 3, 3, 5, 5, 5, 5, 9, 9]
+    """
+    last = 0
+    for step in range(1, num_local + 1):
+        if step - last >= steps_between(step, period=period, warmup=warmup):
+            last = step
+    return last
+
+
 class PeriodicAverage(Part):
     """After every `period` optimizer steps from `start_step` on, and at first more often, replaces
     the weights by their mean.
@@ -127,7 +140,6 @@ class PeriodicAverage(Part):
         return {
             "replicated": {
                 "num_steps": self._num_steps,
-                "averaged_at_step": self._averaged_at_step,
                 "num_averages": self._num_averages,
                 **outer,
             }
@@ -142,10 +154,9 @@ class PeriodicAverage(Part):
             self._outer.load(saved)
         self._num_steps = int(saved["num_steps"])
         self._num_averages = int(saved["num_averages"])
-        # Saved before periods could grow, when they were all alike.
         num_local = max(0, self._num_steps - self._start_step)
-        default = self._start_step + num_local - num_local % self._period
-        self._averaged_at_step = int(saved.get("averaged_at_step", default))
+        last = last_average(num_local, period=self._period, warmup=self._warmup)
+        self._averaged_at_step = self._start_step + last
 
     @override
     def close(self) -> None:
