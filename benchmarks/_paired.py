@@ -319,10 +319,8 @@ def source() -> Origin:
     """
     words, kept = iter(sys.argv[1:]), list[str]()
     for word in words:
-        if word in ("--images", "--text", "--steps", "--lr"):
+        if word in ("--images", "--text", "--steps", "--lr", "--workers"):
             kept += [word, Path(next(words)).name]
-        elif word == "--eight":
-            kept.append(word)
     here = origin(None)
     return replace(here, command=" ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *kept]))
 

@@ -15,13 +15,15 @@ x 1,024 matrices reaches beside it:
   channels in place of 81, whose borders are not counted;
 - inverses: d^3 / 3 for the Cholesky decomposition of each factor, three times that for its inverse.
 
-With `--stride n` factors look at every n-th example, and their floor is an n-th. With
-`--inverse-dtype bfloat16` the floor of preconditioning is at the rate of a product in bfloat16, and
-what is made in every step are inverses, not triangles. What bounds eigendecompositions over
-Cholesky is the ratio of operations: 6 d^3 (4/3 d^3 to a tridiagonal matrix, 8/3 d^3 to put the
-eigenvectors of its parts together, 2 d^3 to turn them back), if they ran at one rate.
+With `--stride n` factors look at every n-th example, and their floor is an n-th. By default
+inverses are in bfloat16 at intervals of 10 and 100, if this processor multiplies that fast, and
+triangles in float32 in every step; `--inverse-dtype` has one of the two throughout. Where it is
+bfloat16 the floor of preconditioning is at the rate of a product in bfloat16, and what is made in
+every step are inverses, not triangles. What bounds eigendecompositions over Cholesky is the ratio
+of operations: 6 d^3 (4/3 d^3 to a tridiagonal matrix, 8/3 d^3 to put the eigenvectors of its parts
+together, 2 d^3 to turn them back), if they ran at one rate.
 
-    python benchmarks/kfac_overhead.py [--json] [--rounds 10] [--stride 1] [--inverse-dtype float32]
+    python benchmarks/kfac_overhead.py [--json] [--rounds 10] [--stride 1] [--inverse-dtype auto]
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ import offbeat
 from _measure import Ratio, Row, add_output_options, interleave, present, ratio, timed
 from _ranks import run_ranks
 from _results import Figure
-from offbeat.kfac.eigen import decompose
+from offbeat.kfac.eigen import decompose, multiplies_bfloat16_fast
 from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter
 from offbeat.kfac.options import FactorOptions
 from offbeat.kfac.part import KFACPart
@@ -51,7 +53,7 @@ from offbeat.session.session import Session
 STEPS_A_ROUND = 10
 GOAL_EVERY_STEP, GOAL_SAMPLED, GOAL_AT_INTERVALS, GOAL_EIGEN = 2.0, 1.0, 0.2, 5.0
 FACTOR_INTERVAL, INVERSE_INTERVAL = 10, 100
-InverseDtype: TypeAlias = Literal["float32", "bfloat16"]
+InverseDtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
 
 CUBES_OF_EIGEN = 6
 CUBES: dict[InverseForm, float] = {"triangle": 1 / 3, "inverse": 1}
@@ -163,7 +165,7 @@ def measure(
                 found[label].append(row | {"step_s": taken_s / STEPS_A_ROUND})
         for what, dtype in (
             ("rate", torch.float32),
-            ("rate_of_products", getattr(torch, inverse_dtype)),
+            ("rate_in_bfloat16", torch.bfloat16),
         ):
             found["ssgd"][0][what] = max(multiplications_per_s(dtype) for _ in range(3))
     return found
@@ -188,7 +190,7 @@ def tasks() -> list[InversionTask]:
 
 def kind_of(stride: int, inverse_dtype: InverseDtype) -> str:
     kind = f", factors of one example in {stride}" if stride > 1 else ""
-    return kind + (f", inverses in {inverse_dtype}" if inverse_dtype != "float32" else "")
+    return kind + (f", inverses in {inverse_dtype}" if inverse_dtype != "auto" else "")
 
 
 def overhead(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[Row]:
@@ -198,11 +200,18 @@ def overhead(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[
     floor = {
         what: operations / rate / usual_s for what, operations in floating_operations().items()
     }
-    floor["precondition"] *= rate / found["ssgd"][0]["rate_of_products"]
+    rounded = floor["precondition"] * rate / found["ssgd"][0]["rate_in_bfloat16"]
+    is_fast = multiplies_bfloat16_fast(torch.device("cpu"))
+    in_every = rounded if inverse_dtype == "bfloat16" else floor["precondition"]
+    at_intervals = (
+        rounded
+        if inverse_dtype == "bfloat16" or (inverse_dtype == "auto" and is_fast)
+        else floor["precondition"]
+    )
     kind = kind_of(stride, inverse_dtype)
     every = f"what K-FAC in every step adds to a step of S-SGD{kind}"
     seldom = f"the same at intervals of {FACTOR_INTERVAL} and {INVERSE_INTERVAL}{kind}"
-    of_one = CUBES["triangle" if inverse_dtype == "float32" else "inverse"] / CUBES["triangle"]
+    of_one = CUBES["inverse" if inverse_dtype == "bfloat16" else "triangle"] / CUBES["triangle"]
     inverting_s = sum(row["invert_s"] for row in found["at intervals"])
     pairs = [
         (row["step_s"] - plain, plain)
@@ -212,7 +221,7 @@ def overhead(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[
         every,
         pairs,
         at_most=GOAL_EVERY_STEP if stride == 1 else GOAL_SAMPLED,
-        bound=floor["precondition"] + floor["factors"] / stride + of_one * floor["inverses"],
+        bound=in_every + floor["factors"] / stride + of_one * floor["inverses"],
     )
     # inverses are made in one of ten rounds, and spread over all
     pairs = [
@@ -223,7 +232,7 @@ def overhead(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[
         seldom,
         pairs,
         at_most=GOAL_AT_INTERVALS,
-        bound=floor["precondition"]
+        bound=at_intervals
         + floor["factors"] / stride / FACTOR_INTERVAL
         + 3 * floor["inverses"] / INVERSE_INTERVAL,
     )
@@ -270,8 +279,8 @@ if __name__ == "__main__":
     )
     parser.add_argument(
         "--inverse-dtype",
-        default="float32",
-        choices=("float32", "bfloat16"),
+        default="auto",
+        choices=("auto", "float32", "bfloat16"),
         help="what inverses are kept in",
     )
     arguments = parser.parse_args()

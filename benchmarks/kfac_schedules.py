@@ -10,7 +10,7 @@ The bound is arithmetic: D-KFAC's own step without what it waits for factors, an
 inversions divided among the ranks as evenly as the largest one allows.
 
     python benchmarks/kfac_schedules.py [--json] [--turns 12] [--models cnn,transformer] [--fusion |
-    --schedules]
+    --schedules | --ablations]
 """
 
 from __future__ import annotations
@@ -52,6 +52,16 @@ SCHEDULES: dict[str, KFACStrategy] = {
     "dkfac": offbeat.DKFAC(factor_interval=1, inverse_interval=1),
     "mpdkfac": offbeat.MPDKFAC(factor_interval=1, inverse_interval=1),
     "spdkfac": offbeat.SPDKFAC(factor_interval=1, inverse_interval=1),
+}
+ABLATIONS: dict[str, KFACStrategy] = {
+    "both": offbeat.SPDKFAC(factor_interval=1, inverse_interval=1),
+    "no pipelining": offbeat.SPDKFAC(pipelining=False, factor_interval=1, inverse_interval=1),
+    "no load balancing": offbeat.SPDKFAC(
+        placement="everyone", factor_interval=1, inverse_interval=1
+    ),
+    "neither": offbeat.SPDKFAC(
+        pipelining=False, placement="everyone", factor_interval=1, inverse_interval=1
+    ),
 }
 FUSIONS: dict[str, KFACStrategy] = {
     "spdkfac": offbeat.SPDKFAC(factor_interval=1, inverse_interval=1),
@@ -149,9 +159,9 @@ def pad_inversions(s_per_cube: float) -> None:
     """Let inversions of this process take as long as a device would."""
     invert = Inverter.invert
 
-    def padded(self: Inverter, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+    def padded(self: Inverter, tasks: Sequence[InversionTask], **more: Any) -> list[torch.Tensor]:
         time.sleep(s_per_cube * sum(task.shape.groups * task.shape.dim**3 for task in tasks))
-        return invert(self, tasks)
+        return invert(self, tasks, **more)
 
     Inverter.invert = padded  # type: ignore[method-assign]
     factor_costs.inversion_clock = lambda device: (
@@ -275,9 +285,30 @@ def fusions(name: str, rate: float, turns: int) -> Iterator[Ratio]:
         yield ratio(case, pairs, at_least=NO_SLOWER, bound=float("inf"), table="fusion")
 
 
-def cells(models: Sequence[str], turns: int, *, with_schedules: bool, with_fusions: bool) -> Cells:
+def ablations(name: str, turns: int) -> Iterator[Ratio]:
+    """SPD-KFAC without one of its two plans, and without both, which is D-KFAC."""
+    rate = BENCHES[name].rate_bit_per_s
+    steps = run_ranks(measure, WORLD_SIZE, name, ABLATIONS, rate, turns)["steps"]
+    for other in ("no pipelining", "no load balancing", "neither"):
+        pairs = [
+            (a["step_s"], b["step_s"]) for a, b in zip(steps[other], steps["both"], strict=True)
+        ]
+        case = f"{other} over spdkfac, step time, {name}, {rate / 1e6:g} Mbit/s"
+        yield ratio(case, pairs, at_least=NO_SLOWER, bound=float("inf"), table="ablations")
+
+
+def cells(
+    models: Sequence[str],
+    turns: int,
+    *,
+    with_schedules: bool,
+    with_fusions: bool,
+    with_ablations: bool,
+) -> Cells:
     found: Cells = {}
     for name in models:
+        if with_ablations:
+            found[f"ablations, {name}"] = partial(ablations, name, turns)
         if with_schedules:
             found[f"schedules, {name}"] = partial(schedules, name, turns)
         for rate in FUSION_RATES_BIT_PER_S if with_fusions else ():
@@ -300,11 +331,18 @@ if __name__ == "__main__":
     which.add_argument(
         "--fusion", action="store_true", help="only SPD-KFAC's groups against none and one"
     )
+    which.add_argument(
+        "--ablations",
+        action="store_true",
+        help="only SPD-KFAC without pipelining, without load balancing, without both",
+    )
     arguments = parser.parse_args()
+    is_all = not (arguments.fusion or arguments.schedules or arguments.ablations)
     found_cells = cells(
         arguments.models.split(","),
         arguments.turns,
-        with_schedules=not arguments.fusion,
-        with_fusions=not arguments.schedules,
+        with_schedules=is_all or arguments.schedules,
+        with_fusions=is_all or arguments.fusion,
+        with_ablations=is_all or arguments.ablations,
     )
     present(found_cells, arguments)

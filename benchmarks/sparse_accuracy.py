@@ -11,7 +11,7 @@ Each run is kept as soon as it is over, so the benchmark may be stopped at any t
 `--results`. Without `--images` nothing is measured.
 
     python benchmarks/sparse_accuracy.py [--images NPZ] [--steps N] [--lr RATE] [--seeds N]
-        [--seconds S] [--variants NAMES] [--eight] [--json] [--results DIR]
+        [--seconds S] [--variants NAMES] [--workers N] [--json] [--results DIR]
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ SPECS: Mapping[str, str] = {
     "union, density 0.001": UNION.replace("0.01", "0.001"),
 }
 VARIANTS = tuple(Contestant(label=name, spec=spec) for name, spec in SPECS.items())
-EIGHT = tuple(replace(one, label=f"{one.label}, 8 ranks", workers=8) for one in VARIANTS[:5])
 
 
 def main() -> None:
@@ -61,19 +60,23 @@ def main() -> None:
     add_options(parser)
     parser.add_argument("--steps", type=int, default=800, help="default: %(default)s")
     parser.add_argument("--lr", type=float, default=0.1, help="default: %(default)s")
-    parser.add_argument("--eight", action="store_true", help="eight ranks instead of four")
-    names = "; ".join(one.label for one in (*VARIANTS, *EIGHT))
+    parser.add_argument("--workers", type=int, default=4, help="ranks; default: %(default)s")
+    names = "; ".join(SPECS)
     parser.add_argument("--variants", help=f"names, separated by ';', of: {names}")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.images is None:
         print("left out: --images names no data", file=sys.stderr)
         return
-    among = EIGHT if asked.eight else VARIANTS
-    wanted = None if asked.variants is None else asked.variants.split(";")
-    chosen = [among[0], *(one for one in among[1:] if wanted is None or one.label in wanted)]
+    among = [replace(one, workers=asked.workers) for one in VARIANTS]
+    wanted = set(SPECS) if asked.variants is None else set(asked.variants.split(";"))
+    if unknown := wanted - set(SPECS):
+        raise SystemExit(f"no variants: {'; '.join(sorted(unknown))}; there are {names}")
+    chosen = [among[0], *(one for one in among[1:] if one.label in wanted)]
     kept = None if asked.results is None else ResultFile(asked.results / "sparse_accuracy.jsonl")
-    name = f"images, {asked.steps} steps" + (", 8 ranks" if asked.eight else "")
+    name = f"images, {asked.steps} steps" + (
+        f", {asked.workers} ranks" if asked.workers != 4 else ""
+    )
     name += "" if asked.lr == 0.1 else f", learning rate {asked.lr:g}"
     case = images(asked.images, name=name, lrs=(asked.lr,), steps=asked.steps)
     case = replace(case, goal=2.0 if asked.steps <= 800 else 0.5)

@@ -153,22 +153,37 @@ def test_sending_everything_pays_what_was_owed(dtype: torch.dtype) -> None:
         assert not state.residual.any()
 
 
-@pytest.mark.parametrize(("k", "goes_on"), [(4, False), (5, True)])
-def test_momentum_goes_on_where_a_share_of_the_entries_is_sent(k: int, goes_on: bool) -> None:
+@pytest.mark.parametrize("densities", [(4, 4, 4), (4, 5, 4), (5, 5, 4), (5, 4, 5)])
+@pytest.mark.parametrize("continues", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_momentum_at_once_comes_to_the_sum_of_steps(
+    densities: tuple[int, ...], continues: bool, dtype: torch.dtype
+) -> None:
+    n, factor = 10, 0.5
     state = ErrorFeedback(
-        10,
-        dtype=torch.float32,
+        n,
+        dtype=dtype,
         device=torch.device("cpu"),
         selector=SELECTORS["exact"],
-        momentum=0.5,
-        mask_below=0.5,
+        momentum=factor,
+        masking=False,
+        at_once_below=0.5,
     )
-    flat = torch.arange(1.0, 11.0)
-    sent = state.stage(flat, k).sparse
-    state.commit(Sparse.empty(10, np.dtype(np.float32)))
-    velocity = state.velocity
+    sent, given = torch.zeros(n), torch.zeros(n)
+    for step, k in enumerate(densities):
+        gradient = integers(n, step, dtype)
+        given += gradient.float()
+        sent += torch.from_numpy(
+            state.stage(gradient.clone(), k, continues=continues and step == 1).sparse.to_dense()
+        )
+        state.commit(nothing(n, dtype))
+        velocity = state.velocity
+        assert velocity is not None
+        assert bool(velocity.any()) is (k == 5)
+    # What velocity is left has yet to move the parameters, by factor / (1 - factor) of itself.
     assert velocity is not None
-    assert bool(velocity[torch.from_numpy(sent.indices)].any()) is goes_on
+    all_of_it = sent + state.residual + velocity * factor / (1 - factor)
+    torch.testing.assert_close(all_of_it, given / (1 - factor))
 
 
 @pytest.mark.parametrize("masking", [True, False])

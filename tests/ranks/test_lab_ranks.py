@@ -22,6 +22,7 @@ import offbeat
 import offbeat.cli.comparing
 import offbeat.cli.main
 from lab_support.data import npz
+from offbeat.cli.common import EXIT_INTERRUPTED
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.lab import supervisor
 from offbeat.lab.cluster import Cluster, ClusterFault
@@ -362,7 +363,7 @@ def test_an_interrupt_stops_all_and_leaves_nobody(
     monkeypatch.setattr("sys.argv", ["offbeat", *arguments.split(), "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as ended:
         offbeat.cli.main.main()
-    assert ended.value.code == offbeat.cli.main.EXIT_INTERRUPTED
+    assert ended.value.code == EXIT_INTERRUPTED
     comparison = read_comparison(tmp_path / "out")
     assert comparison.status == "stopped"
     assert all(c.failure is None for c in comparison.contestants)

@@ -149,6 +149,7 @@ def test_a_logarithmic_axis_only_where_contestants_lie_far_apart() -> None:
         )
     )
     assert not any(chart.x.log for chart in near)
+    assert all(chart.x.zero for chart in near)
     assert [chart.key for chart in far if chart.x.log] == ["metric-bytes_sent"]
     drawn = [
         x

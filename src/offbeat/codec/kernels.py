@@ -150,6 +150,23 @@ def add_momentum(
 
 
 @kernel
+def add_momentum_at_once(
+    flat: NDArray[np.floating],
+    velocity: NDArray[np.floating],
+    momentum: np.floating,
+    weight: np.floating,
+    new_velocity: NDArray[np.floating],
+) -> None:
+    """flat = (weight * flat + momentum * velocity) / (1 - momentum), and nothing of the velocity is
+    left.
+    """
+    share = 1 - momentum
+    for i in range(flat.size):
+        flat[i] = (weight * flat[i] + momentum * velocity[i]) / share
+        new_velocity[i] = 0
+
+
+@kernel
 def digit_counts(
     bits: NDArray[np.unsignedinteger],
     mask: np.unsignedinteger,
@@ -212,6 +229,7 @@ def warm() -> None:
         collect(values[:1], one, indices, values.copy())
         sample(values, values.copy(), one, values[:1].copy())
         add_momentum(values, values.copy(), one, one, False, values.copy())
+        add_momentum_at_once(values, values.copy(), one / 2, one, values.copy())
         digit_counts(
             bits,
             mask,

@@ -5,6 +5,15 @@
 
 which is SGD's momentum as PyTorch has it, and momentum correction as DGC has it (arXiv 1712.01887,
 section 3.1). DGC writes Nesterov's with m = factor * velocity, which comes to the same.
+
+A gradient moves the parameter by 1 / (1 - factor) of itself in the end, spread over as many steps
+or so. Where it waits for longer than that before it is sent, spreading it first only makes it
+later, and late momentum overshoots. So it may be applied at once:
+
+    step     = (weight * gradient + factor * velocity) / (1 - factor)
+    velocity = 0
+
+which comes to the same sum of steps, Nesterov's momentum or not.
 """
 
 from __future__ import annotations
@@ -77,6 +86,26 @@ class Momentum:
             else:
                 add(flat[here], velocity[here], each, weight, new_velocity[here])
 
+    def apply_at_once(
+        self,
+        flat: torch.Tensor,
+        velocity: torch.Tensor,
+        weight: float,
+        new_velocity: torch.Tensor,
+    ) -> None:
+        """Turn the gradient in `flat` into all that it and `velocity` will move the parameters by.
+        Nothing of the velocity is left.
+
+        Args:
+            flat, velocity, weight, new_velocity: as of `apply`.
+        """
+        add = add_at_once_by_kernel if flat.device.type == "cpu" else add_at_once_by_torch
+        begin = 0
+        for each in self.ranges:
+            here = slice(begin, each.end)
+            begin = each.end
+            add(flat[here], velocity[here], each, weight, new_velocity[here])
+
 
 def add_by_kernel(
     flat: torch.Tensor,
@@ -110,3 +139,34 @@ def add_by_torch(
         flat.mul_(weight).add_(new_velocity, alpha=momentum.factor)
     else:
         flat.copy_(new_velocity)
+
+
+def add_at_once_by_kernel(
+    flat: torch.Tensor,
+    velocity: torch.Tensor,
+    momentum: MomentumRange,
+    weight: float,
+    new_velocity: torch.Tensor,
+) -> None:
+    """`Momentum.apply_at_once` for the slices of one range, in one pass on the CPU."""
+    values = flat.numpy()
+    kernels.add_momentum_at_once(
+        values,
+        velocity.numpy(),
+        values.dtype.type(momentum.factor),
+        values.dtype.type(weight),
+        new_velocity.numpy(),
+    )
+
+
+def add_at_once_by_torch(
+    flat: torch.Tensor,
+    velocity: torch.Tensor,
+    momentum: MomentumRange,
+    weight: float,
+    new_velocity: torch.Tensor,
+) -> None:
+    """The same on any device."""
+    share = 1 - momentum.factor
+    flat.mul_(weight / share).add_(velocity, alpha=momentum.factor / share)
+    new_velocity.zero_()

@@ -5,8 +5,9 @@
     add what other parts dropped or rounded off
 
 With momentum correction (DGC, arXiv 1712.01887, sections 3.1 and 3.2), acc = residual + velocity,
-where velocity = momentum * velocity + weight * gradient (see `codec.momentum`); factor masking
-clears the velocity wherever an entry was sent.
+where velocity = momentum * velocity + weight * gradient; factor masking clears the velocity
+wherever an entry was sent. Where few entries travel, a gradient's momentum may be applied at once
+instead (see `codec.momentum`): the residual spreads it over time anyway.
 
 A step is staged first and committed when it is known to be good everywhere, or discarded without a
 trace. Staging copies nothing: residual and gradient trade buffers on commit.
@@ -44,8 +45,8 @@ class ErrorFeedback:
         momentum: of DGC's momentum correction: a factor in [0, 1) for all elements, or a
             `Momentum`; None: none.
         masking: DGC's factor masking; matters with `momentum` only.
-        mask_below: with masking, momentum goes on unmasked where k is at least this share of the
-            elements, in [0, 1].
+        at_once_below: where k is less than this share of the elements, in [0, 1], momentum is
+            applied at once, and there is nothing to mask.
 
     Attributes:
         selector_state: what the selector has remembered; a checkpoint may replace values in it.
@@ -60,7 +61,7 @@ class ErrorFeedback:
         selector: Selector,
         momentum: Momentum | float | None = None,
         masking: bool = True,
-        mask_below: float = 1.0,
+        at_once_below: float = 0.0,
     ) -> None:
         if isinstance(momentum, float):
             momentum = Momentum([MomentumRange(end=num_elements, factor=momentum)])
@@ -69,7 +70,7 @@ class ErrorFeedback:
         self._selector = selector
         self._momentum = momentum
         self._masking = masking
-        self._mask_below = mask_below
+        self._at_once_below = at_once_below
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._is_half = dtype != state_dtype
 
@@ -110,7 +111,8 @@ class ErrorFeedback:
             weight: of the gradient.
             continues: whether the gradient belongs to the same optimizer step as the last one.
         """
-        accumulated, weight = self._begin(gradient, weight, continues)
+        at_once = k < self._at_once_below * gradient.numel()
+        accumulated, weight = self._begin(gradient, weight, continues, at_once)
         selection = self._selector.select(
             accumulated,
             self._residual,
@@ -119,12 +121,9 @@ class ErrorFeedback:
             state=self.selector_state,
         )
         self._new_selector_state = selection.state
-        if self._momentum is not None and self._masks(k, accumulated.numel()):
+        if self._momentum is not None and self._masking and not at_once:
             self._new_velocity[torch.from_numpy(selection.sparse.indices).to(gradient.device)] = 0
         return selection
-
-    def _masks(self, k: int, num_elements: int) -> bool:
-        return self._masking and k < self._mask_below * num_elements
 
     def stage_all(
         self, gradient: torch.Tensor, *, weight: float = 1.0, continues: bool = False
@@ -184,7 +183,7 @@ class ErrorFeedback:
         self._gradient = None
 
     def _begin(
-        self, gradient: torch.Tensor, weight: float, continues: bool
+        self, gradient: torch.Tensor, weight: float, continues: bool, at_once: bool = False
     ) -> tuple[torch.Tensor, float]:
         """The buffer to accumulate in, which holds the gradient or the new velocity, and the weight
         that it has yet to get.
@@ -195,9 +194,12 @@ class ErrorFeedback:
         accumulated = self._accumulator.copy_(gradient) if self._is_half else gradient
         if self._momentum is None:
             return accumulated, weight
-        self._momentum.apply(
-            accumulated, self._velocity, weight, self._new_velocity, continues=continues
-        )
+        if at_once:
+            self._momentum.apply_at_once(accumulated, self._velocity, weight, self._new_velocity)
+        else:
+            self._momentum.apply(
+                accumulated, self._velocity, weight, self._new_velocity, continues=continues
+            )
         return accumulated, 1.0
 
     def _staged(self) -> torch.Tensor:

@@ -92,7 +92,9 @@ class Decomposer:
         shape = shape.joined
         return shape.groups, 1 + shape.dim + (0 if shape.is_diagonal else shape.dim**2)
 
-    def invert(self, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+    def invert(
+        self, tasks: Sequence[InversionTask], *, rooms: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
         """What stands for the decompositions of the factors, undamped, in the order of `tasks`;
         zeros where there is none.
         """

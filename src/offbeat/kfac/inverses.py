@@ -139,15 +139,20 @@ class Inverter:
             else shape.packed
         )
 
-    def invert(self, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+    def invert(
+        self, tasks: Sequence[InversionTask], *, rooms: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
         """What stands for the inverses of (factor + damping * identity), in the order of `tasks`;
-        zeros where there is none.
+        zeros where there is none. They may be made in `rooms`, the memory where they will be kept.
         """
         self._read_outcomes()
         inverses: list[torch.Tensor] = [task.packed for task in tasks]
         for numbers in batches_of_one_shape(tasks):
             some = [tasks[number] for number in numbers]
-            results = _reciprocals(some) if some[0].shape.is_diagonal else self._decompose(some)
+            room = rooms[numbers[0]] if rooms is not None and len(some) == 1 else None
+            results = (
+                _reciprocals(some) if some[0].shape.is_diagonal else self._decompose(some, room)
+            )
             for number, exact in zip(numbers, results, strict=True):
                 valid, result = tasks[number].valid, exact.to(dtype_of(self._form, exact.dtype))
                 # Asking whether the factor is valid saves a copy on a CPU, and costs a wait on a
@@ -156,7 +161,9 @@ class Inverter:
                 inverses[number] = result if may_ask and valid else torch.where(valid, result, 0.0)
         return inverses
 
-    def _decompose(self, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+    def _decompose(
+        self, tasks: Sequence[InversionTask], room: torch.Tensor | None
+    ) -> list[torch.Tensor]:
         dim, groups = tasks[0].shape.dim, [task.shape.groups for task in tasks]
         packed = tasks[0].packed if len(tasks) == 1 else torch.cat([task.packed for task in tasks])
         damping = torch.cat([task.damping.expand(task.shape.groups) for task in tasks])
@@ -165,25 +172,35 @@ class Inverter:
         if not is_asynchronous(packed.device):
             # A CPU gains nothing by further ones in one call, and needs memory for all of them.
             num_at_once = max(MOST_AT_ONCE // dim**2, 1)
-        kept, goods = [], []
-        for some, of_each in zip(
-            packed.split(num_at_once), damping.split(num_at_once), strict=True
+        goods = []
+        found = room
+        if found is None:
+            found = torch.empty(
+                (len(packed), self.stored_shape(tasks[0].shape)[1]),
+                dtype=dtype_of(self._form, packed.dtype),
+                device=packed.device,
+            )
+        for some, of_each, place in zip(
+            packed.split(num_at_once),
+            damping.split(num_at_once),
+            found.split(num_at_once),
+            strict=True,
         ):
             results, good = damp_and_invert_(unpack(some, dim), of_each, form)
-            kept.append(self._keep(results))
+            place.copy_(self._keep(results))
             goods.append(good)
-        found, good = torch.cat(kept), torch.cat(goods)
+        good = torch.cat(goods)
         counted = torch.cat([task.valid.expand(task.shape.groups) for task in tasks])
         outcome = _CholeskyOutcome.of([task.name for task in tasks], groups, good | ~counted)
         if not is_asynchronous(packed.device) or self._failed_before.intersection(outcome.names):
             failed = outcome.failed()
             self._failed_before.difference_update(outcome.names)
-            self._failed_before.update(outcome.name_at(place) for place in failed)
-            for place in failed:
+            self._failed_before.update(outcome.name_at(number) for number in failed)
+            for number in failed:
                 again = self._retry(
-                    outcome.name_at(place), packed[place], dim, damping[place], form
+                    outcome.name_at(number), packed[number], dim, damping[number], form
                 )
-                found[place] = self._keep(again[None])[0]
+                found[number] = self._keep(again[None])[0]
         else:
             self._outcomes.append(outcome)
         return list(found.split(groups))
@@ -295,7 +312,8 @@ def _on_host(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor, t
         return _on_device(matrices, form)
     good = cholesky_(matrices, inverts=form != "triangle") & _all_finite(matrices)
     if form == "bfloat16":
-        matrices = matrices.triu() + matrices.triu(1).mT
+        matrices.triu_()
+        matrices += matrices.triu(1).mT
     if not good.all():
         matrices = torch.where(good[:, None, None], matrices, 0.0)
     return matrices, good

@@ -156,7 +156,7 @@ def _metric_charts(report: PageContent) -> Iterator[LineChart]:
                 key=f"metric-{key}",
                 heading=f"{capital(metric)} against {title}",
                 summary=f"{metric} against {title}. {_ends(report, key, unit)}",
-                x=Axis(title=title, unit=unit.scales, log=log),
+                x=Axis(title=title, unit=unit.scales, log=log, zero=True),
                 y=y,
                 series=series,
                 target=report.target,

@@ -27,8 +27,9 @@ Differences from the paper:
   S-SGD does: the global top-k would throw most of them back, at no byte less. Which of the two is
   more accurate depends on the task. `apply="global"` does as published;
 - any world size;
-- momentum is applied before selection, with factor masking (the published code has that switched
-  off), small parameters are sent whole, and more entries travel while the learning rate rises;
+- momentum is applied before selection, all of it at once where few entries travel (the published
+  code has DGC's momentum correction switched off), small parameters are sent whole, and more
+  entries travel while the learning rate rises;
 - bfloat16 and float8 values, threshold re-use, selection by layer, and selectors and codecs of a
   user's own.
 

@@ -45,8 +45,10 @@ from offbeat.strategies.options import (
     require_positive,
 )
 
-MASKED_BELOW: Final = 0.15
-"""The density from which on momentum goes on unmasked, unless the user says otherwise."""
+AT_ONCE_BELOW: Final = 0.15
+"""The density below which momentum is applied at once, unless the user says otherwise: an entry
+waits for 1 / density exchanges, and momentum is usually spread over ten.
+"""
 
 SMALL: Final = 1024
 """Parameters of fewer elements are small: norms and biases, and often the first and last layer."""
@@ -75,9 +77,10 @@ class SparseGradientStrategy(GradientStrategy):
             before selection. "auto" takes over that of `torch.optim.SGD`, Nesterov's too, and with
             it weight decay, until the session ends; a number in [0, 1) needs an optimizer without
             momentum; None leaves momentum to the optimizer.
-        momentum_masking: DGC's factor masking: momentum stops where an entry was sent. "auto": only
-            in exchanges of less than 0.15 of the entries; where more travel nothing waits for long,
-            and masking would leave hardly any momentum.
+        momentum_masking: DGC's factor masking: momentum stops where an entry was sent. "auto" needs
+            none: in exchanges of less than 0.15 of the entries, where most wait for longer than
+            momentum lasts, all of a gradient's momentum is applied at once, which is gradient /
+            (1 - momentum); where more travel momentum goes on as it is.
         warmup: densities of the first exchanges, if larger than the later one: pairs of a density
             and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
             density of 1 sends everything as `AllReduce` does; or "paper" (0.25, 0.0725, 0.015,
@@ -327,9 +330,8 @@ class SparseGradientStrategy(GradientStrategy):
             device=bucket.flat.device,
             selector=self._selector(bucket),
             momentum=momentum,
-            mask_below=(
-                MASKED_BELOW if self.momentum_masking == "auto" else float(self.momentum_masking)
-            ),
+            masking=self.momentum_masking is True,
+            at_once_below=AT_ONCE_BELOW if self.momentum_masking == "auto" else 0.0,
         )
         if taken is not None and momentum is not None:
             taken.apply_to(bucket, momentum, feedback)

@@ -21,7 +21,8 @@ broadcasts of small inverses.
 Differences from the paper: the groups are the fewest with the earliest end, and the placement is
 one with about the shortest predicted phase, both of measured costs. `fusion="rule"` and
 `placement="rule"` are the paper's rules; kfac/planning/overlap.py and placement.py say where they
-fall short. An inversion takes what was measured and not alpha exp(beta d). Inverses of one owner
+fall short. `pipelining=False` and `placement="everyone"` leave one of the two out, as the paper's
+ablations do. An inversion takes what was measured and not alpha exp(beta d). Inverses of one owner
 share messages where that is shorter. Groups are planned in the fourth step with factors; until
 then, all A are one group and all G another. And those of strategies/kfac.py.
 """
@@ -45,6 +46,7 @@ from offbeat.kfac.planning.placement import (
     by_every_rank,
     place_by_rule,
     place_for_shortest_phase,
+    round_robin,
 )
 from offbeat.strategies.kfac import KFACStrategy
 from offbeat.strategies.options import require_one_of
@@ -58,8 +60,11 @@ class SPDKFAC(KFACStrategy):
     Args:
         fusion: which factors share a message: "planned" for the earliest end, "rule" for the
             paper's rule, "none" for one message each, "all" for all A in one and all G in another.
+        pipelining: whether factors travel while the passes compute; False: behind the backward
+            pass, all A in one message and all G in another, whatever `fusion` says.
         placement: which rank inverts what: "planned" for the shortest predicted phase, "rule" for
-            the paper's rule.
+            the paper's rule, "in_turn" for rank i mod P and factor i, "everyone" for every rank and
+            all factors.
         load: what placement balances: measured "time", or "rows", "squares" or "cubes" of the
             factors' sizes.
     """
@@ -68,22 +73,25 @@ class SPDKFAC(KFACStrategy):
     measures: ClassVar[bool] = True
 
     fusion: Literal["planned", "rule", "none", "all"] = "planned"
-    placement: Literal["planned", "rule"] = "planned"
+    pipelining: bool = True
+    placement: Literal["planned", "rule", "in_turn", "everyone"] = "planned"
     load: Literal["time", "rows", "squares", "cubes"] = "time"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_one_of("fusion", self.fusion, ("planned", "rule", "none", "all"))
-        require_one_of("placement", self.placement, ("planned", "rule"))
+        require_one_of("placement", self.placement, ("planned", "rule", "in_turn", "everyone"))
         require_one_of("load", self.load, ("time", "rows", "squares", "cubes"))
 
     def plan(self, inputs: PlanInputs) -> FactorPlan:
-        return FactorPlan(groups=self._groups(inputs), streamed=True, owners=self._owners(inputs))
+        return FactorPlan(
+            groups=self._groups(inputs), streamed=self.pipelining, owners=self._owners(inputs)
+        )
 
     def _groups(self, inputs: PlanInputs) -> Groups:
         """Section IV: which factors share a message."""
         all_fused = two_messages(inputs.kinds)
-        if self.fusion == "all":
+        if self.fusion == "all" or not self.pipelining:
             return all_fused
         if self.fusion == "none":
             return split_kinds([[slot] for group in all_fused for slot in group], inputs.kinds)
@@ -92,7 +100,10 @@ class SPDKFAC(KFACStrategy):
 
     def _owners(self, inputs: PlanInputs) -> tuple[Owner, ...]:
         """Section V: which rank inverts which factor."""
-        if inputs.costs is None:  # in a world of one there is nobody to send to
+        # In a world of one, where nothing was measured, there is nobody to send to.
+        if inputs.costs is None or self.placement == "everyone":
             return by_every_rank(len(inputs.dims))
+        if self.placement == "in_turn":
+            return round_robin(len(inputs.dims), inputs.world_size)
         place = place_by_rule if self.placement == "rule" else place_for_shortest_phase
         return place(inputs.dims, inputs.world_size, inputs.costs.inverse, load=self.load)

@@ -95,7 +95,9 @@ def connection_key(
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
     info = _KEY_LABEL + _PARTIES.pack(generation, sender, receiver)
-    return HKDF(SHA256(), length=32, salt=receiver_salt + sender_salt, info=info).derive(run_secret)
+    salt = receiver_salt + sender_salt
+    key: bytes = HKDF(SHA256(), length=32, salt=salt, info=info).derive(run_secret)
+    return key
 
 
 class Sealer:

@@ -276,9 +276,9 @@ def test_inversions_begin_as_their_messages_arrive(
 
     invert = Inverter.invert
 
-    def noted(self: Inverter, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+    def noted(self: Inverter, tasks: Sequence[InversionTask], **more: Any) -> list[torch.Tensor]:
         events.extend(task.name[0] for task in tasks)
-        return invert(self, tasks)
+        return invert(self, tasks, **more)
 
     monkeypatch.setattr(Inverter, "invert", noted)
     train(net, optimizer, range(1))

@@ -25,9 +25,11 @@ class Noting(Inverter):
         super().__init__(lambda warning: None, "inverse")
         self.noted: list[str] = []
 
-    def invert(self, tasks: Sequence[InversionTask]) -> list[torch.Tensor]:
+    def invert(
+        self, tasks: Sequence[InversionTask], *, rooms: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
         self.noted.append("".join(task.name for task in tasks))
-        return super().invert(tasks)
+        return super().invert(tasks, rooms=rooms)
 
 
 def task(slot: int) -> InversionTask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from _models.kfac_published import (
 )
 from offbeat.kfac.planning.inversion import PolynomialInversion
 from offbeat.kfac.planning.iteration import (
+    Iteration,
     IterationCosts,
     Layer,
     dkfac,
@@ -31,6 +33,7 @@ from offbeat.kfac.planning.overlap import fuse_by_rule
 from offbeat.kfac.planning.placement import (
     SAME_LENGTH_FACTOR,
     InverseCosts,
+    by_every_rank,
     packed_elements,
     place_by_rule,
 )
@@ -122,6 +125,24 @@ def test_spdkfac_is_never_expected_to_be_slower_than_the_others(
         assert iterations[0].total_s <= iteration.total_s * (1 + 1e-9) + slack_s + 1e-12
 
 
+def unpipelined(layers: Sequence[Layer], world_size: int, costs: IterationCosts) -> Iteration:
+    return spdkfac(layers, world_size, costs, pipelining=False)
+
+
+def unbalanced(layers: Sequence[Layer], world_size: int, costs: IterationCosts) -> Iteration:
+    return spdkfac(layers, world_size, costs, placement=lambda dims, *_: by_every_rank(len(dims)))
+
+
+@given(layers_of_models, st.integers(1, 70), costs_of_clusters)
+def test_each_of_the_two_plans_saves_what_it_saves_alone(
+    layers: list[Layer], world_size: int, costs: IterationCosts
+) -> None:
+    both, d = spdkfac(layers, world_size, costs), dkfac(layers, world_size, costs)
+    without = unpipelined(layers, world_size, costs), unbalanced(layers, world_size, costs)
+    saved_s = sum(d.total_s - each.total_s for each in without)
+    assert d.total_s - both.total_s == pytest.approx(saved_s, abs=1e-9)
+
+
 @given(layers_of_models, costs_of_clusters)
 def test_alone_the_three_are_the_same(layers: list[Layer], costs: IterationCosts) -> None:
     alone = dkfac(layers, 1, costs)
@@ -208,6 +229,9 @@ def test_the_page_shows_what_the_model_says() -> None:
         fitted_to_baselines(),
     )
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
+    for method in (unpipelined, unbalanced):
+        expected = [f"{method(resnet50(), WORLD_SIZE, c).total_s:.3f}" for c in readings]
+        assert rows[method.__name__].split(" | ")[1:] == expected
     for method in (dkfac, mpdkfac, spdkfac):
         expected = [f"{SECONDS[method.__name__]:.4f}"]
         expected += [f"{method(resnet50(), WORLD_SIZE, costs).total_s:.3f}" for costs in readings]

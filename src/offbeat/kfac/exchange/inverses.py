@@ -176,11 +176,11 @@ class InverseExchange:
         assert self._task_of is not None
         begin_s = time.monotonic()
         for some in self._portions(slots):
-            inverses = self._inverter.invert([self._task_of(slot) for slot in some])
-            for slot, inverse in zip(some, inverses, strict=True):
-                kept = self.packed[slot]
-                assert kept is not None
-                kept.copy_(inverse)
+            rooms = [room for slot in some if (room := self.packed[slot]) is not None]
+            tasks = [self._task_of(slot) for slot in some]
+            inverses = self._inverter.invert(tasks, rooms=rooms)
+            for room, inverse in zip(rooms, inverses, strict=True):
+                room.copy_(inverse)
         self.times.invert_s += time.monotonic() - begin_s
         self._spans.add("invert", f"{len(slots)} factors", begin_s)
 

@@ -119,12 +119,17 @@ def spdkfac(
     *,
     fusion: Fusion = fuse_for_earliest_end,
     placement: Placement = place_for_shortest_phase,
+    pipelining: bool = True,
 ) -> Iteration:
-    """Factors exchanged while computing goes on, inverted where that is cheapest.
+    """Factors exchanged while computing goes on, inverted where that is cheapest. Without
+    `pipelining` they are exchanged as by D-KFAC.
 
     With `fusion=fuse_by_rule` and `placement=place_by_rule` as the paper has it.
     """
     dims = factor_dims(layers)
+    if not pipelining:
+        owners = placement(dims, world_size, costs.inverse)
+        return _in_sequence(dims, world_size, costs, owners)
     ready_s = ready_times(layers, costs)
     groups = fusion(ready_s, [packed_bytes(dim) for dim in dims], costs.all_reduce)
     return _iteration(

@@ -1,0 +1,125 @@
+"""Worlds of five, worlds that change their size, and gradients that are exchanged otherwise: ranks
+are threads, and one process with all their examples is the reference.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from kfac_support import reference
+from kfac_support.reference import batch_of, loss_of, make_net
+from offbeat.session.session import Session
+from offbeat.strategies.base import Strategy
+from thread_support.world import ThreadDriver, results_of, session_on
+
+HYPER: dict[str, Any] = {
+    "damping": 0.01,
+    "kl_clip": 0.01,
+    "decay": 0.9,
+    "factor_interval": 1,
+    "inverse_interval": 2,
+}
+STRATEGIES: dict[str, Strategy] = {
+    "dkfac": offbeat.DKFAC(**HYPER),
+    "mpdkfac": offbeat.MPDKFAC(**HYPER),
+    "spdkfac": offbeat.SPDKFAC(**HYPER),
+    "spdkfac, no pipelining": offbeat.SPDKFAC(pipelining=False, placement="in_turn", **HYPER),
+    "spdkfac, no load balancing": offbeat.SPDKFAC(placement="everyone", **HYPER),
+    "dpkfac": offbeat.DPKFAC(factors="everyone", **HYPER),
+}
+LR = 0.05
+
+Job = Callable[[Session, nn.Module, torch.optim.Optimizer, int], Any]
+
+
+def in_world(world_size: int, strategy: Strategy, net: nn.Module, job: Job) -> list[Any]:
+    """What `job` returns on each rank, which has a session and a copy of `net` of its own."""
+
+    nets = [copy.deepcopy(net) for _ in range(world_size)]
+
+    def work(driver: ThreadDriver) -> Any:
+        model = nets[driver.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        with session_on(driver, model, optimizer, strategy) as session:
+            return job(session, model, optimizer, driver.rank)
+
+    return results_of(world_size, work)
+
+
+def stepping(steps: Sequence[int]) -> Job:
+    def job(
+        session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
+    ) -> dict[str, torch.Tensor]:
+        for step in steps:
+            loss_of(model, batch_of(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    return job
+
+
+def expected_of(world_sizes: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Of one process, with the examples of so many ranks in each step."""
+    net = make_net()
+    batches = [
+        reference.together([batch_of(rank, step) for rank in range(world_size)])
+        for step, world_size in enumerate(world_sizes)
+    ]
+    reference.train(net, batches, lr=LR, **HYPER)
+    return net.state_dict()
+
+
+def assert_all_are(found: Sequence[dict[str, torch.Tensor]], expected: Any) -> None:
+    for weights in found:
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-8, atol=1e-10)
+            assert torch.equal(tensor, found[0][name])
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_five_ranks_do_what_one_does_with_all_examples(name: str) -> None:
+    found = in_world(5, STRATEGIES[name], make_net(), stepping(range(5)))
+    assert_all_are(found, expected_of([5] * 5))
+
+
+@pytest.mark.parametrize("name", ["dkfac", "mpdkfac", "spdkfac"])
+@pytest.mark.parametrize("resumed_with", [1, 5])
+def test_a_run_goes_on_with_another_number_of_ranks(name: str, resumed_with: int) -> None:
+    """Step 3 has the inverses of step 2, which other ranks have made."""
+    strategy = STRATEGIES[name]
+
+    def first(session: Session, model: nn.Module, optimizer: Any, rank: int) -> Any:
+        weights = stepping(range(3))(session, model, optimizer, rank)
+        return weights, copy.deepcopy(session.state_dict())
+
+    saved = in_world(3, strategy, make_net(), first)
+    net = make_net()
+    net.load_state_dict(saved[0][0])
+    states = [state for _, state in saved]
+
+    def second(session: Session, model: nn.Module, optimizer: Any, rank: int) -> Any:
+        session.load_state_dict(offbeat.reshard(states, resumed_with, rank))
+        return stepping(range(3, 7))(session, model, optimizer, rank)
+
+    found = in_world(resumed_with, strategy, net, second)
+    assert_all_are(found, expected_of([3] * 3 + [resumed_with] * 4))
+
+
+@pytest.mark.parametrize("density", [1.0, 0.2])
+def test_sparse_gradients_go_with_dense_factors(density: float) -> None:
+    exchange = offbeat.GTopK(density=density)
+    strategy = offbeat.SPDKFAC(exchange=exchange, **HYPER)
+    found = in_world(3, strategy, make_net(), stepping(range(5)))
+    if density == 1:
+        assert_all_are(found, expected_of([3] * 5))
+    else:
+        assert_all_are(found, found[0])
+        assert any((found[0][k] != v).any() for k, v in expected_of([3] * 5).items())
