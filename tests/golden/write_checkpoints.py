@@ -72,12 +72,7 @@ FAMILIES: dict[str, Family] = {
         strategy=lambda: offbeat.LocalSGD(period=2, optimizer_state="averaged", outer="diloco"),
         momentum=0.9,
     ),
-    "postlocalsgd": Family(
-        strategy=lambda: offbeat.LocalSGD(
-            period=2, start_step=6, warmup=0, optimizer_state="local"
-        ),
-        momentum=0.9,
-    ),
+    "postlocalsgd": Family(strategy=lambda: offbeat.LocalSGD(period=2, start_step=6), momentum=0.9),
     "dpsgd": Family(strategy=lambda: offbeat.DPSGD(), momentum=0.9),
     "sgp": Family(strategy=lambda: offbeat.SGP(), momentum=0.9),
     "crossbow": Family(strategy=lambda: offbeat.Crossbow(period=2, centre_momentum=0.5)),

@@ -45,17 +45,13 @@ def assert_bytes_are_those_of_the_docstrings(
             assert num_bytes <= result["bytes_sent"] <= 1.1 * num_bytes, label
 
 
-PLAIN: dict[str, Any] = {"warmup": 0, "optimizer_state": "local"}
-"""Local SGD as its paper has it."""
-
-
 def strategies(world_size: int) -> dict[str, AveragingStrategy]:
     return {
-        "localsgd": offbeat.LocalSGD(period=3, **PLAIN),
-        "localsgd in every step": offbeat.LocalSGD(period=1, **PLAIN),
-        "post-local sgd": offbeat.LocalSGD(period=2, start_step=3, **PLAIN),
-        "averaged momentum": offbeat.LocalSGD(period=2, warmup=0),
-        "periods that grow": offbeat.LocalSGD(period=3, warmup=2),
+        "localsgd": offbeat.LocalSGD(period=3),
+        "localsgd in every step": offbeat.LocalSGD(period=1),
+        "post-local sgd": offbeat.LocalSGD(period=2, start_step=3),
+        "averaged momentum": offbeat.LocalSGD(period=2, optimizer_state="averaged"),
+        "periods that grow": offbeat.LocalSGD(period=3, warmup=2, optimizer_state="averaged"),
         "diloco": offbeat.LocalSGD(period=2, outer="diloco"),
         "dpsgd": offbeat.DPSGD(),
         "sgp": offbeat.SGP(),
@@ -153,7 +149,7 @@ class Reference:
                 self.anchor[i] = self.anchor[i] - 0.7 * (change + 0.9 * self.momentum[i])
                 for parameter in parameters:
                     parameter.detach().copy_(self.anchor[i])
-        if strategy.outer is None and strategy.optimizer_state != "local":
+        if strategy.optimizer_state == "averaged":
             for parameters in zip(*(net.parameters() for net in self.nets), strict=True):
                 buffers = [
                     o.state[p]["momentum_buffer"]

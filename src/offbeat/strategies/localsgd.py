@@ -5,10 +5,9 @@
         H times: optimizer step on this rank's own gradient
         x = mean of all ranks' x
 
-H begins with 1 and grows by one in every `warmup` steps until it is `period`, because models that
-part in the first steps end worse (post-local SGD says so too; arXiv 2310.14423 lets H grow as the
-learning rate falls). The optimizer's state is averaged too, since momenta of different models do
-not suit their mean.
+With `warmup` H begins with 1 and grows by one in every so many steps until it is `period`, because
+models that part in the first steps end worse (post-local SGD says so too; arXiv 2310.14423 lets H
+grow as the learning rate falls).
 
 With `start_step` it is post-local SGD (arXiv 1808.07217): gradients are all-reduced in the first
 steps, as in `AllReduce`. With `outer` the mean goes through an optimizer of its own, any of
@@ -16,10 +15,9 @@ steps, as in `AllReduce`. With `outer` the mean goes through an optimizer of its
 
 Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, after the
 step and overlapped with nothing. So a step costs 1/H of S-SGD's bytes, and ranks wait for each
-other once in H steps. The state of the optimizer comes on top: as much again for momentum, twice as
-much for Adam.
+other once in H steps.
 
-Differences from the papers: H grows; the optimizer is the user's, and its state is averaged unless
+Differences from the papers: the optimizer is the user's, with momentum that stays local unless
 `optimizer_state` says otherwise; buffers are averaged; a rank whose gradient is not finite skips
 its own step; SlowMo's outer momentum is not rescaled when the learning rate changes.
 """
@@ -93,33 +91,30 @@ class LocalSGD(AveragingStrategy):
     Args:
         period: local steps between averages, >= 1.
         warmup: the steps in which the period grows by one, from 1 on, >= 0; 0: it is `period` from
-            the beginning; None: 20, with `outer` 0.
+            the beginning. 20 is a good value.
         start_step: steps with all-reduced gradients before the first local one, >= 0.
         outer: the optimizer that is applied to the mean: "slowmo", "diloco", an
             `offbeat.Outer(lr=..., momentum=..., nesterov=...)`, or any callable that makes an
             optimizer of the parameters it is given, such as
             `functools.partial(torch.optim.Adam, lr=1e-3)`; None takes the mean as it is.
         optimizer_state: "averaged": momentum and second moments are averaged with the weights,
-            which multiplies the bytes; "local": they stay the rank's own; None: "averaged", with
-            `outer` "local".
+            which multiplies the bytes; "local": they stay the rank's own.
     """
 
     name: ClassVar[str] = "localsgd"
 
     period: int = 10
-    warmup: int | None = None
+    warmup: int = 0
     start_step: int = 0
     outer: Outer | OuterFactory | Literal["slowmo", "diloco"] | None = None
-    optimizer_state: Literal["local", "averaged"] | None = None
+    optimizer_state: Literal["local", "averaged"] = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("period", self.period, 1)
-        if self.warmup is not None:
-            require_at_least("warmup", self.warmup, 0)
+        require_at_least("warmup", self.warmup, 0)
         require_at_least("start_step", self.start_step, 0)
-        if self.optimizer_state is not None:
-            require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
+        require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
         if isinstance(self.outer, str):
             require_one_of("outer", self.outer, tuple(OUTERS))
         elif self.outer is not None and not callable(self.outer):
@@ -140,23 +135,12 @@ class LocalSGD(AveragingStrategy):
             driver=workspace.driver,
             stream=workspace.new_stream(),
             period=self.period,
-            warmup=self._warmup,
+            warmup=self.warmup,
             start_step=self.start_step,
             outer=None if outer is None else OuterOptimizer(workspace.parameters, make=outer),
-            optimizer=workspace.optimizer if self._averages_state else None,
+            optimizer=workspace.optimizer if self.optimizer_state == "averaged" else None,
         )
         return [*self._gradient_phase(workspace), average]
-
-    @property
-    def _warmup(self) -> int:
-        # An outer momentum gathers the change of a whole period.
-        usual = 20 if self.outer is None else 0
-        return usual if self.warmup is None else self.warmup
-
-    @property
-    def _averages_state(self) -> bool:
-        usual = "averaged" if self.outer is None else "local"
-        return (self.optimizer_state or usual) == "averaged"
 
     def _gradient_phase(self, workspace: Workspace) -> list[Part]:
         if not self.start_step:
