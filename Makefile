@@ -9,13 +9,14 @@ INSTALL = $(BIN)/python -m pip --disable-pip-version-check $$([ -t 1 ] || echo -
 INTEGRATIONS = .venv-integrations
 INTEGRATIONS_STAMP = $(INTEGRATIONS)/.stamp
 
-.PHONY: help setup setup-docs docs package demo test test-slow setup-integrations test-integrations check bench chaos clean
+.PHONY: help setup setup-docs docs package demo test test-slow setup-integrations test-integrations test-clusters check bench chaos clean
 
 help:
 	@echo "make setup   install offbeat and its tools into $(VENV)"
 	@echo "make demo    compare DDP, gTop-k and PowerSGD on four workers behind a slow link"
 	@echo "make test    run the tests; make test-slow runs the long schedules, which take minutes"
 	@echo "make test-integrations   run the tests against Lightning, transformers and Accelerate"
+	@echo "make test-clusters       run srun offbeat run on a SLURM of two nodes on this machine; needs root"
 	@echo "make check   lint, formatting, types and the order of imports"
 	@echo "make docs    build the documentation as a site, strictly; make package builds and checks what PyPI takes"
 	@echo "make bench   run every benchmark and print one table"
@@ -88,6 +89,9 @@ package: setup-docs
 	@$(SITE)/bin/twine check --strict dist/*
 	@! grep -q 'offbeat\.example' pyproject.toml || \
 	  echo "note: the addresses in pyproject.toml are not real yet; set them before an upload"
+
+test-clusters: setup
+	@tests/clusters/slurm.sh $(BIN)
 
 check: setup
 	$(BIN)/ruff check

@@ -7,12 +7,12 @@ Seconds and costs are of SPD-KFAC (arXiv 2107.06533) and its released code: 64 R
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from offbeat.kfac.planning.inversion import ExponentialInversion, PolynomialInversion
 from offbeat.kfac.planning.iteration import IterationCosts, Layer
 from offbeat.kfac.planning.placement import BYTES_PER_ELEMENT, InverseCosts, packed_bytes
+from offbeat.plan.architectures import factors_of, resnet
 from offbeat.planning.costs import Channel, LinkCost
 
 WORLD_SIZE = 64
@@ -27,32 +27,10 @@ INVERSE_SECONDS = {"dkfac": 0.274, "mpdkfac": 0.185, "spdkfac": 0.169}
 def resnet50(image_size: int = 224) -> list[Layer]:
     """The 54 layers of ResNet-50 that have Kronecker factors, in the order of the forward pass.
 
-    From its definition: a 7x7 convolution and four stages of 3, 4, 6 and 3 bottlenecks (1x1, 3x3,
-    1x1), the first of each
-    stage with a 1x1 convolution beside it; stages but the first halve the image, in the 3x3
-    convolution; a linear layer with bias.
-
     Args:
         image_size: pixels on a side, a multiple of 32.
     """
-
-    def convolution(kernel: int, inputs: int, outputs: int, size: int) -> Layer:
-        return Layer(a_dim=kernel**2 * inputs, g_dim=outputs, num_positions=size**2)
-
-    def stages() -> Iterator[Layer]:
-        size, inputs = image_size // 4, 64
-        for stage, num_blocks in enumerate((3, 4, 6, 3)):
-            width = 64 << stage
-            for block in range(num_blocks):
-                before, size = size, size // 2 if stage and not block else size
-                yield convolution(1, inputs, width, before)
-                yield convolution(3, width, width, size)
-                yield convolution(1, width, 4 * width, size)
-                if not block:
-                    yield convolution(1, inputs, 4 * width, size)
-                inputs = 4 * width
-
-    return [convolution(7, 3, 64, image_size // 2), *stages(), Layer(a_dim=2048 + 1, g_dim=1000)]
+    return list(factors_of(resnet((3, 4, 6, 3), image_size=image_size)))
 
 
 def as_printed(*, latencies_overlap: bool) -> IterationCosts:

@@ -24,6 +24,7 @@ from rich.console import Console
 from offbeat.cli import doctor as doctor_command
 from offbeat.collectives import dense, gtopk_tree
 from offbeat.errors import ConfigError, OffbeatError
+from offbeat.lab.cluster.reading import parse_cluster
 from offbeat.lab.doctor import Diagnosis, diagnose, local
 from offbeat.lab.doctor.advice import USUAL_SIZES, advise, display_link, predict, verdict
 from offbeat.lab.doctor.diagnosis import ALONE, analyse
@@ -31,6 +32,7 @@ from offbeat.lab.doctor.facts import Finding, capabilities, find_all
 from offbeat.lab.doctor.kernel import scratch_name, try_kernel, try_writing
 from offbeat.lab.doctor.measure import HostFacts, Measurement
 from offbeat.lab.doctor.pairs import PairLink, measure_pairs, num_rounds, partner, slow_workers
+from offbeat.lab.doctor.probe import cluster_of
 from offbeat.lab.doctor.sockets import Listening, own_sockets, sockets_at
 from offbeat.planning.costs import LinkCost, NetworkCosts
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
@@ -385,3 +387,37 @@ def test_json_of_a_finding_is_plain() -> None:
         "means": "c",
         "remedy": "",
     }
+
+
+def test_the_probed_cluster_has_rates_under_load_and_reads_back_as_the_same() -> None:
+    host = {"torch": "2.13.0", "num_threads": 1, "window_bytes": 1 << 20}
+    hosts = [HostFacts(name=f"node{rank}", **host) for rank in range(4)]  # type: ignore[arg-type]
+    busy = [
+        pair(first, second, rate_bit_per_s=1e8 if 3 in (first, second) else 8e8)
+        for second in range(4)
+        for first in range(second)
+    ]
+    found = cluster_of(measurement(hosts=hosts, busy_pairs=busy, network=network(1e8)))
+    assert found.workers == 4
+    assert found.link.rate_bit_per_s == pytest.approx(8e8)
+    assert found.link.latency_s == pytest.approx(6e-5)
+    assert found.link.window_bytes == 1 << 20
+    assert {rank: link.rate_bit_per_s for rank, link in found.links.items()} == {3: 1e8}
+    assert found.cores is None
+    assert parse_cluster(found.to_toml(), "probed") == found
+
+
+def test_what_an_all_reduce_reaches_limits_the_rate() -> None:
+    found = cluster_of(measurement(network=network(6e8)))
+    assert found.link.rate_bit_per_s == pytest.approx(6e8)
+    assert not found.links
+
+
+def test_workers_of_one_host_share_its_cores() -> None:
+    hosts = [HostFacts(name="node", torch="2.13.0", num_threads=1, num_cores=2)] * 4
+    assert cluster_of(measurement(hosts=hosts)).cores == 2
+
+
+def test_no_cluster_follows_from_no_measurement() -> None:
+    with pytest.raises(ConfigError, match="nothing was measured between workers"):
+        cluster_of(measurement(pairs=[]))

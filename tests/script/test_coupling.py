@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from offbeat.errors import ConfigError, OffbeatError, UnsupportedError
+from offbeat.script.carried_state import KEY, share_of
 from offbeat.script.coupling import ModelListener, ScriptSessions
 from offbeat.script.recipes import Attached, StrategyRecipe
 from offbeat.script.worker import patched_for
@@ -190,6 +194,61 @@ def test_a_script_on_one_rank_alone_is_told_what_to_add(monkeypatch: pytest.Monk
         with pytest.raises(ConfigError, match="lonely.py trains on one rank only") as raised:
             step(model, optimizer)
     assert str(raised.value).count("\n") == 4
+
+
+def test_residuals_travel_in_the_optimizers_state(group: None) -> None:
+    """A script that saves model and optimizer, and resumes, goes on as if it had not stopped."""
+    draw = torch.Generator().manual_seed(0)
+    batches = [torch.randn(4, 3, generator=draw) for _ in range(8)]
+
+    def train(batches: list[torch.Tensor], saved: bytes | None) -> tuple[list[float], bytes]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        with ExitStack() as stack:
+            Script(offbeat.GTopK(density=0.1, collective="tree"), stack)
+            ddp = DistributedDataParallel(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+            if saved is not None:
+                checkpoint = torch.load(io.BytesIO(saved))
+                model.load_state_dict(checkpoint["model"])
+                optimizer.load_state_dict(checkpoint["optimizer"])
+            for x in batches:
+                ddp(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, file := io.BytesIO())
+        return nn.utils.parameters_to_vector(model.parameters()).tolist(), file.getvalue()
+
+    at_once, _ = train(batches, None)
+    _, saved = train(batches[:5], None)
+    resumed, _ = train(batches[5:], saved)
+    assert resumed == at_once
+    checkpoint = torch.load(io.BytesIO(saved))
+    del checkpoint["optimizer"][KEY]
+    torch.save(checkpoint, without := io.BytesIO())
+    assert train(batches[5:], without.getvalue())[0] != at_once
+
+
+def test_a_rank_takes_up_what_it_owed_itself_and_of_others_what_all_share() -> None:
+    part = {"additive": {"owed": torch.ones(2)}, "replicated": {"age": 3}, "local": {}}
+    state = {"strategy": "gtopk", "world_size": 2, "rank": 1, "parts": {"gradients": part}}
+    mine, theirs = share_of(state, 1, 2), share_of(state, 0, 2)
+    assert mine["parts"]["gradients"]["additive"]["owed"].tolist() == [1.0, 1.0]
+    assert theirs["parts"]["gradients"]["additive"]["owed"].tolist() == [0.0, 0.0]
+    assert theirs["parts"]["gradients"]["replicated"] == {"age": 3}
+    assert (theirs["rank"], theirs["world_size"]) == (0, 2)
+
+
+def test_a_sharded_model_is_refused_in_one_sentence(stack: ExitStack) -> None:
+    Script(offbeat.AllReduce(), stack)
+    model = nn.Linear(3, 1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    with pytest.raises(UnsupportedError, match="shards its model") as raised:
+        optimizer.step()
+    assert "\n" not in str(raised.value)
 
 
 def test_samples_cannot_be_shared_out_by_a_ddp_script(stack: ExitStack) -> None:

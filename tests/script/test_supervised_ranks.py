@@ -162,6 +162,54 @@ if __name__ == "__main__":
     assert outcome.summary.bytes_sent_per_step > 0
 
 
+def test_a_scaler_on_two_ranks_and_a_process_that_the_script_forks(run: RunScript) -> None:
+    """An infinity on one rank skips the step on both, and halves the scale on both."""
+    outcome = run(
+        """
+torch.manual_seed(rank)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for number in range(8):
+    x = torch.randn(16, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(x)
+    loss = (out.float() - x.sum(dim=1, keepdim=True)).square().mean()
+    if number == 3 and rank == 1:
+        loss = loss * float("inf")
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    if number == 5 and (child := os.fork()) == 0:
+        os._exit(0)
+    if number == 5:
+        assert os.waitpid(child, 0)[1] == 0
+assert scaler.get_scale() == 512.0, scaler.get_scale()
+""",
+        strategy="gtopk:density=0.5:collective=tree",
+    )
+    assert outcome.status == 0, outcome.problem
+    assert outcome.summary is not None
+    assert outcome.summary.replicas_identical
+
+
+def test_a_worker_that_leaves_early_is_named_in_one_sentence(run: RunScript) -> None:
+    outcome = run(
+        """
+for number in range(6):
+    if rank == 1 and number == 3:
+        sys.exit()
+    step()
+""",
+        strategy="gtopk:density=0.5:collective=tree",
+    )
+    assert outcome.status != 0
+    assert outcome.problem is not None
+    assert "rank 1" in outcome.problem or "worker 1" in outcome.problem, outcome.problem
+    assert outcome.problem.count("\n") == 0
+
+
 def test_a_signal_reaches_the_script_which_saves_and_its_exit_status_is_kept(
     run: RunScript,
 ) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from pydantic import TypeAdapter
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from offbeat.errors import ConfigError
+from offbeat.lab.cluster import Cluster
 from offbeat.lab.doctor import Diagnosis, diagnose
 from offbeat.lab.doctor.advice import (
     USUAL_DENSITY,
@@ -17,8 +20,13 @@ from offbeat.lab.doctor.advice import (
     display_link,
     display_seconds,
 )
+from offbeat.lab.doctor.diagnosis import ALONE
 from offbeat.lab.doctor.facts import Finding, Purpose
 from offbeat.lab.doctor.measure import Measurement
+from offbeat.lab.doctor.probe import cluster_of
+from offbeat.plan.predictions import USUAL, PlanRequest, make_plan
+from offbeat.plan.profile import ModelProfile
+from offbeat.plan.shipped import named_profile
 
 _MARKS = {
     "ok": "[green]ok[/green]",
@@ -37,6 +45,8 @@ def run(
     workers: int | None = None,
     parameters: Sequence[int] = (),
     density: float = USUAL_DENSITY,
+    write: Path | None = None,
+    profile: str | None = None,
     as_json: bool = False,
 ) -> int:
     """Diagnose and, on rank 0, print. Returns the exit status: 1 when training on several workers
@@ -47,17 +57,59 @@ def run(
             this command.
         parameters: sizes of models to predict for; by default 1, 25 and 100 million.
         density: of gTop-k.
+        write: where the measured cluster goes, as TOML.
+        profile: a model to plan for on it.
         as_json: print one line of JSON in place of the tables.
     """
+    model = None if profile is None else named_profile(profile)
     diagnosis = diagnose(workers=workers, parameters=parameters, density=density)
     if diagnosis is None:
         return 0
+    cluster = None
+    if write is not None or model is not None:
+        if diagnosis.measurement is None:
+            raise ConfigError(f"nothing was measured, so there is no cluster. {ALONE}")
+        cluster = cluster_of(diagnosis.measurement)
+    if cluster is not None and write is not None:
+        write.write_text(cluster.to_toml(), encoding="utf-8")
     if as_json:
         print(TypeAdapter(Diagnosis).dump_json(diagnosis).decode())
     else:
-        print_diagnosis(Console(), diagnosis)
+        console = Console()
+        print_diagnosis(console, diagnosis)
+        if cluster is not None:
+            _print_plan(console, cluster, write, model)
     return int(
         any(one.name in ("torch", "gloo") and one.state == "missing" for one in diagnosis.findings)
+    )
+
+
+def _print_plan(
+    console: Console, cluster: Cluster, path: Path | None, model: ModelProfile | None
+) -> None:
+    """What was measured means for a model: the best strategy, and how much others take."""
+    console.print(f"Measured: {escape(cluster.describe())}", highlight=False, soft_wrap=True)
+    if path is not None:
+        console.print(
+            f"Written: {escape(str(path))}. Plan with it: offbeat plan --cluster"
+            f" {escape(str(path))} --script train.py",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if model is None:
+        return
+    plan = make_plan(PlanRequest(profile=model, clusters=[cluster], strategies=USUAL))
+    best = plan.best(cluster.workers, plan.predictions[0].rate_bit_per_s)
+    steps = ", ".join(
+        f"{one.strategy} {display_seconds(one.step_s)}"
+        for one in sorted(plan.predictions, key=lambda one: one.step_s)
+    )
+    console.print(
+        f"Plan for {escape(model.name)}: {escape(best.strategy)},"
+        f" {best.share_of_ideal:.0%} of the ideal. A step: {escape(steps)}.",
+        style="bold",
+        highlight=False,
+        soft_wrap=True,
     )
 
 

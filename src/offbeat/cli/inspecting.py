@@ -49,6 +49,14 @@ def doctor(
         list[int] | None, typer.Option(help="Size of a model to predict for; may be given again.")
     ] = None,
     density: Annotated[float, typer.Option(help="That gTop-k would send.")] = 0.001,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="Write the cluster that was measured here, for plan and the lab."),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="Plan for this model on it: a file of offbeat profile, or resnet50."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Say what this machine has, measure the network between workers, and what that means for the
@@ -58,7 +66,12 @@ def doctor(
 
     raise typer.Exit(
         diagnosing.run(
-            workers=workers, parameters=parameters or (), density=density, as_json=as_json
+            workers=workers,
+            parameters=parameters or (),
+            density=density,
+            write=write,
+            profile=profile,
+            as_json=as_json,
         )
     )
 

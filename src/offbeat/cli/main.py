@@ -35,7 +35,7 @@ _COMMANDS: Final[tuple[tuple[Callable[..., None], str, str], ...]] = (
     (strategies, _CHOICE, "offbeat strategies gtopk"),
     (doctor, _CHOICE, "offbeat doctor --workers 4"),
     (plan, _CHOICE, "offbeat plan --profile resnet50 --link 1gbit,10gbit --workers 4..64"),
-    (profile, _CHOICE, "offbeat profile --task digits --out digits.json"),
+    (profile, _CHOICE, "offbeat profile --out mine.json -- train.py --small"),
     (demo, _LAB, "offbeat demo"),
     (train, _LAB, "offbeat train --task digits --strategy gtopk --set density=0.01 --workers 4"),
     (tasks, _LAB, "offbeat tasks"),

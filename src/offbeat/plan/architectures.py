@@ -95,11 +95,14 @@ def _linear(inputs: int, outputs: int, positions: int = 1, *, norm: int = 0) -> 
     return NetworkLayer(a_dim=inputs, g_dim=outputs, num_positions=positions, bias=True, norm=norm)
 
 
-def resnet(blocks: Sequence[int]) -> Network:
-    """Bottleneck networks on ImageNet (arXiv 1512.03385, table 1): 3, 4, 6, 3 is ResNet-50."""
+def resnet(blocks: Sequence[int], *, image_size: int = 224) -> Network:
+    """Bottleneck networks on ImageNet (arXiv 1512.03385, table 1): 3, 4, 6, 3 is ResNet-50.
+
+    Images have `image_size` pixels on a side, a multiple of 32.
+    """
 
     def stages() -> Iterator[NetworkLayer]:
-        size, inputs = 56, 64
+        size, inputs = image_size // 4, 64
         for stage, count in enumerate(blocks):
             width = 64 << stage
             for block in range(count):
@@ -111,7 +114,7 @@ def resnet(blocks: Sequence[int]) -> Network:
                     yield _convolution(1, inputs, 4 * width, size)
                 inputs = 4 * width
 
-    return [_convolution(7, 3, 64, 112), *stages(), _linear(2048, 1000)]
+    return [_convolution(7, 3, 64, image_size // 2), *stages(), _linear(2048, 1000)]
 
 
 def resnet_cifar(blocks_per_stage: int) -> Network:

@@ -1,8 +1,9 @@
 """`offbeat plan --check`: predicted against measured steps of a comparison.
 
-The profile is measured on this machine, or given. Its forward and backward pass are stretched to
-the step that `alone` took in the comparison, if it did: a machine that is busier, or workers that
-share its cores, are not what is held against the prediction. What exchanging adds is.
+The profile is measured on this machine, or given. Its forward and backward pass are stretched so
+that a step without exchange takes what `alone` took in the comparison: a machine that was busier is
+not what is held against the prediction. What exchanging adds is. Where passes are padded, what a
+step took beyond that counts as work between steps. All workers share the machine's cores.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from offbeat.lab.compare_plan import ALONE
 from offbeat.lab.comparison import Comparison, read_comparison
 from offbeat.lab.records import Record
 from offbeat.plan.measure import measure_task
-from offbeat.plan.predictions import method_of, padded, predict_recipe
+from offbeat.plan.predictions import method_of, predict_recipe, setting_of
 from offbeat.plan.profile import Checked, ModelProfile
 from offbeat.plan.script_timing import measure_script
 from offbeat.plan.simulation import Setting
@@ -145,10 +146,10 @@ def check_comparison(directory: Path, profile: ModelProfile | None = None) -> Ch
             f"profile {model.name!r} has {model.num_elements} parameters, and {directory} trained"
             f" a model of {comparison.num_parameters}; give the profile of that model"
         )
-    cluster = comparison.cluster
+    cluster = _on_one_machine(comparison)
     alone = [directory / f"runs/{ALONE}-seed-{seed}" for seed in comparison.seeds]
-    fitted = _as_alone(padded(model, cluster), cluster, [path for path in alone if path.exists()])
-    setting = Setting(profile=fitted, cluster=cluster)
+    fitted = _as_alone(model, cluster, [path for path in alone if path.exists()])
+    setting = setting_of(fitted, cluster)
     steps = [_checked(label, records, setting) for label, records in runs.items()]
     steps.sort(key=lambda one: (not one.is_judged, -one.error if one.is_judged else 0.0))
     found = Check(where=cluster.describe(), steps=tuple(steps), profile=model)
@@ -168,17 +169,33 @@ def _as_alone(model: ModelProfile, cluster: Cluster, alone: Sequence[Path]) -> M
     """`model` with the step that workers took which exchanged nothing."""
     if not alone:
         return model
-    measured_s = float(np.mean([_mean_s(_settled(Record(path)), 1) for path in alone]))
-    late_s = sum(
-        delay_s for step in range(100) for delay_s in cluster.delayed_ranks(step).values()
-    ) / (100 * cluster.workers)
-    slowdown = float(np.mean([1 / speed for speed in cluster.speeds]))
+    durations_s = np.concatenate(
+        [_settled(Record(path)).duration_s.ravel() for path in alone], dtype=np.float64
+    )
+    measured_s = float(np.nanmean(durations_s))
+    before = setting_of(replace(model, spread=0.0), cluster)
+    if before.profile.padding_s:
+        # What a step takes beyond its padding is work between steps.
+        more_s = max(0.0, measured_s - before.ideal_s) / before.crowding
+        return replace(model, optimizer_s=model.optimizer_s + more_s, spread=0.0)
+    late_s = float(before.late_s.mean())
+    slowdown = before.crowding * float(np.mean([1 / speed for speed in cluster.speeds]))
     computing_s = (measured_s - late_s) / slowdown - model.optimizer_s
     if computing_s <= 0:
         return model
+    if not late_s:
+        model = replace(model, spread=float(np.nanstd(durations_s)) / measured_s)
     return model.with_step(
         batch_size=model.batch.batch_size, forward_backward_s=computing_s, device=model.device
     )
+
+
+def _on_one_machine(comparison: Comparison) -> Cluster:
+    """The cluster, whose workers shared the cores of the machine that emulated it."""
+    cluster, cores = comparison.cluster, comparison.environment.get("num_cpus")
+    if cluster.cores is not None or not isinstance(cores, int) or cores < 1:
+        return cluster
+    return cluster.model_copy(update={"cores": cores})
 
 
 def _checked(label: str, records: Sequence[Record], setting: Setting) -> CheckedStep:

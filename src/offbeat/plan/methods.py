@@ -34,9 +34,11 @@ from offbeat.collectives.gossip import neighbour_mean, push_sum
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.gradients.collective_choice import BY_ITSELF, COSTS, BucketKind, CheapestCollective
 from offbeat.gradients.density_choice import affordable_density
+from offbeat.plan.cores import MESSAGE_CPU_S, MESSAGE_CPU_S_PER_BYTE, Cores
 from offbeat.plan.profile import FLOAT_BYTES
 from offbeat.plan.simulation import (
     EVENTS_UP_TO,
+    FEW_WORKERS,
     Method,
     Run,
     Setting,
@@ -76,8 +78,10 @@ class SoloSteps(StepMethod):
 
     @override
     def step(self, run: Run, rank: int, number: int) -> Collective[None]:
+        profile = run.setting.profile
         yield from run.late(rank, number)
-        yield Sleep(run.setting.profile.compute_s * run.factor(rank, number))
+        yield from run.forward(rank, number)
+        yield from run.compute(rank, number, profile.batch.backward_s + profile.optimizer_s)
 
     @override
     def encode_s(self, setting: Setting) -> float:
@@ -97,8 +101,6 @@ class GradientMethod(StepMethod):
     """
 
     extra_bytes = 1.0
-    in_sequence = False
-    """Whether the exchange of a bucket begins when that of the one before is over."""
 
     def __init__(self, bucket_mib: float | None, first_bucket_mib: float | None = None) -> None:
         super().__init__()
@@ -135,25 +137,22 @@ class GradientMethod(StepMethod):
 
     @override
     def step(self, run: Run, rank: int, number: int) -> Collective[None]:
-        setting, factor = run.setting, run.factor(rank, number)
-        profile = setting.profile
+        setting, profile = run.setting, run.setting.profile
         yield from run.late(rank, number)
-        yield Sleep(profile.batch.forward_s * factor)
+        yield from run.forward(rank, number)
         done = 0.0
         pending: list[Pending[Any]] = []
         buckets = self.buckets(setting)
         for index, (num_elements, complete, _) in enumerate(buckets):
             work_s = (complete - done) * profile.batch.backward_s
-            yield Sleep((work_s + self.stage_s(setting, num_elements)) * factor)
+            yield from run.compute(rank, number, work_s + self.stage_s(setting, num_elements))
             done = complete
             reduction = self.reduce(run, rank, number, index)
-            if self.in_sequence and pending:
-                reduction = _after(pending[-1], reduction)
             pending.append(run.begin(rank, reduction, number * len(buckets) + index))
-        yield Sleep((1 - done) * profile.batch.backward_s * factor)
+        yield from run.compute(rank, number, (1 - done) * profile.batch.backward_s)
         yield until_over(*pending)
         written_s = profile.copy_s_per_byte * profile.num_bytes
-        yield Sleep((written_s + profile.optimizer_s) * factor)
+        yield from run.compute(rank, number, written_s + profile.optimizer_s)
 
     @override
     def encode_s(self, setting: Setting) -> float:
@@ -199,18 +198,16 @@ class DenseGradients(GradientMethod):
 class LowRankGradients(GradientMethod):
     """PowerSGD: two factors of each matrix, the second of which waits for the first.
 
-    What it computes is not modelled, but for copies.
+    All gradients are in one bucket, as in `offbeat.lab.native`.
 
     Args:
         rank: of the approximation.
     """
 
     extra_bytes = 2.0
-    # A bucket has several all-reduces, and all ranks must begin all of them in one order.
-    in_sequence = True
 
     def __init__(self, rank: int) -> None:
-        super().__init__(25.0, 1.0)
+        super().__init__(None)
         self._rank = rank
 
     def _messages(self, setting: Setting, tensors: Sequence[int]) -> tuple[int, int, int]:
@@ -228,9 +225,26 @@ class LowRankGradients(GradientMethod):
     @override
     def reduce(self, run: Run, rank: int, number: int, bucket: int) -> Collective[None]:
         _, _, tensors = self.buckets(run.setting)[bucket]
+        yield from run.compute(rank, number, self._approximating_s(run.setting, tensors))
         for num_elements in self._messages(run.setting, tensors):
             if num_elements:
                 yield from _all_reduce(run, rank, FLOAT_BYTES * num_elements)
+
+    def _approximating_s(self, setting: Setting, tensors: Sequence[int]) -> float:
+        whole, _, _ = self._messages(setting, tensors)
+        profile = setting.profile
+        size = sum(profile.tensors[index].num_elements for index in tensors) - whole
+        further = self._rank - 1
+        return size * (
+            profile.low_rank_s_per_element + further * profile.low_rank_s_per_element_and_rank
+        )
+
+    @override
+    def encode_s(self, setting: Setting) -> float:
+        approximating_s = sum(
+            self._approximating_s(setting, tensors) for _, _, tensors in self.buckets(setting)
+        )
+        return super().encode_s(setting) + approximating_s
 
     @override
     def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
@@ -427,11 +441,13 @@ class PeriodicMean(StepMethod):
 
     @override
     def step(self, run: Run, rank: int, number: int) -> Collective[None]:
-        setting, factor = run.setting, run.factor(rank, number)
+        setting, profile = run.setting, run.setting.profile
         yield from run.late(rank, number)
-        yield Sleep(setting.profile.compute_s * factor)
+        yield from run.forward(rank, number)
+        yield from run.compute(rank, number, profile.batch.backward_s + profile.optimizer_s)
         if (number + 1) % self.steps_in_a_period == 0:
-            yield Sleep(self.encode_s(setting) * self.steps_in_a_period * factor)
+            encode_s = self.encode_s(setting) * self.steps_in_a_period
+            yield from run.compute(rank, number, encode_s)
             yield from _all_reduce(run, rank, setting.profile.num_bytes)
 
     @override
@@ -469,24 +485,26 @@ class Gossip(StepMethod):
 
     @override
     def step(self, run: Run, rank: int, number: int) -> Collective[None]:
-        setting, factor = run.setting, run.factor(rank, number)
+        setting = run.setting
         profile, world_size = setting.profile, setting.world_size
+        behind_s = profile.batch.backward_s + profile.optimizer_s
         mine = [np.zeros(_MINIATURE, dtype=np.float32)]
-        copied_s = self.encode_s(setting) / 2 * factor
+        copied_s = self.encode_s(setting) / 2
         yield from run.late(rank, number)
+        yield from run.forward(rank, number)
         if self._out_degree is None:
-            yield Sleep(profile.batch.forward_s * factor + copied_s)
+            yield from run.compute(rank, number, copied_s)
             average = neighbour_mean(rank, mine, ring_weights(rank, world_size))
             pending = run.begin(rank, average, number)
-            yield Sleep((profile.batch.backward_s + profile.optimizer_s) * factor)
+            yield from run.compute(rank, number, behind_s)
         else:
-            yield Sleep(profile.compute_s * factor + copied_s)
+            yield from run.compute(rank, number, behind_s + copied_s)
             peers = exponential_peers(
                 rank, world_size, round_number=number, out_degree=self._out_degree
             )
             pending = run.begin(rank, push_sum(peers, mine, 1.0), number)
         yield until_over(pending)
-        yield Sleep(copied_s)
+        yield from run.compute(rank, number, copied_s)
 
     @override
     def encode_s(self, setting: Setting) -> float:
@@ -534,17 +552,27 @@ class Background(Method):
         profile, world_size = setting.profile, setting.world_size
         miniature = max(_MINIATURE, 2 * world_size)
         scale = profile.num_elements / miniature
-        least = max(setting.num_steps, _BACKGROUND_STEPS)
+        few = _STEPS_OF_FEW if world_size <= FEW_WORKERS else _BACKGROUND_STEPS
+        least = max(setting.num_steps, few)
         num_steps = -(-least // self.steps_in_a_period) * self.steps_in_a_period
         cluster = VirtualCluster(
             world_size,
             seed=setting.cluster.seed,
             link=setting.links,
             racks=setting.cluster.virtual_racks(),
-            num_bytes=lambda payload: scaled_bytes(payload, scale),
+            num_bytes=lambda payload: carry(payload),
         )
+        cores = Cores(cluster, setting.cluster.cores)
+
+        def carry(payload: Payload) -> float:
+            num_bytes = scaled_bytes(payload, scale)
+            cores.begin(0, MESSAGE_CPU_S + MESSAGE_CPU_S_PER_BYTE * num_bytes)
+            return num_bytes
+
         trainers = [
-            _BackgroundTrainer(cluster, rank, setting, miniature, num_steps, pairs=self._pairs)
+            _BackgroundTrainer(
+                cluster, cores, rank, setting, miniature, num_steps, pairs=self._pairs
+            )
             for rank in range(world_size)
         ]
         for trainer in trainers:
@@ -591,7 +619,7 @@ class Background(Method):
         return serve(trainer.rank, settings, trainer.port)
 
 
-_BACKGROUND_STEPS: Final = 20
+_BACKGROUND_STEPS, _STEPS_OF_FEW = 20, 60
 
 
 class _NotingPort:
@@ -619,6 +647,7 @@ class _BackgroundTrainer:
     def __init__(
         self,
         cluster: VirtualCluster,
+        cores: Cores,
         rank: int,
         setting: Setting,
         miniature: int,
@@ -629,6 +658,7 @@ class _BackgroundTrainer:
         self.rank = rank
         self.ended_s = 0.0
         self._cluster = cluster
+        self._cores = cores
         self._setting = setting
         self._num_steps = num_steps
         self._published = PublishedModel(
@@ -651,8 +681,11 @@ class _BackgroundTrainer:
         for step in range(self._num_steps):
             row = step % setting.num_steps
             held, counters = trainer.take()
-            compute_s = (profile.compute_s + copied_s) * float(setting.factors[row, self.rank])
-            yield Sleep(float(setting.late_s[row, self.rank]) + compute_s)
+            factor = float(setting.factors[row, self.rank])
+            yield Sleep(float(setting.late_s[row, self.rank]))
+            duration_s = (profile.compute_s + copied_s) * factor
+            work_s = (setting.work_s + copied_s) * factor * setting.cluster.speeds[self.rank]
+            yield from self._cores.compute(self.rank, duration_s, work_s)
             trainer.advance(held.copy(), counters)
             self._report_step()
             while trainer.held_by:
@@ -711,7 +744,9 @@ class PartialMean(Method):
         exchange_s = network.messages.time_s(num_messages=2, num_bytes=bytes_sent)
         encode_s = 2 * profile.copy_s_per_byte * profile.num_bytes
         return Simulated(
-            step_s=setting.ideal_s / used.mean + exchange_s * (world_size > 1) + encode_s,
+            step_s=setting.ideal_s / used.mean
+            + exchange_s * (world_size > 1)
+            + encode_s * setting.crowding,
             bytes_per_step=bytes_sent,
             encode_s=encode_s,
             alpha_share=2 * network.messages.alpha_s / exchange_s,
@@ -786,11 +821,6 @@ class MegaBatches(Method):
             ]
         )
         return cluster.now_s, sent
-
-
-def _after(pending: Pending[Any], then: Collective[None]) -> Collective[None]:
-    yield until_over(pending)
-    yield from then
 
 
 def _all_reduce(run: Run, rank: int, num_bytes: int) -> Collective[None]:

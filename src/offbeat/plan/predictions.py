@@ -62,8 +62,8 @@ class StepPrediction:
         samples_per_s: of all workers.
         bytes_per_step: that a worker sends.
         share_of_ideal: of the speed of workers that exchange nothing.
-        binds: what most of the time besides the ideal goes to; "compute" where that is less than
-            5% of the step.
+        binds: what most of the time besides the ideal goes to; where that is less than 5% of the
+            step "compute", or "cores" where workers that share them slow each other down.
         memory_bytes: of a worker, for weights, gradients, one moment and what the strategy keeps.
         lost_to_deaths: share of the time that deaths of workers cost.
         by_events: whether every message was simulated.
@@ -212,7 +212,7 @@ def predict_recipe(label: str, name: str, recipe: Recipe, setting: Setting) -> S
     step_s = max(simulated.step_s, profile.compute_s)
     ideal_s = setting.ideal_s
     waiting_s = 0.0
-    encode_s = min(simulated.encode_s, max(0.0, step_s - profile.compute_s))
+    encode_s = min(setting.crowding * simulated.encode_s, max(0.0, step_s - ideal_s))
     if not setting.is_steady:
         waiting_s = _waiting_s(method_of(name, recipe), setting, encode_s)
     exchange_s = max(0.0, step_s - ideal_s - encode_s - waiting_s)
@@ -233,7 +233,11 @@ def predict_recipe(label: str, name: str, recipe: Recipe, setting: Setting) -> S
         samples_per_s=setting.world_size * profile.batch.batch_size / step_s,
         bytes_per_step=simulated.bytes_per_step,
         share_of_ideal=ideal_s / step_s,
-        binds=largest if parts[largest] > 0.05 * step_s else "compute",
+        binds=largest
+        if parts[largest] > 0.05 * step_s
+        else "cores"
+        if setting.crowding > 1
+        else "compute",
         memory_bytes=(_MODEL_COPIES + method.extra_bytes) * profile.num_bytes,
         lost_to_deaths=_lost_to_deaths(cluster, step_s, survives=survives),
         by_events=simulated.by_events,
@@ -311,7 +315,7 @@ def make_plan(request: PlanRequest) -> Plan:
             check_spec(spec, cluster.workers)
     predictions = []
     for cluster in request.clusters:
-        setting = Setting(profile=padded(request.profile, cluster), cluster=cluster)
+        setting = setting_of(request.profile, cluster)
         predictions += [predict_step(spec, setting) for spec in request.strategies]
     return Plan(
         request=request,
@@ -321,14 +325,11 @@ def make_plan(request: PlanRequest) -> Plan:
     )
 
 
-def padded(profile: ModelProfile, cluster: Cluster) -> ModelProfile:
-    """`profile` where forward and backward pass take as long as `cluster` says, if it does."""
-    duration_s = cluster.step_s
-    if duration_s is None or duration_s <= profile.batch.forward_s + profile.batch.backward_s:
-        return profile
-    return profile.with_step(
-        batch_size=profile.batch.batch_size, forward_backward_s=duration_s, device=profile.device
-    )
+def setting_of(profile: ModelProfile, cluster: Cluster) -> Setting:
+    """`profile` on `cluster`, its passes padded if the cluster says so."""
+    if cluster.step_s is not None:
+        profile = profile.padded(cluster.step_s)
+    return Setting(profile=profile, cluster=cluster)
 
 
 def _best(predictions: Sequence[StepPrediction]) -> StepPrediction:
@@ -397,6 +398,12 @@ def _remarks(request: PlanRequest) -> list[str]:
                 f" {display_rate(link.rate_bit_per_s or math.inf)}: round trip x rate is more."
             )
             break
+    remarks += [
+        f"{cluster.workers} workers share {cluster.cores} cores, so computing takes"
+        f" {setting.crowding:.2g} times as long as alone."
+        for cluster in request.clusters
+        if (setting := setting_of(profile, cluster)).crowding > 1
+    ]
     remarks.append(
         "A prediction is of time for a step: how many steps a strategy needs to a target only"
         " `offbeat compare` tells."

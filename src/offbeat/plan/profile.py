@@ -100,9 +100,13 @@ class ModelProfile:
         device: likewise.
         batches: at one or more batch sizes, ascending; the last is the one that is planned for.
         optimizer_s: the optimizer's step.
+        padding_s: the part of the forward pass that is slept, as a cluster with `step` asks for.
         tensors: parameters, in the order of the model.
         select_s_per_element: residual and selection of the largest entries, for each element.
         copy_s_per_byte: reading or writing a model or a bucket beside training, for each byte.
+        low_rank_s_per_element: approximating gradients as PowerSGD does, at rank 1, for each
+            element of a matrix; 0: unknown.
+        low_rank_s_per_element_and_rank: what each further rank adds.
         spread: standard deviation of a step over its mean, on one device, >= 0.
         layers: those with Kronecker factors, in the order of the forward pass; none: K-FAC cannot
             be planned.
@@ -121,6 +125,9 @@ class ModelProfile:
     tensors: tuple[TensorProfile, ...]
     select_s_per_element: float
     copy_s_per_byte: float
+    low_rank_s_per_element: float = 0.0
+    low_rank_s_per_element_and_rank: float = 0.0
+    padding_s: float = 0.0
     spread: float = 0.0
     layers: tuple[Layer, ...] = ()
     factors_s: float = 0.0
@@ -154,6 +161,9 @@ class ModelProfile:
             "copy_s_per_byte",
             "factors_s",
             "precondition_s",
+            "padding_s",
+            "low_rank_s_per_element",
+            "low_rank_s_per_element_and_rank",
             "spread",
         ):
             self._require_seconds(field, getattr(self, field))
@@ -227,7 +237,7 @@ class ModelProfile:
             backward_s=_between(batch_size, [(one.batch_size, one.backward_s) for one in batches]),
         )
         share = batch_size / self.batch.batch_size
-        return replace(self, batches=(timed,), factors_s=self.factors_s * share)
+        return replace(self, batches=(timed,), padding_s=0.0, factors_s=self.factors_s * share)
 
     def with_step(self, *, batch_size: int, forward_backward_s: float, device: str) -> ModelProfile:
         """The same model on another device, where a batch takes so long."""
@@ -237,7 +247,20 @@ class ModelProfile:
             forward_s=share * forward_backward_s,
             backward_s=(1 - share) * forward_backward_s,
         )
-        return replace(self, batches=(timed,), device=device)
+        return replace(self, batches=(timed,), padding_s=0.0, device=device)
+
+    def padded(self, duration_s: float) -> ModelProfile:
+        """The same model where forward and backward pass take `duration_s` together, as the lab
+        pads them: before the backward pass. Unchanged if they take longer.
+        """
+        batch, computing_s = self.batch, self.batch.forward_s + self.batch.backward_s
+        if duration_s <= computing_s:
+            return self
+        return replace(
+            self,
+            batches=(replace(batch, forward_s=duration_s - batch.backward_s),),
+            padding_s=duration_s - computing_s,
+        )
 
     def to_json(self) -> str:
         """As `read_profile` reads it."""

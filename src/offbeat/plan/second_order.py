@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing_extensions import override
 
 from offbeat.errors import ConfigError
+from offbeat.kfac.planning.inversion import PolynomialInversion, TabledInversion
 from offbeat.kfac.planning.iteration import (
     Iteration,
     IterationCosts,
@@ -49,13 +50,16 @@ def iteration_costs(setting: Setting, *, gradients_s: float) -> IterationCosts:
         alpha_s=rounds * link.alpha_s, beta_s_per_byte=rounds * link.beta_s_per_byte
     )
     gap_s = min(broadcast.alpha_s, rounds * setting.message_s)
+    crowding = setting.factor_crowding
     return IterationCosts(
-        forward_backward_s=profile.compute_s,
-        factors_s=profile.factors_s,
+        forward_backward_s=profile.compute_s * setting.crowding,
+        factors_s=profile.factors_s * crowding,
         gradients_s=gradients_s,
         all_reduce=all_reduce,
         inverse=InverseCosts(
-            inversion=profile.inversion, broadcast=Channel(link=broadcast, gap_s=gap_s), fused=True
+            inversion=_slowed(profile.inversion, crowding),
+            broadcast=Channel(link=broadcast, gap_s=gap_s),
+            fused=True,
         ),
     )
 
@@ -104,7 +108,10 @@ class SecondOrder(Method):
         alone = replace(costs, all_reduce=replace(costs.all_reduce, beta_s_per_byte=0.0))
         latency_s = self._plan(profile.layers, setting.world_size, alone).factors_s
         return Simulated(
-            step_s=plain.step_s + factors_s + inverse_s + profile.precondition_s,
+            step_s=plain.step_s
+            + factors_s
+            + inverse_s
+            + profile.precondition_s * setting.factor_crowding,
             bytes_per_step=plain.bytes_per_step
             + factor_bytes
             + inverse_bytes / setting.world_size / self._inverse_interval,
@@ -151,8 +158,8 @@ class OwnerFactors(Method):
             sums[owner] += load
         messages = [(0.0, 4 * layer.a_dim * layer.g_dim) for layer in layers]
         broadcast_s = costs.inverse.broadcast.last_arrival_s(messages) if world_size > 1 else 0.0
-        computed_s = profile.factors_s / world_size / self._factor_interval
-        computed_s += profile.precondition_s / world_size
+        computed_s = costs.factors_s / world_size / self._factor_interval
+        computed_s += profile.precondition_s * setting.factor_crowding / world_size
         computed_s += max(sums) / self._inverse_interval
         channel = costs.inverse.broadcast
         return Simulated(
@@ -163,6 +170,19 @@ class OwnerFactors(Method):
             by_events=plain.by_events,
             note=_note(profile),
         )
+
+
+def _slowed(
+    inversion: PolynomialInversion | TabledInversion, factor: float
+) -> PolynomialInversion | TabledInversion:
+    """Where everything takes `factor` times as long."""
+    if isinstance(inversion, TabledInversion):
+        return replace(inversion, seconds=tuple(factor * seconds for seconds in inversion.seconds))
+    return PolynomialInversion(
+        constant_s=factor * inversion.constant_s,
+        square_s=factor * inversion.square_s,
+        cube_s=factor * inversion.cube_s,
+    )
 
 
 def _note(profile: ModelProfile) -> str:

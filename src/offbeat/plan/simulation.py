@@ -22,8 +22,15 @@ from typing_extensions import override
 
 from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster
+from offbeat.plan.cores import (
+    DENSE_CPU_S_PER_BYTE,
+    MESSAGE_CPU_S,
+    MESSAGE_CPU_S_PER_BYTE,
+    Cores,
+    until_done,
+)
 from offbeat.plan.profile import ModelProfile
-from offbeat.planning.costs import LinkCost, NetworkCosts
+from offbeat.planning.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.transport.driver import Pending
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
@@ -31,16 +38,14 @@ from offbeat.transport.virtual_driver import SleepUntil
 
 T = TypeVar("T")
 
-MESSAGE_S: Final = 40e-6
-"""What a message occupies a port for besides its bytes: ZeroMQ's way of a small message on one
-machine.
-"""
-
 EVENTS_UP_TO: Final = 64
 """Workers up to which every message of every collective is simulated. Beyond that a symmetric
 collective takes its closed form, times what its messages took at so many workers over its closed
-form there. So it does with fewer workers where links are equal and many steps are needed.
+form there. So it does with fewer workers, but more than `FEW_WORKERS`, where links are equal and
+many steps are needed.
 """
+
+FEW_WORKERS: Final = 16
 
 PAYLOAD_SHARE: Final = 0.95
 """What headers of TCP, IP and Ethernet leave of a link's rate: 1,448 of 1,514 to 1,538 bytes of a
@@ -115,8 +120,10 @@ class Setting:
     @property
     def by_closed_forms(self) -> bool:
         """Whether symmetric collectives take their closed forms."""
+        if self.world_size > EVENTS_UP_TO:
+            return True
         equal = len(set(self.links)) == 1 and self.cluster.racks is None
-        return self.world_size > EVENTS_UP_TO or (equal and not self.is_steady)
+        return equal and not self.is_steady and self.world_size > FEW_WORKERS
 
     @cached_property
     def num_steps(self) -> int:
@@ -132,8 +139,8 @@ class Setting:
         generator = np.random.default_rng([self.cluster.seed, 2])
         shape = (self.num_steps, self.world_size)
         spread = self.profile.spread
-        drawn = generator.lognormal(-(spread**2) / 2, spread, shape) if spread else np.ones(shape)
-        factors: NDArray[np.float64] = drawn / speeds
+        drawn = generator.lognormal(0.0, spread, shape) if spread else np.ones(shape)
+        factors: NDArray[np.float64] = drawn / drawn.mean() / speeds
         return factors
 
     @cached_property
@@ -146,10 +153,32 @@ class Setting:
                     late[step, rank] = delay_s
         return late
 
+    @property
+    def work_s(self) -> float:
+        """Of a step that exchanges nothing, what takes a core."""
+        return self.profile.compute_s - self.profile.padding_s
+
+    @cached_property
+    def crowding(self) -> float:
+        """How much longer a worker computes since all of them share cores, >= 1, when all compute
+        at once.
+        """
+        cores = self.cluster.cores
+        if cores is None:
+            return 1.0
+        busy = self.work_s / self.profile.compute_s
+        return max(1.0, self.world_size * busy / cores)
+
+    @cached_property
+    def factor_crowding(self) -> float:
+        """Likewise of what all workers compute at once without padding, >= 1."""
+        cores = self.cluster.cores
+        return 1.0 if cores is None else max(1.0, self.world_size / cores)
+
     @cached_property
     def durations_s(self) -> NDArray[np.float64]:
         """Of a step that exchanges nothing, shape (steps, ranks)."""
-        return self.late_s + self.profile.compute_s * self.factors
+        return self.late_s + self.profile.compute_s * self.crowding * self.factors
 
     @property
     def ideal_s(self) -> float:
@@ -263,8 +292,9 @@ class Run:
             link=setting.links,
             racks=setting.cluster.virtual_racks(),
             weightless=method.weightless,
-            num_bytes=lambda payload: method.num_bytes(setting, payload),
+            num_bytes=self._carry,
         )
+        self.cores = Cores(self.cluster, setting.cluster.cores)
         periods = max(1, -(-setting.num_steps // method.steps_in_a_period))
         self.num_steps = periods * method.steps_in_a_period
         self._dense_bytes = 0.0
@@ -286,6 +316,31 @@ class Run:
             yield from self.method.step(self, rank, number)
         self._ends_s[rank] = self.cluster.now_s
 
+    def _carry(self, payload: Payload) -> float:
+        """What a message weighs. What encrypts and carries it takes cores meanwhile."""
+        num_bytes = self.method.num_bytes(self.setting, payload)
+        self.cores.begin(0, MESSAGE_CPU_S + MESSAGE_CPU_S_PER_BYTE * num_bytes)
+        return num_bytes
+
+    def forward(self, rank: int, number: int) -> Collective[None]:
+        """The forward pass, padded or not."""
+        profile, factor = self.setting.profile, self.factor(rank, number)
+        duration_s = profile.batch.forward_s
+        work_s = (duration_s - profile.padding_s) * factor
+        # What computing takes longer once, padding takes less.
+        duration_s *= 1 / self.setting.cluster.speeds[rank] if profile.padding_s else factor
+        yield from self._compute(rank, duration_s, work_s)
+
+    def compute(self, rank: int, number: int, seconds: float) -> Collective[None]:
+        """Compute what takes `seconds` on a worker of speed 1, alone."""
+        seconds *= self.factor(rank, number)
+        yield from self._compute(rank, seconds, seconds)
+
+    def _compute(self, rank: int, duration_s: float, work_s: float) -> Collective[None]:
+        # A slow worker has a part of a core.
+        work_s *= self.setting.cluster.speeds[rank]
+        yield from self.cores.compute(rank, duration_s, work_s)
+
     def factor(self, rank: int, number: int) -> float:
         """By what step `number` of `rank` computes longer than the profile says."""
         factors = self.setting.factors
@@ -306,11 +361,15 @@ class Run:
         """A dense operation, counted."""
         traffic = operation.traffic(None, rank=rank, world_size=self.setting.world_size)
         self._dense_bytes += traffic.bytes_sent
+        copying = self.cores.begin(rank, DENSE_CPU_S_PER_BYTE * traffic.bytes_sent)
         yield operation
+        if not copying.over:
+            yield until_done(copying)
 
     def closed_form(self, seconds: float, num_bytes: float) -> Collective[None]:
         """All ranks together, for as long as a closed form says."""
         self._dense_bytes += num_bytes
+        self.cores.begin(0, MESSAGE_CPU_S_PER_BYTE * num_bytes)
         yield ClosedForm(seconds, self.setting.links)
 
 

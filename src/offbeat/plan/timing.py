@@ -7,9 +7,11 @@ With accumulated gradients the passes of a step are added up; a gradient is read
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median, pstdev
 from typing import Any, Final
 
@@ -197,6 +199,7 @@ def profile_of(
     device = parameters[0].device
     num_elements = sum(parameter.numel() for parameter in parameters)
     durations_s = [step.duration_s for step in steps]
+    low_rank_s, further_s = _low_rank_s(parameters)
     ready = [median(shares) for shares in zip(*(step.ready for step in steps), strict=True)]
     return ModelProfile(
         name=name,
@@ -213,18 +216,24 @@ def profile_of(
         ),
         select_s_per_element=_select_s(num_elements, device) / num_elements,
         copy_s_per_byte=_copy_s(num_elements, device) / (FLOAT_BYTES * num_elements),
+        low_rank_s_per_element=low_rank_s,
+        low_rank_s_per_element_and_rank=further_s,
         spread=pstdev(durations_s) * len(durations_s) / sum(durations_s),
         sources=tuple(
             Source(field=field, source=source)
-            for field in ("batches", "optimizer_s", "select_s_per_element", "copy_s_per_byte")
+            for field in (
+                "batches",
+                "optimizer_s",
+                "select_s_per_element",
+                "copy_s_per_byte",
+                "low_rank_s_per_element",
+            )
         ),
     )
 
 
 def device_name(device: torch.device) -> str:
     """For people: the GPU's name, or the processor's."""
-    import platform
-
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine()
@@ -249,6 +258,31 @@ def _copy_s(num_elements: int, device: torch.device) -> float:
     source = torch.zeros(num_elements, device=device)
     target = torch.empty(num_elements, pin_memory=on_gpu)
     return _fastest_s(lambda: target.copy_(source), device)
+
+
+def _low_rank_s(parameters: Sequence[torch.nn.Parameter]) -> tuple[float, float]:
+    """Seconds for each element: of the largest matrix's approximation at rank 1, and of each
+    further rank; (0, 0) without a matrix.
+    """
+    largest = max(parameters, key=lambda parameter: parameter.numel() * (parameter.ndim > 1))
+    if largest.ndim < 2:
+        return 0.0, 0.0
+    matrix = torch.randn_like(largest).flatten(1)
+    error = torch.zeros_like(matrix)
+
+    def approximate(rank: int) -> None:
+        nonlocal error
+        owed = matrix + error
+        columns = owed @ matrix.new_ones(matrix.shape[1], rank)
+        basis = torch.linalg.qr(columns).Q
+        rows = owed.T @ basis
+        error = owed - torch.matmul(basis, rows.T)
+
+    at_one_s, at_four_s = (
+        _fastest_s(partial(approximate, rank), largest.device) for rank in (1, 4)
+    )
+    size = matrix.numel()
+    return at_one_s / size, max(0.0, (at_four_s - at_one_s) / 3 / size)
 
 
 def _fastest_s(call: Callable[[], Any], device: torch.device) -> float:

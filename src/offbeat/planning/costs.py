@@ -8,10 +8,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Final
 
 import numpy as np
 
 from offbeat.errors import ConfigError
+
+MESSAGE_S: Final = 40e-6
+"""What a message occupies a port for besides its bytes: ZeroMQ's way of a small message on one
+machine.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.lab.native import NativeSession
 from offbeat.parts.module_hook import ModuleHook
+from offbeat.script.carried_state import CarriedStates
 from offbeat.script.children import ChildFunction
 from offbeat.script.evaluation import EvaluationWeights
 from offbeat.script.recipes import Attached, ScriptRecipe
@@ -114,6 +115,7 @@ class ScriptSessions:
         self._recipe = recipe
         self._listener = listener
         self._made = _Made()
+        self._carried = CarriedStates()
         self._coupled: weakref.WeakKeyDictionary[DistributedDataParallel, _Coupled] = (
             weakref.WeakKeyDictionary()
         )
@@ -142,6 +144,7 @@ class ScriptSessions:
         self._made.optimizers.append(weakref.ref(optimizer))
         with suppress(AttributeError):  # a wrapper that is only half an optimizer takes no hooks
             optimizer.register_step_pre_hook(self._note_step)
+            self._carried.watch(optimizer)
 
     def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
         self._made.scalers.append(weakref.ref(scaler))
@@ -224,9 +227,11 @@ class ScriptSessions:
         model = ddp.module
         session = self._recipe.attach(ddp, optimizer, self._made.newest_scaler())
         evaluation = None
-        if isinstance(session, Session) and session.strategy.replicas_differ:
-            evaluation = EvaluationWeights(session, model, optimizer)
-            self._evaluations[id(model)] = evaluation
+        if isinstance(session, Session):
+            self._carried.attached(session, optimizer)
+            if session.strategy.replicas_differ:
+                evaluation = EvaluationWeights(session, model, optimizer)
+                self._evaluations[id(model)] = evaluation
         coupled = _Coupled(session=session, optimizer=optimizer, evaluation=evaluation)
         self._coupled[ddp] = coupled
         self._attached_models.add(id(model))
@@ -238,6 +243,7 @@ class ScriptSessions:
         self, ddp: DistributedDataParallel, coupled: _Coupled, error: BaseException | None
     ) -> None:
         self._coupled.pop(ddp, None)
+        self._carried.detached(coupled.optimizer)
         self._evaluations.pop(id(ddp.module), None)
         if coupled.evaluation is not None:
             coupled.evaluation.close()

@@ -49,6 +49,8 @@ class Cluster(DescribedModel):
         step_s: how long forward and backward take a worker of speed 1, as an accelerator would
             need; None where the machine takes the time it takes.
         deaths_per_hour: of a worker, 0 to 60. Used by predictions only.
+        cores: that all workers share, since they run on one machine, 1 or more; None: each has
+            enough of its own. Used by predictions only.
         seed: of every random draw.
 
     Raises:
@@ -84,6 +86,9 @@ class Cluster(DescribedModel):
     step_s: Length | None = Field(default=None, description="more than 0, up to 1 day")
     deaths_per_hour: float = Field(
         default=0.0, strict=True, ge=0, le=60, allow_inf_nan=False, description="0 to 60"
+    )
+    cores: int | None = Field(
+        default=None, strict=True, ge=1, le=MAX_WORKERS, description=f"1 to {MAX_WORKERS}"
     )
     seed: int = Field(default=0, strict=True, ge=0, le=2**32 - 1, description=f"0 to {2**32 - 1}")
 
@@ -241,7 +246,13 @@ class Cluster(DescribedModel):
         """Whether there is nothing to emulate: full speed, no limit on links, no worker late, no
         faults, no padded compute.
         """
-        return self == Cluster(name=self.name, workers=self.workers, seed=self.seed)
+        return self == Cluster(
+            name=self.name,
+            workers=self.workers,
+            seed=self.seed,
+            cores=self.cores,
+            deaths_per_hour=self.deaths_per_hour,
+        )
 
     def with_workers(self, workers: int) -> Cluster:
         """The same cluster with another number of workers; the pattern of speeds is repeated.
@@ -316,6 +327,8 @@ class Cluster(DescribedModel):
             parts.append(self.racks.describe())
         if self.deaths_per_hour:
             parts.append(f"{self.deaths_per_hour:g} deaths of a worker an hour")
+        if self.cores is not None:
+            parts.append(f"{self.cores} core{'s' * (self.cores > 1)} for all workers")
         if set(self.speeds) != {1.0}:
             parts.append("speeds " + " ".join(f"{speed:g}" for speed in self.speed_pattern))
         if self.step_s is not None:

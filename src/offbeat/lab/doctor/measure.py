@@ -7,8 +7,11 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -20,6 +23,9 @@ from offbeat.planning.costs import NetworkCosts
 from offbeat.transport.connect import connect
 from offbeat.transport.driver import Driver, Stream
 
+_RECEIVE, _SEND = Path("/proc/sys/net/ipv4/tcp_rmem"), Path("/proc/sys/net/ipv4/tcp_wmem")
+_ROWS = 512
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostFacts:
@@ -28,6 +34,8 @@ class HostFacts:
     name: str
     torch: str
     num_threads: int
+    num_cores: int | None = None
+    window_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +49,7 @@ class Measurement:
         network: what messages and dense all-reduces cost the slowest rank, and selection.
         pairs: what messages between any two of them cost.
         listening: sockets that accept connections, of all ranks, while they train.
+        busy_pairs: as `pairs`, while all workers compute; empty: not measured.
     """
 
     world_size: int
@@ -49,6 +58,13 @@ class Measurement:
     network: NetworkCosts
     pairs: list[PairLink]
     listening: list[Listening]
+    busy_pairs: list[PairLink] = field(default_factory=list)
+
+    @property
+    def window_bytes(self) -> int | None:
+        """How many bytes TCP lets be under way between any two workers; None: unknown."""
+        windows = [host.window_bytes for host in self.hosts if host.window_bytes is not None]
+        return min(windows, default=None)
 
     @property
     def on_one_host(self) -> bool:
@@ -69,11 +85,15 @@ def measure() -> Measurement:
     driver = connect(cuda=device == "cuda").driver
     try:
         opened["offbeat"] = own_sockets()
-        network, pairs = _probe(driver, device)
+        network, pairs, busy_pairs = _probe(driver, device)
     finally:
         driver.close()
     host = HostFacts(
-        name=platform.node(), torch=str(torch.__version__), num_threads=torch.get_num_threads()
+        name=platform.node(),
+        torch=str(torch.__version__),
+        num_threads=torch.get_num_threads(),
+        num_cores=os.cpu_count(),
+        window_bytes=tcp_window_bytes(),
     )
     sockets = _by_owner(opened, coordinator.rank)
     hosts = [
@@ -89,16 +109,51 @@ def measure() -> Measurement:
         network=network,
         pairs=pairs,
         listening=[Listening(**socket) for said in found for socket in json.loads(said)],
+        busy_pairs=busy_pairs,
     )
 
 
-def _probe(driver: Driver, device: str) -> tuple[NetworkCosts, list[PairLink]]:
+def _probe(driver: Driver, device: str) -> tuple[NetworkCosts, list[PairLink], list[PairLink]]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", driver.rank)))
     stream = Stream(0)
     sample = torch.zeros(1, device=device)
     choice = CheapestCollective.measure(driver, stream, sample=sample)
-    return choice.network, driver.run(measure_pairs(driver.rank, driver.world_size), stream.next())
+    pairs = driver.run(measure_pairs(driver.rank, driver.world_size), stream.next())
+    with _computing():
+        busy = driver.run(measure_pairs(driver.rank, driver.world_size), stream.next())
+    return choice.network, pairs, busy
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """This rank computes in a thread beside the block, as it does in training."""
+    over = threading.Event()
+    matrix = torch.randn(_ROWS, _ROWS)
+
+    def compute() -> None:
+        while not over.is_set():
+            torch.mm(matrix, matrix)  # lets go of the interpreter's lock
+
+    thread = threading.Thread(target=compute, name="offbeat-computing", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def tcp_window_bytes() -> int | None:
+    """How many bytes this host lets be under way on a connection; None where it does not say.
+
+    Half of the receive buffer is for the kernel's own, as tcp_adv_win_scale has it by default.
+    """
+    try:
+        receive, send = (int(path.read_text().split()[2]) for path in (_RECEIVE, _SEND))
+    except (OSError, ValueError, IndexError):
+        return None
+    return max(1024, min(receive // 2, send))
 
 
 def _by_owner(opened: Mapping[str, frozenset[tuple[str, int]]], rank: int) -> list[Listening]:

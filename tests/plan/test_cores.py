@@ -1,0 +1,96 @@
+"""Workers that share cores, against arithmetic that is done by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from offbeat.lab.cluster import Cluster, from_flags
+from offbeat.plan.cores import Cores
+from offbeat.plan.predictions import PlanRequest, make_plan, predict_step, setting_of
+from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch
+from offbeat.transport.operations import Collective, Sleep
+from offbeat.transport.virtual import VirtualCluster
+
+MODEL = ModelProfile(
+    name="toy",
+    device="none",
+    batches=(TimedBatch(batch_size=1, forward_s=0.1, backward_s=0.2),),
+    optimizer_s=0.0,
+    tensors=(TensorProfile(num_elements=1000, ready=1.0),),
+    select_s_per_element=0.0,
+    copy_s_per_byte=0.0,
+)
+
+
+def shared(workers: int, cores: int | None, **more: object) -> Cluster:
+    fast = from_flags(workers=workers, link="1000gbit")
+    return Cluster(**{**fast.fields(), "cores": cores, **more})
+
+
+def ends_s(cores: int, works: list[tuple[float, float]]) -> list[float]:
+    """When each rank has done its work, (begin, seconds)."""
+    cluster = VirtualCluster(len(works))
+    some = Cores(cluster, cores)
+    ended = [0.0] * len(works)
+
+    def work(rank: int, begin_s: float, work_s: float) -> Collective[None]:
+        yield Sleep(begin_s)
+        yield from some.compute(rank, work_s, work_s)
+        ended[rank] = cluster.now_s
+
+    cluster.run([work(rank, *one) for rank, one in enumerate(works)])
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("cores", "works", "ended"),
+    [
+        (2, [(0, 1), (0, 1)], [1, 1]),
+        (1, [(0, 1), (0, 1)], [2, 2]),
+        (2, [(0, 1), (0, 1), (0, 1)], [1.5, 1.5, 1.5]),
+        # The second begins when half of the first is done, and goes on alone when that has ended.
+        (1, [(0, 2), (1, 2)], [3, 4]),
+        (1, [(0, 1), (5, 1)], [1, 6]),
+    ],
+)
+def test_whoever_computes_gets_an_equal_share(
+    cores: int, works: list[tuple[float, float]], ended: list[float]
+) -> None:
+    assert ends_s(cores, works) == pytest.approx(ended)
+
+
+@pytest.mark.parametrize("strategy", ["alone", "ddp", "localsgd", "wagma", "adpsgd", "dpsgd"])
+def test_eight_workers_on_two_cores_compute_four_times_as_long(strategy: str) -> None:
+    step_s = predict_step(strategy, setting_of(MODEL, shared(8, 2))).step_s
+    assert step_s == pytest.approx(4 * 0.3, rel=0.05)
+
+
+def test_padded_passes_leave_cores_to_others() -> None:
+    """0.3 s of computing within 3 s: two cores serve eight workers."""
+    setting = setting_of(MODEL, shared(8, 2, step_s=3.0))
+    assert predict_step("ddp", setting).step_s == pytest.approx(3.0, rel=0.25)
+    assert predict_step("alone", setting).step_s < 3.0 + 8 * 0.2 / 2
+
+
+def test_bytes_take_cores_as_well() -> None:
+    """A gigabyte behind a link without limit: gloo copies for 0.32 s on each of four ranks."""
+    model = ModelProfile(
+        name="large",
+        device="none",
+        batches=(TimedBatch(batch_size=1, forward_s=1e-3, backward_s=1e-3),),
+        optimizer_s=0.0,
+        tensors=(TensorProfile(num_elements=250_000_000, ready=1.0),),
+        select_s_per_element=0.0,
+        copy_s_per_byte=0.0,
+    )
+    one, enough = (
+        predict_step("allreduce", setting_of(model, shared(4, cores))).step_s for cores in (1, None)
+    )
+    assert one - enough == pytest.approx(4 * 1.5 * 0.32, rel=0.1)
+
+
+def test_a_plan_says_where_cores_are_what_binds() -> None:
+    request = PlanRequest(profile=MODEL, clusters=[shared(8, 2)], strategies=("ddp",))
+    made = make_plan(request)
+    assert made.predictions[0].binds == "cores"
+    assert any("8 workers share 2 cores" in remark for remark in made.remarks)
