@@ -167,14 +167,15 @@ def test_momentum_at_once_comes_to_the_sum_of_steps(
         selector=SELECTORS["exact"],
         momentum=factor,
         masking=False,
-        at_once_below=0.5,
     )
     sent, given = torch.zeros(n), torch.zeros(n)
     for step, k in enumerate(densities):
         gradient = integers(n, step, dtype)
         given += gradient.float()
         sent += torch.from_numpy(
-            state.stage(gradient.clone(), k, continues=continues and step == 1).sparse.to_dense()
+            state.stage(
+                gradient.clone(), k, continues=continues and step == 1, at_once=k < 5
+            ).sparse.to_dense()
         )
         state.commit(nothing(n, dtype))
         velocity = state.velocity

@@ -45,8 +45,6 @@ class ErrorFeedback:
         momentum: of DGC's momentum correction: a factor in [0, 1) for all elements, or a
             `Momentum`; None: none.
         masking: DGC's factor masking; matters with `momentum` only.
-        at_once_below: where k is less than this share of the elements, in [0, 1], momentum is
-            applied at once, and there is nothing to mask.
 
     Attributes:
         selector_state: what the selector has remembered; a checkpoint may replace values in it.
@@ -61,7 +59,6 @@ class ErrorFeedback:
         selector: Selector,
         momentum: Momentum | float | None = None,
         masking: bool = True,
-        at_once_below: float = 0.0,
     ) -> None:
         if isinstance(momentum, float):
             momentum = Momentum([MomentumRange(end=num_elements, factor=momentum)])
@@ -70,7 +67,6 @@ class ErrorFeedback:
         self._selector = selector
         self._momentum = momentum
         self._masking = masking
-        self._at_once_below = at_once_below
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._is_half = dtype != state_dtype
 
@@ -98,7 +94,13 @@ class ErrorFeedback:
         return None if self._momentum is None else self._velocity
 
     def stage(
-        self, gradient: torch.Tensor, k: int, *, weight: float = 1.0, continues: bool = False
+        self,
+        gradient: torch.Tensor,
+        k: int,
+        *,
+        weight: float = 1.0,
+        continues: bool = False,
+        at_once: bool = False,
     ) -> Selection:
         """Pick what to send.
 
@@ -110,8 +112,9 @@ class ErrorFeedback:
                 goes on unmasked.
             weight: of the gradient.
             continues: whether the gradient belongs to the same optimizer step as the last one.
+            at_once: whether all of the gradient's momentum is applied now; then there is nothing to
+                mask.
         """
-        at_once = k < self._at_once_below * gradient.numel()
         accumulated, weight = self._begin(gradient, weight, continues, at_once)
         selection = self._selector.select(
             accumulated,
@@ -126,7 +129,12 @@ class ErrorFeedback:
         return selection
 
     def stage_all(
-        self, gradient: torch.Tensor, *, weight: float = 1.0, continues: bool = False
+        self,
+        gradient: torch.Tensor,
+        *,
+        weight: float = 1.0,
+        continues: bool = False,
+        at_once: bool = False,
     ) -> bool:
         """Leave all of acc in `gradient`, to be sent densely. Returns whether it is finite.
 
@@ -134,7 +142,7 @@ class ErrorFeedback:
         and here nothing was.
         Only what rounding to half precision loses will be owed.
         """
-        accumulated, weight = self._begin(gradient, weight, continues)
+        accumulated, weight = self._begin(gradient, weight, continues, at_once)
         torch.add(self._residual, accumulated, alpha=weight, out=accumulated)
         if self._is_half:
             gradient.copy_(accumulated)
@@ -183,7 +191,7 @@ class ErrorFeedback:
         self._gradient = None
 
     def _begin(
-        self, gradient: torch.Tensor, weight: float, continues: bool, at_once: bool = False
+        self, gradient: torch.Tensor, weight: float, continues: bool, at_once: bool
     ) -> tuple[torch.Tensor, float]:
         """The buffer to accumulate in, which holds the gradient or the new velocity, and the weight
         that it has yet to get.

@@ -91,12 +91,17 @@ class DenseReduction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangePlan:
-    """What one exchange of a bucket does: send the `k` largest entries through `collective`, or all
-    of it densely (None).
+    """What one exchange of a bucket does.
+
+    Attributes:
+        k: how many of the largest entries are sent.
+        collective: by what; None: everything is sent, densely.
+        at_once: whether all of a gradient's momentum is applied now (see `codec.momentum`).
     """
 
     k: int
     collective: SparseCollective | None
+    at_once: bool = False
 
 
 class SparseReduction:
@@ -142,7 +147,7 @@ class SparseReduction:
         self._sums: list[Pending[torch.Tensor]] = []
         self._tail = torch.empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
         self._grad_scale = 1.0
-        self._continues = False
+        self._continues = self._at_once = False
         self._picked: NDArray[np.int64] | None = None
         self._sent_norm = 0.0
         self._staged = False
@@ -153,6 +158,7 @@ class SparseReduction:
     ) -> None:
         plan = self._plan()
         self._grad_scale, self._k, self._continues = grad_scale, plan.k, continues
+        self._at_once = plan.at_once
         self._staged = not tally.num_failed
         self._pending = self._picked = None
         begin_s = time.perf_counter()
@@ -170,7 +176,11 @@ class SparseReduction:
         if not self._staged:
             return self._wire.empty(), tally
         selection = self._feedback.stage(
-            flat, k, weight=tally.weight / self._grad_scale, continues=self._continues
+            flat,
+            k,
+            weight=tally.weight / self._grad_scale,
+            continues=self._continues,
+            at_once=self._at_once,
         )
         self._picked = selection.sparse.indices
         self._sent_norm = float(np.linalg.norm(selection.sparse.values.astype(np.float64)))
@@ -179,7 +189,10 @@ class SparseReduction:
     def _launch_everything(self, flat: torch.Tensor, tally: Tally) -> None:
         if self._staged:
             finite = self._feedback.stage_all(
-                flat, weight=tally.weight / self._grad_scale, continues=self._continues
+                flat,
+                weight=tally.weight / self._grad_scale,
+                continues=self._continues,
+                at_once=self._at_once,
             )
             tally = replace(tally, num_nonfinite=int(not finite))
         tally.write_to(self._tail)

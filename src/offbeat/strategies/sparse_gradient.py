@@ -305,18 +305,23 @@ class SparseGradientStrategy(GradientStrategy):
         is_small = all(parameter.numel() < small_below for parameter in bucket.parameters)
 
         def plan() -> ExchangePlan:
-            if is_small:
-                return ExchangePlan(k=bucket.num_elements, collective=None)
             target = 1.0 if self.density == "auto" else self.density
             target = target if auto is None else auto.density
             density = self.density_at(counts.exchanges, target)
             if self.warmup == "auto" and workspace.optimizer is not None:
                 density = _while_rising(counts, workspace.optimizer, density, workspace.inform)
+            # Small parameters, too, though all of them travel: where some have momentum and others
+            # have it at once, what the former do is undone by the latter, and accuracy suffers.
+            at_once = self.momentum_masking == "auto" and density < AT_ONCE_BELOW
+            if is_small:
+                return ExchangePlan(k=bucket.num_elements, collective=None, at_once=at_once)
             k = max(1, round(density * bucket.num_elements))
             # A density of 1 that the user named for the whole run goes through the collective that
             # the user named; one that was chosen, or begins a warm-up, need not.
             everything = density == 1.0 and self.density != 1.0
-            return ExchangePlan(k=k, collective=None if everything else choose(kind, k))
+            return ExchangePlan(
+                k=k, collective=None if everything else choose(kind, k), at_once=at_once
+            )
 
         momentum = None
         if taken is not None:
@@ -331,7 +336,6 @@ class SparseGradientStrategy(GradientStrategy):
             selector=self._selector(bucket),
             momentum=momentum,
             masking=self.momentum_masking is True,
-            at_once_below=AT_ONCE_BELOW if self.momentum_masking == "auto" else 0.0,
         )
         if taken is not None and momentum is not None:
             taken.apply_to(bucket, momentum, feedback)
