@@ -121,7 +121,7 @@ def with_accelerate(rank: int, world_size: int, *, directory: str) -> dict[str, 
     def train(strategy: Any, first: int, last: int, *, load: bool = False) -> dict[str, Any]:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = Regression()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
         loader = DataLoader(Line(), batch_size=4)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         running = None if strategy is None else attach(accelerator, model, optimizer, strategy)

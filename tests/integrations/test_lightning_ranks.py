@@ -44,7 +44,7 @@ class Regression(lightning.LightningModule):
             self.seen["steps"] = session.stats.steps
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.5)
 
 
 def data() -> DataLoader[Any]:
@@ -124,7 +124,7 @@ def in_fabric(rank: int, world_size: int, *, directory: str) -> dict[str, Any]:
         )
         fabric.launch()
         module = Regression().net
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.5)
         module, optimizer = fabric.setup(module, optimizer)
         state = {"module": module, "optimizer": optimizer}
         if load:

@@ -51,6 +51,7 @@ def strategies(world_size: int) -> dict[str, AveragingStrategy]:
         "localsgd in every step": offbeat.LocalSGD(period=1),
         "post-local sgd": offbeat.LocalSGD(period=2, start_step=3),
         "averaged momentum": offbeat.LocalSGD(period=2, optimizer_state="averaged"),
+        "periods that grow": offbeat.LocalSGD(period=3, warmup=2, optimizer_state="averaged"),
         "diloco": offbeat.LocalSGD(period=2, outer="diloco"),
         "dpsgd": offbeat.DPSGD(),
         "sgp": offbeat.SGP(),
@@ -69,6 +70,7 @@ class Reference:
         self.anchor = [p.detach().clone() for p in self.nets[0].parameters()]
         self.momentum = [torch.zeros_like(p) for p in self.anchor]
         self.weights = [1.0] * world_size
+        self.averaged_at = 0
 
     def vectors(self) -> list[list[torch.Tensor]]:
         """Each rank's parameters and running statistics: the tensors themselves."""
@@ -114,7 +116,11 @@ class Reference:
         match strategy:
             case offbeat.LocalSGD():
                 num_local = step + 1 - strategy.start_step
-                if num_local > 0 and num_local % strategy.period == 0:
+                length = strategy.period
+                if strategy.warmup:
+                    length = min(length, max(1, num_local // strategy.warmup))
+                if num_local - self.averaged_at >= length:
+                    self.averaged_at = num_local
                     self.average()
                     self.after_average(strategy)
             case offbeat.DPSGD():

@@ -17,15 +17,39 @@ from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import average_optimizer_state_
 
 
+def steps_between(num_local: int, *, period: int, warmup: int) -> int:
+    """How many local steps may pass without an average, once there have been `num_local` of them.
+
+    >>> [steps_between(n, period=4, warmup=10) for n in (5, 15, 25, 35, 45, 1000)]
+    [1, 1, 2, 3, 4, 4]
+    """
+    return min(period, max(1, num_local // warmup)) if warmup else period
+
+
+def last_average(num_local: int, *, period: int, warmup: int) -> int:
+    """After how many of `num_local` local steps the last average was; 0: there was none.
+
+    >>> [last_average(n, period=4, warmup=2) for n in range(11)]
+    [0, 1, 2, 3, 3, 5, 5, 5, 5, 9, 9]
+    """
+    last = 0
+    for step in range(1, num_local + 1):
+        if step - last >= steps_between(step, period=period, warmup=warmup):
+            last = step
+    return last
+
+
 class PeriodicAverage(Part):
-    """After the optimizer's step number `start_step + n period`, n = 1, 2, ..., replaces the
-    weights by their mean.
+    """After every `period` optimizer steps from `start_step` on, and at first more often, replaces
+    the weights by their mean.
 
     Args:
         weights: what is averaged.
         driver: carries collectives out.
         stream: this part's channels.
         period: local steps between averages, >= 1.
+        warmup: the local steps in which the period grows by one, from 1 on, >= 0; 0: it is `period`
+            from the beginning.
         start_step: steps before the first local one, >= 0; until then all ranks must hold the same
             weights.
         outer: what is done with the mean; None: it is taken as it is.
@@ -42,6 +66,7 @@ class PeriodicAverage(Part):
         driver: Driver,
         stream: Stream,
         period: int,
+        warmup: int = 0,
         start_step: int = 0,
         outer: OuterOptimizer | None = None,
         optimizer: torch.optim.Optimizer | None = None,
@@ -50,12 +75,13 @@ class PeriodicAverage(Part):
         self._weights = weights
         self._driver = driver
         self._stream = stream
-        self._period = period
+        self._period, self._warmup = period, warmup
         self._start_step = start_step
         self._outer = outer
         self._optimizer = optimizer
         self._weight = weight
         self._num_steps = 0
+        self._averaged_at_step = start_step
         self._num_averages = 0
         self._encode_s = 0.0
 
@@ -65,8 +91,7 @@ class PeriodicAverage(Part):
 
     @override
     def replicas_agree(self) -> bool:
-        num_local = self._num_steps - self._start_step
-        return num_local <= 0 or num_local % self._period == 0
+        return self._num_steps <= self._averaged_at_step
 
     @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
@@ -81,8 +106,10 @@ class PeriodicAverage(Part):
     def on_after_step(self) -> None:
         self._num_steps += 1
         num_local = self._num_steps - self._start_step
-        if num_local > 0 and num_local % self._period == 0:
+        since = self._num_steps - self._averaged_at_step
+        if since >= steps_between(num_local, period=self._period, warmup=self._warmup):
             self.average()
+            self._averaged_at_step = self._num_steps
 
     def average(self) -> None:
         """Average now. Collective."""
@@ -127,6 +154,9 @@ class PeriodicAverage(Part):
             self._outer.load(saved)
         self._num_steps = int(saved["num_steps"])
         self._num_averages = int(saved["num_averages"])
+        num_local = max(0, self._num_steps - self._start_step)
+        last = last_average(num_local, period=self._period, warmup=self._warmup)
+        self._averaged_at_step = self._start_step + last
 
     @override
     def close(self) -> None:

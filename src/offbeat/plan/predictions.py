@@ -146,7 +146,7 @@ def _method_of(name: str, recipe: Any) -> Method:
                 recipe.group_of,
                 pairs=False,
                 period=recipe.period,
-                interval=recipe.period if recipe.groups == "off" else 1,
+                interval=recipe.steps_between,
             )
         case "adpsgd":
             method = Background(recipe.group_of, pairs=True)

@@ -5,6 +5,10 @@
         H times: optimizer step on this rank's own gradient
         x = mean of all ranks' x
 
+With `warmup` H begins with 1 and grows by one in every so many steps until it is `period`, because
+models that part in the first steps end worse (post-local SGD says so too; arXiv 2310.14423 lets H
+grow as the learning rate falls).
+
 With `start_step` it is post-local SGD (arXiv 1808.07217): gradients are all-reduced in the first
 steps, as in `AllReduce`. With `outer` the mean goes through an optimizer of its own, any of
 `torch.optim`, which makes it SlowMo or DiLoCo; see `averaging.outer`.
@@ -86,18 +90,21 @@ class LocalSGD(AveragingStrategy):
 
     Args:
         period: local steps between averages, >= 1.
+        warmup: the steps in which the period grows by one, from 1 on, >= 0; 0: it is `period` from
+            the beginning. 20 is a good value.
         start_step: steps with all-reduced gradients before the first local one, >= 0.
         outer: the optimizer that is applied to the mean: "slowmo", "diloco", an
             `offbeat.Outer(lr=..., momentum=..., nesterov=...)`, or any callable that makes an
             optimizer of the parameters it is given, such as
             `functools.partial(torch.optim.Adam, lr=1e-3)`; None takes the mean as it is.
-        optimizer_state: "local": momentum and second moments stay the rank's own; "averaged": they
-            are averaged with the weights, which multiplies the bytes.
+        optimizer_state: "averaged": momentum and second moments are averaged with the weights,
+            which multiplies the bytes; "local": they stay the rank's own.
     """
 
     name: ClassVar[str] = "localsgd"
 
     period: int = 10
+    warmup: int = 0
     start_step: int = 0
     outer: Outer | OuterFactory | Literal["slowmo", "diloco"] | None = None
     optimizer_state: Literal["local", "averaged"] = "local"
@@ -105,6 +112,7 @@ class LocalSGD(AveragingStrategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("period", self.period, 1)
+        require_at_least("warmup", self.warmup, 0)
         require_at_least("start_step", self.start_step, 0)
         require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
         if isinstance(self.outer, str):
@@ -127,6 +135,7 @@ class LocalSGD(AveragingStrategy):
             driver=workspace.driver,
             stream=workspace.new_stream(),
             period=self.period,
+            warmup=self.warmup,
             start_step=self.start_step,
             outer=None if outer is None else OuterOptimizer(workspace.parameters, make=outer),
             optimizer=workspace.optimizer if self.optimizer_state == "averaged" else None,

@@ -165,22 +165,22 @@ class WAGMA(AveragingStrategy):
         return [
             BackgroundWeightAverage(
                 averager,
-                interval=self._steps_between,
+                interval=self.steps_between,
                 overlap=self.merge == "delta" if self.overlap is None else self.overlap,
             )
         ]
 
     @property
-    def _steps_between(self) -> int:
+    def steps_between(self) -> int:
         """The steps from one version to the next."""
         return self.period if self.groups == "off" else self.interval
 
     def _is_global(self, version: int) -> bool:
-        return (version + 1) % (self.period // self._steps_between) == 0
+        return (version + 1) % (self.period // self.steps_between) == 0
 
     def group_of(self, version: int, position: int, num_members: int) -> VersionGroup:
         """The group of the member at `position` in `version`."""
-        period = self.period // self._steps_between
+        period = self.period // self.steps_between
         return group_of_version(
             version if self.groups != "fixed" or self._is_global(version) else 0,
             position,
@@ -192,5 +192,5 @@ class WAGMA(AveragingStrategy):
             quorum=self.quorum,
             # In versions.
             max_ahead=(2 * self.period if self.max_ahead is None else self.max_ahead)
-            // self._steps_between,
+            // self.steps_between,
         )
