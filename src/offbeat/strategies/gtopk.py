@@ -29,7 +29,8 @@ Differences from the paper:
 - any world size;
 - momentum is applied before selection, all of it at once where few entries travel (the published
   code has DGC's momentum correction switched off), small parameters are sent whole, and more
-  entries travel while the learning rate rises;
+  entries travel while the learning rate rises; gradients are scaled before selection where the
+  optimizer is Adam; what is owed keeps the learning rate at which it was computed;
 - bfloat16 and float8 values, threshold re-use, selection by layer, and selectors and codecs of a
   user's own.
 

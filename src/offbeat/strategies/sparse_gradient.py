@@ -77,7 +77,8 @@ class SparseGradientStrategy(GradientStrategy):
             takes 0.8 k to 1.2 k, in fewer passes; or a `Selector` of your own.
         momentum_correction: DGC's momentum (arXiv 1712.01887, section 3.1): momentum is applied
             before selection. "auto" takes over that of `torch.optim.SGD`, Nesterov's too, and with
-            it weight decay, until the session ends; a number in [0, 1) needs an optimizer without
+            it weight decay, until the session ends, and the scaling of Adam and AdamW at densities
+            below 0.15, where the loop leaves gradients alone; a number in [0, 1) needs an optimizer without
             momentum; None leaves momentum to the optimizer.
         momentum_masking: DGC's factor masking: momentum stops where an entry was sent. "auto" needs
             none: in exchanges of less than 0.15 of the entries, where most wait for longer than
@@ -88,7 +89,8 @@ class SparseGradientStrategy(GradientStrategy):
             density of 1 sends everything as `AllReduce` does; or "paper" (0.25, 0.0725, 0.015,
             0.004 in epochs 0 to 3), "exponential" (DGC), or None. "auto": at least 0.1 while the
             learning rate rises and for 50 exchanges after that, if it begins to rise within the
-            first 1,000; all ranks must have the same learning rate.
+            first 1,000, unless Adam's scaling is taken over; all ranks must have the same learning
+            rate.
         steps_per_epoch: exchanges in an epoch, >= 1, such as `len(loader)`; needed where `warmup`
             counts epochs. The lab fills it in.
         dense_below: parameters of fewer elements are sent whole, in a bucket of their own that is
