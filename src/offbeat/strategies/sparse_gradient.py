@@ -78,8 +78,8 @@ class SparseGradientStrategy(GradientStrategy):
         momentum_correction: DGC's momentum (arXiv 1712.01887, section 3.1): momentum is applied
             before selection. "auto" takes over that of `torch.optim.SGD`, Nesterov's too, and with
             it weight decay, until the session ends, and the scaling of Adam and AdamW at densities
-            below 0.15, where the loop leaves gradients alone; a number in [0, 1) needs an optimizer without
-            momentum; None leaves momentum to the optimizer.
+            below 0.15, where the loop leaves gradients alone; a number in [0, 1) needs an optimizer
+            without momentum; None leaves all to the optimizer.
         momentum_masking: DGC's factor masking: momentum stops where an entry was sent. "auto" needs
             none: in exchanges of less than 0.15 of the entries, where most wait for longer than
             momentum lasts, all of a gradient's momentum is applied at once, which is gradient /
