@@ -79,6 +79,8 @@ class ErrorFeedback:
             buffer(momentum is not None),
             buffer(momentum is not None),
         )
+        self._has_no_velocity = True  # then momentum at once costs no pass
+        self._moves_velocity = self._at_once = False  # of the step that is staged
         self._gradient: torch.Tensor | None = None  # the caller's buffer, while a step is staged
 
     @property
@@ -91,6 +93,7 @@ class ErrorFeedback:
     @property
     def velocity(self) -> torch.Tensor | None:
         """DGC's velocity, shape (n,), live like `residual`; None without momentum."""
+        self._has_no_velocity = False  # whoever asks may write
         return None if self._momentum is None else self._velocity
 
     def stage(
@@ -200,8 +203,13 @@ class ErrorFeedback:
         self._gradient = gradient
         self._new_selector_state = self.selector_state
         accumulated = self._accumulator.copy_(gradient) if self._is_half else gradient
+        self._moves_velocity, self._at_once = self._momentum is not None, at_once
         if self._momentum is None:
             return accumulated, weight
+        factors = {each.factor for each in self._momentum.ranges}
+        if at_once and self._has_no_velocity and len(factors) == 1:
+            self._moves_velocity = False
+            return accumulated, weight / (1 - factors.pop())
         if at_once:
             self._momentum.apply_at_once(accumulated, self._velocity, weight, self._new_velocity)
         else:
@@ -215,7 +223,9 @@ class ErrorFeedback:
         return self._gradient
 
     def _finish(self) -> None:
-        self._velocity, self._new_velocity = self._new_velocity, self._velocity
+        if self._moves_velocity:
+            self._velocity, self._new_velocity = self._new_velocity, self._velocity
+            self._has_no_velocity = self._at_once
         self.selector_state = dict(self._new_selector_state)
         self._gradient = None
 
