@@ -45,8 +45,10 @@ FEW: Final = 0.1
 need.
 """
 
-FIRST: Final = 0.1
-"""The density until the first choice."""
+FIRST: Final = 0.2
+"""The density until the first choice. Momentum goes on as it is there: where it is applied at once
+in the first exchanges, and more travels afterwards, a new model is harmed.
+"""
 
 WARM_UP_EXCHANGES: Final = 100
 WARM_UP_BUDGET: Final = 10.0
