@@ -79,7 +79,8 @@ class ErrorFeedback:
             buffer(momentum is not None),
             buffer(momentum is not None),
         )
-        self._has_no_velocity = True  # then momentum at once costs no pass
+        # Without velocity momentum at once costs no pass. None: not known.
+        self._has_no_velocity: bool | None = True
         self._moves_velocity = self._at_once = False  # of the step that is staged
         self._gradient: torch.Tensor | None = None  # the caller's buffer, while a step is staged
 
@@ -93,7 +94,7 @@ class ErrorFeedback:
     @property
     def velocity(self) -> torch.Tensor | None:
         """DGC's velocity, shape (n,), live like `residual`; None without momentum."""
-        self._has_no_velocity = False  # whoever asks may write
+        self._has_no_velocity = None  # whoever asks may write
         return None if self._momentum is None else self._velocity
 
     def stage(
@@ -206,6 +207,8 @@ class ErrorFeedback:
         self._moves_velocity, self._at_once = self._momentum is not None, at_once
         if self._momentum is None:
             return accumulated, weight
+        if at_once and self._has_no_velocity is None:
+            self._has_no_velocity = not self._velocity.any()
         factors = {each.factor for each in self._momentum.ranges}
         if at_once and self._has_no_velocity and len(factors) == 1:
             self._moves_velocity = False
