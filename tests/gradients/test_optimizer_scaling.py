@@ -159,9 +159,9 @@ def test_a_loop_that_clips_later_is_told_to_stop() -> None:
             trained(driver, SPARSE, torch.optim.Adam, between=late)
         return str(raised.value)
 
-    for said in results_of(WORLD_SIZE, job):
-        assert "clip_norm" in said
-        assert "momentum_correction=None" in said
+    (said,) = results_of(1, job)  # of several threads, one that raises ends the others' waits
+    assert "clip_norm" in said
+    assert "momentum_correction=None" in said
 
 
 @pytest.mark.parametrize(
