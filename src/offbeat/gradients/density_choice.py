@@ -40,9 +40,9 @@ LEAST: Final = 0.001
 NEAR_LEAST: Final = 1.5
 """An exchange may always cost so many times what one at `LEAST` does."""
 
-FEW: Final = 0.1
-"""The largest density where the optimizer's scaling is taken over, which many entries do not
-need.
+FEW: Final = 0.02
+"""The largest density where the optimizer's scaling is taken over: fewer entries were more accurate
+there on a text, and as accurate on photographs.
 """
 
 FIRST: Final = 0.2
