@@ -189,6 +189,15 @@ def test_momentum_at_once_comes_to_the_sum_of_steps(
     torch.testing.assert_close(all_of_it, given / (1 - factor))
 
 
+def test_nothing_is_masked_where_all_entries_are_sent() -> None:
+    state, flat = feedback(10, momentum=0.5, masking=True), integers(10, 0)
+    gradient = flat.clone()
+    state.stage(flat, 10)
+    state.commit(nothing(10, torch.float32))
+    assert state.velocity is not None
+    assert torch.equal(state.velocity, gradient)
+
+
 @pytest.mark.parametrize("masking", [True, False])
 def test_sending_everything_leaves_momentum_alone(masking: bool) -> None:
     state, flat = feedback(10, momentum=0.5, masking=masking), integers(10, 0)

@@ -128,7 +128,8 @@ class ErrorFeedback:
             state=self.selector_state,
         )
         self._new_selector_state = selection.state
-        if self._momentum is not None and self._masking and not at_once:
+        masks = self._masking and not at_once and k < accumulated.numel()
+        if self._momentum is not None and masks:
             self._new_velocity[torch.from_numpy(selection.sparse.indices).to(gradient.device)] = 0
         return selection
 
