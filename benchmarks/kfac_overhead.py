@@ -46,8 +46,8 @@ from offbeat.kfac.eigen import decompose, multiplies_bfloat16_fast
 from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter
 from offbeat.kfac.options import FactorOptions
 from offbeat.kfac.part import KFACPart
+from offbeat.kfac.pieces import packed_pieces
 from offbeat.kfac.survey import survey
-from offbeat.kfac.symmetric import pack
 from offbeat.session.session import Session
 
 STEPS_A_ROUND = 10
@@ -177,8 +177,8 @@ def tasks() -> list[InversionTask]:
     generator = torch.Generator().manual_seed(0)
     for block in survey(make_cnn(), FactorOptions()).blocks:
         for shape in (block.inputs, block.outputs):
-            rows = torch.randn(2 * shape.dim, shape.dim, generator=generator)
-            packed = pack((rows.mT @ rows / len(rows))[None])
+            rows = torch.randn(shape.groups, 2 * shape.dim, shape.dim, generator=generator)
+            packed = packed_pieces(rows.mT @ rows / rows.shape[1], shape)
             damping, valid = torch.tensor(0.01), torch.tensor(True)
             made.append(
                 InversionTask(
