@@ -110,7 +110,7 @@ def test_links_resolve(page: Path) -> None:
             continue
         path, _, anchor = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
-        assert linked.exists(), target
+        assert linked.is_file(), f"{target}: the site has no page for what is not a file"
         if anchor:
             assert anchor in anchors(linked), target
 
