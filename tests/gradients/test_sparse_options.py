@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -11,7 +11,11 @@ import torch
 import offbeat
 from offbeat.errors import ConfigError
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
+from offbeat.transport.driver import Pending
+from offbeat.transport.operations import Collective
 from thread_support.world import ThreadDriver, results_of, session_on
+
+T = TypeVar("T")
 
 NUM_RANKS = 3
 Means = list[list[torch.Tensor]]
@@ -78,6 +82,77 @@ def test_small_parameters_are_sent_whole_and_others_are_not(collective: str) -> 
                 torch.testing.assert_close(mine, its)
             else:
                 assert 0 < mine.count_nonzero() <= NUM_RANKS * max(1, round(0.05 * 368))
+
+
+class Counting(ThreadDriver):
+    """Counts the collectives that are launched."""
+
+    num_launched = 0
+
+    def launch(self, collective: Collective[T], channel: int) -> Pending[T]:
+        self.num_launched += 1
+        return super().launch(collective, channel)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"density": 0.05}, 1),
+        ({"density": 0.05, "collective": "tree"}, 1),
+        ({"density": 0.05, "bucket_mib": 1e-3}, 2),  # the others are cut into two buckets
+        ({"density": 0.05, "bucket_mib": 5e-5}, 5),  # 52 bytes hold no 19 elements
+        ({"density": 0.05, "warmup": ((1.0, 1),)}, 2),  # all entries, and beside them the tally
+    ],
+)
+def test_small_parameters_travel_in_the_messages_of_the_others(
+    options: dict[str, Any], expected: int
+) -> None:
+    strategy = offbeat.GTopK(**{"collective": "all_gather", "dense_below": 48, **options})
+
+    def job(driver: ThreadDriver) -> int:
+        counting = Counting(driver.world, driver.rank)
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with session_on(counting, model, optimizer, strategy):
+            before = counting.num_launched
+            backward(model, driver.rank, 0)
+            return counting.num_launched - before
+
+    assert results_of(NUM_RANKS, job) == [expected] * NUM_RANKS
+
+
+def test_small_parameters_of_many_ranks_travel_by_themselves() -> None:
+    """Among P ranks P - 1 copies reach each, where an all-reduce of their own brings two."""
+    sizes = [torch.nn.Parameter(torch.zeros(size)) for size in (1000, 1000, 1_000_000)]
+    carried = [offbeat.GTopK().carries_small(sizes, world_size) for world_size in (2, 9, 10)]
+    assert carried == [True, True, False]
+    assert not offbeat.GTopK(dense_below=0).carries_small(sizes, 2)
+    halves = [*sizes[1:], torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))]
+    assert not offbeat.GTopK().carries_small(halves, 2)
+
+
+def test_a_gradient_that_is_not_finite_in_a_small_parameter_skips_the_step_everywhere() -> None:
+    strategy = offbeat.GTopK(density=0.05, collective="all_gather", dense_below=48)
+
+    def job(driver: ThreadDriver) -> tuple[int, list[bool]]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with session_on(driver, model, optimizer, strategy) as session:
+            backward(model, driver.rank, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            if driver.rank == 1:
+                model[2].bias.register_hook(lambda gradient: gradient * torch.inf)  # type: ignore[operator,union-attr,index]
+            backward(model, driver.rank, 1)
+            optimizer.step()
+            after = list(model.parameters())
+            moved = [not torch.equal(*pair) for pair in zip(before, after, strict=True)]
+            return session.stats.skipped_steps, moved
+
+    for skipped, moved in results_of(NUM_RANKS, job):
+        assert skipped == 1
+        assert not any(moved)
 
 
 @pytest.mark.parametrize("selection", ["exact", "reuse"])
