@@ -63,6 +63,7 @@ STRATEGIES: dict[str, AveragingStrategy] = PLAIN | {
     "adaptive with momentum": offbeat.AdaptiveSGD(mega_batch=4, batch_size=2, merge_momentum=0.5),
     "crossbow": offbeat.Crossbow(),
     "crossbow with momentum": offbeat.Crossbow(period=2, alpha=0.3, centre_momentum=0.9),
+    "local sgd after k-fac": offbeat.LocalSGD(period=2, start_step=3, start="spdkfac"),
     "post-local diloco": offbeat.LocalSGD(period=2, start_step=1, outer=offbeat.Outer(lr=0.5)),
 }
 
@@ -434,6 +435,14 @@ def test_a_state_of_something_else_is_refused(
     [
         (lambda: offbeat.LocalSGD(period=0), "period must be an integer of at least 1, got 0"),
         (lambda: offbeat.LocalSGD(start_step=-1), "start_step"),
+        (lambda: offbeat.LocalSGD(start_step=2, start="spdkfca"), "did you mean 'spdkfac'"),
+        (lambda: offbeat.LocalSGD(start_step=2, start=["spdkfac"]), "start must be one of"),
+        (lambda: offbeat.LocalSGD(start_step=2, start=offbeat.WAGMA()), r"got WAGMA\("),
+        (lambda: offbeat.LocalSGD(start="spdkfac"), "start_step is 0; set it"),
+        (
+            lambda: offbeat.LocalSGD(start_step=2, start=offbeat.SPDKFAC(exchange="gtopk")),
+            'use exchange="allreduce"',
+        ),
         (lambda: offbeat.LocalSGD(outer="dilocco"), "did you mean 'diloco'"),
         (lambda: offbeat.LocalSGD(outer=0.7), r"offbeat.Outer\(lr"),
         (lambda: offbeat.LocalSGD(outer=0.7), "functools.partial"),
