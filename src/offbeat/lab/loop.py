@@ -127,6 +127,7 @@ def evaluate(run: TaskRun, recorder: StepRecorder) -> None:
             model.eval()
             with run.attached.resting():
                 metrics = run.task.metrics(model)
+            run.attached.log(metrics)
             metric = metrics.pop(run.task.metric_name)
             recorder.add_evaluation(metric, metrics, without=run.attached.averaged_without)
             model.train()
