@@ -3,7 +3,7 @@ thread, seconds without measuring.
 
 1. Each contestant has six trials of its own, a grid, with seed 0. The target is the best that any
    trial of the others has reached after 90% of the steps; the trial that gets there in the fewest
-   steps is the contestant's setting, or the one that ends best where none gets there.
+   seconds is the contestant's setting, or the one that ends best where none gets there.
 2. With other seeds, three unless `--seeds` says otherwise, all contestants train by turns, a few
    steps at a time, from the same parameters and with the same samples in the same order. The target
    is what the best of the others has reached after 90% of the steps, as a mean over the seeds.
@@ -16,8 +16,7 @@ AdamW, with the same learning rate, which Muon scales to match it. `images` and 
 A metric is the mean of three measurements in a row. A step is as many samples for all. `images`,
 `mnist`, and `text` with `charlm` need `--photos`, `--mnist` and `--text`; without them they are
 left out. `--curves FILE` keeps the curves of runs, and nothing that it has is run anew: so a
-benchmark that was stopped goes on, and the first part, which counts steps, may run on a machine
-that is not quiet.
+benchmark that was stopped goes on.
 
     seconds to the target over those of the fastest of the others: at most 0.75 on `images`, 0.9 on
     `text` and 0.85 elsewhere; bound: if a step took as long as theirs
@@ -290,7 +289,7 @@ def tune(case: Case, kept: Path | None) -> dict[str, Trial]:
                 str(trial), f"{curve.best()[-1]:.4f}", "" if found is None else f"{found[0]:.0f}"
             )
         ranks = [
-            (-(curve.reached(target) or (np.inf,))[0], curve.best()[-1]) for curve in curves[name]
+            (-(curve.reached(target) or (0, np.inf))[1], curve.best()[-1]) for curve in curves[name]
         ]
         chosen[name] = trials[ranks.index(max(ranks))]
     Console(stderr=True, width=140).print(table)
@@ -358,13 +357,27 @@ def cases_of(photos: Path | None, mnist: Path | None, text: Path | None) -> Iter
     )
     muon = [Trial(optimizer="muon", lr=lr) for lr in LEARNING_RATES]
     if photos is not None:
+        cheaper = ":max_dim=256:sample_stride=4"
+        photographs = trials_of(
+            sgd=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+            adamw=(1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3),
+            kfac=[
+                Trial(
+                    optimizer="sgd",
+                    lr=0.05,
+                    momentum=0.5,
+                    strategy=f"{JUDGED}:damping={damping}{more}",
+                )
+                for more, damping in product(("", cheaper), (0.003, 0.01, 0.03))
+            ],
+        )
         options = {"batch_size": "32", "path": str(photos), "shrink": "2"}
         yield Case(
             task="images",
             steps=300,
             measurements=20,
             options=options,
-            trials=images | {"muon": muon},
+            trials=photographs | {"muon": muon},
             at_most=0.75,
         )
     yield Case(
@@ -386,12 +399,24 @@ def cases_of(photos: Path | None, mnist: Path | None, text: Path | None) -> Iter
         )
         yield Case(task="charlm", steps=300, measurements=20, options=options, trials=characters)
         options = {"batch_size": "16", "path": str(text)}
+        texts = trials_of(
+            sgd=(0.05, 0.1, 0.2, 0.3, 0.5, 1.0),
+            adamw=LEARNING_RATES,
+            kfac=[
+                Trial(
+                    optimizer="adamw",
+                    lr=lr,
+                    strategy=f"{JUDGED}:loss_terms=position:damping={damping}",
+                )
+                for lr, damping in product((0.005, 0.01), (1e-3, 1e-4, 1e-5))
+            ],
+        )
         yield Case(
             task="text",
             steps=240,
             measurements=16,
             options=options,
-            trials=characters | {"muon": muon},
+            trials=texts | {"muon": [Trial(optimizer="muon", lr=4 * each.lr) for each in muon]},
             at_most=0.9,
         )
 
