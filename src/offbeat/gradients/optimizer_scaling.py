@@ -298,14 +298,14 @@ class OptimizerScaling(Part):
             rates.append(lr if group["maximize"] else -lr)
             kept.append(1 - lr * group["weight_decay"] if self._decouples(group) else 1.0)
         for moments in self._moments.values():
-            for parameter, group in zip(
+            for parameter, number in zip(
                 moments.bucket.parameters, moments.groups.groups, strict=True
             ):
-                if group is None or (scaled := parameter.grad) is None:
+                if number is None or (scaled := parameter.grad) is None:
                     continue
-                if kept[group] != 1:
-                    parameter.mul_(kept[group])
-                parameter.add_(scaled, alpha=rates[group])
+                if kept[number] != 1:
+                    parameter.mul_(kept[number])
+                parameter.add_(scaled, alpha=rates[number])
                 self._hidden.append((parameter, scaled))
                 parameter.grad = None
 
