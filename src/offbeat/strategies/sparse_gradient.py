@@ -42,6 +42,7 @@ from offbeat.gradients.optimizer_scaling import (
     reason_against,
 )
 from offbeat.gradients.owed_rate import OwedRate
+from offbeat.gradients.piggyback import Piggyback, PiggybackSize
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.gradients.rising_rate import DENSITY, HOLD
@@ -75,6 +76,12 @@ ranks the exchange then takes less than twice the bytes.
 SMALL_SHARE_OF_ALL: Final = 0.05
 """The same, of all elements, where the density is not known in advance."""
 
+CARRIED_BYTES: Final = 1 << 16
+"""Small parameters travel in the messages of the others, if what a rank gets of all its peers' is
+at most this. That saves an exchange, and costs bytes: by one of their own they travel 2 (P-1) / P
+times, here P-1 times.
+"""
+
 Choose = Callable[[BucketKind, int], SparseCollective | None]
 """(the bucket, k) -> the collective to use; None sends everything densely."""
 
@@ -107,8 +114,9 @@ class SparseGradientStrategy(GradientStrategy):
             rate.
         steps_per_epoch: exchanges in an epoch, >= 1, such as `len(loader)`; needed where `warmup`
             counts epochs. The lab fills it in.
-        dense_below: parameters of fewer elements are sent whole, in a bucket of their own that is
-            summed as `AllReduce` does; the density is that of the others. 0: none of them. "auto":
+        dense_below: parameters of fewer elements are sent whole, in the messages of the others
+            where that is little, else in a bucket of their own that is summed as `AllReduce` does;
+            the density is that of the others. 0: none of them. "auto":
             1024, where these parameters have at most 2.5 times as many elements as `density` lets
             travel (a twentieth of all with density="auto"), else 0.
         scope: where the k largest are looked for: "bucket", which is the whole model unless
@@ -224,6 +232,18 @@ class SparseGradientStrategy(GradientStrategy):
         share = SMALL_SHARE_OF_ALL if self.density == "auto" else SMALL_SHARE * self.density
         is_little = sum(size for size in sizes if size < SMALL) <= share * sum(sizes)
         return SMALL if is_little else 0
+
+    def carries_small(self, parameters: Collection[torch.nn.Parameter], world_size: int) -> bool:
+        """Whether small parameters travel in the messages of the others; `parameters`: all."""
+        below = self.small_below(parameters)
+        small = [parameter for parameter in parameters if parameter.numel() < below]
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in small)
+        return (
+            0 < len(small) < len(parameters)
+            and len({(each.dtype, each.device) for each in parameters}) == 1
+            and (world_size - 1) * num_bytes <= CARRIED_BYTES
+            and (self.bucket_mib is None or num_bytes <= self.bucket_mib * MIB)
+        )
 
     def density_at(self, exchange: int, target: float) -> float:
         """Density of exchange number `exchange`, counted from 0, on the way to `target`."""
@@ -352,6 +372,14 @@ class SparseGradientStrategy(GradientStrategy):
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
         small_below = self.small_below(workspace.parameters.values())
         buckets = make_buckets(workspace.parameters, cap_bytes=cap_bytes, small_below=small_below)
+        small = piggyback = None
+        if self.carries_small(workspace.parameters.values(), workspace.driver.world_size):
+            # The small ones stand before the last of the others, in whose messages they travel.
+            (small,) = (each for each in buckets if each.parameters[0].numel() < small_below)
+            buckets.remove(small)
+            buckets.insert(-1, small)
+            size = PiggybackSize(len(small.indices), small.num_elements)
+            piggyback = Piggyback(size, self._wire(small).dtype)
         largest = self._kind(max(buckets, key=lambda bucket: bucket.num_elements))
 
         def is_sparse(density: float) -> bool:
@@ -363,7 +391,20 @@ class SparseGradientStrategy(GradientStrategy):
             if auto is not None:
                 taken.when_taken = auto.send_few
         return [
-            (bucket, self._reduction(bucket, workspace, counts, choose, is_sparse, auto, taken))
+            (
+                bucket,
+                self._reduction(
+                    bucket,
+                    workspace,
+                    counts,
+                    choose,
+                    is_sparse,
+                    auto,
+                    taken,
+                    rides=piggyback if bucket is small else None,
+                    carries=piggyback if bucket is buckets[-1] else None,
+                ),
+            )
             for bucket in buckets
         ], others
 
@@ -385,6 +426,9 @@ class SparseGradientStrategy(GradientStrategy):
         is_sparse: Callable[[float], bool],
         auto: AutoDensity | None,
         taken: OptimizerMomentum | OptimizerScaling | None,
+        *,
+        rides: Piggyback | None,
+        carries: Piggyback | None,
     ) -> SparseReduction:
         kind, optimizer = self._kind(bucket), workspace.optimizer
         small_below = self.small_below(workspace.parameters.values())
@@ -438,10 +482,12 @@ class SparseGradientStrategy(GradientStrategy):
             feedback,
             driver=workspace.driver,
             stream=workspace.new_stream(),
-            wire=self._wire(bucket),
+            wire=self._wire(bucket, PiggybackSize() if carries is None else carries.size),
             plan=plan,
             watch=watch,
             owed_rate=None if optimizer is None else OwedRate(bucket, optimizer),
+            rides=rides,
+            carries=carries,
         )
 
     def _selector(self, bucket: Bucket) -> Selector:
@@ -450,15 +496,16 @@ class SparseGradientStrategy(GradientStrategy):
             return ByLayer(selector, offsets=bucket.offsets, names=bucket.names)
         return selector
 
-    def _wire(self, bucket: Bucket) -> Wire:
+    def _wire(self, bucket: Bucket, carries: PiggybackSize = PiggybackSize()) -> Wire:
         # Half-precision gradients are selected, owed and merged in float32.
         double = bucket.flat.dtype == torch.float64
         dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
         values, indices = self.codecs()
         return Wire(
             num_elements=bucket.num_elements,
-            num_parameters=len(bucket.indices),
+            num_parameters=len(bucket.indices) + carries.num_parameters,
             dtype=dtype,
+            num_whole=carries.num_elements,
             values=values.suited_to(dtype),
             indices=indices,
         )
