@@ -342,6 +342,10 @@ class LayerBlock(Block):
         one example.
         """
 
+    @abstractmethod
+    def num_positions(self, inputs: torch.Tensor) -> int:
+        """About how many positions of each example factors are summed over."""
+
     def num_terms(self, inputs: torch.Tensor) -> int:
         """Terms of the loss that these inputs belong to."""
         dim = self.example_dim(inputs)

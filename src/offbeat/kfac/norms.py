@@ -85,6 +85,9 @@ class LastDimsNormBlock(RowsBlock):
     def example_dim(self, inputs: torch.Tensor) -> int | None:
         return super().example_dim(self._flat(inputs))
 
+    def num_positions(self, inputs: torch.Tensor) -> int:
+        return super().num_positions(self._flat(inputs))
+
     def num_terms(self, inputs: torch.Tensor) -> int:
         return super().num_terms(self._flat(inputs))
 
@@ -128,6 +131,9 @@ class SecondDimNormBlock(LayerBlock):
 
     def example_dim(self, inputs: torch.Tensor) -> int | None:
         return 0
+
+    def num_positions(self, inputs: torch.Tensor) -> int:
+        return inputs.shape[2:].numel()
 
     def input_moment(self, inputs: torch.Tensor) -> Moment:
         values, norm = as_real(inputs), self._norm
