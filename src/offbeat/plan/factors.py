@@ -23,7 +23,7 @@ from offbeat.strategies.spdkfac import SPDKFAC
 # Every step has factors; the first one, which inverts too and is not timed, is behind them all.
 STRATEGY: Final = SPDKFAC(factor_interval=1, ramp=False)
 
-_STEPS: Final = 3
+_STEPS: Final = 5
 
 
 class FactorTimer:

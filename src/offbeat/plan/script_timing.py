@@ -117,6 +117,8 @@ def _run(script: ScriptCommand, asked: _Asked) -> ModelProfile:
             [sys.executable, "-m", __name__, str(out)],
             env={
                 "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "29500",  # which nobody opens: the group is of one process
                 **os.environ,
                 "RANK": "0",
                 "LOCAL_RANK": "0",
@@ -343,7 +345,8 @@ def time_script(script: ScriptCommand, *, steps: int, batch_size: int | None) ->
         batch_size = max(sizes, key=[step.batch_size for step in timer.steps].count)
         timer.steps = [step for step in timer.steps if step.batch_size == batch_size]
     source = f"measured on this machine, {steps} steps of {Path(script.path).name}, one process"
-    return profile_of(script.name, [(batch_size, timer.steps)], timer.parameters, source=source)
+    with patches.beside_the_group(0, 1):
+        return profile_of(script.name, [(batch_size, timer.steps)], timer.parameters, source=source)
 
 
 def _no_notice(_: Session, __: torch.nn.Module, ___: torch.optim.Optimizer) -> None: ...

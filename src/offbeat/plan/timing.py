@@ -30,7 +30,7 @@ from offbeat.strategies.gtopk import GTopK
 WARM_UP_STEPS: Final = 3
 """Steps that are not timed."""
 
-_SELECTIONS: Final = 8
+_WARM_UP_SELECTIONS: Final = 2
 _MOST_ELEMENTS: Final = 1 << 25
 
 
@@ -166,7 +166,7 @@ class StepTimer:
             event.record()
             self._ready_s[number] = event
         else:
-            self._ready_s[number] = time.perf_counter()
+            self._ready_s[number] = self._now_s()
 
     def _after_begin_s(self, number: int, otherwise_s: float) -> float:
         """How long after the beginning of the pass a gradient was ready."""
@@ -274,15 +274,19 @@ def _select_s_per_element(parameters: Sequence[torch.nn.Parameter]) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     gradients = [torch.randn(one.shape, device=device) for one in like]
     strategy = GTopK(density=0.001, collective="all_gather", replica_check_interval=0)
-    durations_s = []
-    with attach_through(lambda driver: driver, model, optimizer, strategy) as session:
-        for _ in range(_SELECTIONS):
-            before_s = session.stats.encode_s
-            optimizer.zero_grad()
-            model(gradients).backward()
-            optimizer.step()
-            durations_s.append(session.stats.encode_s - before_s)
-    return min(durations_s) / num_elements
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(gradients).backward()
+        optimizer.step()
+
+    step()
+    without_s = usual_s(step, device)
+    with attach_through(lambda driver: driver, model, optimizer, strategy):
+        for _ in range(_WARM_UP_SELECTIONS):
+            step()
+        with_it_s = usual_s(step, device)
+    return max(0.0, with_it_s - without_s) / num_elements
 
 
 def _copy_s(num_elements: int, device: torch.device) -> float:
