@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from offbeat.torch_private import (
@@ -24,6 +25,7 @@ from offbeat.torch_private import (
     current_backward_pass,
     has_avx512_bfloat16,
     is_dense,
+    is_in_flat_parameter,
     new_gloo_backend,
     new_gloo_device,
     new_nccl_backend,
@@ -178,6 +180,21 @@ def test_a_sparse_gradient_shows_its_entries_whether_it_is_coalesced_or_not() ->
     assert values.data_ptr() == stored_entries(gradient)[1].data_ptr()
     coalesced = gradient.coalesce()
     assert stored_entries(coalesced)[0].tolist() == coalesced.indices().tolist()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.filterwarnings("ignore")  # of a world of one
+def test_fsdp_marks_the_parameters_that_it_shards(use_orig_params: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain = torch.nn.Linear(3, 1)
+        assert not any(map(is_in_flat_parameter, plain.parameters()))
+        sharded = FullyShardedDataParallel(
+            plain, device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
+        assert all(map(is_in_flat_parameter, sharded.parameters()))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_attention_computes_its_projections_by_these_functions() -> None:

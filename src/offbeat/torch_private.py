@@ -113,6 +113,15 @@ def stored_entries(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return sparse._indices(), sparse._values()
 
 
+def is_in_flat_parameter(parameter: torch.Tensor) -> bool:
+    """Whether FullyShardedDataParallel has laid `parameter` into a flat one that is sharded, or is
+    that one.
+
+    With `use_orig_params=True` it looks like any other parameter, and nothing public tells.
+    """
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
 def attention_functions() -> dict[str, FunctionType]:
     """The functions that `torch.nn.MultiheadAttention` computes its projections by, by name.
 

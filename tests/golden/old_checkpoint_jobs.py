@@ -62,8 +62,16 @@ def lost(before: dict[str, Any], after: dict[str, Any], *, family: str) -> list[
 
 
 def has(part: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Whether a part's state has all that is wanted; today's parts may have kinds of state more."""
-    return all(kind in part and same(wanted[kind], part[kind]) for kind in wanted)
+    """Whether a part's state has all that is wanted; today's parts may have kinds of state more,
+    and what was a rank's own may be what it owns for all.
+    """
+    return all(
+        any(same(entries, part[today]) for today in (kind, OWNED.get(kind)) if today in part)
+        for kind, entries in wanted.items()
+    )
+
+
+OWNED = {"local": "owned"}
 
 
 RENAMED = {"momentum/": "outer/SGD/momentum_buffer/"}

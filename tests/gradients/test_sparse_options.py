@@ -11,7 +11,9 @@ import torch
 import offbeat
 from offbeat.errors import ConfigError
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
-from thread_support.world import ThreadDriver, results_of, session_on
+from offbeat.transport.driver import Ticket
+from offbeat.transport.operations import Operation
+from thread_support.world import ThreadDriver, ThreadWorld, results_of, session_on
 
 NUM_RANKS = 3
 Means = list[list[torch.Tensor]]
@@ -78,6 +80,79 @@ def test_small_parameters_are_sent_whole_and_others_are_not(collective: str) -> 
                 torch.testing.assert_close(mine, its)
             else:
                 assert 0 < mine.count_nonzero() <= NUM_RANKS * max(1, round(0.05 * 368))
+
+
+class Watched(ThreadDriver):
+    """Remembers on which channels something was begun; each collective has one of its own."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(world, rank)
+        self.channels = set[int]()
+
+    def start(self, operation: Operation, channel: int) -> Ticket:
+        self.channels.add(channel)
+        return super().start(operation, channel)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"density": 0.05}, 1),
+        ({"density": 0.05, "collective": "tree"}, 1),
+        ({"density": 0.05, "bucket_mib": 1e-3}, 2),  # the others are cut into two buckets
+        ({"density": 0.05, "bucket_mib": 5e-5}, 6),  # too small for both biases: two sums for each
+        ({"density": 0.05, "warmup": ((1.0, 1),)}, 2),  # all entries, and beside them the tally
+    ],
+)
+def test_small_parameters_travel_in_the_messages_of_the_others(
+    options: dict[str, Any], expected: int
+) -> None:
+    strategy = offbeat.GTopK(**{"collective": "all_gather", "dense_below": 48, **options})
+
+    def job(driver: ThreadDriver) -> int:
+        watched = Watched(driver.world, driver.rank)
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with session_on(watched, model, optimizer, strategy):
+            watched.channels.clear()
+            backward(model, driver.rank, 0)
+            return len(watched.channels)
+
+    assert results_of(NUM_RANKS, job) == [expected] * NUM_RANKS
+
+
+def test_small_parameters_of_many_ranks_travel_by_themselves() -> None:
+    """Among P ranks P - 1 copies reach each, where an all-reduce of their own brings two."""
+    sizes = [torch.nn.Parameter(torch.zeros(size)) for size in (1000, 1000, 1_000_000)]
+    carried = [offbeat.GTopK().carries_small(sizes, world_size) for world_size in (2, 9, 10)]
+    assert carried == [True, True, False]
+    assert not offbeat.GTopK(dense_below=0).carries_small(sizes, 2)
+    halves = [*sizes[1:], torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))]
+    assert not offbeat.GTopK().carries_small(halves, 2)
+
+
+def test_a_gradient_that_is_not_finite_in_a_small_parameter_skips_the_step_everywhere() -> None:
+    strategy = offbeat.GTopK(density=0.05, collective="all_gather", dense_below=48)
+
+    def job(driver: ThreadDriver) -> tuple[int, list[bool]]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with session_on(driver, model, optimizer, strategy) as session:
+            backward(model, driver.rank, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            if driver.rank == 1:
+                model[2].bias.register_hook(lambda gradient: gradient * torch.inf)  # type: ignore[operator,union-attr,index]
+            backward(model, driver.rank, 1)
+            optimizer.step()
+            after = list(model.parameters())
+            moved = [not torch.equal(*pair) for pair in zip(before, after, strict=True)]
+            return session.stats.skipped_steps, moved
+
+    for skipped, moved in results_of(NUM_RANKS, job):
+        assert skipped == 1
+        assert not any(moved)
 
 
 @pytest.mark.parametrize("selection", ["exact", "reuse"])

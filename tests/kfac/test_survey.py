@@ -190,6 +190,12 @@ def test_attention_with_other_widths_and_extra_biases() -> None:
     assert set(plain) == {"bias_k", "bias_v"}
 
 
+def test_a_complex_layer_gets_plain_gradients() -> None:
+    found, plain = names(nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64), nn.Linear(2, 2)))
+    assert found == ["1"]
+    assert plain["0"] == "its weight is complex"
+
+
 def test_a_model_without_a_covered_layer_is_refused() -> None:
     with pytest.raises(ConfigError, match="finds no layer.*LSTM"):
         survey(nn.LSTM(3, 3), FactorOptions())

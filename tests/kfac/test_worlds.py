@@ -90,7 +90,7 @@ def test_five_ranks_do_what_one_does_with_all_examples(name: str) -> None:
     assert_all_are(found, expected_of([5] * 5))
 
 
-@pytest.mark.parametrize("name", ["dkfac", "mpdkfac", "spdkfac"])
+@pytest.mark.parametrize("name", ["dkfac", "mpdkfac", "spdkfac", "dpkfac"])
 @pytest.mark.parametrize("resumed_with", [1, 5])
 def test_a_run_goes_on_with_another_number_of_ranks(name: str, resumed_with: int) -> None:
     """Step 3 has the inverses of step 2, which other ranks have made."""
@@ -111,6 +111,56 @@ def test_a_run_goes_on_with_another_number_of_ranks(name: str, resumed_with: int
 
     found = in_world(resumed_with, strategy, net, second)
     assert_all_are(found, expected_of([3] * 3 + [resumed_with] * 4))
+
+
+@pytest.mark.parametrize("resumed_with", [1, 2, 5])
+def test_owners_of_another_world_get_what_the_old_ones_had(resumed_with: int) -> None:
+    """Step 1 has the inverses of step 0, of each owner's own examples; all ranks have one batch in
+    it, so that gradients are alike in all worlds.
+    """
+    seldom = HYPER | {"factor_interval": 100, "inverse_interval": 100, "ramp": False}
+    strategy = offbeat.DPKFAC(**seldom)
+
+    def last_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        loss_of(model, batch_of(0, 1)).backward()
+        optimizer.step()
+        return model.state_dict()
+
+    def first(session: Session, model: nn.Module, optimizer: Any, rank: int) -> Any:
+        weights = copy.deepcopy(stepping([0])(session, model, optimizer, rank))
+        state = copy.deepcopy(session.state_dict())
+        return weights, state, last_step(model, optimizer)
+
+    saved = in_world(3, strategy, make_net(), first)
+    net = make_net()
+    net.load_state_dict(saved[0][0])
+
+    def second(session: Session, model: nn.Module, optimizer: Any, rank: int) -> Any:
+        states = [state for _, state, _ in saved]
+        session.load_state_dict(offbeat.reshard(states, resumed_with, rank))
+        assert not [notice for notice in session.notices if "the checkpoint" in notice]
+        return last_step(model, optimizer)
+
+    assert_all_are(in_world(resumed_with, strategy, net, second), saved[0][2])
+
+
+def test_an_owner_without_the_others_states_is_told_so() -> None:
+    """A state that is loaded as it is, though the world has changed."""
+
+    def first(session: Session, model: nn.Module, optimizer: Any, rank: int) -> Any:
+        stepping([0])(session, model, optimizer, rank)
+        return copy.deepcopy(session.state_dict())
+
+    saved = in_world(3, offbeat.DPKFAC(**HYPER), make_net(), first)
+    lone = offbeat.reshard([saved[0]], 1, 0)
+
+    def second(session: Session, model: nn.Module, optimizer: Any, rank: int) -> Any:
+        session.load_state_dict(lone)
+        stepping(range(1, 4))(session, model, optimizer, rank)
+        return session.notices
+
+    (notices,) = in_world(1, offbeat.DPKFAC(**HYPER), make_net(), second)
+    assert any("the checkpoint has nothing of K-FAC's factors" in notice for notice in notices)
 
 
 @pytest.mark.parametrize("density", [1.0, 0.2])

@@ -398,3 +398,47 @@ def test_sparse_gradients_and_dense_factors(run_ranks: RunRanks) -> None:
         "dpkfac": offbeat.DPKFAC(**options),
     }
     assert_identical(run_ranks(train, 3, strategies=strategies, steps=5, lr=0.05))
+
+
+def local_after_kfac(rank: int, world_size: int, *, strategies: Strategies) -> dict[str, Any]:
+    """Three steps of K-FAC and then local SGD: in one session of `LocalSGD`, and in two sessions of
+    one model and optimizer, one after the other.
+    """
+    results = {}
+    for label, strategy in strategies.items():
+        apart, joined = make_net(), make_net()
+        optimizers = [
+            torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5) for net in (apart, joined)
+        ]
+        for steps, part in ((range(3), strategy), (range(3, 8), offbeat.LocalSGD(period=2))):
+            with offbeat.attach(apart, optimizers[0], part):
+                for step in steps:
+                    step_(apart, optimizers[0], rank, step)
+        together = offbeat.LocalSGD(period=2, start_step=3, start=strategy)
+        alike = []
+        with offbeat.attach(joined, optimizers[1], together) as session:
+            for step in range(8):
+                step_(joined, optimizers[1], rank, step)
+                alike.append(fingerprint(joined))
+            keys = {
+                name: len(value)
+                for part in session.state_dict()["parts"].values()
+                for name, value in part.items()
+            }
+        results[label] = {
+            "two sessions": fingerprint(apart),
+            "one session": fingerprint(joined),
+            "after each step": alike,
+            "kept": keys,
+        }
+    return results
+
+
+def test_local_sgd_can_start_with_second_order_steps(run_ranks: RunRanks) -> None:
+    results = run_ranks(local_after_kfac, 2, strategies=plain(**HYPER))
+    for label in results[0]:
+        steps = zip(*(result[label]["after each step"] for result in results), strict=True)
+        same = [len(set(prints)) == 1 for prints in steps]
+        assert same == [True] * 3 + [False, True] * 2 + [False], label
+        for result in results:
+            assert result[label]["one session"] == result[label]["two sessions"], label

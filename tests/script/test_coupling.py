@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
@@ -240,13 +241,34 @@ def test_a_rank_takes_up_what_it_owed_itself_and_of_others_what_all_share() -> N
     assert (theirs["rank"], theirs["world_size"]) == (0, 2)
 
 
-def test_a_sharded_model_is_refused_in_one_sentence(stack: ExitStack) -> None:
-    Script(offbeat.AllReduce(), stack)
-    model = nn.Linear(3, 1)
+def shard_by_fsdp(model: nn.Module, *, use_orig_params: bool) -> nn.Module:
+    return FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=use_orig_params
+    )
+
+
+def shard_by_fsdp2(model: nn.Module) -> nn.Module:
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("shard", "by"),
+    [
+        (partial(shard_by_fsdp, use_orig_params=False), r"FullyShardedDataParallel \(FSDP\)"),
+        (partial(shard_by_fsdp, use_orig_params=True), r"FullyShardedDataParallel \(FSDP\)"),
+        (shard_by_fsdp2, r"fully_shard \(FSDP2\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # FSDP's, of a world of one
+def test_a_sharded_model_is_refused_in_one_sentence(
+    stack: ExitStack, shard: Callable[[nn.Module], nn.Module], by: str
+) -> None:
+    Script(offbeat.AllReduce(), stack)
+    model = shard(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(X).sum().backward()
-    with pytest.raises(UnsupportedError, match="shards its model") as raised:
+    with pytest.raises(UnsupportedError, match=f"shards its model by {by}") as raised:
         optimizer.step()
     assert "\n" not in str(raised.value)
 

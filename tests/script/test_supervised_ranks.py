@@ -4,10 +4,11 @@ records.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,10 @@ from offbeat.report.page import write_report
 from offbeat.script.children import CHILD_VARIABLE, ChildFunction
 from offbeat.script.plan import script_command, script_config
 from offbeat.script.supervise import ScriptOutcome, run_script, script_program
+from offbeat.transport.interface import PORTS_VARIABLE
 from rank_jobs.script import name_of_ddps_reducer
 from ranks_support.launch import RunRanks
+from transport_support.ports import free_ports
 
 pytestmark = pytest.mark.ranks
 
@@ -51,6 +54,18 @@ def step():
 """
 
 
+FAKE_MLFLOW = """
+import json, pathlib
+
+def active_run():
+    return True
+
+def log_metrics(values, step):
+    with (pathlib.Path(__file__).parent / "told").open("a") as file:
+        print(json.dumps([step, values]), file=file)
+"""
+
+
 class RunScript:
     """Runs what is written to a file, with workers that are forked to start sooner."""
 
@@ -66,6 +81,7 @@ class RunScript:
         strategy: str,
         workers: int = 2,
         restarts: int = 0,
+        log_to: Sequence[str] = (),
         hear: Callable[[WorkerProgress], None] = lambda progress: None,
     ) -> ScriptOutcome:
         script = self.directory / "train.py"
@@ -79,7 +95,7 @@ class RunScript:
                 hear(report)
 
         return run_script(
-            script_config(command, strategy, workers=workers),
+            script_config(command, strategy, workers=workers, log_to=log_to),
             out=self.directory / "record",
             restarts=restarts,
             forked=True,
@@ -93,9 +109,17 @@ def run(tmp_path: Path) -> RunScript:
     return RunScript(tmp_path)
 
 
-def test_survivors_go_on_and_a_dead_worker_comes_back(run: RunScript) -> None:
+def test_survivors_go_on_and_a_dead_worker_comes_back(
+    run: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it on as few ports as are said to be enough, and told to a logger."""
+    (run.directory / "mlflow.py").write_text(FAKE_MLFLOW)
+    monkeypatch.syspath_prepend(run.directory)
+    ports = free_ports(3 * 4 + 1)
+    monkeypatch.setenv(PORTS_VARIABLE, f"{ports[0]}-{ports[-1]}")
     outcome = run(
         """
+from offbeat.transport.sockets import listening_at
 came_back = "OFFBEAT_RETURN" in os.environ
 back = sys.argv[1]
 number = 0
@@ -106,6 +130,8 @@ while number < 60 or not os.path.exists(back):
         open(back, "w").close()
     if rank == 1 and number == 20 and not came_back:
         os.kill(os.getpid(), signal.SIGKILL)
+with open(f"{sys.argv[1]}-{rank}", "w") as file:
+    print(*(port for _, port in listening_at("127.0.0.1")), file=file)
 model.eval()
 offbeat.log(loss=0.0, accuracy=0.25 + rank)
 dist.destroy_process_group()
@@ -114,6 +140,7 @@ dist.destroy_process_group()
         strategy="wagma",
         workers=3,
         restarts=1,
+        log_to=["mlflow"],
     )
     assert (outcome.status, outcome.problem) == (0, None)
     assert outcome.summary is not None
@@ -121,6 +148,13 @@ dist.destroy_process_group()
     assert (loss.rank, loss.cause) == (1, "killed by SIGKILL")
     assert loss.returned_step is not None
     assert [change.departed for change in run.changes][:2] == [True, False]
+    for rank in range(3):
+        listening = {*map(int, (run.directory / f"back-{rank}").read_text().split())}
+        assert 1 <= len(listening & {*ports}) <= 4, (rank, listening)
+    told = [json.loads(line) for line in (run.directory / "told").read_text().splitlines()]
+    assert [step for step, _ in told[:3]] == [10, 20, 30]
+    assert {"offbeat/loss", "offbeat/step_s", "offbeat/stale_share"} <= told[0][1].keys()
+    assert told[-1] == [outcome.summary.steps, {"loss": 0.0, "accuracy": 0.25}]
     # What rank 0 has logged is the metric, and its record is a page.
     assert (outcome.summary.metric_name, outcome.summary.metric) == ("accuracy", 0.25)
     assert outcome.summary.higher_is_better

@@ -15,7 +15,13 @@ import torch
 import offbeat
 from offbeat.errors import ConfigError
 from offbeat.session import loggers as loggers_module
-from offbeat.session.loggers import MLflowLogger, TensorBoardLogger, WandbLogger
+from offbeat.session.live_metrics import LiveMetrics
+from offbeat.session.loggers import (
+    MLflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    named_loggers,
+)
 from offbeat.session.session import Session
 
 
@@ -114,6 +120,27 @@ def test_what_is_not_installed_is_refused_with_a_hint(
     monkeypatch.setattr(loggers_module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="is not installed; pip install"):
         make()  # type: ignore[operator]
+
+
+def test_a_logger_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers_module, "find_spec", lambda name: name)
+    found = named_loggers(["mlflow", "tensorboard"], Path("record"))
+    assert [type(logger) for logger in found] == [MLflowLogger, TensorBoardLogger]
+    with pytest.raises(ConfigError, match="'tensorbord'; allowed are .*did you mean 'tensorboard'"):
+        named_loggers(["tensorbord"], Path("record"))
+
+
+def test_steps_are_those_of_the_run_and_losses_are_means() -> None:
+    model, optimizer = made()
+    logger = Remembering()
+    with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+        live = LiveMetrics(session, [logger], steps_before=100)
+        session.observers.append(live)
+        for loss in (1.0, 2.0, 3.0):
+            live.loss_seen(loss)
+        train(session, model, optimizer)
+    told = [(step, values.get("offbeat/loss")) for step, values in logger.told]
+    assert told == [(107, None), (107, None), (110, 2.0), (120, None)]
 
 
 @pytest.mark.parametrize("has_run", [True, False])

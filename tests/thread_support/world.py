@@ -44,11 +44,11 @@ class ThreadDriver(Driver):
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.rank, self.world_size = rank, world.world_size
-        self._world = world
+        self.world = world
         self._num_dense = 0
 
     def start(self, operation: Operation, channel: int) -> Ticket:
-        world = self._world
+        world = self.world
         match operation:
             case Send(peer, payload):
                 with world.changed:
@@ -80,7 +80,7 @@ class ThreadDriver(Driver):
                 raise UnsupportedError(f"{type(operation).__name__} is not made for threads")
 
     def abort(self, reason: str, *, blame: int | None = None) -> None:
-        self._world.fail(f"rank {self.rank} failed: {reason}")
+        self.world.fail(f"rank {self.rank} failed: {reason}")
 
     def close(self) -> None:
         pass
@@ -92,16 +92,16 @@ class _Waiting:
     def __init__(
         self, world: ThreadWorld, is_there: Callable[[], bool], take: Callable[[], Any]
     ) -> None:
-        self._world, self._is_there, self._take = world, is_there, take
+        self.world, self._is_there, self._take = world, is_there, take
 
     def done(self) -> bool:
-        return self._is_there() or self._world.failure is not None
+        return self._is_there() or self.world.failure is not None
 
     def wait(self) -> Any:
-        with self._world.changed:
-            assert self._world.changed.wait_for(self.done, WAIT_LIMIT_S), "a peer never came"
+        with self.world.changed:
+            assert self.world.changed.wait_for(self.done, WAIT_LIMIT_S), "a peer never came"
             if not self._is_there():
-                raise PeerError(str(self._world.failure))
+                raise PeerError(str(self.world.failure))
             return self._take()
 
 

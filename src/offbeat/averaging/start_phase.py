@@ -1,4 +1,4 @@
-"""A part that takes part in the first steps of training only."""
+"""Parts that take part in the first steps of training only."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from offbeat.errors import CheckpointError
 from offbeat.parts.part import Part, PartState, WrappedPart
 
 
 class StartPhase(WrappedPart):
-    """Hands events on to `inner` in the first `num_steps` optimizer steps, and none afterwards.
+    """Hands events on to `inner` in the first `num_steps` optimizer steps. Then it closes `inner`,
+    and gives back its memory.
 
     Args:
         inner: the part that exchanges gradients.
@@ -23,23 +25,48 @@ class StartPhase(WrappedPart):
     def __init__(self, inner: Part, *, num_steps: int) -> None:
         super().__init__(inner)
         self._num_left = num_steps
-
-    @property
-    @override
-    def forwards_events(self) -> bool:
-        return self._num_left > 0
+        self._is_over = False
+        self._counted: Mapping[str, float] = {}
 
     @override
     def on_after_step(self) -> None:
         super().on_after_step()
         self._num_left = max(0, self._num_left - 1)
+        if not self._num_left:
+            self._end()
+
+    def _end(self) -> None:
+        if not self._is_over:
+            self._is_over, self._counted = True, self.inner.counters()
+            self.inner.close()
+            self.inner = Part()
+
+    @override
+    def counters(self) -> Mapping[str, float]:
+        return self._counted if self._is_over else super().counters()
 
     @override
     def state_dict(self) -> PartState:
         state = self.inner.state_dict()
-        return {**state, "replicated": {**state["replicated"], "num_left": self._num_left}}
+        replicated = {**state.get("replicated", {}), "num_left": self._num_left}
+        return {**state, "replicated": replicated}
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        self.inner.load_state_dict(state)
-        self._num_left = int(state["replicated"]["num_left"])
+        num_left = int(state["replicated"]["num_left"])
+        if num_left and self._is_over:
+            raise CheckpointError(
+                f"the state was saved {num_left} steps before the end of the start phase, which is"
+                " over in this session; load it into a session that has taken no steps"
+            )
+        self._num_left = num_left
+        if num_left:
+            self.inner.load_state_dict(state)
+        else:
+            self._end()
+
+
+class StartPhaseOfFactors(StartPhase):
+    """The same for the part that exchanges Kronecker factors beside gradients."""
+
+    state_key: ClassVar[str] = "start_phase_of_factors"

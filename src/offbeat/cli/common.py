@@ -87,6 +87,13 @@ Out = Annotated[
         help="New directory for the record; by default one below runs/.", rich_help_panel=OUTPUT
     ),
 ]
+LogTo = Annotated[
+    str | None,
+    typer.Option(
+        help="Live metrics: tensorboard, wandb or mlflow, or several with commas.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 JsonFlag = Annotated[
     bool,
     typer.Option(
@@ -95,6 +102,11 @@ JsonFlag = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+
+
+def names_in(text: str | None) -> list[str]:
+    """The words of a flag that takes several with commas."""
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 
 def cluster_of(

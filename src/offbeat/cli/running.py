@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.errors import ConfigError
+from offbeat.lab.config import RunConfig
 from offbeat.lab.progress import MembershipChange, WorkerProgress
 from offbeat.lab.rendezvous import launched
 from offbeat.report.page import write_report
@@ -25,6 +26,7 @@ def run(
     restarts: int,
     steps: int | None,
     metric: str | None,
+    log_to: Sequence[str],
     where: Meeting | None,
     out: Path | None,
 ) -> int:
@@ -33,27 +35,32 @@ def run(
 
     Args:
         words: the script and its arguments.
-        strategy, workers, as_module, restarts, steps, metric, out: as on the command line.
+        strategy, workers, as_module, restarts, steps, metric, log_to, out: as on the command line.
         where: the hosts of the run meet; None if this is the only one.
     """
     if restarts < 0:
         raise ConfigError(f"--restarts is {restarts}; allowed is 0 or more")
     script = script_command(words, as_module=as_module, metric=metric)
-    launch = launched()
+
+    def resolved(workers: int) -> RunConfig:
+        return script_config(script, strategy, workers=workers, steps=steps, log_to=log_to)
+
+    # Where hosts are named this process supervises its own, whoever has started it on them.
+    launch = None if where is not None else launched()
     if launch is not None:
         if workers is not None and workers != launch.world_size:
             raise ConfigError(
                 f"--workers {workers}, but {launch.world_size} processes were launched; leave"
                 " --workers out or launch as many"
             )
-        config = script_config(script, strategy, workers=launch.world_size, steps=steps)
+        config = resolved(launch.world_size)
         return run_launched(config, out)
     num_workers = DEFAULT_WORKERS if workers is None else workers
-    config = script_config(script, strategy, workers=num_workers, steps=steps)
+    config = resolved(num_workers)
     host = None
     if where is not None:
         host = meet(where, num_workers)
-        config = script_config(script, strategy, workers=host.num_workers, steps=steps)
+        config = resolved(host.num_workers)
     outcome = run_script(
         config, out=out, restarts=restarts, host=host, on_progress=_say_change, say=_say
     )

@@ -20,6 +20,7 @@ from offbeat.cli.common import (
     How,
     JsonFlag,
     Link,
+    LogTo,
     Out,
     Preset,
     Speeds,
@@ -28,6 +29,7 @@ from offbeat.cli.common import (
     cluster_of,
     complete_strategy,
     emulation_mode,
+    names_in,
     write_page,
 )
 from offbeat.errors import ConfigError
@@ -86,6 +88,7 @@ def train(
     delay: Delay = None,
     step_time: StepTime = None,
     emulation: How = "auto",
+    log_to: LogTo = None,
     out: Out = None,
     resume: Annotated[
         Path | None,
@@ -118,6 +121,7 @@ def train(
         cluster=cluster_of(cluster, workers, link, speeds, delay, step_time),
         emulation=emulation_mode(emulation),
         replay=replay,
+        log_to=names_in(log_to),
     )
     planned = plan(request, out=out, resume=resume)
     quiet = planned.launch is not None and planned.launch.rank != 0
@@ -188,6 +192,7 @@ def run(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    log_to: LogTo = None,
     out: Out = None,
 ) -> None:
     """Run your own script with a strategy. It needs no change if it uses DistributedDataParallel.
@@ -205,6 +210,7 @@ def run(
             restarts=restarts,
             steps=steps,
             metric=metric,
+            log_to=names_in(log_to),
             where=meeting(rendezvous, nodes, node_rank),
             out=out,
         )

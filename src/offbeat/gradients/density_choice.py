@@ -141,8 +141,8 @@ class AutoDensity(Part):
 
     Args:
         cheapest: knows what exchanges cost.
-        gradient: all buckets as one, but for those of `beside`.
-        beside: what is always sent whole, as one.
+        gradient: all buckets as one, but for small parameters.
+        beside_s: seconds of what is sent besides, whatever the density.
         budget: share of the seconds between exchanges that an exchange may take, > 0.
         driver: carries out the agreement.
         stream: for it.
@@ -161,7 +161,7 @@ class AutoDensity(Part):
         cheapest: CheapestCollective,
         *,
         gradient: BucketKind,
-        beside: BucketKind,
+        beside_s: Callable[[], float],
         budget: float,
         driver: Driver,
         stream: Stream,
@@ -171,7 +171,7 @@ class AutoDensity(Part):
         self.density = FIRST
         self._cheapest = cheapest
         self._gradient = gradient
-        self._beside = beside
+        self._beside_s = beside_s
         self._budget = budget
         self._driver = driver
         self._stream = stream
@@ -200,9 +200,7 @@ class AutoDensity(Part):
         warms_up = self._num_exchanges < WARM_UP_EXCHANGES
         share = self._budget * (WARM_UP_BUDGET if warms_up else 1.0)
         allowed_s = share * compute_s
-        beside_s = 0.0
-        if self._beside.num_elements:
-            beside_s = self._cheapest.costs_s(self._beside, 1)["dense"]
+        beside_s = self._beside_s()
         density = affordable_density(
             lambda k: self._cheapest.costs_s(self._gradient, k),
             num_elements=self._gradient.num_elements,

@@ -22,6 +22,7 @@ from offbeat.collectives.dense import dense_all_reduce
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.entry_ages import EntryAges
 from offbeat.gradients.owed_rate import OwedRate
+from offbeat.gradients.piggyback import Piggyback
 from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.transport.driver import Driver, Pending, Stream
 
@@ -118,6 +119,9 @@ class SparseReduction:
         plan: called once for each exchange, at the same point on all ranks.
         watch: looks at the residual after each exchange of entries; None: nobody does.
         owed_rate: follows the learning rate; None: what is owed is applied at whatever it is then.
+        rides: this bucket travels whole inside another one's messages, and `plan` never names a
+            collective; None: in messages of its own.
+        carries: a bucket that travels inside this one's messages; None: none does.
 
     Attributes:
         ages: how long entries waited before this rank sent them.
@@ -134,8 +138,14 @@ class SparseReduction:
         plan: Callable[[], ExchangePlan],
         watch: ResidualWatch | None = None,
         owed_rate: OwedRate | None = None,
+        rides: Piggyback | None = None,
+        carries: Piggyback | None = None,
     ) -> None:
         self.encode_s = 0.0
+        self._rides = rides
+        self._carries = carries
+        if carries is not None:
+            carries.carried_by(self.wait)
         self.ages: EntryAges | None = EntryAges(bucket.num_elements)
         self._watch = watch
         self._owed_rate = owed_rate
@@ -149,12 +159,13 @@ class SparseReduction:
         # What one exchange leaves for the methods that end it, from `launch` on:
         self._pending: Pending[Exchanged] | None = None  # None: everything is sent densely
         self._sums: list[Pending[torch.Tensor]] = []
-        self._tail = torch.empty(NUM_COUNTERS + len(bucket.indices), dtype=torch.float64)
+        num_numbers = NUM_COUNTERS + wire.num_parameters + wire.num_whole
+        self._tail = torch.empty(num_numbers, dtype=torch.float64)
         self._grad_scale = 1.0
         self._continues = self._at_once = False
         self._picked: NDArray[np.int64] | None = None
         self._sent_norm = 0.0
-        self._staged = False
+        self._staged = self._is_over = False
         self._tally = Tally.of_nobody(len(bucket.indices))
 
     def launch(
@@ -169,13 +180,15 @@ class SparseReduction:
             factor = self._owed_rate.follow(self._feedback.residual)
             if self._watch is not None:
                 self._watch.grow(factor)
-        self._staged = not tally.num_failed
+        self._staged, self._is_over = not tally.num_failed, False
         self._pending = self._picked = None
         begin_s = time.perf_counter()
         if plan.collective is None:
             self._launch_everything(bucket.flat, tally)
         else:
             mine, tally = self._pick(bucket.flat, tally, plan.k)
+            if self._carries is not None:
+                tally = self._carries.join(tally)
             work = plan.collective(
                 self._driver.rank, self._driver.world_size, mine, tally, plan.k, self._wire
             )
@@ -205,17 +218,30 @@ class SparseReduction:
                 at_once=self._at_once,
             )
             tally = replace(tally, num_nonfinite=int(not finite))
+        if self._rides is not None:
+            self._rides.hand_in(flat, tally)
+            return
+        if self._carries is not None:
+            tally = self._carries.join(tally)
         tally.write_to(self._tail)
         self._sums = launch_sums(self._driver, self._stream, flat, self._tail)
 
     def wait(self) -> Tally:
-        if self._pending is not None:
-            self._tally = self._pending.wait().tally
+        if self._is_over:  # the bucket that is carried has waited already
+            return self._tally
+        if self._rides is not None:
+            self._tally = self._rides.wait()
+        elif self._pending is not None:
+            self._tally = self._own(self._pending.wait().tally)
         else:
             for pending in self._sums:
                 pending.wait()
-            self._tally = Tally.read_from(self._tail)
+            self._tally = self._own(Tally.read_from(self._tail, num_whole=self._wire.num_whole))
+        self._is_over = True
         return self._tally
+
+    def _own(self, merged: Tally) -> Tally:
+        return merged if self._carries is None else self._carries.split(merged)
 
     def commit(self) -> torch.Tensor:
         begin_s = time.perf_counter()
@@ -237,7 +263,11 @@ class SparseReduction:
         else:
             self._feedback.commit_all()
             self._count_ages(None)
-            flat = self._scale_sum(self._bucket.flat, factor)
+            flat = self._bucket.flat
+            total = (
+                flat if self._rides is None else torch.from_numpy(self._rides.sums).to(flat.device)
+            )
+            self._put_mean(flat, total, factor)
             unused = np.flatnonzero(~self._tally.used).tolist()
             hit = np.array(
                 [position for position in unused if self._bucket.views[position].any()],
@@ -269,18 +299,18 @@ class SparseReduction:
             )
         )
 
-    def _scale_sum(self, total: torch.Tensor, factor: float) -> torch.Tensor:
-        """`total` times `factor`, in place. What the backends' sum has rounded is not known to
-        anybody, and lost as with plain S-SGD.
+    def _put_mean(self, flat: torch.Tensor, total: torch.Tensor, factor: float) -> None:
+        """Write `total`, which may be `flat` itself, times `factor` into `flat`. What the backends'
+        sum has rounded is not known to anybody, and lost as with plain S-SGD.
         """
-        if total.dtype in _EXACT:
-            return total.mul_(factor)
+        if flat.dtype in _EXACT:
+            torch.mul(total, factor, out=flat)
+            return
         mine = slice(self._driver.rank, None, self._driver.world_size)
         before = total[mine].float()
-        total.mul_(factor)
-        shown = total[mine].float().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        torch.mul(total, factor, out=flat)
+        shown = flat[mine].float().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         self._feedback.residual[mine] += before - shown / factor
-        return total
 
     def discard(self) -> None:
         if self._staged:

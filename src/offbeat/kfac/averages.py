@@ -22,6 +22,7 @@ import torch
 from offbeat.errors import CheckpointError
 from offbeat.kfac.blocks import FactorShape
 from offbeat.kfac.inverses import is_asynchronous
+from offbeat.kfac.pieces import cut_packed, is_whole
 from offbeat.kfac.symmetric import diagonal
 
 
@@ -79,8 +80,12 @@ class RunningFactor:
         return {"sum": self.weighted_sum, "mass": self.mass}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Inverse of `state_dict`. Raises `CheckpointError` for a factor of another shape."""
+        """Inverse of `state_dict`. A factor that was whole is cut as it is cut here. Raises
+        `CheckpointError` for one of another shape.
+        """
         total, mass = state["sum"], state["mass"]
+        if total.shape != self.weighted_sum.shape and is_whole(total.shape, self.shape):
+            total = cut_packed(total, self.shape)
         if total.shape != self.weighted_sum.shape:
             raise CheckpointError(
                 f"a factor was saved as {tuple(total.shape)}, here it is"

@@ -44,7 +44,7 @@ import torch
 
 from offbeat.kfac.blocks import FactorShape, is_tiny
 from offbeat.kfac.lapack import cholesky_
-from offbeat.kfac.symmetric import pack, unpack
+from offbeat.kfac.symmetric import mirror_, pack, unpack, unpack_triangles
 
 InverseForm: TypeAlias = Literal["triangle", "inverse", "bfloat16"]
 """What is kept of an inverse; "bfloat16": itself, rounded, and square."""
@@ -186,7 +186,7 @@ class Inverter:
             found.split(num_at_once),
             strict=True,
         ):
-            results, good = damp_and_invert_(unpack(some, dim), of_each, form)
+            results, good = damp_and_invert_(unpack_triangles(some, dim), of_each, form)
             place.copy_(self._keep(results))
             goods.append(good)
         good = torch.cat(goods)
@@ -312,8 +312,7 @@ def _on_host(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor, t
         return _on_device(matrices, form)
     good = cholesky_(matrices, inverts=form != "triangle") & _all_finite(matrices)
     if form == "bfloat16":
-        matrices.triu_()
-        matrices += matrices.triu(1).mT
+        mirror_(matrices)
     if not good.all():
         matrices = torch.where(good[:, None, None], matrices, 0.0)
     return matrices, good

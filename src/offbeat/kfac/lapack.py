@@ -1,5 +1,5 @@
 """Cholesky decompositions and inverses in main memory, by scipy's LAPACK: torch's takes half as
-long again on CPUs by AMD.
+long again on CPUs by AMD. And triangles that are packed and unpacked row by row.
 
 scipy's LAPACK has threads of its own; here it gets as many as torch has, so that one thread for a
 worker means one. That needs threadpoolctl, which `offbeat[lab]` and scikit-learn bring; without it
@@ -65,3 +65,28 @@ def cholesky_(matrices: torch.Tensor, *, inverts: bool) -> torch.Tensor:
                 _, info = invert(columns, lower=1, overwrite_c=1)
             good.append(info == 0)
     return torch.tensor(good)
+
+
+def packed_triangles(matrices: torch.Tensor) -> torch.Tensor:
+    """The upper triangles of `matrices`, shape (n, d, d), float32 or float64, on the CPU, row by
+    row: shape (n, d (d + 1) / 2).
+    """
+    pack = lapack.dtrttp if matrices.dtype == torch.float64 else lapack.strttp
+    # LAPACK's lower triangles, column by column, are upper ones row by row.
+    rows = [
+        torch.from_numpy(pack(matrix.T, uplo="L")[0])
+        for matrix in matrices.detach().contiguous().numpy()
+    ]
+    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+
+
+def unpacked_triangles(packed: torch.Tensor, dim: int) -> torch.Tensor:
+    """The inverse of `packed_triangles`, shape (n, dim, dim). What lies below the diagonals means
+    nothing.
+    """
+    unpack = lapack.dtpttr if packed.dtype == torch.float64 else lapack.stpttr
+    matrices = [
+        torch.from_numpy(unpack(dim, triangle, uplo="L")[0].T)
+        for triangle in packed.detach().contiguous().numpy()
+    ]
+    return matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)

@@ -344,11 +344,10 @@ class KFACPart(Part):
         step is not in it.
         """
         kept = self.accumulator.state_dict() | self.preconditioner.state_dict()
-        local, replicated = (kept, {}) if self.plan.by_owner else ({}, kept)
-        replicated = (
-            replicated | self.scheduler.state_dict() | {"world_size": self._driver.world_size}
-        )
-        return {"replicated": replicated, "local": local}
+        replicated = self.scheduler.state_dict() | {"world_size": self._driver.world_size}
+        if self.plan.by_owner:
+            return {"replicated": replicated, "owned": kept}
+        return {"replicated": replicated | kept}
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -357,7 +356,9 @@ class KFACPart(Part):
 
         Where another form of inverses is kept by now, all are made in the next step.
         """
-        replicated, saved = state["replicated"], {**state["replicated"], **state["local"]}
+        replicated = state["replicated"]
+        # Version 0.1 had what a rank owns among what is local.
+        saved = {**replicated, **state.get("local", {}), **state.get("owned", {})}
         self.preconditioner.check_state(saved)  # before anything is changed
         keeps_plan = replicated[
             "world_size"
@@ -367,6 +368,11 @@ class KFACPart(Part):
         self.accumulator.load_state_dict(saved)
         self.preconditioner.load_state_dict(saved)
         self.scheduler.load_state_dict(replicated, keeps_plan=keeps_plan)
+        if lacking := self.accumulator.lacking(saved):
+            self._notify(
+                f"the checkpoint has nothing of K-FAC's factors {_listed(lacking)}: their layers"
+                " get plain gradients until the next inversions"
+            )
 
     @override
     def close(self) -> None:

@@ -8,13 +8,13 @@ of d^2. Where k r > d the last piece has rows of zeros, and matrices get columns
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from offbeat.kfac.blocks import FactorShape
-from offbeat.kfac.symmetric import gram, pack
+from offbeat.kfac.symmetric import diagonal, gram, num_packed, pack
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """Multiplies matrices, one for each of a factor's: shape (groups, n, r) or (groups, r, n)."""
@@ -62,6 +62,32 @@ def packed_pieces(moment: torch.Tensor, shape: FactorShape) -> torch.Tensor:
         length = some.stop - some.start
         cut[:, piece, :length, :length] = moment[:, some, some]
     return pack(cut.flatten(0, 1))
+
+
+def is_whole(size: Sequence[int], shape: FactorShape) -> bool:
+    """Whether `size` is that of packed matrices which `shape` keeps in pieces, or the diagonals
+    of.
+    """
+    groups, num_elements = size
+    dim, rest = divmod(shape.groups * shape.dim - shape.padding, groups)
+    return shape.uses == 1 and not rest and num_elements == num_packed(dim)
+
+
+def cut_packed(packed: torch.Tensor, shape: FactorShape) -> torch.Tensor:
+    """What `shape` keeps of whole matrices, packed, of which `is_whole` is true."""
+    groups = packed.shape[0]
+    dim = (shape.groups * shape.dim - shape.padding) // groups
+    if shape.is_diagonal:
+        return diagonal(packed, dim)
+    pieces = num_pieces(shape, dim)
+    cut = packed.new_zeros(groups, pieces, num_packed(shape.dim))
+    for piece in range(pieces):
+        first, stop, place = piece * shape.dim, min((piece + 1) * shape.dim, dim), 0
+        for row in range(first, stop):
+            begin, length = row * dim - row * (row - 1) // 2, stop - row
+            cut[:, piece, place : place + length] = packed[:, begin : begin + length]
+            place += first + shape.dim - row
+    return cut.flatten(0, 1)
 
 
 def padded(matrices: torch.Tensor, outputs: FactorShape, inputs: FactorShape) -> torch.Tensor:

@@ -27,7 +27,7 @@ from offbeat.kfac.blocks import Block, FactorShape
 from offbeat.kfac.eigen import Eigendecomposition
 from offbeat.kfac.inverses import InverseForm, form_for, has_inverse, is_asynchronous
 from offbeat.kfac.pieces import multiply_columns, multiply_rows, padded
-from offbeat.kfac.symmetric import unpack
+from offbeat.kfac.symmetric import unpack, unpack_triangles
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,10 @@ class InversePair:
         return whole[:, :num_outputs, :num_inputs].to(gradient.dtype), exists
 
     def _squares(self, kept: torch.Tensor, shape: FactorShape) -> tuple[torch.Tensor, InverseForm]:
-        dim = shape.dim
-        squares = kept.unflatten(1, (dim, dim)) if self.form == "bfloat16" else unpack(kept, dim)
-        return squares, form_for(self.form, shape)
+        dim, form = shape.dim, form_for(self.form, shape)
+        if self.form == "bfloat16":
+            return kept.unflatten(1, (dim, dim)), form
+        return (unpack_triangles if form == "triangle" else unpack)(kept, dim), form
 
 
 def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: InverseForm) -> torch.Tensor:

@@ -248,6 +248,8 @@ def _objection(name: str, module: nn.Module, options: FactorOptions) -> str | No
     weight = _own_parameter(module, "weight")
     if weight is None:
         return "its weight is computed from other parameters"
+    if weight.is_complex():
+        return "its weight is complex"
     if weight.requires_grad or isinstance(module, nn.Linear):
         return None
     return "only its bias is trained"

@@ -4,9 +4,11 @@
 of columns, the blocks on and above its diagonal are ten of sixteen, so that much of the arithmetic
 of one large product is enough.
 
-`pack` and `unpack` keep d (d + 1) / 2 numbers of a matrix, the upper triangle row by row. Flat
-indices are made once for each size and device and kept as int32; making them anew takes ten times
-as long as using them. They are shared by all factors of one size.
+`pack` and `unpack` keep d (d + 1) / 2 numbers of a matrix, the upper triangle row by row. Large
+ones in main memory are copied by rows (`kfac.lapack`), which takes a fraction of the time of
+gathering single numbers. For others flat indices are made once for each size and device and kept as
+int32; making them anew takes ten times as long as using them. They are shared by all factors of one
+size.
 """
 
 from __future__ import annotations
@@ -15,9 +17,14 @@ from functools import cache
 
 import torch
 
+from offbeat.kfac.lapack import packed_triangles, unpacked_triangles
+
 NUM_CUTS = 4
 MIN_BLOCK = 96
 """Narrower products than this run slower by more than what is saved."""
+
+MIN_BY_ROWS = 64
+"""Shorter rows than this are gathered."""
 
 
 def gram(rows: torch.Tensor, *, ones: bool = False) -> torch.Tensor:
@@ -58,6 +65,8 @@ def pack(matrices: torch.Tensor) -> torch.Tensor:
         Shape (groups, d (d + 1) / 2), a copy.
     """
     groups, dim, _ = matrices.shape
+    if _is_copied_by_rows(matrices, dim):
+        return packed_triangles(matrices)
     return matrices.reshape(groups, dim * dim).index_select(1, _upper(dim, matrices.device))
 
 
@@ -65,8 +74,38 @@ def unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
     """The symmetric matrices, shape (groups, dim, dim), of `packed`, shape (groups, dim (dim + 1) /
     2).
     """
+    if _is_copied_by_rows(packed, dim):
+        return mirror_(unpacked_triangles(packed, dim))
     both: torch.Tensor = packed.index_select(1, _both(dim, packed.device))
     return both.view(-1, dim, dim)
+
+
+def unpack_triangles(packed: torch.Tensor, dim: int) -> torch.Tensor:
+    """As `unpack`, for those who read upper triangles only: what lies below means nothing."""
+    if _is_copied_by_rows(packed, dim):
+        return unpacked_triangles(packed, dim)
+    return unpack(packed, dim)
+
+
+def mirror_(matrices: torch.Tensor) -> torch.Tensor:
+    """Overwrite what lies below the diagonals of `matrices`, shape (groups, d, d), by what lies
+    above. Returns them.
+    """
+    matrices.triu_()
+    for matrix in matrices:
+        # Torch transposes one matrix block by block, and several number by number.
+        lower = matrix.mT.clone(memory_format=torch.contiguous_format)
+        lower.diagonal().zero_()
+        matrix += lower
+    return matrices
+
+
+def _is_copied_by_rows(tensor: torch.Tensor, dim: int) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and dim >= MIN_BY_ROWS
+        and tensor.dtype in (torch.float32, torch.float64)
+    )
 
 
 def diagonal(packed: torch.Tensor, dim: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -45,6 +45,11 @@ class AttachedModel:
         loss.backward()
         if isinstance(self.session, NativeSession):
             self.session.meter.backward_done()
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Tell whoever hears metrics while training runs."""
+        if isinstance(self.session, Session):
+            self.session.log(**values)
 
     def clip_gradients(self, max_norm: float) -> None:
         """Scale gradients down to at most `max_norm`, after `backward`."""

@@ -27,6 +27,7 @@ from offbeat.lab.options import (
 )
 from offbeat.lab.tasks import Task, build_task
 from offbeat.lab.tasks.base import AbsolutePath
+from offbeat.session.loggers import named_loggers
 from offbeat.strategies.base import Strategy
 
 _DEFAULT_WORKERS = 4
@@ -75,6 +76,7 @@ class RunConfig(BaseModel):
         emulation: how, see `offbeat.lab.emulation.emulate`.
         replay: record of a run whose claims are to be repeated.
         script: what runs in the place of a task; None for a task.
+        log_to: who hears metrics while training runs: "tensorboard", "wandb", "mlflow".
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -93,6 +95,7 @@ class RunConfig(BaseModel):
     emulation: EmulationMode = "auto"
     replay: AbsolutePath | None = None
     script: ScriptCommand | None = None
+    log_to: list[str] = []
 
     def build_task(self) -> Task:
         return build_task(self.task, self.task_options)
@@ -127,6 +130,7 @@ class Request:
     cluster: Cluster | None = None
     emulation: EmulationMode = "auto"
     replay: Path | None = None
+    log_to: Sequence[str] = ()
 
 
 def resolve(request: Request) -> RunConfig:
@@ -177,6 +181,7 @@ def resolve(request: Request) -> RunConfig:
         cluster=request.cluster,
         emulation=request.emulation,
         replay=request.replay,
+        log_to=list(request.log_to),
     )
     _check_together(config, task)
     return config
@@ -191,6 +196,7 @@ def resolve_script(
     steps: int | None = None,
     cluster: Cluster | None = None,
     emulation: EmulationMode = "auto",
+    log_to: Sequence[str] = (),
 ) -> RunConfig:
     """The run of a user's script.
 
@@ -201,9 +207,10 @@ def resolve_script(
         steps: after which the script is stopped; None: it stops by itself.
         cluster: what is emulated; None: this machine as it is.
         emulation: how.
+        log_to: as in `RunConfig`.
 
     Raises:
-        ConfigError: no such strategy or option, or a number that cannot be.
+        ConfigError: no such strategy, option or logger, or a number that cannot be.
     """
     for name, value in (("workers", workers), ("steps", steps)):
         if value is not None and value < 1:
@@ -211,6 +218,7 @@ def resolve_script(
     recipe = build_strategy(strategy, options)
     if isinstance(recipe, Strategy):
         recipe.check_world(workers)
+    _check_loggers(log_to, recipe)
     return RunConfig(
         task=script.name,
         task_options={"arguments": shlex.join(script.arguments)} if script.arguments else {},
@@ -225,6 +233,7 @@ def resolve_script(
         cluster=cluster,
         emulation=emulation,
         script=script,
+        log_to=list(log_to),
     )
 
 
@@ -265,6 +274,7 @@ def resolve_resume(
             "cluster": None if stored.cluster is None else stored.cluster.left_with(workers),
             "epochs": request.epochs or (None if request.steps else stored.epochs),
             "steps": request.steps or (None if request.epochs else stored.steps),
+            "log_to": list(request.log_to) or stored.log_to,
         }
     )
     done, target, unit = (
@@ -290,6 +300,7 @@ def _check_together(config: RunConfig, task: Task) -> None:
     model = task.build_model(config.seed)
     recipe = config.build_strategy()
     recipe.check(model, task.optimizer(model))
+    _check_loggers(config.log_to, recipe)
     if isinstance(recipe, Strategy):
         recipe.check_world(config.workers)
     mega_batch = recipe.samples_between_merges
@@ -302,6 +313,16 @@ def _check_together(config: RunConfig, task: Task) -> None:
                 f" batches of {batch_size} need {least} samples or more between merges for"
                 f" {_LEAST_STEPS_A_MERGE} batches each; raise mega_batch, or lower batch_size"
             )
+
+
+def _check_loggers(names: Sequence[str], recipe: Recipe) -> None:
+    """Refuse loggers that do not exist or are not installed, and those that would hear nothing."""
+    named_loggers(names, Path())
+    if names and isinstance(recipe, Native):
+        raise ConfigError(
+            f"--log-to tells what a session of offbeat measures, and {recipe.name} is PyTorch's own"
+            " exchange; leave it out, or choose allreduce"
+        )
 
 
 def _check_numbers(request: Request) -> None:

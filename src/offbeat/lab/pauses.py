@@ -68,15 +68,19 @@ class Pauses:
         self._limit = limit
         self._stop_requested = stop_requested
 
-    def should_stop(self, steps_done: int) -> bool:
-        """Wait until this rank may do more than `steps_done` steps, and return whether it is to do
-        none.
-        """
+    def wait_for_turn(self, steps_done: int) -> None:
+        """Wait until this rank may do more than `steps_done` steps. Asks no other rank."""
         if self._limit.is_reached(steps_done):
             self._recorder.report_paused()
             with self._run.attached.resting():
                 self._limit.wait_beyond(steps_done, self._stop_requested)
             self._recorder.restart_clock()
+
+    def should_stop(self, steps_done: int) -> bool:
+        """Wait until this rank may do more than `steps_done` steps, and return whether it is to do
+        none. One round trip to the store.
+        """
+        self.wait_for_turn(steps_done)
         self.pass_on_request(steps_done)
         stop_step = self._run.coordinator.stop_step()
         if stop_step is None:

@@ -64,6 +64,7 @@ def summarize_run(run: TaskRun, recorder: StepRecorder) -> Summary | None:
     if not stopped:
         final.eval()
         others = task.metrics(final)
+        run.attached.log(others)
         metric = others.pop(task.metric_name)
         recorder.add_evaluation(metric, others, without=run.attached.averaged_without)
     measured = Measured(

@@ -21,6 +21,9 @@ from offbeat.lab.records import Evaluation, EventWriter, MegaBatch, Record, Shar
 from offbeat.lab.schedule import BatchSchedule, ClaimedSchedule, Position
 from offbeat.lab.tasks import Task
 from offbeat.megabatch.claims import MegaBatchShare
+from offbeat.session.live_metrics import LiveMetrics
+from offbeat.session.loggers import named_loggers
+from offbeat.session.session import Session
 
 _REPORT_EVERY_S = 0.1
 
@@ -75,6 +78,7 @@ class StepRecorder:
         )
         self._before = self.first = run.attached.session.stats
         self.first_step = run.schedule.position.step
+        self._live = self._live_metrics()
         self.seconds = 0.0
         self.num_samples = 0
         self.last_loss: float | None = None
@@ -102,6 +106,7 @@ class StepRecorder:
         """Another session has taken the place of the one before, and counts from 0."""
         self._before = self.first = self._stats_reported = self._run.attached.session.stats
         self.first_step = self._run.schedule.position.step
+        self._live = self._live_metrics()
         self.restart_clock()
 
     def step_done(self, *, loss: float | None, batch_size: int) -> None:
@@ -109,6 +114,8 @@ class StepRecorder:
         self._run.step_time.exclude_overhead(event.encode_s, event.wait_s)
         self.num_samples += batch_size
         self.last_loss = loss
+        if self._live is not None and loss is not None:
+            self._live.loss_seen(loss)
         if isinstance(self._run.schedule, ClaimedSchedule):
             self._unmerged.append(event)
         else:
@@ -264,6 +271,17 @@ class StepRecorder:
 
     def close(self) -> None:
         self._events.close()
+
+    def _live_metrics(self) -> LiveMetrics | None:
+        """What tells loggers how the present session is doing; None where nobody asked."""
+        run, session = self._run, self._run.attached.session
+        names = run.record.config.log_to
+        if not names or run.coordinator.rank or not isinstance(session, Session):
+            return None
+        loggers = named_loggers(names, run.record.path)
+        live = LiveMetrics(session, loggers, steps_before=run.schedule.position.step)
+        session.observers.append(live)
+        return live
 
     def _earlier(self) -> tuple[float, int]:
         """Seconds and bytes of this rank's steps in earlier attempts."""

@@ -28,6 +28,7 @@ PartState: TypeAlias = dict[str, dict[str, Any]]
 - "additive": tensors by name whose sum over ranks matters (residuals); they are shared out anew,
   and the sum is preserved;
 - "replicated": the same on every rank; copied;
+- "owned": of which each rank has some; every rank is handed all, and takes what it owns by then;
 - "local": a rank's own; handed to the rank of the same number modulo the old world size.
 """
 

@@ -34,6 +34,7 @@ from offbeat.script.evaluation import EvaluationWeights
 from offbeat.script.recipes import Attached, ScriptRecipe
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
+from offbeat.torch_private import is_in_flat_parameter
 
 LOGGER = logging.getLogger("offbeat")
 
@@ -281,16 +282,16 @@ class ScriptSessions:
 
 def _refuse_what_nobody_exchanges(optimizer: torch.optim.Optimizer) -> None:
     """Raise if the model that `optimizer` steps is sharded, or trained on this rank alone."""
-    kinds = {
-        type(value).__name__
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        for value in (parameter, parameter.data)
-    }
-    if kinds & {"DTensor", "FlatParameter"}:
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    sharded_by = ""
+    if any(map(is_in_flat_parameter, parameters)):
+        sharded_by = "FullyShardedDataParallel (FSDP)"
+    elif any(type(tensor).__name__ == "DTensor" for p in parameters for tensor in (p, p.data)):
+        sharded_by = "fully_shard (FSDP2), or has other parameters that are DTensors"
+    if sharded_by:
         raise UnsupportedError(
-            "the script shards its model (FSDP); offbeat needs every rank to hold whole parameters:"
-            " wrap the model in DistributedDataParallel in its place"
+            f"the script shards its model by {sharded_by}; offbeat needs every rank to hold whole"
+            " parameters: wrap the model in DistributedDataParallel in its place"
         )
     if not dist.is_initialized():
         raise ConfigError(NOT_DISTRIBUTED.format(script=sys.argv[0]))

@@ -43,7 +43,12 @@ def script_command(
 
 
 def script_config(
-    script: ScriptCommand, strategy: str, *, workers: int, steps: int | None = None
+    script: ScriptCommand,
+    strategy: str,
+    *,
+    workers: int,
+    steps: int | None = None,
+    log_to: Sequence[str] = (),
 ) -> RunConfig:
     """The run of `script` with `strategy`, such as "gtopk:density=0.01".
 
@@ -52,9 +57,10 @@ def script_config(
         strategy: with its options.
         workers: number of ranks, >= 1.
         steps: after which the script is stopped; None: it stops by itself.
+        log_to: as in `RunConfig`.
 
     Raises:
-        ConfigError: no such strategy or option, or a number that cannot be.
+        ConfigError: no such strategy, option or logger, or a number that cannot be.
     """
     name, options = parse_spec(strategy)
-    return resolve_script(script, name, options, workers=workers, steps=steps)
+    return resolve_script(script, name, options, workers=workers, steps=steps, log_to=log_to)

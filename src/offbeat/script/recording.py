@@ -113,7 +113,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         self._pauses: Pauses | None = None
         self._metric_name: str | None = None
         self._metric: Evaluation | None = None
-        self._losses_of_step: list[float] = []
+        self._losses_of_step: list[torch.Tensor | float] = []
         self._losses: list[float] = []
         self._evaluations: list[Evaluation] = []
         self._losses_seen = False
@@ -166,7 +166,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             self._report(Joined(rank=coordinator.rank, step=step))
         self._recorder = StepRecorder(run, self._report, amendable=True)
         self._pauses = Pauses(run, self._recorder, self._turns, threading.Event())
-        self._pauses.should_stop(step)
+        self._pauses.wait_for_turn(step)
         self._recorder.restart_clock()
 
     def samples_seen(self, args: Sequence[Any]) -> None:
@@ -179,7 +179,8 @@ class ScriptRecorder(SessionObserver, ModelListener):
         """`backward` is called on `loss`, which is `scale` times the script's."""
         self._begin_step()
         if loss.numel() == 1:
-            self._losses_of_step.append(loss.detach().item() / scale)
+            # Read when the step is over: a GPU would first have to end the forward pass here.
+            self._losses_of_step.append(loss.detach().float() / scale)
         if self._run is not None and self._recorder is not None:
             self._run.step_time.before_backward(self._recorder.elapsed_s)
             self._backward.close()
@@ -200,7 +201,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             return
         self._length.position.step += 1
         step = self._length.position.step
-        loss = sum(self._losses_of_step) if self._losses_of_step else None
+        loss = float(sum(self._losses_of_step)) if self._losses_of_step else None
         self._losses_seen = self._losses_seen or loss is not None
         recorder.step_done(loss=loss, batch_size=self._num_samples)
         if loss is not None:
@@ -212,7 +213,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             self._losses = []
         if self._length.limit is not None and step >= self._length.limit:
             raise SystemExit(0)  # the script's own `finally` clauses are carried out
-        pauses.should_stop(step)
+        pauses.wait_for_turn(step)
         recorder.restart_clock()
 
     @override

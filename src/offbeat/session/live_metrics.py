@@ -30,23 +30,32 @@ class LiveMetrics(SessionObserver):
     - `offbeat/residual_norm`: norm of what this rank has not sent yet, with a sparse strategy;
     - `offbeat/entry_age`: steps that an entry of the gradient waits to be sent, likewise;
     - `offbeat/stale_share`: share of stale contributions in averages, where nobody waits;
-    - `offbeat/skipped_steps`: so far.
+    - `offbeat/skipped_steps`: so far;
+    - `offbeat/loss`: where somebody tells it by `loss_seen`.
 
     A logger that raises is heard of once, and is told nothing more.
     """
 
-    def __init__(self, session: Session, loggers: Sequence[MetricsLogger]) -> None:
+    def __init__(
+        self, session: Session, loggers: Sequence[MetricsLogger], *, steps_before: int = 0
+    ) -> None:
+        """`steps_before`: those of the run that were done before this session began."""
         self._session = session
         self._loggers = list(loggers)
-        self._num_steps = 0
+        self._num_steps = self._steps_before = steps_before
+        self._losses: list[float] = []
         self._before = session.stats
         self._since_s = time.monotonic()
 
     @override
     def step_ended(self, num_steps: int) -> None:
-        self._num_steps = num_steps
+        self._num_steps = self._steps_before + num_steps
         if num_steps - self._before.steps >= EVERY:
-            self._tell(self._measured(), num_steps)
+            self._tell(self._measured(), self._num_steps)
+
+    def loss_seen(self, loss: float) -> None:
+        """This rank's training loss was `loss` in a step."""
+        self._losses.append(loss)
 
     @override
     def logged(self, values: Mapping[str, float]) -> None:
@@ -73,6 +82,9 @@ class LiveMetrics(SessionObserver):
         }
         if stats.mean_entry_age is not None:
             values["entry_age"] = stats.mean_entry_age
+        if self._losses:
+            values["loss"] = sum(self._losses) / len(self._losses)
+            self._losses = []
         self._before, self._since_s = stats, time.monotonic()
         return {f"offbeat/{name}": value for name, value in values.items()}
 

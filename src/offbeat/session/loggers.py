@@ -8,13 +8,13 @@ None of the three is a dependency of offbeat.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-from offbeat.errors import ConfigError
+from offbeat.errors import ConfigError, nearest
 
 
 class MetricsLogger(Protocol):
@@ -96,6 +96,31 @@ class MLflowLogger:
     def close(self) -> None:
         if self._is_own:
             self._mlflow.end_run()
+
+
+_MAKERS: Final[Mapping[str, Callable[[Path], MetricsLogger]]] = {
+    "tensorboard": lambda record: TensorBoardLogger(record / "tensorboard"),
+    "wandb": lambda record: WandbLogger(name=record.name),
+    "mlflow": lambda record: MLflowLogger(),
+}
+
+
+def named_loggers(names: Sequence[str], record: Path) -> list[MetricsLogger]:
+    """The loggers that `--log-to` names: "tensorboard", "wandb" and "mlflow".
+
+    Args:
+        names: of them.
+        record: directory of the run's record, where TensorBoard's files go.
+
+    Raises:
+        ConfigError: one has another name, or its package is not installed.
+    """
+    for name in names:
+        if name not in _MAKERS:
+            raise ConfigError(
+                f"--log-to is {name!r}; allowed are {', '.join(_MAKERS)}{nearest(name, _MAKERS)}"
+            )
+    return [_MAKERS[name](record) for name in names]
 
 
 def _require(package: str, command: str) -> None:

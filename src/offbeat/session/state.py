@@ -63,7 +63,7 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int, rank: int) -> 
 
     What is additive (residuals, momenta) is shared out so that its sum over ranks stays the same:
     rank r takes the old ranks r, r + world_size, ...; a rank beyond the old ones starts with zeros.
-    With the same world size nothing changes.
+    What is owned is handed to all. With the same world size nothing changes.
 
     Args:
         states: `Session.state_dict()` of every old rank, by rank.
@@ -95,8 +95,15 @@ def _reshard_part(states: Sequence[PartState], world_size: int, rank: int) -> Pa
         )
         for name, tensor in states[0].get("additive", {}).items()
     }
-    local = states[rank % len(states)].get("local", {})
-    return {"additive": additive, "local": local, "replicated": states[0].get("replicated", {})}
+    found: PartState = {
+        "additive": additive,
+        "local": states[rank % len(states)].get("local", {}),
+        "replicated": states[0].get("replicated", {}),
+    }
+    if "owned" in states[0]:
+        owners = [states[rank]] if len(states) == world_size else states
+        found["owned"] = {name: kept for state in owners for name, kept in state["owned"].items()}
+    return found
 
 
 def _copied(state: PartState) -> PartState:

@@ -184,10 +184,19 @@ class GTopK(SparseGradientStrategy):
                 indices=indices,
             )
 
+        def small_s() -> float:
+            small, world_size = together(small=True), workspace.driver.world_size
+            if not self.carries_small(parameters, world_size):
+                return cheapest.costs_s(small, 1)["dense"] if small.num_elements else 0.0
+            num_bytes = small.num_elements * small.element_bytes
+            return cheapest.network.messages.time_s(
+                num_messages=0, num_bytes=(world_size - 1) * num_bytes
+            )
+
         return AutoDensity(
             cheapest,
             gradient=together(small=False),
-            beside=together(small=True),
+            beside_s=small_s,
             budget=self.budget,
             driver=workspace.driver,
             stream=workspace.new_stream(),

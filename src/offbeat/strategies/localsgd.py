@@ -9,9 +9,10 @@ With `warmup` H begins with 1 and grows by one in every so many steps until it i
 models that part in the first steps end worse (post-local SGD says so too; arXiv 2310.14423 lets H
 grow as the learning rate falls).
 
-With `start_step` it is post-local SGD (arXiv 1808.07217): gradients are all-reduced in the first
-steps, as in `AllReduce`. With `outer` the mean goes through an optimizer of its own, any of
-`torch.optim`, which makes it SlowMo or DiLoCo; see `averaging.outer`.
+With `start_step` it is post-local SGD (arXiv 1808.07217): in the first steps gradients are
+all-reduced, as in `AllReduce`, and with `start` K-FAC makes second-order steps of them. With
+`outer` the mean goes through an optimizer of its own, any of `torch.optim`, which makes it SlowMo
+or DiLoCo; see `averaging.outer`.
 
 Cost per period: one all-reduce of the weights, 2(P-1)/P n elements sent by each rank, after the
 step and overlapped with nothing. So a step costs 1/H of S-SGD's bytes, and ranks wait for each
@@ -24,26 +25,32 @@ its own step; SlowMo's outer momentum is not rescaled when the learning rate cha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 
 from offbeat.averaging.outer import OuterFactory, OuterOptimizer
 from offbeat.averaging.periodic import PeriodicAverage
-from offbeat.averaging.start_phase import StartPhase
-from offbeat.errors import ConfigError
+from offbeat.averaging.start_phase import StartPhase, StartPhaseOfFactors
+from offbeat.errors import ConfigError, nearest
+from offbeat.kfac.part import KFACPart
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.averaging import AveragingStrategy
+from offbeat.strategies.base import Strategy
+from offbeat.strategies.dkfac import DKFAC
+from offbeat.strategies.dpkfac import DPKFAC
+from offbeat.strategies.kfac import KFACStrategy
+from offbeat.strategies.mpdkfac import MPDKFAC
 from offbeat.strategies.options import (
     require_at_least,
-    require_dense_optimizer,
     require_fraction_below_one,
     require_one_of,
     require_positive,
 )
+from offbeat.strategies.spdkfac import SPDKFAC
 from offbeat.weights.model_weights import ModelWeights
 
 
@@ -83,6 +90,11 @@ OUTERS = {
 }
 """Outer optimizers by name, with the values of their papers."""
 
+STARTS: dict[str, type[AllReduce | KFACStrategy]] = {
+    kind.name: kind for kind in (AllReduce, DKFAC, MPDKFAC, SPDKFAC, DPKFAC)
+}
+"""What the first steps may be, by name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(AveragingStrategy):
@@ -93,6 +105,8 @@ class LocalSGD(AveragingStrategy):
         warmup: the steps in which the period grows by one, from 1 on, >= 0; 0: it is `period` from
             the beginning. 20 is a good value.
         start_step: steps with all-reduced gradients before the first local one, >= 0.
+        start: what these steps are: "allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac", or such a
+            strategy with options of its own, as `offbeat.SPDKFAC(damping=0.003)`.
         outer: the optimizer that is applied to the mean: "slowmo", "diloco", an
             `offbeat.Outer(lr=..., momentum=..., nesterov=...)`, or any callable that makes an
             optimizer of the parameters it is given, such as
@@ -106,6 +120,7 @@ class LocalSGD(AveragingStrategy):
     period: int = 10
     warmup: int = 0
     start_step: int = 0
+    start: Strategy | Literal["allreduce", "dkfac", "mpdkfac", "spdkfac", "dpkfac"] = "allreduce"
     outer: Outer | OuterFactory | Literal["slowmo", "diloco"] | None = None
     optimizer_state: Literal["local", "averaged"] = "local"
 
@@ -115,6 +130,7 @@ class LocalSGD(AveragingStrategy):
         require_at_least("warmup", self.warmup, 0)
         require_at_least("start_step", self.start_step, 0)
         require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
+        self._check_start()
         if isinstance(self.outer, str):
             require_one_of("outer", self.outer, tuple(OUTERS))
         elif self.outer is not None and not callable(self.outer):
@@ -124,9 +140,44 @@ class LocalSGD(AveragingStrategy):
                 f" lr=0.7), got {self.outer!r}"
             )
 
+    def _check_start(self) -> None:
+        start = self.start
+        is_named = isinstance(start, str) and start in STARTS
+        if not is_named and not isinstance(start, tuple(STARTS.values())):
+            raise ConfigError(
+                f"start must be one of {', '.join(map(repr, STARTS))}, or such a strategy, as"
+                f" offbeat.SPDKFAC(damping=0.003), got {start!r}{nearest(str(start), STARTS)}"
+            )
+        if start != "allreduce" and not self.start_step:
+            raise ConfigError(
+                f"start={start!r} is for the first start_step steps, and start_step is 0; set it,"
+                " as in start_step=100"
+            )
+        if isinstance(start, KFACStrategy) and not isinstance(start.gradients, AllReduce):
+            raise ConfigError(
+                f"start={start!r} sends parts of gradients only, and what it owes when local steps"
+                ' begin would be lost; use exchange="allreduce"'
+            )
+
+    @property
+    def _starts_with(self) -> AllReduce | KFACStrategy:
+        """What the first steps are. There is no check of replicas, which part afterwards."""
+        start: AllReduce | KFACStrategy
+        if isinstance(self.start, AllReduce | KFACStrategy):
+            start = self.start
+            gradients = start.gradients if isinstance(start, KFACStrategy) else start
+        else:
+            start = STARTS[str(self.start)]()
+            gradients = AllReduce(max_skipped_steps=self.max_skipped_steps)
+        unchecked = replace(gradients, replica_check_interval=0)
+        if isinstance(start, KFACStrategy):
+            return replace(start, exchange=unchecked)
+        assert isinstance(unchecked, AllReduce)
+        return unchecked
+
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.start_step:
-            require_dense_optimizer(optimizer)
+            self._starts_with.check(model, optimizer)
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
@@ -145,7 +196,9 @@ class LocalSGD(AveragingStrategy):
     def _gradient_phase(self, workspace: Workspace) -> list[Part]:
         if not self.start_step:
             return []
-        exchanges = AllReduce(
-            max_skipped_steps=self.max_skipped_steps, replica_check_interval=0
-        ).build(workspace)
-        return [StartPhase(part, num_steps=self.start_step) for part in exchanges]
+        return [
+            (StartPhaseOfFactors if isinstance(part, KFACPart) else StartPhase)(
+                part, num_steps=self.start_step
+            )
+            for part in self._starts_with.build(workspace)
+        ]

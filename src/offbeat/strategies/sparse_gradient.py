@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 import numpy as np
@@ -24,14 +25,24 @@ from offbeat.codec.wire import Wire
 from offbeat.collectives.base import SparseCollective
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.changed_gradients import ChangedGradients
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.collective_choice import BucketKind
 from offbeat.gradients.density_choice import FEW, AutoDensity
 from offbeat.gradients.exchange import ExchangeCounts, GradientExchange, Reduction
 from offbeat.gradients.launch_order import LaunchOrder
-from offbeat.gradients.optimizer_momentum import OptimizerMomentum, momentum_to_take
-from offbeat.gradients.optimizer_scaling import OptimizerScaling, reason_against
+from offbeat.gradients.optimizer_momentum import (
+    CHANGED_MOMENTUM,
+    OptimizerMomentum,
+    momentum_to_take,
+)
+from offbeat.gradients.optimizer_scaling import (
+    LeftScaling,
+    OptimizerScaling,
+    reason_against,
+)
 from offbeat.gradients.owed_rate import OwedRate
+from offbeat.gradients.piggyback import Piggyback, PiggybackSize
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.gradients.rising_rate import DENSITY, HOLD
@@ -52,6 +63,8 @@ AT_ONCE_BELOW: Final = 0.15
 waits for 1 / density exchanges, and momentum is usually spread over ten.
 """
 
+MOMENTUM_RULES: Final = ("auto", "at_once", "masked", "spread")
+
 SMALL: Final = 1024
 """Parameters of fewer elements are small: norms and biases, and often the first and last layer."""
 
@@ -62,6 +75,12 @@ ranks the exchange then takes less than twice the bytes.
 
 SMALL_SHARE_OF_ALL: Final = 0.05
 """The same, of all elements, where the density is not known in advance."""
+
+CARRIED_BYTES: Final = 1 << 16
+"""Small parameters travel in the messages of the others, if what a rank gets of all its peers' is
+at most this. That saves an exchange, and costs bytes: by one of their own they travel 2 (P-1) / P
+times, here P-1 times.
+"""
 
 Choose = Callable[[BucketKind, int], SparseCollective | None]
 """(the bucket, k) -> the collective to use; None sends everything densely."""
@@ -80,10 +99,12 @@ class SparseGradientStrategy(GradientStrategy):
             it weight decay, until the session ends, and the scaling of Adam and AdamW at densities
             below 0.15, where the loop leaves gradients alone; a number in [0, 1) needs an optimizer
             without momentum; None leaves all to the optimizer.
-        momentum_masking: DGC's factor masking: momentum stops where an entry was sent. "auto" needs
-            none: in exchanges of less than 0.15 of the entries, where most wait for longer than
-            momentum lasts, all of a gradient's momentum is applied at once, which is gradient /
-            (1 - momentum); where more travel momentum goes on as it is.
+        momentum_rule: how momentum that is applied before selection moves an entry. "spread": over
+            the steps that follow, as SGD's; "masked": likewise, until the entry is sent, when its
+            velocity becomes 0 (DGC's factor masking); "at_once": all of a gradient's momentum with
+            the gradient, as gradient / (1 - momentum); "auto": at once in exchanges of less than
+            0.15 of the entries, where most wait for longer than momentum lasts, else spread. Where
+            everything is sent momentum is always spread.
         warmup: densities of the first exchanges, if larger than the later one: pairs of a density
             and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
             density of 1 sends everything as `AllReduce` does; or "paper" (0.25, 0.0725, 0.015,
@@ -93,8 +114,9 @@ class SparseGradientStrategy(GradientStrategy):
             rate.
         steps_per_epoch: exchanges in an epoch, >= 1, such as `len(loader)`; needed where `warmup`
             counts epochs. The lab fills it in.
-        dense_below: parameters of fewer elements are sent whole, in a bucket of their own that is
-            summed as `AllReduce` does; the density is that of the others. 0: none of them. "auto":
+        dense_below: parameters of fewer elements are sent whole, in the messages of the others
+            where that is little, else in a bucket of their own that is summed as `AllReduce` does;
+            the density is that of the others. 0: none of them. "auto":
             1024, where these parameters have at most 2.5 times as many elements as `density` lets
             travel (a twentieth of all with density="auto"), else 0.
         scope: where the k largest are looked for: "bucket", which is the whole model unless
@@ -115,7 +137,7 @@ class SparseGradientStrategy(GradientStrategy):
     density: float | Literal["auto"] = 0.001
     selection: Literal["exact", "reuse"] | Selector = "exact"
     momentum_correction: float | Literal["auto"] | None = "auto"
-    momentum_masking: bool | Literal["auto"] = "auto"
+    momentum_rule: Literal["auto", "at_once", "masked", "spread"] = "auto"
     warmup: Literal["auto", "paper", "exponential"] | tuple[tuple[float, int], ...] | str | None = (
         "auto"
     )
@@ -149,8 +171,7 @@ class SparseGradientStrategy(GradientStrategy):
                 " len(loader)"
             )
         self._warmup(target=1.0)
-        if isinstance(self.momentum_masking, str):
-            require_one_of("momentum_masking", self.momentum_masking, ("auto",))
+        require_one_of("momentum_rule", self.momentum_rule, MOMENTUM_RULES)
         if isinstance(self.dense_below, str):
             require_one_of("dense_below", self.dense_below, ("auto",))
         else:
@@ -212,6 +233,18 @@ class SparseGradientStrategy(GradientStrategy):
         is_little = sum(size for size in sizes if size < SMALL) <= share * sum(sizes)
         return SMALL if is_little else 0
 
+    def carries_small(self, parameters: Collection[torch.nn.Parameter], world_size: int) -> bool:
+        """Whether small parameters travel in the messages of the others; `parameters`: all."""
+        below = self.small_below(parameters)
+        small = [parameter for parameter in parameters if parameter.numel() < below]
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in small)
+        return (
+            0 < len(small) < len(parameters)
+            and len({(each.dtype, each.device) for each in parameters}) == 1
+            and (world_size - 1) * num_bytes <= CARRIED_BYTES
+            and (self.bucket_mib is None or num_bytes <= self.bucket_mib * MIB)
+        )
+
     def density_at(self, exchange: int, target: float) -> float:
         """Density of exchange number `exchange`, counted from 0, on the way to `target`."""
         schedule = self._warmup(target)
@@ -242,19 +275,43 @@ class SparseGradientStrategy(GradientStrategy):
         return self.momentum_correction == "auto"
 
     def build(self, workspace: Workspace) -> Sequence[Part]:
-        taken = self._taken_over(workspace)
         counts = ExchangeCounts()
+        taken = self._taken_over(workspace, counts)
         pairs, others = self._parts(workspace, counts, taken)
         exchange, others = self.exchange_of(pairs, others, workspace, counts, taken=taken)
         self._listen(exchange, others)
-        if isinstance(taken, OptimizerScaling):
-            exchange.add_listener(taken.listener)
-            others.append(taken)
+        others += self._beside(taken, exchange, workspace, counts)
         if taken is not None:  # last, when nothing can fail any more
             taken.take()
         return [exchange, *others]
 
-    def _taken_over(self, workspace: Workspace) -> OptimizerMomentum | OptimizerScaling | None:
+    def _beside(
+        self,
+        taken: OptimizerMomentum | OptimizerScaling | None,
+        exchange: GradientExchange,
+        workspace: Workspace,
+        counts: ExchangeCounts,
+    ) -> list[Part]:
+        """The parts that go with what was taken over, or with what was left."""
+        if taken is None:
+            is_adam = type(workspace.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+            return [LeftScaling()] if is_adam else []
+        if isinstance(taken, OptimizerScaling):
+            exchange.add_listener(taken.listener)
+            return [
+                ChangedGradients(
+                    exchange.buckets, counts=counts, when_changed=taken.gradients_are_changed
+                ),
+                taken,
+            ]
+        if workspace.has_scaler:  # which changes gradients itself
+            return []
+        warn = partial(workspace.warn, CHANGED_MOMENTUM)
+        return [ChangedGradients(exchange.buckets, counts=counts, when_changed=warn)]
+
+    def _taken_over(
+        self, workspace: Workspace, counts: ExchangeCounts
+    ) -> OptimizerMomentum | OptimizerScaling | None:
         """What works before the exchange in the optimizer's place; None: nothing."""
         optimizer, inform = workspace.optimizer, workspace.inform
         if not self.takes_momentum or optimizer is None:
@@ -269,7 +326,11 @@ class SparseGradientStrategy(GradientStrategy):
             reason = f"at a density of {self.density:g} that would be less accurate"
         if reason is None:
             return OptimizerScaling(
-                optimizer, driver=workspace.driver, stream=workspace.new_stream(), inform=inform
+                optimizer,
+                driver=workspace.driver,
+                stream=workspace.new_stream(),
+                counts=counts,
+                inform=inform,
             )
         inform(
             "momentum_correction='auto': the optimizer sees the mean of what was sent, and nothing"
@@ -311,6 +372,14 @@ class SparseGradientStrategy(GradientStrategy):
         cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
         small_below = self.small_below(workspace.parameters.values())
         buckets = make_buckets(workspace.parameters, cap_bytes=cap_bytes, small_below=small_below)
+        small = piggyback = None
+        if self.carries_small(workspace.parameters.values(), workspace.driver.world_size):
+            # The small ones stand before the last of the others, in whose messages they travel.
+            (small,) = (each for each in buckets if each.parameters[0].numel() < small_below)
+            buckets.remove(small)
+            buckets.insert(-1, small)
+            size = PiggybackSize(len(small.indices), small.num_elements)
+            piggyback = Piggyback(size, self._wire(small).dtype)
         largest = self._kind(max(buckets, key=lambda bucket: bucket.num_elements))
 
         def is_sparse(density: float) -> bool:
@@ -322,7 +391,20 @@ class SparseGradientStrategy(GradientStrategy):
             if auto is not None:
                 taken.when_taken = auto.send_few
         return [
-            (bucket, self._reduction(bucket, workspace, counts, choose, is_sparse, auto, taken))
+            (
+                bucket,
+                self._reduction(
+                    bucket,
+                    workspace,
+                    counts,
+                    choose,
+                    is_sparse,
+                    auto,
+                    taken,
+                    rides=piggyback if bucket is small else None,
+                    carries=piggyback if bucket is buckets[-1] else None,
+                ),
+            )
             for bucket in buckets
         ], others
 
@@ -344,6 +426,9 @@ class SparseGradientStrategy(GradientStrategy):
         is_sparse: Callable[[float], bool],
         auto: AutoDensity | None,
         taken: OptimizerMomentum | OptimizerScaling | None,
+        *,
+        rides: Piggyback | None,
+        carries: Piggyback | None,
     ) -> SparseReduction:
         kind, optimizer = self._kind(bucket), workspace.optimizer
         small_below = self.small_below(workspace.parameters.values())
@@ -359,8 +444,8 @@ class SparseGradientStrategy(GradientStrategy):
                 density = _while_rising(counts, optimizer, density, workspace.inform)
             # Small parameters, too, though all of them travel: where some have momentum and others
             # have it at once, what the former do is undone by the latter, and accuracy suffers.
-            may = self.momentum_masking == "auto" and density < AT_ONCE_BELOW
-            at_once = may and momentum is not None and is_sparse(density)
+            limit = {"at_once": 1.0, "auto": AT_ONCE_BELOW}.get(self.momentum_rule, 0.0)
+            at_once = momentum is not None and density < limit and is_sparse(density)
             if is_small:
                 return ExchangePlan(k=bucket.num_elements, collective=None, at_once=at_once)
             k = max(1, round(density * bucket.num_elements))
@@ -383,7 +468,7 @@ class SparseGradientStrategy(GradientStrategy):
             device=bucket.flat.device,
             selector=self._selector(bucket),
             momentum=momentum,
-            masking=self.momentum_masking is True,
+            masking=self.momentum_rule == "masked",
         )
         watch = ResidualWatch(
             workspace.warn, rank=workspace.driver.rank, clips=self.clip_norm is not None
@@ -397,10 +482,12 @@ class SparseGradientStrategy(GradientStrategy):
             feedback,
             driver=workspace.driver,
             stream=workspace.new_stream(),
-            wire=self._wire(bucket),
+            wire=self._wire(bucket, PiggybackSize() if carries is None else carries.size),
             plan=plan,
             watch=watch,
             owed_rate=None if optimizer is None else OwedRate(bucket, optimizer),
+            rides=rides,
+            carries=carries,
         )
 
     def _selector(self, bucket: Bucket) -> Selector:
@@ -409,15 +496,16 @@ class SparseGradientStrategy(GradientStrategy):
             return ByLayer(selector, offsets=bucket.offsets, names=bucket.names)
         return selector
 
-    def _wire(self, bucket: Bucket) -> Wire:
+    def _wire(self, bucket: Bucket, carries: PiggybackSize = PiggybackSize()) -> Wire:
         # Half-precision gradients are selected, owed and merged in float32.
         double = bucket.flat.dtype == torch.float64
         dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
         values, indices = self.codecs()
         return Wire(
             num_elements=bucket.num_elements,
-            num_parameters=len(bucket.indices),
+            num_parameters=len(bucket.indices) + carries.num_parameters,
             dtype=dtype,
+            num_whole=carries.num_elements,
             values=values.suited_to(dtype),
             indices=indices,
         )

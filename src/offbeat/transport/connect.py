@@ -36,7 +36,7 @@ from offbeat.transport.backends import (
 from offbeat.transport.c10d import C10d
 from offbeat.transport.ciphers import CIPHER_VARIABLE, cipher_from_environment
 from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.interface import listen_address
+from offbeat.transport.interface import check_listening, listen_address
 from offbeat.transport.keys import key_pair
 from offbeat.transport.network import (
     Network,
@@ -153,12 +153,14 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
     rendezvous = Rendezvous(store, rank, ranks, lost=lost)
     try:
         address, limit_s, cipher = listen_address(), silence_s(), cipher_from_environment()
+        presence = Presence(address)
     except ConfigError as refusal:
         # The others would wait for this rank.
         rendezvous.refuse(refusal)
         raise
     given = os.environ.get(SECRET_VARIABLE, "").encode()
     if world_size == 1:
+        presence.close()
         network = create_network(
             store,
             token=secrets.token_hex(8),
@@ -170,7 +172,6 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
         )
         return Connection(driver=SingleRank(), network=network)
     with answering_within(store, limit_s), ExitStack() as stack:
-        presence = Presence(address)
         stack.callback(presence.close)
         stack.callback(closed_in_children(store_sockets(store)))
         device = gloo_device(address)
@@ -277,6 +278,7 @@ def reconnect() -> Connection:
     if not port.isdigit():
         raise ConfigError(f"MASTER_PORT is {port!r}, needed is the number of the store's port")
     address, cipher = listen_address(), cipher_from_environment()
+    check_listening(address)
     store = store_client(os.environ["MASTER_ADDR"], int(port))
     network = find_network(
         store,

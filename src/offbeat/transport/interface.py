@@ -1,14 +1,30 @@
-"""Which address to listen on: one that was named, never all of them by default."""
+"""Where to listen: on an address that was named, never on all of them by default, and on a port of
+those that are allowed; and by which address peers come here.
+"""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
+import secrets
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Final, TypeVar
 
 from offbeat.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+PORTS_VARIABLE: Final = "OFFBEAT_PORTS"
+"""Environment variable with the ports that offbeat's sockets may listen on, such as
+29600-29619."""
+
+ADDRESS_VARIABLE: Final = "OFFBEAT_ADDRESS"
+"""Environment variable with the address by which peers reach this host, where it is not the one
+that sockets listen on."""
 
 _LOOPBACK = "127.0.0.1"
 _ROUTE_PORT = 9
@@ -52,23 +68,107 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def reachable_address(listens_at: str) -> str:
+    """The address by which peers reach what listens at `listens_at` on this host: that one, unless
+    OFFBEAT_ADDRESS names another, as behind a translation of addresses.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    given = os.environ.get(ADDRESS_VARIABLE, "").strip()
+    if not given:
+        return listens_at
+    try:
+        address = ipaddress.ip_address(given)
+    except ValueError:
+        address = None
+    if address is None or address.is_unspecified:
+        raise ConfigError(
+            f"{ADDRESS_VARIABLE} is {given!r}; allowed is the numeric address by which the other"
+            " ranks reach this host, such as 203.0.113.7"
+        )
+    return str(address)
+
+
+def allowed_ports() -> range | None:
+    """The ports that OFFBEAT_PORTS allows; None where it is not set, and any will do.
+
+    Raises:
+        ConfigError: it is malformed.
+    """
+    given = os.environ.get(PORTS_VARIABLE, "").strip()
+    if not given:
+        return None
+    first, _, last = given.partition("-")
+    numbers = [int(end) if end.isdecimal() else 0 for end in (first.strip(), last.strip())]
+    if not 0 < numbers[0] <= numbers[1] < 1 << 16:
+        raise ConfigError(
+            f"{PORTS_VARIABLE} is {given!r}; allowed are two ports, the first and the last of a"
+            " range, such as 29600-29619"
+        )
+    return range(numbers[0], numbers[1] + 1)
+
+
+def check_listening(address: str) -> None:
+    """Raise `ConfigError` where OFFBEAT_PORTS or OFFBEAT_ADDRESS is malformed, before a socket is
+    needed.
+    """
+    allowed_ports()
+    reachable_address(address)
+
+
+def on_free_port(bind: Callable[[int], T], address: str) -> T:
+    """What `bind` returns for a port that is free: one of OFFBEAT_PORTS, else any (0).
+
+    Args:
+        bind: listens on the port that it is given; raises `OSError`, with `errno.EADDRINUSE` where
+            the port is taken.
+        address: where, for the error.
+
+    Raises:
+        ConfigError: OFFBEAT_PORTS is malformed, or all of its ports are taken.
+        OSError: of `bind`, for another reason than that.
+    """
+    ports = allowed_ports()
+    if ports is None:
+        return bind(0)
+    # Not in order: the port of a worker that has died should not at once be another's, whom those
+    # who still look for the dead one would reach.
+    first = secrets.randbelow(len(ports))
+    for port in (*ports[first:], *ports[:first]):
+        try:
+            return bind(port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise ConfigError(
+        f"all ports of {PORTS_VARIABLE}, {ports[0]}-{ports[-1]}, are in use on {address}; give a"
+        " larger range: four for each rank of this host and one for the store are enough"
+    )
+
+
 def bound_socket(address: str, port: int = 0) -> socket.socket:
     """A TCP socket that listens on `address`, to be given to a server that would bind every
     interface by itself.
 
     Args:
         address: numeric address of this host, as from `listen_address`.
-        port: port to listen on; 0 takes a free one (`socket.getsockname()[1]`).
+        port: port to listen on; 0 takes a free one (`socket.getsockname()[1]`), of those that
+            OFFBEAT_PORTS allows.
 
     Returns:
         The socket. The caller closes it, or detaches it when the server takes its descriptor over.
 
     Raises:
-        ConfigError: the address is not this host's, or the port is taken.
+        ConfigError: the address is not this host's, the port is taken, or no allowed one is free.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
+
+    def listen(port: int) -> socket.socket:
         return socket.create_server((address, port), family=family)
+
+    try:
+        return listen(port) if port else on_free_port(listen, address)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {address} port {port}: {error.strerror or error}; name an address of"

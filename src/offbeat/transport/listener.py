@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import zmq
 
-from offbeat.errors import ConfigError, WireError
+from offbeat.errors import ConfigError, OffbeatError, WireError
 from offbeat.transport.admission import Admission
 from offbeat.transport.envelope import HEADER_BYTES, Envelope, parse
+from offbeat.transport.interface import on_free_port, reachable_address
 from offbeat.transport.link import FRAME_BYTES, PeerLimits, has_message, num_frames
 from offbeat.transport.operations import Payload
 from offbeat.transport.protection import Protection
+from offbeat.transport.sockets import parsed_address
 
 # what encryption and framing add to a frame; generous, it only bounds memory
 _OVERHEAD_BYTES = 1024
@@ -27,7 +29,8 @@ class Listener:
     """Receives from every rank of one generation.
 
     Attributes:
-        endpoint: where it listens, "tcp://address:port".
+        listens_at: address and port.
+        endpoint: where peers reach it, "tcp://address:port".
         num_foreign: messages dropped because they are malformed, of another generation, or not of
             the rank whose key they came with.
         unreadable: by the rank whose key they came with, why the first of these was dropped.
@@ -36,7 +39,7 @@ class Listener:
     def __init__(
         self, address: str, *, generation: int, protection: Protection, limits: PeerLimits
     ) -> None:
-        """Bind a free port.
+        """Bind a free port, of those that OFFBEAT_PORTS allows.
 
         Args:
             address: numeric address of this host, no wildcard.
@@ -45,7 +48,7 @@ class Listener:
             limits: how long a handshake may take, and when a connection counts as lost.
 
         Raises:
-            ConfigError: `address` is no numeric address of this host.
+            ConfigError: `address` is no numeric address of this host, or no allowed port is free.
         """
         if address in ("0.0.0.0", "::"):  # noqa: S104 - this is the refusal to bind them
             raise ConfigError(
@@ -80,13 +83,28 @@ class Listener:
         self._socket.tcp_keepalive_cnt = 4
         protection.guard_listener(self._socket)
         try:
-            self._socket.bind(f"tcp://[{address}]:*" if ":" in address else f"tcp://{address}:*")
-        except zmq.ZMQError as error:
+            self._listen(address)
+            reached_at = reachable_address(address)
+        except OffbeatError:
             self.close()
+            raise
+        self.listens_at = parsed_address(self._socket.get_string(zmq.LAST_ENDPOINT))
+        self.endpoint = _endpoint(reached_at, self.listens_at[1])
+
+    def _listen(self, address: str) -> None:
+        def bind(port: int) -> None:
+            try:
+                self._socket.bind(_endpoint(address, port or "*"))
+            except zmq.ZMQError as error:
+                raise OSError(error.errno, str(error)) from error
+
+        try:
+            on_free_port(bind, address)
+        except OSError as error:
             raise ConfigError(
-                f"cannot listen on {address!r}: {error}; give a numeric address of this host"
+                f"cannot listen on {address!r}: {error.strerror}; give a numeric address of this"
+                " host"
             ) from error
-        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def wait(self, timeout_s: float) -> None:
         """Block until something arrives, `wake` is called or `timeout_s` has passed."""
@@ -144,6 +162,11 @@ class Listener:
             if key_owner is not None:
                 self.unreadable.setdefault(key_owner, str(error))
             return None
+
+
+def _endpoint(address: str, port: int | str) -> str:
+    host = f"[{address}]" if ":" in address else address
+    return f"tcp://{host}:{port}"
 
 
 def _joined(frames: Sequence[zmq.Frame]) -> Payload:

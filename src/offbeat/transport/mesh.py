@@ -91,7 +91,7 @@ class Mesh:
         self._sending: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sending.set(zmq.MAX_SOCKETS, 4 * world_size + 64)
         self._links: dict[int, Link] = {}
-        listening = frozenset([parsed_address(self.listener.endpoint)])
+        listening = frozenset([self.listener.listens_at])
         self._sockets = SocketAddresses(local=listening)
         self._forget = closed_in_children(self._sockets)
         self.left: set[int] = set()

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Final, TypeVar
 
-from offbeat.transport.interface import bound_socket
+from offbeat.transport.interface import bound_socket, reachable_address
 from offbeat.transport.sockets import Address, SocketAddresses, closed_in_children
 
 Key = TypeVar("Key")
@@ -28,14 +28,16 @@ class Presence:
     """A socket that listens for as long as this process lives, or until `close`.
 
     Attributes:
-        address: where.
+        address: where peers find it.
     """
 
     def __init__(self, host: str) -> None:
+        reached_at = reachable_address(host)
         self._socket = bound_socket(host)
-        self.address: Address = (host, self._socket.getsockname()[1])
+        port = self._socket.getsockname()[1]
+        self.address: Address = (reached_at, port)
         # A forked child would go on listening.
-        self._forget = closed_in_children(SocketAddresses(local=frozenset([self.address])))
+        self._forget = closed_in_children(SocketAddresses(local=frozenset([(host, port)])))
 
     def close(self) -> None:
         """Listen no longer. Idempotent."""

@@ -418,6 +418,36 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing(attached: Attac
         )
 
 
+@pytest.mark.parametrize("max_dim", [10, 3])
+def test_factors_that_were_whole_in_a_checkpoint_are_cut(attached: Attach, max_dim: int) -> None:
+    """With a learning rate of 0 factors do not depend on how they are kept: the gradients of the
+    next step are those of a session that cut them from the first step on. Version 0.1 cut none.
+    """
+    whole, cut = (
+        offbeat.SPDKFAC(max_dim=rows, inverse_interval=10, ramp=False, factor_interval=1)
+        for rows in (100, max_dim)
+    )
+    _, _, straight = run = attached(cut)
+    old = attached(whole)
+    for net, optimizer, _ in (run, old):
+        optimizer.param_groups[0]["lr"] = 0.0
+        train(net, optimizer, range(11))
+    resumed = attached(cut)
+    resumed[1].param_groups[0]["lr"] = 0.0
+    resumed[2].load_state_dict(old[2].state_dict())
+    assert any("are cut" in notice for notice in resumed[2].notices)
+    shapes = [slot.shape for slot in part_of(straight).slots]
+    assert any(shape.is_diagonal or shape.padding for shape in shapes)
+    part_of(straight).preconditioner.is_stale = True  # as one with new inverses in this step
+    for net, optimizer, _ in (run, resumed):
+        reference.loss_of(net, batches(range(11, 12))[0]).backward()
+        optimizer.step()
+    for mine, expected in zip(resumed[0].parameters(), run[0].parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-8, atol=1e-12)
+    with pytest.raises(CheckpointError, match="with the same max_dim"):
+        old[2].load_state_dict(straight.state_dict())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_kept_is_half_of_the_squares_and_of_their_diagonals(
     attached: Attach, kind: type[KFACStrategy]

@@ -111,6 +111,14 @@ class FactorAccumulator:
             for name, tensor in factor.state_dict().items()
         }
 
+    def lacking(self, saved: Mapping[str, Any]) -> list[str]:
+        """Names of the factors that this rank keeps and `saved` has no average of."""
+        return [
+            self._slots[slot].name
+            for slot in self.factors
+            if f"{self._slots[slot].key}/sum" not in saved
+        ]
+
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`. An average that is not in `saved` stays as it is."""
         for slot, factor in self.factors.items():

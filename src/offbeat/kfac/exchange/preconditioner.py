@@ -22,6 +22,7 @@ from offbeat.kfac.exchange.inverses import InverseExchange
 from offbeat.kfac.exchange.spans import SpanRecorder
 from offbeat.kfac.inverses import dtype_of
 from offbeat.kfac.options import KFACSettings
+from offbeat.kfac.pieces import is_whole
 from offbeat.kfac.planning.factor_plan import FactorPlan
 from offbeat.kfac.planning.inverse_order import InverseBatch
 from offbeat.kfac.precondition import Curvature, EigenPair, InversePair, precondition_
@@ -42,7 +43,7 @@ class Preconditioner:
         driver: carries the broadcasts out.
         stream: the channels of the broadcasts.
         spans: notes what is done when.
-        notify: is told of factors that have no inverse.
+        notify: is told of factors that have no inverse, and of those that a checkpoint has whole.
 
     Attributes:
         inverses: where the inverses are kept, and how they get there.
@@ -71,7 +72,7 @@ class Preconditioner:
         self._optimizer, self._driver, self._stream = optimizer, driver, stream
         self._spans = spans
         self._has_tiny = any(slot.shape.is_tiny for slot in slots)
-        self._inverter = make_inverter(form, notify)
+        self._inverter, self._notify = make_inverter(form, notify), notify
         self._plan = plan
         self.inverses = self._room_for(plan, order)
 
@@ -166,6 +167,12 @@ class Preconditioner:
         another form.
         """
         self.is_stale = self._is_of_another_form(saved)
+        if whole := self._whole_here_cut(saved):
+            self._notify(
+                f"the checkpoint has {len(whole)} factors whole that have more rows than max_dim,"
+                f" such as {whole[0].name}: they are cut, and all inverses are made anew in the"
+                " next step"
+            )
         for slot, inverse in zip(self._slots, self.inverses.packed, strict=True):
             if inverse is not None:
                 none = torch.zeros_like(inverse)
@@ -177,12 +184,28 @@ class Preconditioner:
         """
         return bool(
             saved["form"] != self._form
+            or self._whole_here_cut(saved)
             or (self._form == "triangle" and self._has_tiny and "has_tiny_inverses" not in saved)
         )
+
+    def _whole_here_cut(self, saved: Mapping[str, Any]) -> list[FactorSlot]:
+        """The factors that `saved` has whole and that are cut here. Version 0.1 cut none."""
+        return [
+            slot
+            for slot in self._slots
+            if (total := saved.get(f"{slot.key}/sum")) is not None
+            and total.shape != slot.shape.packed
+            and total.ndim == 2
+            and is_whole(total.shape, slot.shape)
+        ]
 
     def check_state(self, saved: Mapping[str, Any]) -> None:
         """Raise `CheckpointError` unless every average and inverse in `saved` is of this model."""
         known = {f"{slot.key}/sum": slot.shape.packed for slot in self._slots}
+        known |= {
+            f"{slot.key}/sum": tuple(saved[f"{slot.key}/sum"].shape)
+            for slot in self._whole_here_cut(saved)
+        }
         is_same_form = not self._is_of_another_form(saved)
         if is_same_form:
             known |= {

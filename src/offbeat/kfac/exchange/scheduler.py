@@ -363,8 +363,13 @@ class FactorScheduler(ExchangeListener):
         }
 
     def is_planned_by(self, state: Mapping[str, Any]) -> bool:
-        """Whether the plan in `state` is of as many factors. Version 0.1 covered fewer layers."""
-        return len(state["owners"]) == len(self._slots)
+        """Whether the plan in `state` is of as many factors. Version 0.1 covered fewer layers.
+        Where ranks look at what they own alone, it must have the same owners, too.
+        """
+        owners = list(state["owners"])
+        return len(owners) == len(self._slots) and (
+            not self.plan.by_owner or owners == list(self.plan.owners)
+        )
 
     def saved_plan(self, state: Mapping[str, Any]) -> FactorPlan:
         """The plan that `state` holds."""
