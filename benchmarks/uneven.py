@@ -17,9 +17,12 @@ time, so that only the wait for the last batch is left (`planning.dispatch`).
 A goal is AdaptiveSGD's with `rule=proportional`; the other rules are shown beside it. Everything is
 printed to standard error, mega-batch by mega-batch.
 
-    python benchmarks/uneven.py [--json] [--quick] [--quotas] [--situations NAME,...] [--rules
-    NAME,...] [--seeds N]
-        [--mega-batches N] [--keep DIRECTORY]
+A race shows what speed is worth: strategies with equal options, each for equally many samples. The
+target is 95% of what AllReduce reaches in the end, mean over seeds.
+
+    python benchmarks/uneven.py [--json] [--quick] [--quotas] [--races NAME,...]
+        [--situations NAME,...] [--rules NAME,...] [--seeds N] [--mega-batches N] [--keep DIRECTORY]
+        [--results DIR]
 """
 
 from __future__ import annotations
@@ -40,10 +43,12 @@ from rich.table import Table
 from _measure import Ratio, Row, add_output_options, present
 from _results import Figure
 from links import Quiet
+from offbeat.lab.analysis import analyse as analyse_records
 from offbeat.lab.breakdown import read_steps
 from offbeat.lab.cluster import Cluster, LinkSpec, SpeedChange
 from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat.lab.records import MegaBatch, Record
+from offbeat.lab.statistics import Estimate, estimate
 from offbeat.lab.tasks import build_task
 from offbeat.megabatch.batch_sizes import spread
 from offbeat.planning.dispatch import dispatch
@@ -70,6 +75,15 @@ BUNDLED = "bundled"
 """A situation of its own: the task as it is, with its own batch size, as fast as this machine
 computes it.
 """
+RACERS: Final[Mapping[str, str]] = {
+    "AdaptiveSGD": "adaptive:mega_batch=1600",
+    "ElasticSGD": "elasticsgd:mega_batch=1600",
+    "Crossbow": "crossbow",
+    "AllReduce": "allreduce",
+}
+"""By label. The last one says what the target is."""
+RACES = ("half", "quarter")
+RACE_STEP_S, RACE_EPOCHS, TARGET = 0.05, 4, 0.95
 QUOTA = 0.4
 """Of a core, that a worker of speed 1 gets with `--quotas`: four of them fit on two."""
 _ONE_TURN_S = 1e6
@@ -346,6 +360,55 @@ def bundled(seeds: Sequence[int], mega_batches: int, keep: Path) -> Iterator[Rat
     yield goal(f"{BUNDLED}, adaptive: share of merges", shares, 0.0, at_most=0.05)
 
 
+def race(
+    situation: str, seeds: Sequence[int], epochs: int, step_s: float, keep: Path
+) -> Iterator[Figure]:
+    """Steps, seconds and precision of strategies that train side by side."""
+    task = build_task("xmc", {})
+    steps = task.num_samples * epochs // (WORKERS * BATCH)
+    request = CompareRequest(
+        task="xmc",
+        strategies=list(RACERS.values()),
+        settings=[f"batch_size={BATCH}"],
+        cluster=cluster(situation, 0, 0, step_s=step_s, seed=0),
+        seeds=tuple(seeds),
+        steps=steps,
+        eval_every=max(1, steps // 20),
+    )
+    plan = plan_comparison(request, out=keep / f"race-{situation}")
+    directory, comparison = run_comparison(plan, Quiet(), command="python benchmarks/uneven.py")
+    *_, baseline = comparison.contestants
+    final = baseline.measures.get("final_metric", estimate([])).median
+    alone = {seed: directory / f"runs/alone-seed-{seed}" for seed in seeds}
+    if final is not None:
+        with_target = comparison.model_copy(update={"target": TARGET * final})
+        comparison = analyse_records(directory, with_target, alone)
+    title = f"race, {situation}"
+    for label, contestant in zip(RACERS, comparison.contestants, strict=True):
+        if contestant.failure is not None:
+            print(f"{title}: {label} failed: {contestant.failure}", file=sys.stderr)
+            continue
+        measures = contestant.measures
+        cell = partial(Figure, table=title, case=label)
+        ideal = measures.get("efficiency", estimate([]))
+        steps_to, time_to = measures["steps_to_target"], measures["time_to_target_s"]
+        metrics = measures["final_metric"]
+        yield cell(column="step, ms", value=_mean(measures["step_s"], 1e3), decimals=1)
+        yield cell(column="of the summed speed", value=_mean(ideal), decimals=2)
+        yield cell(column="steps to the target", value=_known(steps_to), decimals=0)
+        yield cell(column="seconds to the target", value=_known(time_to), decimals=1)
+        yield cell(column="precision in the end", value=_known(metrics), decimals=4)
+
+
+def _mean(found: Estimate, scale: float = 1.0) -> float | None:
+    known = [value for value in found.values if value is not None]
+    return scale * float(np.mean(known)) if known else None
+
+
+def _known(found: Estimate) -> tuple[float | None, ...]:
+    return tuple(found.values)
+
+
 def _cell(situation: str, rules: Sequence[str], *, quotas: bool) -> str:
     if situation == BUNDLED:
         return situation
@@ -358,10 +421,13 @@ if __name__ == "__main__":
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="steps of 10 ms, one rule and situation: only to see that it runs",
+        help="one race and one rule, short steps: only to see that it runs",
     )
     parser.add_argument(
         "--quotas", action="store_true", help="shares of the CPU in place of padded steps"
+    )
+    parser.add_argument(
+        "--races", default=",".join(RACES), help="situations, may be empty; default: %(default)s"
     )
     parser.add_argument(
         "--situations", default=",".join((*SPEEDS, BUNDLED)), help="default: %(default)s"
@@ -387,9 +453,15 @@ if __name__ == "__main__":
         seeds = 1 if asked.quick else asked.seeds
         step_s = 0.01 if asked.quick else None if asked.quotas else STEP_S
         directory = asked.keep or Path(temporary)
-        shared = (rules, range(seeds), asked.mega_batches, step_s, directory)
+        of_a_race = (1, 0.02) if asked.quick else (RACE_EPOCHS, RACE_STEP_S)
         cells = {
+            f"race: {situation}": partial(race, situation, range(seeds), *of_a_race, directory)
+            for situation in (RACES[:1] if asked.quick else filter(None, asked.races.split(",")))
+        }
+        shared = (rules, range(seeds), asked.mega_batches, step_s, directory)
+        situations = ("half",) if asked.quick else filter(None, asked.situations.split(","))
+        cells |= {
             _cell(situation, rules, quotas=asked.quotas): partial(cases, situation, *shared)
-            for situation in (("half",) if asked.quick else asked.situations.split(","))
+            for situation in situations
         }
         present(cells, asked, seeds=seeds)

@@ -107,6 +107,18 @@ def merge(schedule: ClaimedSchedule, number: int, mega_batch: int) -> None:
     schedule.merged(epoch, mega_batch_span(60, mega_batch, place).begin)
 
 
+@given(steps=st.integers(1, 40), mega_batch=st.integers(16, 70), sample=st.integers(0, 399))
+def test_a_sample_is_trained_on_at_the_progress_that_it_has_in_step(
+    steps: int, mega_batch: int, sample: int
+) -> None:
+    schedule = claimed(config(steps=steps), Position(), mega_batch=mega_batch)
+    in_step = sample // 8
+    progress = schedule.progress_at(*divmod(sample, 60))
+    assert 0 < progress < 1
+    if in_step < schedule.target:
+        assert progress == (in_step + 0.5) / schedule.target
+
+
 @given(
     mega_batch=st.integers(16, 70),
     length=st.sampled_from([{"epochs": 3}, {"steps": 1}, {"steps": 17}, {"steps": 23}]),

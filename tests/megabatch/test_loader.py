@@ -133,6 +133,29 @@ def test_what_is_left_is_halved_where_it_does_not_fit(
     assert [len(x) for (x,) in loader] == expected
 
 
+@pytest.mark.parametrize("name", ["AdaptiveSGD", "ElasticSGD"])
+def test_at_first_models_are_merged_after_every_update(attached: Make, name: str) -> None:
+    """Then after two, and after three, as long as that is less than a mega-batch."""
+    strategy = getattr(offbeat, name)(mega_batch=16, batch_size=2, warmup=4)
+    net, optimizer, session = attached(strategy)
+    merges: list[int] = []
+    mega_batches: list[int] = []
+    session.on_merge(lambda: mega_batches.append(session.stats.exchanges))
+    loader = session.loader(numbers(48))
+    for epoch in range(2):
+        seen: list[int] = []
+        for (x,) in loader:
+            assert loader.batch_position == len(seen)
+            merges.append(session.stats.exchanges)
+            seen += step(net, optimizer, x)
+        assert sorted(seen) == list(range(48))
+        assert loader.epoch == epoch + 1
+    # Of the first eight updates of a mega-batch each of the first four is merged, then every two.
+    assert merges[:9] == [0, 1, 2, 3, 4, 4, 5, 5, 6]
+    assert mega_batches == [6, 9, 11, 12, 13, 14]
+    assert [share.samples for share in loader.last] == [16]
+
+
 def test_a_stop_goes_on_where_it_was(attached: Make) -> None:
     net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=16, batch_size=3))
     loader = session.loader(numbers(40))
@@ -146,8 +169,11 @@ def test_a_stop_goes_on_where_it_was(attached: Make) -> None:
 
 
 @pytest.mark.parametrize("stop", range(9))
-def test_a_run_that_was_saved_anywhere_sees_the_rest(attached: Make, stop: int) -> None:
-    strategy = offbeat.AdaptiveSGD(mega_batch=8, batch_size=2, merge_momentum=0.5)
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_a_run_that_was_saved_anywhere_sees_the_rest(
+    attached: Make, stop: int, warmup: int
+) -> None:
+    strategy = offbeat.AdaptiveSGD(mega_batch=8, batch_size=2, merge_momentum=0.5, warmup=warmup)
     net, optimizer, session = attached(strategy)
     loader = session.loader(numbers(20))
     batches = iter(loader)
@@ -188,6 +214,17 @@ def test_the_rate_is_that_of_the_batch_and_schedulers_do_not_see_it(attached: Ma
         for scheduler in schedulers:
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+
+
+def test_the_rate_may_follow_the_root_of_the_size(attached: Make) -> None:
+    strategy = offbeat.AdaptiveSGD(mega_batch=8, batch_size=8, rate_scaling="sqrt")
+    net, optimizer, session = attached(strategy, lr=0.8)
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
+    for (x,) in session.loader(numbers(2)):
+        step(net, optimizer, x)
+    assert rates == [0.4]
+    assert optimizer.param_groups[0]["lr"] == 0.8
 
 
 def test_in_a_loop_of_ones_own_the_rate_is_left_alone(attached: Make) -> None:
@@ -281,8 +318,9 @@ def test_bounds_that_bind_are_shown(attached: Make) -> None:
     assert any("rank 0 at its largest (3)" in notice for notice in session.notices)
 
 
-def test_claims_are_recorded_and_repeated(attached: Make) -> None:
-    strategy = offbeat.AdaptiveSGD(mega_batch=16, batch_size=3)
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_claims_are_recorded_and_repeated(attached: Make, warmup: int) -> None:
+    strategy = offbeat.AdaptiveSGD(mega_batch=16, batch_size=3, warmup=warmup)
     ends, recording = [], None
     for sizes in (None, 2):
         net, optimizer, session = attached(strategy)
@@ -389,6 +427,8 @@ def test_arguments_that_cannot_work_are_refused(
         (lambda: offbeat.AdaptiveSGD(merge_momentum=1.0), "momentum"),
         (lambda: offbeat.AdaptiveSGD(perturbation=-0.1), "perturbation"),
         (lambda: offbeat.ElasticSGD(mega_batch=1), "mega_batch"),
+        (lambda: offbeat.AdaptiveSGD(warmup=-1), "warmup must be an integer of at least 0"),
+        (lambda: offbeat.ElasticSGD(optimizer_state="mean"), "optimizer_state"),
         (lambda: offbeat.Crossbow(alpha=0.0), r"alpha must be in \(0, 1\]"),
         (lambda: offbeat.Crossbow(period=0), "period"),
     ],

@@ -21,6 +21,7 @@ from offbeat.transport.operations import Collective
 from offbeat.transport.virtual import VirtualCluster
 from offbeat.transport.wrappers import Counting
 from offbeat.weights.model_weights import ModelWeights, choose_buffers
+from offbeat.weights.optimizer_state import OptimizerStates
 
 
 def report_of(rank: int, *, updates: int = 0, since_merge: int = 0) -> TrainerReport:
@@ -120,6 +121,7 @@ class Rank:
         weights = ModelWeights(
             parameters=parameters, buffers=lambda: buffers, chosen=choose_buffers(buffers)
         )
+        self.optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
         self.group = VirtualGroup(is_new=is_new)
         self.momentum = MergeMomentum(parameters, gamma=gamma) if gamma else None
         self.protocol = MergeProtocol(
@@ -129,15 +131,29 @@ class Rank:
             momentum=self.momentum,
             norm=lambda: 0.0,
             rank=number,
+            states=OptimizerStates(self.optimizer, list(parameters.values())),
         )
 
     @property
     def state(self) -> tuple[list[list[float]], list[float], int]:
         return self.rows.tolist(), self.dense.tolist(), int(self.count)
 
-    def set_sparse_gradient(self) -> None:
+    @property
+    def velocities(self) -> list[list[float]]:
+        velocity: torch.Tensor = self.optimizer.state[self.rows]["momentum_buffer"]
+        return velocity.to_dense().tolist()
+
+    def begin_at_zero(self) -> None:
+        self.rows.detach().zero_()
+        self.dense.detach().zero_()
+
+    def step(self, gradient: torch.Tensor) -> None:
+        self.rows.grad = gradient
+        self.optimizer.step()
+
+    def set_sparse_gradient(self, row: int | None = None) -> None:
         self.rows.grad = torch.sparse_coo_tensor(
-            torch.tensor([[self.number]]),
+            torch.tensor([[self.number if row is None else row]]),
             torch.ones(1, 3),
             self.rows.shape,
             check_invariants=True,
@@ -245,6 +261,47 @@ def test_only_rows_that_changed_are_sent_and_all_ranks_hold_the_same() -> None:
     assert ranks[0].rows[3:7, 0].tolist() == [0.5, 1.5, -1.5, 0.5]
     assert ranks[0].state == ranks[1].state
     assert whole - some > 20 * 3 * 4 // 2  # of 20 rows in float32, each rank sends half
+
+
+def test_merged_after_every_update_with_its_momentum_it_is_s_sgd() -> None:
+    ranks = make_ranks(3)
+    alone = Rank(0, is_new=False, gamma=0.0)
+    for rank in (*ranks, alone):
+        rank.begin_at_zero()
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(5):
+        gradients = torch.randn(3, 20, 3, generator=generator)
+        alone.step(gradients.mean(dim=0))
+        for rank, gradient in zip(ranks, gradients, strict=True):
+            rank.step(gradient)
+        together(ranks, merging(ranks, [1, 1, 1]))
+        assert all(rank.velocities == ranks[0].velocities for rank in ranks)
+    torch.testing.assert_close(ranks[2].rows, alone.rows)
+    torch.testing.assert_close(torch.tensor(ranks[2].velocities), torch.tensor(alone.velocities))
+
+
+def test_of_momenta_too_only_rows_that_changed_are_sent() -> None:
+    ranks = make_ranks(2)
+    sent = []
+    for row in (3, 3, 4):
+        for rank in ranks:
+            rank.set_sparse_gradient(row + rank.number)
+            rank.optimizer.step()
+        sent.append(together(ranks, merging(ranks, [1, 1]))[1])
+        assert ranks[0].state == ranks[1].state
+        assert ranks[0].velocities == ranks[1].velocities
+    assert sent[0] - sent[1] > 20 * 3 * 4  # of two times 20 rows in float32, each sends half
+
+
+def test_a_momentum_that_a_rank_does_not_have_counts_as_zero() -> None:
+    """Rank 0 had no batch, and rank 1 is new."""
+    ranks = make_ranks(3, new=[1])
+    ranks[2].step(torch.ones(20, 3))
+    together(ranks, merging(ranks, [1, 0, 3]))
+    assert ranks[2].velocities == [[0.75] * 3] * 20
+    assert not ranks[0].optimizer.state
+    assert not ranks[1].optimizer.state
+    assert all(rank.state == ranks[0].state for rank in ranks)
 
 
 def test_a_member_that_has_finished_takes_part_with_its_peers() -> None:

@@ -36,6 +36,7 @@ def strategies() -> dict[str, Any]:
         "paper": replace(adaptive, rule="paper", min_batch_size=2),
         "hogbatch": replace(adaptive, rule="hogbatch"),
         "momentum": replace(adaptive, merge_momentum=0.5, perturbation=0.1, merge="updates"),
+        "warmup": replace(adaptive, warmup=2, optimizer_state="averaged"),
         "elastic": offbeat.ElasticSGD(mega_batch=40, batch_size=4),
     }
 
@@ -87,9 +88,9 @@ def test_every_sample_is_seen_once_an_epoch_and_models_meet(
             len({result["prints"][merge] for result in results}) == 1 for merge in range(6)
         ), label
         assert len(set(results[0]["prints"])) == 6, label
-        assert [(result["epoch"], result["lr"], result["exchanges"]) for result in results] == [
-            (2, 0.05, 6)
-        ] * world_size
+        assert [(result["epoch"], result["lr"]) for result in results] == [(2, 0.05)] * world_size
+        exchanges = {result["exchanges"] for result in results}
+        assert min(exchanges) > 6 if label == "warmup" else exchanges == {6}, label
         for result in results:
             assert result["works"] == results[0]["works"], label
         assert [sum(map(samples_of, works)) for works in results[0]["works"]] == [34, 34, 35] * 2, (

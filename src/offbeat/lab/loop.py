@@ -21,7 +21,9 @@ def train(run: TaskRun, recorder: StepRecorder, pauses: Pauses) -> None:
     assert isinstance(schedule, BatchSchedule)
     _begin(run, recorder)
     for batch in schedule.batches(pauses.should_stop):
-        loss = _step(run, recorder, batch, schedule.position.step + 1)
+        step = schedule.position.step
+        _set_learning_rate(run, (step + 0.5) / schedule.target)
+        loss = _step(run, recorder, batch, step + 1)
         schedule.advance()
         recorder.step_done(loss=loss, batch_size=num_samples_of(batch))
         _save_and_evaluate(run, recorder, schedule.position.step - 1)
@@ -44,7 +46,10 @@ def train_on_claims(
     while not schedule.complete and not pauses.should_stop(schedule.position.step):
         steps_before, epoch = schedule.position.step, loader.epoch
         for number, batch in enumerate(loader.one_mega_batch(), start=1):
+            # A sample is trained on with the learning rate that it has where ranks train in step.
+            _set_learning_rate(run, schedule.progress_at(loader.epoch, loader.batch_position))
             loss = _step(run, recorder, batch, steps_before + number)
+            _set_learning_rate(run, (steps_before + 0.5) / schedule.target)  # merges compare them
             recorder.step_done(loss=loss, batch_size=num_samples_of(batch))
             pauses.pass_on_request(steps_before)
         schedule.merged(loader.epoch, loader.num_samples_merged)
@@ -58,7 +63,6 @@ def _step(run: TaskRun, recorder: StepRecorder, batch: Batch, number: int) -> fl
     """Step `number`, counted from 1; returns the loss."""
     task, attached, step_time = run.task, run.attached, run.step_time
     step_time.begin_step(number)
-    _set_learning_rate(run)
     loss = task.loss(attached.module, batch)
     step_time.before_backward(
         recorder.elapsed_s, size=num_samples_of(batch) / task.options.batch_size
@@ -72,9 +76,9 @@ def _step(run: TaskRun, recorder: StepRecorder, batch: Batch, number: int) -> fl
     return loss.item()
 
 
-def _set_learning_rate(run: TaskRun) -> None:
+def _set_learning_rate(run: TaskRun, progress: float) -> None:
     """That of the place in the run, which is the same on every rank and after a resume."""
-    lr = run.task.lr_at((run.schedule.position.step + 0.5) / run.schedule.target)
+    lr = run.task.lr_at(progress)
     for group in run.attached.optimizer.param_groups:
         group["lr"] = lr
 

@@ -101,6 +101,14 @@ class ClaimedSchedule:
     def complete(self) -> bool:
         return self.position.step >= self.target
 
+    def progress_at(self, epoch: int, num_samples: int) -> float:
+        """The share of the run that is done where the step of sample number `num_samples` of pass
+        `epoch` begins, and half of that step.
+        """
+        # Of the last samples there may be too few for a step of their own.
+        step = min(self._others + self._steps_in(epoch, num_samples), self.target - 1)
+        return (step + 0.5) / self.target
+
     def merged(self, epoch: int, num_samples: int) -> None:
         """All samples up to number `num_samples` of pass `epoch` are in the model now."""
         self.position.epoch, self.position.num_samples = epoch, num_samples

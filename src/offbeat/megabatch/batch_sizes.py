@@ -266,6 +266,19 @@ def learning_rate(eta_0: float, batch_size: int, base: int) -> float:
     return eta_0 * batch_size / base
 
 
+def square_root_rate(eta_0: float, batch_size: int, base: int, num_ranks: int) -> float:
+    """eta_0 sqrt(n b_i / b_base), for an optimizer that divides by the root of squared gradients.
+
+    Where noise dominates, a rank's own gradient of b_i samples has a root mean square that is
+    sqrt(n b_base / b_i) times that of the mean gradient of n b_base samples, for which eta_0 is. So
+    its step is as many times shorter; and it counts for b_i / b_base updates.
+
+    >>> square_root_rate(0.1, 32, 32, 4), square_root_rate(0.1, 8, 32, 4)
+    (0.2, 0.1)
+    """
+    return eta_0 * math.sqrt(num_ranks * batch_size / base)
+
+
 def spread(updates: Sequence[float]) -> float:
     """How far workers' updates are apart: (largest - smallest) / mean; 0 where nobody made any.
 

@@ -166,9 +166,9 @@ class ClaimRound:
         epoch: number of completed passes over the data.
         mega_batch: number of the mega-batch in the epoch.
         round: number of the round in the log.
-        retry: which round of the mega-batch it is; above 0, it gives out again what was claimed
-            and not merged.
+        retry: above 0, it gives out again what was claimed in the round before and not merged.
         spans: that it gives out.
+        later: what later rounds of the same mega-batch give out.
     """
 
     epoch: int
@@ -176,6 +176,7 @@ class ClaimRound:
     round: int
     retry: int
     spans: SampleRanges
+    later: SampleRanges = ()
 
     def after(
         self,
@@ -193,6 +194,8 @@ class ClaimRound:
         left = without(self.spans, [span for claim in merged for span in claim.spans])
         if left:
             return replace(self, round=self.round + 1, retry=self.retry + 1, spans=left)
+        if self.later:
+            return replace(self, round=self.round + 1, retry=0, spans=self.later, later=())
         ends = self.mega_batch + 1 == num_mega_batches
         epoch, number = (self.epoch + 1, 0) if ends else (self.epoch, self.mega_batch + 1)
         return ClaimRound(
@@ -201,6 +204,25 @@ class ClaimRound:
             round=self.round + 1,
             retry=0,
             spans=whole(epoch, number),
+        )
+
+    def cut(self, num_samples: int) -> ClaimRound:
+        """The round that gives out only the first ones, about `num_samples`, and leaves the others
+        to later rounds: as many as make all of them equally large.
+
+        >>> whole = ClaimRound(
+        ...     epoch=0, mega_batch=0, round=0, retry=0, spans=(SampleRange(0, 10),)
+        ... )
+        >>> whole.cut(4).spans, whole.cut(4).later
+        ((SampleRange(begin=0, end=5),), (SampleRange(begin=5, end=10),))
+        """
+        total = num_positions(self.spans)
+        count = max(1, (2 * total + num_samples) // (2 * num_samples))
+        end = -(-total // count)
+        return replace(
+            self,
+            spans=part_of(self.spans, 0, end),
+            later=(*part_of(self.spans, end, total), *self.later),
         )
 
 

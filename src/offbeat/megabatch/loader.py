@@ -99,6 +99,15 @@ class DispatchPolicy(Part, ABC):
         """
 
     @abstractmethod
+    def samples_of_round(self, samples_before: int) -> int | None:
+        """How many samples the ranks compute together until models are merged next, about; None: a
+        whole mega-batch. The same on all ranks.
+
+        Args:
+            samples_before: that were merged in the run before, over all passes.
+        """
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Return when what this rank has begun to compute is done."""
 
@@ -239,6 +248,8 @@ class DispatchLoader(Part):
     Attributes:
         epoch: number of completed passes over the data.
         mega_batch: number of merged mega-batches of the pass under way.
+        batch_position: how many samples of the pass stand before those of the batch handed out
+            last, which says how far the run is.
         recording: of this loader's mega-batches so far; None unless asked for.
         last: what each worker computed of the mega-batch merged last, for the workers in that
             merge, by rank; empty before the first merge.
@@ -260,7 +271,7 @@ class DispatchLoader(Part):
         replay: Recording | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.epoch = self.mega_batch = 0
+        self.epoch = self.mega_batch = self.batch_position = 0
         self.last: Sequence[MegaBatchShare] = ()
         world_size = len(policy.ranks)
         self.recording = (
@@ -288,8 +299,9 @@ class DispatchLoader(Part):
         self._replay = replay
         self._order: tuple[int, NDArray[np.int64]] | None = None
         self._open_round: ClaimRound | None = None
-        # Of the mega-batch under way: what was merged in its earlier rounds, by rank.
+        # Of the mega-batch under way: what was merged in its earlier rounds, by rank and in all.
         self._earlier_shares: dict[int, MegaBatchShare] = {}
+        self._merged: SampleRanges = ()
         self._fixed_claims: Iterator[Claim] | None = None
         # The batches of the open round that are still to come, and the claims of those that are
         # being read ahead. A loop that stops, and goes on with the round later, gets them then.
@@ -364,6 +376,7 @@ class DispatchLoader(Part):
         """
         mine = {
             "place": [self.epoch, self.mega_batch],
+            "merged": self._merged,
             "round": self._log.round,
             "computed": [span for claim in self._computed for span in claim.spans],
         }
@@ -373,23 +386,34 @@ class DispatchLoader(Part):
             self._begin()
             return
         places = {rank: tuple(theirs["place"]) for rank, theirs in by_rank.items()}
-        if len(set(places.values())) > 1:
+        merged = {tuple(SampleRange(*s) for s in theirs["merged"]) for theirs in by_rank.values()}
+        if len(set(places.values())) > 1 or len(merged) > 1:
             raise CheckpointError(
                 "the ranks' states were saved in different mega-batches (epoch and number by rank:"
-                f" {places}); save them on all ranks after the same merge, or in the middle of the"
-                " same mega-batch"
+                f" {places}), or after different merges; save them on all ranks after the same"
+                " merge, or in the middle of the same mega-batch"
             )
         computed = [
             SampleRange(*span) for theirs in by_rank.values() for span in theirs["computed"]
         ]
-        spans = without(self._whole(self.epoch, self.mega_batch), computed)
+        seen = [*merged.pop(), *computed]
+        spans = without(self._whole(self.epoch, self.mega_batch), seen)
         # Above every rank's number, so that no entry of an earlier round is read.
         number = 1 + max(theirs["round"] for theirs in by_rank.values())
         self._open(
-            ClaimRound(
-                epoch=self.epoch, mega_batch=self.mega_batch, round=number, retry=0, spans=spans
+            self._cut(
+                ClaimRound(
+                    epoch=self.epoch, mega_batch=self.mega_batch, round=number, retry=0, spans=spans
+                )
             )
         )
+
+    def _cut(self, claim_round: ClaimRound) -> ClaimRound:
+        """As much of the rest of a mega-batch as is computed until the next merge."""
+        (whole,) = self._whole(claim_round.epoch, claim_round.mega_batch)
+        before = claim_round.epoch * self._num_samples + whole.end
+        size = self._policy.samples_of_round(before - num_positions(claim_round.spans))
+        return claim_round if size is None else claim_round.cut(size)
 
     def _open(self, claim_round: ClaimRound) -> None:
         self._log.open(
@@ -402,7 +426,7 @@ class DispatchLoader(Part):
         self._fixed_claims, self._batches = None, None
         self._ahead.clear()
         if self._replay is not None:
-            self._fixed_claims = iter(self._replayed(len(self._computed)))
+            self._fixed_claims = iter(self._replayed(claim_round.spans))
         elif self._policy.shares_equally:
             self._fixed_claims = iter(self._equal_share(claim_round.spans))
 
@@ -463,6 +487,7 @@ class DispatchLoader(Part):
         if self._ahead:
             claim = self._ahead.popleft()
             self._handed_out.append(claim)
+            self.batch_position = claim.spans[0].begin
             self._policy.on_batch_claimed(claim.num_samples)
 
     @property
@@ -495,7 +520,13 @@ class DispatchLoader(Part):
                 [[list(span) for span in claim.spans] for claim in share.claims]
                 for share in merged.shares
             ]
-            self.recording.mega_batches[self._name] = {"batch_sizes": list(sizes), "claims": claims}
+            so_far = self.recording.mega_batches.get(self._name, {}).get(
+                "claims", [[]] * len(ranks)
+            )
+            self.recording.mega_batches[self._name] = {
+                "batch_sizes": list(sizes),
+                "claims": [earlier + new for earlier, new in zip(so_far, claims, strict=True)],
+            }
         self._go_on_after(merged)
 
     def _go_on_after(self, merged: MergedRound) -> None:
@@ -503,7 +534,7 @@ class DispatchLoader(Part):
         over = merged.claim_round
         shares: dict[int, MegaBatchShare] = {}
         # Shares of earlier rounds are added up, unless this rank was left out between them.
-        if over.retry and self._open_round is not None and over.round == self._open_round.round:
+        if self._open_round is not None and over.round == self._open_round.round:
             shares = dict(self._earlier_shares)
         for share in merged.shares:
             shares[share.rank] = shares[share.rank].plus(share) if share.rank in shares else share
@@ -513,11 +544,15 @@ class DispatchLoader(Part):
         following = over.after(merged.claims, self._whole, self.num_mega_batches)
         num_merged = self.num_merged
         self.epoch, self.mega_batch = following.epoch, following.mega_batch
-        if following.retry == 0:
+        whole = self._whole(self.epoch, self.mega_batch)
+        self._merged = without(whole, following.spans + following.later)
+        if (over.epoch, over.mega_batch) == (self.epoch, self.mega_batch):
+            self._earlier_shares = shares
+        else:
             self.last = tuple(shares[rank] for rank in sorted(shares))
             self._earlier_shares = {}
-        else:
-            self._earlier_shares = shares
+        if following.retry == 0:
+            following = self._cut(following)
         if self._replay is not None and self._name not in self._replay.mega_batches:
             self._open_round = None  # There may be nothing more to do.
         else:
@@ -583,7 +618,8 @@ class DispatchLoader(Part):
             yield Claim(part_of(spans, begin, end))
             begin = end
 
-    def _replayed(self, num_done: int) -> list[Claim]:
+    def _replayed(self, spans: SampleRanges) -> list[Claim]:
+        """What this rank claimed of `spans`."""
         assert self._replay is not None
         recorded = self._replay.mega_batches.get(self._name)
         if recorded is None:
@@ -596,7 +632,7 @@ class DispatchLoader(Part):
             Claim(tuple(SampleRange(*span) for span in spans))
             for spans in recorded["claims"][self._rank]
         ]
-        return claims[num_done:]
+        return [claim for claim in claims if not without(claim.spans[:1], spans)]
 
     def _indices(self, claim: Claim) -> list[int]:
         if self._order is None or self._order[0] != self.epoch:
@@ -624,7 +660,11 @@ class DispatchLoader(Part):
         optimizer step was taken.
         """
         claims = [[list(span) for span in claim.spans] for claim in self._computed]
-        place = {"epoch": self.epoch, "mega_batch": self.mega_batch}
+        place = {
+            "epoch": self.epoch,
+            "mega_batch": self.mega_batch,
+            "merged": [list(span) for span in self._merged],
+        }
         return {
             "local": {**place, "claims": claims, "updates": self._updates, "busy_s": self._busy_s}
         }
@@ -635,6 +675,7 @@ class DispatchLoader(Part):
         if "mega_batch" not in saved:
             raise CheckpointError("the state lacks 'mega_batch'; it was saved by another loader")
         self.epoch, self.mega_batch = int(saved["epoch"]), int(saved["mega_batch"])
+        self._merged = tuple(SampleRange(*span) for span in saved.get("merged", ()))
         self._computed = [
             Claim(tuple(SampleRange(*span) for span in spans)) for spans in saved["claims"]
         ]

@@ -44,6 +44,7 @@ from offbeat.megabatch.touched_rows import TouchedRows, rows_are_cheaper
 from offbeat.membership.agreement import Generation
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 from offbeat.weights.model_weights import ModelWeights, require_finite
+from offbeat.weights.optimizer_state import OptimizerStates
 from offbeat.weights.staging import Staging
 
 Weigh: TypeAlias = Callable[[Sequence[MergeProposal]], Sequence[float]]
@@ -59,8 +60,9 @@ class ModelMean:
         staging: how `values` is laid out; None at a member that does not know, since it proposed
             something else.
         tensors: where the values belong; those of parameters in `rows` are copies of these rows.
-        rows: of the parameters of which only some rows are merged: which rows, by the parameter's
-            position.
+        rows: of the parameters of which only some rows are merged, and of their optimizer's states:
+            which rows, by the tensor's position.
+        whole: the tensors that `tensors` are, or are rows of, by position.
         counters: the largest that any member has counted in each integer buffer.
         weights: of each member's model in the mean, by position in the generation.
         joiner_state: what a member that is new needs besides the model; None elsewhere.
@@ -70,6 +72,7 @@ class ModelMean:
     staging: Staging | None
     tensors: Sequence[torch.Tensor]
     rows: Mapping[int, torch.Tensor]
+    whole: Sequence[torch.Tensor]
     counters: Counters
     weights: Sequence[float]
     joiner_state: Payload | None
@@ -121,6 +124,7 @@ class MergeProtocol:
         momentum: added in each merge; None: none.
         norm: computes the norm of this rank's model, per parameter, or 0.0 where nobody uses it.
         rank: this rank.
+        states: of the optimizer, merged with the model; None: they stay each rank's own.
 
     Attributes:
         rows: those that have changed since the last merge.
@@ -138,6 +142,7 @@ class MergeProtocol:
         momentum: MergeMomentum | None,
         norm: Callable[[], float],
         rank: int,
+        states: OptimizerStates | None = None,
     ) -> None:
         self._parameters = list(weights.parameters.values())
         self.rows = TouchedRows(self._parameters)
@@ -145,6 +150,7 @@ class MergeProtocol:
         self.encode_s = 0.0
         self._weights, self._group, self._weigh = weights, group, weigh
         self._momentum, self._norm, self._rank = momentum, norm, rank
+        self._states = states
         self._layout = Staging(weights.tensors())
 
     # What a trainer can ask for
@@ -282,6 +288,7 @@ class MergeProtocol:
             rows_known_since=None if is_new else self.rows.known_since,
             sparse=tuple(sorted(self.rows.sparse)),
             touched=tuple((number, int(rows.sum())) for number, rows in touched.items()),
+            states=() if self._states is None or kind != "merge" else self._states.names(),
             payload=payload,
         )
         return _OwnProposal(proposal=proposal, model=model, layout=layout, touched=touched)
@@ -299,17 +306,29 @@ class MergeProtocol:
         num_elements = outcome.reference.num_elements
         dtype = np.dtype(outcome.reference.dtype)
         layout: Staging | None = None
+        whole: Sequence[torch.Tensor] = ()
         tensors: Sequence[torch.Tensor] = ()
         rows: dict[int, torch.Tensor] = {}
         if outcome.kind in ("merge", own.proposal.kind):
             if outcome.kind == "merge":
                 rows = yield from self._union_of_rows(outcome, own.touched, position)
             begin_s = time.perf_counter()
+            whole = own.model.tensors()
+            names = sorted({name for each in proposals for name in each.states})
+            for name in names if outcome.kind == "merge" else ():
+                assert self._states is not None, "all ranks merge states, or none does"
+                # Of a state the same rows are merged as of its parameter.
+                rows |= {
+                    len(whole) + number: chosen
+                    for number, chosen in rows.items()
+                    if number < len(self._parameters)
+                }
+                whole = [*whole, *self._states.tensors(name)]
             tensors = [
                 tensor.detach().index_select(0, rows[number]) if number in rows else tensor
-                for number, tensor in enumerate(own.model.tensors())
+                for number, tensor in enumerate(whole)
             ]
-            layout = Staging(tensors) if rows else own.layout
+            layout = Staging(tensors) if rows or names else own.layout
             num_elements, dtype = layout.num_elements, layout.dtype
             self.encode_s += time.perf_counter() - begin_s
         values = None
@@ -328,6 +347,7 @@ class MergeProtocol:
             staging=layout,
             tensors=tensors,
             rows=rows,
+            whole=whole,
             counters=counters,
             weights=weights,
             joiner_state=joiner_state,
@@ -390,7 +410,7 @@ class MergeProtocol:
         assert mean.staging is not None
         mean.staging.write_(mean.values, mean.tensors)
         for number, rows in mean.rows.items():
-            self._parameters[number].detach().index_copy_(0, rows, mean.tensors[number])
+            mean.whole[number].detach().index_copy_(0, rows, mean.tensors[number])
         self._weights.write_counters(mean.counters)
         if self._momentum is not None:
             if mean.joiner_state is not None:
@@ -444,11 +464,9 @@ def agreed_kind(proposals: Sequence[MergeProposal]) -> ProposalKind | None:
         ConfigError: a member's clock cannot be used.
     """
     for proposal in proposals:
-        if not math.isfinite(proposal.report.share.busy_s):
-            raise ConfigError(
-                f"a rank was busy for {proposal.report.share.busy_s} seconds; its clock cannot be"
-                " used"
-            )
+        busy_s = proposal.report.share.busy_s + proposal.report.pace.busy_s
+        if not math.isfinite(busy_s):
+            raise ConfigError(f"a rank was busy for {busy_s} seconds; its clock cannot be used")
     knowing = [proposal for proposal in proposals if not proposal.is_new]
     kinds = {proposal.kind for proposal in knowing}
     if len(kinds & _ACTIONS.keys()) > 1:

@@ -9,21 +9,30 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from typing_extensions import override
 
 from offbeat.errors import CheckpointError, ConfigError, OffbeatError
 from offbeat.megabatch.atomic_group import AtomicGroup
-from offbeat.megabatch.batch_sizes import BatchRule, Bounds, binding, learning_rate
+from offbeat.megabatch.batch_sizes import (
+    BatchRule,
+    Bounds,
+    binding,
+    learning_rate,
+    square_root_rate,
+)
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
 from offbeat.megabatch.loader import DispatchPolicy
 from offbeat.megabatch.merge import MergeOutcome, MergeProtocol
 from offbeat.megabatch.merge_weights import MergeMomentum, Weighting, merge_weights, perturbed
-from offbeat.megabatch.proposal import MergeProposal, TrainerReport
+from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.generations import Generations
 from offbeat.weights.model_weights import ModelWeights
+from offbeat.weights.optimizer_state import OptimizerStates
+
+RateScaling: TypeAlias = Literal["linear", "sqrt"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +48,10 @@ class MegaBatchPlan:
         delta: of the perturbation, in [0, 1); 0: none.
         threshold: there is no perturbation where a model's norm per parameter reaches it.
         momentum: gamma, in [0, 1).
+        merges_optimizer_state: whether momenta and second moments are merged as the weights are.
+        rate_scaling: how learning rates follow batch sizes.
+        warmup: so many steps of all ranks together let the updates that a rank makes between merges
+            grow by one, from 1 on, until a merge ends a whole mega-batch; 0: it always does.
     """
 
     mega_batch: int
@@ -49,6 +62,25 @@ class MegaBatchPlan:
     delta: float = 0.0
     threshold: float = 0.1
     momentum: float = 0.0
+    merges_optimizer_state: bool = False
+    rate_scaling: RateScaling = "linear"
+    warmup: int = 0
+
+    def samples_of_round(self, samples_before: int, num_ranks: int) -> int | None:
+        """How many samples are merged together after `samples_before` have been; None: a whole
+        mega-batch.
+
+        >>> plan = MegaBatchPlan(
+        ...     mega_batch=100, base=4, bounds=Bounds(), rule=None, weighting="equal", warmup=10
+        ... )
+        >>> [plan.samples_of_round(steps * 2 * 4, 2) for steps in (0, 9, 10, 200)]
+        [8, 8, 16, None]
+        """
+        if not self.warmup:
+            return None
+        step = num_ranks * self.base
+        samples = (1 + samples_before // (self.warmup * step)) * step
+        return samples if samples < self.mega_batch else None
 
     @property
     def smallest_claim(self) -> int:
@@ -57,25 +89,31 @@ class MegaBatchPlan:
 
 
 class ScaledLearningRate:
-    """Sets learning rates to eta_0 b_i / b_base for one optimizer step at a time. Before and after
+    """Sets learning rates, as batch sizes say, for one optimizer step at a time. Before and after
     the step they are eta_0, so that schedulers see what they have set.
 
     Args:
         optimizer: the user's.
         base: b_base.
+        by: "linear", eta_0 b_i / b_base, or "sqrt", eta_0 sqrt(n b_i / b_base).
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, base: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, base: int, by: RateScaling) -> None:
         self._optimizer = optimizer
-        self._base = base
+        self._base, self._by = base, by
         self._before: list[Any] = []
 
-    def scale(self, num_samples: int) -> None:
+    def scale(self, num_samples: int, num_ranks: int) -> None:
         # A step that raised was not followed by `restore`.
         self.restore()
         self._before = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(group["lr"], num_samples, self._base)
+            eta_0 = group["lr"]
+            group["lr"] = (
+                learning_rate(eta_0, num_samples, self._base)
+                if self._by == "linear"
+                else square_root_rate(eta_0, num_samples, self._base, num_ranks)
+            )
 
     def restore(self) -> None:
         for group, before in zip(self._optimizer.param_groups, self._before, strict=False):
@@ -144,10 +182,11 @@ class MegaBatchPart(DispatchPolicy):
         self._group, self._record_wait = group, record_wait
         self._tell_user = mega_batches_merged
         self._memory_limit: int | None = None
-        self._learning_rate = ScaledLearningRate(optimizer, plan.base)
+        self._learning_rate = ScaledLearningRate(optimizer, plan.base, plan.rate_scaling)
         self._num_claimed = 0
         self._has_loader = self._has_finished = False
         self._num_steps = self._merged_at_step = 0
+        self._pace = Pace()
         self._binding: Mapping[int, str] = {}
         self._said_that_rates_differ = False
         self._momentum = (
@@ -160,6 +199,11 @@ class MegaBatchPart(DispatchPolicy):
             momentum=self._momentum,
             norm=self._norm,
             rank=rank,
+            states=(
+                OptimizerStates(optimizer, list(weights.parameters.values()))
+                if plan.merges_optimizer_state
+                else None
+            ),
         )
         self._generations: Generations | None = None
         try:
@@ -250,6 +294,10 @@ class MegaBatchPart(DispatchPolicy):
             self._num_claimed += num_samples
 
     @override
+    def samples_of_round(self, samples_before: int) -> int | None:
+        return self._plan.samples_of_round(samples_before, len(self.ranks))
+
+    @override
     def synchronize(self) -> None:
         # A CUDA device computes in the background: without waiting for it, this rank would claim
         # more than it gets done, and look as fast as it can launch kernels.
@@ -264,6 +312,8 @@ class MegaBatchPart(DispatchPolicy):
 
     @override
     def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
+        if claim_round.retry == 0:
+            self._pace = self._pace.plus(share)
         with torch.no_grad():
             merged = self._merge(share, claim_round)
         self.joined_by = None
@@ -285,7 +335,7 @@ class MegaBatchPart(DispatchPolicy):
             self._momentum.begin()
         self._protocol.rows.note_sparse_gradients()
         if self._num_claimed and self._plan.rule is not None:
-            self._learning_rate.scale(self._num_claimed)
+            self._learning_rate.scale(self._num_claimed, len(self.ranks))
 
     @override
     def on_closure(self) -> None:
@@ -358,6 +408,7 @@ class MegaBatchPart(DispatchPolicy):
         )
         return TrainerReport(
             share=share or nothing,
+            pace=self._pace,
             claim_round=claim_round,
             memory_limit=self._memory_limit,
             num_steps=self._num_steps,
@@ -388,11 +439,13 @@ class MegaBatchPart(DispatchPolicy):
         )
         self.ranks = tuple(proposal.rank for proposal in staying)
         self._compare_learning_rates(staying)
-        if claim_round is None or claim_round.retry == 0:
+        if claim_round is None or (claim_round.retry == 0 and not claim_round.later):
             self._resize(staying)
+            self._pace = Pace()
         else:
             # What departed workers had claimed is given out again in small rounds, which say
-            # nothing about speeds.
+            # nothing about speeds. Where models are merged within a mega-batch, all of it tells
+            # more than one round.
             self.batch_sizes = tuple(proposal.report.share.batch_size for proposal in staying)
         if outcome.mine.is_new and not self._num_steps:
             self.start_step = self._num_steps = outcome.reference.report.num_steps
@@ -460,16 +513,11 @@ class MegaBatchPart(DispatchPolicy):
             return
         # Where only ratios count, updates per second of computing say the same as updates do, and
         # are less coarse.
-        by_time = rule.only_ratios_count and all(
-            share.busy_s > 0 for share in shares if share.updates
-        )
+        paces = [proposal.report.pace for proposal in proposals]
+        by_time = rule.only_ratios_count and all(pace.busy_s > 0 for pace in paces if pace.updates)
         updates = [
-            (
-                share.samples / share.batch_size / share.busy_s
-                if by_time and share.updates
-                else _whole_updates(share)
-            )
-            for share in shares
+            pace.updates / pace.busy_s if by_time and pace.updates else pace.whole_updates
+            for pace in paces
         ]
         self.batch_sizes = rule.resize(sizes, updates, bounds)
         now_binding = {
@@ -543,10 +591,3 @@ class MegaBatchPart(DispatchPolicy):
         if self._generations is not None:
             self._generations.close(over=over)
         self._group.close()
-
-
-def _whole_updates(share: MegaBatchShare) -> int:
-    """The updates as rules of whole numbers count them. The last claim of a round, which is smaller
-    or larger than the others, says nothing about speed unless it is half a batch away from them.
-    """
-    return max(1, round(share.full_updates)) if share.updates else 0

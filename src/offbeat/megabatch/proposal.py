@@ -21,6 +21,30 @@ payloads, or to do nothing more, since it has come to the end of its training.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How much a rank has done since batch sizes were chosen.
+
+    Attributes:
+        updates: counted by their samples, as `MegaBatchShare.full_updates`.
+        busy_s: as `MegaBatchShare.busy_s`.
+    """
+
+    updates: float = 0.0
+    busy_s: float = 0.0
+
+    def plus(self, share: MegaBatchShare) -> Pace:
+        return Pace(updates=self.updates + share.full_updates, busy_s=self.busy_s + share.busy_s)
+
+    @property
+    def whole_updates(self) -> int:
+        """The updates as rules of whole numbers count them. The last claim of a round, which is
+        smaller or larger than the others, says nothing about speed unless it is half a batch away
+        from them.
+        """
+        return max(1, round(self.updates)) if self.updates else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerReport:
     """What a rank's trainer has done, and where it stands.
 
@@ -31,6 +55,7 @@ class TrainerReport:
         num_steps: steps that it has taken.
         since_merge: how many of these after its last merge.
         learning_rates: of the groups of its optimizer, as the user or a scheduler has set them.
+        pace: what it has done since batch sizes were chosen.
     """
 
     share: MegaBatchShare
@@ -39,6 +64,7 @@ class TrainerReport:
     num_steps: int
     since_merge: int
     learning_rates: tuple[float, ...] = ()
+    pace: Pace = Pace()
 
     @property
     def rank(self) -> int:
@@ -63,6 +89,7 @@ class MergeProposal:
             does not know.
         sparse: positions of the parameters whose gradient has been sparse there.
         touched: of each parameter that is compared: its position, and how many rows have changed.
+        states: names of its optimizer's states that are merged with the model.
         payload: what it tells its peers in "agree", as JSON; else empty.
     """
 
@@ -77,6 +104,7 @@ class MergeProposal:
     rows_known_since: int | None
     sparse: tuple[int, ...]
     touched: tuple[tuple[int, int], ...]
+    states: tuple[str, ...] = ()
     payload: str = ""
 
     @property

@@ -45,7 +45,7 @@ from offbeat.megabatch.batch_sizes import (
     Reference,
 )
 from offbeat.megabatch.merge_weights import Weighting
-from offbeat.megabatch.part import MegaBatchPart, MegaBatchPlan
+from offbeat.megabatch.part import MegaBatchPart, MegaBatchPlan, RateScaling
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.strategies.averaging import AveragingStrategy
@@ -61,6 +61,11 @@ class MegaBatchStrategy(AveragingStrategy):
         mega_batch: samples between merges, >= batch_size; None: 100 batches.
         batch_size: b_base: what a batch has on average, and what the learning rate is for, >= 1; on
             the command line it is the task's.
+        warmup: within a mega-batch models are merged more often at first: after one update of each
+            rank, and after one more with every so many steps of all ranks (n batches each), >= 0;
+            0: only after whole mega-batches.
+        optimizer_state: "averaged": momenta and second moments are merged with the weights, which
+            multiplies the bytes; "local": they stay the rank's own.
     """
 
     survives_death: ClassVar[bool] = True
@@ -68,10 +73,14 @@ class MegaBatchStrategy(AveragingStrategy):
 
     mega_batch: int | None = None
     batch_size: int = 128
+    warmup: int = 0
+    optimizer_state: Literal["local", "averaged"] = "local"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least("batch_size", self.batch_size, 1)
+        require_at_least("warmup", self.warmup, 0)
+        require_one_of("optimizer_state", self.optimizer_state, ("local", "averaged"))
         require_at_least("mega_batch", self.samples_between_merges, 1)
         if self.samples_between_merges < self.batch_size:
             raise ConfigError(
@@ -124,6 +133,10 @@ class AdaptiveSGD(MegaBatchStrategy):
         merge: what merge weights follow: "paper" (updates, or batch sizes where updates are equal),
             "updates", "batch_sizes", "samples" or "equal".
         kappa: of "proportional": the part of a difference that is removed at once, in (0, 1].
+        rate_scaling: how a batch's learning rate follows its size: "linear", lr b_i / batch_size;
+            "sqrt", lr sqrt(n b_i / batch_size) with n ranks: for optimizers that divide by the root
+            of squared gradients (Adam, Adagrad), whose steps with a rank's own, noisier gradients
+            are shorter.
         perturbation: delta, by which the largest merge weight is raised and the smallest lowered,
             in [0, 1); the paper's is 0.1.
         perturbation_threshold: weights are perturbed only while every model's norm per
@@ -138,6 +151,7 @@ class AdaptiveSGD(MegaBatchStrategy):
     max_batch_size: int | None = None
     merge: Weighting = "paper"
     kappa: float = 1.0
+    rate_scaling: RateScaling = "linear"
     perturbation: float = 0.0
     perturbation_threshold: float = 0.1
     merge_momentum: float = 0.0
@@ -146,6 +160,7 @@ class AdaptiveSGD(MegaBatchStrategy):
         super().__post_init__()
         require_one_of("rule", self.rule, ("proportional", "paper", "reference", "hogbatch"))
         require_one_of("merge", self.merge, ("paper", "updates", "batch_sizes", "samples", "equal"))
+        require_one_of("rate_scaling", self.rate_scaling, ("linear", "sqrt"))
         require_fraction_below_one("perturbation", self.perturbation)
         require_fraction_below_one("merge_momentum", self.merge_momentum)
         if self.min_batch_size is not None:
@@ -178,6 +193,9 @@ class AdaptiveSGD(MegaBatchStrategy):
             delta=self.perturbation,
             threshold=self.perturbation_threshold,
             momentum=self.merge_momentum,
+            merges_optimizer_state=self.optimizer_state == "averaged",
+            rate_scaling=self.rate_scaling,
+            warmup=self.warmup,
         )
 
     def _batch_rule(self) -> BatchRule:

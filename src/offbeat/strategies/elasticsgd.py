@@ -38,4 +38,6 @@ class ElasticSGD(MegaBatchStrategy):
             bounds=Bounds(),
             rule=None,
             weighting="equal",
+            merges_optimizer_state=self.optimizer_state == "averaged",
+            warmup=self.warmup,
         )

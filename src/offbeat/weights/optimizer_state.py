@@ -51,17 +51,7 @@ def average_optimizer_state_(
         NonFiniteError: as `average_`.
     """
     tensors = list(parameters.values())
-    states = [
-        {
-            key: value
-            for key, value in dense_state(optimizer, parameter).items()
-            if isinstance(value, torch.Tensor)
-            and value.shape == parameter.shape
-            and value.is_floating_point()
-            and value.dim()
-        }
-        for parameter in tensors
-    ]
+    states = [shaped_state(optimizer, parameter) for parameter in tensors]
     mine: Presence = {
         key: [key in state for state in states]
         for key in sorted({key for state in states for key in state})
@@ -75,6 +65,52 @@ def average_optimizer_state_(
         stream=stream,
         weight=weight,
     )
+
+
+def shaped_state(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The states of the parameter's own shape and a real type."""
+    return {
+        key: value
+        for key, value in dense_state(optimizer, parameter).items()
+        if isinstance(value, torch.Tensor)
+        and value.shape == parameter.shape
+        and value.is_floating_point()
+        and value.dim()
+    }
+
+
+class OptimizerStates:
+    """The states of an optimizer that have their parameter's shape, as tensors that are merged
+    beside the model. One that a rank does not have yet counts as zeros, which is with what all
+    optimizers of torch begin, but for Adagrad with an `initial_accumulator_value`.
+
+    Args:
+        optimizer: the user's.
+        parameters: in the model's order.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+
+    def names(self) -> tuple[str, ...]:
+        """Of the states that any parameter has, ascending."""
+        found = {name for each in self._parameters for name in shaped_state(self._optimizer, each)}
+        return tuple(sorted(found))
+
+    def tensors(self, name: str) -> list[torch.Tensor]:
+        """One tensor a parameter: its state of this name. Zeros that nobody reads afterwards, where
+        it has none.
+        """
+        states = [shaped_state(self._optimizer, each).get(name) for each in self._parameters]
+        return [
+            torch.zeros_like(parameter.detach()) if state is None else state
+            for parameter, state in zip(self._parameters, states, strict=True)
+        ]
 
 
 def dense_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
