@@ -75,6 +75,8 @@ def _allowed(hint: object) -> str:
         return ", ".join(f"`{_literal(value)}`" for value in typing.get_args(hint))
     if hint is type(None):
         return "`None`"
+    if typing.get_origin(hint) is tuple:
+        return "a tuple"
     if hint is bool:
         return "`True`, `False`"
     if inspect.isclass(hint):

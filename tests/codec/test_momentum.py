@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offbeat.codec.momentum import Momentum, MomentumRange, add_by_kernel, add_by_torch
+from offbeat.codec.momentum import Momentum, MomentumRange, mix_by_kernel, mix_by_torch
 
 NUM_ELEMENTS = 100
 
@@ -16,11 +16,11 @@ def numbers(seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("add", [add_by_kernel, add_by_torch])
+@pytest.mark.parametrize("mix", [mix_by_kernel, mix_by_torch])
 def test_steps_are_those_of_sgd(
-    add: object, nesterov: bool, monkeypatch: pytest.MonkeyPatch
+    mix: object, nesterov: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offbeat.codec.momentum.add_by_kernel", add)
+    monkeypatch.setattr("offbeat.codec.momentum.mix_by_kernel", mix)
     momentum = Momentum([MomentumRange(end=NUM_ELEMENTS, factor=0.9, nesterov=nesterov)])
     weights = torch.zeros(NUM_ELEMENTS, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([weights], lr=1.0, momentum=0.9, nesterov=nesterov)

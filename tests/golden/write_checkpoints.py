@@ -65,7 +65,7 @@ FAMILIES: dict[str, Family] = {
             density=0.1,
             collective="reduce_scatter",
             momentum_correction=0.9,
-            momentum_masking=True,
+            momentum_rule="masked",
         )
     ),
     "gtopk_auto": Family(strategy=lambda: offbeat.GTopK(density=0.1)),

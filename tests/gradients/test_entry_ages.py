@@ -21,11 +21,18 @@ def test_entries_that_take_turns_wait_for_a_round() -> None:
 
 
 def test_where_all_is_sent_every_entry_is_of_this_step() -> None:
-    for indices in (None, np.arange(500)):
-        ages = EntryAges(500)
-        for _ in range(7):
-            ages.after_exchange(indices)
-        assert (ages.num_sent, ages.total_age) == (3500, 3500)
+    ages = EntryAges(500)
+    for _ in range(7):
+        ages.after_exchange(np.arange(500))
+    assert (ages.num_sent, ages.total_age) == (3500, 3500)
+
+
+def test_dense_exchanges_do_not_count() -> None:
+    """What is sent afterwards has waited since the last one."""
+    ages, first, second = EntryAges(100), np.arange(50), np.arange(50, 100)
+    for indices in (first, None, None, first, second):
+        ages.after_exchange(indices)
+    assert (ages.num_sent, ages.total_age) == (150, 50 * 1 + 50 * 1 + 50 * 2)
 
 
 def test_nothing_is_no_trouble() -> None:
@@ -44,12 +51,19 @@ def test_a_session_says_how_long_entries_wait() -> None:
         "whole": offbeat.AllReduce(),
         "dense": offbeat.GTopK(collective="dense"),
         "sparse": offbeat.GTopK(density=0.1, collective="reduce_scatter"),
+        "after dense ones": offbeat.GTopK(
+            density=0.1, collective="reduce_scatter", warmup=((1.0, 5),)
+        ),
+        "beside small ones": offbeat.GTopK(
+            density=0.1, collective="reduce_scatter", dense_below=21
+        ),
     }.items():
         net = Net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         with offbeat.attach(net, optimizer, strategy) as session:
             train(net, optimizer, range(20))
             ages[name] = session.stats.mean_entry_age
-    assert (ages["whole"], ages["dense"]) == (None, 1.0)
-    assert ages["sparse"] is not None
-    assert 2 < ages["sparse"] < 20
+    assert (ages.pop("whole"), ages.pop("dense")) == (None, None)
+    for name, age in ages.items():
+        assert age is not None, name
+        assert 2 < age < 20, name

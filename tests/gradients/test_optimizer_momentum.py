@@ -13,6 +13,7 @@ import torch
 
 import offbeat
 from conformance_support.nets import Net, assert_same, loss_of, train
+from offbeat.errors import OffbeatWarning
 from offbeat.strategies.sparse_gradient import SparseGradientStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -107,6 +108,65 @@ def test_a_scheduler_may_change_it(attach_first: bool) -> None:
     assert_same(*nets, **CLOSE)
     momenta = [optimizer.param_groups[0]["momentum"] for optimizer in optimizers]
     assert momenta[0] == momenta[1] != 0
+
+
+@pytest.mark.parametrize("option", ["momentum", "weight_decay"])
+def test_it_may_be_switched_off(option: str) -> None:
+    nets = [Net(), Net()]
+    optimizers = [OPTIMIZERS["weight decay"](net) for net in nets]
+    with offbeat.attach(nets[0], optimizers[0], SEND_ALL["as entries"]):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            train(net, optimizer, range(2))
+            optimizer.param_groups[0][option] = 0
+            train(net, optimizer, range(2, 4))
+            if option == "weight_decay":  # momentum begins anew, where SGD has kept the old one
+                optimizer.param_groups[0][option] = 0.2
+            train(net, optimizer, range(4, 6))
+            optimizer.param_groups[0][option] = 0.0
+    assert_same(*nets, **CLOSE)
+    assert [optimizer.param_groups[0][option] for optimizer in optimizers] == [0, 0]
+
+
+def test_parameters_may_come_later() -> None:
+    nets = [Net(), Net()]
+    optimizers = [
+        torch.optim.SGD(net.conv.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+        for net in nets
+    ]
+    with offbeat.attach(nets[0], optimizers[0], SEND_ALL["as entries"]):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            train(net, optimizer, range(2))
+            net.zero_grad()
+            optimizer.add_param_group({"params": list(net.head.parameters()), "momentum": 0.5})
+            train(net, optimizer, range(2, 5))
+            net.zero_grad()
+    assert_same(*nets, **CLOSE)
+
+
+def test_momentum_without_end_stays_in_the_optimizer() -> None:
+    net = Net()
+    optimizer = sgd(momentum=1.0)(net)
+    with offbeat.attach(net, optimizer, SPARSE) as session:
+        assert any("momentum 1 never ends" in notice for notice in session.notices)
+        train(net, optimizer, range(2))
+    assert all(bool(p.isfinite().all()) for p in net.parameters())
+
+
+@pytest.mark.parametrize("norm", [1e-3, 1e9])
+def test_who_clips_what_momentum_has_entered_is_warned(norm: float) -> None:
+    net = Net()
+    optimizer = OPTIMIZERS["momentum"](net)
+
+    def step() -> None:
+        loss_of(net, 0).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with offbeat.attach(net, optimizer, SPARSE):
+        with pytest.warns(OffbeatWarning, match="SGD's momentum is in them already"):
+            step()
+        step()  # once is enough
 
 
 def test_what_the_optimizer_has_gathered_is_not_lost() -> None:
@@ -250,7 +310,7 @@ def test_ranks_stay_alike_and_momentum_is_that_of_each_rank() -> None:
     def job(driver: ThreadDriver) -> torch.Tensor:
         net = linear()
         optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.01)
-        strategy = offbeat.GTopK(density=0.2, collective="all_gather", momentum_masking=True)
+        strategy = offbeat.GTopK(density=0.2, collective="all_gather", momentum_rule="masked")
         with session_on(driver, net, optimizer, strategy):
             for step in range(6):
                 gradient(net, driver.rank, step)

@@ -5,13 +5,14 @@ where it cannot be had.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import offbeat
-from offbeat.errors import UnsupportedError
+from offbeat.errors import CheckpointError, UnsupportedError
 from offbeat.strategies.base import Strategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -266,3 +267,182 @@ def test_what_is_owed_keeps_its_rate() -> None:
 
     expected = linear().weight.detach() - 0.1 * torch.arange(30.0).view(5, 6)
     torch.testing.assert_close(results_of(2, job)[1], expected)
+
+
+def alone(
+    strategy: Strategy,
+    optimizer: torch.optim.Optimizer,
+    net: torch.nn.Module,
+    steps: range,
+    *,
+    state: dict[str, Any] | None = None,
+) -> tuple[dict[str, Any], list[str]]:
+    """Train in a session of one rank, from `state` on. Returns the state and the notices."""
+    with offbeat.attach(net, optimizer, strategy) as session:
+        if state is not None:
+            session.load_state_dict(state)
+        for step in steps:
+            backward(net, 0, step)
+            optimizer.step()
+        return session.state_dict(), session.notices
+
+
+LEFT = replace(SPARSE, momentum_correction=None)
+
+
+def test_a_run_that_began_without_it_goes_on_without_it() -> None:
+    """What is owed then are gradients of many steps. Where the first gradient after the resume is
+    nearly zero, they would be divided by nearly nothing.
+    """
+    net = linear()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    state, _ = alone(LEFT, optimizer, net, range(20))
+    del state["parts"]["optimizer_scaling"]  # as an older version wrote it
+    before = net.weight.detach().clone()
+    with offbeat.attach(net, optimizer, SPARSE) as session:
+        session.load_state_dict(state)
+        for _ in range(20):
+            net.zero_grad()
+            (net(torch.zeros(1, 6)).sum() * 0).backward()
+            optimizer.step()
+        assert any("since the run was begun without it" in said for said in session.notices)
+        assert next(iter(optimizer.state.values()))["step"] == 40
+    assert (net.weight.detach() - before).abs().max() < 20 * 0.02
+
+
+@pytest.mark.parametrize("left", [LEFT, replace(SPARSE, density=0.5)], ids=["None", "density"])
+def test_what_is_owed_and_scaled_is_no_gradient(left: Strategy) -> None:
+    net = linear()
+    state, notices = alone(SPARSE, torch.optim.Adam(net.parameters()), net, range(3))
+    assert any("rest until the session ends" in said for said in notices)
+    with pytest.raises(CheckpointError, match="what is owed in it is scaled"):
+        alone(left, torch.optim.Adam(net.parameters()), net, range(0), state=state)
+
+
+def test_two_gradients_of_one_step_are_one() -> None:
+    """Both halves are known only in the second exchange, so steps are not the same to the bit; each
+    half scaled by itself would make them twice as long.
+    """
+
+    def trained_in(passes: int) -> torch.Tensor:
+        net = linear()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        draw = torch.Generator().manual_seed(2)
+        with offbeat.attach(net, optimizer, SPARSE):
+            for _ in range(200):
+                gradient = 1 + torch.randn(net.weight.shape, generator=draw)
+                for part in range(passes):
+                    share = (0.25, 0.75)[part] if passes == 2 else 1.0
+                    (net.weight * gradient * share).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return net.weight.detach() - linear().weight.detach()
+
+    whole, halves = trained_in(1), trained_in(2)
+    assert float(halves.norm() / whole.norm()) == pytest.approx(1.0, abs=0.15)
+
+
+def clip_data(net: torch.nn.Module, step: int) -> None:
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.clamp_(-0.01, 0.01)
+
+
+def test_changes_that_autograd_does_not_count_are_seen_too() -> None:
+    notices: list[str] = []
+    results_of(
+        1, lambda d: trained(d, SPARSE, torch.optim.Adam, between=clip_data, notices=notices)
+    )
+    assert any("gradients are changed between" in said for said in notices)
+
+    def late(net: torch.nn.Module, step: int) -> None:
+        if step == 3:
+            clip_data(net, step)
+
+    with pytest.raises(UnsupportedError, match="clip_norm"):
+        results_of(1, lambda driver: trained(driver, SPARSE, torch.optim.Adam, between=late))
+
+
+def test_a_pass_that_accumulates_nothing_changes_nothing() -> None:
+    def look(net: torch.nn.Module, step: int) -> None:
+        x = torch.ones(2, 6, requires_grad=True)
+        torch.autograd.grad(net(x).sum(), x)
+
+    plain = results_of(2, lambda driver: trained(driver, SPARSE, torch.optim.AdamW))
+    looking = results_of(2, lambda d: trained(d, SPARSE, torch.optim.AdamW, between=look))
+    assert torch.equal(plain[0], looking[0])
+
+
+def test_after_the_session_adam_begins_anew() -> None:
+    net = linear()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    alone(SPARSE, optimizer, net, range(3))
+    assert not optimizer.state
+    other = linear()
+    other.load_state_dict(net.state_dict())
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
+    for model, its in ((net, optimizer), (other, fresh)):
+        backward(model, 0, 9)
+        its.step()
+    assert torch.equal(net.weight, other.weight)
+
+
+class Odd(torch.nn.Module):
+    """A weight that one rank alone uses, one that is frozen later, and two groups."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(3)
+        self.common, self.rare, self.frozen = (
+            torch.nn.Parameter(torch.randn(6, 6, generator=draw).to(dtype)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor, *, uses_rare: bool) -> torch.Tensor:
+        hidden = torch.tanh(x @ self.common)
+        hidden = hidden @ self.rare if uses_rare else hidden
+        return hidden @ self.frozen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"foreach": True},
+        {"fused": True},
+        {"maximize": True},
+        {"capturable": False, "amsgrad": False},
+    ],
+    ids=str,
+)
+def test_ranks_stay_alike_whatever_is_odd(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    def job(driver: ThreadDriver) -> list[torch.Tensor]:
+        net = Odd(dtype)
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [net.common], "betas": (0.8, 0.9), "weight_decay": 0.1},
+                {"params": [net.rare, net.frozen], "lr": 0.02},
+            ],
+            lr=0.01,
+            **options,
+        )
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.02, 0.01], total_steps=12)
+        with session_on(driver, net, optimizer, SPARSE):
+            for step in range(10):
+                net.frozen.requires_grad_(step < 5)
+                before = net.frozen.detach().clone()
+                draw = torch.Generator().manual_seed(10 * step + driver.rank)
+                x = torch.randn(4, 6, generator=draw).to(dtype)
+                net(x, uses_rare=driver.rank == 0).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+                scheduler.step()
+                assert step < 5 or torch.equal(net.frozen, before)
+        return [parameter.detach() for parameter in net.parameters()]
+
+    first, *others = results_of(2, job)
+    begun = Odd(dtype)
+    for mine, start in zip(first, begun.parameters(), strict=True):
+        assert bool(mine.isfinite().all())
+        assert not torch.equal(mine, start)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)

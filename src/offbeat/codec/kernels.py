@@ -131,39 +131,25 @@ def sample(
 
 
 @kernel
-def add_momentum(
+def mix(
     flat: NDArray[np.floating],
     velocity: NDArray[np.floating],
-    momentum: np.floating,
-    weight: np.floating,
-    nesterov: bool,
+    shares: NDArray[np.floating],
     new_velocity: NDArray[np.floating],
 ) -> None:
-    """new_velocity = momentum * velocity + weight * flat; flat becomes the same, or with `nesterov`
-    weight * flat + momentum * new_velocity.
-    """
-    for i in range(flat.size):
-        gradient = weight * flat[i]
-        x = momentum * velocity[i] + gradient
-        new_velocity[i] = x
-        flat[i] = gradient + momentum * x if nesterov else x
+    """flat, new_velocity = a * flat + b * velocity, c * flat + d * velocity.
 
-
-@kernel
-def add_momentum_at_once(
-    flat: NDArray[np.floating],
-    velocity: NDArray[np.floating],
-    momentum: np.floating,
-    weight: np.floating,
-    new_velocity: NDArray[np.floating],
-) -> None:
-    """flat = (weight * flat + momentum * velocity) / (1 - momentum), and nothing of the velocity is
-    left.
+    Args:
+        flat: shape (n,), overwritten.
+        velocity: shape (n,).
+        shares: a, b, c, d, of the same dtype.
+        new_velocity: shape (n,), overwritten.
     """
-    share = 1 - momentum
+    a, b, c, d = shares[0], shares[1], shares[2], shares[3]
     for i in range(flat.size):
-        flat[i] = (weight * flat[i] + momentum * velocity[i]) / share
-        new_velocity[i] = 0
+        gradient, before = flat[i], velocity[i]
+        flat[i] = a * gradient + b * before
+        new_velocity[i] = c * gradient + d * before
 
 
 @kernel
@@ -228,8 +214,7 @@ def warm() -> None:
         accumulate(values[:1], values[:1].copy(), one, one, indices, values.copy())
         collect(values[:1], one, indices, values.copy())
         sample(values, values.copy(), one, values[:1].copy())
-        add_momentum(values, values.copy(), one, one, False, values.copy())
-        add_momentum_at_once(values, values.copy(), one / 2, one, values.copy())
+        mix(values, values.copy(), np.zeros(4, dtype=dtype), values.copy())
         digit_counts(
             bits,
             mask,

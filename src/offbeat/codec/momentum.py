@@ -20,7 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from offbeat.codec import kernels
@@ -62,6 +64,7 @@ class Momentum:
         new_velocity: torch.Tensor,
         *,
         continues: bool = False,
+        at_once: bool = False,
     ) -> None:
         """Turn the gradient in `flat` into the step.
 
@@ -72,101 +75,56 @@ class Momentum:
             new_velocity: same shape, dtype and device; overwritten.
             continues: whether the gradient belongs to the same optimizer step as the last one: then
                 the velocity has lost its share already, and only what is new is passed on.
+            at_once: whether the step is all that gradient and velocity will ever move the
+                parameters by, and nothing of the velocity is left.
         """
-        add = add_by_kernel if flat.device.type == "cpu" else add_by_torch
+        mix = mix_by_kernel if flat.device.type == "cpu" else mix_by_torch
         begin = 0
         for each in self.ranges:
             here = slice(begin, each.end)
             begin = each.end
-            if continues:
-                flat[here].mul_(weight)
-                torch.add(velocity[here], flat[here], out=new_velocity[here])
-                if each.nesterov:
-                    flat[here].mul_(1 + each.factor)
-            else:
-                add(flat[here], velocity[here], each, weight, new_velocity[here])
-
-    def apply_at_once(
-        self,
-        flat: torch.Tensor,
-        velocity: torch.Tensor,
-        weight: float,
-        new_velocity: torch.Tensor,
-    ) -> None:
-        """Turn the gradient in `flat` into all that it and `velocity` will move the parameters by.
-        Nothing of the velocity is left.
-
-        Args:
-            flat, velocity, weight, new_velocity: as of `apply`.
-        """
-        add = add_at_once_by_kernel if flat.device.type == "cpu" else add_at_once_by_torch
-        begin = 0
-        for each in self.ranges:
-            here = slice(begin, each.end)
-            begin = each.end
-            add(flat[here], velocity[here], each, weight, new_velocity[here])
+            shares = _shares(each, weight, continues=continues, at_once=at_once)
+            mix(flat[here], velocity[here], shares, new_velocity[here])
 
 
-def add_by_kernel(
-    flat: torch.Tensor,
-    velocity: torch.Tensor,
-    momentum: MomentumRange,
-    weight: float,
-    new_velocity: torch.Tensor,
+Shares: TypeAlias = tuple[float, float, float, float]
+"""(a, b, c, d): step = a * gradient + b * velocity; new velocity = c * gradient + d * velocity."""
+
+
+def _shares(momentum: MomentumRange, weight: float, *, continues: bool, at_once: bool) -> Shares:
+    factor = momentum.factor
+    if factor == 0:  # if there is momentum later, it begins anew
+        return weight, 0.0, 0.0, 0.0
+    if at_once:
+        return weight / (1 - factor), factor / (1 - factor), 0.0, 0.0
+    of_gradient = weight * (1 + factor) if momentum.nesterov else weight
+    if continues:
+        return of_gradient, 0.0, weight, 1.0
+    return of_gradient, factor * factor if momentum.nesterov else factor, weight, factor
+
+
+def mix_by_kernel(
+    flat: torch.Tensor, velocity: torch.Tensor, shares: Shares, new_velocity: torch.Tensor
 ) -> None:
-    """`Momentum.apply` for the slices of one range, in one pass on the CPU."""
+    """Write the step into `flat`, which holds the gradient, and the new velocity, in one pass on
+    the CPU.
+    """
     values = flat.numpy()
-    kernels.add_momentum(
+    kernels.mix(
         values,
         velocity.numpy(),
-        values.dtype.type(momentum.factor),
-        values.dtype.type(weight),
-        momentum.nesterov,
+        np.array(shares, dtype=values.dtype),
         new_velocity.numpy(),
     )
 
 
-def add_by_torch(
-    flat: torch.Tensor,
-    velocity: torch.Tensor,
-    momentum: MomentumRange,
-    weight: float,
-    new_velocity: torch.Tensor,
+def mix_by_torch(
+    flat: torch.Tensor, velocity: torch.Tensor, shares: Shares, new_velocity: torch.Tensor
 ) -> None:
     """The same on any device."""
-    torch.mul(velocity, momentum.factor, out=new_velocity).add_(flat, alpha=weight)
-    if momentum.nesterov:
-        flat.mul_(weight).add_(new_velocity, alpha=momentum.factor)
-    else:
+    a, b, c, d = shares
+    torch.mul(velocity, d, out=new_velocity).add_(flat, alpha=c)
+    if (a, b) == (c, d):
         flat.copy_(new_velocity)
-
-
-def add_at_once_by_kernel(
-    flat: torch.Tensor,
-    velocity: torch.Tensor,
-    momentum: MomentumRange,
-    weight: float,
-    new_velocity: torch.Tensor,
-) -> None:
-    """`Momentum.apply_at_once` for the slices of one range, in one pass on the CPU."""
-    values = flat.numpy()
-    kernels.add_momentum_at_once(
-        values,
-        velocity.numpy(),
-        values.dtype.type(momentum.factor),
-        values.dtype.type(weight),
-        new_velocity.numpy(),
-    )
-
-
-def add_at_once_by_torch(
-    flat: torch.Tensor,
-    velocity: torch.Tensor,
-    momentum: MomentumRange,
-    weight: float,
-    new_velocity: torch.Tensor,
-) -> None:
-    """The same on any device."""
-    share = 1 - momentum.factor
-    flat.mul_(weight / share).add_(velocity, alpha=momentum.factor / share)
-    new_velocity.zero_()
+    else:
+        flat.mul_(a).add_(velocity, alpha=b)

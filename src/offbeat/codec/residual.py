@@ -214,12 +214,14 @@ class ErrorFeedback:
         if at_once and self._has_no_velocity and len(factors) == 1:
             self._moves_velocity = False
             return accumulated, weight / (1 - factors.pop())
-        if at_once:
-            self._momentum.apply_at_once(accumulated, self._velocity, weight, self._new_velocity)
-        else:
-            self._momentum.apply(
-                accumulated, self._velocity, weight, self._new_velocity, continues=continues
-            )
+        self._momentum.apply(
+            accumulated,
+            self._velocity,
+            weight,
+            self._new_velocity,
+            continues=continues,
+            at_once=at_once,
+        )
         return accumulated, 1.0
 
     def _staged(self) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """How long entries wait before they are sent: counted on a sample of a bucket's elements.
 
 An entry that waits brings the gradients of many steps at once, computed where the model was then.
-So its age, the exchanges since the same entry was sent last, says how stale training is: 1 where
-everything is sent, and about 1 / density where all entries take turns.
+So its age, the exchanges since the same entry was sent last, says how stale training is: about 1 /
+density where all entries take turns. Exchanges of everything do not count: those of a warm-up, or
+of small parameters, would hide how long entries wait in the others.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ class EntryAges:
         self._now = 0
 
     def after_exchange(self, indices: NDArray[np.int64] | None) -> None:
-        """Entries at `indices`, ascending, were sent; None: all were."""
+        """Entries at `indices`, ascending, were sent; None: all were, densely."""
         self._now += 1
         if indices is None:
-            hits = np.arange(self._watched.size)
-        else:
-            places = np.searchsorted(indices, self._watched)
-            there = places < indices.size
-            there[there] = indices[places[there]] == self._watched[there]
-            hits = np.flatnonzero(there)
+            self._sent_at[:] = self._now
+            return
+        places = np.searchsorted(indices, self._watched)
+        there = places < indices.size
+        there[there] = indices[places[there]] == self._watched[there]
+        hits = np.flatnonzero(there)
         self.num_sent += hits.size
         self.total_age += int((self._now - self._sent_at[hits]).sum())
         self._sent_at[hits] = self._now

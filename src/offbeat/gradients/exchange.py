@@ -388,7 +388,9 @@ class GradientExchange(Part):
         )
         for listener in self._listeners:
             listener.on_bucket_sealed(b, is_last=b == len(self._pairs) - 1, failed=failed)
-        grad_scale, continues = self._grad_scale(), self._stashed[b] is not None
+        # Gradients of parameters that the optimizer does not have may be older than its last step.
+        continues = self._exchanged_since_step and self._stashed[b] is not None
+        grad_scale = self._grad_scale()
         if self._taken is not None:
             self._taken.take()
             self._taken.prepare_(bucket, tally.used, grad_scale=grad_scale, continues=continues)

@@ -11,6 +11,7 @@ The optimizer's options are as the user set them again when the session ends, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,9 +23,22 @@ from numpy.typing import NDArray
 from offbeat.codec.momentum import Momentum, MomentumRange
 from offbeat.codec.residual import ErrorFeedback
 from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.group_ranges import GroupRanges
 
 _TAKEN: Final = ("momentum", "weight_decay")
+CHANGED_MOMENTUM: Final = (
+    "gradients are changed between backward() and step(), as clip_grad_norm_ does, but SGD's"
+    " momentum is in them already (momentum_correction='auto'), so the step is limited and not the"
+    " gradient; to clip, use the strategy's clip_norm, or leave momentum to the optimizer with"
+    " momentum_correction=None"
+)
+"""A warning for whoever does so while momentum is taken over."""
+
 _BUFFER: Final = "momentum_buffer"
+_REST: Final = -0.0
+"""What stands in the optimizer for an option that was taken: no option to PyTorch, and not what a
+user writes who switches it off.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +46,7 @@ class _Place:
     """A bucket, and what is applied to it."""
 
     bucket: Bucket
+    groups: GroupRanges
     momentum: Momentum
     feedback: ErrorFeedback
 
@@ -55,11 +70,12 @@ class OptimizerMomentum:
 
     def of(self, bucket: Bucket) -> Momentum:
         """The momentum of a bucket's elements, as the optimizer has it now."""
-        return Momentum(self._ranges(bucket))
+        return Momentum(self._ranges(GroupRanges(bucket, self._optimizer)))
 
     def apply_to(self, bucket: Bucket, momentum: Momentum, feedback: ErrorFeedback) -> None:
         """Keep `momentum`, which `feedback` applies to `bucket`, as the user has it."""
-        self._places[id(bucket)] = _Place(bucket, momentum, feedback)
+        groups = GroupRanges(bucket, self._optimizer)
+        self._places[id(bucket)] = _Place(bucket, groups, momentum, feedback)
 
     def take(self) -> None:
         """Take over what the optimizer has. Idempotent: a scheduler may have set it anew."""
@@ -80,9 +96,9 @@ class OptimizerMomentum:
                 continue
             options = self._taken.setdefault(number, dict.fromkeys(_TAKEN, 0.0))
             for name in _TAKEN:
-                if group[name] != 0:
+                if not _rests(group[name]):
                     changed |= options[name] != float(group[name])
-                    options[name], group[name] = float(group[name]), 0.0
+                    options[name], group[name] = float(group[name]), _REST
         if changed:
             self._set_ranges()
 
@@ -99,17 +115,16 @@ class OptimizerMomentum:
             continues: whether an earlier exchange belongs to the same optimizer step, so that the
                 decay has been added.
         """
-        if continues:
+        if continues or not any(options["weight_decay"] for options in self._taken.values()):
             return
-        groups = self._groups()
+        groups, views = self._places[id(bucket)].groups.groups, bucket.views
         for position in np.flatnonzero(used).tolist():
-            parameter = bucket.parameters[position]
-            number = groups.get(id(parameter))
+            number = groups[position]
             if number is None or not (decay := self._options(number)["weight_decay"]):
                 continue
             if self._optimizer.param_groups[number]["maximize"]:  # which negates what it is given
                 decay = -decay
-            bucket.views[position].add_(parameter.detach(), alpha=decay * grad_scale)
+            views[position].add_(bucket.parameters[position].detach(), alpha=decay * grad_scale)
 
     def published(self, bucket: Bucket) -> None:
         """The optimizer's step goes on as ever."""
@@ -130,7 +145,7 @@ class OptimizerMomentum:
         for number, options in self._taken.items():
             # What a scheduler has set since the last step counts.
             groups[number].update(
-                {name: v for name, v in options.items() if groups[number][name] == 0}
+                {name: v for name, v in options.items() if _rests(groups[number][name])}
             )
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
@@ -142,7 +157,7 @@ class OptimizerMomentum:
 
     def _set_ranges(self) -> None:
         for place in self._places.values():
-            place.momentum.ranges = self._ranges(place.bucket)
+            place.momentum.ranges = self._ranges(place.groups)
 
     def _take_buffers(self) -> None:
         """A momentum that the optimizer has gathered is the same on all ranks, so each begins with
@@ -158,14 +173,6 @@ class OptimizerMomentum:
                 if gathered is not None:
                     view.copy_(gathered)
 
-    def _groups(self) -> dict[int, int]:
-        """The number of the group that a parameter, by its id, is in."""
-        return {
-            id(parameter): number
-            for number, group in enumerate(self._optimizer.param_groups)
-            for parameter in group["params"]
-        }
-
     def _options(self, number: int) -> Mapping[str, float]:
         if number in self._taken:
             return self._taken[number]
@@ -173,17 +180,15 @@ class OptimizerMomentum:
         # Without momentum weight decay can stay where it is.
         return {"momentum": group["momentum"], "weight_decay": 0.0}
 
-    def _ranges(self, bucket: Bucket) -> list[MomentumRange]:
-        groups, ranges = self._groups(), list[MomentumRange]()
-        for parameter, end in zip(bucket.parameters, bucket.offsets[1:], strict=True):
-            number = groups.get(id(parameter))
-            factor = 0.0 if number is None else self._options(number)["momentum"]
-            nesterov = number is not None and self._optimizer.param_groups[number]["nesterov"]
-            here = MomentumRange(end=end, factor=factor, nesterov=nesterov)
-            if ranges and (ranges[-1].factor, ranges[-1].nesterov) == (factor, nesterov):
-                ranges.pop()
-            ranges.append(here)
-        return ranges
+    def _ranges(self, groups: GroupRanges) -> list[MomentumRange]:
+        options = [
+            (self._options(number)["momentum"], bool(group["nesterov"]))
+            for number, group in enumerate(self._optimizer.param_groups)
+        ]
+        return [
+            MomentumRange(end=here.stop, factor=factor, nesterov=nesterov)
+            for here, (factor, nesterov) in groups.merged(options, default=(0.0, False))
+        ]
 
     def _description(self) -> str:
         groups = self._optimizer.param_groups
@@ -199,7 +204,8 @@ def momentum_to_take(
     """The momentum of `optimizer`; None if it has none, or one that has to stay there, which
     `inform` is told.
     """
-    if not any(group["momentum"] for group in optimizer.param_groups):
+    largest = max(float(group["momentum"]) for group in optimizer.param_groups)
+    if largest == 0:
         return None
     if any(group["dampening"] for group in optimizer.param_groups):
         inform(
@@ -207,4 +213,15 @@ def momentum_to_take(
             " and is not taken over, since the optimizer dampens it"
         )
         return None
+    if largest >= 1:
+        inform(
+            f"momentum_correction='auto': momentum {largest:g} never ends, so it is left to the"
+            " optimizer, where it sees the mean of what was sent"
+        )
+        return None
     return OptimizerMomentum(optimizer, inform=inform)
+
+
+def _rests(option: float) -> bool:
+    """Whether an option is as `take` has left it."""
+    return option == 0 and math.copysign(1.0, option) < 0

@@ -19,14 +19,17 @@ Differences from Adam:
 
 Cost per exchange: three buffers of the gradient's size (Adam has two), and as many passes as Adam.
 
+Several exchanges in one step count as one gradient, as far as it is known in each of them.
+
 What Adam is given must be a gradient, so nobody may change `param.grad` between `backward()` and
 `step()`, as `torch.nn.utils.clip_grad_norm_` does. Whether the loop does so is looked at in its
-first step, which is Adam's own; if it does, Adam keeps its scaling.
+first step, which is Adam's own; if it does, Adam keeps its scaling. So it does where a run goes on
+that was begun without: what is owed then are plain gradients, for whose size nothing is remembered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -36,18 +39,23 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from offbeat.codec.residual import ErrorFeedback
-from offbeat.errors import UnsupportedError
+from offbeat.errors import CheckpointError, UnsupportedError
 from offbeat.gradients.buckets import Bucket
-from offbeat.gradients.exchange import ExchangeListener
+from offbeat.gradients.exchange import ExchangeCounts, ExchangeListener
+from offbeat.gradients.group_ranges import GroupRanges
 from offbeat.gradients.residual_watch import ResidualWatch
 from offbeat.parts.part import Part
-from offbeat.torch_private import version_of
 from offbeat.transport.driver import Driver, Stream
 from offbeat.transport.operations import AllGather, Collective
 
 _CHANGED: Final = (
     "gradients are changed between backward() and step(), as clip_grad_norm_ does; to clip, use the"
     " strategy's clip_norm"
+)
+_IS_SCALED: Final = (
+    "the state was saved while the strategy had taken over Adam's scaling, so what is owed in it is"
+    " scaled, and here the scaling is left to the optimizer; resume with the same optimizer,"
+    " density and momentum_correction, and without a GradScaler"
 )
 
 
@@ -56,12 +64,12 @@ class _Moments:
     """What Adam remembers of one bucket's elements, and the gradient that is on its way."""
 
     bucket: Bucket
+    groups: GroupRanges
     feedback: ErrorFeedback
     watch: ResidualWatch
     mean: torch.Tensor
     square: torch.Tensor
     gradient: torch.Tensor
-    published_version: int = -1
 
 
 class _Settled(ExchangeListener):
@@ -80,6 +88,7 @@ class OptimizerScaling(Part):
         optimizer: a `torch.optim.Adam` or `AdamW`.
         driver: carries the ranks' agreement out.
         stream: for it.
+        counts: of the exchange of gradients.
         inform: is told whether the scaling was taken over.
 
     Attributes:
@@ -99,24 +108,36 @@ class OptimizerScaling(Part):
         *,
         driver: Driver,
         stream: Stream,
+        counts: ExchangeCounts,
         inform: Callable[[str], None],
     ) -> None:
         self.is_taken: bool | None = None
-        self.listener = _Settled(self._remember)
+        self.listener = _Settled(self._settled)
         self._optimizer = optimizer
         self._driver = driver
         self._stream = stream
         self._inform = inform
         self.is_wanted: Callable[[], bool] = lambda: True
         self.when_taken: Callable[[], None] = lambda: None
+        self._counts = counts
         self._moments: dict[int, _Moments] = {}
-        self._num_exchanges = 0.0
+        self._num_steps = 0.0  # of resumed ranks that were several, the mean
+        self._num_settled = 0
+        self._has_gradient = False  # of the coming step
+        self._is_changed = False
         self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def apply_to(self, bucket: Bucket, feedback: ErrorFeedback, watch: ResidualWatch) -> None:
         """Scale what `bucket` contributes to `feedback`, at which `watch` looks."""
         mean, square, gradient = (torch.zeros_like(feedback.residual) for _ in range(3))
-        self._moments[id(bucket)] = _Moments(bucket, feedback, watch, mean, square, gradient)
+        groups = GroupRanges(bucket, self._optimizer)
+        self._moments[id(bucket)] = _Moments(
+            bucket, groups, feedback, watch, mean, square, gradient
+        )
+
+    def gradients_are_changed(self) -> None:
+        """The loop has changed what the exchange left."""
+        self._is_changed = True
 
     # What the exchange calls
 
@@ -132,48 +153,51 @@ class OptimizerScaling(Part):
             bucket: one that `apply_to` was called with.
             used: which of its parameters have a gradient.
             grad_scale: 1, since there is no scaling where there is a GradScaler.
-            continues: whether an earlier exchange belongs to the same optimizer step; weight decay
-                has been added there.
+            continues: whether an earlier exchange belongs to the same optimizer step: its gradient
+                is part of what counts, and weight decay has been added there.
         """
         if self.is_taken is False:
             return
         moments = self._moments[id(bucket)]
-        if not continues:
-            self._add_decay_(bucket, used)
-        moments.gradient.copy_(bucket.flat)
+        if continues:
+            moments.gradient.add_(bucket.flat)
+        else:
+            self._add_decay_(moments, used)
+            moments.gradient.copy_(bucket.flat)
         if self.is_taken:
-            bucket.flat.copy_(moments.gradient / self._denominator(moments))
+            bucket.flat.copy_(bucket.flat / self._denominator(moments))
 
     def published(self, bucket: Bucket) -> None:
-        """`bucket` holds the mean of what was sent, which is `param.grad` from now on."""
-        self._moments[id(bucket)].published_version = version_of(bucket.flat)
+        """`param.grad` is a result now, which the step takes as it is."""
 
     def give_back(self) -> None:
         """Adam begins anew: what was remembered differs from rank to rank."""
-        self.on_after_step()
+        self._show_gradients()
+        if self.is_taken:
+            self._forget_optimizer_state()
         self.is_taken = False
 
-    def _remember(self, good: bool) -> None:
-        if not good or self.is_taken is False:
-            return
-        self._num_exchanges += 1
+    def _settled(self, good: bool) -> None:
+        self._num_settled += 1
+        # Of a step that is skipped, what earlier passes have exchanged is skipped, too.
+        self._has_gradient = good
+
+    def _remember(self) -> None:
+        self._num_steps += 1
         for moments in self._moments.values():
-            begin = 0
-            for end, group in self._ranges(moments.bucket):
-                here, (beta1, beta2) = slice(begin, end), group["betas"]
+            for here, (beta1, beta2, _) in self._ranges(moments):
                 gradient = moments.gradient[here]
                 moments.mean[here].lerp_(gradient, 1 - beta1)
                 moments.square[here].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-                begin = end
 
     # Events
 
     @override
     def on_before_update(self) -> None:
-        if self.is_taken is None and self._num_exchanges:
+        if self.is_taken is None and self._has_gradient:
             self._decide()  # the step that is under way is Adam's in any case
         elif self.is_taken:
-            if self._changed():
+            if self._is_changed:
                 raise UnsupportedError(
                     f"{_CHANGED}. GTopK and TopK have taken over Adam's scaling, because the first"
                     " step did not do so; pass momentum_correction=None to leave it to the"
@@ -183,16 +207,29 @@ class OptimizerScaling(Part):
 
     @override
     def on_after_step(self) -> None:
+        if self.is_taken and self._num_steps == 0:
+            self._forget_optimizer_state()  # which nobody reads until the session ends
+        if self._has_gradient and self.is_taken is not False:
+            self._remember()
+        self._has_gradient = self._is_changed = False
+        self._show_gradients()
+
+    def _show_gradients(self) -> None:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
+
+    def _forget_optimizer_state(self) -> None:
+        for moments in self._moments.values():
+            for parameter in moments.bucket.parameters:
+                self._optimizer.state.pop(parameter, None)
 
     # State
 
     @override
     def state_dict(self) -> dict[str, Any]:
         # Summed where ranks become one, these are divided by the number of ranks in them again.
-        additive = {"num_ranks": torch.ones(1), "exchanges": torch.tensor([self._num_exchanges])}
+        additive = {"num_ranks": torch.ones(1), "steps": torch.tensor([self._num_steps])}
         for kind, name, view in self._named():
             additive[f"{kind}/{name}"] = view
         return {"additive": additive, "replicated": {"is_taken": self.is_taken}}
@@ -200,11 +237,16 @@ class OptimizerScaling(Part):
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         additive = state["additive"]
+        self.is_taken = state["replicated"]["is_taken"]
+        if self.is_taken is False:
+            self._moments.clear()
+            return
+        if not self._moments:
+            raise CheckpointError(_IS_SCALED)
         num_ranks = max(1.0, float(additive["num_ranks"]))
-        self._num_exchanges = float(additive["exchanges"]) / num_ranks
+        self._num_steps = float(additive["steps"]) / num_ranks
         for kind, name, view in self._named():
             view.copy_(additive[f"{kind}/{name}"]).div_(num_ranks)
-        self.is_taken = state["replicated"]["is_taken"]
         if self.is_taken:
             self.when_taken()
 
@@ -221,9 +263,8 @@ class OptimizerScaling(Part):
     def _denominator(self, moments: _Moments) -> torch.Tensor:
         """What the gradient on its way is divided by, as if it had been remembered already."""
         result = torch.empty_like(moments.mean)
-        steps, share, begin = self._num_exchanges + 1, 1 / self._driver.world_size, 0
-        for end, group in self._ranges(moments.bucket):
-            here, (beta1, beta2) = slice(begin, end), group["betas"]
+        steps, share = self._num_steps + 1, 1 / self._driver.world_size
+        for here, (beta1, beta2, eps) in self._ranges(moments):
             gradient = moments.gradient[here]
             square = moments.square[here].mul(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             square.div_(1 - beta2**steps)
@@ -233,54 +274,59 @@ class OptimizerScaling(Part):
                 square.mul_(share).add_(signal, alpha=1 - share)
             else:  # without a mean there is no telling
                 square.mul_(share)
-            result[here] = square.sqrt_().add_(group["eps"])
-            begin = end
+            result[here] = square.sqrt_().add_(eps)
         return result
 
-    def _add_decay_(self, bucket: Bucket, used: NDArray[np.bool_]) -> None:
+    def _add_decay_(self, moments: _Moments, used: NDArray[np.bool_]) -> None:
         """Weight decay that Adam, unlike AdamW, adds to the gradient."""
-        groups = self._groups()
+        decays = [self._coupled_decay(group) for group in self._optimizer.param_groups]
+        if not self.is_taken or not any(decays):
+            return
+        bucket, groups, views = moments.bucket, moments.groups.groups, moments.bucket.views
         for position in np.flatnonzero(used).tolist():
-            parameter = bucket.parameters[position]
-            group = groups.get(id(parameter))
-            if self.is_taken and group and group["weight_decay"] and not self._decouples(group):
-                decay = -group["weight_decay"] if group["maximize"] else group["weight_decay"]
-                bucket.views[position].add_(parameter.detach(), alpha=decay)
+            group = groups[position]
+            if group is not None and decays[group]:
+                views[position].add_(bucket.parameters[position].detach(), alpha=decays[group])
 
     def _update(self) -> None:
         """The optimizer's step, which then finds no gradient."""
-        groups = self._groups()
+        rates, kept = list[float](), list[float]()  # by group
+        for group in self._optimizer.param_groups:
+            lr = float(group["lr"])
+            rates.append(lr if group["maximize"] else -lr)
+            kept.append(1 - lr * group["weight_decay"] if self._decouples(group) else 1.0)
         for moments in self._moments.values():
-            for parameter in moments.bucket.parameters:
-                group, scaled = groups.get(id(parameter)), parameter.grad
-                if group is None or scaled is None:
+            for parameter, number in zip(
+                moments.bucket.parameters, moments.groups.groups, strict=True
+            ):
+                if number is None or (scaled := parameter.grad) is None:
                     continue
-                lr = float(group["lr"])
-                if self._decouples(group):
-                    parameter.mul_(1 - lr * group["weight_decay"])
-                parameter.add_(scaled, alpha=lr if group["maximize"] else -lr)
+                if kept[number] != 1:
+                    parameter.mul_(kept[number])
+                parameter.add_(scaled, alpha=rates[number])
                 self._hidden.append((parameter, scaled))
                 parameter.grad = None
 
     def _decide(self) -> None:
         """Look whether the loop leaves gradients alone, and agree: all ranks scale, or none."""
-        is_changed = self._driver.run(_any_of(self._changed()), self._stream.next())
-        is_wanted = self.is_wanted()
-        self.is_taken = is_wanted and not is_changed
+        is_changed = self._driver.run(_any_of(self._is_changed), self._stream.next())
+        is_wanted, is_new = self.is_wanted(), self._counts.exchanges == self._num_settled
+        self.is_taken = is_wanted and is_new and not is_changed
         if not is_wanted:
+            self._moments.clear()
             return
-        if is_changed:
+        if not self.is_taken:
+            self._moments.clear()
+            reason = _CHANGED if is_new else "the run was begun without it"
             self._inform(
                 "momentum_correction='auto': Adam scales what was sent, and its scaling is not"
-                f" taken over, since {_CHANGED}"
+                f" taken over, since {reason}"
             )
             return
         for moments in self._moments.values():
             # What is owed from the first step was not scaled.
             moments.feedback.residual.div_(self._denominator(moments))
             moments.watch.begin_anew()
-            for parameter in moments.bucket.parameters:
-                self._optimizer.state.pop(parameter, None)
         self.when_taken()
         self._inform(
             "momentum_correction='auto': gradients are scaled as Adam does it before entries are"
@@ -288,38 +334,38 @@ class OptimizerScaling(Part):
             " ends; momentum_correction=None leaves all to the optimizer"
         )
 
-    def _changed(self) -> bool:
-        """Whether a gradient is another one than was published."""
-        return any(
-            parameter.grad is not None
-            and not (
-                moments.bucket.holds(position, parameter.grad)
-                and version_of(moments.bucket.flat) == moments.published_version
-            )
-            for moments in self._moments.values()
-            for position, parameter in enumerate(moments.bucket.parameters)
-        )
-
-    def _groups(self) -> dict[int, dict[str, Any]]:
-        """The group that a parameter, by its id, is in."""
-        return {
-            id(parameter): group
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-        }
+    def _coupled_decay(self, group: Mapping[str, Any]) -> float:
+        if self._decouples(group):
+            return 0.0
+        decay = float(group["weight_decay"])
+        return -decay if group["maximize"] else decay
 
     def _decouples(self, group: Mapping[str, Any]) -> bool:
         return bool(group["decoupled_weight_decay"])
 
-    def _ranges(self, bucket: Bucket) -> list[tuple[int, dict[str, Any]]]:
-        """Ends of neighbouring elements whose parameters are in one group, and that group."""
-        groups, ranges = self._groups(), list[tuple[int, dict[str, Any]]]()
-        for parameter, end in zip(bucket.parameters, bucket.offsets[1:], strict=True):
-            group = groups.get(id(parameter), self._optimizer.param_groups[0])
-            if ranges and ranges[-1][1] is group:
-                ranges.pop()
-            ranges.append((end, group))
-        return ranges
+    def _ranges(self, moments: _Moments) -> Iterator[tuple[slice, tuple[float, float, float]]]:
+        """Neighbouring elements with the same beta1, beta2 and eps."""
+        options = [(*group["betas"], group["eps"]) for group in self._optimizer.param_groups]
+        # What the optimizer does not move is scaled as any other.
+        return moments.groups.merged(options, default=options[0])
+
+
+class LeftScaling(Part):
+    """Stands where Adam's scaling is left to the optimizer. Refuses the state of a run in which it
+    was taken over: what was owed there is no gradient.
+    """
+
+    state_key: ClassVar[str] = OptimizerScaling.state_key
+    may_begin_anew: ClassVar[bool] = True
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"replicated": {"is_taken": False}}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["replicated"]["is_taken"]:
+            raise CheckpointError(_IS_SCALED)
 
 
 def _any_of(mine: bool) -> Collective[bool]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.group_ranges import GroupRanges
 
 
 class OwedRate:
@@ -24,8 +25,8 @@ class OwedRate:
     """
 
     def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer) -> None:
-        self._bucket = bucket
         self._optimizer = optimizer
+        self._places = GroupRanges(bucket, optimizer)
         self._rates: Sequence[float] = ()
 
     def follow(self, residual: torch.Tensor) -> float:
@@ -38,37 +39,29 @@ class OwedRate:
             The largest factor, 1.0 where no rate has changed. A rate of 0 changes nothing: when it
             is above 0 again, what counts is the last one before.
         """
-        ranges = self._ranges()
-        before = self._rates if len(self._rates) == len(ranges) else [rate for _, rate in ranges]
-        begin, largest = 0, 1.0
-        for (end, new), old in zip(ranges, before, strict=True):
-            if old != new and old > 0 and new > 0:
-                residual[begin:end].mul_(old / new)
-                largest = max(largest, old / new)
-            begin = end
-        self._rates = [new or old for old, (_, new) in zip(before, ranges, strict=True)]
-        return largest
+        now = [float(group.get("lr", 0.0)) for group in self._optimizer.param_groups]
+        # A group that is new, or was not there when the state was saved, owes nothing yet.
+        before = [*self._rates[: len(now)], *now[len(self._rates) :]]
+        factors = [
+            old / new if old > 0 and new > 0 else 1.0 for old, new in zip(before, now, strict=True)
+        ]
+        self._rates = [new or old for old, new in zip(before, now, strict=True)]
+        if not any(factor != 1.0 for factor in factors):
+            return 1.0
+        places = self._places.ranges
+        here = [1.0 if each.group is None else factors[each.group] for each in places]
+        if min(here) == max(here):
+            residual.mul_(here[0])
+        else:  # there may be thousands of ranges, and each operation on one of them costs more
+            sizes = torch.tensor([each.end - each.begin for each in places])
+            vector = torch.tensor(here, dtype=residual.dtype).repeat_interleave(sizes)
+            residual.mul_(vector.to(residual.device))
+        return max(1.0, *here)
 
     def state(self) -> dict[str, float]:
-        """The last exchange's rates; none before the first one."""
+        """The last exchange's rates, by group; none before the first one."""
         return {f"rate_{number}": rate for number, rate in enumerate(self._rates)}
 
     def load(self, state: Mapping[str, float]) -> None:
         """Inverse of `state`."""
         self._rates = [state[f"rate_{number}"] for number in range(len(state))]
-
-    def _ranges(self) -> list[tuple[int, float]]:
-        """Ends of neighbouring elements with one rate, and that rate."""
-        rates = {
-            id(parameter): float(group.get("lr", 0.0))
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-        }
-        ranges = list[tuple[int, float]]()
-        ends = self._bucket.offsets[1:]
-        groups = [rates.get(id(parameter), 0.0) for parameter in self._bucket.parameters]
-        for end, rate in zip(ends, groups, strict=True):
-            if ranges and ranges[-1][1] == rate:
-                ranges.pop()
-            ranges.append((end, rate))
-        return ranges

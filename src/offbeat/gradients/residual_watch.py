@@ -37,15 +37,16 @@ class ResidualWatch:
         self._k = 0
         self._most_sent = 0.0
         self._most_owed = 0.0
+        self._grown = 1.0  # by what factor what is owed has grown beside its gradients
 
     def begin_anew(self) -> None:
         """What comes next is not to be compared with what was: its unit has changed."""
         self._k, self._num_exchanges, self._most_sent, self._most_owed = 0, 0, 0.0, 0.0
+        self._grown = 1.0
 
     def grow(self, factor: float) -> None:
         """What is owed has been multiplied by at most `factor`, which says nothing of gradients."""
-        self._most_sent *= factor
-        self._most_owed *= factor
+        self._grown *= factor
 
     def after_exchange(self, residual: torch.Tensor, k: int, *, sent_norm: float) -> None:
         """An exchange has left `residual`; this rank picked `k` entries of norm `sent_norm`."""
@@ -55,27 +56,31 @@ class ResidualWatch:
             self._most_sent *= math.sqrt(max(1.0, k / max(1, self._k)))
             self._k, self._num_exchanges, self._most_owed = k, 0, 0.0
         self._num_exchanges += 1
-        if sent_norm > RUNAWAY_FACTOR * self._most_sent > 0:
+        # What had grown goes in turns: so many of the elements in each exchange.
+        self._grown = max(1.0, self._grown * (1 - k / max(k, residual.numel())))
+        usual = self._most_sent * self._grown
+        if sent_norm > RUNAWAY_FACTOR * usual > 0:
             self._warn(
                 f"rank {self._rank} has sent entries far larger than ever before: their norm is"
-                f" {sent_norm:.3g}, and it was at most {self._most_sent:.3g}. The rest of such a"
+                f" {sent_norm:.3g}, and it was at most {usual:.3g}. The rest of such a"
                 " gradient is owed and comes back over many steps, which clipping after backward()"
                 f" does not stop; {self._fix()}"
             )
-        self._most_sent = max(self._most_sent, sent_norm)
+        self._most_sent = max(self._most_sent, sent_norm / self._grown)
         if self._num_exchanges % LOOK_INTERVAL == 0:
             self._look(residual)
 
     def _look(self, residual: torch.Tensor) -> None:
         norm = float(torch.linalg.vector_norm(residual))
-        if norm > RUNAWAY_FACTOR * self._most_owed > 0:
+        usual = self._most_owed * self._grown
+        if norm > RUNAWAY_FACTOR * usual > 0:
             self._warn(
                 f"the residual of rank {self._rank} has run away: its norm is {norm:.3g}, and"
-                f" {LOOK_INTERVAL} exchanges ago it was at most {self._most_owed:.3g}. Gradients"
+                f" {LOOK_INTERVAL} exchanges ago it was at most {usual:.3g}. Gradients"
                 " far larger than usual are owed now and come back over many steps, which clipping"
                 f" after backward() does not stop; {self._fix()}"
             )
-        self._most_owed = max(self._most_owed, norm)
+        self._most_owed = max(self._most_owed, norm / self._grown)
 
     def _fix(self) -> str:
         if self._clips:

@@ -229,7 +229,10 @@ def _notices(runs: Sequence[AnalysedRun | None]) -> list[str]:
     ]
     if ages:
         mean = sum(ages) / len(ages)
-        notices.append(f"from one sending of an entry to the next {mean:.3g} steps passed, a mean")
+        notices.append(
+            f"from one sending of an entry to the next {mean:.3g} steps passed, a mean over what"
+            " was not sent densely"
+        )
     skipped = sum(run.summary.skipped_steps for run in runs if run is not None)
     return notices + (
         [f"{skipped} steps were skipped, since some gradient was not finite"] if skipped else []

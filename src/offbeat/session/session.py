@@ -71,8 +71,8 @@ class Stats:
         wait_s: seconds spent waiting for other ranks.
         encode_s: seconds spent on selection, residuals and putting results in place.
         mean_entry_age: exchanges from one time that an entry of the gradient was sent to the next,
-            a mean over those that this rank has sent, from a sample: 1 where all of them always
-            are. None where gradients are not sparsified, or nothing was sent yet.
+            a mean over those that this rank has sent, from a sample. Exchanges of everything do not
+            count; None where there were no others.
     """
 
     steps: int

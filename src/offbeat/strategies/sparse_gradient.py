@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 import numpy as np
@@ -24,13 +25,22 @@ from offbeat.codec.wire import Wire
 from offbeat.collectives.base import SparseCollective
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.changed_gradients import ChangedGradients
 from offbeat.gradients.clipping import LocalClipping
 from offbeat.gradients.collective_choice import BucketKind
 from offbeat.gradients.density_choice import FEW, AutoDensity
 from offbeat.gradients.exchange import ExchangeCounts, GradientExchange, Reduction
 from offbeat.gradients.launch_order import LaunchOrder
-from offbeat.gradients.optimizer_momentum import OptimizerMomentum, momentum_to_take
-from offbeat.gradients.optimizer_scaling import OptimizerScaling, reason_against
+from offbeat.gradients.optimizer_momentum import (
+    CHANGED_MOMENTUM,
+    OptimizerMomentum,
+    momentum_to_take,
+)
+from offbeat.gradients.optimizer_scaling import (
+    LeftScaling,
+    OptimizerScaling,
+    reason_against,
+)
 from offbeat.gradients.owed_rate import OwedRate
 from offbeat.gradients.piggyback import Piggyback, PiggybackSize
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
@@ -52,6 +62,8 @@ AT_ONCE_BELOW: Final = 0.15
 """The density below which momentum is applied at once, unless the user says otherwise: an entry
 waits for 1 / density exchanges, and momentum is usually spread over ten.
 """
+
+MOMENTUM_RULES: Final = ("auto", "at_once", "masked", "spread")
 
 SMALL: Final = 1024
 """Parameters of fewer elements are small: norms and biases, and often the first and last layer."""
@@ -87,10 +99,12 @@ class SparseGradientStrategy(GradientStrategy):
             it weight decay, until the session ends, and the scaling of Adam and AdamW at densities
             below 0.15, where the loop leaves gradients alone; a number in [0, 1) needs an optimizer
             without momentum; None leaves all to the optimizer.
-        momentum_masking: DGC's factor masking: momentum stops where an entry was sent. "auto" needs
-            none: in exchanges of less than 0.15 of the entries, where most wait for longer than
-            momentum lasts, all of a gradient's momentum is applied at once, which is gradient /
-            (1 - momentum); where more travel momentum goes on as it is.
+        momentum_rule: how momentum that is applied before selection moves an entry. "spread": over
+            the steps that follow, as SGD's; "masked": likewise, until the entry is sent, when its
+            velocity becomes 0 (DGC's factor masking); "at_once": all of a gradient's momentum with
+            the gradient, as gradient / (1 - momentum); "auto": at once in exchanges of less than
+            0.15 of the entries, where most wait for longer than momentum lasts, else spread. Where
+            everything is sent momentum is always spread.
         warmup: densities of the first exchanges, if larger than the later one: pairs of a density
             and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
             density of 1 sends everything as `AllReduce` does; or "paper" (0.25, 0.0725, 0.015,
@@ -123,7 +137,7 @@ class SparseGradientStrategy(GradientStrategy):
     density: float | Literal["auto"] = 0.001
     selection: Literal["exact", "reuse"] | Selector = "exact"
     momentum_correction: float | Literal["auto"] | None = "auto"
-    momentum_masking: bool | Literal["auto"] = "auto"
+    momentum_rule: Literal["auto", "at_once", "masked", "spread"] = "auto"
     warmup: Literal["auto", "paper", "exponential"] | tuple[tuple[float, int], ...] | str | None = (
         "auto"
     )
@@ -157,8 +171,7 @@ class SparseGradientStrategy(GradientStrategy):
                 " len(loader)"
             )
         self._warmup(target=1.0)
-        if isinstance(self.momentum_masking, str):
-            require_one_of("momentum_masking", self.momentum_masking, ("auto",))
+        require_one_of("momentum_rule", self.momentum_rule, MOMENTUM_RULES)
         if isinstance(self.dense_below, str):
             require_one_of("dense_below", self.dense_below, ("auto",))
         else:
@@ -262,19 +275,43 @@ class SparseGradientStrategy(GradientStrategy):
         return self.momentum_correction == "auto"
 
     def build(self, workspace: Workspace) -> Sequence[Part]:
-        taken = self._taken_over(workspace)
         counts = ExchangeCounts()
+        taken = self._taken_over(workspace, counts)
         pairs, others = self._parts(workspace, counts, taken)
         exchange, others = self.exchange_of(pairs, others, workspace, counts, taken=taken)
         self._listen(exchange, others)
-        if isinstance(taken, OptimizerScaling):
-            exchange.add_listener(taken.listener)
-            others.append(taken)
+        others += self._beside(taken, exchange, workspace, counts)
         if taken is not None:  # last, when nothing can fail any more
             taken.take()
         return [exchange, *others]
 
-    def _taken_over(self, workspace: Workspace) -> OptimizerMomentum | OptimizerScaling | None:
+    def _beside(
+        self,
+        taken: OptimizerMomentum | OptimizerScaling | None,
+        exchange: GradientExchange,
+        workspace: Workspace,
+        counts: ExchangeCounts,
+    ) -> list[Part]:
+        """The parts that go with what was taken over, or with what was left."""
+        if taken is None:
+            is_adam = type(workspace.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+            return [LeftScaling()] if is_adam else []
+        if isinstance(taken, OptimizerScaling):
+            exchange.add_listener(taken.listener)
+            return [
+                ChangedGradients(
+                    exchange.buckets, counts=counts, when_changed=taken.gradients_are_changed
+                ),
+                taken,
+            ]
+        if workspace.has_scaler:  # which changes gradients itself
+            return []
+        warn = partial(workspace.warn, CHANGED_MOMENTUM)
+        return [ChangedGradients(exchange.buckets, counts=counts, when_changed=warn)]
+
+    def _taken_over(
+        self, workspace: Workspace, counts: ExchangeCounts
+    ) -> OptimizerMomentum | OptimizerScaling | None:
         """What works before the exchange in the optimizer's place; None: nothing."""
         optimizer, inform = workspace.optimizer, workspace.inform
         if not self.takes_momentum or optimizer is None:
@@ -289,7 +326,11 @@ class SparseGradientStrategy(GradientStrategy):
             reason = f"at a density of {self.density:g} that would be less accurate"
         if reason is None:
             return OptimizerScaling(
-                optimizer, driver=workspace.driver, stream=workspace.new_stream(), inform=inform
+                optimizer,
+                driver=workspace.driver,
+                stream=workspace.new_stream(),
+                counts=counts,
+                inform=inform,
             )
         inform(
             "momentum_correction='auto': the optimizer sees the mean of what was sent, and nothing"
@@ -403,8 +444,8 @@ class SparseGradientStrategy(GradientStrategy):
                 density = _while_rising(counts, optimizer, density, workspace.inform)
             # Small parameters, too, though all of them travel: where some have momentum and others
             # have it at once, what the former do is undone by the latter, and accuracy suffers.
-            may = self.momentum_masking == "auto" and density < AT_ONCE_BELOW
-            at_once = may and momentum is not None and is_sparse(density)
+            limit = {"at_once": 1.0, "auto": AT_ONCE_BELOW}.get(self.momentum_rule, 0.0)
+            at_once = momentum is not None and density < limit and is_sparse(density)
             if is_small:
                 return ExchangePlan(k=bucket.num_elements, collective=None, at_once=at_once)
             k = max(1, round(density * bucket.num_elements))
@@ -427,7 +468,7 @@ class SparseGradientStrategy(GradientStrategy):
             device=bucket.flat.device,
             selector=self._selector(bucket),
             momentum=momentum,
-            masking=self.momentum_masking is True,
+            masking=self.momentum_rule == "masked",
         )
         watch = ResidualWatch(
             workspace.warn, rank=workspace.driver.rank, clips=self.clip_norm is not None
