@@ -154,7 +154,7 @@ class GradientMethod(StepMethod):
 
     def stage_s(self, setting: Setting, bucket: PlannedBucket) -> float:
         """What a rank computes before a bucket leaves."""
-        return setting.profile.copy_s_per_byte * FLOAT_BYTES * bucket.num_elements
+        return setting.profile.bucket_copy_s_per_byte * FLOAT_BYTES * bucket.num_elements
 
     @override
     def step(self, run: Run, rank: int, number: int) -> Collective[None]:
@@ -172,13 +172,13 @@ class GradientMethod(StepMethod):
             pending.append(run.begin(rank, reduction, number * len(buckets) + index))
         yield from run.compute(rank, number, (1 - done) * profile.batch.backward_s)
         yield until_over(*pending)
-        written_s = profile.copy_s_per_byte * profile.num_bytes
+        written_s = profile.bucket_copy_s_per_byte * profile.num_bytes
         yield from run.compute(rank, number, written_s + profile.optimizer_s)
 
     @override
     def encode_s(self, setting: Setting) -> float:
         staged_s = sum(self.stage_s(setting, bucket) for bucket in self.buckets(setting))
-        return staged_s + setting.profile.copy_s_per_byte * setting.profile.num_bytes
+        return staged_s + setting.profile.bucket_copy_s_per_byte * setting.profile.num_bytes
 
 
 class DenseGradients(GradientMethod):
