@@ -176,6 +176,11 @@ class GradientMethod(StepMethod):
         yield from run.compute(rank, number, written_s + profile.optimizer_s)
 
     @override
+    def waiting_s(self, setting: Setting, encode_s: float) -> float:
+        """All ranks wait for the last one in each step."""
+        return float(setting.durations_s.max(axis=1).mean()) - setting.ideal_s
+
+    @override
     def encode_s(self, setting: Setting) -> float:
         staged_s = sum(self.stage_s(setting, bucket) for bucket in self.buckets(setting))
         return staged_s + setting.profile.bucket_copy_s_per_byte * setting.profile.num_bytes
@@ -198,6 +203,14 @@ class DenseGradients(GradientMethod):
     ) -> None:
         super().__init__(bucket_mib, first_bucket_mib)
         self._element_bytes = element_bytes
+
+    @override
+    def is_like(self, other: StepMethod) -> bool:
+        return (
+            isinstance(other, DenseGradients)
+            and self._caps == other._caps
+            and self._element_bytes == other._element_bytes
+        )
 
     @override
     def reduce(self, run: Run, rank: int, number: int, bucket: PlannedBucket) -> Collective[None]:
