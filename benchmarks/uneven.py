@@ -78,6 +78,7 @@ computes it.
 """
 RACERS: Final[Mapping[str, str]] = {
     "AdaptiveSGD": "adaptive:mega_batch=1600",
+    "AdaptiveSGD, always 5 updates": "adaptive:mega_batch=640:warmup=0",
     "ElasticSGD": "elasticsgd:mega_batch=1600",
     "Crossbow": "crossbow",
     "AllReduce": "allreduce",

@@ -117,10 +117,6 @@ class TakenOver(Protocol):
         """
         ...
 
-    def published(self, bucket: Bucket) -> None:
-        """`bucket` holds the result, which is `param.grad` from now on."""
-        ...
-
     def give_back(self) -> None:
         """The session ends: the optimizer is the user's again."""
         ...
@@ -458,8 +454,6 @@ class GradientExchange(Part):
         stashed, self._stashed[b] = self._stashed[b], None
         if stashed is not None:
             bucket.flat.add_(stashed)
-        if self._taken is not None:
-            self._taken.published(bucket)
         shown = tally.used | self._published[b]
         for position in np.flatnonzero(shown).tolist():
             # A parameter that was frozen meanwhile must not be moved by what it was still owed.

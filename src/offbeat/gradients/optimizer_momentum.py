@@ -126,9 +126,6 @@ class OptimizerMomentum:
                 decay = -decay
             views[position].add_(bucket.parameters[position].detach(), alpha=decay * grad_scale)
 
-    def published(self, bucket: Bucket) -> None:
-        """The optimizer's step goes on as ever."""
-
     def give_back(self) -> None:
         """Put the options back. Momentum begins anew then: velocities differ from rank to rank."""
         for handle in self._handles:

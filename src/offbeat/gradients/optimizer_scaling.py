@@ -167,9 +167,6 @@ class OptimizerScaling(Part):
         if self.is_taken:
             bucket.flat.copy_(bucket.flat / self._denominator(moments))
 
-    def published(self, bucket: Bucket) -> None:
-        """`param.grad` is a result now, which the step takes as it is."""
-
     def give_back(self) -> None:
         """Adam begins anew: what was remembered differs from rank to rank."""
         self._show_gradients()

@@ -154,7 +154,7 @@ class GradientMethod(StepMethod):
 
     def stage_s(self, setting: Setting, bucket: PlannedBucket) -> float:
         """What a rank computes before a bucket leaves."""
-        return setting.profile.copy_s_per_byte * FLOAT_BYTES * bucket.num_elements
+        return setting.profile.bucket_copy_s_per_byte * FLOAT_BYTES * bucket.num_elements
 
     @override
     def step(self, run: Run, rank: int, number: int) -> Collective[None]:
@@ -172,13 +172,18 @@ class GradientMethod(StepMethod):
             pending.append(run.begin(rank, reduction, number * len(buckets) + index))
         yield from run.compute(rank, number, (1 - done) * profile.batch.backward_s)
         yield until_over(*pending)
-        written_s = profile.copy_s_per_byte * profile.num_bytes
+        written_s = profile.bucket_copy_s_per_byte * profile.num_bytes
         yield from run.compute(rank, number, written_s + profile.optimizer_s)
+
+    @override
+    def waiting_s(self, setting: Setting, encode_s: float) -> float:
+        """All ranks wait for the last one in each step."""
+        return float(setting.durations_s.max(axis=1).mean()) - setting.ideal_s
 
     @override
     def encode_s(self, setting: Setting) -> float:
         staged_s = sum(self.stage_s(setting, bucket) for bucket in self.buckets(setting))
-        return staged_s + setting.profile.copy_s_per_byte * setting.profile.num_bytes
+        return staged_s + setting.profile.bucket_copy_s_per_byte * setting.profile.num_bytes
 
 
 class DenseGradients(GradientMethod):
@@ -198,6 +203,14 @@ class DenseGradients(GradientMethod):
     ) -> None:
         super().__init__(bucket_mib, first_bucket_mib)
         self._element_bytes = element_bytes
+
+    @override
+    def is_like(self, other: StepMethod) -> bool:
+        return (
+            isinstance(other, DenseGradients)
+            and self._caps == other._caps
+            and self._element_bytes == other._element_bytes
+        )
 
     @override
     def reduce(self, run: Run, rank: int, number: int, bucket: PlannedBucket) -> Collective[None]:

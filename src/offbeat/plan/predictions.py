@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -235,7 +235,7 @@ def predict_recipe(label: str, name: str, recipe: Recipe, setting: Setting) -> S
     waiting_s = 0.0
     encode_s = min(setting.crowding * simulated.encode_s, max(0.0, step_s - ideal_s))
     if not setting.is_steady:
-        waiting_s = _waiting_s(method_of(name, recipe), setting, encode_s)
+        waiting_s = method_of(name, recipe).waiting_s(setting, encode_s)
     exchange_s = max(0.0, step_s - ideal_s - encode_s - waiting_s)
     parts = {
         "encode": encode_s,
@@ -264,15 +264,6 @@ def predict_recipe(label: str, name: str, recipe: Recipe, setting: Setting) -> S
         by_events=simulated.by_events,
         note=simulated.note,
     )
-
-
-def _waiting_s(method: Method, setting: Setting, encode_s: float) -> float:
-    """How long a step is waited for peers, if messages took no time."""
-    fast = setting.cluster.link.model_copy(update={"rate_bit_per_s": 1e13, "latency_s": 0.0})
-    values = {**setting.cluster.fields(), "link": fast, "links": {}, "racks": None}
-    values["speeds"] = setting.cluster.speed_pattern
-    quick = replace(setting, cluster=Cluster(**values), message_s=0.0)
-    return max(0.0, method.simulate(quick).step_s - setting.ideal_s - encode_s)
 
 
 def _lost_to_deaths(cluster: Cluster, step_s: float, *, survives: bool) -> float:

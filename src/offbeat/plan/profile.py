@@ -103,7 +103,10 @@ class ModelProfile:
         padding_s: the part of the forward pass that is slept, as a cluster with `step` asks for.
         tensors: parameters, in the order of the model.
         select_s_per_element: residual and selection of the largest entries, for each element.
-        copy_s_per_byte: reading or writing a model or a bucket beside training, for each byte.
+        copy_s_per_byte: reading or writing a model beside training, from or to the host's memory,
+            for each byte.
+        bucket_s_per_byte: likewise gradients and their buckets, which stay on the device; 0: as
+            `copy_s_per_byte`.
         publish_s_per_byte: giving the model to a thread that averages it, and taking it back; 0: as
             two copies.
         low_rank_s_per_element: approximating gradients as PowerSGD does, at rank 1, for each
@@ -127,6 +130,7 @@ class ModelProfile:
     tensors: tuple[TensorProfile, ...]
     select_s_per_element: float
     copy_s_per_byte: float
+    bucket_s_per_byte: float = 0.0
     publish_s_per_byte: float = 0.0
     low_rank_s_per_element: float = 0.0
     low_rank_s_per_element_and_rank: float = 0.0
@@ -162,6 +166,7 @@ class ModelProfile:
             "optimizer_s",
             "select_s_per_element",
             "copy_s_per_byte",
+            "bucket_s_per_byte",
             "publish_s_per_byte",
             "factors_s",
             "precondition_s",
@@ -199,6 +204,11 @@ class ModelProfile:
     def num_bytes(self) -> int:
         """Of the model in float32."""
         return FLOAT_BYTES * self.num_elements
+
+    @property
+    def bucket_copy_s_per_byte(self) -> float:
+        """Copying a gradient into its bucket, or a result out of it."""
+        return self.bucket_s_per_byte or self.copy_s_per_byte
 
     @property
     def publish_s(self) -> float:

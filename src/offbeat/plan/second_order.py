@@ -108,6 +108,10 @@ class SecondOrder(Method):
         )
 
     @override
+    def waiting_s(self, setting: Setting, encode_s: float) -> float:
+        return self._gradients.waiting_s(setting, encode_s)
+
+    @override
     def simulate(self, setting: Setting) -> Simulated:
         profile = setting.profile
         plain = self._gradients.simulate(setting)
@@ -171,6 +175,10 @@ class OwnerFactors(Method):
         self.steps_in_a_period = max(
             settings.factor_steps.first_interval, settings.inverse_steps.first_interval
         )
+
+    @override
+    def waiting_s(self, setting: Setting, encode_s: float) -> float:
+        return self._gradients.waiting_s(setting, encode_s)
 
     @override
     def simulate(self, setting: Setting) -> Simulated:

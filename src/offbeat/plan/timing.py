@@ -223,6 +223,7 @@ def profile_of(
         ),
         select_s_per_element=_select_s_per_element(parameters),
         copy_s_per_byte=_copy_s(num_elements, device) / (FLOAT_BYTES * num_elements),
+        bucket_s_per_byte=_bucket_s(num_elements, device) / (FLOAT_BYTES * num_elements),
         publish_s_per_byte=_publish_s(num_elements, device) / (FLOAT_BYTES * num_elements),
         low_rank_s_per_element=low_rank_s,
         low_rank_s_per_element_and_rank=further_s,
@@ -234,6 +235,7 @@ def profile_of(
                 "optimizer_s",
                 "select_s_per_element",
                 "copy_s_per_byte",
+                "bucket_s_per_byte",
                 "publish_s_per_byte",
                 "low_rank_s_per_element",
             )
@@ -294,6 +296,12 @@ def _copy_s(num_elements: int, device: torch.device) -> float:
     on_gpu = device.type == "cuda"
     source = torch.zeros(num_elements, device=device)
     target = torch.empty(num_elements, pin_memory=on_gpu)
+    return usual_s(lambda: target.copy_(source), device)
+
+
+def _bucket_s(num_elements: int, device: torch.device) -> float:
+    """From one place of the device's memory to another."""
+    source, target = torch.zeros(2, num_elements, device=device)
     return usual_s(lambda: target.copy_(source), device)
 
 
