@@ -57,7 +57,7 @@ frame. gloo's all-reduce was measured to fill 0.92 to 0.955 of emulated links.
 LATER: Final = 10_000
 """A step behind everything that is done in the first steps only."""
 
-_STEADY_STEPS, _STEPS, _FEWER_STEPS = 2, 24, 10
+_STEADY_STEPS, _STEPS, _FEWER_STEPS = 2, 24, 8
 _MOST_STEPS = 200
 
 

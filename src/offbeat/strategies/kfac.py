@@ -137,7 +137,13 @@ class KFACStrategy(Strategy):
             if not callable(value) and value is not None:
                 require_positive(name, value)
         self._check_schedules()
-        if self.sample_stride != "auto":
+        if isinstance(self.sample_stride, str):
+            if self.sample_stride != "auto":
+                raise ConfigError(
+                    'sample_stride must be an integer of at least 1, or "auto", got'
+                    f" {self.sample_stride!r}"
+                )
+        else:
             require_at_least("sample_stride", self.sample_stride, 1)
         require_fraction_below_one("decay", self.decay)
         require_one_of("inverse", self.inverse, ("cholesky", "eigen"))
