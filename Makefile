@@ -16,7 +16,7 @@ help:
 	@echo "make demo    compare DDP, gTop-k and PowerSGD on four workers behind a slow link"
 	@echo "make test    run the tests; make test-slow runs the long schedules, which take minutes"
 	@echo "make test-integrations   run the tests against Lightning, transformers and Accelerate"
-	@echo "make test-clusters       run srun offbeat run on a SLURM of two nodes on this machine; needs root"
+	@echo "make test-clusters       train on a SLURM of two nodes on this machine, which needs root, and on Ray"
 	@echo "make check   lint, formatting, types and the order of imports"
 	@echo "make docs    build the documentation as a site, strictly; make package builds and checks what PyPI takes"
 	@echo "make bench   run every benchmark and print one table"
@@ -92,6 +92,7 @@ package: setup-docs
 
 test-clusters: setup
 	@tests/clusters/slurm.sh $(BIN)
+	@tests/clusters/ray.sh $(or $(RAY_PYTHON),$(BIN)/python)
 
 check: setup
 	$(BIN)/ruff check

@@ -15,7 +15,8 @@ x 1,024 matrices reaches beside it:
   channels in place of 81, whose borders are not counted;
 - inverses: d^3 / 3 for the Cholesky decomposition of each factor, three times that for its inverse.
 
-With `--stride n` factors look at every n-th example, and their floor is an n-th. By default
+By default convolutions' factors look at every fourth example; with `--stride n` all look at every
+n-th. Their floor is such a part. By default
 inverses are in bfloat16 at intervals of 10 and 100, if this processor multiplies that fast, and
 triangles in float32 in every step; `--inverse-dtype` has one of the two throughout. Where it is
 bfloat16 the floor of preconditioning is at the rate of a product in bfloat16, and what is made in
@@ -23,7 +24,7 @@ every step are inverses, not triangles. What bounds eigendecompositions over Cho
 of operations: 6 d^3 (4/3 d^3 to a tridiagonal matrix, 8/3 d^3 to put the eigenvectors of its parts
 together, 2 d^3 to turn them back), if they ran at one rate.
 
-    python benchmarks/kfac_overhead.py [--json] [--rounds 10] [--stride 1] [--inverse-dtype auto]
+    python benchmarks/kfac_overhead.py [--json] [--rounds 10] [--stride auto] [--inverse-dtype auto]
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from _ranks import run_ranks
 from _results import Figure
 from offbeat.kfac.eigen import decompose, multiplies_bfloat16_fast
 from offbeat.kfac.inverses import InverseForm, InversionTask, Inverter
-from offbeat.kfac.options import FactorOptions
+from offbeat.kfac.options import AUTO_STRIDE, FactorOptions
 from offbeat.kfac.part import KFACPart
 from offbeat.kfac.pieces import packed_pieces
 from offbeat.kfac.survey import survey
@@ -53,6 +54,7 @@ from offbeat.session.session import Session
 STEPS_A_ROUND = 10
 GOAL_EVERY_STEP, GOAL_SAMPLED, GOAL_AT_INTERVALS, GOAL_EIGEN = 2.0, 1.0, 0.2, 5.0
 FACTOR_INTERVAL, INVERSE_INTERVAL = 10, 100
+Stride: TypeAlias = int | Literal["auto"]
 InverseDtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
 
 CUBES_OF_EIGEN = 6
@@ -121,7 +123,7 @@ def multiplications_per_s(dtype: torch.dtype) -> float:
 
 
 def measure(
-    rank: int, world_size: int, rounds: int, stride: int, inverse_dtype: InverseDtype
+    rank: int, world_size: int, rounds: int, stride: Stride, inverse_dtype: InverseDtype
 ) -> dict[str, list[dict[str, float]]]:
     """Of rounds of steps of each, by turns: seconds a step, and what K-FAC counts."""
     every = offbeat.SPDKFAC(
@@ -188,12 +190,14 @@ def tasks() -> list[InversionTask]:
     return made
 
 
-def kind_of(stride: int, inverse_dtype: InverseDtype) -> str:
-    kind = f", factors of one example in {stride}" if stride > 1 else ""
+def kind_of(stride: Stride, inverse_dtype: InverseDtype) -> str:
+    kind = "" if stride == "auto" else f", factors of one example in {stride}"
+    if stride == 1:
+        kind = ", factors of all examples"
     return kind + (f", inverses in {inverse_dtype}" if inverse_dtype != "auto" else "")
 
 
-def overhead(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[Row]:
+def overhead(rounds: int, stride: Stride, inverse_dtype: InverseDtype) -> Iterator[Row]:
     found = run_ranks(measure, 1, rounds, stride, inverse_dtype)
     plain_s = [row["step_s"] for row in found["ssgd"]]
     usual_s, rate = sorted(plain_s)[len(plain_s) // 2], found["ssgd"][0]["rate"]
@@ -217,11 +221,13 @@ def overhead(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[
         (row["step_s"] - plain, plain)
         for row, plain in zip(found["every step"], plain_s, strict=True)
     ]
+    # nearly all of them are of convolutions
+    factors = floor["factors"] / (AUTO_STRIDE if stride == "auto" else stride)
     yield ratio(
         every,
         pairs,
-        at_most=GOAL_EVERY_STEP if stride == 1 else GOAL_SAMPLED,
-        bound=in_every + floor["factors"] / stride + of_one * floor["inverses"],
+        at_most=GOAL_EVERY_STEP if stride in ("auto", 1) else GOAL_SAMPLED,
+        bound=in_every + factors + of_one * floor["inverses"],
     )
     # inverses are made in one of ten rounds, and spread over all
     pairs = [
@@ -232,9 +238,7 @@ def overhead(rounds: int, stride: int, inverse_dtype: InverseDtype) -> Iterator[
         seldom,
         pairs,
         at_most=GOAL_AT_INTERVALS,
-        bound=at_intervals
-        + floor["factors"] / stride / FACTOR_INTERVAL
-        + 3 * floor["inverses"] / INVERSE_INTERVAL,
+        bound=at_intervals + factors / FACTOR_INTERVAL + 3 * floor["inverses"] / INVERSE_INTERVAL,
     )
     yield from parts(every, found["every step"], usual_s)
     yield from parts(seldom, found["at intervals"], usual_s)
@@ -275,7 +279,10 @@ if __name__ == "__main__":
     add_output_options(parser)
     parser.add_argument("--rounds", type=int, default=10, help="of ten steps of each")
     parser.add_argument(
-        "--stride", type=int, default=1, help="factors are of every n-th example of a batch"
+        "--stride",
+        type=lambda text: text if text == "auto" else int(text),
+        default="auto",
+        help="factors are of every n-th example of a batch; default: as it comes",
     )
     parser.add_argument(
         "--inverse-dtype",

@@ -8,15 +8,19 @@ is good if it is within 15% of the measured step; strategies are in the right or
 measured steps differ by more than that. Cells whose halves differ by more than 10% are not judged.
 
 With `--results` the grid goes on where it stopped, and its summary is of all cells that are there.
+With `--comparisons` the lab's records are kept, and a cell whose record is there is not measured
+again but only predicted anew (`--again` in that case means the prediction).
 
     python benchmarks/prediction.py [--json] [--workers 2,4,8] [--links 100mbit,1gbit]
-    [--delays none,1x100ms] [--step-time 100ms] [--strategies ...] [--steps 48]
+    [--delays none,1x100ms] [--speeds 1,0.5] [--step-time 100ms] [--strategies ...] [--steps 48]
+    [--comparisons build/prediction]
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
@@ -28,6 +32,7 @@ from _results import Figure, ResultFile
 from links import Quiet
 from offbeat.lab.cluster import from_flags
 from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat.lab.comparison import read_comparison
 from offbeat.plan.check import WITHIN, CheckedStep, check_comparison
 from offbeat.plan.measure import measure_task
 from offbeat.plan.profile import ModelProfile
@@ -61,8 +66,21 @@ def run(
     specs: Sequence[str],
     steps: int,
     settings: tuple[str, ...],
+    speeds: str | None,
+    record: Path | None,
 ) -> Iterator[Row]:
-    cluster = from_flags(workers=workers, link=link, delay=delay, step_time=step_time)
+    """Compare and predict.
+
+    Args:
+        workers, link, delay, step_time, speeds: the cluster's.
+        specs: strategies.
+        steps: of each.
+        settings: of the task.
+        record: directory of the comparison, which may be there; None: one that is deleted.
+    """
+    cluster = from_flags(
+        workers=workers, link=link, delay=delay, step_time=step_time, speeds=speeds
+    )
     request = CompareRequest(
         task=TASK,
         strategies=specs,
@@ -72,13 +90,15 @@ def run(
         steps=steps,
         eval_every=steps,
     )
-    with tempfile.TemporaryDirectory() as keep:
-        plan = plan_comparison(request, out=Path(keep) / "comparison")
-        directory, comparison = run_comparison(
-            plan, Quiet(), command="python benchmarks/prediction.py"
-        )
+    with tempfile.TemporaryDirectory() as short_lived:
+        directory = record or Path(short_lived) / "comparison"
+        if not directory.exists():
+            plan = plan_comparison(request, out=directory)
+            run_comparison(plan, Quiet(), command="python benchmarks/prediction.py")
+        comparison = read_comparison(directory)
         found = check_comparison(directory, profile_of(settings))
     where = f"{workers} workers, {link}{_unless_none(', late', delay)}"
+    where += f", speeds {speeds}" if speeds else ""
     where += _unless_none(", padded to", step_time)
     for contestant in comparison.contestants:
         if contestant.failure is not None:
@@ -174,21 +194,29 @@ def main() -> None:
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--size", default="small")
+    parser.add_argument("--speeds")
+    parser.add_argument("--comparisons", type=Path)
     asked = parser.parse_args()
     measure = partial(
         run,
         specs=asked.strategies.split(","),
         steps=asked.steps,
         settings=(f"size={asked.size}", "batch_size=8"),
+        speeds=asked.speeds,
     )
-    cells = {
-        f"{workers} {link} {delay} {asked.step_time} {asked.size}": partial(
-            measure, int(workers), link, delay, asked.step_time
-        )
-        for workers in asked.workers.split(",")
-        for link in asked.links.split(",")
-        for delay in asked.delays.split(",")
-    }
+    cells = {}
+    for workers in asked.workers.split(","):
+        for link in asked.links.split(","):
+            for delay in asked.delays.split(","):
+                words = [workers, link, delay, asked.step_time, asked.size]
+                words += [asked.speeds] if asked.speeds else []
+                words += [] if asked.strategies == ",".join(STRATEGIES) else [asked.strategies]
+                cell = " ".join(words)
+                name = re.sub(r"[^a-z0-9.]+", "-", cell)
+                record = None if asked.comparisons is None else asked.comparisons / name
+                cells[cell] = partial(
+                    measure, int(workers), link, delay, asked.step_time, record=record
+                )
     present(cells, asked)
     if asked.results is not None:
         kept = ResultFile(asked.results / "prediction.jsonl")

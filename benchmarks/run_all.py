@@ -41,7 +41,10 @@ READ_DATA = {
     "parity": ("images", "text"),
     "sparse_accuracy": ("images",),
 }
-KNOW_QUICK = (LONG - {"kfac_schedules", "parity", "prediction", "sparse_accuracy"}) | {"answering"}
+KNOW_QUICK = (LONG - {"kfac_schedules", "parity", "prediction", "sparse_accuracy"}) | {
+    "answering",
+    "run_deaths",
+}
 VERDICTS = {True: "[green]holds", False: "[red]missed", "undecided": "[yellow]undecided"}
 
 

@@ -95,6 +95,9 @@ MAY_BLOCK = {
     "lab/local_worker.py": {"subprocess"},  # starts a worker; no training happens in it
     "lab/worker_server.py": {"socket"},  # takes the end of a socket that it was given
     "lab/supervisor.py": {"selectors"},  # watches workers
+    "plan/low_rank.py": {
+        "torch.distributed"
+    },  # a group of one for torch's hook, which sends nothing
     "plan/script_timing.py": {"subprocess"},  # runs a user's script to time it
 }
 

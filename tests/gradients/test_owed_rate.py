@@ -11,6 +11,7 @@ import torch
 import offbeat
 from offbeat.errors import OffbeatWarning
 from offbeat.gradients.buckets import Bucket
+from offbeat.gradients.group_ranges import GroupRanges
 from offbeat.gradients.owed_rate import OwedRate
 from offbeat.gradients.residual_watch import LOOK_INTERVAL, ResidualWatch
 
@@ -140,3 +141,19 @@ def test_a_session_whose_units_change_warns_of_nothing_but_runaways(
         if isinstance(optimizer, torch.optim.SGD):  # Adam's scaling makes it a usual one
             with pytest.warns(OffbeatWarning, match="has sent entries far larger than ever"):
                 step(1e3)
+
+
+def test_ranges_with_equal_options_are_one() -> None:
+    bucket, optimizer = four_parameters()
+    places = GroupRanges(bucket, optimizer)
+
+    def found(options: list[str], default: str) -> list[tuple[int, int, str]]:
+        return [
+            (here.start, here.stop, option)
+            for here, option in places.merged(options, default=default)
+        ]
+
+    assert found(["x", "y"], "x") == [(0, 2, "x"), (2, 6, "y"), (6, 8, "x")]
+    assert found(["y", "x"], "x") == [(0, 2, "y"), (2, 8, "x")]
+    assert found(["x", "x"], "y") == [(0, 6, "x"), (6, 8, "y")]
+    assert found(["x", "x"], "x") == [(0, 8, "x")]

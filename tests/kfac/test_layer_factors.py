@@ -315,6 +315,34 @@ def test_samples_together_are_the_whole_batch(kind: str, num_examples: int) -> N
     assert_samples_make_up_the_whole(layer, x, lambda x: losses(layer(x)).mean(), 3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "shape", "every"),
+    [
+        ("conv", (32, 4, 4), 4),
+        ("conv", (20, 4, 4), 2),
+        ("conv", (32, 3, 3), 1),
+        ("linear", (32,), 1),
+    ],
+)
+def test_where_there_are_many_positions_not_all_examples_are_looked_at(
+    kind: str, shape: tuple[int, ...], every: int
+) -> None:
+    """Unless the user says how many are."""
+    layer: nn.Module = nn.Conv2d(2, 3, 3, padding=1) if kind == "conv" else nn.Linear(2, 3)
+    x = torch.randn(shape[0], 2, *shape[1:])
+
+    def factors(**options: Any) -> list[Increment]:
+        blocks, capture = capture_all(layer, FactorOptions(**options), step=1)
+        losses(layer(x)).mean().backward()
+        found = take_all(capture, blocks)
+        capture.remove()
+        return found
+
+    for mine, wanted in zip(factors(), factors(sample_stride=every), strict=True):
+        assert mine.weight == wanted.weight
+        torch.testing.assert_close(mine.packed, wanted.packed)
+
+
 def test_samples_of_an_even_batch_count_alike() -> None:
     """So the plain mean over steps is the factor of the whole batch as well."""
     layer, x = layer_of("linear")

@@ -41,6 +41,13 @@ def test_warmup_learns_how_long_an_epoch_is() -> None:
     )
 
 
+@pytest.mark.parametrize("strategy", ["adaptive", "localsgd"])
+def test_a_warmup_of_merges_needs_no_length_of_an_epoch(strategy: str) -> None:
+    options = resolve(asked(strategy=strategy, settings=["warmup=3"])).strategy_options
+    assert options["warmup"] == 3
+    assert "steps_per_epoch" not in options
+
+
 def test_a_sparse_strategy_clips_as_the_task_does() -> None:
     settings = ["max_grad_norm=0.5"]
     assert resolve(asked(settings=settings)).strategy_options["clip_norm"] == 0.5

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from offbeat.errors import ConfigError
 from offbeat.megabatch.batch_sizes import (
@@ -22,6 +23,7 @@ from offbeat.megabatch.batch_sizes import (
     binding,
     learning_rate,
     spread,
+    square_root_rate,
 )
 from offbeat.planning.dispatch import dispatch
 
@@ -302,3 +304,19 @@ def test_learning_rates_do_not_drift() -> None:
 def test_what_makes_no_sense_is_refused(make: Callable[[], object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         make()
+
+
+def test_where_noise_dominates_the_root_gives_adagrad_the_progress_of_s_sgd() -> None:
+    """Ranks with batches of any size, merged with equal weights, against the mean gradient."""
+    base, sizes = 32, (43, 43, 21, 21)
+    draw = np.random.default_rng(1)
+    signal, noise = 0.01, draw.standard_normal((20, len(sizes), 20_000))
+    of_ranks = signal + noise / np.sqrt(sizes)[:, None]
+    of_all = signal + noise.mean(axis=1) * np.sqrt(len(sizes)) / np.sqrt(len(sizes) * base)
+
+    def progress(gradients: NDArray[np.float64]) -> float:
+        return float((gradients / np.sqrt(np.cumsum(gradients**2, axis=0))).mean(axis=-1).sum())
+
+    rates = [square_root_rate(1.0, size, base, len(sizes)) for size in sizes]
+    merged = np.mean([rate * progress(of_ranks[:, rank]) for rank, rate in enumerate(rates)])
+    assert merged == pytest.approx(progress(of_all), rel=0.1)

@@ -183,7 +183,7 @@ class Worker:
     def place(self) -> tuple[int, int, int]:
         """Passes, mega-batches and samples of the mega-batch under way that were merged."""
         saved = self.loader.state_dict()["local"]
-        merged = sum(end - begin for begin, end in saved["merged"])
+        merged = sum(end - begin for begin, end in saved.get("merged", ()))
         return saved["epoch"], saved["mega_batch"], merged
 
     def advance(self) -> None:

@@ -36,11 +36,11 @@ def attached() -> Iterator[Make]:
     sessions: list[Session] = []
 
     def make(
-        strategy: Any, lr: float = 0.1
+        strategy: Any, lr: float = 0.1, kind: str = "SGD"
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer, Session]:
         torch.manual_seed(1)
         net = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+        optimizer = getattr(torch.optim, kind)(net.parameters(), lr=lr)
         sessions.append(offbeat.attach(net, optimizer, strategy))
         return net, optimizer, sessions[-1]
 
@@ -182,16 +182,19 @@ def test_a_run_that_was_saved_anywhere_sees_the_rest(
     json.dumps(
         {key: value for key, value in saved[2]["parts"]["loader"].items() if key != "additive"}
     )
-    ends = []
-    for _ in range(2):
-        net, optimizer, session = attached(strategy)
-        loader = session.loader(numbers(20))
-        for target, state in zip((net, optimizer, session), saved, strict=True):
-            target.load_state_dict(state)
-        rest = [index for (x,) in loader for index in step(net, optimizer, x)]
-        assert sorted(seen + rest) == list(range(20))
+    # What went on without a stop ends as those do that were saved.
+    before, ends = seen, []
+    for _ in range(3):
+        if ends:
+            net, optimizer, session = attached(strategy)
+            loader = session.loader(numbers(20))
+            for target, state in zip((net, optimizer, session), saved, strict=True):
+                target.load_state_dict(state)
+            batches = iter(loader)
+        rest = [index for (x,) in batches for index in step(net, optimizer, x)]
+        assert sorted(before + rest) == list(range(20))
         ends.append(net.weight.item())
-    assert ends[0] == ends[1]
+    assert ends[0] == ends[1] == ends[2]
 
 
 def test_the_rate_is_that_of_the_batch_and_schedulers_do_not_see_it(attached: Make) -> None:
@@ -216,9 +219,10 @@ def test_the_rate_is_that_of_the_batch_and_schedulers_do_not_see_it(attached: Ma
     assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
 
 
-def test_the_rate_may_follow_the_root_of_the_size(attached: Make) -> None:
-    strategy = offbeat.AdaptiveSGD(mega_batch=8, batch_size=8, rate_scaling="sqrt")
-    net, optimizer, session = attached(strategy, lr=0.8)
+@pytest.mark.parametrize(("scaling", "kind"), [("sqrt", "SGD"), ("auto", "AdamW")])
+def test_the_rate_may_follow_the_root_of_the_size(attached: Make, scaling: Any, kind: str) -> None:
+    strategy = offbeat.AdaptiveSGD(mega_batch=8, batch_size=8, rate_scaling=scaling)
+    net, optimizer, session = attached(strategy, lr=0.8, kind=kind)
     rates: list[float] = []
     optimizer.register_step_pre_hook(lambda opt, *_: rates.append(opt.param_groups[0]["lr"]))
     for (x,) in session.loader(numbers(2)):
@@ -311,7 +315,7 @@ def test_a_step_that_raises_leaves_the_rate_as_it_was(attached: Make) -> None:
 
 
 def test_bounds_that_bind_are_shown(attached: Make) -> None:
-    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=20, batch_size=4))
+    net, optimizer, session = attached(offbeat.AdaptiveSGD(mega_batch=20, batch_size=4, warmup=0))
     loader = session.loader(numbers(40), max_batch_size=3)
     sizes = [len(x) for (x,) in loader if step(net, optimizer, x)]
     assert max(sizes) == 3
@@ -427,6 +431,7 @@ def test_arguments_that_cannot_work_are_refused(
         (lambda: offbeat.AdaptiveSGD(merge_momentum=1.0), "momentum"),
         (lambda: offbeat.AdaptiveSGD(perturbation=-0.1), "perturbation"),
         (lambda: offbeat.ElasticSGD(mega_batch=1), "mega_batch"),
+        (lambda: offbeat.AdaptiveSGD(rate_scaling="root"), "rate_scaling"),
         (lambda: offbeat.AdaptiveSGD(warmup=-1), "warmup must be an integer of at least 0"),
         (lambda: offbeat.ElasticSGD(optimizer_state="mean"), "optimizer_state"),
         (lambda: offbeat.Crossbow(alpha=0.0), r"alpha must be in \(0, 1\]"),

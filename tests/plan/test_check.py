@@ -13,7 +13,8 @@ from lab_support.made import comparison, contestant, write_run
 from offbeat.cli.main import app
 from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster, from_flags
-from offbeat.lab.comparison import write_comparison
+from offbeat.lab.comparison import read_comparison, write_comparison
+from offbeat.lab.emulation.base import LinkCheck
 from offbeat.plan.check import Check, check_comparison
 from offbeat.plan.predictions import PlanRequest, make_plan, predict_step
 from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
@@ -85,6 +86,25 @@ def test_steps_of_the_comparison_without_exchange_take_the_place_of_the_profiles
     slower = MODEL.with_step(batch_size=8, forward_backward_s=0.6, device="none")
     ddp_s = predict_step("ddp", Setting(profile=slower, cluster=CLUSTER)).step_s
     directory = recorded(tmp_path, {"ddp": [ddp_s] * STEPS, "alone": [0.6] * STEPS})
+    assert check_comparison(directory, MODEL).median_error == pytest.approx(0.0, abs=1e-6)
+
+
+def test_links_carry_what_the_lab_saw_them_carry(tmp_path: Path) -> None:
+    slower = Setting(profile=MODEL, cluster=CLUSTER, payload_share=0.5)
+    measured_s = predict_step("ddp", slower).step_s
+    directory = recorded(tmp_path, {"ddp": [measured_s] * STEPS})
+    made = read_comparison(directory)
+    saw = LinkCheck(
+        worker=0,
+        peer=1,
+        asked_bit_per_s=1e8,
+        sent_bit_per_s=5e7,
+        received_bit_per_s=5e7,
+        share=0.5,
+        round_trip_s=0.0,
+    )
+    emulation = made.emulation.model_copy(update={"checks": [saw]})
+    write_comparison(directory, made.model_copy(update={"emulation": emulation}))
     assert check_comparison(directory, MODEL).median_error == pytest.approx(0.0, abs=1e-6)
 
 

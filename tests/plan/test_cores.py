@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offbeat.lab.cluster import Cluster, from_flags
-from offbeat.plan.cores import Cores
+from offbeat.plan.cores import SLICE_S, Cores
 from offbeat.plan.predictions import PlanRequest, make_plan, predict_step, setting_of
 from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch
 from offbeat.transport.operations import Collective, Sleep
@@ -56,7 +56,28 @@ def ends_s(cores: int, works: list[tuple[float, float]]) -> list[float]:
 def test_whoever_computes_gets_an_equal_share(
     cores: int, works: list[tuple[float, float]], ended: list[float]
 ) -> None:
-    assert ends_s(cores, works) == pytest.approx(ended)
+    assert ends_s(cores, works) == pytest.approx(ended, abs=len(works) * SLICE_S)
+
+
+def test_whoever_needs_less_than_a_slice_is_not_interrupted() -> None:
+    short_s = SLICE_S / 4
+    works = [(0.0, short_s), (0.0, short_s), (0.0, short_s)]
+    assert sorted(ends_s(1, works)) == pytest.approx([short_s, 2 * short_s, 3 * short_s])
+
+
+def test_whoever_goes_on_at_once_keeps_its_core_until_the_slice_is_over() -> None:
+    cluster = VirtualCluster(2)
+    cores = Cores(cluster, 1)
+    ended = [0.0, 0.0]
+
+    def work(rank: int, parts_s: list[float]) -> Collective[None]:
+        for part_s in parts_s:
+            yield from cores.compute(rank, part_s, part_s)
+        ended[rank] = cluster.now_s
+
+    quarter_s = SLICE_S / 4
+    cluster.run([work(0, [quarter_s] * 3), work(1, [quarter_s] * 3)])
+    assert sorted(ended) == pytest.approx([3 * quarter_s, 6 * quarter_s])
 
 
 @pytest.mark.parametrize("strategy", ["alone", "ddp", "localsgd", "wagma", "adpsgd", "dpsgd"])

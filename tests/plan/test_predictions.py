@@ -58,6 +58,41 @@ def test_local_steps_divide_the_exchange_by_their_period() -> None:
     assert predict_step("localsgd:period=5", setting()).step_s == pytest.approx(0.3 + 6.0 / 5)
 
 
+def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
+    """The period grows from 1, gradients are all-reduced at first, factors are denser at first."""
+    first, later = range(12), range(1000, 1012)
+
+    def step_s(spec: str, steps: range) -> float:
+        return predict_step(spec, replace(setting(), steps=steps)).step_s
+
+    assert step_s("localsgd:period=4:warmup=6", later) == pytest.approx(0.3 + 6.0 / 4)
+    # Averages after steps 1 to 11; then two steps pass.
+    assert step_s("localsgd:period=4:warmup=6", first) == pytest.approx(0.3 + 11 / 12 * 6.0)
+    both = step_s("localsgd:period=4:start_step=6", first)
+    assert both == pytest.approx((6 * step_s("ddp", first) + 6 * 0.3 + 6.0) / 12)
+    kfac = replace(shipped_profile("resnet50"), precondition_s=0.0)
+    where = Setting(profile=kfac, cluster=from_flags(workers=4, link="1gbit"), steps=first)
+    ramp, even = (predict_step(spec, where).step_s for spec in ("dkfac", "dkfac:ramp=false"))
+    one_s = predict_step("dkfac:ramp=false", replace(where, steps=range(1, 2))).step_s
+    all_s = predict_step("dkfac:ramp=false", replace(where, steps=range(1))).step_s
+    factors_s = predict_step("dkfac:ramp=false", replace(where, steps=range(10, 11))).step_s
+    # Factors in steps 0 to 10 in place of 0 and 10, inversions in 0, 1 and 4 in place of 0.
+    assert 12 * (ramp - even) == pytest.approx(9 * (factors_s - one_s) + 2 * (all_s - factors_s))
+
+
+def test_small_tensors_are_sent_whole_beside_the_entries() -> None:
+    tensors = (
+        TensorProfile(num_elements=1_000_000, ready=0.5),
+        *(TensorProfile(num_elements=100, ready=1.0) for _ in range(4)),
+    )
+    where = replace(setting(), profile=replace(MODEL, tensors=tensors))
+    spec = "gtopk:density=0.001:collective=tree"
+    with_them = predict_step(spec, where).bytes_per_step
+    without = predict_step(f"{spec}:dense_below=0", where).bytes_per_step
+    tally_bytes = 8 * (3 + 4)
+    assert with_them - without == pytest.approx(2 * 3 / 4 * (4 * 400 + tally_bytes), rel=0.05)
+
+
 def test_neighbours_exchange_while_gradients_are_computed() -> None:
     assert predict_step("dpsgd", setting("800mbit")).step_s == pytest.approx(0.3, rel=0.01)
     assert predict_step("dpsgd", setting()).step_s == pytest.approx(0.1 + 8.0, rel=0.01)

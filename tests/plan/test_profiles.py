@@ -19,6 +19,7 @@ from offbeat.cli.main import app
 from offbeat.errors import ConfigError
 from offbeat.lab.config import ScriptCommand
 from offbeat.plan.kineto import profile_from_trace
+from offbeat.plan.low_rank import time_low_rank
 from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
 from offbeat.plan.script_timing import at_both_sizes, time_script
 from offbeat.plan.timing import WARM_UP_STEPS, StepTimer, profile_of
@@ -115,6 +116,18 @@ def test_a_script_is_profiled_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert profile.batch.batch_size == 16
     assert [tensor.num_elements for tensor in profile.tensors] == [30, 5, 10, 2]
     assert profile.name == "train"
+    # The bias counts as an input.
+    assert [(layer.a_dim, layer.g_dim) for layer in profile.layers] == [(7, 5), (6, 2)]
+    assert profile.factors_s > 0
+    assert profile.precondition_s > 0
+
+
+def test_what_powersgd_computes_is_timed_without_a_process_group() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((64, 48), (64,), ())]
+    at_one_s, further_s = time_low_rank(parameters)
+    assert at_one_s > 0
+    assert further_s >= 0
+    assert not dist.is_initialized()
 
 
 def test_a_second_batch_size_is_of_the_same_model() -> None:

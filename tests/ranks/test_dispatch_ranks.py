@@ -30,7 +30,7 @@ def samples_of(work: dict[str, Any]) -> int:
 
 
 def strategies() -> dict[str, Any]:
-    adaptive = offbeat.AdaptiveSGD(mega_batch=40, batch_size=4)
+    adaptive = offbeat.AdaptiveSGD(mega_batch=40, batch_size=4, warmup=0)
     return {
         "proportional": adaptive,
         "paper": replace(adaptive, rule="paper", min_batch_size=2),
@@ -119,7 +119,9 @@ def _begin(
 ) -> tuple[torch.nn.Module, Any, Session, DispatchLoader]:
     net = make_net(seed=seed)
     optimizer = sgd(net)
-    session = offbeat.attach(net, optimizer, offbeat.AdaptiveSGD(mega_batch=40, batch_size=4))
+    session = offbeat.attach(
+        net, optimizer, offbeat.AdaptiveSGD(mega_batch=40, batch_size=4, warmup=0)
+    )
     loader = session.loader(Numbers(), seed=3, record=record, replay=replay)
     assert isinstance(loader, DispatchLoader)
     return net, optimizer, session, loader

@@ -93,7 +93,7 @@ def left_early(rank: int) -> dict[str, Any]:
     """Each rank leaves the loop within the first mega-batch, after a number of steps of its own."""
     net = megabatch.make_net()
     optimizer = megabatch.sgd(net)
-    strategy = offbeat.AdaptiveSGD(mega_batch=100, batch_size=4)
+    strategy = offbeat.AdaptiveSGD(mega_batch=100, batch_size=4, warmup=0)
     with offbeat.attach(net, optimizer, strategy) as session:
         loader = session.loader(megabatch.Numbers(), seed=3)
         for number, batch in enumerate(loader, start=1):

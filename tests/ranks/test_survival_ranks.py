@@ -82,7 +82,7 @@ def strategies() -> dict[str, MegaBatchStrategy]:
     return {
         "adaptive": adaptive,
         "adaptive, read ahead": adaptive,
-        "momentum": offbeat.AdaptiveSGD(mega_batch=40, batch_size=4, merge_momentum=0.5),
+        "momentum": offbeat.AdaptiveSGD(mega_batch=40, batch_size=4, warmup=0, merge_momentum=0.5),
         "elastic": offbeat.ElasticSGD(mega_batch=40, batch_size=4),
     }
 

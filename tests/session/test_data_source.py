@@ -68,7 +68,7 @@ def attached() -> Iterator[Make]:
 
 
 STRATEGIES = {
-    "claimed": offbeat.AdaptiveSGD(mega_batch=12, batch_size=4),
+    "claimed": offbeat.AdaptiveSGD(mega_batch=12, batch_size=4, warmup=0),
     "equal shares": offbeat.ElasticSGD(mega_batch=12, batch_size=4),
     "in step, gradients": offbeat.AllReduce(),
     "in step, weights": offbeat.LocalSGD(),

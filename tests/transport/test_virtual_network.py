@@ -67,10 +67,16 @@ def test_links_are_one_a_rank() -> None:
 
 
 def ring_all_reduce(rank: int, world_size: int, num_bytes: int) -> Collective[float]:
-    """An oracle: gloo's ring, message by message."""
-    for _ in range(2 * (world_size - 1)):
-        yield Send((rank + 1) % world_size, bytes(num_bytes // world_size))
-        yield Recv((rank - 1) % world_size)
+    """An oracle: gloo's ring, message by message, two of which are under way at a time."""
+    half = bytes(num_bytes // world_size // 2)
+    before, behind = (rank - 1) % world_size, (rank + 1) % world_size
+    yield Send(behind, half)
+    yield Send(behind, half)
+    for _ in range(2 * (2 * (world_size - 1) - 1)):
+        yield Recv(before)
+        yield Send(behind, half)
+    yield Recv(before)
+    yield Recv(before)
     return float((yield Now()))
 
 

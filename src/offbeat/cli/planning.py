@@ -155,6 +155,7 @@ def profile(
             steps=steps,
             also=shlex.split(also or ""),
             batch_size=batch_size,
+            inform=_inform,
         )
     text = made.to_json()
     if out is None:
@@ -178,7 +179,11 @@ def _what_to_plan(profile: str | None, script: str | None) -> ModelProfile:
         return named_profile(profile)
     assert script is not None
     print(f"offbeat: timing {_SCRIPT_STEPS} steps of {script}", file=sys.stderr)
-    return measure_script(script_command(shlex.split(script)), steps=_SCRIPT_STEPS)
+    return measure_script(script_command(shlex.split(script)), steps=_SCRIPT_STEPS, inform=_inform)
+
+
+def _inform(remark: str) -> None:
+    print(f"offbeat: {remark}", file=sys.stderr)
 
 
 def parse_workers(text: str) -> list[int]:

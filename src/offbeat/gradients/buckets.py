@@ -82,10 +82,11 @@ class Bucket:
 
     def copy_in(self, position: int, gradient: torch.Tensor) -> None:
         """Copy `gradient`, which may be sparse, into its place, unless it is there already."""
+        place = self.views[position]
         if gradient.is_sparse:
-            self.views[position].zero_().add_(gradient)
-        elif not self.holds(position, gradient):
-            self.views[position].copy_(gradient)
+            place.zero_().add_(gradient)
+        elif gradient.data_ptr() != place.data_ptr() or gradient.device != place.device:
+            place.copy_(gradient)
 
 
 def make_buckets(

@@ -117,10 +117,6 @@ class TakenOver(Protocol):
         """
         ...
 
-    def published(self, bucket: Bucket) -> None:
-        """`bucket` holds the result, which is `param.grad` from now on."""
-        ...
-
     def give_back(self) -> None:
         """The session ends: the optimizer is the user's again."""
         ...
@@ -220,6 +216,7 @@ class GradientExchange(Part):
             for position, index in enumerate(bucket.indices)
         }
         self._ready = [np.zeros(len(bucket.indices), dtype=np.bool_) for bucket, _ in self._pairs]
+        self._num_missing = [len(ready) for ready in self._ready]
         self._published = [
             np.zeros(len(bucket.indices), dtype=np.bool_) for bucket, _ in self._pairs
         ]
@@ -250,6 +247,7 @@ class GradientExchange(Part):
         self._synchronised = synchronised
         for b in range(len(self._pairs)):
             self._ready[b][:] = False
+            self._num_missing[b] = len(self._ready[b])
             self._stash(b)
         if not synchronised and any(stashed is not None for stashed in self._stashed):
             self._restore()
@@ -287,7 +285,9 @@ class GradientExchange(Part):
         # Where the whole gradient is clipped, none may leave before all are there.
         if self._clips:
             return
-        while self._num_launched < len(self._pairs) - 1 and self._ready[self._num_launched].all():
+        while (
+            self._num_launched < len(self._pairs) - 1 and not self._num_missing[self._num_launched]
+        ):
             self._launch_next()
 
     @override
@@ -413,8 +413,9 @@ class GradientExchange(Part):
         if gradient is None:
             bucket.views[position].zero_()
             return
+        self._num_missing[b] -= not self._ready[b][position]
         self._ready[b][position] = True
-        bucket.copy_in(position, gradient.detach())
+        bucket.copy_in(position, gradient.detach() if gradient.requires_grad else gradient)
 
     def _stash(self, b: int) -> None:
         bucket = self._pairs[b][0]
@@ -453,8 +454,6 @@ class GradientExchange(Part):
         stashed, self._stashed[b] = self._stashed[b], None
         if stashed is not None:
             bucket.flat.add_(stashed)
-        if self._taken is not None:
-            self._taken.published(bucket)
         shown = tally.used | self._published[b]
         for position in np.flatnonzero(shown).tolist():
             # A parameter that was frozen meanwhile must not be moved by what it was still owed.

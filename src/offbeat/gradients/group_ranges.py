@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from offbeat.gradients.buckets import Bucket
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,25 @@ class GroupRanges:
         """The number of the group of each of the bucket's parameters."""
         self._look()
         return self._groups
+
+    def merged(self, options: Sequence[T], *, default: T) -> Iterator[tuple[slice, T]]:
+        """Neighbouring elements with equal options, and these.
+
+        Args:
+            options: of each group.
+            default: of parameters that the optimizer does not have.
+        """
+        if all(option == default for option in options):
+            yield slice(0, self._bucket.num_elements), default
+            return
+        here, begin = default, 0
+        for each in self.ranges:
+            option = default if each.group is None else options[each.group]
+            if option != here:
+                if each.begin > begin:
+                    yield slice(begin, each.begin), here
+                here, begin = option, each.begin
+        yield slice(begin, self._bucket.num_elements), here
 
     def _look(self) -> None:
         sizes = [len(group["params"]) for group in self._optimizer.param_groups]

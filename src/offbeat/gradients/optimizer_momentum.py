@@ -126,9 +126,6 @@ class OptimizerMomentum:
                 decay = -decay
             views[position].add_(bucket.parameters[position].detach(), alpha=decay * grad_scale)
 
-    def published(self, bucket: Bucket) -> None:
-        """The optimizer's step goes on as ever."""
-
     def give_back(self) -> None:
         """Put the options back. Momentum begins anew then: velocities differ from rank to rank."""
         for handle in self._handles:
@@ -181,16 +178,14 @@ class OptimizerMomentum:
         return {"momentum": group["momentum"], "weight_decay": 0.0}
 
     def _ranges(self, groups: GroupRanges) -> list[MomentumRange]:
-        ranges = list[MomentumRange]()
-        for each in groups.ranges:
-            factor, nesterov = 0.0, False
-            if each.group is not None:
-                factor = self._options(each.group)["momentum"]
-                nesterov = self._optimizer.param_groups[each.group]["nesterov"]
-            if ranges and (ranges[-1].factor, ranges[-1].nesterov) == (factor, nesterov):
-                ranges.pop()
-            ranges.append(MomentumRange(end=each.end, factor=factor, nesterov=nesterov))
-        return ranges
+        options = [
+            (self._options(number)["momentum"], bool(group["nesterov"]))
+            for number, group in enumerate(self._optimizer.param_groups)
+        ]
+        return [
+            MomentumRange(end=here.stop, factor=factor, nesterov=nesterov)
+            for here, (factor, nesterov) in groups.merged(options, default=(0.0, False))
+        ]
 
     def _description(self) -> str:
         groups = self._optimizer.param_groups

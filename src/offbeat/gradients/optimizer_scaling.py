@@ -167,9 +167,6 @@ class OptimizerScaling(Part):
         if self.is_taken:
             bucket.flat.copy_(bucket.flat / self._denominator(moments))
 
-    def published(self, bucket: Bucket) -> None:
-        """`param.grad` is a result now, which the step takes as it is."""
-
     def give_back(self) -> None:
         """Adam begins anew: what was remembered differs from rank to rank."""
         self._show_gradients()
@@ -185,8 +182,7 @@ class OptimizerScaling(Part):
     def _remember(self) -> None:
         self._num_steps += 1
         for moments in self._moments.values():
-            for here, group in self._ranges(moments):
-                beta1, beta2 = group["betas"]
+            for here, (beta1, beta2, _) in self._ranges(moments):
                 gradient = moments.gradient[here]
                 moments.mean[here].lerp_(gradient, 1 - beta1)
                 moments.square[here].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -265,8 +261,7 @@ class OptimizerScaling(Part):
         """What the gradient on its way is divided by, as if it had been remembered already."""
         result = torch.empty_like(moments.mean)
         steps, share = self._num_steps + 1, 1 / self._driver.world_size
-        for here, group in self._ranges(moments):
-            beta1, beta2 = group["betas"]
+        for here, (beta1, beta2, eps) in self._ranges(moments):
             gradient = moments.gradient[here]
             square = moments.square[here].mul(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             square.div_(1 - beta2**steps)
@@ -276,7 +271,7 @@ class OptimizerScaling(Part):
                 square.mul_(share).add_(signal, alpha=1 - share)
             else:  # without a mean there is no telling
                 square.mul_(share)
-            result[here] = square.sqrt_().add_(group["eps"])
+            result[here] = square.sqrt_().add_(eps)
         return result
 
     def _add_decay_(self, moments: _Moments, used: NDArray[np.bool_]) -> None:
@@ -345,11 +340,11 @@ class OptimizerScaling(Part):
     def _decouples(self, group: Mapping[str, Any]) -> bool:
         return bool(group["decoupled_weight_decay"])
 
-    def _ranges(self, moments: _Moments) -> Iterator[tuple[slice, dict[str, Any]]]:
-        """Neighbouring elements whose parameters are in one group, and that group."""
-        for each in moments.groups.ranges:
-            # What the optimizer does not move is scaled as any other.
-            yield slice(each.begin, each.end), self._optimizer.param_groups[each.group or 0]
+    def _ranges(self, moments: _Moments) -> Iterator[tuple[slice, tuple[float, float, float]]]:
+        """Neighbouring elements with the same beta1, beta2 and eps."""
+        options = [(*group["betas"], group["eps"]) for group in self._optimizer.param_groups]
+        # What the optimizer does not move is scaled as any other.
+        return moments.groups.merged(options, default=options[0])
 
 
 class LeftScaling(Part):

@@ -46,14 +46,17 @@ class OwedRate:
             old / new if old > 0 and new > 0 else 1.0 for old, new in zip(before, now, strict=True)
         ]
         self._rates = [new or old for old, new in zip(before, now, strict=True)]
-        largest = 1.0
-        if any(factor != 1.0 for factor in factors):
-            for each in self._places.ranges:
-                factor = 1.0 if each.group is None else factors[each.group]
-                if factor != 1.0:
-                    residual[each.begin : each.end].mul_(factor)
-                    largest = max(largest, factor)
-        return largest
+        if not any(factor != 1.0 for factor in factors):
+            return 1.0
+        places = self._places.ranges
+        here = [1.0 if each.group is None else factors[each.group] for each in places]
+        if min(here) == max(here):
+            residual.mul_(here[0])
+        else:  # there may be thousands of ranges, and each operation on one of them costs more
+            sizes = torch.tensor([each.end - each.begin for each in places])
+            vector = torch.tensor(here, dtype=residual.dtype).repeat_interleave(sizes)
+            residual.mul_(vector.to(residual.device))
+        return max(1.0, *here)
 
     def state(self) -> dict[str, float]:
         """The last exchange's rates, by group; none before the first one."""

@@ -227,11 +227,12 @@ class Block(ABC):
 
     @property
     def weight(self) -> nn.Parameter:
-        return self.module.get_parameter(self.weight_name)
+        found: nn.Parameter = getattr(self.module, self.weight_name)
+        return found
 
     @property
     def bias(self) -> nn.Parameter | None:
-        return None if self.bias_name is None else self.module.get_parameter(self.bias_name)
+        return None if self.bias_name is None else getattr(self.module, self.bias_name)
 
     @property
     def has_bias(self) -> bool:
@@ -340,6 +341,10 @@ class LayerBlock(Block):
         """Which dimension of `inputs`, and of what comes of them, counts examples; None: they are
         one example.
         """
+
+    @abstractmethod
+    def num_positions(self, inputs: torch.Tensor) -> int:
+        """About how many positions of each example factors are summed over."""
 
     def num_terms(self, inputs: torch.Tensor) -> int:
         """Terms of the loss that these inputs belong to."""

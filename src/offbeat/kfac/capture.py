@@ -288,6 +288,7 @@ class Capture:
         # Inputs are kept only where they are needed: keeping them would undo what checkpoints save.
         kept = inputs.detach() if recomputing or block.masks_outputs else None
         dim, number = block.example_dim(inputs), self._pass
+        stride = self._stride(block, inputs)
 
         def saw_gradient(gradient: torch.Tensor) -> None:
             if self.phase is not None:
@@ -295,7 +296,7 @@ class Capture:
                     self._add_inputs(place, kept, num_terms)
                 gradient = select(gradient)
                 self._saw_first_gradient(number, place, gradient)
-                self._add_gradient(place, gradient, kept, dim)
+                self._add_gradient(place, gradient, kept, dim, stride)
                 self._layers_seen.add(layer or block.name)
 
         output.register_hook(saw_gradient)
@@ -391,7 +392,7 @@ class Capture:
             block.num_terms(inputs) if num_terms is None else num_terms,
             block.example_dim(inputs),
         )
-        seen = self._sampled(inputs.detach(), dim)
+        seen = self._sampled(inputs.detach(), dim, self._stride(block, inputs))
         with _plain_arithmetic(inputs.device.type):
             moment = block.input_moment(seen if block.samples_inputs else inputs.detach())
             sums.inputs = self._plus(place, "input", sums.inputs, moment)
@@ -404,12 +405,17 @@ class Capture:
         self._added(watched.block_index, watched.side("input"), began_s)
 
     def _add_gradient(
-        self, place: int, gradient: torch.Tensor, inputs: torch.Tensor | None, dim: int | None
+        self,
+        place: int,
+        gradient: torch.Tensor,
+        inputs: torch.Tensor | None,
+        dim: int | None,
+        stride: int,
     ) -> None:
         began_s, sums, watched = time.monotonic(), self._sums[place], self._uses[place]
-        inputs = None if inputs is None else self._sampled(inputs, dim)
+        inputs = None if inputs is None else self._sampled(inputs, dim, stride)
         with _plain_arithmetic(gradient.device.type):
-            moment = watched.block.output_moment(self._sampled(gradient, dim), inputs)
+            moment = watched.block.output_moment(self._sampled(gradient, dim, stride), inputs)
             if (scale := self._grad_scale()) != 1:
                 # G is a product of two gradients, each scaled by AMP.
                 moment.packed.div_(scale**2)
@@ -432,12 +438,18 @@ class Capture:
         part = room.chunk(len(self._uses_of[index]))[number]
         return Moment(part.copy_(moment.packed), moment.num_rows)
 
-    def _sampled(self, tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+    def _stride(self, block: LayerBlock, inputs: torch.Tensor) -> int:
+        """Every how-manieth example of `inputs`, and of what comes of them, is looked at."""
+        dim = block.example_dim(inputs)
+        if dim is None:
+            return 1
+        return self._options.stride(inputs.shape[dim], block.num_positions(inputs))
+
+    def _sampled(self, tensor: torch.Tensor, dim: int | None, stride: int) -> torch.Tensor:
         """The examples that are looked at: a view."""
         assert self.phase is not None
-        if dim is None or self._options.sample_stride == 1:
+        if dim is None or stride == 1:
             return tensor
-        stride = max(min(self._options.sample_stride, tensor.shape[dim]), 1)
         return tensor[(*[slice(None)] * dim, slice(self.phase % stride, None, stride))]
 
     def _hook_root(self, model: nn.Module) -> list[Any]:

@@ -29,7 +29,7 @@ before the next inversions, and a matrix that failed has no inverse until then, 
 tried again.
 
 Many matrices of one or two rows, as norms have one for each channel, are kept as inverses in place
-of triangles, and are done by torch in one call.
+of triangles, and are inverted by their cofactors.
 
 Cost for d rows: d^3 / 3 operations for a triangle, d^3 for an inverse, and d^2 numbers of scratch.
 """
@@ -301,6 +301,8 @@ def damp_and_invert_(
         one, shape (n,).
     """
     matrices.diagonal(dim1=1, dim2=2).add_(damping[:, None])
+    if is_tiny(len(matrices), matrices.shape[1]) and form != "triangle":
+        return _by_cofactors(matrices)
     return (
         _on_device(matrices, form) if is_asynchronous(matrices.device) else _on_host(matrices, form)
     )
@@ -329,6 +331,19 @@ def _on_device(matrices: torch.Tensor, form: InverseForm) -> tuple[torch.Tensor,
         result = torch.cholesky_solve(identity.expand_as(lower), lower)
         good &= _all_finite(result)
     return torch.where(good[:, None, None], result, 0.0).mT, good
+
+
+def _by_cofactors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Matrices of one or two rows: what is kept of them are inverses."""
+    first = matrices[:, 0, 0]
+    if matrices.shape[1] == 1:
+        determinant, adjugate = first, torch.ones_like(matrices)
+    else:
+        between, last = matrices[:, 0, 1], matrices[:, 1, 1]
+        determinant = first * last - between * between
+        adjugate = torch.stack([last, -between, -between, first], dim=1).view_as(matrices)
+    good = (first > 0) & (determinant > 0) & torch.isfinite(determinant)
+    return torch.where(good[:, None, None], adjugate / determinant[:, None, None], 0.0), good
 
 
 def _all_finite(matrices: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,12 @@ class RowsBlock(LayerBlock):
     def example_dim(self, inputs: torch.Tensor) -> int | None:
         return None if inputs.ndim == 1 else min(self._batch_dim, inputs.ndim - 2)
 
+    def num_positions(self, inputs: torch.Tensor) -> int:
+        dim = self.example_dim(inputs)
+        if dim is None or self._options.sharing == "reduce":
+            return 1
+        return inputs.shape[:-1].numel() // max(inputs.shape[dim], 1)
+
     def num_terms(self, inputs: torch.Tensor) -> int:
         return (
             inputs.shape[:-1].numel()
@@ -209,6 +215,9 @@ class ConvBlock(LayerBlock):
     def example_dim(self, inputs: torch.Tensor) -> int | None:
         return None if inputs.ndim == 1 + self._num_axes else 0
 
+    def num_positions(self, inputs: torch.Tensor) -> int:
+        return inputs.shape[-self._num_axes :].numel()
+
     def input_moment(self, inputs: torch.Tensor) -> Moment:
         images = self._images(inputs)
         conv = self._conv
@@ -292,6 +301,10 @@ class EmbeddingBlock(LayerBlock):
 
     def example_dim(self, inputs: torch.Tensor) -> int | None:
         return None if inputs.ndim == 0 else min(self._options.batch_dim, inputs.ndim - 1)
+
+    def num_positions(self, inputs: torch.Tensor) -> int:
+        dim = self.example_dim(inputs)
+        return 1 if dim is None else inputs.numel() // max(inputs.shape[dim], 1)
 
     def num_terms(self, inputs: torch.Tensor) -> int:
         return (

@@ -31,6 +31,9 @@ LAST_DIMS = nn.LayerNorm, nn.RMSNorm
 SECOND_DIM = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm
 """Layers whose channels are the second dimension."""
 
+ENOUGH_VALUES = 4096
+"""From as many the variance of a channel is known well enough."""
+
 Normalise: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -82,6 +85,9 @@ class LastDimsNormBlock(RowsBlock):
     def example_dim(self, inputs: torch.Tensor) -> int | None:
         return super().example_dim(self._flat(inputs))
 
+    def num_positions(self, inputs: torch.Tensor) -> int:
+        return super().num_positions(self._flat(inputs))
+
     def num_terms(self, inputs: torch.Tensor) -> int:
         return super().num_terms(self._flat(inputs))
 
@@ -104,7 +110,8 @@ class SecondDimNormBlock(LayerBlock):
     """A BatchNorm or a GroupNorm. Its positions are expanded, as a convolution's.
 
     A BatchNorm that normalises by the batch has channels of mean 0, so that A is known from their
-    variances. These are of the whole batch, whichever examples are looked at.
+    variances: it is 1 but for variances as small as epsilon. So they are of `ENOUGH_VALUES` of a
+    channel at most, about, whichever examples are looked at.
     """
 
     def __init__(
@@ -125,12 +132,17 @@ class SecondDimNormBlock(LayerBlock):
     def example_dim(self, inputs: torch.Tensor) -> int | None:
         return 0
 
+    def num_positions(self, inputs: torch.Tensor) -> int:
+        return inputs.shape[2:].numel()
+
     def input_moment(self, inputs: torch.Tensor) -> Moment:
         values, norm = as_real(inputs), self._norm
         others = _other_dims(values)
         if isinstance(norm, nn.GroupNorm):
             values = F.group_norm(values, norm.num_groups, eps=norm.eps)
         elif norm.training or norm.running_mean is None or norm.running_var is None:
+            num = values.numel() // values.shape[1]
+            values = values[:: max(num // ENOUGH_VALUES, 1)]
             num = values.numel() // values.shape[1]
             # torch's var takes seven times as long. What a sum of squares loses where the mean is
             # large does not matter beside epsilon: A is 1 but for variances as small as that.

@@ -12,6 +12,11 @@ from offbeat.errors import ConfigError
 
 Sharing = Literal["expand", "reduce"]
 
+AUTO_STRIDE, MANY_POSITIONS, FEWEST_EXAMPLES = 4, 16, 8
+"""What `sample_stride="auto"` means: a layer that sees many positions of each example knows enough
+from a part of the examples.
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FactorOptions:
@@ -35,7 +40,9 @@ class FactorOptions:
         batch_dim: which dimension of the input of a Linear or Embedding counts examples; 0, or 1
             where time comes first. MultiheadAttention knows by its own `batch_first`.
         sample_stride: of the examples of each batch every n-th is looked at, >= 1; 1 looks at all.
-            Which ones changes from step to step; of a batch of fewer than n it is one.
+            Which ones changes from step to step; of a batch of fewer than n it is one. "auto":
+            every fourth where a layer sees at least `MANY_POSITIONS` positions of each, but no
+            fewer than `FEWEST_EXAMPLES` of a batch.
         cross_attention: names of MultiheadAttention modules whose query, key and value are not one
             and the same tensor, or that are called without a batch dimension. Those inside torch's
             decoder layers are known.
@@ -49,7 +56,7 @@ class FactorOptions:
     sharing: Sharing = "expand"
     loss_terms: Literal["example", "position"] = "example"
     batch_dim: int = 0
-    sample_stride: int = 1
+    sample_stride: int | Literal["auto"] = "auto"
     cross_attention: tuple[str, ...] = ()
     max_dim: int = 2048
     plain: tuple[str, ...] = ()
@@ -71,8 +78,22 @@ class FactorOptions:
                 ' denies; use sharing="expand"'
             )
         for name, lowest in (("batch_dim", 0), ("sample_stride", 1), ("max_dim", 1)):
-            if getattr(self, name) < lowest:
-                raise ConfigError(f"{name} is {getattr(self, name)}, allowed is {lowest} or more")
+            if (value := getattr(self, name)) != "auto" and value < lowest:
+                raise ConfigError(f"{name} is {value}, allowed is {lowest} or more")
+
+    def stride(self, num_examples: int, num_positions: int) -> int:
+        """Of `num_examples`, of each of which a layer sees `num_positions`, every how-manieth is
+        looked at.
+
+        >>> options = FactorOptions()
+        >>> options.stride(128, 1), options.stride(128, 64), options.stride(20, 64)
+        (1, 4, 2)
+        """
+        if self.sample_stride != "auto":
+            return max(min(self.sample_stride, num_examples), 1)
+        if num_positions < MANY_POSITIONS:
+            return 1
+        return max(min(AUTO_STRIDE, num_examples // FEWEST_EXAMPLES), 1)
 
 
 OfStep: TypeAlias = Callable[[int], float]
@@ -179,12 +200,10 @@ class KFACSettings:
         return self.factor_steps.num_before(step)
 
     def has_inversions(self, step: int) -> bool:
-        """Whether factors are inverted in `step`. On the ramp that is in steps 0, 1, 2,
-        4, 8, ...
-        """
-        is_power_of_two = not step & (step - 1)
+        """Whether factors are inverted in `step`. On the ramp that is in steps 0, 1, 4, 16, ..."""
+        is_power_of_four = not step & (step - 1) and step.bit_length() % 2 == 1
         return self.inverse_steps.index(step) is not None or (
-            self.ramp and is_power_of_two and step < self.inverse_steps.first_interval
+            self.ramp and is_power_of_four and step < self.inverse_steps.first_interval
         )
 
     def is_noted(self, step: int) -> bool:

@@ -166,24 +166,26 @@ def precondition_(
         grad_scale: by what factor gradients are scaled at the moment (AMP).
     """
     done: list[_Preconditioned] = []
-    change = torch.zeros(())
+    change: torch.Tensor | float = 0.0
     for block, curvature, lr in zip(blocks, curvatures, lrs, strict=True):
         if not block.has_gradient():
             continue
         gradient = block.gradient_matrix()
         preconditioned, exists = curvature.apply(gradient, block)
-        if not is_asynchronous(exists.device):
-            if not exists:
-                continue
-        else:  # asking would make the host wait
+        may_ask = not is_asynchronous(exists.device)
+        if not may_ask:  # asking would make the host wait
             preconditioned = torch.where(exists, preconditioned, gradient)
+        elif not exists:
+            continue
         if kl_clip is None:
             block.write_gradient_(preconditioned)
             continue
-        change = change + torch.where(exists, _product(preconditioned, gradient) * lr**2, 0.0)
-        done.append(_Preconditioned(block, preconditioned, exists))
+        product = _product(preconditioned, gradient)
+        own = float(product) if may_ask else torch.where(exists, product, 0.0)
+        change = change + own * lr**2
+        done.append(_Preconditioned(block, preconditioned, None if may_ask else exists))
     if kl_clip is not None and done:
-        nu = kl_scale(change, kl_clip, grad_scale)
+        nu = kl_scale(torch.as_tensor(change, dtype=torch.float64), kl_clip, grad_scale)
         for each in done:
             each.scale_(nu)
 
@@ -191,9 +193,16 @@ def precondition_(
 class _Preconditioned:
     """A block whose preconditioned gradient waits for nu: in the place of its gradient, or, where
     that is too short a type for it, apart.
+
+    Args:
+        block: whose gradient it is.
+        preconditioned: the preconditioned gradient.
+        exists: whether there is one, a scalar tensor; None: there is.
     """
 
-    def __init__(self, block: Block, preconditioned: torch.Tensor, exists: torch.Tensor) -> None:
+    def __init__(
+        self, block: Block, preconditioned: torch.Tensor, exists: torch.Tensor | None
+    ) -> None:
         self._block, self._exists = block, exists
         self._apart: torch.Tensor | None = None
         if block.weight.dtype.itemsize < preconditioned.dtype.itemsize:
@@ -202,11 +211,11 @@ class _Preconditioned:
             block.write_gradient_(preconditioned)
 
     def scale_(self, nu: torch.Tensor) -> None:
-        factor = torch.where(self._exists, nu, 1.0)
-        if self._apart is None:
-            self._block.scale_gradient_(factor)
-        else:
+        factor = nu if self._exists is None else torch.where(self._exists, nu, 1.0)
+        if self._apart is not None:
             self._block.write_gradient_(self._apart * factor)
+        elif self._exists is not None or nu < 1:
+            self._block.scale_gradient_(factor)
 
 
 def _product(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:

@@ -151,10 +151,13 @@ def resolve(request: Request) -> RunConfig:
     workers = request.workers or (
         request.cluster.workers if request.cluster is not None else _DEFAULT_WORKERS
     )
-    if "warmup" in for_strategy:  # counted in epochs, and only the task knows how long they are
+    known = {option.name for option in strategy_options(request.strategy)}
+    if "warmup" in for_strategy and "steps_per_epoch" in known:
+        # It is counted in epochs, and only the task knows how long they are.
         for_strategy.setdefault("steps_per_epoch", str(task.steps_per_epoch(workers)))
-    clips = any(option.name == "clip_norm" for option in strategy_options(request.strategy))
-    if clips and task.max_grad_norm is not None:  # such a strategy clips before it selects
+    if (
+        "clip_norm" in known and task.max_grad_norm is not None
+    ):  # such a strategy clips before it selects
         for_strategy.setdefault("clip_norm", str(task.max_grad_norm))
     if strategy_type(request.strategy).shares_samples:
         if task.deals_unequally:

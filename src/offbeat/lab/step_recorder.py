@@ -1,5 +1,5 @@
-"""Records one rank's training: an event for each step in the record, and a report to the supervisor
-a few times a second.
+"""Records one rank's training: an event for each step in the record, and now and then a report to
+the supervisor.
 """
 
 from __future__ import annotations
@@ -62,10 +62,25 @@ class TaskRun(RankRun):
 class StepRecorder:
     """Writes the event of each step and reports progress a few times a second."""
 
-    def __init__(self, run: RankRun, report: Reporter, *, amendable: bool = False) -> None:
-        """`amendable`: whether the loss of a step may be said after it, by `amend_loss`."""
+    def __init__(
+        self,
+        run: RankRun,
+        report: Reporter,
+        *,
+        amendable: bool = False,
+        report_every_s: float = _REPORT_EVERY_S,
+    ) -> None:
+        """Begin.
+
+        Args:
+            run: of this rank.
+            report: hears how far it is.
+            amendable: whether the loss of a step may be said after it, by `amend_loss`.
+            report_every_s: from one report to the next, >= 0. Each wakes the supervisor.
+        """
         self._run = run
         self._report = report
+        self._report_every_s = report_every_s
         self._events = EventWriter(
             run.record.path,
             rank=run.coordinator.rank,
@@ -221,7 +236,10 @@ class StepRecorder:
 
     def _report_if_due(self) -> None:
         now_s, schedule = self._since_s, self._run.schedule
-        if now_s - self._reported_s >= _REPORT_EVERY_S or schedule.position.step >= schedule.target:
+        if (
+            now_s - self._reported_s >= self._report_every_s
+            or schedule.position.step >= schedule.target
+        ):
             self._report_progress(now_s)
 
     def restart_clock(self, since_s: float | None = None) -> None:

@@ -206,24 +206,18 @@ class ClaimRound:
             spans=whole(epoch, number),
         )
 
-    def cut(self, num_samples: int) -> ClaimRound:
-        """The round that gives out only the first ones, about `num_samples`, and leaves the others
-        to later rounds: as many as make all of them equally large.
+    def cut(self, end: int) -> ClaimRound:
+        """The round that gives out only what stands before position `end`, and leaves the rest to
+        later rounds.
 
         >>> whole = ClaimRound(
         ...     epoch=0, mega_batch=0, round=0, retry=0, spans=(SampleRange(0, 10),)
         ... )
         >>> whole.cut(4).spans, whole.cut(4).later
-        ((SampleRange(begin=0, end=5),), (SampleRange(begin=5, end=10),))
+        ((SampleRange(begin=0, end=4),), (SampleRange(begin=4, end=10),))
         """
-        total = num_positions(self.spans)
-        count = max(1, (2 * total + num_samples) // (2 * num_samples))
-        end = -(-total // count)
-        return replace(
-            self,
-            spans=part_of(self.spans, 0, end),
-            later=(*part_of(self.spans, end, total), *self.later),
-        )
+        later = without(self.spans, [SampleRange(0, end)])
+        return replace(self, spans=without(self.spans, later), later=(*later, *self.later))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -409,11 +409,18 @@ class DispatchLoader(Part):
         )
 
     def _cut(self, claim_round: ClaimRound) -> ClaimRound:
-        """As much of the rest of a mega-batch as is computed until the next merge."""
+        """As much of the rest of a mega-batch as is computed until the next merge. Where merges are
+        depends on places in the mega-batch alone, so that a run that was saved between two of them
+        goes on with the same ones.
+        """
         (whole,) = self._whole(claim_round.epoch, claim_round.mega_batch)
-        before = claim_round.epoch * self._num_samples + whole.end
-        size = self._policy.samples_of_round(before - num_positions(claim_round.spans))
-        return claim_round if size is None else claim_round.cut(size)
+        unmerged = without((whole,), self._merged)
+        end = whole.begin
+        while unmerged and end <= unmerged[0].begin:
+            size = self._policy.samples_of_round(claim_round.epoch * self._num_samples + end)
+            left = whole.end - end
+            end = whole.end if size is None or 2 * left < 3 * size else end + size
+        return claim_round.cut(end)
 
     def _open(self, claim_round: ClaimRound) -> None:
         self._log.open(
@@ -660,11 +667,9 @@ class DispatchLoader(Part):
         optimizer step was taken.
         """
         claims = [[list(span) for span in claim.spans] for claim in self._computed]
-        place = {
-            "epoch": self.epoch,
-            "mega_batch": self.mega_batch,
-            "merged": [list(span) for span in self._merged],
-        }
+        place: dict[str, Any] = {"epoch": self.epoch, "mega_batch": self.mega_batch}
+        if self._merged:
+            place["merged"] = [list(span) for span in self._merged]
         return {
             "local": {**place, "claims": claims, "updates": self._updates, "busy_s": self._busy_s}
         }

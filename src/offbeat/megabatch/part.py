@@ -30,9 +30,9 @@ from offbeat.megabatch.merge_weights import MergeMomentum, Weighting, merge_weig
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.generations import Generations
 from offbeat.weights.model_weights import ModelWeights
-from offbeat.weights.optimizer_state import OptimizerStates
+from offbeat.weights.optimizer_state import OptimizerStates, divides_by_squares
 
-RateScaling: TypeAlias = Literal["linear", "sqrt"]
+RateScaling: TypeAlias = Literal["auto", "linear", "sqrt"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class MegaBatchPlan:
     threshold: float = 0.1
     momentum: float = 0.0
     merges_optimizer_state: bool = False
-    rate_scaling: RateScaling = "linear"
+    rate_scaling: RateScaling = "auto"
     warmup: int = 0
 
     def samples_of_round(self, samples_before: int, num_ranks: int) -> int | None:
@@ -95,12 +95,14 @@ class ScaledLearningRate:
     Args:
         optimizer: the user's.
         base: b_base.
-        by: "linear", eta_0 b_i / b_base, or "sqrt", eta_0 sqrt(n b_i / b_base).
+        by: "linear", eta_0 b_i / b_base; "sqrt", eta_0 sqrt(n b_i / b_base); "auto": "sqrt" where
+            the optimizer divides by the root of squared gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, base: int, by: RateScaling) -> None:
         self._optimizer = optimizer
-        self._base, self._by = base, by
+        self._base = base
+        self.is_linear = by == "linear" or (by == "auto" and not divides_by_squares(optimizer))
         self._before: list[Any] = []
 
     def scale(self, num_samples: int, num_ranks: int) -> None:
@@ -111,7 +113,7 @@ class ScaledLearningRate:
             eta_0 = group["lr"]
             group["lr"] = (
                 learning_rate(eta_0, num_samples, self._base)
-                if self._by == "linear"
+                if self.is_linear
                 else square_root_rate(eta_0, num_samples, self._base, num_ranks)
             )
 
@@ -280,6 +282,16 @@ class MegaBatchPart(DispatchPolicy):
                     f"rank {rank} can hold batches of {limit} samples, but min_batch_size is"
                     f" {smallest}; lower it"
                 )
+        if (
+            self._plan.rule is not None
+            and not self._learning_rate.is_linear
+            and len(self.ranks) > 1
+        ):
+            self._notify(
+                f"learning rates are those of S-SGD times sqrt({len(self.ranks)} ranks x batch /"
+                f" {self._plan.base}), since {type(self._optimizer).__name__} takes shorter steps"
+                " with a rank's own gradients; rate_scaling='linear' leaves that out"
+            )
         self._memory_limit = limits[self._rank]
         bounds = [self._bounds(limits.get(rank)) for rank in self.ranks]
         self.batch_sizes = tuple(

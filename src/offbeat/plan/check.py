@@ -28,7 +28,7 @@ from offbeat.plan.measure import measure_task
 from offbeat.plan.predictions import method_of, predict_recipe, setting_of
 from offbeat.plan.profile import Checked, ModelProfile
 from offbeat.plan.script_timing import measure_script
-from offbeat.plan.simulation import Setting
+from offbeat.plan.simulation import PAYLOAD_SHARE, Setting
 
 WITHIN: Final = 0.15
 """A prediction is good if it is no further from the measured step, and strategies that differ by
@@ -149,7 +149,7 @@ def check_comparison(directory: Path, profile: ModelProfile | None = None) -> Ch
     cluster = _on_one_machine(comparison)
     alone = [directory / f"runs/{ALONE}-seed-{seed}" for seed in comparison.seeds]
     fitted = _as_alone(model, cluster, [path for path in alone if path.exists()])
-    setting = setting_of(fitted, cluster)
+    setting = replace(setting_of(fitted, cluster), payload_share=_payload_share(comparison))
     steps = [_checked(label, records, setting) for label, records in runs.items()]
     steps.sort(key=lambda one: (not one.is_judged, -one.error if one.is_judged else 0.0))
     found = Check(where=cluster.describe(), steps=tuple(steps), profile=model)
@@ -198,35 +198,48 @@ def _on_one_machine(comparison: Comparison) -> Cluster:
     return cluster.model_copy(update={"cores": cores})
 
 
+def _payload_share(comparison: Comparison) -> float:
+    """What the lab saw of the links' rates before it began; as usual where it saw nothing."""
+    shares = [one.share for one in comparison.emulation.checks if one.share is not None]
+    return min(1.0, float(np.mean(shares))) if shares else PAYLOAD_SHARE
+
+
 def _checked(label: str, records: Sequence[Record], setting: Setting) -> CheckedStep:
     config = records[0].config
     recipe = config.build_strategy()
     why = ""
     predicted_s, period = None, 1
+    runs = [_settled(record) for record in records]
     try:
         period = method_of(config.strategy, recipe).steps_in_a_period
-        predicted_s = predict_recipe(label, config.strategy, recipe, setting).step_s
+        runs = [_whole_periods(run, period) for run in runs]
+        numbers = runs[0].step  # counted from 1
+        those = replace(setting, steps=range(int(numbers[0]) - 1, int(numbers[-1])))
+        predicted_s = predict_recipe(label, config.strategy, recipe, those).step_s
     except ConfigError as error:
         why = str(error)
-    steps = [_settled(record) for record in records]
-    halves = [_mean_s(half, period) for one in steps for half in _halves(one, period)]
+    halves = [_mean_s(half) for run in runs for half in _halves(run, period)]
     return CheckedStep(
         strategy=label,
-        measured_s=float(np.mean([_mean_s(one, period) for one in steps])),
+        measured_s=float(np.mean([_mean_s(run) for run in runs])),
         predicted_s=predicted_s,
         repeats_differ=max(halves) / min(halves) - 1,
         why=why,
     )
 
 
+def _whole_periods(steps: Steps, period: int) -> Steps:
+    """The last whole periods of `steps`; all of them where there is not one."""
+    whole = steps.num_steps // period * period or steps.num_steps
+    return steps.window(steps.num_steps - whole)
+
+
 def _halves(steps: Steps, period: int) -> list[Steps]:
-    """The first and the last whole periods, half of them each; the whole where there is but one."""
-    whole = steps.num_steps // period * period
-    half = whole // 2 // period * period
-    if not half:
-        return [steps]
-    begin = steps.num_steps - whole
-    return [steps.window(begin, begin + half), steps.window(steps.num_steps - half)]
+    """The first and the last of whole periods, half of them each; the whole where there is but
+    one.
+    """
+    half = steps.num_steps // 2 // period * period
+    return [steps.window(0, half), steps.window(steps.num_steps - half)] if half else [steps]
 
 
 def _settled(record: Record) -> Steps:
@@ -237,10 +250,9 @@ def _settled(record: Record) -> Steps:
     return steps.settled()
 
 
-def _mean_s(steps: Steps, period: int) -> float:
-    """Mean step over ranks and as many whole periods as there are."""
-    whole = steps.num_steps // period * period or steps.num_steps
-    return float(np.nanmean(steps.window(steps.num_steps - whole).duration_s))
+def _mean_s(steps: Steps) -> float:
+    """Mean step over ranks."""
+    return float(np.nanmean(steps.duration_s))
 
 
 def _with_check(

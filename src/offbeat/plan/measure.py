@@ -4,28 +4,21 @@ sizes, and what its Kronecker factors cost.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
-from math import fsum
+from itertools import count
 from typing import Any
 
 import torch
 
 from offbeat.errors import ConfigError
-from offbeat.kfac.blocks import Block, slots_of
-from offbeat.kfac.exchange.costs import equivalent_dim, time_inversions
-from offbeat.kfac.planning.iteration import Layer
-from offbeat.kfac.survey import survey
 from offbeat.lab.options import route
 from offbeat.lab.tasks import Task, build_task
-from offbeat.plan.profile import ModelProfile, Source
+from offbeat.plan.factors import STRATEGY, FactorTimer
+from offbeat.plan.profile import ModelProfile
 from offbeat.plan.timing import StepTimer, TimedStep, profile_of
 from offbeat.session.attach import attach_through
-from offbeat.strategies.spdkfac import SPDKFAC
-
-_FACTOR_STEPS = 3
 
 
 def measure_task(task: str, settings: Sequence[str], *, steps: int) -> ModelProfile:
@@ -72,7 +65,8 @@ def one_thread() -> Iterator[None]:
 def _time_steps(task: Task, steps: int) -> list[TimedStep]:
     model = task.build_model(0)
     optimizer = task.optimizer(model)
-    timer = StepTimer(steps)
+    # On one thread computing is what the processor does, whoever else has it meanwhile.
+    timer = StepTimer(steps, time.thread_time)
     timer.watch(list(model.parameters()))
     samples = task.samples(seed=0, epoch=0, world_size=1)[:, 0]
     number = 0
@@ -94,58 +88,19 @@ def _with_factors(profile: ModelProfile, task: Task, source: str) -> ModelProfil
     """`profile` with what K-FAC costs; as it is where K-FAC covers nothing of the model."""
     model = task.build_model(0)
     optimizer = task.optimizer(model)
-    # Every step has factors, and of these few none but the first inverts.
-    strategy = SPDKFAC(factor_interval=1, ramp=False)
     try:
-        blocks = survey(model, strategy.options()).blocks
+        timer = FactorTimer(model)
     except ConfigError:
         return profile
-    factors_s: list[float] = []
-    precondition_s: list[float] = []
-    positions: dict[str, int] = {}
-    for block in blocks:
-        block.module.register_forward_hook(partial(_note_positions, positions, block))
-    with attach_through(lambda driver: driver, model, optimizer, strategy) as session:
+    with attach_through(lambda driver: driver, model, optimizer, STRATEGY) as session:
         samples = task.samples(seed=0, epoch=0, world_size=1)[:, 0]
-        for number in range(1 + _FACTOR_STEPS):
+        for number in count():
             batch = task.training_batch(samples[number % len(samples)], seed=0, epoch=0)
             optimizer.zero_grad()
             loss: Any = task.loss(model, batch)
             loss.backward()
             optimizer.step()
-            if number and (noted := session.take_profile()) is not None:
-                for kind, found in (("factor", factors_s), ("precondition", precondition_s)):
-                    spent = (s.ended_s - s.began_s for s in noted.spans if s.kind == kind)
-                    found.append(fsum(spent))
-    if not factors_s:
-        return profile
-    return replace(
-        profile,
-        layers=tuple(
-            Layer(
-                a_dim=equivalent_dim(block.inputs),
-                g_dim=equivalent_dim(block.outputs),
-                num_positions=positions.get(block.name, 1),
-            )
-            for block in blocks
-        ),
-        factors_s=min(factors_s),
-        precondition_s=min(precondition_s),
-        inversion=time_inversions(slots_of(blocks), SPDKFAC().settings()),
-        sources=(
-            *profile.sources,
-            *(
-                Source(field=field, source=source)
-                for field in ("factors_s", "precondition_s", "inversion")
-            ),
-        ),
-    )
-
-
-def _note_positions(
-    positions: dict[str, int], block: Block, _: torch.nn.Module, inputs: Any, output: Any
-) -> None:
-    """How many outputs each of a layer's output channels has for a sample."""
-    if isinstance(output, torch.Tensor) and inputs and isinstance(inputs[0], torch.Tensor):
-        channels = block.matrix_shape[0] * block.matrix_shape[1]
-        positions[block.name] = max(1, output.numel() // (channels * max(1, len(inputs[0]))))
+            timer.step_ended(session)
+            if timer.is_done:
+                break
+    return timer.complete(profile, source)

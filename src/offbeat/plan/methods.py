@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,10 @@ from offbeat.averaging.background.interface import (
 from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.protocol_member import arrive, finish
 from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.averaging.periodic import last_average
+from offbeat.codec.index_codecs import GapIndices, IndexCodec
 from offbeat.codec.model_wire import scaled_bytes
-from offbeat.codec.tally import Tally
+from offbeat.codec.tally import NUM_COUNTERS, Tally
 from offbeat.codec.value_codecs import Float32Values, ValueCodec
 from offbeat.codec.weightless import WeightlessWire
 from offbeat.codec.wire import Wire
@@ -33,7 +35,11 @@ from offbeat.collectives.base import SparseCollective
 from offbeat.collectives.gossip import neighbour_mean, push_sum
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.gradients.collective_choice import BY_ITSELF, COSTS, BucketKind, CheapestCollective
-from offbeat.gradients.density_choice import affordable_density
+from offbeat.gradients.density_choice import (
+    WARM_UP_BUDGET,
+    WARM_UP_EXCHANGES,
+    affordable_density,
+)
 from offbeat.plan.cores import MESSAGE_CPU_S, MESSAGE_CPU_S_PER_BYTE, Cores
 from offbeat.plan.profile import FLOAT_BYTES
 from offbeat.plan.simulation import (
@@ -92,6 +98,20 @@ class SoloSteps(StepMethod):
         return 0.0
 
 
+class PlannedBucket(NamedTuple):
+    """Gradients that are exchanged together.
+
+    Attributes:
+        num_elements: of all of them.
+        complete: when the last one is ready, as a share of the backward pass.
+        tensors: their places in the model.
+    """
+
+    num_elements: int
+    complete: float
+    tensors: list[int]
+
+
 class GradientMethod(StepMethod):
     """Gradients leave in buckets while the backward pass goes on, and are waited for behind it.
 
@@ -108,32 +128,33 @@ class GradientMethod(StepMethod):
             None if mib is None else int(mib * MIB) for mib in (bucket_mib, first_bucket_mib)
         ]
 
-    def buckets(self, setting: Setting) -> list[tuple[int, float, list[int]]]:
-        """Of each: its elements, when it is complete as a share of the backward pass, its
-        tensors.
-        """
+    def buckets(self, setting: Setting) -> list[PlannedBucket]:
         return self.remember((setting,), lambda: self._fused(setting))
 
-    def _fused(self, setting: Setting) -> list[tuple[int, float, list[int]]]:
+    def is_apart(self, setting: Setting, num_elements: int) -> bool:
+        """Whether a tensor of so many elements shares buckets with its like only."""
+        return False
+
+    def _fused(self, setting: Setting) -> list[PlannedBucket]:
         tensors = setting.profile.tensors
         sizes = [FLOAT_BYTES * tensor.num_elements for tensor in tensors]
-        groups = fuse(
-            sizes, [0] * len(sizes), cap_bytes=self._caps[0], first_cap_bytes=self._caps[1]
-        )
+        kinds = [self.is_apart(setting, tensor.num_elements) for tensor in tensors]
+        groups = fuse(sizes, kinds, cap_bytes=self._caps[0], first_cap_bytes=self._caps[1])
         buckets = []
         complete = 0.0  # in one order on all ranks, so none leaves before those ahead of it
         for group in groups:
             complete = max(complete, *(tensors[index].ready for index in group))
-            buckets.append((sum(tensors[index].num_elements for index in group), complete, group))
+            num_elements = sum(tensors[index].num_elements for index in group)
+            buckets.append(PlannedBucket(num_elements, complete, group))
         return buckets
 
-    def reduce(self, run: Run, rank: int, number: int, bucket: int) -> Collective[None]:
+    def reduce(self, run: Run, rank: int, number: int, bucket: PlannedBucket) -> Collective[None]:
         """The exchange of one bucket."""
         raise NotImplementedError
 
-    def stage_s(self, setting: Setting, num_elements: int) -> float:
+    def stage_s(self, setting: Setting, bucket: PlannedBucket) -> float:
         """What a rank computes before a bucket leaves."""
-        return setting.profile.copy_s_per_byte * FLOAT_BYTES * num_elements
+        return setting.profile.bucket_copy_s_per_byte * FLOAT_BYTES * bucket.num_elements
 
     @override
     def step(self, run: Run, rank: int, number: int) -> Collective[None]:
@@ -143,21 +164,26 @@ class GradientMethod(StepMethod):
         done = 0.0
         pending: list[Pending[Any]] = []
         buckets = self.buckets(setting)
-        for index, (num_elements, complete, _) in enumerate(buckets):
-            work_s = (complete - done) * profile.batch.backward_s
-            yield from run.compute(rank, number, work_s + self.stage_s(setting, num_elements))
-            done = complete
-            reduction = self.reduce(run, rank, number, index)
+        for index, bucket in enumerate(buckets):
+            work_s = (bucket.complete - done) * profile.batch.backward_s
+            yield from run.compute(rank, number, work_s + self.stage_s(setting, bucket))
+            done = bucket.complete
+            reduction = self.reduce(run, rank, number, bucket)
             pending.append(run.begin(rank, reduction, number * len(buckets) + index))
         yield from run.compute(rank, number, (1 - done) * profile.batch.backward_s)
         yield until_over(*pending)
-        written_s = profile.copy_s_per_byte * profile.num_bytes
+        written_s = profile.bucket_copy_s_per_byte * profile.num_bytes
         yield from run.compute(rank, number, written_s + profile.optimizer_s)
 
     @override
+    def waiting_s(self, setting: Setting, encode_s: float) -> float:
+        """All ranks wait for the last one in each step."""
+        return float(setting.durations_s.max(axis=1).mean()) - setting.ideal_s
+
+    @override
     def encode_s(self, setting: Setting) -> float:
-        staged_s = sum(self.stage_s(setting, size) for size, _, _ in self.buckets(setting))
-        return staged_s + setting.profile.copy_s_per_byte * setting.profile.num_bytes
+        staged_s = sum(self.stage_s(setting, bucket) for bucket in self.buckets(setting))
+        return staged_s + setting.profile.bucket_copy_s_per_byte * setting.profile.num_bytes
 
 
 class DenseGradients(GradientMethod):
@@ -179,19 +205,26 @@ class DenseGradients(GradientMethod):
         self._element_bytes = element_bytes
 
     @override
-    def reduce(self, run: Run, rank: int, number: int, bucket: int) -> Collective[None]:
-        num_elements, _, _ = self.buckets(run.setting)[bucket]
-        yield from _all_reduce(run, rank, self._element_bytes * num_elements)
+    def is_like(self, other: StepMethod) -> bool:
+        return (
+            isinstance(other, DenseGradients)
+            and self._caps == other._caps
+            and self._element_bytes == other._element_bytes
+        )
+
+    @override
+    def reduce(self, run: Run, rank: int, number: int, bucket: PlannedBucket) -> Collective[None]:
+        yield from _all_reduce(run, rank, self._element_bytes * bucket.num_elements)
 
     @override
     def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
         return sum(
             dense.cost_s(
                 world_size=setting.world_size,
-                num_bytes=self._element_bytes * num_elements,
+                num_bytes=self._element_bytes * bucket.num_elements,
                 network=network,
             )
-            for num_elements, _, _ in self.buckets(setting)
+            for bucket in self.buckets(setting)
         )
 
 
@@ -202,13 +235,15 @@ class LowRankGradients(GradientMethod):
 
     Args:
         rank: of the approximation.
+        start_step: steps with plain all-reduce before the first approximation.
     """
 
     extra_bytes = 2.0
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, start_step: int = 0) -> None:
         super().__init__(None)
         self._rank = rank
+        self._start_step = start_step
 
     def _messages(self, setting: Setting, tensors: Sequence[int]) -> tuple[int, int, int]:
         """Elements: of what is not compressed, of the first factors, of the second ones."""
@@ -216,33 +251,34 @@ class LowRankGradients(GradientMethod):
         for index in tensors:
             tensor = setting.profile.tensors[index]
             rows, columns = tensor.rows, tensor.num_elements // tensor.rows
-            if (rows + columns) * self._rank * 2 < tensor.num_elements:
-                first, second = first + rows * self._rank, second + columns * self._rank
+            rank = min(self._rank, rows, columns)
+            if (rows + columns) * rank * 2 < tensor.num_elements:
+                first, second = first + rows * rank, second + columns * rank
             else:
                 whole += tensor.num_elements
         return whole, first, second
 
     @override
-    def reduce(self, run: Run, rank: int, number: int, bucket: int) -> Collective[None]:
-        _, _, tensors = self.buckets(run.setting)[bucket]
-        yield from run.compute(rank, number, self._approximating_s(run.setting, tensors))
-        for num_elements in self._messages(run.setting, tensors):
+    def reduce(self, run: Run, rank: int, number: int, bucket: PlannedBucket) -> Collective[None]:
+        if number < self._start_step:
+            yield from _all_reduce(run, rank, FLOAT_BYTES * bucket.num_elements)
+            return
+        yield from run.compute(rank, number, self._approximating_s(run.setting, bucket))
+        for num_elements in self._messages(run.setting, bucket.tensors):
             if num_elements:
                 yield from _all_reduce(run, rank, FLOAT_BYTES * num_elements)
 
-    def _approximating_s(self, setting: Setting, tensors: Sequence[int]) -> float:
-        whole, _, _ = self._messages(setting, tensors)
+    def _approximating_s(self, setting: Setting, bucket: PlannedBucket) -> float:
         profile = setting.profile
-        size = sum(profile.tensors[index].num_elements for index in tensors) - whole
         further = self._rank - 1
-        return size * (
+        return bucket.num_elements * (
             profile.low_rank_s_per_element + further * profile.low_rank_s_per_element_and_rank
         )
 
     @override
     def encode_s(self, setting: Setting) -> float:
         approximating_s = sum(
-            self._approximating_s(setting, tensors) for _, _, tensors in self.buckets(setting)
+            self._approximating_s(setting, bucket) for bucket in self.buckets(setting)
         )
         return super().encode_s(setting) + approximating_s
 
@@ -252,8 +288,8 @@ class LowRankGradients(GradientMethod):
             dense.cost_s(
                 world_size=setting.world_size, num_bytes=FLOAT_BYTES * size, network=network
             )
-            for _, _, tensors in self.buckets(setting)
-            for size in self._messages(setting, tensors)
+            for bucket in self.buckets(setting)
+            for size in self._messages(setting, bucket.tensors)
             if size
         )
 
@@ -267,7 +303,9 @@ class SparseGradients(GradientMethod):
         budget: of density "auto".
         bucket_mib: of a bucket; None: all gradients in one.
         values: how values travel.
+        indices: likewise.
         among: what "auto" chooses among.
+        small_below: tensors of fewer elements are sent whole, beside the others; of all sizes.
     """
 
     extra_bytes = 2.0
@@ -280,13 +318,17 @@ class SparseGradients(GradientMethod):
         budget: float = 0.1,
         bucket_mib: float | None = None,
         values: ValueCodec | None = None,
+        indices: IndexCodec | None = None,
         among: frozenset[str] = BY_ITSELF,
+        small_below: Callable[[Sequence[int]], int] = lambda sizes: 0,
     ) -> None:
         super().__init__(bucket_mib)
         self._density = density
         self._collective = collective
         self._budget = budget
         self._values = values or Float32Values()
+        self._indices = indices or GapIndices()
+        self._small_below = small_below
         self._among = among if collective == "auto" else frozenset({collective, "dense"})
 
     def _wire(self, num_elements: int, num_tensors: int) -> Wire:
@@ -295,6 +337,7 @@ class SparseGradients(GradientMethod):
             num_parameters=num_tensors,
             dtype=np.dtype(np.float32),
             values=self._values,
+            indices=self._indices,
         )
 
     def _bucket_kind(self, num_elements: int) -> BucketKind:
@@ -302,6 +345,7 @@ class SparseGradients(GradientMethod):
             num_elements=num_elements,
             element_bytes=FLOAT_BYTES,
             values=self._values,
+            indices=self._indices,
         )
 
     def density(self, setting: Setting) -> float:
@@ -312,18 +356,35 @@ class SparseGradients(GradientMethod):
         choice = CheapestCollective(
             setting.network, world_size=setting.world_size, among=self._among
         )
-        bucket = self._bucket_kind(profile.num_elements)
+        sizes = [tensor.num_elements for tensor in profile.tensors]
+        num_apart = sum(size for size in sizes if self.is_apart(setting, size))
+        bucket = self._bucket_kind(profile.num_elements - num_apart)
+        beside_s = choice.costs_s(self._bucket_kind(num_apart), 1)["dense"] if num_apart else 0.0
+        steps = setting.steps
+        warms_up = steps is not None and steps.stop <= WARM_UP_EXCHANGES
+        budget = self._budget * (WARM_UP_BUDGET if warms_up else 1.0)
         return affordable_density(
             lambda k: choice.costs_s(bucket, k),
-            num_elements=profile.num_elements,
-            allowed_s=self._budget * profile.compute_s,
+            num_elements=bucket.num_elements,
+            allowed_s=budget * setting.crowding * profile.compute_s / min(setting.cluster.speeds),
+            beside_s=beside_s,
         )
 
-    def chosen(self, setting: Setting, num_elements: int) -> tuple[str, int]:
-        """The collective of a bucket, and k."""
-        return self.remember((setting, num_elements), lambda: self._choose(setting, num_elements))
+    @override
+    def is_apart(self, setting: Setting, num_elements: int) -> bool:
+        sizes = [tensor.num_elements for tensor in setting.profile.tensors]
+        small_below = self.remember((setting, "small"), lambda: self._small_below(sizes))
+        return num_elements < small_below
 
-    def _choose(self, setting: Setting, num_elements: int) -> tuple[str, int]:
+    def chosen(self, setting: Setting, bucket: PlannedBucket) -> tuple[str, int]:
+        """The collective of a bucket, and k."""
+        key = (setting, bucket.num_elements, bucket.complete)
+        return self.remember(key, lambda: self._choose(setting, bucket))
+
+    def _choose(self, setting: Setting, bucket: PlannedBucket) -> tuple[str, int]:
+        num_elements = bucket.num_elements
+        if self.is_apart(setting, setting.profile.tensors[bucket.tensors[0]].num_elements):
+            return "dense", num_elements
         density = self.density(setting)
         k = max(1, round(density * num_elements))
         if density == 1.0 and isinstance(self._density, str):
@@ -336,20 +397,23 @@ class SparseGradients(GradientMethod):
         return cheapest(choice.costs_s(self._bucket_kind(num_elements), k)), k
 
     @override
-    def stage_s(self, setting: Setting, num_elements: int) -> float:
-        staged_s = super().stage_s(setting, num_elements)
-        name, _ = self.chosen(setting, num_elements)
+    def stage_s(self, setting: Setting, bucket: PlannedBucket) -> float:
+        staged_s = super().stage_s(setting, bucket)
+        name, _ = self.chosen(setting, bucket)
         if name == "dense":
             return staged_s
-        return staged_s + setting.profile.select_s_per_element * num_elements
+        return staged_s + setting.profile.select_s_per_element * bucket.num_elements
 
     @override
-    def reduce(self, run: Run, rank: int, number: int, bucket: int) -> Collective[None]:
+    def reduce(self, run: Run, rank: int, number: int, bucket: PlannedBucket) -> Collective[None]:
         setting = run.setting
-        num_elements, _, tensors = self.buckets(setting)[bucket]
-        name, k = self.chosen(setting, num_elements)
+        num_elements, _, tensors = bucket
+        name, k = self.chosen(setting, bucket)
         if name == "dense":
+            tail = _all_reduce(run, rank, 8 * (NUM_COUNTERS + len(tensors)))
+            beside = run.begin(rank, tail, channel=0)
             yield from _all_reduce(run, rank, FLOAT_BYTES * num_elements)
+            yield until_over(beside)
         elif not setting.by_closed_forms:
             yield from self._entries(setting, rank, name, k, num_elements, len(tensors))
         else:
@@ -401,8 +465,9 @@ class SparseGradients(GradientMethod):
     @override
     def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
         total_s = 0.0
-        for num_elements, _, _ in self.buckets(setting):
-            name, k = self.chosen(setting, num_elements)
+        for bucket in self.buckets(setting):
+            num_elements = bucket.num_elements
+            name, k = self.chosen(setting, bucket)
             if name == "dense":
                 num_bytes = FLOAT_BYTES * num_elements
                 total_s += dense.cost_s(
@@ -431,34 +496,60 @@ class PeriodicMean(StepMethod):
 
     Args:
         period: steps between averages.
+        warmup: the steps in which the period grows by one, from 1 on; 0: it does not.
+        start_step: steps with all-reduced gradients before the first local one.
+        copies: what is averaged, in sizes of the model: 2 with the optimizer's momentum.
         extra_bytes: as of `Method`.
     """
 
-    def __init__(self, period: int, *, extra_bytes: float = 1.0) -> None:
+    def __init__(
+        self,
+        period: int,
+        *,
+        warmup: int = 0,
+        start_step: int = 0,
+        copies: float = 1.0,
+        extra_bytes: float = 1.0,
+    ) -> None:
         super().__init__()
         self.steps_in_a_period = period
         self.extra_bytes = extra_bytes
+        self._warmup = warmup
+        self._start_step = start_step
+        self._copies = copies
+        self._at_first = DenseGradients()
+
+    def _averages_after(self, number: int) -> bool:
+        local = number + 1 - self._start_step
+        last = partial(last_average, local, period=self.steps_in_a_period, warmup=self._warmup)
+        return self.remember((number,), lambda: last() == local)
+
+    def _num_bytes(self, setting: Setting) -> int:
+        return round(self._copies * setting.profile.num_bytes)
 
     @override
     def step(self, run: Run, rank: int, number: int) -> Collective[None]:
+        if number < self._start_step:
+            yield from self._at_first.step(run, rank, number)
+            return
         setting, profile = run.setting, run.setting.profile
         yield from run.late(rank, number)
         yield from run.forward(rank, number)
         yield from run.compute(rank, number, profile.batch.backward_s + profile.optimizer_s)
-        if (number + 1) % self.steps_in_a_period == 0:
+        if self._averages_after(number):
             encode_s = self.encode_s(setting) * self.steps_in_a_period
             yield from run.compute(rank, number, encode_s)
-            yield from _all_reduce(run, rank, setting.profile.num_bytes)
+            yield from _all_reduce(run, rank, self._num_bytes(setting))
 
     @override
     def encode_s(self, setting: Setting) -> float:
-        profile = setting.profile
-        return 2 * profile.copy_s_per_byte * profile.num_bytes / self.steps_in_a_period
+        copied_s = setting.profile.copy_s_per_byte * self._num_bytes(setting)
+        return 2 * copied_s / self.steps_in_a_period
 
     @override
     def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
         average_s = dense.cost_s(
-            world_size=setting.world_size, num_bytes=setting.profile.num_bytes, network=network
+            world_size=setting.world_size, num_bytes=self._num_bytes(setting), network=network
         )
         return average_s / self.steps_in_a_period
 
@@ -592,7 +683,7 @@ class Background(Method):
         return Simulated(
             step_s=step_s,
             bytes_per_step=bytes_per_step,
-            encode_s=2 * profile.copy_s_per_byte * profile.num_bytes,
+            encode_s=profile.publish_s,
             alpha_share=messages * alpha_s / exchange_s if exchange_s else 0.0,
             by_events=not note,
             note=note,
@@ -676,7 +767,7 @@ class _BackgroundTrainer:
     def train(self, group_of: Callable[[int], VersionGroup], *, interval: int) -> Collective[None]:
         setting, trainer = self._setting, self._published.trainer
         profile, driver = setting.profile, self._cluster.drivers[self.rank]
-        copied_s = 2 * profile.copy_s_per_byte * profile.num_bytes
+        copied_s = profile.publish_s
         trainer.begin(self._zeros, np.zeros(0, np.int64), step=0)
         for step in range(self._num_steps):
             row = step % setting.num_steps

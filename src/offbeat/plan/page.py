@@ -42,6 +42,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 table { border-collapse: collapse; margin: 1rem 0; } caption { text-align: left; font-weight: 600; }
 td, th { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #ddd; }
 td:first-child, th:first-child { text-align: left; } tr.best td { font-weight: 600; }
+.wide, figure { overflow-x: auto; } figure svg { min-width: 36rem; } td { white-space: nowrap; }
 svg text { font-size: 12px; } figure { margin: 1.5rem 0; } .note { color: #555; }
 @media (prefers-color-scheme: dark) {
   body { background: #16181c; color: #e6e6e6; } svg text { fill: #e6e6e6; }
@@ -61,7 +62,9 @@ def render_plan(plan: Plan) -> str:
     title = f"Plan for {profile.name} on {profile.device}"
     parts = [
         "<!doctype html>",
-        f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
+        f'<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title>",
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>",
         *(f"<p>{escape(sentence)}</p>" for sentence in plan.crossovers),
         *_efficiency_figures(plan),
@@ -103,12 +106,13 @@ def _tables(plan: Plan) -> Iterator[str]:
             if not rows:
                 continue
             best = plan.best(workers, rate)
-            yield f"<table><caption>{workers} workers, {escape(display_rate(rate))}</caption><tr>"
+            yield '<div class="wide"><table>'
+            yield f"<caption>{workers} workers, {escape(display_rate(rate))}</caption><tr>"
             yield "".join(f"<th>{head}</th>" for head in _HEADS) + "</tr>"
             for one in rows:
                 mark = ' class="best"' if one is best else ""
                 yield f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in _cells(one)) + "</tr>"
-            yield "</table>"
+            yield "</table></div>"
 
 
 def _cells(one: StepPrediction) -> list[str]:

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
+
+import torch
 
 from offbeat.errors import ConfigError
 from offbeat.gradients.collective_choice import BY_ITSELF
@@ -28,7 +30,7 @@ from offbeat.plan.methods import (
 )
 from offbeat.plan.profile import ModelProfile
 from offbeat.plan.second_order import PLANS, OwnerFactors, SecondOrder
-from offbeat.plan.simulation import Method, Setting
+from offbeat.plan.simulation import Method, Setting, StepMethod
 from offbeat.strategies.base import Strategy
 
 USUAL: Final = ("ddp", "ddp-fp16", "ddp-powersgd", "gtopk", "localsgd", "dpsgd", "wagma")
@@ -100,11 +102,6 @@ def method_of(name: str, recipe: Recipe) -> Method:
 
 
 def _method_of(name: str, recipe: Any) -> Method:
-    intervals = {
-        key: getattr(recipe, key)
-        for key in ("factor_interval", "inverse_interval")
-        if hasattr(recipe, key)
-    }
     match name:
         case "alone":
             method: Method = SoloSteps()
@@ -115,13 +112,15 @@ def _method_of(name: str, recipe: Any) -> Method:
         case "ddp-fp16" | "ddp-bf16":
             method = DenseGradients(element_bytes=2)
         case "ddp-powersgd":
-            method = LowRankGradients(recipe.rank)
+            method = LowRankGradients(recipe.rank, recipe.start_step)
         case "topk":
             method = SparseGradients(
                 density=recipe.density,
                 collective="all_gather",
                 bucket_mib=recipe.bucket_mib,
                 values=recipe.codecs()[0],
+                indices=recipe.codecs()[1],
+                small_below=partial(_small_below, recipe),
             )
         case "gtopk":
             union = recipe.apply == "union"
@@ -131,10 +130,19 @@ def _method_of(name: str, recipe: Any) -> Method:
                 budget=recipe.budget,
                 bucket_mib=recipe.bucket_mib,
                 values=recipe.codecs()[0],
+                indices=recipe.codecs()[1],
+                small_below=partial(_small_below, recipe),
                 among=frozenset({"all_gather", "dense"}) if union else BY_ITSELF,
             )
-        case "localsgd" | "post-localsgd":
-            method = PeriodicMean(recipe.period)
+        case "localsgd":
+            method = PeriodicMean(
+                recipe.period,
+                warmup=recipe.warmup,
+                start_step=recipe.start_step,
+                copies=2.0 if recipe.optimizer_state == "averaged" else 1.0,
+            )
+        case "post-localsgd":
+            method = PeriodicMean(recipe.period, start_step=recipe.start_step)
         case "crossbow":
             method = PeriodicMean(recipe.period, extra_bytes=3.0)
         case "dpsgd":
@@ -158,12 +166,25 @@ def _method_of(name: str, recipe: Any) -> Method:
             batches = max(1, samples // recipe.batch_size)
             method = MegaBatches(batches, equal_shares=name == "elasticsgd")
         case "dpkfac":
-            method = OwnerFactors(**intervals)
+            method = OwnerFactors(recipe.settings(), _exchange_of(recipe))
         case _ if name in PLANS:
-            method = SecondOrder(PLANS[name], **intervals)
+            method = SecondOrder(PLANS[name], recipe.settings(), _exchange_of(recipe))
         case _:
             raise ConfigError(f"{name} cannot be predicted; leave it out")
     return method
+
+
+def _exchange_of(recipe: Any) -> StepMethod:
+    """The exchange of gradients of a K-FAC strategy."""
+    method = method_of(recipe.gradients.name, recipe.gradients)
+    assert isinstance(method, StepMethod)
+    return method
+
+
+def _small_below(recipe: Any, sizes: Sequence[int]) -> int:
+    """Parameters of fewer elements are sent whole by the sparse strategy of `recipe`."""
+    below: int = recipe.small_below([torch.empty(size, device="meta") for size in sizes])
+    return below
 
 
 def check_spec(spec: str, workers: int) -> tuple[str, Recipe]:
@@ -214,7 +235,7 @@ def predict_recipe(label: str, name: str, recipe: Recipe, setting: Setting) -> S
     waiting_s = 0.0
     encode_s = min(setting.crowding * simulated.encode_s, max(0.0, step_s - ideal_s))
     if not setting.is_steady:
-        waiting_s = _waiting_s(method_of(name, recipe), setting, encode_s)
+        waiting_s = method_of(name, recipe).waiting_s(setting, encode_s)
     exchange_s = max(0.0, step_s - ideal_s - encode_s - waiting_s)
     parts = {
         "encode": encode_s,
@@ -243,15 +264,6 @@ def predict_recipe(label: str, name: str, recipe: Recipe, setting: Setting) -> S
         by_events=simulated.by_events,
         note=simulated.note,
     )
-
-
-def _waiting_s(method: Method, setting: Setting, encode_s: float) -> float:
-    """How long a step is waited for peers, if messages took no time."""
-    fast = setting.cluster.link.model_copy(update={"rate_bit_per_s": 1e13, "latency_s": 0.0})
-    values = {**setting.cluster.fields(), "link": fast, "links": {}, "racks": None}
-    values["speeds"] = setting.cluster.speed_pattern
-    quick = replace(setting, cluster=Cluster(**values), message_s=0.0)
-    return max(0.0, method.simulate(quick).step_s - setting.ideal_s - encode_s)
 
 
 def _lost_to_deaths(cluster: Cluster, step_s: float, *, survives: bool) -> float:

@@ -103,9 +103,14 @@ class ModelProfile:
         padding_s: the part of the forward pass that is slept, as a cluster with `step` asks for.
         tensors: parameters, in the order of the model.
         select_s_per_element: residual and selection of the largest entries, for each element.
-        copy_s_per_byte: reading or writing a model or a bucket beside training, for each byte.
+        copy_s_per_byte: reading or writing a model beside training, from or to the host's memory,
+            for each byte.
+        bucket_s_per_byte: likewise gradients and their buckets, which stay on the device; 0: as
+            `copy_s_per_byte`.
+        publish_s_per_byte: giving the model to a thread that averages it, and taking it back; 0: as
+            two copies.
         low_rank_s_per_element: approximating gradients as PowerSGD does, at rank 1, for each
-            element of a matrix; 0: unknown.
+            element of the model; 0: unknown.
         low_rank_s_per_element_and_rank: what each further rank adds.
         spread: standard deviation of a step over its mean, on one device, >= 0.
         layers: those with Kronecker factors, in the order of the forward pass; none: K-FAC cannot
@@ -125,6 +130,8 @@ class ModelProfile:
     tensors: tuple[TensorProfile, ...]
     select_s_per_element: float
     copy_s_per_byte: float
+    bucket_s_per_byte: float = 0.0
+    publish_s_per_byte: float = 0.0
     low_rank_s_per_element: float = 0.0
     low_rank_s_per_element_and_rank: float = 0.0
     padding_s: float = 0.0
@@ -159,6 +166,8 @@ class ModelProfile:
             "optimizer_s",
             "select_s_per_element",
             "copy_s_per_byte",
+            "bucket_s_per_byte",
+            "publish_s_per_byte",
             "factors_s",
             "precondition_s",
             "padding_s",
@@ -195,6 +204,16 @@ class ModelProfile:
     def num_bytes(self) -> int:
         """Of the model in float32."""
         return FLOAT_BYTES * self.num_elements
+
+    @property
+    def bucket_copy_s_per_byte(self) -> float:
+        """Copying a gradient into its bucket, or a result out of it."""
+        return self.bucket_s_per_byte or self.copy_s_per_byte
+
+    @property
+    def publish_s(self) -> float:
+        """Giving the model to a thread, and taking it back."""
+        return (self.publish_s_per_byte or 2 * self.copy_s_per_byte) * self.num_bytes
 
     @property
     def compute_s(self) -> float:
@@ -289,8 +308,18 @@ def read_profile(path: Path) -> ModelProfile:
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(f"{path} is longer than {_MOST_CHARACTERS} characters; is it a profile?")
     try:
-        return build(ModelProfile, json.loads(text))
+        return profile_from_json(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no profile: {error}; `offbeat profile` writes one") from None
+
+
+def profile_from_json(text: str) -> ModelProfile:
+    """What `ModelProfile.to_json` wrote.
+
+    Raises:
+        ConfigError: numbers that no profile has.
+        TypeError, ValueError, RecursionError: it is something else.
+    """
+    return build(ModelProfile, json.loads(text))

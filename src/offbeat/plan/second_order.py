@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from typing_extensions import override
 
 from offbeat.errors import ConfigError
-from offbeat.kfac.planning.inversion import PolynomialInversion, TabledInversion
+from offbeat.kfac.options import KFACSettings
+from offbeat.kfac.planning.inversion import InversionCost
 from offbeat.kfac.planning.iteration import (
     Iteration,
     IterationCosts,
@@ -17,10 +18,9 @@ from offbeat.kfac.planning.iteration import (
     mpdkfac,
     spdkfac,
 )
-from offbeat.kfac.planning.placement import InverseCosts, least_loaded, packed_bytes
-from offbeat.plan.methods import DenseGradients
+from offbeat.kfac.planning.placement import InverseCosts, Owner, least_loaded, packed_bytes
 from offbeat.plan.profile import ModelProfile
-from offbeat.plan.simulation import Method, Setting, Simulated
+from offbeat.plan.simulation import Method, Setting, Simulated, StepMethod
 from offbeat.planning.costs import Channel, LinkCost
 from offbeat.planning.trees import num_rounds
 
@@ -50,18 +50,40 @@ def iteration_costs(setting: Setting, *, gradients_s: float) -> IterationCosts:
         alpha_s=rounds * link.alpha_s, beta_s_per_byte=rounds * link.beta_s_per_byte
     )
     gap_s = min(broadcast.alpha_s, rounds * setting.message_s)
-    crowding = setting.factor_crowding
     return IterationCosts(
         forward_backward_s=profile.compute_s * setting.crowding,
-        factors_s=profile.factors_s * crowding,
+        # Padded passes take as long as they should, whatever is computed in them.
+        factors_s=max(0.0, profile.factors_s * setting.factor_crowding - profile.padding_s),
         gradients_s=gradients_s,
         all_reduce=all_reduce,
         inverse=InverseCosts(
-            inversion=_slowed(profile.inversion, crowding),
+            inversion=profile.inversion,
             broadcast=Channel(link=broadcast, gap_s=gap_s),
             fused=True,
         ),
+        forward_share=profile.batch.forward_s / profile.compute_s,
     )
+
+
+def inverting_s(
+    owners: Sequence[Owner], dims: Sequence[int], inversion: InversionCost, setting: Setting
+) -> float:
+    """Until the last rank has inverted all it has to, where ranks share cores.
+
+    Args:
+        owners: who inverts each factor; None: every rank.
+        dims: rows of each.
+        inversion: on a core of its own.
+        setting: says how many cores there are.
+    """
+    by_all_s, loads_s = 0.0, [0.0] * setting.world_size
+    for owner, dim in zip(owners, dims, strict=True):
+        if owner is None:
+            by_all_s += inversion.time_s(dim)
+        else:
+            loads_s[owner] += inversion.time_s(dim)
+    cores = setting.cluster.cores or setting.world_size
+    return by_all_s * setting.factor_crowding + max(*loads_s, sum(loads_s) / cores)
 
 
 class SecondOrder(Method):
@@ -69,58 +91,67 @@ class SecondOrder(Method):
 
     Args:
         plan: of an iteration with both.
-        factor_interval: steps from one with factors to the next.
-        inverse_interval: steps from one with inversions to the next.
+        settings: in which steps there are factors and inversions.
+        gradients: how these are exchanged.
     """
 
     def __init__(
-        self,
-        plan: Callable[..., Iteration],
-        *,
-        factor_interval: int,
-        inverse_interval: int,
+        self, plan: Callable[..., Iteration], settings: KFACSettings, gradients: StepMethod
     ) -> None:
         super().__init__()
         self._plan = plan
-        self._factor_interval = factor_interval
-        self._inverse_interval = inverse_interval
-        self.steps_in_a_period = max(factor_interval, inverse_interval)
+        self._settings = settings
+        self._gradients = gradients
+        self.extra_bytes = gradients.extra_bytes
+        self.steps_in_a_period = max(
+            settings.factor_steps.first_interval, settings.inverse_steps.first_interval
+        )
+
+    @override
+    def waiting_s(self, setting: Setting, encode_s: float) -> float:
+        return self._gradients.waiting_s(setting, encode_s)
 
     @override
     def simulate(self, setting: Setting) -> Simulated:
         profile = setting.profile
-        plain = DenseGradients().simulate(setting)
+        plain = self._gradients.simulate(setting)
         gradients_s = max(0.0, plain.step_s - setting.ideal_s)
         costs = iteration_costs(setting, gradients_s=gradients_s)
         iteration = self._plan(profile.layers, setting.world_size, costs)
-        factors_s = (costs.factors_s + iteration.factors_s) / self._factor_interval
-        inverse_s = iteration.inverse.total_s / self._inverse_interval
         dims = factor_dims(profile.layers)
+        with_factors = setting.share(self._settings.has_factors)
+        with_inversions = setting.share(self._settings.has_inversions)
+        inverted_s = inverting_s(iteration.owners, dims, costs.inverse.inversion, setting)
+        precondition_s = profile.precondition_s * setting.factor_crowding
+        exposed_s = with_factors * iteration.factors_s
+        exposed_s += with_inversions * iteration.inverse.exposed_s
         share = 2 * (setting.world_size - 1) / setting.world_size
-        factor_bytes = share * sum(map(packed_bytes, dims)) / self._factor_interval
+        factor_bytes = share * sum(map(packed_bytes, dims)) * with_factors
         inverse_bytes = sum(
             packed_bytes(dim)
             for dim, owner in zip(dims, iteration.owners, strict=True)
             if owner is not None
         )
-        exposed_s = gradients_s + iteration.factors_s / self._factor_interval
-        exposed_s += iteration.inverse.exposed_s / self._inverse_interval
         alone = replace(costs, all_reduce=replace(costs.all_reduce, beta_s_per_byte=0.0))
         latency_s = self._plan(profile.layers, setting.world_size, alone).factors_s
+        waited_s = gradients_s + exposed_s
         return Simulated(
             step_s=plain.step_s
-            + factors_s
-            + inverse_s
-            + profile.precondition_s * setting.factor_crowding,
+            + with_factors * costs.factors_s
+            + with_inversions * inverted_s
+            + precondition_s
+            + exposed_s,
             bytes_per_step=plain.bytes_per_step
             + factor_bytes
-            + inverse_bytes / setting.world_size / self._inverse_interval,
+            + inverse_bytes / setting.world_size * with_inversions,
             encode_s=plain.encode_s
             + profile.precondition_s
-            + costs.factors_s / self._factor_interval
-            + iteration.inverse.computing_s / self._inverse_interval,
-            alpha_share=min(1.0, (plain.alpha_share * gradients_s + latency_s) / exposed_s)
-            if exposed_s
+            + with_factors * costs.factors_s / setting.factor_crowding
+            + with_inversions * inverted_s / setting.factor_crowding,
+            alpha_share=min(
+                1.0, (plain.alpha_share * gradients_s + with_factors * latency_s) / waited_s
+            )
+            if waited_s
             else 0.0,
             by_events=plain.by_events,
             note=_note(profile),
@@ -132,35 +163,40 @@ class OwnerFactors(Method):
     broadcast in every step.
 
     Args:
-        factor_interval: steps from one with factors to the next.
-        inverse_interval: steps from one with inversions to the next.
+        settings: in which steps there are factors and inversions.
+        gradients: how these are exchanged.
     """
 
-    def __init__(self, *, factor_interval: int, inverse_interval: int) -> None:
+    def __init__(self, settings: KFACSettings, gradients: StepMethod) -> None:
         super().__init__()
-        self._factor_interval = factor_interval
-        self._inverse_interval = inverse_interval
-        self.steps_in_a_period = max(factor_interval, inverse_interval)
+        self._settings = settings
+        self._gradients = gradients
+        self.extra_bytes = gradients.extra_bytes
+        self.steps_in_a_period = max(
+            settings.factor_steps.first_interval, settings.inverse_steps.first_interval
+        )
+
+    @override
+    def waiting_s(self, setting: Setting, encode_s: float) -> float:
+        return self._gradients.waiting_s(setting, encode_s)
 
     @override
     def simulate(self, setting: Setting) -> Simulated:
         profile, world_size = setting.profile, setting.world_size
-        plain = DenseGradients().simulate(setting)
+        plain = self._gradients.simulate(setting)
         costs = iteration_costs(setting, gradients_s=0.0)
-        layers = profile.layers
-        loads = [
-            costs.inverse.inversion.time_s(layer.a_dim)
-            + costs.inverse.inversion.time_s(layer.g_dim)
-            for layer in layers
-        ]
-        sums = [0.0] * world_size
-        for load, owner in zip(loads, least_loaded(loads, world_size), strict=True):
-            sums[owner] += load
+        layers, inversion = profile.layers, costs.inverse.inversion
+        loads = [inversion.time_s(layer.a_dim) + inversion.time_s(layer.g_dim) for layer in layers]
+        owners = least_loaded(loads, world_size)
+        dims = [dim for layer in layers for dim in (layer.a_dim, layer.g_dim)]
+        inverted_s = inverting_s(
+            [owner for owner in owners for _ in range(2)], dims, inversion, setting
+        )
         messages = [(0.0, 4 * layer.a_dim * layer.g_dim) for layer in layers]
         broadcast_s = costs.inverse.broadcast.last_arrival_s(messages) if world_size > 1 else 0.0
-        computed_s = costs.factors_s / world_size / self._factor_interval
+        computed_s = costs.factors_s / world_size * setting.share(self._settings.has_factors)
         computed_s += profile.precondition_s * setting.factor_crowding / world_size
-        computed_s += max(sums) / self._inverse_interval
+        computed_s += inverted_s * setting.share(self._settings.has_inversions)
         channel = costs.inverse.broadcast
         return Simulated(
             step_s=plain.step_s + computed_s + broadcast_s,
@@ -170,19 +206,6 @@ class OwnerFactors(Method):
             by_events=plain.by_events,
             note=_note(profile),
         )
-
-
-def _slowed(
-    inversion: PolynomialInversion | TabledInversion, factor: float
-) -> PolynomialInversion | TabledInversion:
-    """Where everything takes `factor` times as long."""
-    if isinstance(inversion, TabledInversion):
-        return replace(inversion, seconds=tuple(factor * seconds for seconds in inversion.seconds))
-    return PolynomialInversion(
-        constant_s=factor * inversion.constant_s,
-        square_s=factor * inversion.square_s,
-        cube_s=factor * inversion.cube_s,
-    )
 
 
 def _note(profile: ModelProfile) -> str:

@@ -31,6 +31,21 @@ ms for 25.6 M, 1.6 ms for 0.27 M; 5.9 to 6.3 ns each.
 COPY_S_PER_BYTE: Final = 1 / 6e9
 """A copy between a GPU and page-locked memory over PCIe 3.0 x16, at half of its 12.6 GB/s."""
 
+MEMORY_BYTES_PER_S: Final[Mapping[str, float]] = {
+    "P102-100": 440e9,
+    "RTX 2080 Ti": 616e9,
+    "A100": 1555e9,
+}
+"""As their makers state."""
+
+_LOW_RANK_BYTES: Final = 44
+"""That PowerSGD's hook reads and writes for each element: 11 accesses to float32, as torch does it
+(add what is owed, clone, multiply three times, subtract).
+"""
+
+_MEMORY_SHARE: Final = 0.7
+"""What plain kernels reach of a memory's rate."""
+
 INVERSION: Final = PolynomialInversion(constant_s=1.183e-3, square_s=0.0, cube_s=3.23e-13)
 """On an RTX 2080 Ti: a + c d^3 with SPD-KFAC's published time for the largest of ResNet-50's
 factors and D-KFAC's measured sum over all (`fitted` in docs/methods/spdkfac-planning.md).
@@ -153,11 +168,18 @@ def shipped_profile(name: str) -> ModelProfile:
     published = PUBLISHED[name]
     network = published.network()
     factors = architectures.factors_of(network) if published.factors_s else ()
+    bytes_per_s = _MEMORY_SHARE * MEMORY_BYTES_PER_S[published.device]
+    memory = f"{_MEMORY_SHARE:.0%} of the memory's {MEMORY_BYTES_PER_S[published.device]:.3g} B/s"
     sources = [
         Source(field="tensors", source="the network's definition"),
         Source(field="batches", source=published.source),
         Source(field="select_s_per_element", source=f"{_GTOPK}: 6.1 ns on a P102-100"),
         Source(field="copy_s_per_byte", source="half of PCIe 3.0 x16"),
+        Source(field="bucket_s_per_byte", source=f"{memory}, read and written"),
+        Source(
+            field="low_rank_s_per_element",
+            source=f"not measured: {_LOW_RANK_BYTES} bytes at {memory}, without orthogonalising",
+        ),
     ]
     if factors:
         sources += [
@@ -181,6 +203,8 @@ def shipped_profile(name: str) -> ModelProfile:
         tensors=architectures.tensors_of(network),
         select_s_per_element=SELECT_S_PER_ELEMENT,
         copy_s_per_byte=COPY_S_PER_BYTE,
+        bucket_s_per_byte=2 / bytes_per_s,
+        low_rank_s_per_element=_LOW_RANK_BYTES / bytes_per_s,
         layers=factors,
         factors_s=published.factors_s,
         inversion=INVERSION if factors else None,

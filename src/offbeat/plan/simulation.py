@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, TypeVar
 
@@ -24,8 +24,10 @@ from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster
 from offbeat.plan.cores import (
     DENSE_CPU_S_PER_BYTE,
+    DENSE_WAKE_S,
     MESSAGE_CPU_S,
     MESSAGE_CPU_S_PER_BYTE,
+    MESSAGE_WAKE_S,
     Cores,
     until_done,
 )
@@ -52,7 +54,11 @@ PAYLOAD_SHARE: Final = 0.95
 frame. gloo's all-reduce was measured to fill 0.92 to 0.955 of emulated links.
 """
 
-_STEADY_STEPS, _STEPS, _FEWER_STEPS = 2, 24, 10
+LATER: Final = 10_000
+"""A step behind everything that is done in the first steps only."""
+
+_STEADY_STEPS, _STEPS, _FEWER_STEPS = 2, 24, 8
+_MOST_STEPS = 200
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,6 +71,8 @@ class Setting:
         message_s: what a message occupies a port for besides its bytes.
         payload_share: what headers leave of a link's rate, in (0, 1].
         shared: which part of one rank's largest entries another rank has too, 0 to 1.
+        steps: of a run that are predicted, counted from 0; None: those that follow when whatever
+            is done in the first ones only is over.
     """
 
     profile: ModelProfile
@@ -72,6 +80,7 @@ class Setting:
     message_s: float = MESSAGE_S
     payload_share: float = PAYLOAD_SHARE
     shared: float = 0.2
+    steps: range | None = None
 
     def __post_init__(self) -> None:
         if any(self.cluster.link_of(w).rate_bit_per_s is None for w in range(self.world_size)):
@@ -88,12 +97,22 @@ class Setting:
     def links(self) -> list[VirtualLink]:
         return [
             VirtualLink(
-                latency_s=link.latency_s,
+                latency_s=link.latency_s + (MESSAGE_WAKE_S if self.shares_cores else 0.0),
                 bytes_per_s=self.payload_share * link.bytes_per_s,
                 message_s=self.message_s,
             )
             for link in self.cluster.virtual_links()
         ]
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether workers are processes of one machine."""
+        return self.cluster.cores is not None
+
+    @property
+    def dense_round_s(self) -> float:
+        """What a round of a dense operation takes besides a message's way."""
+        return DENSE_WAKE_S - MESSAGE_WAKE_S if self.shares_cores else 0.0
 
     @cached_property
     def network(self) -> NetworkCosts:
@@ -104,10 +123,9 @@ class Setting:
         if racks is not None and self.world_size > racks.size:
             # All of a rack's workers may send out of it at once.
             rate = min(rate, racks.rate_bit_per_s / 8 / racks.size)
-        link = LinkCost(alpha_s=alpha_s, beta_s_per_byte=1 / rate)
         return NetworkCosts(
-            messages=link,
-            dense=link,
+            messages=LinkCost(alpha_s=alpha_s, beta_s_per_byte=1 / rate),
+            dense=LinkCost(alpha_s=alpha_s + self.dense_round_s, beta_s_per_byte=1 / rate),
             select_s_per_element=self.profile.select_s_per_element,
         )
 
@@ -128,6 +146,8 @@ class Setting:
     @cached_property
     def num_steps(self) -> int:
         """As many as the mean needs."""
+        if self.steps is not None:
+            return min(len(self.steps), _MOST_STEPS)
         if self.is_steady:
             return _STEADY_STEPS
         return _STEPS if self.world_size <= EVENTS_UP_TO else _FEWER_STEPS
@@ -148,10 +168,17 @@ class Setting:
         """How long ranks sleep besides, shape (steps, ranks)."""
         late = np.zeros((self.num_steps, self.world_size))
         if self.cluster.straggling:
-            for step in range(self.num_steps):
-                for rank, delay_s in self.cluster.delayed_ranks(step).items():
-                    late[step, rank] = delay_s
+            # The lab draws for steps that are counted from 1.
+            first = 1 if self.steps is None else self.steps[-self.num_steps] + 1
+            for row in range(self.num_steps):
+                for rank, delay_s in self.cluster.delayed_ranks(first + row).items():
+                    late[row, rank] = delay_s
         return late
+
+    def share(self, occurs: Callable[[int], bool]) -> float:
+        """Of the steps that are predicted, the part in which something `occurs`."""
+        steps = range(LATER, 2 * LATER) if self.steps is None else self.steps
+        return sum(map(occurs, steps)) / len(steps)
 
     @property
     def work_s(self) -> float:
@@ -179,6 +206,18 @@ class Setting:
     def durations_s(self) -> NDArray[np.float64]:
         """Of a step that exchanges nothing, shape (steps, ranks)."""
         return self.late_s + self.profile.compute_s * self.crowding * self.factors
+
+    @cached_property
+    def simulated(self) -> list[tuple[StepMethod, Simulated]]:
+        """What was simulated here so far."""
+        return []
+
+    def without_network(self) -> Setting:
+        """The same, but messages take no time."""
+        fast = self.cluster.link.model_copy(update={"rate_bit_per_s": 1e13, "latency_s": 0.0})
+        values = {**self.cluster.fields(), "link": fast, "links": {}, "racks": None}
+        values["speeds"] = self.cluster.speed_pattern
+        return replace(self, cluster=Cluster(**values), message_s=0.0)
 
     @property
     def ideal_s(self) -> float:
@@ -238,11 +277,23 @@ class Method(ABC):
     def simulate(self, setting: Setting) -> Simulated:
         """A step on `setting`."""
 
+    def waiting_s(self, setting: Setting, encode_s: float) -> float:
+        """How long a step is waited for peers, if messages took no time, where a rank encodes for
+        `encode_s`.
+        """
+        return max(
+            0.0, self.simulate(setting.without_network()).step_s - setting.ideal_s - encode_s
+        )
+
 
 class StepMethod(Method):
     """A strategy whose ranks do in each step what `step` yields."""
 
     weightless = True
+
+    def is_like(self, other: StepMethod) -> bool:
+        """Whether both do the same in each step, as far as that is known."""
+        return self is other
 
     def num_bytes(self, setting: Setting, payload: Payload) -> float:
         """What a message weighs."""
@@ -250,7 +301,7 @@ class StepMethod(Method):
 
     @abstractmethod
     def step(self, run: Run, rank: int, number: int) -> Collective[None]:
-        """Step `number` of `rank`, from 0."""
+        """Step `number` of the run, from 0, at `rank`."""
 
     @abstractmethod
     def encode_s(self, setting: Setting) -> float:
@@ -262,6 +313,14 @@ class StepMethod(Method):
 
     @override
     def simulate(self, setting: Setting) -> Simulated:
+        for method, known in setting.simulated:
+            if self.is_like(method):
+                return known
+        found = self._simulate(setting)
+        setting.simulated.append((self, found))
+        return found
+
+    def _simulate(self, setting: Setting) -> Simulated:
         run = Run(setting, self)
         run.cluster.run([run.train(rank) for rank in range(setting.world_size)])
         network = setting.network
@@ -293,10 +352,16 @@ class Run:
             racks=setting.cluster.virtual_racks(),
             weightless=method.weightless,
             num_bytes=self._carry,
+            dense_round_s=setting.dense_round_s,
         )
         self.cores = Cores(self.cluster, setting.cluster.cores)
-        periods = max(1, -(-setting.num_steps // method.steps_in_a_period))
-        self.num_steps = periods * method.steps_in_a_period
+        period = method.steps_in_a_period
+        if setting.steps is None:
+            self.num_steps = max(1, -(-setting.num_steps // period)) * period
+            self._first = -(-LATER // period) * period
+        else:
+            self.num_steps = setting.num_steps
+            self._first = setting.steps[-self.num_steps]
         self._dense_bytes = 0.0
         self._ends_s = np.zeros(setting.world_size)
 
@@ -312,7 +377,7 @@ class Run:
 
     def train(self, rank: int) -> Collective[None]:
         """All steps of `rank`."""
-        for number in range(self.num_steps):
+        for number in range(self._first, self._first + self.num_steps):
             yield from self.method.step(self, rank, number)
         self._ends_s[rank] = self.cluster.now_s
 
@@ -344,12 +409,12 @@ class Run:
     def factor(self, rank: int, number: int) -> float:
         """By what step `number` of `rank` computes longer than the profile says."""
         factors = self.setting.factors
-        return float(factors[number % len(factors), rank])
+        return float(factors[(number - self._first) % len(factors), rank])
 
     def late(self, rank: int, number: int) -> Collective[None]:
         """Sleep for as long as `rank` is late."""
         late_s = self.setting.late_s
-        seconds = float(late_s[number % len(late_s), rank])
+        seconds = float(late_s[(number - self._first) % len(late_s), rank])
         if seconds:
             yield Sleep(seconds)
 

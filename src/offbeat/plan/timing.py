@@ -13,18 +13,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median, pstdev
-from typing import Any, Final
+from typing import Final
 
+import numpy as np
 import torch
+from typing_extensions import override
 
-from offbeat.codec.residual import ErrorFeedback
-from offbeat.codec.selectors import Exact
+from offbeat.averaging.background.merge_rules import DeltaMerge
+from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.plan.clock import usual_s
+from offbeat.plan.low_rank import time_low_rank
 from offbeat.plan.profile import FLOAT_BYTES, ModelProfile, Source, TensorProfile, TimedBatch
+from offbeat.session.attach import attach_through
+from offbeat.strategies.gtopk import GTopK
 
 WARM_UP_STEPS: Final = 3
 """Steps that are not timed."""
 
-_REPEATS: Final = 5
+_WARM_UP_SELECTIONS: Final = 2
+_MOST_ELEMENTS: Final = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +166,7 @@ class StepTimer:
             event.record()
             self._ready_s[number] = event
         else:
-            self._ready_s[number] = time.perf_counter()
+            self._ready_s[number] = self._now_s()
 
     def _after_begin_s(self, number: int, otherwise_s: float) -> float:
         """How long after the beginning of the pass a gradient was ready."""
@@ -199,7 +206,7 @@ def profile_of(
     device = parameters[0].device
     num_elements = sum(parameter.numel() for parameter in parameters)
     durations_s = [step.duration_s for step in steps]
-    low_rank_s, further_s = _low_rank_s(parameters)
+    low_rank_s, further_s = time_low_rank(parameters)
     ready = [median(shares) for shares in zip(*(step.ready for step in steps), strict=True)]
     return ModelProfile(
         name=name,
@@ -214,8 +221,10 @@ def profile_of(
             )
             for parameter, share in zip(parameters, ready, strict=True)
         ),
-        select_s_per_element=_select_s(num_elements, device) / num_elements,
+        select_s_per_element=_select_s_per_element(parameters),
         copy_s_per_byte=_copy_s(num_elements, device) / (FLOAT_BYTES * num_elements),
+        bucket_s_per_byte=_bucket_s(num_elements, device) / (FLOAT_BYTES * num_elements),
+        publish_s_per_byte=_publish_s(num_elements, device) / (FLOAT_BYTES * num_elements),
         low_rank_s_per_element=low_rank_s,
         low_rank_s_per_element_and_rank=further_s,
         spread=pstdev(durations_s) * len(durations_s) / sum(durations_s),
@@ -226,6 +235,8 @@ def profile_of(
                 "optimizer_s",
                 "select_s_per_element",
                 "copy_s_per_byte",
+                "bucket_s_per_byte",
+                "publish_s_per_byte",
                 "low_rank_s_per_element",
             )
         ),
@@ -239,17 +250,45 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def _select_s(num_elements: int, device: torch.device) -> float:
-    """Residual and selection at density 0.001."""
-    feedback = ErrorFeedback(num_elements, dtype=torch.float32, device=device, selector=Exact())
-    generator = torch.Generator().manual_seed(0)
-    gradient = torch.randn(num_elements, generator=generator).to(device)
+class _Gradients(torch.nn.Module):
+    """Parameters whose gradients are what its forward pass is given."""
 
-    def select() -> None:
-        feedback.stage(gradient.clone(), max(1, num_elements // 1000))
-        feedback.discard()
+    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.parts = torch.nn.ParameterList([torch.zeros_like(one) for one in like])
 
-    return _fastest_s(select, device)
+    @override
+    def forward(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        products = [(p * g).sum() for p, g in zip(self.parts, gradients, strict=True)]
+        return torch.stack(products).sum()
+
+
+def _select_s_per_element(parameters: Sequence[torch.nn.Parameter]) -> float:
+    """What gTop-k computes in a step at density 0.001, in a world of one: momentum, residual,
+    selection, and putting the result in place.
+    """
+    num_elements, device = sum(p.numel() for p in parameters), parameters[0].device
+    like = [p.detach() for p in parameters]
+    if num_elements > _MOST_ELEMENTS:
+        like = [torch.empty(_MOST_ELEMENTS, device=device)]
+        num_elements = _MOST_ELEMENTS
+    model = _Gradients(like)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    gradients = [torch.randn(one.shape, device=device) for one in like]
+    strategy = GTopK(density=0.001, collective="all_gather", replica_check_interval=0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(gradients).backward()
+        optimizer.step()
+
+    step()
+    without_s = usual_s(step, device)
+    with attach_through(lambda driver: driver, model, optimizer, strategy):
+        for _ in range(_WARM_UP_SELECTIONS):
+            step()
+        with_it_s = usual_s(step, device)
+    return max(0.0, with_it_s - without_s) / num_elements
 
 
 def _copy_s(num_elements: int, device: torch.device) -> float:
@@ -257,40 +296,27 @@ def _copy_s(num_elements: int, device: torch.device) -> float:
     on_gpu = device.type == "cuda"
     source = torch.zeros(num_elements, device=device)
     target = torch.empty(num_elements, pin_memory=on_gpu)
-    return _fastest_s(lambda: target.copy_(source), device)
+    return usual_s(lambda: target.copy_(source), device)
 
 
-def _low_rank_s(parameters: Sequence[torch.nn.Parameter]) -> tuple[float, float]:
-    """Seconds for each element: of the largest matrix's approximation at rank 1, and of each
-    further rank; (0, 0) without a matrix.
-    """
-    largest = max(parameters, key=lambda parameter: parameter.numel() * (parameter.ndim > 1))
-    if largest.ndim < 2:
-        return 0.0, 0.0
-    matrix = torch.randn_like(largest).flatten(1)
-    error = torch.zeros_like(matrix)
-
-    def approximate(rank: int) -> None:
-        nonlocal error
-        owed = matrix + error
-        columns = owed @ matrix.new_ones(matrix.shape[1], rank)
-        basis = torch.linalg.qr(columns).Q
-        rows = owed.T @ basis
-        error = owed - torch.matmul(basis, rows.T)
-
-    at_one_s, at_four_s = (
-        _fastest_s(partial(approximate, rank), largest.device) for rank in (1, 4)
-    )
-    size = matrix.numel()
-    return at_one_s / size, max(0.0, (at_four_s - at_one_s) / 3 / size)
+def _bucket_s(num_elements: int, device: torch.device) -> float:
+    """From one place of the device's memory to another."""
+    source, target = torch.zeros(2, num_elements, device=device)
+    return usual_s(lambda: target.copy_(source), device)
 
 
-def _fastest_s(call: Callable[[], Any], device: torch.device) -> float:
-    durations_s = []
-    for _ in range(_REPEATS):
-        begun_s = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        durations_s.append(time.perf_counter() - begun_s)
-    return min(durations_s)
+def _publish_s(num_elements: int, device: torch.device) -> float:
+    """As WAGMA's trainer does: read the model, look whether it is finite, publish it, write it."""
+    model = torch.zeros(num_elements, device=device)
+    counters = np.zeros(0, np.int64)
+    published = PublishedModel(ModelState(partial(DeltaMerge, statistics=[])))
+    trainer = published.trainer
+    trainer.begin(model.cpu().numpy().copy(), counters, step=0)
+
+    def publish() -> None:
+        values = model.cpu().clone()
+        bool(values.isfinite().all())
+        trainer.advance(values.numpy(), counters)
+        model.copy_(torch.from_numpy(trainer.take()[0]))
+
+    return usual_s(publish, device)

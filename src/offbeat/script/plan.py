@@ -37,7 +37,7 @@ def script_command(
             raise ConfigError(f"there is no module {path!r} to run; is it installed?")
     elif not Path(path).is_file():
         beside = [entry.name for entry in Path(path).parent.glob("*.py")]
-        what = "is a directory" if Path(path).is_dir() else "does not exist"
+        what = "is a directory, not a file" if Path(path).is_dir() else "does not exist"
         raise ConfigError(f"the script {path} {what}{nearest(Path(path).name, beside)}")
     return ScriptCommand(path=path, arguments=arguments, as_module=as_module, metric=metric)
 

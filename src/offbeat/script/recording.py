@@ -40,6 +40,9 @@ TRAINING_LOSS: Final = "training loss"
 LOSS_EVERY: Final = 10
 """Steps over which the training loss is averaged where it is the metric."""
 
+REPORT_EVERY_S: Final = 0.5
+"""From one report to the supervisor to the next."""
+
 _NO_METRICS: Final = frozenset(
     {"loss", "train_loss", "training_loss", "lr", "learning_rate", "step", "epoch", "iter", "time"}
 )
@@ -164,7 +167,9 @@ class ScriptRecorder(SessionObserver, ModelListener):
         if coordinator.incarnation:
             coordinator.rejoin_at(step + 1)
             self._report(Joined(rank=coordinator.rank, step=step))
-        self._recorder = StepRecorder(run, self._report, amendable=True)
+        self._recorder = StepRecorder(
+            run, self._report, amendable=True, report_every_s=REPORT_EVERY_S
+        )
         self._pauses = Pauses(run, self._recorder, self._turns, threading.Event())
         self._pauses.wait_for_turn(step)
         self._recorder.restart_clock()

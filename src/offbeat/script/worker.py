@@ -68,6 +68,7 @@ class ScriptRun:
         self._recorder = recorder
         self._report = report
         self._rank = rank
+        self._process = os.getpid()
         self._sessions = ScriptSessions(recipe, recorder)
 
     def carry_out(self) -> int:
@@ -84,9 +85,13 @@ class ScriptRun:
             try:
                 run_as_main(self._script)
             except BaseException as error:  # noqa: BLE001 - however it ended, peers must hear of it
+                if os.getpid() != self._process:
+                    _end_forked(error)
                 with suppress(OffbeatError):
                     self._sessions.close(error)
                 return error
+            if os.getpid() != self._process:
+                _end_forked(None)
             self._sessions.close(None)
         return None
 
@@ -228,6 +233,22 @@ def _say_failure(report: Report) -> None:
 def main_and_exit() -> NoReturn:
     """Be a supervised worker, and end this process."""
     sys.exit(main())
+
+
+def _end_forked(error: BaseException | None) -> NoReturn:
+    """End a process that the script has forked and that has come to the script's end, or to
+    `error`: it has no rank, and session and record are its parent's.
+    """
+    status = 0
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        status = 1
+        sys.excepthook(type(error), error, error.__traceback__)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(status)
 
 
 def _listen_to_supervisor(turns: StepLimit) -> None:

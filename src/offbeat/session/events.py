@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -12,6 +13,24 @@ from offbeat.parts.part import Part
 from offbeat.session.gradient_sync import GradientSync
 from offbeat.session.hooks import BackwardHooks
 from offbeat.session.step_watch import StepWatch
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def _without_grad(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """As `torch.no_grad()` on a method, at no price where autograd records nothing anyway, as in
+    most backward passes: there a method is called for each parameter.
+    """
+
+    @wraps(method)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if not torch.is_grad_enabled():
+            return method(*args, **kwargs)
+        with torch.no_grad():
+            return method(*args, **kwargs)
+
+    return call
 
 
 class EventDispatcher:
@@ -78,13 +97,13 @@ class EventDispatcher:
     # Under backward(create_graph=True) autograd records; what is done with finished gradients is
     # not to be recorded.
 
-    @torch.no_grad()
+    @_without_grad
     def forward_begins(self, *, trains: bool) -> None:
         self._issue_warnings()
         for part in self.parts:
             part.on_forward_begins(trains=trains)
 
-    @torch.no_grad()
+    @_without_grad
     def backward_begins(self) -> None:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
@@ -95,24 +114,25 @@ class EventDispatcher:
         for part in self.parts:
             part.on_backward_begins(synchronised=self.sync.wanted)
 
-    @torch.no_grad()
+    @_without_grad
     def gradient_ready(self, index: int) -> None:
+        synchronised = self.sync.wanted
         for part in self.parts:
-            part.on_gradient_ready(index, synchronised=self.sync.wanted)
+            part.on_gradient_ready(index, synchronised=synchronised)
 
-    @torch.no_grad()
+    @_without_grad
     def backward_done(self) -> None:
         for part in self.parts:
             part.on_backward_done(synchronised=self.sync.wanted)
         if self._watch is not None:
             self._watch.backward_done()
 
-    @torch.no_grad()
+    @_without_grad
     def backward_failed(self) -> None:
         for part in self.parts:
             part.on_backward_failed()
 
-    @torch.no_grad()
+    @_without_grad
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -137,12 +157,12 @@ class EventDispatcher:
 
         return called
 
-    @torch.no_grad()
+    @_without_grad
     def _before_update(self) -> None:
         for part in self.parts:
             part.on_before_update()
 
-    @torch.no_grad()
+    @_without_grad
     def _after_step(self, *_: Any) -> None:
         self.num_steps += 1
         for part in self.parts:

@@ -134,9 +134,9 @@ class AdaptiveSGD(MegaBatchStrategy):
             "updates", "batch_sizes", "samples" or "equal".
         kappa: of "proportional": the part of a difference that is removed at once, in (0, 1].
         rate_scaling: how a batch's learning rate follows its size: "linear", lr b_i / batch_size;
-            "sqrt", lr sqrt(n b_i / batch_size) with n ranks: for optimizers that divide by the root
-            of squared gradients (Adam, Adagrad), whose steps with a rank's own, noisier gradients
-            are shorter.
+            "sqrt", lr sqrt(n b_i / batch_size) with n ranks; "auto": "sqrt" with optimizers that
+            divide by the root of squared gradients (Adam, Adagrad, RMSprop), whose steps with a
+            rank's own, noisier gradients are shorter.
         perturbation: delta, by which the largest merge weight is raised and the smallest lowered,
             in [0, 1); the paper's is 0.1.
         perturbation_threshold: weights are perturbed only while every model's norm per
@@ -146,12 +146,14 @@ class AdaptiveSGD(MegaBatchStrategy):
 
     name: ClassVar[str] = "adaptive"
 
+    warmup: int = 20
+    optimizer_state: Literal["local", "averaged"] = "averaged"
     rule: Literal["proportional", "paper", "reference", "hogbatch"] = "proportional"
     min_batch_size: int | None = None
     max_batch_size: int | None = None
     merge: Weighting = "paper"
     kappa: float = 1.0
-    rate_scaling: RateScaling = "linear"
+    rate_scaling: RateScaling = "auto"
     perturbation: float = 0.0
     perturbation_threshold: float = 0.1
     merge_momentum: float = 0.0
@@ -160,7 +162,7 @@ class AdaptiveSGD(MegaBatchStrategy):
         super().__post_init__()
         require_one_of("rule", self.rule, ("proportional", "paper", "reference", "hogbatch"))
         require_one_of("merge", self.merge, ("paper", "updates", "batch_sizes", "samples", "equal"))
-        require_one_of("rate_scaling", self.rate_scaling, ("linear", "sqrt"))
+        require_one_of("rate_scaling", self.rate_scaling, ("auto", "linear", "sqrt"))
         require_fraction_below_one("perturbation", self.perturbation)
         require_fraction_below_one("merge_momentum", self.merge_momentum)
         if self.min_batch_size is not None:

@@ -74,7 +74,7 @@ class KFACStrategy(Strategy):
         factor_interval: steps from one whose factors are averaged to the next, >= 1.
         inverse_interval: steps from one with inversions to the next, >= 1.
         ramp: whether the first steps are denser: factors in each of the first `factor_interval`,
-            inversions in steps 0, 1, 2, 4, 8, ... of the first `inverse_interval`.
+            inversions in steps 0, 1, 4, 16, ... of the first `inverse_interval`.
         decay: how much of the running averages each step with factors keeps, in [0, 1).
         kl_clip: limit of the change that a step may make by its own estimate, > 0; None: no limit.
         pi: whether the square root of the damping is divided between A and G by the ratio of their
@@ -95,6 +95,8 @@ class KFACStrategy(Strategy):
             a position without a gradient, such as padding, has none.
         batch_dim: which dimension of inputs counts examples, 0 or 1.
         sample_stride: factors are of every n-th example of each batch, other ones each time, >= 1.
+            "auto": of every fourth where a layer sees 16 positions of each or more, but of no fewer
+            than eight.
         cross_attention: names of MultiheadAttention modules whose query, key and value differ,
             separated by commas.
         max_dim: a factor of more rows than this, >= 1, is cut into pieces of about so many along
@@ -121,7 +123,7 @@ class KFACStrategy(Strategy):
     sharing: Literal["expand", "reduce"] = "expand"
     loss_terms: Literal["example", "position"] = "example"
     batch_dim: int = 0
-    sample_stride: int = 1
+    sample_stride: int | Literal["auto"] = "auto"
     cross_attention: str = ""
     max_dim: int = 2048
     plain: str = ""
@@ -135,7 +137,14 @@ class KFACStrategy(Strategy):
             if not callable(value) and value is not None:
                 require_positive(name, value)
         self._check_schedules()
-        require_at_least("sample_stride", self.sample_stride, 1)
+        if isinstance(self.sample_stride, str):
+            if self.sample_stride != "auto":
+                raise ConfigError(
+                    'sample_stride must be an integer of at least 1, or "auto", got'
+                    f" {self.sample_stride!r}"
+                )
+        else:
+            require_at_least("sample_stride", self.sample_stride, 1)
         require_fraction_below_one("decay", self.decay)
         require_one_of("inverse", self.inverse, ("cholesky", "eigen"))
         require_one_of("inverse_dtype", self.inverse_dtype, ("auto", "float32", "bfloat16"))

@@ -148,14 +148,15 @@ class LocalSGD(AveragingStrategy):
                 f"start must be one of {', '.join(map(repr, STARTS))}, or such a strategy, as"
                 f" offbeat.SPDKFAC(damping=0.003), got {start!r}{nearest(str(start), STARTS)}"
             )
+        given = repr(start) if isinstance(start, str) else f"{type(start).__name__}(...)"
         if start != "allreduce" and not self.start_step:
             raise ConfigError(
-                f"start={start!r} is for the first start_step steps, and start_step is 0; set it,"
+                f"start={given} is for the first start_step steps, and start_step is 0; set it,"
                 " as in start_step=100"
             )
         if isinstance(start, KFACStrategy) and not isinstance(start.gradients, AllReduce):
             raise ConfigError(
-                f"start={start!r} sends parts of gradients only, and what it owes when local steps"
+                f"start={given} sends parts of gradients only, and what it owes when local steps"
                 ' begin would be lost; use exchange="allreduce"'
             )
 

@@ -58,6 +58,7 @@ class VirtualCluster:
         death_notice_s: how long after a death the peers learn of it, in seconds.
         weightless: messages are passed on as they are: they have a length, and no bytes.
         num_bytes: what a message weighs; default: its length.
+        dense_round_s: what a round of a dense operation takes besides latency and bytes.
 
     Attributes:
         bytes_sent: by each rank, in messages.
@@ -75,13 +76,16 @@ class VirtualCluster:
         death_notice_s: float = 0.0,
         weightless: bool = False,
         num_bytes: Callable[[Payload], float] = len,
+        dense_round_s: float = 0.0,
     ) -> None:
         self.world_size = world_size
         self.now_s = 0.0
         self.drivers = [VirtualDriver(self, rank) for rank in range(world_size)]
         self.bytes_sent = [0.0] * world_size
         self.messages_sent = [0] * world_size
-        self._network = VirtualNetwork(same_links(link, world_size), racks)
+        self._network = VirtualNetwork(
+            same_links(link, world_size), racks, dense_round_s=dense_round_s
+        )
         self._weightless = weightless
         self._num_bytes = num_bytes
         self._random = random.Random(seed)  # noqa: S311 - a replayable schedule, not a secret

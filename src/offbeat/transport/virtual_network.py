@@ -65,13 +65,21 @@ class VirtualNetwork:
     Args:
         links: of each rank.
         racks: None: all ranks are behind one switch that carries everything.
+        dense_round_s: what a round of a dense operation takes besides latency and bytes, >= 0.
     """
 
-    def __init__(self, links: Sequence[VirtualLink], racks: VirtualRacks | None = None) -> None:
+    def __init__(
+        self,
+        links: Sequence[VirtualLink],
+        racks: VirtualRacks | None = None,
+        *,
+        dense_round_s: float = 0.0,
+    ) -> None:
         if racks is not None and len(racks.rack_of) != len(links):
             raise ConfigError(f"{len(racks.rack_of)} ranks have a rack, and {len(links)} a link")
         self.links = links
         self._racks = racks
+        self._round_s = dense_round_s
         num_racks = 0 if racks is None else max(racks.rack_of) + 1
         self.free_s = [0.0] * (2 * len(links) + 2 * num_racks)
         self._first_up = 2 * len(links)
@@ -118,8 +126,9 @@ class VirtualNetwork:
         return self._ring_end_s(num_rounds, operation.hop_bytes(num_bytes, world_size), from_s)
 
     def _ring_end_s(self, num_rounds: int, hop_bytes: float, from_s: float) -> float:
-        """Each rank sends on what it was sent in the round before. So a round takes what the
-        slowest port needs for a message, or the mean time of a hop if that is more.
+        """Each rank sends on what it was sent in the round before, in two halves, the second of
+        which is under way while the first arrives. So a round takes what the slowest port needs for
+        both, or the mean time in which a half comes to the next rank if that is more.
         """
         world_size = len(self.links)
         paths = [(rank, *self.path(rank, (rank + 1) % world_size)) for rank in range(world_size)]
@@ -127,9 +136,11 @@ class VirtualNetwork:
         slowest_s = longest_s = sum_s = 0.0
         for rank, path in enumerate(paths):
             times_s = [self.occupied_s(port, hop_bytes) for port in path]
-            hop_s = self.links[(rank + 1) % world_size].latency_s + max(times_s)
-            slowest_s, longest_s = max(slowest_s, *times_s), max(longest_s, hop_s)
-            sum_s += hop_s
+            halves_s = [self.occupied_s(port, hop_bytes / 2) for port in path]
+            latency_s = self.links[(rank + 1) % world_size].latency_s + self._round_s
+            slowest_s = max(slowest_s, *times_s)
+            longest_s = max(longest_s, latency_s + max(times_s))
+            sum_s += latency_s + max(halves_s)
             for port, port_s in zip(path, times_s, strict=True):
                 self.free_s[port] = begin_s + num_rounds * port_s
         round_s = max(slowest_s, sum_s / world_size)
@@ -145,7 +156,7 @@ class VirtualNetwork:
             for place in range(0, world_size - distance, 2 * distance):
                 source, target = ((root + at) % world_size for at in (place, place + distance))
                 head_s, tail_s = self.occupy(source, here_s[place], num_bytes)
-                latency_s = self.links[target].latency_s
+                latency_s = self.links[target].latency_s + self._round_s
                 head_s, tail_s = head_s + latency_s, tail_s + latency_s
                 for port in self.path(source, target):
                     head_s, end_s = self.occupy(port, head_s, num_bytes)

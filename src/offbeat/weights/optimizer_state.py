@@ -141,6 +141,17 @@ def _union(mine: Presence, num_parameters: int) -> Collective[Presence]:
     return union
 
 
+_DIVIDING = ("adam", "adagrad", "rmsprop")
+
+
+def divides_by_squares(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps are divided by the root of squared gradients, as the optimizer's name, or that
+    of a class it derives from, says: Adam, Adagrad, RMSprop and their variants.
+    """
+    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    return any(word in name for name in names for word in _DIVIDING)
+
+
 def momentum_name(optimizer: torch.optim.Optimizer) -> str:
     """What `optimizer` calls a parameter's momentum. Raises `ConfigError` for one that has none."""
     for option, name in _MOMENTUM_BY_OPTION.items():

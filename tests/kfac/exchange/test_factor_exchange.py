@@ -360,6 +360,7 @@ def test_layers_that_are_not_covered_are_named_once(attached: Attach) -> None:
         ({"exchange": offbeat.LocalSGD()}, "that exchanges gradients"),
         ({"sharing": "contract"}, "'expand' and 'reduce'"),
         ({"sample_stride": 0}, "sample_stride must be an integer of at least 1"),
+        ({"sample_stride": "aut"}, "or \"auto\", got 'aut'"),
         ({"inverse_dtype": "float16"}, "inverse_dtype must be one of"),
         ({"inverse": "newton"}, "inverse must be one of"),
     ],

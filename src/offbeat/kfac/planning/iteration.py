@@ -65,6 +65,7 @@ class IterationCosts:
         gradients_s: what remains of the gradients' all-reduce behind the backward pass.
         all_reduce: of factors, one message after the other.
         inverse: of factors.
+        forward_share: which part of `forward_backward_s` the forward pass takes, 0 to 1.
     """
 
     forward_backward_s: float
@@ -72,6 +73,7 @@ class IterationCosts:
     gradients_s: float
     all_reduce: LinkCost
     inverse: InverseCosts
+    forward_share: float = FORWARD_SHARE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,9 +169,9 @@ def ready_times(layers: Sequence[Layer], costs: IterationCosts) -> list[float]:
     for num_pass, (num_a, _) in zip(passes, factors, strict=True):
         now_s += num_a * factor_s
         ready_s.append(now_s)
-        now_s += num_pass * pass_s * FORWARD_SHARE
+        now_s += num_pass * pass_s * costs.forward_share
     for num_pass, (_, num_g) in zip(reversed(passes), reversed(factors), strict=True):
-        now_s += num_pass * pass_s * (1 - FORWARD_SHARE) + num_g * factor_s
+        now_s += num_pass * pass_s * (1 - costs.forward_share) + num_g * factor_s
         ready_s.append(now_s)
     return ready_s
 
