@@ -70,7 +70,7 @@ def train(
             for place in places:
                 history[place].append(_factors(net, place, batch))
         if step % inverse_interval == 0 or (
-            ramp and step < inverse_interval and step in (1, 4, 16)
+            ramp and step < inverse_interval and step in (1, 2, 4, 8, 16)
         ):
             averages = {place: _averages(history[place], decay) for place in places}
             if inverse == "eigen" and pi:

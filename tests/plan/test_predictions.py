@@ -76,8 +76,8 @@ def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
     one_s = predict_step("dkfac:ramp=false", replace(where, steps=range(1, 2))).step_s
     all_s = predict_step("dkfac:ramp=false", replace(where, steps=range(1))).step_s
     factors_s = predict_step("dkfac:ramp=false", replace(where, steps=range(10, 11))).step_s
-    # Factors in steps 0 to 10 in place of 0 and 10, inversions in 0, 1 and 4 in place of 0.
-    assert 12 * (ramp - even) == pytest.approx(9 * (factors_s - one_s) + 2 * (all_s - factors_s))
+    # Factors in steps 0 to 10 in place of 0 and 10, inversions in 0, 1, 2, 4 and 8 in place of 0.
+    assert 12 * (ramp - even) == pytest.approx(9 * (factors_s - one_s) + 4 * (all_s - factors_s))
 
 
 def test_small_tensors_are_sent_whole_beside_the_entries() -> None:

@@ -200,10 +200,12 @@ class KFACSettings:
         return self.factor_steps.num_before(step)
 
     def has_inversions(self, step: int) -> bool:
-        """Whether factors are inverted in `step`. On the ramp that is in steps 0, 1, 4, 16, ..."""
-        is_power_of_four = not step & (step - 1) and step.bit_length() % 2 == 1
+        """Whether factors are inverted in `step`. On the ramp that is in steps 0, 1, 2,
+        4, 8, ...
+        """
+        is_power_of_two = not step & (step - 1)
         return self.inverse_steps.index(step) is not None or (
-            self.ramp and is_power_of_four and step < self.inverse_steps.first_interval
+            self.ramp and is_power_of_two and step < self.inverse_steps.first_interval
         )
 
     def is_noted(self, step: int) -> bool:

@@ -74,7 +74,7 @@ class KFACStrategy(Strategy):
         factor_interval: steps from one whose factors are averaged to the next, >= 1.
         inverse_interval: steps from one with inversions to the next, >= 1.
         ramp: whether the first steps are denser: factors in each of the first `factor_interval`,
-            inversions in steps 0, 1, 4, 16, ... of the first `inverse_interval`.
+            inversions in steps 0, 1, 2, 4, 8, ... of the first `inverse_interval`.
         decay: how much of the running averages each step with factors keeps, in [0, 1).
         kl_clip: limit of the change that a step may make by its own estimate, > 0; None: no limit.
         pi: whether the square root of the damping is divided between A and G by the ratio of their
