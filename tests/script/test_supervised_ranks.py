@@ -153,7 +153,9 @@ dist.destroy_process_group()
         assert 1 <= len(listening & {*ports}) <= 4, (rank, listening)
     told = [json.loads(line) for line in (run.directory / "told").read_text().splitlines()]
     assert [step for step, _ in told[:3]] == [10, 20, 30]
-    assert {"offbeat/loss", "offbeat/step_s", "offbeat/stale_share"} <= told[0][1].keys()
+    assert {"offbeat/loss", "offbeat/step_s"} <= told[0][1].keys()
+    # Ten steps can be over before the first average is.
+    assert any("offbeat/stale_share" in values for _, values in told)
     assert told[-1] == [outcome.summary.steps, {"loss": 0.0, "accuracy": 0.25}]
     # What rank 0 has logged is the metric, and its record is a page.
     assert (outcome.summary.metric_name, outcome.summary.metric) == ("accuracy", 0.25)
