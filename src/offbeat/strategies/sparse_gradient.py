@@ -186,28 +186,8 @@ class SparseGradientStrategy(GradientStrategy):
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
-        odd = next(
-            (
-                name
-                for name, p in model.named_parameters()
-                if p.requires_grad and not p.is_floating_point()
-            ),
-            None,
-        )
-        if odd is not None:
-            raise UnsupportedError(
-                f"parameter {odd!r} is not real-valued, and the largest entries are selected among"
-                " real numbers only; train its real and imaginary parts as two parameters, or use"
-                " offbeat.AllReduce()"
-            )
-        momenta = [group.get("momentum", 0) for group in optimizer.param_groups]
-        if isinstance(self.momentum_correction, float | int) and any(momenta):
-            raise ConfigError(
-                f"momentum_correction={self.momentum_correction} applies momentum before selection,"
-                f" but the optimizer has momentum={max(momenta)} of its own, so it would count"
-                " twice; pass momentum_correction='auto', which takes the optimizer's over, or"
-                " build the optimizer with momentum=0 (a task of the lab: --set momentum=0)"
-            )
+        require_real(model)
+        require_one_momentum(self.momentum_correction, optimizer)
 
     def codecs(self) -> tuple[ValueCodec, IndexCodec]:
         """How values and indices travel. Raises `ConfigError` for options that name none."""
@@ -230,12 +210,8 @@ class SparseGradientStrategy(GradientStrategy):
 
     def small_below(self, parameters: Collection[torch.nn.Parameter]) -> int:
         """Parameters of fewer elements are sent whole, if `parameters` are all."""
-        if self.dense_below != "auto":
-            return self.dense_below
-        sizes = [parameter.numel() for parameter in parameters]
         share = SMALL_SHARE_OF_ALL if self.density == "auto" else SMALL_SHARE * self.density
-        is_little = sum(size for size in sizes if size < SMALL) <= share * sum(sizes)
-        return SMALL if is_little else 0
+        return whole_below(self.dense_below, share, parameters)
 
     def carries_small(self, parameters: Collection[torch.nn.Parameter], world_size: int) -> bool:
         """Whether small parameters travel in the messages of the others; `parameters`: all."""
@@ -503,18 +479,80 @@ class SparseGradientStrategy(GradientStrategy):
         return selector
 
     def _wire(self, bucket: Bucket, carries: PiggybackSize = PiggybackSize()) -> Wire:
-        # Half-precision gradients are selected, owed and merged in float32.
-        double = bucket.flat.dtype == torch.float64
-        dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
         values, indices = self.codecs()
-        return Wire(
-            num_elements=bucket.num_elements,
-            num_parameters=len(bucket.indices) + carries.num_parameters,
-            dtype=dtype,
-            num_whole=carries.num_elements,
-            values=values.suited_to(dtype),
-            indices=indices,
+        return wire_of(bucket, values, indices, carries)
+
+
+def require_real(model: torch.nn.Module) -> None:
+    """Raise `UnsupportedError` where parameters that train are complex."""
+    odd = next(
+        (
+            name
+            for name, p in model.named_parameters()
+            if p.requires_grad and not p.is_floating_point()
+        ),
+        None,
+    )
+    if odd is not None:
+        raise UnsupportedError(
+            f"parameter {odd!r} is not real-valued, and the largest entries are selected among"
+            " real numbers only; train its real and imaginary parts as two parameters, or use"
+            " offbeat.AllReduce()"
         )
+
+
+def require_one_momentum(
+    momentum_correction: float | str | None, optimizer: torch.optim.Optimizer
+) -> None:
+    """Raise `ConfigError` where a number is given and the optimizer has momentum, too."""
+    momenta = [group.get("momentum", 0) for group in optimizer.param_groups]
+    if isinstance(momentum_correction, float | int) and any(momenta):
+        raise ConfigError(
+            f"momentum_correction={momentum_correction} applies momentum before selection,"
+            f" but the optimizer has momentum={max(momenta)} of its own, so it would count"
+            " twice; pass momentum_correction='auto', which takes the optimizer's over, or"
+            " build the optimizer with momentum=0 (a task of the lab: --set momentum=0)"
+        )
+
+
+def whole_below(
+    dense_below: int | Literal["auto"], share: float, parameters: Collection[torch.nn.Parameter]
+) -> int:
+    """Parameters of fewer elements are sent whole: so many, or, if that is "auto", small ones
+    unless they have more than `share` of all elements.
+    """
+    if dense_below != "auto":
+        return dense_below
+    sizes = [parameter.numel() for parameter in parameters]
+    is_little = sum(size for size in sizes if size < SMALL) <= share * sum(sizes)
+    return SMALL if is_little else 0
+
+
+def wire_of(
+    bucket: Bucket,
+    values: ValueCodec,
+    indices: IndexCodec,
+    carries: PiggybackSize = PiggybackSize(),
+) -> Wire:
+    """Layout of the messages of a bucket, and of what they carry besides.
+
+    Args:
+        bucket: with real gradients.
+        values: how values travel.
+        indices: how indices travel.
+        carries: the size of the bucket that travels in the same messages.
+    """
+    # Half-precision gradients are selected, owed and merged in float32.
+    double = bucket.flat.dtype == torch.float64
+    dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
+    return Wire(
+        num_elements=bucket.num_elements,
+        num_parameters=len(bucket.indices) + carries.num_parameters,
+        dtype=dtype,
+        num_whole=carries.num_elements,
+        values=values.suited_to(dtype),
+        indices=indices,
+    )
 
 
 def _while_rising(
