@@ -24,7 +24,13 @@ from offbeat.megabatch.claims import (
     SampleRange,
 )
 from offbeat.megabatch.fetching import Fetcher
-from offbeat.megabatch.loader import DispatchLoader, DispatchPolicy, order_of
+from offbeat.megabatch.loader import (
+    DispatchLoader,
+    DispatchPolicy,
+    mega_batch_span,
+    num_mega_batches,
+    order_of,
+)
 
 SEED = 1
 
@@ -273,8 +279,17 @@ def test_what_was_claimed_ahead_is_not_saved(
     ]
     for worker, state in zip(workers, states, strict=True):
         worker.loader.load_state_dict(state)
+    mega_batches = [
+        [*range(*mega_batch_span(num_samples, Policy.mega_batch, number))]
+        for number in range(num_mega_batches(num_samples, Policy.mega_batch))
+    ]
     while busy := [w for w in workers if not w.loader.epoch and not w.waits]:
-        data.draw(st.sampled_from(busy)).advance()
+        worker = data.draw(st.sampled_from(busy))
+        worker.advance()
+        # All of a mega-batch, also what was merged of it before the run was saved.
+        claims = [claim for share in worker.loader.last for claim in share.claims]
+        last = sorted(p for claim in claims for span in claim.spans for p in range(*span))
+        assert not last or last in mega_batches
     assert resumed.merged == Counter(range(num_samples))
 
 
