@@ -26,7 +26,7 @@ from offbeat.plan.low_rank import time_low_rank
 from offbeat.plan.profile import FLOAT_BYTES, ModelProfile, Source, TensorProfile, TimedBatch
 from offbeat.session.attach import attach_through
 from offbeat.strategies.gtopk import GTopK
-from offbeat.weights.optimizer_state import shaped_state
+from offbeat.weights.optimizer_state import OptimizerStates, names_of_merged
 
 WARM_UP_STEPS: Final = 3
 """Steps that are not timed."""
@@ -252,12 +252,17 @@ def _kept_elements(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[torch.nn.Parameter]
 ) -> int:
     """Elements of the optimizers' states that an average of models may take along."""
-    return sum(
-        state.numel()
-        for optimizer in optimizers
-        for parameter in parameters
-        for state in shaped_state(optimizer, parameter).values()
-    )
+    num_kept = 0
+    for optimizer in optimizers:
+        states = OptimizerStates(optimizer, parameters)
+        presence = states.presence()
+        num_kept += sum(
+            tensor.numel()
+            for name in names_of_merged(presence)
+            for tensor, is_there in zip(states.tensors(name), presence[name], strict=True)
+            if is_there
+        )
+    return num_kept
 
 
 def device_name(device: torch.device) -> str:
