@@ -121,6 +121,7 @@ class Policy(DispatchPolicy):
     def __init__(self, rank: int, peers: Peers) -> None:
         self.joined_by: MergedRound | None = None
         self.num_merged = 0
+        self.rounds: list[ClaimRound] = []
         self.ranks = tuple(sorted(peers.living))
         self.batch_sizes = (self.batch_size,) * len(self.ranks)
         self._rank, self._peers = rank, peers
@@ -154,6 +155,7 @@ class Policy(DispatchPolicy):
             if theirs is not None
         ]
         self.is_left_out = False
+        self.rounds.append(claim_round)
         self.ranks = tuple(sorted(self._peers.living))
         self.batch_sizes = (self.batch_size,) * len(self.ranks)
         # The round is that of the peers, where this rank was left out since the one before.
@@ -291,6 +293,24 @@ def test_what_was_claimed_ahead_is_not_saved(
         last = sorted(p for claim in claims for span in claim.spans for p in range(*span))
         assert not last or last in mega_batches
     assert resumed.merged == Counter(range(num_samples))
+
+
+def test_what_is_given_out_again_says_nothing_about_speeds_after_a_resumption_either() -> None:
+    """Of 12 samples, rank 1 dies with three; the run is saved before these are merged."""
+    peers = Peers(2)
+    alive, dying = (Worker(rank, peers, num_samples=12, ahead=0) for rank in range(2))
+    for worker in (alive, dying, alive, dying):  # They agree where to begin, and take a batch each.
+        worker.advance()
+    peers.die(1)
+    while not alive.policy.rounds:
+        alive.advance()
+    resumed = Worker(0, Peers(1), num_samples=12, ahead=0)
+    resumed.loader.load_state_dict(alive.loader.state_dict())
+    for worker in (alive, resumed):
+        while not worker.loader.epoch:
+            worker.advance()
+    assert [over.retry for over in alive.policy.rounds] == [0, 1]
+    assert [over.retry for over in resumed.policy.rounds] == [1]
 
 
 def test_a_rank_claims_as_far_ahead_as_it_may() -> None:

@@ -256,7 +256,8 @@ class DispatchLoader(Part):
             last, which says how far the run is.
         recording: of this loader's mega-batches so far; None unless asked for.
         last: what each worker computed of the mega-batch merged last, for the workers in that
-            merge, by rank; empty before the first merge.
+            merge, by rank; empty before the first merge. A worker that came in within that
+            mega-batch knows what was computed since then.
     """
 
     state_key: ClassVar[str] = "loader"
@@ -306,6 +307,7 @@ class DispatchLoader(Part):
         # Of the mega-batch under way: what was merged in its earlier rounds, by rank and in all.
         self._earlier_shares: dict[int, MegaBatchShare] = {}
         self._merged: SampleRanges = ()
+        self._retry = 0  # Of the round under way, as in `ClaimRound`.
         self._fixed_claims: Iterator[Claim] | None = None
         # The batches of the open round that are still to come, and the claims of those that are
         # being read ahead. A loop that stops, and goes on with the round later, gets them then.
@@ -384,6 +386,7 @@ class DispatchLoader(Part):
             "place": [self.epoch, self.mega_batch],
             "merged": self._merged,
             "round": self._log.round,
+            "retry": self._retry,
             "computed": [span for claim in self._computed for span in claim.spans],
         }
         by_rank = self._policy.gather(mine)
@@ -406,10 +409,15 @@ class DispatchLoader(Part):
         spans = without(self._whole(self.epoch, self.mega_batch), seen)
         # Above every rank's number, so that no entry of an earlier round is read.
         number = 1 + max(theirs["round"] for theirs in by_rank.values())
+        retry = max(theirs["retry"] for theirs in by_rank.values())
         self._open(
             self._cut(
                 ClaimRound(
-                    epoch=self.epoch, mega_batch=self.mega_batch, round=number, retry=0, spans=spans
+                    epoch=self.epoch,
+                    mega_batch=self.mega_batch,
+                    round=number,
+                    retry=retry,
+                    spans=spans,
                 )
             )
         )
@@ -435,7 +443,7 @@ class DispatchLoader(Part):
             smallest=self._policy.smallest_claim,
             sweeps=self._rank == min(self._policy.ranks),
         )
-        self._open_round = claim_round
+        self._open_round, self._retry = claim_round, claim_round.retry
         self._fixed_claims, self._batches = None, None
         self._ahead.clear()
         if self._replay is not None:
@@ -676,6 +684,8 @@ class DispatchLoader(Part):
         place: dict[str, Any] = {"epoch": self.epoch, "mega_batch": self.mega_batch}
         if self._merged:
             place["merged"] = [list(span) for span in self._merged]
+        if self._retry:
+            place["retry"] = self._retry
         if self._earlier_shares:
             place["earlier_shares"] = [
                 {**asdict(share), "claims": _spans_of(share.claims)}
@@ -692,6 +702,7 @@ class DispatchLoader(Part):
             raise CheckpointError("the state lacks 'mega_batch'; it was saved by another loader")
         self.epoch, self.mega_batch = int(saved["epoch"]), int(saved["mega_batch"])
         self._merged = tuple(SampleRange(*span) for span in saved.get("merged", ()))
+        self._retry = int(saved.get("retry", 0))
         self._computed = _claims_of(saved["claims"])
         self._earlier_shares = {
             share["rank"]: MegaBatchShare(**{**share, "claims": tuple(_claims_of(share["claims"]))})
