@@ -68,8 +68,8 @@ class Rounding:
 
 def warm() -> None:
     """Compile the kernels, or load them from numba's cache on disk."""
-    for dtype in (np.float32, np.float64):
-        values = np.ones(1, dtype)
+    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+        values: Values = np.ones(1, dtype=dtype)
         own, _ = Rounding().encode(values, 0)
         received = own.copy()
         received.flags.writeable = False

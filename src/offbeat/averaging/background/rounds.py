@@ -445,6 +445,7 @@ class ScatteredRound(GroupRound):
     def _piece(self, average: ModelMessage, mine: ModelMessage | None) -> Piece:
         """A piece of `average`; `mine`: what this rank contributed to it."""
         codes: tuple[Codes, Codes] | None = None
+        contributed: Values | None
         if mine is not None and average.codes.size:
             codes = average.codes, mine.codes
             values, contributed = average.values, mine.values
