@@ -53,7 +53,7 @@ def lost(before: dict[str, Any], after: dict[str, Any], *, family: str) -> list[
     missing = []
     for name, part in before["parts"].items():
         wanted = plain(part, unread)
-        owned = OWNED if name == "kfac" else {}
+        owned = OWNED if family == "dpkfac" else {}
         found = next((index for index, other in enumerate(left) if has(other, wanted, owned)), None)
         if found is None:
             missing.append(name)
