@@ -851,14 +851,16 @@ class MegaBatches(Method):
     Args:
         batches: of a mega-batch.
         equal_shares: whether each rank computes as many; else whoever is free takes the next.
+        overlap: whether ranks compute while models are merged.
     """
 
     extra_bytes = 3.0
 
-    def __init__(self, batches: int, *, equal_shares: bool) -> None:
+    def __init__(self, batches: int, *, equal_shares: bool, overlap: bool = False) -> None:
         super().__init__()
         self._batches = batches
         self._equal_shares = equal_shares
+        self._overlap = overlap
 
     @override
     def simulate(self, setting: Setting) -> Simulated:
@@ -879,8 +881,10 @@ class MegaBatches(Method):
         encode_s = 2 * profile.copy_s_per_byte * profile.num_bytes
         batches_each = total / world_size / size
         messages_s = 2 * (world_size - 1) * setting.network.messages.alpha_s
+        # One merge is under way at most.
+        exposed_s = max(0.0, merge_s - duration_s) if self._overlap else merge_s
         return Simulated(
-            step_s=(duration_s + merge_s + encode_s) / batches_each,
+            step_s=(duration_s + exposed_s + encode_s) / batches_each,
             bytes_per_step=merge_bytes / batches_each,
             encode_s=encode_s / batches_each,
             alpha_share=min(1.0, messages_s / merge_s) if merge_s else 0.0,

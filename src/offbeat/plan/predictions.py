@@ -164,7 +164,11 @@ def _method_of(name: str, recipe: Any) -> Method:
         case "adaptive" | "elasticsgd":
             samples = recipe.samples_between_merges
             batches = max(1, samples // recipe.batch_size)
-            method = MegaBatches(batches, equal_shares=name == "elasticsgd")
+            method = MegaBatches(
+                batches,
+                equal_shares=name == "elasticsgd",
+                overlap=name == "adaptive" and recipe.overlap,
+            )
         case "dpkfac":
             method = OwnerFactors(recipe.settings(), _exchange_of(recipe))
         case _ if name in PLANS:

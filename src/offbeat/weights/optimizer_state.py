@@ -141,6 +141,17 @@ def _union(mine: Presence, num_parameters: int) -> Collective[Presence]:
     return union
 
 
+_SUMS = {"momentum_buffer", "exp_avg", "sum"}
+
+
+def is_sum(name: str) -> bool:
+    """Whether states of this name may be moved by differences, as parameters are: momenta, and
+    Adagrad's sum, which only grows. Of others, such as Adam's running average of squares, a
+    difference could make a negative number.
+    """
+    return name in _SUMS
+
+
 _DIVIDING = ("adam", "adagrad", "rmsprop")
 
 
