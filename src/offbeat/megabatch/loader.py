@@ -635,13 +635,22 @@ class DispatchLoader(Part):
             # What an earlier merge has lost is given out as if it had been claimed in this round.
             # All ranks wait for this merge, so that it is before they go any further.
             over = replace(over, spans=(*self._lost, *over.spans))
-        elif overlaps and self._policy.overlaps_merges and not self._policy.is_left_out:
+        elif overlaps and self._goes_on:
             self._begin_merge(share)
             return
         ranks, sizes = self._policy.ranks, self._policy.batch_sizes
         merged = self._policy.merge(share, over)
         self._note(merged, ranks, sizes)
         self._go_on_after(merged)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether this rank may go on while the open round is merged. What was lost once is not to
+        be lost again before it is noticed.
+        """
+        assert self._open_round is not None
+        is_first = self._open_round.retry == 0
+        return is_first and self._policy.overlaps_merges and not self._policy.is_left_out
 
     def _begin_merge(self, share: MegaBatchShare) -> None:
         """Go on with the round that follows where no claim is lost in the merge."""
@@ -845,20 +854,21 @@ class DispatchLoader(Part):
 
     def _indices(self, claim: Claim) -> list[int]:
         """The samples of a claim. Positions below 0 belong to the pass before."""
-        if self._order is None or self._order[0] != self.epoch:
-            self._order = self.epoch, self._order_of(self.epoch)
-        order = self._order[1]
-        if any(begin < 0 for begin, _ in claim.spans):
-            before = self._order_of(self.epoch - 1)
-            order = np.concatenate([order, before])  # where negative positions find them
-        return [
-            index
-            for begin, end in claim.spans
-            for index in order[begin : end or None if begin < 0 else end].tolist()
-        ]
+        found: list[int] = []
+        for begin, end in claim.spans:
+            passes = begin // self._num_samples
+            first = passes * self._num_samples
+            order = self._order_of(self.epoch + passes)
+            found += order[begin - first : end - first].tolist()
+        return found
 
     def _order_of(self, epoch: int) -> NDArray[np.int64]:
-        return order_of(self._num_samples, seed=self._seed, epoch=epoch, shuffles=self._shuffles)
+        if self._order is None or self._order[0] != epoch:
+            order = order_of(
+                self._num_samples, seed=self._seed, epoch=epoch, shuffles=self._shuffles
+            )
+            self._order = epoch, order
+        return self._order[1]
 
     @property
     def _name(self) -> str:
