@@ -115,7 +115,7 @@ def test_survivors_go_on_and_a_dead_worker_comes_back(
     """All of it on as few ports as are said to be enough, and told to a logger."""
     (run.directory / "mlflow.py").write_text(FAKE_MLFLOW)
     monkeypatch.syspath_prepend(run.directory)
-    ports = free_ports(3 * 4 + 1)
+    ports = free_ports(2 * (3 * 4 + 1))  # some to spare: others may take them meanwhile
     monkeypatch.setenv(PORTS_VARIABLE, f"{ports[0]}-{ports[-1]}")
     outcome = run(
         """
@@ -316,7 +316,8 @@ finally:
         steps=8,
         script=script_command([str(script), str(tmp_path)]),
     )
-    planned = plan_comparison(request, out=tmp_path / "out", program=script_program(2, forked=True))
+    program = script_program(request.script, 2, forked=True)
+    planned = plan_comparison(request, out=tmp_path / "out", program=program)
     with comparison_display(quiet=True) as listener:
         directory, comparison = run_comparison(planned, listener, command="offbeat compare")
     assert [contestant.failure for contestant in comparison.contestants] == [None, None]

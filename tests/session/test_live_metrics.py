@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -114,16 +115,18 @@ def test_a_logger_that_raises_is_dropped_and_training_goes_on(
 
 
 @pytest.mark.parametrize("make", [lambda: TensorBoardLogger("x"), WandbLogger, MLflowLogger])
+@pytest.mark.parametrize("found", [None, ModuleSpec("only_a_directory", None)])
 def test_what_is_not_installed_is_refused_with_a_hint(
-    make: object, monkeypatch: pytest.MonkeyPatch
+    make: object, found: ModuleSpec | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loggers_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(loggers_module, "find_spec", lambda name: found)
     with pytest.raises(ConfigError, match="is not installed; pip install"):
         make()  # type: ignore[operator]
 
 
 def test_a_logger_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loggers_module, "find_spec", lambda name: name)
+    installed = ModuleSpec("any", None, origin="any/__init__.py")
+    monkeypatch.setattr(loggers_module, "find_spec", lambda name: installed)
     found = named_loggers(["mlflow", "tensorboard"], Path("record"))
     assert [type(logger) for logger in found] == [MLflowLogger, TensorBoardLogger]
     with pytest.raises(ConfigError, match="'tensorbord'; allowed are .*did you mean 'tensorboard'"):
@@ -143,6 +146,20 @@ def test_steps_are_those_of_the_run_and_losses_are_means() -> None:
     assert told == [(107, None), (107, None), (110, 2.0), (120, None)]
 
 
+def test_loggers_outlast_a_session_that_another_may_follow() -> None:
+    logger = Remembering()
+    for before in (0, 20):
+        model, optimizer = made()
+        with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+            live = LiveMetrics(session, [logger], steps_before=before, ends_with_session=False)
+            session.observers.append(live)
+            train(session, model, optimizer)
+        assert not logger.is_closed
+    live.end()
+    assert logger.is_closed
+    assert [step for step, _ in logger.told] == sorted(step for step, _ in logger.told)
+
+
 @pytest.mark.parametrize("has_run", [True, False])
 def test_a_run_that_the_script_began_is_used_and_left_open(
     has_run: bool, monkeypatch: pytest.MonkeyPatch
@@ -159,7 +176,9 @@ def test_a_run_that_the_script_began_is_used_and_left_open(
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    monkeypatch.setattr(loggers_module, "find_spec", lambda name: name)
+    monkeypatch.setattr(
+        loggers_module, "find_spec", lambda name: ModuleSpec(name, None, origin="any/__init__.py")
+    )
     for logger in (WandbLogger(project="mine"), MLflowLogger()):
         logger.log({"loss": 1.0}, 3)
         logger.close()

@@ -56,6 +56,7 @@ class FactorShape:
         is_diagonal: only the diagonals are kept, and nothing else is there.
         padding: how many rows, of all matrices together, stand for nothing and are zeros, since
             what was cut has not the length of its pieces.
+        pieces: into how many each matrix was cut, >= 1; they are counted in `groups`.
         uses: 2 for a weight that is used both ways round, whose factors are averaged apart and
             joined before they are inverted (`kfac.tied`); else 1.
     """
@@ -64,6 +65,7 @@ class FactorShape:
     dim: int
     is_diagonal: bool = False
     padding: int = 0
+    pieces: int = 1
     uses: int = 1
 
     @property
@@ -105,11 +107,11 @@ def factor_shape(groups: int, dim: int, max_dim: int, *, spare: int = 0) -> Fact
         spare: how many rows more than `max_dim` are borne, so that a bias cuts nothing.
 
     >>> factor_shape(1, 4608, 2048)
-    FactorShape(groups=3, dim=1536, is_diagonal=False, padding=0, uses=1)
+    FactorShape(groups=3, dim=1536, is_diagonal=False, padding=0, pieces=3, uses=1)
     >>> factor_shape(1, 4609, 2048)
-    FactorShape(groups=3, dim=1537, is_diagonal=False, padding=2, uses=1)
+    FactorShape(groups=3, dim=1537, is_diagonal=False, padding=2, pieces=3, uses=1)
     >>> factor_shape(1, 50257, 2048)
-    FactorShape(groups=1, dim=50257, is_diagonal=True, padding=0, uses=1)
+    FactorShape(groups=1, dim=50257, is_diagonal=True, padding=0, pieces=1, uses=1)
     """
     if dim <= max_dim + spare:
         return FactorShape(groups=groups, dim=dim)
@@ -118,7 +120,9 @@ def factor_shape(groups: int, dim: int, max_dim: int, *, spare: int = 0) -> Fact
         return FactorShape(groups=groups, dim=dim, is_diagonal=True)
     pieces = next((some for some in range(fewest, 2 * fewest) if dim % some == 0), fewest)
     rows = -(-dim // pieces)
-    return FactorShape(groups=groups * pieces, dim=rows, padding=groups * (pieces * rows - dim))
+    return FactorShape(
+        groups=groups * pieces, dim=rows, padding=groups * (pieces * rows - dim), pieces=pieces
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +190,39 @@ class Use(NamedTuple):
     modules: Sequence[nn.Module]
     names: Sequence[str]
     is_flipped: bool = False
+
+
+class BlockGradient(NamedTuple):
+    """Views of the gradients of a block's weight and bias.
+
+    Attributes:
+        weight: shape (groups, outputs, inputs without bias), inputs maybe in several dimensions.
+        bias: shape (groups, outputs, 1); None where there is none.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def matrix(self) -> torch.Tensor:
+        """Both side by side, in float32 or float64: a view where it can be one."""
+        weight = as_real(self.weight).flatten(2)
+        if self.bias is None:
+            return weight
+        return torch.cat([weight, as_real(self.bias)], dim=2)
+
+    def write_(self, matrix: torch.Tensor) -> None:
+        """The inverse of `matrix`."""
+        if self.bias is not None:
+            self.bias.copy_(matrix[..., -1:])
+            matrix = matrix[..., :-1]
+        shape = self.weight.shape[2:]
+        self.weight.copy_(matrix if len(shape) == 1 else matrix.unflatten(-1, shape))
+
+    def scale_(self, factor: torch.Tensor) -> None:
+        """Multiply by `factor`."""
+        self.weight.mul_(factor)
+        if self.bias is not None:
+            self.bias.mul_(factor)
 
 
 class Block(ABC):
@@ -280,28 +317,25 @@ class Block(ABC):
             and (bias is None or bias.grad is not None)
         )
 
+    def gradient(self) -> BlockGradient:
+        """Views of the gradient. `has_gradient` must hold."""
+        weight, bias = gradient_of(self.weight), self.bias
+        if self.rows != EVERYTHING:
+            weight = weight[self.rows]
+        matrix = self.to_matrix(weight)
+        if bias is None:
+            return BlockGradient(matrix, None)
+        return BlockGradient(matrix, gradient_of(bias)[self.bias_rows].view(*matrix.shape[:2], 1))
+
     def gradient_matrix(self) -> torch.Tensor:
         """The gradient, of `matrix_shape`, in float32 or float64: a view where it can be one.
         `has_gradient` must hold.
         """
-        weight = as_real(self.to_matrix(gradient_of(self.weight)[self.rows])).flatten(2)
-        if self.bias is None:
-            return weight
-        bias = as_real(gradient_of(self.bias)[self.bias_rows])
-        return torch.cat([weight, bias.view(*weight.shape[:2], 1)], dim=2)
-
-    def scale_gradient_(self, factor: torch.Tensor) -> None:
-        """Multiply the gradient by `factor`."""
-        gradient_of(self.weight)[self.rows].mul_(factor)
-        if self.bias is not None:
-            gradient_of(self.bias)[self.bias_rows].mul_(factor)
+        return self.gradient().matrix()
 
     def write_gradient_(self, matrix: torch.Tensor) -> None:
         """The inverse of `gradient_matrix`."""
-        weight = self.to_matrix(gradient_of(self.weight)[self.rows])
-        weight.copy_(self._without_bias(matrix, weight))
-        if self.bias is not None:
-            gradient_of(self.bias)[self.bias_rows].copy_(matrix[..., -1].flatten())
+        self.gradient().write_(matrix)
 
     def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """A view of `weight`, or of its gradient, as (groups, outputs, inputs without bias), inputs
@@ -309,12 +343,6 @@ class Block(ABC):
         """
         matrix: torch.Tensor = weight.unflatten(0, self.matrix_shape[:2])
         return matrix
-
-    def _without_bias(self, matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        parts: torch.Tensor = matrix[..., : self.matrix_shape[2] - self.has_bias].unflatten(
-            -1, like.shape[2:]
-        )
-        return parts
 
 
 class LayerBlock(Block):

@@ -13,6 +13,7 @@ factors: a few passes over inputs and gradients; nothing of the forward pass is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -74,22 +75,20 @@ class LastDimsNormBlock(RowsBlock):
         bias_name: str | None,
         normalise: Normalise,
     ) -> None:
-        super().__init__(name, module, options, bias_name=bias_name, batch_dim=options.batch_dim)
+        super().__init__(
+            name,
+            module,
+            options,
+            bias_name=bias_name,
+            batch_dim=options.batch_dim,
+            num_mapped=module.get_parameter("weight").ndim,
+        )
         self._normalise = normalise
         _lay_out_channels(self)
 
     def fits(self, inputs: torch.Tensor) -> bool:
         dims = self._weight_shape
         return self.keeps_shape() and inputs.shape[-len(dims) :] == dims
-
-    def example_dim(self, inputs: torch.Tensor) -> int | None:
-        return super().example_dim(self._flat(inputs))
-
-    def num_positions(self, inputs: torch.Tensor) -> int:
-        return super().num_positions(self._flat(inputs))
-
-    def num_terms(self, inputs: torch.Tensor) -> int:
-        return super().num_terms(self._flat(inputs))
 
     def input_moment(self, inputs: torch.Tensor) -> Moment:
         rows = self._rows(self._flat(self._normalise(as_real(inputs))), "mean")
@@ -110,8 +109,8 @@ class SecondDimNormBlock(LayerBlock):
     """A BatchNorm or a GroupNorm. Its positions are expanded, as a convolution's.
 
     A BatchNorm that normalises by the batch has channels of mean 0, so that A is known from their
-    variances: it is 1 but for variances as small as epsilon. So they are of `ENOUGH_VALUES` of a
-    channel at most, about, whichever examples are looked at.
+    variances: it is 1 but for variances as small as epsilon. So they are of about `ENOUGH_VALUES`
+    of a channel, where there are as many positions, and of all examples, whichever are looked at.
     """
 
     def __init__(
@@ -141,8 +140,8 @@ class SecondDimNormBlock(LayerBlock):
         if isinstance(norm, nn.GroupNorm):
             values = F.group_norm(values, norm.num_groups, eps=norm.eps)
         elif norm.training or norm.running_mean is None or norm.running_var is None:
-            num = values.numel() // values.shape[1]
-            values = values[:: max(num // ENOUGH_VALUES, 1)]
+            values = _some_positions(values)
+            others = _other_dims(values)
             num = values.numel() // values.shape[1]
             # torch's var takes seven times as long. What a sum of squares loses where the mean is
             # large does not matter beside epsilon: A is 1 but for variances as small as that.
@@ -168,6 +167,19 @@ def _lay_out_channels(block: Block) -> None:
     block.matrix_shape = channels, 1, num_inputs
     block.inputs = FactorShape(groups=channels, dim=num_inputs)
     block.outputs = FactorShape(groups=channels, dim=1)
+
+
+def _some_positions(values: torch.Tensor) -> torch.Tensor:
+    """About `ENOUGH_VALUES` of each channel, of as many positions of every example. A few whole
+    examples would not do: a channel behind a ReLU may be zero in these and nowhere else.
+    """
+    num, positions = values.numel() // values.shape[1], values.shape[2:].numel()
+    stride = min(num // ENOUGH_VALUES, positions)
+    if stride <= 1:
+        return values
+    while math.gcd(stride, values.shape[-1]) > 1:  # else it would be the same columns of all rows
+        stride += 1
+    return values.flatten(2)[..., ::stride]
 
 
 def _other_dims(values: torch.Tensor) -> tuple[int, ...]:

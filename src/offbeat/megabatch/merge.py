@@ -49,7 +49,13 @@ from offbeat.megabatch.touched_rows import TouchedRows, rows_are_cheaper, touche
 from offbeat.membership.agreement import Generation
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 from offbeat.weights.model_weights import ModelWeights, require_finite
-from offbeat.weights.optimizer_state import OptimizerStates, is_sum
+from offbeat.weights.optimizer_state import (
+    OptimizerStates,
+    is_sum,
+    names_of_merged,
+    packed,
+    shares_of_states,
+)
 from offbeat.weights.staging import Staging
 from offbeat.weights.statistics import merge_statistics, merge_sums
 
@@ -69,6 +75,8 @@ class ModelMean:
         rows: of the parameters of which only some rows are merged, and of their optimizer's states:
             which rows, by the tensor's position.
         whole: the tensors that `tensors` are, or are rows of, by position.
+        states: the optimizer's states among `whole`, by name, one a parameter.
+        shares: of states, as `shares_of_states`.
         counters: the largest that any member has counted in each integer buffer.
         weights: of each member's model in the mean, by position in the generation.
         joiner_state: what a member that is new needs besides the model; None elsewhere.
@@ -79,6 +87,8 @@ class ModelMean:
     tensors: Sequence[torch.Tensor]
     rows: Mapping[int, torch.Tensor]
     whole: Sequence[torch.Tensor]
+    states: Mapping[str, Sequence[torch.Tensor]]
+    shares: Mapping[str, Sequence[float]]
     counters: Counters
     weights: Sequence[float]
     joiner_state: Payload | None
@@ -128,6 +138,7 @@ class ModelSnapshot:
         report: what the trainer had done.
         tensors: copies of what is averaged of the model.
         states: copies of the states of the optimizer that are merged with it, by name.
+        presence: of these states, as `packed` writes it.
         layout: of `tensors`.
         counters: what the rank had counted itself in its integer buffers.
         counted: what these buffers held.
@@ -141,6 +152,7 @@ class ModelSnapshot:
     report: TrainerReport
     tensors: Sequence[torch.Tensor]
     states: Mapping[str, Sequence[torch.Tensor]]
+    presence: tuple[tuple[str, str], ...]
     layout: Staging
     counters: Counters
     counted: Counters
@@ -246,15 +258,16 @@ class MergeProtocol:
     def freeze(self, report: TrainerReport) -> ModelSnapshot:
         """A copy of this rank's model, for `merge_snapshot`."""
         begin_s = time.perf_counter()
-        names = () if self._states is None else self._states.names()
+        presence = {} if self._states is None else self._states.presence()
         snapshot = ModelSnapshot(
             report=report,
             tensors=[tensor.detach().clone() for tensor in self._weights.tensors()],
             states={
                 name: [state.clone() for state in self._states.tensors(name)]
-                for name in names
+                for name in presence
                 if self._states is not None
             },
+            presence=packed(presence),
             layout=self._layout,
             counters=self._weights.own_counters().copy(),
             counted=self._weights.read_counters(),
@@ -288,14 +301,19 @@ class MergeProtocol:
         mean = outcome.mean
         assert mean is not None
         assert mean.staging is not None
-        names = sorted({name for each in outcome.proposals for name in each.states})
         live = self._weights.tensors()
         statistics = set(self._weights.positions_of_statistics())
-        for name in names:
+        states: dict[str, list[torch.Tensor]] = {}
+        for name in mean.states:
             assert self._states is not None, "all ranks merge states, or none does"
             if not is_sum(name):
                 statistics |= {len(live) + number for number in range(len(self._parameters))}
-            live = [*live, *self._states.tensors(name)]
+            # One that nobody with a weight had is left as it is.
+            states[name] = [
+                state if share else torch.zeros_like(state)
+                for state, share in zip(self._states.tensors(name), mean.shares[name], strict=True)
+            ]
+            live = [*live, *states[name]]
         merged = [
             torch.empty_like(before, dtype=torch.promote_types(before.dtype, torch.float32))
             for before in mean.tensors
@@ -314,6 +332,8 @@ class MergeProtocol:
                 target.copy_(now)
             else:
                 target.index_copy_(0, rows, now.to(target.dtype))
+        if self._states is not None:
+            self._states.take(states, mean.shares)
         counters = mean.counters
         if not outcome.mine.is_new and counters.size:
             counters = counters + (self._weights.read_counters() - snapshot.counted)
@@ -425,7 +445,7 @@ class MergeProtocol:
             rows_known_since=None if is_new else self.rows.known_since,
             sparse=tuple(sorted(self.rows.sparse)),
             touched=tuple((number, int(rows.sum())) for number, rows in touched.items()),
-            states=() if self._states is None or kind != "merge" else self._states.names(),
+            states=packed(self._states.presence()) if self._states and kind == "merge" else (),
             payload=payload,
         )
         return _OwnProposal(
@@ -453,20 +473,20 @@ class MergeProtocol:
             rows_known_since=None if is_new else snapshot.rows_known_since,
             sparse=snapshot.sparse,
             touched=tuple((number, int(rows.sum())) for number, rows in touched.items()),
-            states=tuple(sorted(snapshot.states)),
+            states=snapshot.presence,
         )
+        merged = self._states
 
         def states(name: str) -> Sequence[torch.Tensor]:
-            # One that this rank did not have when it was frozen counts as zeros, as elsewhere.
-            zeros = snapshot.tensors[: len(self._parameters)]
-            return snapshot.states.get(name) or [torch.zeros_like(each) for each in zeros]
+            assert merged is not None
+            return snapshot.states.get(name) or merged.zeros(name)
 
         return _OwnProposal(
             proposal=proposal,
             tensors=lambda: snapshot.tensors,
             layout=snapshot.layout,
             touched=touched,
-            states=None if self._states is None else states,
+            states=None if merged is None else states,
             counters=lambda: snapshot.counters,
             is_beside=True,
         )
@@ -487,12 +507,16 @@ class MergeProtocol:
         whole: Sequence[torch.Tensor] = ()
         tensors: Sequence[torch.Tensor] = ()
         rows: dict[int, torch.Tensor] = {}
+        states: dict[str, list[torch.Tensor]] = {}
+        shares = shares_of_states(
+            [each.states for each in proposals], weights, num_parameters=len(self._parameters)
+        )
         if outcome.kind in ("merge", own.proposal.kind):
             if outcome.kind == "merge":
                 rows = yield from self._union_of_rows(outcome, own.touched, position)
             begin_s = time.perf_counter()
             whole = own.tensors()
-            names = sorted({name for each in proposals for name in each.states})
+            names = names_of_merged(shares)
             for name in names if outcome.kind == "merge" else ():
                 assert own.states is not None, "all ranks merge states, or none does"
                 # Of a state the same rows are merged as of its parameter.
@@ -501,7 +525,12 @@ class MergeProtocol:
                     for number, chosen in rows.items()
                     if number < len(self._parameters)
                 }
-                whole = [*whole, *own.states(name)]
+                # One that nobody with a weight has is left as it is.
+                states[name] = [
+                    state if share else torch.zeros_like(state)
+                    for state, share in zip(own.states(name), shares[name], strict=True)
+                ]
+                whole = [*whole, *states[name]]
             tensors = [
                 tensor.detach().index_select(0, rows[number]) if number in rows else tensor
                 for number, tensor in enumerate(whole)
@@ -516,6 +545,9 @@ class MergeProtocol:
         mean = yield from weighted_mean(
             position, weights, values, num_elements=num_elements, dtype=dtype
         )
+        if layout is not None and states:
+            first = len(whole) - sum(map(len, states.values()))
+            _weigh_again(mean, layout, [share for name in states for share in shares[name]], first)
         counters = no_counters()
         if outcome.reference.num_counters:
             counters = yield from _largest_counters(parties, own.counters(), position)
@@ -526,6 +558,8 @@ class MergeProtocol:
             tensors=tensors,
             rows=rows,
             whole=whole,
+            states=states,
+            shares=shares,
             counters=counters,
             weights=weights,
             joiner_state=joiner_state,
@@ -593,6 +627,8 @@ class MergeProtocol:
         mean.staging.write_(mean.values, mean.tensors)
         for number, rows in mean.rows.items():
             mean.whole[number].detach().index_copy_(0, rows, mean.tensors[number])
+        if self._states is not None:
+            self._states.take(mean.states, mean.shares)
         self._weights.write_counters(mean.counters)
         if self._momentum is not None:
             if mean.joiner_state is not None:
@@ -694,6 +730,25 @@ def hold_the_same(proposals: Sequence[MergeProposal]) -> bool:
         and 0 not in merged
         and not any(proposal.report.since_merge for proposal in knowing)
     )
+
+
+def _weigh_again(mean: Values, layout: Staging, shares: Sequence[float], first: int) -> None:
+    """Make of means over all members, in which missing tensors are zeros, those over the members
+    that have them.
+
+    Args:
+        mean: shape (num_elements,), laid out by `layout`.
+        layout: of the tensors.
+        shares: of each tensor from `first` on: which part of the weights has it, in [0, 1].
+        first: position of a tensor.
+    """
+    positions: dict[float, set[int]] = {}
+    for position, share in enumerate(shares, start=first):
+        if 0 < share < 1:
+            positions.setdefault(share, set()).add(position)
+    for share, chosen in positions.items():
+        for span in layout.spans(chosen):
+            mean[span] /= share
 
 
 def _largest_counters(
