@@ -939,13 +939,21 @@ class MegaBatches(Method):
         return sum(dispatch(sizes, len(one), claim_s).duration_s for one in rounds)
 
     def _merge(self, setting: Setting, num_bytes: int) -> tuple[float, float]:
-        """Seconds, and bytes that a rank sends, of a merge of `num_bytes`."""
+        """Seconds, and bytes that a rank sends, of a merge of `num_bytes`.
+
+        Nobody computes meanwhile, so what encrypts messages is waited for: each is encrypted as a
+        whole before it leaves.
+        """
         world_size = setting.world_size
-        sent = 2 * (world_size - 1) / world_size * num_bytes
+        num_messages = 2 * (world_size - 1)
+        sent = num_messages / world_size * num_bytes
+        work_s = (
+            setting.factor_crowding * num_messages * setting.message_work_s(num_bytes / world_size)
+        )
         if world_size > EVENTS_UP_TO:
             latency_s = max(link.latency_s for link in setting.links)
-            seconds = setting.network.messages.beta_s_per_byte * sent
-            return seconds + 2 * (latency_s + (world_size - 1) * setting.message_s), sent
+            seconds = setting.network.messages.beta_s_per_byte * sent + work_s
+            return seconds + 2 * latency_s + num_messages * setting.message_s, sent
         scale = num_bytes / FLOAT_BYTES / _MINIATURE
         cluster = VirtualCluster(
             world_size,
@@ -962,7 +970,7 @@ class MegaBatches(Method):
                 for rank in range(world_size)
             ]
         )
-        return cluster.now_s, sent
+        return cluster.now_s + work_s, sent
 
 
 def _all_reduce(run: Run, rank: int, num_bytes: int) -> Collective[None]:
