@@ -624,7 +624,7 @@ class Background(Method):
         pairs: whether ranks average in pairs.
         period: steps from one average of all ranks to the next.
         interval: steps from one version to the next.
-        rounds: whether values travel in bfloat16.
+        rounds: whether the values of a model of so many elements travel in bfloat16.
     """
 
     extra_bytes = 4.0
@@ -636,14 +636,14 @@ class Background(Method):
         pairs: bool,
         period: int = 1,
         interval: int = 1,
-        rounds: bool = False,
+        rounds: Callable[[int], bool] = lambda num_elements: False,
     ) -> None:
         super().__init__()
         self.steps_in_a_period = period
         self._interval = interval
         self._group_of = group_of
         self._pairs = pairs
-        self._rounding = Rounding() if rounds else None
+        self._rounds = rounds
 
     @override
     def simulate(self, setting: Setting) -> Simulated:
@@ -716,7 +716,7 @@ class Background(Method):
             generation=0,
             num_elements=miniature,
             group_of=partial(self._group, trainer.rank, world_size),
-            rounding=self._rounding,
+            rounding=Rounding() if self._rounds(round(scale * miniature)) else None,
         )
         settings = replace(settings, direct_bytes=int(settings.direct_bytes / scale))
         return serve(trainer.rank, settings, trainer.port)
