@@ -624,7 +624,7 @@ class Background(Method):
         pairs: whether ranks average in pairs.
         period: steps from one average of all ranks to the next.
         interval: steps from one version to the next.
-        rounds: whether values travel in bfloat16.
+        rounds: whether the values of a model of so many elements travel in bfloat16.
     """
 
     extra_bytes = 4.0
@@ -636,14 +636,14 @@ class Background(Method):
         pairs: bool,
         period: int = 1,
         interval: int = 1,
-        rounds: bool = False,
+        rounds: Callable[[int], bool] = lambda num_elements: False,
     ) -> None:
         super().__init__()
         self.steps_in_a_period = period
         self._interval = interval
         self._group_of = group_of
         self._pairs = pairs
-        self._rounding = Rounding() if rounds else None
+        self._rounds = rounds
 
     @override
     def simulate(self, setting: Setting) -> Simulated:
@@ -716,7 +716,7 @@ class Background(Method):
             generation=0,
             num_elements=miniature,
             group_of=partial(self._group, trainer.rank, world_size),
-            rounding=self._rounding,
+            rounding=Rounding() if self._rounds(round(scale * miniature)) else None,
         )
         settings = replace(settings, direct_bytes=int(settings.direct_bytes / scale))
         return serve(trainer.rank, settings, trainer.port)
@@ -888,8 +888,12 @@ class MegaBatches(Method):
         merge_s, merge_bytes = self._merge(setting, num_bytes)
         encode_s = 2 * profile.copy_s_per_byte * num_bytes
         messages_s = 2 * (world_size - 1) * setting.network.messages.alpha_s
+        exposed_s = merge_s
+        if self._plan.overlap and merges_per_step:
+            # One merge is under way at most.
+            exposed_s = max(0.0, merge_s - computed_s / merges_per_step)
         return Simulated(
-            step_s=computed_s + merges_per_step * (merge_s + encode_s),
+            step_s=computed_s + merges_per_step * (exposed_s + encode_s),
             bytes_per_step=merges_per_step * merge_bytes,
             encode_s=merges_per_step * encode_s,
             alpha_share=min(1.0, messages_s / merge_s) if merge_s else 0.0,
@@ -939,13 +943,21 @@ class MegaBatches(Method):
         return sum(dispatch(sizes, len(one), claim_s).duration_s for one in rounds)
 
     def _merge(self, setting: Setting, num_bytes: int) -> tuple[float, float]:
-        """Seconds, and bytes that a rank sends, of a merge of `num_bytes`."""
+        """Seconds, and bytes that a rank sends, of a merge of `num_bytes`.
+
+        Nobody computes meanwhile, so what encrypts messages is waited for: each is encrypted as a
+        whole before it leaves.
+        """
         world_size = setting.world_size
-        sent = 2 * (world_size - 1) / world_size * num_bytes
+        num_messages = 2 * (world_size - 1)
+        sent = num_messages / world_size * num_bytes
+        work_s = (
+            setting.factor_crowding * num_messages * setting.message_work_s(num_bytes / world_size)
+        )
         if world_size > EVENTS_UP_TO:
             latency_s = max(link.latency_s for link in setting.links)
-            seconds = setting.network.messages.beta_s_per_byte * sent
-            return seconds + 2 * (latency_s + (world_size - 1) * setting.message_s), sent
+            seconds = setting.network.messages.beta_s_per_byte * sent + work_s
+            return seconds + 2 * latency_s + num_messages * setting.message_s, sent
         scale = num_bytes / FLOAT_BYTES / _MINIATURE
         cluster = VirtualCluster(
             world_size,
@@ -962,7 +974,7 @@ class MegaBatches(Method):
                 for rank in range(world_size)
             ]
         )
-        return cluster.now_s, sent
+        return cluster.now_s + work_s, sent
 
 
 def _all_reduce(run: Run, rank: int, num_bytes: int) -> Collective[None]:
