@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 import offbeat
@@ -15,6 +18,16 @@ def test_an_interval_that_does_not_divide_the_period_is_refused(interval: int) -
 def test_an_interval_without_groups_is_refused() -> None:
     with pytest.raises(ConfigError, match='with groups="off" there are none'):
         offbeat.WAGMA(period=10, interval=5, groups="off")
+
+
+def test_values_of_bfloat16_are_refused_where_an_average_takes_the_place_of_the_model() -> None:
+    with pytest.raises(ConfigError, match='merge="paper" takes an average in the place'):
+        offbeat.WAGMA(merge="paper", overlap=False, values="bfloat16")
+
+
+def test_a_group_above_the_workers_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="group_size is 8, allowed is 2 to 4, the number of work"):
+        offbeat.WAGMA(group_size=8).check_world(4)
 
 
 @pytest.mark.parametrize("interval", [1, 2, 5, 10])
@@ -36,3 +49,21 @@ def test_an_interval_of_the_whole_period_is_the_strategy_without_groups() -> Non
     assert [whole.group_of(version, 1, 8) for version in range(9)] == [
         without.group_of(version, 1, 8) for version in range(9)
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "num_elements", "dtype", "rounds"),
+    [
+        ({}, 1_000_000, np.float32, True),
+        ({}, 1_000_000, np.float64, False),
+        ({}, 1_000, np.float32, False),
+        ({"overlap": False}, 1_000_000, np.float32, False),
+        ({"merge": "paper"}, 1_000_000, np.float32, False),
+        ({"values": "float32"}, 1_000_000, np.float32, False),
+        ({"values": "bfloat16"}, 10, np.float64, True),
+    ],
+)
+def test_values_are_rounded_where_that_saves_something_and_ranks_differ_anyway(
+    options: dict[str, Any], num_elements: int, dtype: type[np.floating], rounds: bool
+) -> None:
+    assert offbeat.WAGMA(**options).rounds(num_elements, np.dtype(dtype)) == rounds

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from offbeat.errors import ConfigError
@@ -48,7 +49,7 @@ CLOSE: Final = 0.02
 """Steps that differ by less are as good as each other: then the simpler strategy is recommended."""
 
 _SILENCE_S, _RESTART_S, _STEPS_BETWEEN_CHECKPOINTS = 5.0, 60.0, 100
-_MODEL_COPIES = 3.0  # weights, gradients, a moment
+_MODEL_COPIES = 2.0  # weights, gradients
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ class StepPrediction:
         share_of_ideal: of the speed of workers that exchange nothing.
         binds: what most of the time besides the ideal goes to; where that is less than 5% of the
             step "compute", or "cores" where workers that share them slow each other down.
-        memory_bytes: of a worker, for weights, gradients, one moment and what the strategy keeps.
+        memory_bytes: of a worker, for weights, gradients, moments and what the strategy keeps.
         lost_to_deaths: share of the time that deaths of workers cost.
         by_events: whether every message was simulated.
         note: what should be known; empty: nothing.
@@ -149,7 +150,7 @@ def _method_of(name: str, recipe: Any) -> Method:
                 recipe.period,
                 warmup=recipe.warmup,
                 start_step=recipe.start_step,
-                copies=2.0 if recipe.optimizer_state == "averaged" else 1.0,
+                averages_state=recipe.optimizer_state == "averaged",
             )
         case "post-localsgd":
             method = PeriodicMean(recipe.period, start_step=recipe.start_step)
@@ -165,6 +166,7 @@ def _method_of(name: str, recipe: Any) -> Method:
                 pairs=False,
                 period=recipe.period,
                 interval=recipe.steps_between,
+                rounds=partial(recipe.rounds, dtype=np.dtype(np.float32)),
             )
         case "adpsgd":
             method = Background(recipe.group_of, pairs=True)
@@ -172,9 +174,7 @@ def _method_of(name: str, recipe: Any) -> Method:
             solo = recipe.mode == "solo"
             method = PartialMean(lambda workers: 1 if solo else -(-workers // 2))
         case "adaptive" | "elasticsgd":
-            samples = recipe.samples_between_merges
-            batches = max(1, samples // recipe.batch_size)
-            method = MegaBatches(batches, equal_shares=name == "elasticsgd")
+            method = MegaBatches(recipe.plan())
         case "dpkfac":
             method = OwnerFactors(recipe.settings(), _exchange_of(recipe))
         case _ if name in PLANS:
@@ -269,7 +269,7 @@ def predict_recipe(label: str, name: str, recipe: Recipe, setting: Setting) -> S
         else "cores"
         if setting.crowding > 1
         else "compute",
-        memory_bytes=(_MODEL_COPIES + method.extra_bytes) * profile.num_bytes,
+        memory_bytes=(_MODEL_COPIES + profile.moments + method.extra_bytes) * profile.num_bytes,
         lost_to_deaths=_lost_to_deaths(cluster, step_s, survives=survives),
         by_events=simulated.by_events,
         note=simulated.note,
