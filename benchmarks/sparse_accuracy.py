@@ -51,6 +51,8 @@ SPECS: Mapping[str, str] = {
     "union, density 0.05, float8": f"{UNION.replace('0.01', '0.05')}:values=float8",
     "union, float8": f"{UNION}:values=float8",
     "union, density 0.001": UNION.replace("0.01", "0.001"),
+    "ef21": "ef21:density=0.01",
+    "ef21, optimizer's momentum": "ef21:density=0.01:momentum_correction=none",
 }
 VARIANTS = tuple(Contestant(label=name, spec=spec) for name, spec in SPECS.items())
 

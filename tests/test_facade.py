@@ -26,6 +26,7 @@ def test_the_public_names_are_these_and_no_others() -> None:
         "AllReduce",
         "Crossbow",
         "DPSGD",
+        "EF21",
         "EagerSGD",
         "ElasticSGD",
         "GTopK",

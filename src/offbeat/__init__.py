@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # type checkers read no table; a test compares these lines wi
     from offbeat.strategies.dpkfac import DPKFAC as DPKFAC
     from offbeat.strategies.dpsgd import DPSGD as DPSGD
     from offbeat.strategies.eagersgd import EagerSGD as EagerSGD
+    from offbeat.strategies.ef21 import EF21 as EF21
     from offbeat.strategies.elasticsgd import ElasticSGD as ElasticSGD
     from offbeat.strategies.gtopk import GTopK as GTopK
     from offbeat.strategies.localsgd import LocalSGD as LocalSGD

@@ -28,6 +28,7 @@ EXCHANGE_GRADIENTS: dict[str, Strategy] = {
     "allreduce in small buckets": offbeat.AllReduce(bucket_mib=1e-4, first_bucket_mib=1e-4),
     "topk": offbeat.TopK(density=1.0),
     "gtopk": offbeat.GTopK(density=1.0, collective="reduce_scatter"),
+    "ef21": offbeat.EF21(density=1.0),
     "eagersgd": offbeat.EagerSGD(),
     "post-local sgd at first": offbeat.LocalSGD(period=2, start_step=3),
 }

@@ -53,7 +53,8 @@ def lost(before: dict[str, Any], after: dict[str, Any], *, family: str) -> list[
     missing = []
     for name, part in before["parts"].items():
         wanted = plain(part, unread)
-        found = next((index for index, other in enumerate(left) if has(other, wanted)), None)
+        owned = OWNED if family == "dpkfac" else {}
+        found = next((index for index, other in enumerate(left) if has(other, wanted, owned)), None)
         if found is None:
             missing.append(name)
         else:
@@ -61,17 +62,18 @@ def lost(before: dict[str, Any], after: dict[str, Any], *, family: str) -> list[
     return missing
 
 
-def has(part: dict[str, Any], wanted: dict[str, Any]) -> bool:
+def has(part: dict[str, Any], wanted: dict[str, Any], renamed: dict[str, str]) -> bool:
     """Whether a part's state has all that is wanted; today's parts may have kinds of state more,
-    and what was a rank's own may be what it owns for all.
+    and some kinds have other names.
     """
     return all(
-        any(same(entries, part[today]) for today in (kind, OWNED.get(kind)) if today in part)
+        any(same(entries, part[today]) for today in (kind, renamed.get(kind)) if today in part)
         for kind, entries in wanted.items()
     )
 
 
 OWNED = {"local": "owned"}
+"""What was a rank's own of K-FAC's factors is what it owns for all."""
 
 
 RENAMED = {"momentum/": "outer/SGD/momentum_buffer/"}

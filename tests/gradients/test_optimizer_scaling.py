@@ -319,6 +319,42 @@ def test_what_is_owed_and_scaled_is_no_gradient(left: Strategy) -> None:
         alone(left, torch.optim.Adam(net.parameters()), net, range(0), state=state)
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_nor_is_it_with_another_optimizer(make: Callable[..., torch.optim.Optimizer]) -> None:
+    net = linear()
+    state, _ = alone(SPARSE, torch.optim.AdamW(net.parameters()), net, range(3))
+    with pytest.raises(CheckpointError, match="resume with the same optimizer"):
+        alone(SPARSE, make(net.parameters(), lr=0.01), net, range(0), state=state)
+
+
+def test_the_state_of_a_beginning_is_no_scaled_one() -> None:
+    """A session that has left Adam its scaling loads what it was before it had decided."""
+    net = linear()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with offbeat.attach(net, optimizer, SPARSE) as session:
+        beginning = session.state_dict()
+        for step in range(3):
+            backward(net, 0, step)
+            clip(net, step)
+            optimizer.step()
+        session.load_state_dict(beginning)
+        backward(net, 0, 3)
+        optimizer.step()
+        assert optimizer.state
+
+
+@pytest.mark.filterwarnings("ignore::offbeat.errors.OffbeatWarning")
+def test_a_run_whose_only_step_was_skipped_has_not_begun() -> None:
+    net = linear()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with offbeat.attach(net, optimizer, SPARSE) as session:
+        net(torch.full((1, 6), float("nan"))).sum().backward()
+        optimizer.step()
+        state = session.state_dict()
+    _, notices = alone(SPARSE, optimizer, net, range(2), state=state)
+    assert any("gradients are scaled as Adam does it" in said for said in notices)
+
+
 def test_two_gradients_of_one_step_are_one() -> None:
     """Both halves are known only in the second exchange, so steps are not the same to the bit; each
     half scaled by itself would make them twice as long.
@@ -371,6 +407,19 @@ def test_a_pass_that_accumulates_nothing_changes_nothing() -> None:
     plain = results_of(2, lambda driver: trained(driver, SPARSE, torch.optim.AdamW))
     looking = results_of(2, lambda d: trained(d, SPARSE, torch.optim.AdamW, between=look))
     assert torch.equal(plain[0], looking[0])
+
+
+@pytest.mark.parametrize("change", [clip, clip_data])
+def test_a_change_before_such_a_pass_is_not_forgotten(change: Between) -> None:
+    def late(net: torch.nn.Module, step: int) -> None:
+        if step == 3:
+            change(net, step)
+            for _ in range(2):
+                x = torch.ones(2, 6, requires_grad=True)
+                torch.autograd.grad(net(x).sum(), x)
+
+    with pytest.raises(UnsupportedError, match="clip_norm"):
+        results_of(1, lambda driver: trained(driver, SPARSE, torch.optim.AdamW, between=late))
 
 
 def test_after_the_session_adam_begins_anew() -> None:

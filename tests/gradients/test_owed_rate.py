@@ -65,7 +65,7 @@ def test_a_rate_of_zero_is_passed_over() -> None:
 def test_a_state_of_fewer_groups_may_be_loaded() -> None:
     bucket, optimizer = four_parameters()
     owed, residual = OwedRate(bucket, optimizer), torch.ones(8)
-    owed.load({"rate_0": 0.2})
+    owed.load({"group_rate_0": 0.2})
     assert owed.follow(residual) == 2.0
     assert residual.tolist() == [2, 2, 1, 1, 1, 1, 1, 1]
     again = OwedRate(bucket, optimizer)

@@ -82,6 +82,72 @@ def test_small_parameters_are_sent_whole_and_others_are_not(collective: str) -> 
                 assert 0 < mine.count_nonzero() <= NUM_RANKS * max(1, round(0.05 * 368))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"collective": "all_gather"},
+        {"collective": "tree"},
+        {"collective": "reduce_scatter", "clip_norm": 0.01},
+        {"collective": "dense"},
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_small_parameters_are_as_where_everything_is_sent(
+    options: dict[str, Any], num_ranks: int
+) -> None:
+    """Clipped, and where a rank has nothing to contribute to a step."""
+
+    def job(driver: ThreadDriver, strategy: SparseGradientStrategy) -> list[torch.Tensor]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        found = []
+        with session_on(driver, model, optimizer, strategy):
+            for step in range(4):
+                if step != 2 or driver.rank:
+                    backward(model, driver.rank, step)
+                optimizer.step()
+                found += [p.grad.clone() for p in model.parameters() if p.numel() < 48]  # type: ignore[union-attr]
+                optimizer.zero_grad()
+        return found
+
+    sparse = offbeat.GTopK(density=0.05, dense_below=48, **options)
+    everything = replace(sparse, density=1.0, dense_below=0)
+    for mine, its in zip(
+        results_of(num_ranks, lambda driver: job(driver, sparse)),
+        results_of(num_ranks, lambda driver: job(driver, everything)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, its)
+
+
+def test_a_rank_that_fails_after_its_small_parameters_were_launched_stops_all() -> None:
+    """The first layer's weight comes last in backward."""
+    strategy = offbeat.GTopK(density=0.05, collective="all_gather", dense_below=48)
+
+    def job(driver: ThreadDriver) -> str:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+        def fail(gradient: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no such luck")
+
+        with session_on(driver, model, optimizer, strategy):
+            backward(model, driver.rank, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if driver.rank == 1:
+                model[0].weight.register_hook(fail)  # type: ignore[index,operator]
+            try:
+                backward(model, driver.rank, 1)
+            except (ValueError, offbeat.OffbeatError) as error:
+                return str(error)
+        return "nothing"
+
+    others, failed, _ = results_of(NUM_RANKS, job)
+    assert failed == "no such luck"
+    assert "raised inside backward in exchange 2" in others
+
+
 class Watched(ThreadDriver):
     """Remembers on which channels something was begun; each collective has one of its own."""
 

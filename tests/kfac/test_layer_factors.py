@@ -252,6 +252,19 @@ def test_factors_know_neither_the_size_of_the_batch_nor_the_kind_of_mean(kind: s
     torch.testing.assert_close(factors("mean", x[:half], x[half:]), once)
 
 
+def test_a_channel_that_few_examples_use_counts_as_in_the_whole_batch() -> None:
+    """Of a large batch some positions of all examples are looked at, not all of some examples."""
+    norm = nn.BatchNorm2d(2, eps=0.5)
+    x = torch.randn(64, 2, 32, 32)
+    x[torch.arange(64) % 8 != 3, 1] = 0
+    blocks, capture = capture_all(norm, FactorOptions(sample_stride=1))
+    norm(x).square().mean().backward()
+    a, _ = take_all(capture, blocks)
+    capture.remove()
+    variances = x.var(dim=(0, 2, 3), unbiased=False)
+    torch.testing.assert_close(a.packed[:, 0], variances / (variances + 0.5), rtol=0.05, atol=0)
+
+
 def test_padding_takes_no_part_in_an_embedding() -> None:
     layer, x = layer_of("embedding padding")
     assert (x == 2).any()

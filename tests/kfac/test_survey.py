@@ -135,8 +135,8 @@ def test_a_large_factor_is_cut_and_a_very_large_one_is_a_diagonal() -> None:
     assert shapes[1:] == [
         # the bias makes 201 rows
         (
-            FactorShape(groups=3, dim=67),
-            FactorShape(groups=5, dim=50),
+            FactorShape(groups=3, dim=67, pieces=3),
+            FactorShape(groups=5, dim=50, pieces=5),
         ),
         (FactorShape(groups=1, dim=101), FactorShape(groups=1, dim=1000, is_diagonal=True)),
     ]

@@ -24,7 +24,13 @@ from offbeat.megabatch.claims import (
     SampleRange,
 )
 from offbeat.megabatch.fetching import Fetcher
-from offbeat.megabatch.loader import DispatchLoader, DispatchPolicy, order_of
+from offbeat.megabatch.loader import (
+    DispatchLoader,
+    DispatchPolicy,
+    mega_batch_span,
+    num_mega_batches,
+    order_of,
+)
 
 SEED = 1
 
@@ -115,6 +121,7 @@ class Policy(DispatchPolicy):
     def __init__(self, rank: int, peers: Peers) -> None:
         self.joined_by: MergedRound | None = None
         self.num_merged = 0
+        self.rounds: list[ClaimRound] = []
         self.ranks = tuple(sorted(peers.living))
         self.batch_sizes = (self.batch_size,) * len(self.ranks)
         self._rank, self._peers = rank, peers
@@ -148,6 +155,7 @@ class Policy(DispatchPolicy):
             if theirs is not None
         ]
         self.is_left_out = False
+        self.rounds.append(claim_round)
         self.ranks = tuple(sorted(self._peers.living))
         self.batch_sizes = (self.batch_size,) * len(self.ranks)
         # The round is that of the peers, where this rank was left out since the one before.
@@ -273,9 +281,36 @@ def test_what_was_claimed_ahead_is_not_saved(
     ]
     for worker, state in zip(workers, states, strict=True):
         worker.loader.load_state_dict(state)
+    mega_batches = [
+        [*range(*mega_batch_span(num_samples, Policy.mega_batch, number))]
+        for number in range(num_mega_batches(num_samples, Policy.mega_batch))
+    ]
     while busy := [w for w in workers if not w.loader.epoch and not w.waits]:
-        data.draw(st.sampled_from(busy)).advance()
+        worker = data.draw(st.sampled_from(busy))
+        worker.advance()
+        # All of a mega-batch, also what was merged of it before the run was saved.
+        claims = [claim for share in worker.loader.last for claim in share.claims]
+        last = sorted(p for claim in claims for span in claim.spans for p in range(*span))
+        assert not last or last in mega_batches
     assert resumed.merged == Counter(range(num_samples))
+
+
+def test_what_is_given_out_again_says_nothing_about_speeds_after_a_resumption_either() -> None:
+    """Of 12 samples, rank 1 dies with three; the run is saved before these are merged."""
+    peers = Peers(2)
+    alive, dying = (Worker(rank, peers, num_samples=12, ahead=0) for rank in range(2))
+    for worker in (alive, dying, alive, dying):  # They agree where to begin, and take a batch each.
+        worker.advance()
+    peers.die(1)
+    while not alive.policy.rounds:
+        alive.advance()
+    resumed = Worker(0, Peers(1), num_samples=12, ahead=0)
+    resumed.loader.load_state_dict(alive.loader.state_dict())
+    for worker in (alive, resumed):
+        while not worker.loader.epoch:
+            worker.advance()
+    assert [over.retry for over in alive.policy.rounds] == [0, 1]
+    assert [over.retry for over in resumed.policy.rounds] == [1]
 
 
 def test_a_rank_claims_as_far_ahead_as_it_may() -> None:

@@ -185,15 +185,21 @@ def test_a_run_that_was_saved_anywhere_sees_the_rest(
     # What went on without a stop ends as those do that were saved.
     before, ends = seen, []
     for _ in range(3):
+        works: list[Any] = []
         if ends:
             net, optimizer, session = attached(strategy)
             loader = session.loader(numbers(20))
             for target, state in zip((net, optimizer, session), saved, strict=True):
                 target.load_state_dict(state)
             batches = iter(loader)
+        session.on_merge(
+            lambda loader=loader, works=works: works.append(
+                [(share.claims, share.updates, share.weight) for share in loader.last]
+            )
+        )
         rest = [index for (x,) in batches for index in step(net, optimizer, x)]
         assert sorted(before + rest) == list(range(20))
-        ends.append(net.weight.item())
+        ends.append((net.weight.item(), works))
     assert ends[0] == ends[1] == ends[2]
 
 
@@ -338,6 +344,42 @@ def test_claims_are_recorded_and_repeated(attached: Make, warmup: int) -> None:
     assert ends[0] == ends[1]
     with pytest.raises(ConfigError, match="the recording ends before mega-batch 2/0"):
         next(iter(loader))
+
+
+def test_a_recording_that_goes_on_after_a_resumption_is_whole(attached: Make) -> None:
+    """The run was saved when some rounds of its first mega-batch were merged."""
+    strategy = offbeat.AdaptiveSGD(mega_batch=20, batch_size=2, warmup=2)
+    net, optimizer, session = attached(strategy)
+    batches = iter(session.loader(numbers(20)))
+    for _ in range(5):
+        step(net, optimizer, next(batches)[0])
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), session.state_dict()))
+    net, optimizer, session = attached(strategy)
+    loader = session.loader(numbers(20), record=True)
+    for target, state in zip((net, optimizer, session), saved, strict=True):
+        target.load_state_dict(state)
+    for (x,) in loader:
+        step(net, optimizer, x)
+    again, optimizer, session = attached(strategy)
+    for (x,) in session.loader(numbers(20), replay=loader.recording):
+        step(again, optimizer, x)
+    assert again.weight.item() == net.weight.item()
+
+
+def test_a_recording_that_ends_within_a_mega_batch_is_refused_there(attached: Make) -> None:
+    strategy = offbeat.AdaptiveSGD(mega_batch=20, batch_size=2, warmup=2)
+    net, optimizer, session = attached(strategy)
+    loader = session.loader(numbers(20), record=True)
+    for number, (x,) in enumerate(loader):
+        step(net, optimizer, x)
+        if number == 5:
+            break
+    net, optimizer, session = attached(strategy)
+    batches = iter(session.loader(numbers(20), replay=loader.recording))
+    merged = sum(len(step(net, optimizer, next(batches)[0])) for _ in range(4))
+    assert merged == 8
+    with pytest.raises(ConfigError, match="before mega-batch 0/0 .*or within it"):
+        next(batches)
 
 
 def test_a_recording_of_other_data_is_refused(attached: Make) -> None:

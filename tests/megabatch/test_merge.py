@@ -5,6 +5,7 @@ and how one that is new comes in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -111,7 +112,14 @@ class _NotCarriedOutError(Exception):
 class Rank:
     """A model of 20 x 3 sparse rows, two dense weights and a counter, and its protocol."""
 
-    def __init__(self, number: int, *, is_new: bool, gamma: float) -> None:
+    def __init__(
+        self,
+        number: int,
+        *,
+        is_new: bool,
+        gamma: float = 0.0,
+        make: Callable[..., torch.optim.Optimizer] = partial(torch.optim.SGD, momentum=0.9),
+    ) -> None:
         self.number = number
         self.rows = torch.nn.Parameter(torch.full((20, 3), float(number)))
         self.dense = torch.nn.Parameter(torch.full((2,), 10.0 * number, dtype=torch.bfloat16))
@@ -121,7 +129,7 @@ class Rank:
         weights = ModelWeights(
             parameters=parameters, buffers=lambda: buffers, chosen=choose_buffers(buffers)
         )
-        self.optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
+        self.optimizer = make(parameters.values(), lr=0.1)
         self.group = VirtualGroup(is_new=is_new)
         self.momentum = MergeMomentum(parameters, gamma=gamma) if gamma else None
         self.protocol = MergeProtocol(
@@ -172,8 +180,8 @@ class Rank:
                 done.append((yield from self.group.work(generation, self.number)))
 
 
-def make_ranks(size: int, *, new: Sequence[int] = (), gamma: float = 0.0) -> list[Rank]:
-    return [Rank(number, is_new=number in new, gamma=gamma) for number in range(size)]
+def make_ranks(size: int, *, new: Sequence[int] = (), **options: Any) -> list[Rank]:
+    return [Rank(number, is_new=number in new, **options) for number in range(size)]
 
 
 def together(ranks: Sequence[Rank], calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], int]:
@@ -265,7 +273,7 @@ def test_only_rows_that_changed_are_sent_and_all_ranks_hold_the_same() -> None:
 
 def test_merged_after_every_update_with_its_momentum_it_is_s_sgd() -> None:
     ranks = make_ranks(3)
-    alone = Rank(0, is_new=False, gamma=0.0)
+    alone = Rank(0, is_new=False)
     for rank in (*ranks, alone):
         rank.begin_at_zero()
     generator = torch.Generator().manual_seed(5)
@@ -293,15 +301,85 @@ def test_of_momenta_too_only_rows_that_changed_are_sent() -> None:
     assert sent[0] - sent[1] > 20 * 3 * 4  # of two times 20 rows in float32, each sends half
 
 
-def test_a_momentum_that_a_rank_does_not_have_counts_as_zero() -> None:
-    """Rank 0 had no batch, and rank 1 is new."""
-    ranks = make_ranks(3, new=[1])
-    ranks[2].step(torch.ones(20, 3))
-    together(ranks, merging(ranks, [1, 0, 3]))
-    assert ranks[2].velocities == [[0.75] * 3] * 20
-    assert not ranks[0].optimizer.state
-    assert not ranks[1].optimizer.state
+def test_a_momentum_that_a_rank_does_not_have_counts_for_nothing_and_is_given_to_it() -> None:
+    """Rank 0 had no batch, rank 1 is new, and rank 3 has no weight."""
+    ranks = make_ranks(5, new=[1])
+    for rank, size in ((ranks[2], 1.0), (ranks[3], 7.0), (ranks[4], 4.0)):
+        rank.step(torch.full((20, 3), size))
+    together(ranks, merging(ranks, [2, 0, 4, 0, 2]))
+    assert all(rank.velocities == [[2.0] * 3] * 20 for rank in ranks)
     assert all(rank.state == ranks[0].state for rank in ranks)
+
+
+def test_a_momentum_that_only_ranks_without_a_weight_have_stays_theirs() -> None:
+    ranks = make_ranks(2)
+    ranks[0].step(torch.ones(20, 3))
+    together(ranks, merging(ranks, [0, 1]))
+    assert ranks[0].velocities == [[1.0] * 3] * 20
+    assert not ranks[1].optimizer.state
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.SGD,
+        partial(torch.optim.SGD, momentum=0.9),
+        partial(torch.optim.AdamW, amsgrad=True),
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adagrad,
+        torch.optim.ASGD,
+    ],
+)
+def test_one_that_joins_steps_as_its_peers_do(make: Callable[..., torch.optim.Optimizer]) -> None:
+    ranks = make_ranks(3, new=[1], make=make)
+    generator = torch.Generator().manual_seed(5)
+    for rank in ranks:
+        for _ in range(30 * (rank.number != 1)):
+            rank.step(torch.randn(20, 3, generator=generator))
+    together(ranks, merging(ranks, [1, 0, 1]))
+    for _ in range(5):
+        gradient = torch.randn(20, 3, generator=generator)
+        for rank in ranks:
+            rank.step(gradient)
+            assert rank.state == ranks[0].state
+
+
+def test_one_that_joins_steps_as_its_peers_do_with_sparse_gradients() -> None:
+    ranks = make_ranks(2, new=[1], make=torch.optim.SparseAdam)
+    for _ in range(30):
+        ranks[0].set_sparse_gradient(3)
+        ranks[0].optimizer.step()
+    together(ranks, merging(ranks, [1, 0]))
+    for rank in ranks:
+        rank.set_sparse_gradient(3)
+        rank.optimizer.step()
+    assert ranks[1].state == ranks[0].state
+    assert ranks[1].optimizer.state[ranks[1].rows]["step"] == 31
+
+
+def test_one_that_joins_can_step_where_some_states_are_not_merged() -> None:
+    ranks = make_ranks(2, new=[1], make=torch.optim.Adafactor)
+    ranks[0].step(torch.ones(20, 3))
+    together(ranks, merging(ranks, [1, 0]))
+    for rank in ranks:
+        rank.step(torch.ones(20, 3))
+    assert all(bool(rank.rows.isfinite().all()) for rank in ranks)
+
+
+def test_steps_keep_their_length_where_ranks_have_taken_unequal_numbers_of_them() -> None:
+    """With equal gradients Adam's steps have the length of the learning rate, 0.1."""
+    ranks = make_ranks(2, make=partial(torch.optim.Adam, betas=(0.9, 0.99)))
+    for rank, num_steps in zip(ranks, (25, 100), strict=True):
+        for _ in range(num_steps):
+            rank.step(torch.ones(20, 3))
+    together(ranks, merging(ranks, [25, 100]))
+    for rank in ranks:
+        before = rank.rows.detach().clone()
+        rank.step(torch.ones(20, 3))
+        torch.testing.assert_close(
+            before - rank.rows, torch.full((20, 3), 0.1), rtol=0.05, atol=0.0
+        )
 
 
 def test_a_member_that_has_finished_takes_part_with_its_peers() -> None:

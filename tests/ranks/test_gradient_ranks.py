@@ -48,6 +48,7 @@ STRATEGIES: Strategies = {
     "gtopk dense": replace(GTOPK, collective="dense", bucket_mib=1e-3),
     "gtopk auto": GTOPK,
     "gtopk as it comes": offbeat.GTopK(**BASE),
+    "ef21": offbeat.EF21(**SPARSE),
 }
 PAIR: Strategies = {
     label: STRATEGIES[label] for label in ("allreduce in small buckets", "gtopk by reduce-scatter")
@@ -122,7 +123,7 @@ def test_applied_plus_owed_is_the_sum_of_gradients(run_ranks: RunRanks, world_si
     strategies = {
         label: strategy
         for label, strategy in STRATEGIES.items()
-        if not isinstance(strategy, offbeat.AllReduce)
+        if not isinstance(strategy, offbeat.AllReduce | offbeat.EF21)
     }
     results = run_ranks(for_each, world_size, job=conservation, strategies=strategies)
     for label, ranks in by_strategy(results).items():

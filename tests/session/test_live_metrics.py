@@ -143,6 +143,20 @@ def test_steps_are_those_of_the_run_and_losses_are_means() -> None:
     assert told == [(107, None), (107, None), (110, 2.0), (120, None)]
 
 
+def test_loggers_outlast_a_session_that_another_may_follow() -> None:
+    logger = Remembering()
+    for before in (0, 20):
+        model, optimizer = made()
+        with offbeat.attach(model, optimizer, offbeat.AllReduce()) as session:
+            live = LiveMetrics(session, [logger], steps_before=before, ends_with_session=False)
+            session.observers.append(live)
+            train(session, model, optimizer)
+        assert not logger.is_closed
+    live.end()
+    assert logger.is_closed
+    assert [step for step, _ in logger.told] == sorted(step for step, _ in logger.told)
+
+
 @pytest.mark.parametrize("has_run", [True, False])
 def test_a_run_that_the_script_began_is_used_and_left_open(
     has_run: bool, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,9 @@ class StartPhase(WrappedPart):
             self._end()
 
     def _end(self) -> None:
+        # All ranks come to the end of the phase in the same step, and its last exchange is over by
+        # then, so that closing waits for nobody. The exchange is closed before the part of the
+        # factors hears of the end of the step, which needs it no more.
         if not self._is_over:
             self._is_over, self._counted = True, self.inner.counters()
             self.inner.close()

@@ -154,5 +154,7 @@ def _sum(a: NDArray[np.floating], b: NDArray[np.floating]) -> NDArray[np.floatin
             f"gradients of {a.size} and of {b.size} elements travelled whole; do all ranks train"
             " the same model with the same options?"
         )
-    with np.errstate(over="ignore", invalid="ignore"):  # such a step is skipped, on all ranks
+    # A gradient that is not finite was counted by its rank, and the step is skipped on all ranks.
+    # Finite ones whose sum is too large become infinite, as in any other sum over ranks.
+    with np.errstate(over="ignore", invalid="ignore"):
         return a + b

@@ -59,8 +59,10 @@ class ChangedGradients(Part):
 
     @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
-        """A pass that accumulates nothing moves gradients away and back, which is no change."""
-        self._is_changed = self._versions not in (None, self._versions_now())
+        """A pass that accumulates nothing moves gradients away and back, which is no change. What
+        was changed before it is remembered, since `_look` takes what it finds for unchanged.
+        """
+        self._is_changed |= self._versions is not None and self._differ()
 
     @override
     def on_backward_done(self, *, synchronised: bool) -> None:

@@ -41,8 +41,8 @@ NEAR_LEAST: Final = 1.5
 """An exchange may always cost so many times what one at `LEAST` does."""
 
 FEW: Final = 0.02
-"""The largest density where the optimizer's scaling is taken over: fewer entries were more accurate
-there on a text, and as accurate on photographs.
+"""The largest density that is chosen where the optimizer's scaling is taken over: fewer entries
+were more accurate there on a text, and as accurate on photographs.
 """
 
 FIRST: Final = 0.2

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -90,9 +90,9 @@ class Reduction(Protocol):
 
     def additive_state(self) -> dict[str, torch.Tensor]: ...
 
-    def local_state(self) -> dict[str, float]: ...
+    def local_state(self) -> Mapping[str, float | torch.Tensor]: ...
 
-    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, float]) -> None: ...
+    def load(self, additive: Mapping[str, torch.Tensor], local: Mapping[str, Any]) -> None: ...
 
 
 class TakenOver(Protocol):
@@ -552,11 +552,18 @@ class GradientExchange(Part):
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, object]]) -> None:
-        expected = {name for _, reduction in self._pairs for name in reduction.additive_state()}
-        missing, foreign = (
-            sorted(expected - set(state["additive"])),
-            sorted(set(state["additive"]) - expected),
-        )
+        needed = {
+            (kind, name): live
+            for _, reduction in self._pairs
+            for kind, entries in (
+                ("additive", reduction.additive_state()),
+                ("local", reduction.local_state()),
+            )
+            for name, live in entries.items()
+            if isinstance(live, torch.Tensor)
+        }
+        missing = sorted(name for kind, name in needed if name not in state[kind])
+        foreign = sorted(name for name in state["additive"] if ("additive", name) not in needed)
         # A run that was saved while the optimizer had its momentum goes on with what that gathered.
         if self._taken is not None:
             missing = [name for name in missing if not name.startswith("velocity/")]
@@ -565,15 +572,14 @@ class GradientExchange(Part):
                 f"the state was saved with another model or strategy: it lacks {missing[:3]} and"
                 f" has {foreign[:3]} too many"
             )
-        for _, reduction in self._pairs:
-            for name, live in reduction.additive_state().items():
-                if name not in state["additive"]:
-                    continue
-                shape = getattr(state["additive"][name], "shape", None)
-                if shape != live.shape:
-                    raise CheckpointError(
-                        f"{name!r} was saved with shape {shape}, here it has {live.shape}"
-                    )
+        for (kind, name), live in needed.items():
+            if name not in state[kind]:
+                continue
+            shape = getattr(state[kind][name], "shape", None)
+            if shape != live.shape:
+                raise CheckpointError(
+                    f"{name!r} was saved with shape {shape}, here it has {live.shape}"
+                )
         for _, reduction in self._pairs:
             reduction.load(state["additive"], state["local"])  # type: ignore[arg-type]  # checked above
         self.counts.exchanges = int(state["replicated"]["exchanges"])  # type: ignore[call-overload]

@@ -30,7 +30,8 @@ class GroupRange:
 
 class GroupRanges:
     """The ranges of one bucket. Found anew only when the optimizer has got further groups or
-    parameters, because each exchange asks, and a model may have thousands of parameters.
+    parameters, because each exchange asks, and a model may have thousands of parameters. So
+    parameters that change places between groups of the same sizes are not noticed.
 
     Args:
         bucket: whose elements are meant.

@@ -14,14 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from offbeat.codec.momentum import Momentum, MomentumRange
-from offbeat.codec.residual import ErrorFeedback
 from offbeat.gradients.buckets import Bucket
 from offbeat.gradients.group_ranges import GroupRanges
 
@@ -41,6 +40,15 @@ user writes who switches it off.
 """
 
 
+class HasVelocity(Protocol):
+    """What applies a momentum to the gradients of a bucket."""
+
+    @property
+    def velocity(self) -> torch.Tensor | None:
+        """Shape (n,). Live: writes change the state. None: there is no momentum."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """A bucket, and what is applied to it."""
@@ -48,7 +56,7 @@ class _Place:
     bucket: Bucket
     groups: GroupRanges
     momentum: Momentum
-    feedback: ErrorFeedback
+    applied_by: HasVelocity
 
 
 class OptimizerMomentum:
@@ -72,10 +80,10 @@ class OptimizerMomentum:
         """The momentum of a bucket's elements, as the optimizer has it now."""
         return Momentum(self._ranges(GroupRanges(bucket, self._optimizer)))
 
-    def apply_to(self, bucket: Bucket, momentum: Momentum, feedback: ErrorFeedback) -> None:
-        """Keep `momentum`, which `feedback` applies to `bucket`, as the user has it."""
+    def apply_to(self, bucket: Bucket, momentum: Momentum, applied_by: HasVelocity) -> None:
+        """Keep `momentum`, which `applied_by` applies to `bucket`, as the user has it."""
         groups = GroupRanges(bucket, self._optimizer)
-        self._places[id(bucket)] = _Place(bucket, groups, momentum, feedback)
+        self._places[id(bucket)] = _Place(bucket, groups, momentum, applied_by)
 
     def take(self) -> None:
         """Take over what the optimizer has. Idempotent: a scheduler may have set it anew."""
@@ -162,7 +170,7 @@ class OptimizerMomentum:
         """
         state = self._optimizer.state
         for place in self._places.values():
-            velocity = place.feedback.velocity
+            velocity = place.applied_by.velocity
             assert velocity is not None
             views = place.bucket.views_of(velocity)
             for view, parameter in zip(views, place.bucket.parameters, strict=True):

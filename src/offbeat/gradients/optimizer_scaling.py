@@ -233,19 +233,22 @@ class OptimizerScaling(Part):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        additive = state["additive"]
-        self.is_taken = state["replicated"]["is_taken"]
+        is_taken = state["replicated"]["is_taken"]
+        if is_taken and not self._moments:
+            raise CheckpointError(_IS_SCALED)
+        self.is_taken = is_taken if self._moments else False
         if self.is_taken is False:
             self._moments.clear()
             return
-        if not self._moments:
-            raise CheckpointError(_IS_SCALED)
+        additive = state["additive"]
         num_ranks = max(1.0, float(additive["num_ranks"]))
         self._num_steps = float(additive["steps"]) / num_ranks
         for kind, name, view in self._named():
             view.copy_(additive[f"{kind}/{name}"]).div_(num_ranks)
         if self.is_taken:
             self.when_taken()
+        else:  # all exchanges so far were skipped, or there were none
+            self._num_settled = self._counts.exchanges
 
     def _named(self) -> Sequence[tuple[str, str, torch.Tensor]]:
         return [

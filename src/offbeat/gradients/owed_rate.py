@@ -9,6 +9,7 @@ whenever the optimizer's rate changes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count, takewhile
 
 import torch
 
@@ -60,8 +61,11 @@ class OwedRate:
 
     def state(self) -> dict[str, float]:
         """The last exchange's rates, by group; none before the first one."""
-        return {f"rate_{number}": rate for number, rate in enumerate(self._rates)}
+        return {f"group_rate_{number}": rate for number, rate in enumerate(self._rates)}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Inverse of `state`."""
-        self._rates = [state[f"rate_{number}"] for number in range(len(state))]
+        """Inverse of `state`. What an older version has written, which is not by group, says
+        nothing: learning rates count from the next exchange on.
+        """
+        names = takewhile(state.__contains__, (f"group_rate_{number}" for number in count()))
+        self._rates = [float(state[name]) for name in names]

@@ -2,7 +2,10 @@
 buckets, one exchange.
 
     the small bucket's reduction     hand_in ............................. wait, sums
-    the carrying one's                        join, exchange, wait, split
+    the carrying one's                        combine, exchange, wait, split
+
+So the small bucket stands before the carrying one in the order of launching: what `combine` reads
+was handed in for the same exchange.
 
 Where messages are small their number is what they cost, and on busy machines each exchange more
 makes every rank wait for the slowest once more.
@@ -46,6 +49,7 @@ class Piggyback:
         self.size = size
         self._dtype = dtype
         self._handed_in = self._brought = Tally.of_nobody(size.num_parameters)
+        self._is_handed_in = False
         self._wait: Callable[[], object] | None = None
 
     # The small bucket's reduction calls these
@@ -55,7 +59,7 @@ class Piggyback:
         whole = np.zeros(self.size.num_elements, dtype=self._dtype)
         if not tally.num_failed:
             whole[:] = flat.detach().to(device="cpu", dtype=_torch_dtype(self._dtype)).numpy()
-        self._handed_in = replace(tally, whole=whole)
+        self._handed_in, self._is_handed_in = replace(tally, whole=whole), True
 
     def wait(self) -> Tally:
         """Wait for the carrying exchange. Returns the small bucket's tally of all ranks."""
@@ -74,8 +78,10 @@ class Piggyback:
         """The carrying reduction's `wait`, which calls `split`; a second call changes nothing."""
         self._wait = wait
 
-    def join(self, tally: Tally) -> Tally:
+    def combine(self, tally: Tally) -> Tally:
         """What travels with the carrying bucket, whose own tally is `tally`."""
+        assert self._is_handed_in, "the small bucket was not launched before the carrying one"
+        self._is_handed_in = False
         return replace(
             tally,
             num_nonfinite=max(tally.num_nonfinite, self._handed_in.num_nonfinite),

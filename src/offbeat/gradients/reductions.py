@@ -194,7 +194,7 @@ class SparseReduction:
         else:
             mine, tally = self._pick(bucket.flat, tally, plan.k)
             if self._carries is not None:
-                tally = self._carries.join(tally)
+                tally = self._carries.combine(tally)
             work = plan.collective(
                 self._driver.rank, self._driver.world_size, mine, tally, plan.k, self._wire
             )
@@ -228,7 +228,7 @@ class SparseReduction:
             self._rides.hand_in(flat, tally)
             return
         if self._carries is not None:
-            tally = self._carries.join(tally)
+            tally = self._carries.combine(tally)
         tally.write_to(self._tail)
         self._joined = None
         if flat.dtype in _EXACT and flat.nbytes <= JOINED_BYTES:
@@ -277,6 +277,8 @@ class SparseReduction:
         else:
             self._feedback.commit_all()
             self._count_ages(None)
+            if self._watch is not None:
+                self._watch.all_was_sent()
             flat = self._bucket.flat
             total = (
                 flat if self._rides is None else torch.from_numpy(self._rides.sums).to(flat.device)
@@ -355,7 +357,7 @@ class SparseReduction:
             # Names of parameters have no slashes.
             named = {tuple(name.split("/", 1)): value for name, value in local.items()}
             mine = {key: value for (key, first), value in named.items() if first == self._first}
-            self._owed_rate.load({k: v for k, v in mine.items() if k.startswith("rate_")})
+            self._owed_rate.load(mine)
 
     def _local_name(self, key: str) -> str:
         """What a number that belongs to the whole bucket is called in a checkpoint: after the

@@ -44,6 +44,10 @@ class ResidualWatch:
         self._k, self._num_exchanges, self._most_sent, self._most_owed = 0, 0, 0.0, 0.0
         self._grown = 1.0
 
+    def all_was_sent(self) -> None:
+        """Nothing is owed any more that could have grown."""
+        self._grown = 1.0
+
     def grow(self, factor: float) -> None:
         """What is owed has been multiplied by at most `factor`, which says nothing of gradients."""
         self._grown *= factor

@@ -56,6 +56,7 @@ class FactorShape:
         is_diagonal: only the diagonals are kept, and nothing else is there.
         padding: how many rows, of all matrices together, stand for nothing and are zeros, since
             what was cut has not the length of its pieces.
+        pieces: into how many each matrix was cut, >= 1; they are counted in `groups`.
         uses: 2 for a weight that is used both ways round, whose factors are averaged apart and
             joined before they are inverted (`kfac.tied`); else 1.
     """
@@ -64,6 +65,7 @@ class FactorShape:
     dim: int
     is_diagonal: bool = False
     padding: int = 0
+    pieces: int = 1
     uses: int = 1
 
     @property
@@ -105,11 +107,11 @@ def factor_shape(groups: int, dim: int, max_dim: int, *, spare: int = 0) -> Fact
         spare: how many rows more than `max_dim` are borne, so that a bias cuts nothing.
 
     >>> factor_shape(1, 4608, 2048)
-    FactorShape(groups=3, dim=1536, is_diagonal=False, padding=0, uses=1)
+    FactorShape(groups=3, dim=1536, is_diagonal=False, padding=0, pieces=3, uses=1)
     >>> factor_shape(1, 4609, 2048)
-    FactorShape(groups=3, dim=1537, is_diagonal=False, padding=2, uses=1)
+    FactorShape(groups=3, dim=1537, is_diagonal=False, padding=2, pieces=3, uses=1)
     >>> factor_shape(1, 50257, 2048)
-    FactorShape(groups=1, dim=50257, is_diagonal=True, padding=0, uses=1)
+    FactorShape(groups=1, dim=50257, is_diagonal=True, padding=0, pieces=1, uses=1)
     """
     if dim <= max_dim + spare:
         return FactorShape(groups=groups, dim=dim)
@@ -118,7 +120,9 @@ def factor_shape(groups: int, dim: int, max_dim: int, *, spare: int = 0) -> Fact
         return FactorShape(groups=groups, dim=dim, is_diagonal=True)
     pieces = next((some for some in range(fewest, 2 * fewest) if dim % some == 0), fewest)
     rows = -(-dim // pieces)
-    return FactorShape(groups=groups * pieces, dim=rows, padding=groups * (pieces * rows - dim))
+    return FactorShape(
+        groups=groups * pieces, dim=rows, padding=groups * (pieces * rows - dim), pieces=pieces
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ factors: a few passes over inputs and gradients; nothing of the forward pass is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -110,8 +111,8 @@ class SecondDimNormBlock(LayerBlock):
     """A BatchNorm or a GroupNorm. Its positions are expanded, as a convolution's.
 
     A BatchNorm that normalises by the batch has channels of mean 0, so that A is known from their
-    variances: it is 1 but for variances as small as epsilon. So they are of `ENOUGH_VALUES` of a
-    channel at most, about, whichever examples are looked at.
+    variances: it is 1 but for variances as small as epsilon. So they are of about `ENOUGH_VALUES`
+    of a channel, where there are as many positions, and of all examples, whichever are looked at.
     """
 
     def __init__(
@@ -141,8 +142,8 @@ class SecondDimNormBlock(LayerBlock):
         if isinstance(norm, nn.GroupNorm):
             values = F.group_norm(values, norm.num_groups, eps=norm.eps)
         elif norm.training or norm.running_mean is None or norm.running_var is None:
-            num = values.numel() // values.shape[1]
-            values = values[:: max(num // ENOUGH_VALUES, 1)]
+            values = _some_positions(values)
+            others = _other_dims(values)
             num = values.numel() // values.shape[1]
             # torch's var takes seven times as long. What a sum of squares loses where the mean is
             # large does not matter beside epsilon: A is 1 but for variances as small as that.
@@ -168,6 +169,19 @@ def _lay_out_channels(block: Block) -> None:
     block.matrix_shape = channels, 1, num_inputs
     block.inputs = FactorShape(groups=channels, dim=num_inputs)
     block.outputs = FactorShape(groups=channels, dim=1)
+
+
+def _some_positions(values: torch.Tensor) -> torch.Tensor:
+    """About `ENOUGH_VALUES` of each channel, of as many positions of every example. A few whole
+    examples would not do: a channel behind a ReLU may be zero in these and nowhere else.
+    """
+    num, positions = values.numel() // values.shape[1], values.shape[2:].numel()
+    stride = min(num // ENOUGH_VALUES, positions)
+    if stride <= 1:
+        return values
+    while math.gcd(stride, values.shape[-1]) > 1:  # else it would be the same columns of all rows
+        stride += 1
+    return values.flatten(2)[..., ::stride]
 
 
 def _other_dims(values: torch.Tensor) -> tuple[int, ...]:

@@ -66,17 +66,21 @@ def packed_pieces(moment: torch.Tensor, shape: FactorShape) -> torch.Tensor:
 
 def is_whole(size: Sequence[int], shape: FactorShape) -> bool:
     """Whether `size` is that of packed matrices which `shape` keeps in pieces, or the diagonals
-    of.
+    of. Matrices in other pieces are none of these.
     """
-    groups, num_elements = size
-    dim, rest = divmod(shape.groups * shape.dim - shape.padding, groups)
-    return shape.uses == 1 and not rest and num_elements == num_packed(dim)
+    groups, dim = _uncut(shape)
+    return shape.uses == 1 and tuple(size) == (groups, num_packed(dim))
+
+
+def _uncut(shape: FactorShape) -> tuple[int, int]:
+    """How many matrices there are before they are cut, and the rows of each."""
+    groups = shape.groups // shape.pieces
+    return groups, (shape.groups * shape.dim - shape.padding) // groups
 
 
 def cut_packed(packed: torch.Tensor, shape: FactorShape) -> torch.Tensor:
     """What `shape` keeps of whole matrices, packed, of which `is_whole` is true."""
-    groups = packed.shape[0]
-    dim = (shape.groups * shape.dim - shape.padding) // groups
+    groups, dim = _uncut(shape)
     if shape.is_diagonal:
         return diagonal(packed, dim)
     pieces = num_pieces(shape, dim)

@@ -49,7 +49,9 @@ def train_on_claims(
             # A sample is trained on with the learning rate that it has where ranks train in step.
             _set_learning_rate(run, schedule.progress_at(loader.epoch, loader.batch_position))
             loss = _step(run, recorder, batch, steps_before + number)
-            _set_learning_rate(run, (steps_before + 0.5) / schedule.target)  # merges compare them
+            # The same on all ranks, which stand at different batches when they merge: the merge
+            # compares their rates.
+            _set_learning_rate(run, (steps_before + 0.5) / schedule.target)
             recorder.step_done(loss=loss, batch_size=num_samples_of(batch))
             pauses.pass_on_request(steps_before)
         schedule.merged(loader.epoch, loader.num_samples_merged)

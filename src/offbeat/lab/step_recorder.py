@@ -93,6 +93,9 @@ class StepRecorder:
         )
         self._before = self.first = run.attached.session.stats
         self.first_step = run.schedule.position.step
+        names = run.record.config.log_to if run.coordinator.rank == 0 else []
+        # One set for all sessions of the run: to W&B and MLflow they are one run.
+        self._loggers = named_loggers(names, run.record.path)
         self._live = self._live_metrics()
         self.seconds = 0.0
         self.num_samples = 0
@@ -289,15 +292,20 @@ class StepRecorder:
 
     def close(self) -> None:
         self._events.close()
+        if self._live is not None:
+            self._live.end()
 
     def _live_metrics(self) -> LiveMetrics | None:
         """What tells loggers how the present session is doing; None where nobody asked."""
-        run, session = self._run, self._run.attached.session
-        names = run.record.config.log_to
-        if not names or run.coordinator.rank or not isinstance(session, Session):
+        session = self._run.attached.session
+        if not self._loggers or not isinstance(session, Session):
             return None
-        loggers = named_loggers(names, run.record.path)
-        live = LiveMetrics(session, loggers, steps_before=run.schedule.position.step)
+        live = LiveMetrics(
+            session,
+            self._loggers,
+            steps_before=self._run.schedule.position.step,
+            ends_with_session=False,
+        )
         session.observers.append(live)
         return live
 

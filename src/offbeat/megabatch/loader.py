@@ -5,6 +5,9 @@ in an order drawn from (seed, epoch).
         while samples are left: claim the next b_i, compute with them
         when nothing is left: merge models, and choose new b_i
 
+A strategy may have models merged more often, after *rounds*: parts of a mega-batch that are claimed
+one after the other. New b_i are chosen when the last of them is merged.
+
 An epoch of N samples has round(N / M) mega-batches, at least one. Their sizes differ by one sample
 at most: none is a remnant, and a dataset with fewer than M samples is one mega-batch.
 """
@@ -14,8 +17,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -44,7 +47,8 @@ class DispatchPolicy(Part, ABC):
     """The part of a strategy that shares samples out: what it says to the loader.
 
     Attributes:
-        mega_batch: number of samples between merges.
+        mega_batch: number of samples after which batch sizes are chosen anew. Models are merged
+            then, and between them where `samples_of_round` says so.
         base_batch_size: with which batches begin, and which the learning rate is for.
         ranks: who takes part, ascending.
         batch_sizes: how many samples each of them claims at a time.
@@ -252,7 +256,8 @@ class DispatchLoader(Part):
             last, which says how far the run is.
         recording: of this loader's mega-batches so far; None unless asked for.
         last: what each worker computed of the mega-batch merged last, for the workers in that
-            merge, by rank; empty before the first merge.
+            merge, by rank; empty before the first merge. A worker that came in within that
+            mega-batch knows what was computed since then.
     """
 
     state_key: ClassVar[str] = "loader"
@@ -302,6 +307,7 @@ class DispatchLoader(Part):
         # Of the mega-batch under way: what was merged in its earlier rounds, by rank and in all.
         self._earlier_shares: dict[int, MegaBatchShare] = {}
         self._merged: SampleRanges = ()
+        self._retry = 0  # Of the round under way, as in `ClaimRound`.
         self._fixed_claims: Iterator[Claim] | None = None
         # The batches of the open round that are still to come, and the claims of those that are
         # being read ahead. A loop that stops, and goes on with the round later, gets them then.
@@ -329,17 +335,19 @@ class DispatchLoader(Part):
 
     @property
     def num_mega_batches(self) -> int:
-        """How many mega-batches an epoch has, and so how many merges."""
+        """How many mega-batches an epoch has. There may be more merges than these."""
         return num_mega_batches(self._num_samples, self._policy.mega_batch)
 
     @property
     def num_merged(self) -> int:
-        """How many mega-batches have been merged, over all passes."""
+        """How many mega-batches have been merged as a whole, over all passes."""
         return self.epoch * self.num_mega_batches + self.mega_batch
 
     @property
     def num_samples_merged(self) -> int:
-        """How many samples of the pass under way are in the merged model."""
+        """How many samples of the pass under way stand before the mega-batch under way. Of that
+        one, rounds may have been merged too.
+        """
         return self._whole(self.epoch, self.mega_batch)[0].begin
 
     def one_mega_batch(self) -> Iterator[Any]:
@@ -378,6 +386,7 @@ class DispatchLoader(Part):
             "place": [self.epoch, self.mega_batch],
             "merged": self._merged,
             "round": self._log.round,
+            "retry": self._retry,
             "computed": [span for claim in self._computed for span in claim.spans],
         }
         by_rank = self._policy.gather(mine)
@@ -400,10 +409,15 @@ class DispatchLoader(Part):
         spans = without(self._whole(self.epoch, self.mega_batch), seen)
         # Above every rank's number, so that no entry of an earlier round is read.
         number = 1 + max(theirs["round"] for theirs in by_rank.values())
+        retry = max(theirs["retry"] for theirs in by_rank.values())
         self._open(
             self._cut(
                 ClaimRound(
-                    epoch=self.epoch, mega_batch=self.mega_batch, round=number, retry=0, spans=spans
+                    epoch=self.epoch,
+                    mega_batch=self.mega_batch,
+                    round=number,
+                    retry=retry,
+                    spans=spans,
                 )
             )
         )
@@ -429,11 +443,11 @@ class DispatchLoader(Part):
             smallest=self._policy.smallest_claim,
             sweeps=self._rank == min(self._policy.ranks),
         )
-        self._open_round = claim_round
+        self._open_round, self._retry = claim_round, claim_round.retry
         self._fixed_claims, self._batches = None, None
         self._ahead.clear()
         if self._replay is not None:
-            self._fixed_claims = iter(self._replayed(claim_round.spans))
+            self._fixed_claims = self._replayed(claim_round.spans)
         elif self._policy.shares_equally:
             self._fixed_claims = iter(self._equal_share(claim_round.spans))
 
@@ -568,7 +582,7 @@ class DispatchLoader(Part):
         self._policy.mega_batches_merged(self.num_merged - num_merged)
 
     def _note_waiting(self) -> None:
-        """A mega-batch is over: say so if much of it was spent on waiting for data."""
+        """A round is over: say so if much of it was spent on waiting for data."""
         spare, ahead = self._fetcher.spare_processes, self._fetcher.batches_ahead
         waits = self._busy_s > 0 and self._waited_s > _MUCH * self._busy_s
         if waits and spare and not self._said_that_it_waits:
@@ -625,21 +639,21 @@ class DispatchLoader(Part):
             yield Claim(part_of(spans, begin, end))
             begin = end
 
-    def _replayed(self, spans: SampleRanges) -> list[Claim]:
-        """What this rank claimed of `spans`."""
+    def _replayed(self, spans: SampleRanges) -> Iterator[Claim]:
+        """What this rank claimed of `spans`. Raises `ConfigError` if no rank has."""
         assert self._replay is not None
-        recorded = self._replay.mega_batches.get(self._name)
-        if recorded is None:
+        recorded = self._replay.mega_batches.get(self._name, {"claims": []})
+        claims = [
+            [claim for claim in _claims_of(each) if not without(claim.spans[:1], spans)]
+            for each in recorded["claims"]
+        ]
+        if not any(claims):
             raise ConfigError(
-                f"the recording ends before mega-batch {self._name} (epoch/number); train for less,"
-                " or without it"
+                f"the recording ends before mega-batch {self._name} (epoch/number), or within it;"
+                " train for less, or without it"
             )
         self._policy.batch_sizes = tuple(recorded["batch_sizes"])
-        claims = [
-            Claim(tuple(SampleRange(*span) for span in spans))
-            for spans in recorded["claims"][self._rank]
-        ]
-        return [claim for claim in claims if not without(claim.spans[:1], spans)]
+        yield from claims[self._rank]
 
     def _indices(self, claim: Claim) -> list[int]:
         if self._order is None or self._order[0] != self.epoch:
@@ -666,10 +680,17 @@ class DispatchLoader(Part):
         """What this rank's model has seen of the mega-batch under way. A claim counts once its
         optimizer step was taken.
         """
-        claims = [[list(span) for span in claim.spans] for claim in self._computed]
+        claims = _spans_of(self._computed)
         place: dict[str, Any] = {"epoch": self.epoch, "mega_batch": self.mega_batch}
         if self._merged:
             place["merged"] = [list(span) for span in self._merged]
+        if self._retry:
+            place["retry"] = self._retry
+        if self._earlier_shares:
+            place["earlier_shares"] = [
+                {**asdict(share), "claims": _spans_of(share.claims)}
+                for share in self._earlier_shares.values()
+            ]
         return {
             "local": {**place, "claims": claims, "updates": self._updates, "busy_s": self._busy_s}
         }
@@ -681,18 +702,37 @@ class DispatchLoader(Part):
             raise CheckpointError("the state lacks 'mega_batch'; it was saved by another loader")
         self.epoch, self.mega_batch = int(saved["epoch"]), int(saved["mega_batch"])
         self._merged = tuple(SampleRange(*span) for span in saved.get("merged", ()))
-        self._computed = [
-            Claim(tuple(SampleRange(*span) for span in spans)) for spans in saved["claims"]
-        ]
+        self._retry = int(saved.get("retry", 0))
+        self._computed = _claims_of(saved["claims"])
+        self._earlier_shares = {
+            share["rank"]: MegaBatchShare(**{**share, "claims": tuple(_claims_of(share["claims"]))})
+            for share in saved.get("earlier_shares", ())
+        }
         self._updates, self._busy_s = int(saved["updates"]), float(saved["busy_s"])
         self._handed_out, self._asked_at_s, self._waited_s = [], None, 0.0
-        self._open_round, self._earlier_shares, self._batches = None, {}, None
+        if self.recording is not None and tuple(sorted(self._earlier_shares)) == self._policy.ranks:
+            earlier = [self._earlier_shares[rank] for rank in self._policy.ranks]
+            self.recording.mega_batches[self._name] = {
+                "batch_sizes": [share.batch_size for share in earlier],
+                "claims": [_spans_of(share.claims) for share in earlier],
+            }
+        self._open_round, self._batches = None, None
         self._ahead.clear()
 
     @override
     def close(self) -> None:
         self._batches = None
         self._fetcher.close()
+
+
+def _spans_of(claims: Iterable[Claim]) -> list[list[list[int]]]:
+    """Claims, as JSON."""
+    return [[list(span) for span in claim.spans] for claim in claims]
+
+
+def _claims_of(spans: Iterable[Iterable[Iterable[int]]]) -> list[Claim]:
+    """Inverse of `_spans_of`."""
+    return [Claim(tuple(SampleRange(*span) for span in claim)) for claim in spans]
 
 
 _MUCH = 0.25

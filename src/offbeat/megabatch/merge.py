@@ -44,7 +44,12 @@ from offbeat.megabatch.touched_rows import TouchedRows, rows_are_cheaper
 from offbeat.membership.agreement import Generation
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 from offbeat.weights.model_weights import ModelWeights, require_finite
-from offbeat.weights.optimizer_state import OptimizerStates
+from offbeat.weights.optimizer_state import (
+    OptimizerStates,
+    names_of_merged,
+    packed,
+    shares_of_states,
+)
 from offbeat.weights.staging import Staging
 
 Weigh: TypeAlias = Callable[[Sequence[MergeProposal]], Sequence[float]]
@@ -63,6 +68,8 @@ class ModelMean:
         rows: of the parameters of which only some rows are merged, and of their optimizer's states:
             which rows, by the tensor's position.
         whole: the tensors that `tensors` are, or are rows of, by position.
+        states: the optimizer's states among `whole`, by name, one a parameter.
+        shares: of states, as `shares_of_states`.
         counters: the largest that any member has counted in each integer buffer.
         weights: of each member's model in the mean, by position in the generation.
         joiner_state: what a member that is new needs besides the model; None elsewhere.
@@ -73,6 +80,8 @@ class ModelMean:
     tensors: Sequence[torch.Tensor]
     rows: Mapping[int, torch.Tensor]
     whole: Sequence[torch.Tensor]
+    states: Mapping[str, Sequence[torch.Tensor]]
+    shares: Mapping[str, Sequence[float]]
     counters: Counters
     weights: Sequence[float]
     joiner_state: Payload | None
@@ -288,7 +297,7 @@ class MergeProtocol:
             rows_known_since=None if is_new else self.rows.known_since,
             sparse=tuple(sorted(self.rows.sparse)),
             touched=tuple((number, int(rows.sum())) for number, rows in touched.items()),
-            states=() if self._states is None or kind != "merge" else self._states.names(),
+            states=packed(self._states.presence()) if self._states and kind == "merge" else (),
             payload=payload,
         )
         return _OwnProposal(proposal=proposal, model=model, layout=layout, touched=touched)
@@ -309,12 +318,16 @@ class MergeProtocol:
         whole: Sequence[torch.Tensor] = ()
         tensors: Sequence[torch.Tensor] = ()
         rows: dict[int, torch.Tensor] = {}
+        states: dict[str, list[torch.Tensor]] = {}
+        shares = shares_of_states(
+            [each.states for each in proposals], weights, num_parameters=len(self._parameters)
+        )
         if outcome.kind in ("merge", own.proposal.kind):
             if outcome.kind == "merge":
                 rows = yield from self._union_of_rows(outcome, own.touched, position)
             begin_s = time.perf_counter()
             whole = own.model.tensors()
-            names = sorted({name for each in proposals for name in each.states})
+            names = names_of_merged(shares)
             for name in names if outcome.kind == "merge" else ():
                 assert self._states is not None, "all ranks merge states, or none does"
                 # Of a state the same rows are merged as of its parameter.
@@ -323,7 +336,12 @@ class MergeProtocol:
                     for number, chosen in rows.items()
                     if number < len(self._parameters)
                 }
-                whole = [*whole, *self._states.tensors(name)]
+                # One that nobody with a weight has is left as it is.
+                states[name] = [
+                    state if share else torch.zeros_like(state)
+                    for state, share in zip(self._states.tensors(name), shares[name], strict=True)
+                ]
+                whole = [*whole, *states[name]]
             tensors = [
                 tensor.detach().index_select(0, rows[number]) if number in rows else tensor
                 for number, tensor in enumerate(whole)
@@ -338,6 +356,9 @@ class MergeProtocol:
         mean = yield from weighted_mean(
             position, weights, values, num_elements=num_elements, dtype=dtype
         )
+        if layout is not None and states:
+            first = len(whole) - sum(map(len, states.values()))
+            _weigh_again(mean, layout, [share for name in states for share in shares[name]], first)
         counters = no_counters()
         if outcome.reference.num_counters:
             counters = yield from _largest_counters(parties, own.model, position)
@@ -348,6 +369,8 @@ class MergeProtocol:
             tensors=tensors,
             rows=rows,
             whole=whole,
+            states=states,
+            shares=shares,
             counters=counters,
             weights=weights,
             joiner_state=joiner_state,
@@ -411,6 +434,8 @@ class MergeProtocol:
         mean.staging.write_(mean.values, mean.tensors)
         for number, rows in mean.rows.items():
             mean.whole[number].detach().index_copy_(0, rows, mean.tensors[number])
+        if self._states is not None:
+            self._states.take(mean.states, mean.shares)
         self._weights.write_counters(mean.counters)
         if self._momentum is not None:
             if mean.joiner_state is not None:
@@ -500,6 +525,25 @@ def hold_the_same(proposals: Sequence[MergeProposal]) -> bool:
         and 0 not in merged
         and not any(proposal.report.since_merge for proposal in knowing)
     )
+
+
+def _weigh_again(mean: Values, layout: Staging, shares: Sequence[float], first: int) -> None:
+    """Make of means over all members, in which missing tensors are zeros, those over the members
+    that have them.
+
+    Args:
+        mean: shape (num_elements,), laid out by `layout`.
+        layout: of the tensors.
+        shares: of each tensor from `first` on: which part of the weights has it, in [0, 1].
+        first: position of a tensor.
+    """
+    positions: dict[float, set[int]] = {}
+    for position, share in enumerate(shares, start=first):
+        if 0 < share < 1:
+            positions.setdefault(share, set()).add(position)
+    for share, chosen in positions.items():
+        for span in layout.spans(chosen):
+            mean[span] /= share
 
 
 def _largest_counters(

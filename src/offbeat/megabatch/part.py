@@ -188,7 +188,7 @@ class MegaBatchPart(DispatchPolicy):
         self._num_claimed = 0
         self._has_loader = self._has_finished = False
         self._num_steps = self._merged_at_step = 0
-        self._pace = Pace()
+        self._pace, self._missed_rounds = Pace(), False
         self._binding: Mapping[int, str] = {}
         self._said_that_rates_differ = False
         self._momentum = (
@@ -287,10 +287,15 @@ class MegaBatchPart(DispatchPolicy):
             and not self._learning_rate.is_linear
             and len(self.ranks) > 1
         ):
+            why = (
+                f", since {type(self._optimizer).__name__} takes shorter steps with a rank's own"
+                " gradients; rate_scaling='linear' leaves that out"
+                if self._plan.rate_scaling == "auto"
+                else ", as rate_scaling='sqrt' says"
+            )
             self._notify(
                 f"learning rates are those of S-SGD times sqrt({len(self.ranks)} ranks x batch /"
-                f" {self._plan.base}), since {type(self._optimizer).__name__} takes shorter steps"
-                " with a rank's own gradients; rate_scaling='linear' leaves that out"
+                f" {self._plan.base}){why}"
             )
         self._memory_limit = limits[self._rank]
         bounds = [self._bounds(limits.get(rank)) for rank in self.ranks]
@@ -324,7 +329,7 @@ class MegaBatchPart(DispatchPolicy):
 
     @override
     def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
-        if claim_round.retry == 0:
+        if claim_round.retry == 0 and not self._missed_rounds:
             self._pace = self._pace.plus(share)
         with torch.no_grad():
             merged = self._merge(share, claim_round)
@@ -451,14 +456,19 @@ class MegaBatchPart(DispatchPolicy):
         )
         self.ranks = tuple(proposal.rank for proposal in staying)
         self._compare_learning_rates(staying)
-        if claim_round is None or (claim_round.retry == 0 and not claim_round.later):
+        ends = claim_round is None or (claim_round.retry == 0 and not claim_round.later)
+        if ends:
             self._resize(staying)
-            self._pace = Pace()
         else:
             # What departed workers had claimed is given out again in small rounds, which say
             # nothing about speeds. Where models are merged within a mega-batch, all of it tells
             # more than one round.
             self.batch_sizes = tuple(proposal.report.share.batch_size for proposal in staying)
+        if ends or outcome.mine.is_new:
+            # One that comes in between the rounds of a mega-batch would look slow by the updates
+            # of those that are left. Rules leave the batch of a rank without updates as it is.
+            self._pace = Pace()
+            self._missed_rounds = claim_round is not None and bool(claim_round.later)
         if outcome.mine.is_new and not self._num_steps:
             self.start_step = self._num_steps = outcome.reference.report.num_steps
         self._merged_at_step = self._num_steps
@@ -525,7 +535,8 @@ class MegaBatchPart(DispatchPolicy):
             return
         # Where only ratios count, updates per second of computing say the same as updates do, and
         # are less coarse.
-        paces = [proposal.report.pace for proposal in proposals]
+        # What one that is new has done since is lost, or was in another run.
+        paces = [Pace() if each.is_new else each.report.pace for each in proposals]
         by_time = rule.only_ratios_count and all(pace.busy_s > 0 for pace in paces if pace.updates)
         updates = [
             pace.updates / pace.busy_s if by_time and pace.updates else pace.whole_updates
@@ -569,7 +580,12 @@ class MegaBatchPart(DispatchPolicy):
             "batch_sizes": list(self.batch_sizes),
         }
         momentum = {} if self._momentum is None else self._momentum.state()
-        return {"replicated": counts | momentum, "local": self._weights.counter_state()}
+        pace = {
+            "updates": self._pace.updates,
+            "busy_s": self._pace.busy_s,
+            "missed_rounds": self._missed_rounds,
+        }
+        return {"replicated": counts | momentum, "local": pace | self._weights.counter_state()}
 
     @override
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -580,14 +596,21 @@ class MegaBatchPart(DispatchPolicy):
             self._momentum.load(
                 {key: value for key, value in saved.items() if isinstance(value, torch.Tensor)}
             )
-        self._weights.load_counter_state(state.get("local", {}))
+        local = state.get("local", {})
+        self._weights.load_counter_state(local)
         self._protocol.num_merges = int(saved["num_merges"])
         self._protocol.rows.forget()  # The ranks' models may differ.
         self._num_steps = self._merged_at_step + int(saved["since_merge"])
         sizes = tuple(map(int, saved["batch_sizes"]))
-        # With another number of workers, sizes begin anew: other workers have other speeds.
+        self._pace, self._missed_rounds = Pace(), False
+        # With another number of workers, sizes begin anew: other workers have other speeds. Older
+        # checkpoints have no pace.
         if len(sizes) == len(self.batch_sizes):
             self.batch_sizes = sizes
+            self._pace = Pace(
+                updates=float(local.get("updates", 0.0)), busy_s=float(local.get("busy_s", 0.0))
+            )
+            self._missed_rounds = bool(local.get("missed_rounds", False))
         self._num_claimed = 0
 
     @override

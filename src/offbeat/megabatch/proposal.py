@@ -89,7 +89,8 @@ class MergeProposal:
             does not know.
         sparse: positions of the parameters whose gradient has been sparse there.
         touched: of each parameter that is compared: its position, and how many rows have changed.
-        states: names of its optimizer's states that are merged with the model.
+        states: of its optimizer, that are merged with the model: by name, which parameters have
+            them, as `packed` writes it.
         payload: what it tells its peers in "agree", as JSON; else empty.
     """
 
@@ -104,7 +105,7 @@ class MergeProposal:
     rows_known_since: int | None
     sparse: tuple[int, ...]
     touched: tuple[tuple[int, int], ...]
-    states: tuple[str, ...] = ()
+    states: tuple[tuple[str, str], ...] = ()
     payload: str = ""
 
     @property

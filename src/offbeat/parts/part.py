@@ -182,8 +182,7 @@ EVENTS = tuple(name for name in vars(Part) if name.startswith("on_"))
 class WrappedPart(Part):
     """A part that stands around another one and hands everything on to it.
 
-    A subclass overrides what it does differently. While `forwards_events` is False the inner part
-    gets no events, apart from the two that end a session.
+    A subclass overrides what it does differently.
 
     Args:
         inner: the part that is wrapped.
@@ -194,65 +193,49 @@ class WrappedPart(Part):
         self.averages_models = inner.averages_models
         self.averages_alone = inner.averages_alone
 
-    @property
-    def forwards_events(self) -> bool:
-        """Whether the inner part gets events at the moment."""
-        return True
-
     @override
     def on_batch_claimed(self, num_samples: int) -> None:
-        if self.forwards_events:
-            self.inner.on_batch_claimed(num_samples)
+        self.inner.on_batch_claimed(num_samples)
 
     @override
     def on_forward_begins(self, *, trains: bool) -> None:
-        if self.forwards_events:
-            self.inner.on_forward_begins(trains=trains)
+        self.inner.on_forward_begins(trains=trains)
 
     @override
     def on_backward_begins(self, *, synchronised: bool) -> None:
-        if self.forwards_events:
-            self.inner.on_backward_begins(synchronised=synchronised)
+        self.inner.on_backward_begins(synchronised=synchronised)
 
     @override
     def on_gradient_ready(self, index: int, *, synchronised: bool) -> None:
-        if self.forwards_events:
-            self.inner.on_gradient_ready(index, synchronised=synchronised)
+        self.inner.on_gradient_ready(index, synchronised=synchronised)
 
     @override
     def on_backward_done(self, *, synchronised: bool) -> None:
-        if self.forwards_events:
-            self.inner.on_backward_done(synchronised=synchronised)
+        self.inner.on_backward_done(synchronised=synchronised)
 
     @override
     def on_backward_failed(self) -> None:
-        if self.forwards_events:
-            self.inner.on_backward_failed()
+        self.inner.on_backward_failed()
 
     @override
     def on_join(self) -> None:
-        if self.forwards_events:
-            self.inner.on_join()
+        self.inner.on_join()
 
     @override
     def on_before_step(self) -> None:
-        if self.forwards_events:
-            self.inner.on_before_step()
+        self.inner.on_before_step()
 
     @override
     def on_closure(self) -> None:
-        if self.forwards_events:
-            self.inner.on_closure()
+        self.inner.on_closure()
 
     @override
     def on_before_update(self) -> None:
-        if self.forwards_events:
-            self.inner.on_before_update()
+        self.inner.on_before_update()
 
     @override
     def on_after_step(self) -> None:
-        if self.forwards_events:
-            self.inner.on_after_step()
+        self.inner.on_after_step()
 
     @override
     def on_finish(self) -> None:
@@ -288,7 +271,7 @@ class WrappedPart(Part):
 
     @override
     def clip_gradients(self, max_norm: float) -> float | None:
-        return self.inner.clip_gradients(max_norm) if self.forwards_events else None
+        return self.inner.clip_gradients(max_norm)
 
     @override
     def average_into(self, weights: ModelWeights) -> frozenset[int]:

@@ -124,6 +124,16 @@ def _method_of(name: str, recipe: Any) -> Method:
                 small_below=partial(_small_below, recipe),
                 carries_small=partial(_carries_small, recipe),
             )
+        case "ef21":
+            method = SparseGradients(
+                density=recipe.density,
+                collective="all_gather",
+                bucket_mib=recipe.bucket_mib,
+                values=recipe.codecs()[0],
+                indices=recipe.codecs()[1],
+                small_below=partial(_small_below, recipe),
+            )
+            method.extra_bytes = 3.0
         case "gtopk":
             union = recipe.apply == "union"
             method = SparseGradients(

@@ -133,6 +133,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
         run = self._run
         opened = self._open_record() if run is None else None
         if run is None and opened is None:
+            self._is_over = True  # nobody asked for a record
             return
         if run is not None and run.attached.model is not model:
             run.notices.append("the script trains several models; the record is that of the first")
@@ -183,7 +184,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
     def loss_seen(self, loss: torch.Tensor, scale: float) -> None:
         """`backward` is called on `loss`, which is `scale` times the script's."""
         self._begin_step()
-        if loss.numel() == 1:
+        if loss.numel() == 1 and not self._is_over:
             # Read when the step is over: a GPU would first have to end the forward pass here.
             self._losses_of_step.append(loss.detach().float() / scale)
         if self._run is not None and self._recorder is not None:
@@ -206,7 +207,7 @@ class ScriptRecorder(SessionObserver, ModelListener):
             return
         self._length.position.step += 1
         step = self._length.position.step
-        loss = float(sum(self._losses_of_step)) if self._losses_of_step else None
+        loss = math.fsum(map(float, self._losses_of_step)) if self._losses_of_step else None
         self._losses_seen = self._losses_seen or loss is not None
         recorder.step_done(loss=loss, batch_size=self._num_samples)
         if loss is not None:

@@ -242,11 +242,13 @@ def _end_forked(error: BaseException | None) -> NoReturn:
     status = 0
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if status and not isinstance(error.code, int):
+            sys.stderr.write(f"{error.code}\n")
     elif error is not None:
         status = 1
         sys.excepthook(type(error), error, error.__traceback__)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
+        with suppress(OSError, ValueError, AttributeError):  # the script may have closed it
             stream.flush()
     os._exit(status)
 

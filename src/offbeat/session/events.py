@@ -14,17 +14,17 @@ from offbeat.session.gradient_sync import GradientSync
 from offbeat.session.hooks import BackwardHooks
 from offbeat.session.step_watch import StepWatch
 
-Parameters = ParamSpec("Parameters")
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def _without_grad(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def _without_grad(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """As `torch.no_grad()` on a method, at no price where autograd records nothing anyway, as in
     most backward passes: there a method is called for each parameter.
     """
 
     @wraps(method)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not torch.is_grad_enabled():
             return method(*args, **kwargs)
         with torch.no_grad():

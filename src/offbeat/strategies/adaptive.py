@@ -64,8 +64,8 @@ class MegaBatchStrategy(AveragingStrategy):
         warmup: within a mega-batch models are merged more often at first: after one update of each
             rank, and after one more with every so many steps of all ranks (n batches each), >= 0;
             0: only after whole mega-batches.
-        optimizer_state: "averaged": momenta and second moments are merged with the weights, which
-            multiplies the bytes; "local": they stay the rank's own.
+        optimizer_state: "averaged": momenta, second moments and numbers of steps are merged with
+            the weights, which multiplies the bytes; "local": they stay the rank's own.
     """
 
     survives_death: ClassVar[bool] = True

@@ -188,7 +188,7 @@ class GTopK(SparseGradientStrategy):
             small, world_size = together(small=True), workspace.driver.world_size
             if not self.carries_small(parameters, world_size):
                 return cheapest.costs_s(small, 1)["dense"] if small.num_elements else 0.0
-            num_bytes = small.num_elements * small.element_bytes
+            num_bytes = small.num_elements * max(4, small.element_bytes)  # at least float32
             return cheapest.network.messages.time_s(
                 num_messages=0, num_bytes=(world_size - 1) * num_bytes
             )

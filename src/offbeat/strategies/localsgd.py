@@ -111,8 +111,8 @@ class LocalSGD(AveragingStrategy):
             `offbeat.Outer(lr=..., momentum=..., nesterov=...)`, or any callable that makes an
             optimizer of the parameters it is given, such as
             `functools.partial(torch.optim.Adam, lr=1e-3)`; None takes the mean as it is.
-        optimizer_state: "averaged": momentum and second moments are averaged with the weights,
-            which multiplies the bytes; "local": they stay the rank's own.
+        optimizer_state: "averaged": momentum, second moments and numbers of steps are averaged with
+            the weights, which multiplies the bytes; "local": they stay the rank's own.
     """
 
     name: ClassVar[str] = "localsgd"

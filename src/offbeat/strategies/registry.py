@@ -87,6 +87,13 @@ REGISTRY: Final = StrategyRegistry(
         summary="Global top-k: only the k largest entries of the whole cluster's gradient",
     ),
     StrategyEntry(
+        name="ef21",
+        class_name="EF21",
+        module="offbeat.strategies.ef21",
+        paper="arXiv 2106.05203",
+        summary="Gradients estimated from their largest changes, which are all that travels",
+    ),
+    StrategyEntry(
         name="localsgd",
         class_name="LocalSGD",
         module="offbeat.strategies.localsgd",

@@ -63,6 +63,9 @@ AT_ONCE_BELOW: Final = 0.15
 waits for 1 / density exchanges, and momentum is usually spread over ten.
 """
 
+SCALED_BELOW: Final = 0.15
+"""The density below which the scaling of Adam is taken over."""
+
 MOMENTUM_RULES: Final = ("auto", "at_once", "masked", "spread")
 
 SMALL: Final = 1024
@@ -97,14 +100,15 @@ class SparseGradientStrategy(GradientStrategy):
         momentum_correction: DGC's momentum (arXiv 1712.01887, section 3.1): momentum is applied
             before selection. "auto" takes over that of `torch.optim.SGD`, Nesterov's too, and with
             it weight decay, until the session ends, and the scaling of Adam and AdamW at densities
-            below 0.15, where the loop leaves gradients alone; a number in [0, 1) needs an optimizer
-            without momentum; None leaves all to the optimizer.
+            below 0.15 (with density="auto", which is at most 0.02 then), where the loop leaves
+            gradients alone; a number in [0, 1) needs an optimizer without momentum; None leaves all
+            to the optimizer.
         momentum_rule: how momentum that is applied before selection moves an entry. "spread": over
             the steps that follow, as SGD's; "masked": likewise, until the entry is sent, when its
             velocity becomes 0 (DGC's factor masking); "at_once": all of a gradient's momentum with
             the gradient, as gradient / (1 - momentum); "auto": at once in exchanges of less than
-            0.15 of the entries, where most wait for longer than momentum lasts, else spread. Where
-            everything is sent momentum is always spread.
+            0.15 of the entries, where most wait for longer than momentum lasts, else spread. In
+            exchanges of everything momentum is always spread.
         warmup: densities of the first exchanges, if larger than the later one: pairs of a density
             and a number of exchanges, such as ((1.0, 80), (0.25, 40)) or "1.0x80+0.25x40", where a
             density of 1 sends everything as `AllReduce` does; or "paper" (0.25, 0.0725, 0.015,
@@ -182,28 +186,8 @@ class SparseGradientStrategy(GradientStrategy):
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().check(model, optimizer)
-        odd = next(
-            (
-                name
-                for name, p in model.named_parameters()
-                if p.requires_grad and not p.is_floating_point()
-            ),
-            None,
-        )
-        if odd is not None:
-            raise UnsupportedError(
-                f"parameter {odd!r} is not real-valued, and the largest entries are selected among"
-                " real numbers only; train its real and imaginary parts as two parameters, or use"
-                " offbeat.AllReduce()"
-            )
-        momenta = [group.get("momentum", 0) for group in optimizer.param_groups]
-        if isinstance(self.momentum_correction, float | int) and any(momenta):
-            raise ConfigError(
-                f"momentum_correction={self.momentum_correction} applies momentum before selection,"
-                f" but the optimizer has momentum={max(momenta)} of its own, so it would count"
-                " twice; pass momentum_correction='auto', which takes the optimizer's over, or"
-                " build the optimizer with momentum=0 (a task of the lab: --set momentum=0)"
-            )
+        require_real(model)
+        require_one_momentum(self.momentum_correction, optimizer)
 
     def codecs(self) -> tuple[ValueCodec, IndexCodec]:
         """How values and indices travel. Raises `ConfigError` for options that name none."""
@@ -226,18 +210,15 @@ class SparseGradientStrategy(GradientStrategy):
 
     def small_below(self, parameters: Collection[torch.nn.Parameter]) -> int:
         """Parameters of fewer elements are sent whole, if `parameters` are all."""
-        if self.dense_below != "auto":
-            return self.dense_below
-        sizes = [parameter.numel() for parameter in parameters]
         share = SMALL_SHARE_OF_ALL if self.density == "auto" else SMALL_SHARE * self.density
-        is_little = sum(size for size in sizes if size < SMALL) <= share * sum(sizes)
-        return SMALL if is_little else 0
+        return whole_below(self.dense_below, share, parameters)
 
     def carries_small(self, parameters: Collection[torch.nn.Parameter], world_size: int) -> bool:
         """Whether small parameters travel in the messages of the others; `parameters`: all."""
         below = self.small_below(parameters)
         small = [parameter for parameter in parameters if parameter.numel() < below]
-        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in small)
+        # Half precision travels whole in float32.
+        num_bytes = sum(parameter.numel() * max(4, parameter.element_size()) for parameter in small)
         return (
             0 < len(small) < len(parameters)
             and len({(each.dtype, each.device) for each in parameters}) == 1
@@ -293,9 +274,6 @@ class SparseGradientStrategy(GradientStrategy):
         counts: ExchangeCounts,
     ) -> list[Part]:
         """The parts that go with what was taken over, or with what was left."""
-        if taken is None:
-            is_adam = type(workspace.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-            return [LeftScaling()] if is_adam else []
         if isinstance(taken, OptimizerScaling):
             exchange.add_listener(taken.listener)
             return [
@@ -304,10 +282,13 @@ class SparseGradientStrategy(GradientStrategy):
                 ),
                 taken,
             ]
-        if workspace.has_scaler:  # which changes gradients itself
-            return []
+        if taken is None or workspace.has_scaler:  # which changes gradients itself
+            return [LeftScaling()]
         warn = partial(workspace.warn, CHANGED_MOMENTUM)
-        return [ChangedGradients(exchange.buckets, counts=counts, when_changed=warn)]
+        return [
+            ChangedGradients(exchange.buckets, counts=counts, when_changed=warn),
+            LeftScaling(),
+        ]
 
     def _taken_over(
         self, workspace: Workspace, counts: ExchangeCounts
@@ -322,7 +303,7 @@ class SparseGradientStrategy(GradientStrategy):
         if not any(group.get("momentum") or group.get("betas") for group in groups):
             return None
         reason = reason_against(optimizer, has_scaler=workspace.has_scaler)
-        if reason is None and self.density != "auto" and self.density >= AT_ONCE_BELOW:
+        if reason is None and self.density != "auto" and self.density >= SCALED_BELOW:
             reason = f"at a density of {self.density:g} that would be less accurate"
         if reason is None:
             return OptimizerScaling(
@@ -374,7 +355,8 @@ class SparseGradientStrategy(GradientStrategy):
         buckets = make_buckets(workspace.parameters, cap_bytes=cap_bytes, small_below=small_below)
         small = piggyback = None
         if self.carries_small(workspace.parameters.values(), workspace.driver.world_size):
-            # The small ones stand before the last of the others, in whose messages they travel.
+            # The small ones stand before the last of the others, in whose messages they travel, and
+            # which is launched after them.
             (small,) = (each for each in buckets if each.parameters[0].numel() < small_below)
             buckets.remove(small)
             buckets.insert(-1, small)
@@ -497,18 +479,80 @@ class SparseGradientStrategy(GradientStrategy):
         return selector
 
     def _wire(self, bucket: Bucket, carries: PiggybackSize = PiggybackSize()) -> Wire:
-        # Half-precision gradients are selected, owed and merged in float32.
-        double = bucket.flat.dtype == torch.float64
-        dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
         values, indices = self.codecs()
-        return Wire(
-            num_elements=bucket.num_elements,
-            num_parameters=len(bucket.indices) + carries.num_parameters,
-            dtype=dtype,
-            num_whole=carries.num_elements,
-            values=values.suited_to(dtype),
-            indices=indices,
+        return wire_of(bucket, values, indices, carries)
+
+
+def require_real(model: torch.nn.Module) -> None:
+    """Raise `UnsupportedError` where parameters that train are complex."""
+    odd = next(
+        (
+            name
+            for name, p in model.named_parameters()
+            if p.requires_grad and not p.is_floating_point()
+        ),
+        None,
+    )
+    if odd is not None:
+        raise UnsupportedError(
+            f"parameter {odd!r} is not real-valued, and the largest entries are selected among"
+            " real numbers only; train its real and imaginary parts as two parameters, or use"
+            " offbeat.AllReduce()"
         )
+
+
+def require_one_momentum(
+    momentum_correction: float | str | None, optimizer: torch.optim.Optimizer
+) -> None:
+    """Raise `ConfigError` where a number is given and the optimizer has momentum, too."""
+    momenta = [group.get("momentum", 0) for group in optimizer.param_groups]
+    if isinstance(momentum_correction, float | int) and any(momenta):
+        raise ConfigError(
+            f"momentum_correction={momentum_correction} applies momentum before selection,"
+            f" but the optimizer has momentum={max(momenta)} of its own, so it would count"
+            " twice; pass momentum_correction='auto', which takes the optimizer's over, or"
+            " build the optimizer with momentum=0 (a task of the lab: --set momentum=0)"
+        )
+
+
+def whole_below(
+    dense_below: int | Literal["auto"], share: float, parameters: Collection[torch.nn.Parameter]
+) -> int:
+    """Parameters of fewer elements are sent whole: so many, or, if that is "auto", small ones
+    unless they have more than `share` of all elements.
+    """
+    if dense_below != "auto":
+        return dense_below
+    sizes = [parameter.numel() for parameter in parameters]
+    is_little = sum(size for size in sizes if size < SMALL) <= share * sum(sizes)
+    return SMALL if is_little else 0
+
+
+def wire_of(
+    bucket: Bucket,
+    values: ValueCodec,
+    indices: IndexCodec,
+    carries: PiggybackSize = PiggybackSize(),
+) -> Wire:
+    """Layout of the messages of a bucket, and of what they carry besides.
+
+    Args:
+        bucket: with real gradients.
+        values: how values travel.
+        indices: how indices travel.
+        carries: the size of the bucket that travels in the same messages.
+    """
+    # Half-precision gradients are selected, owed and merged in float32.
+    double = bucket.flat.dtype == torch.float64
+    dtype: np.dtype[np.floating] = np.dtype(np.float64 if double else np.float32)
+    return Wire(
+        num_elements=bucket.num_elements,
+        num_parameters=len(bucket.indices) + carries.num_parameters,
+        dtype=dtype,
+        num_whole=carries.num_elements,
+        values=values.suited_to(dtype),
+        indices=indices,
+    )
 
 
 def _while_rising(

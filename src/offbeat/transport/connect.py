@@ -153,14 +153,14 @@ def connect(group: dist.ProcessGroup | None = None, *, cuda: bool = False) -> Co
     rendezvous = Rendezvous(store, rank, ranks, lost=lost)
     try:
         address, limit_s, cipher = listen_address(), silence_s(), cipher_from_environment()
-        presence = Presence(address)
+        check_listening(address)
+        presence = Presence(address) if world_size > 1 else None
     except ConfigError as refusal:
         # The others would wait for this rank.
         rendezvous.refuse(refusal)
         raise
     given = os.environ.get(SECRET_VARIABLE, "").encode()
-    if world_size == 1:
-        presence.close()
+    if presence is None:
         network = create_network(
             store,
             token=secrets.token_hex(8),

@@ -8,7 +8,7 @@ half precision is rounded once, at the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -265,12 +265,13 @@ class Pack:
 
 
 def average_(
-    tensors: Sequence[torch.Tensor | None],
+    tensors: Sequence[torch.Tensor],
     like: Sequence[torch.Tensor],
     *,
     driver: Driver,
     stream: Stream,
     weight: float,
+    absent: Collection[int] = (),
 ) -> float:
     """Replace each tensor by its weighted mean over the ranks that have it, in place. Collective.
 
@@ -278,12 +279,12 @@ def average_(
     order on all ranks.
 
     Args:
-        tensors: by position; None where this rank has none, which then counts for nothing and stays
-            None.
+        tensors: by position.
         like: tensors of the same shapes and types, the same on all ranks.
         driver: carries the sums out.
         stream: of channels.
         weight: this rank's, >= 0.
+        absent: positions of tensors that count for nothing here, and take the others' mean.
 
     Returns:
         Seconds spent on laying vectors out and writing results, without the waiting.
@@ -298,7 +299,7 @@ def average_(
     require_finite(vectors, rank=driver.rank)
     sums = []
     for piece, vector in zip(pack.pieces, vectors, strict=True):
-        weights = [0.0 if tensors[position] is None else weight for position in piece.positions]
+        weights = [0.0 if position in absent else weight for position in piece.positions]
         vector.mul_(weight)[-len(weights) :] = vector.new_tensor(weights)
         sums.append(driver.launch(dense_all_reduce(vector), stream.next()))
     encode_s = time.perf_counter() - begin_s
@@ -309,8 +310,8 @@ def average_(
         for position, divisor in zip(
             piece.positions, total[-len(piece.positions) :].tolist(), strict=True
         ):
-            if (tensor := tensors[position]) is not None:
-                _real(tensor).copy_(views[position].div_(divisor))
+            if divisor:
+                _real(tensors[position]).copy_(views[position].div_(divisor))
     return encode_s + time.perf_counter() - begin_s
 
 

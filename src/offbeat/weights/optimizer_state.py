@@ -4,11 +4,13 @@ momenta alone, as tensors that a background average takes along.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from offbeat.collectives.dense import gather_values
 from offbeat.errors import ConfigError
@@ -17,7 +19,9 @@ from offbeat.transport.operations import Collective
 from offbeat.weights.model_weights import average_
 
 Presence = dict[str, list[bool]]
-"""By name of a state such as "momentum_buffer": which parameters have it, in the model's order."""
+"""By name of a state such as "momentum_buffer": which parameters have it, in the model's order, by
+name ascending.
+"""
 
 _MOMENTUM_BY_OPTION = {"momentum": "momentum_buffer", "betas": "exp_avg"}
 """By the option which says that an optimizer has a momentum: what it calls it in its state."""
@@ -31,11 +35,11 @@ def average_optimizer_state_(
     stream: Stream,
     weight: float,
 ) -> float:
-    """Replace every state of a parameter's own shape and a real type by its weighted mean over the
-    ranks that have it.
+    """Replace the states of every parameter, as far as `OptimizerStates` has them, by their
+    weighted means over the ranks that have them. Collective.
 
-    A rank on which a parameter never had a gradient has no state for it: it has no weight and gets
-    no state. Step counters and states of other shapes stay local. Collective.
+    A rank on which a parameter never had a gradient has no state for it, and no weight; it is given
+    the mean.
 
     Args:
         optimizer: this rank's.
@@ -51,40 +55,43 @@ def average_optimizer_state_(
         NonFiniteError: as `average_`.
     """
     tensors = list(parameters.values())
-    states = [shaped_state(optimizer, parameter) for parameter in tensors]
-    mine: Presence = {
-        key: [key in state for state in states]
-        for key in sorted({key for state in states for key in state})
-    }
+    states = OptimizerStates(optimizer, tensors)
+    mine = states.presence()
     somewhere = driver.run(_union(mine, len(tensors)), stream.next())
-    places = [(key, i) for key, have in somewhere.items() for i in np.flatnonzero(have).tolist()]
-    return average_(
-        [states[i].get(key) for key, i in places],
-        [tensors[i] for _, i in places],
+    merged = {name: states.tensors(name) for name in names_of_merged(somewhere)}
+    places = [(name, i) for name in merged for i in np.flatnonzero(somewhere[name]).tolist()]
+    here = [merged[name][i] for name, i in places]
+    encode_s = average_(
+        here,
+        # A state may have another type than its parameter, which a rank without it cannot know.
+        [tensors[i] if state.dim() else state for (_, i), state in zip(places, here, strict=True)],
         driver=driver,
         stream=stream,
         weight=weight,
+        absent={
+            place for place, (name, i) in enumerate(places) if name not in mine or not mine[name][i]
+        },
     )
+    states.take(merged, somewhere)
+    return encode_s
 
 
-def shaped_state(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """The states of the parameter's own shape and a real type."""
-    return {
-        key: value
-        for key, value in dense_state(optimizer, parameter).items()
-        if isinstance(value, torch.Tensor)
-        and value.shape == parameter.shape
-        and value.is_floating_point()
-        and value.dim()
-    }
+_OTHER = ":other"
+"""In the place of a name: the parameter has a state that is not merged. The name of a single number
+ends in ":tensor", ":int" or ":float", which is what it is kept as.
+"""
 
 
 class OptimizerStates:
-    """The states of an optimizer that have their parameter's shape, as tensors that are merged
-    beside the model. One that a rank does not have yet counts as zeros, which is with what all
-    optimizers of torch begin, but for Adagrad with an `initial_accumulator_value`.
+    """The states of an optimizer as tensors that are merged beside the model: those that have their
+    parameter's shape, and single numbers, such as the number of steps by which Adam corrects its
+    moments. Each is merged over the ranks that have it, and a rank without it is given the mean.
+
+    A number of steps is merged because the moments are: a rank that counted on with its own would
+    correct its peers' moments by it, and take steps of a wrong length. It is rounded.
+
+    States of other shapes stay local, as Adafactor's do. Of a parameter that has one, a rank
+    without states is given none, since its optimizer could not go on with some of them.
 
     Args:
         optimizer: the user's.
@@ -97,20 +104,150 @@ class OptimizerStates:
         self._optimizer = optimizer
         self._parameters = parameters
 
-    def names(self) -> tuple[str, ...]:
-        """Of the states that any parameter has, ascending."""
-        found = {name for each in self._parameters for name in shaped_state(self._optimizer, each)}
-        return tuple(sorted(found))
+    def presence(self) -> Presence:
+        """Which parameters have which states."""
+        found = [_names(self._optimizer, parameter) for parameter in self._parameters]
+        names = sorted({name for each in found for name in each})
+        return {name: [name in each for each in found] for name in names}
 
     def tensors(self, name: str) -> list[torch.Tensor]:
-        """One tensor a parameter: its state of this name. Zeros that nobody reads afterwards, where
-        it has none.
+        """One tensor a parameter: its state of this name, or a copy of a single number, of shape
+        (). Zeros where it has none.
         """
-        states = [shaped_state(self._optimizer, each).get(name) for each in self._parameters]
-        return [
-            torch.zeros_like(parameter.detach()) if state is None else state
-            for parameter, state in zip(self._parameters, states, strict=True)
-        ]
+        key, _, kind = name.partition(":")
+        found: list[torch.Tensor] = []
+        for parameter in self._parameters:
+            value: Any = dense_state(self._optimizer, parameter).get(key)
+            has = _name(parameter, key, value) == name
+            if kind:
+                found.append(_number(float(value) if has else 0.0, parameter))
+            else:
+                found.append(value if has else torch.zeros_like(parameter.detach()))
+        return found
+
+    def take(
+        self, merged: Mapping[str, Sequence[torch.Tensor]], shares: Mapping[str, Sequence[float]]
+    ) -> None:
+        """Take merged states over. Where a parameter had one of its shape, it was merged in place.
+
+        Args:
+            merged: the means, as `tensors`, by name. They become this optimizer's.
+            shares: by name, for each parameter: above 0 where a rank had the state.
+        """
+        groups = self._optimizer.param_groups
+        options = {parameter: group for group in groups for parameter in group["params"]}
+        for number, parameter in enumerate(self._parameters):
+            given = {
+                name: tensors[number] for name, tensors in merged.items() if shares[name][number]
+            }
+            state = self._optimizer.state.get(parameter, {})
+            has_none = all(value is None for value in state.values())
+            if not given or (has_none and _OTHER in shares and shares[_OTHER][number]):
+                continue
+            if has_none:
+                state = self._optimizer.state[parameter]
+            for name, mean in given.items():
+                key, _, kind = name.partition(":")
+                if kind and (has_none or key in state):
+                    before = state.get(key)
+                    is_whole = key == "step" or kind == "int" or _is_integer(before)
+                    value = round(mean.item()) if is_whole else mean.item()
+                    if isinstance(before, torch.Tensor):
+                        before.fill_(value)
+                    elif kind == "tensor":
+                        state[key] = _new_number(key, value, parameter, options.get(parameter, {}))
+                    else:
+                        state[key] = value
+                elif has_none:
+                    state[key] = mean
+
+
+def _names(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> set[str]:
+    """Of the states of `parameter`. Where one is not merged, no single number is either, since it
+    may count what the other one holds.
+    """
+    state = dense_state(optimizer, parameter)
+    found = {_name(parameter, key, value) for key, value in state.items() if value is not None}
+    return {name for name in found if ":" not in name} | {_OTHER} if _OTHER in found else found
+
+
+def _name(parameter: torch.Tensor, key: str, value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        if value.dim() and value.shape == parameter.shape and value.is_floating_point():
+            return key
+        is_single = not value.dim() and not value.is_complex() and value.dtype != torch.bool
+    else:
+        is_single = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_single or not math.isfinite(value):  # type: ignore[arg-type]  # it is a number
+        return _OTHER
+    if isinstance(value, torch.Tensor):
+        return f"{key}:tensor"
+    return f"{key}:int" if isinstance(value, int) else f"{key}:float"
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
+
+
+def _number(value: float, parameter: torch.Tensor) -> torch.Tensor:
+    """As wide as the parameter is when it travels, and on its device, so that they travel alike."""
+    wide = parameter.dtype in (torch.float64, torch.complex128)
+    dtype = torch.float64 if wide else torch.float32
+    return torch.tensor(value, dtype=dtype, device=parameter.device)
+
+
+def _new_number(
+    key: str, value: float, parameter: torch.Tensor, options: Mapping[str, Any]
+) -> torch.Tensor:
+    """As the optimizers of torch make theirs."""
+    if key != "step" and not parameter.dim():
+        return torch.full_like(parameter.detach(), value)  # It has its parameter's shape too.
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    is_on_device = options.get("capturable") or options.get("fused")
+    return torch.tensor(
+        value,
+        dtype=torch.float32 if options.get("fused") else dtype,
+        device=parameter.device if is_on_device else None,
+    )
+
+
+def names_of_merged(shares: Mapping[str, Sequence[float]]) -> list[str]:
+    """Of the states that are merged, ascending."""
+    return sorted(shares.keys() - {_OTHER})
+
+
+def shares_of_states(
+    present: Sequence[Sequence[tuple[str, str]]], weights: Sequence[float], *, num_parameters: int
+) -> dict[str, list[float]]:
+    """By name of a state, for each parameter: which part of all weights the ranks have that have
+    the state, in [0, 1]; exactly 1 where all ranks with a weight have it.
+
+    Args:
+        present: of each rank, `packed(OptimizerStates.presence())`.
+        weights: of each rank, >= 0, not all zero.
+        num_parameters: of the model.
+    """
+    everywhere = np.zeros(num_parameters)
+    found: dict[str, NDArray[np.float64]] = {}
+    # Added in the same order, so that what is equal is so to the bit.
+    for states, weight in zip(present, weights, strict=True):
+        everywhere += weight
+        found |= {name: np.zeros(num_parameters) for name, _ in states if name not in found}
+        for name, total in found.items():
+            total += weight * _unpacked(dict(states).get(name, ""), num_parameters)
+    return {name: (total / everywhere).tolist() for name, total in sorted(found.items())}
+
+
+def packed(presence: Presence) -> tuple[tuple[str, str], ...]:
+    """For a message: by name, ascending, the bits as hexadecimal digits."""
+    return tuple((name, np.packbits(have).tobytes().hex()) for name, have in presence.items())
+
+
+def _unpacked(digits: str, count: int) -> NDArray[np.bool_]:
+    if not digits:
+        return np.zeros(count, np.bool_)  # of nothing, numpy would unpack whatever is in memory
+    raw = np.frombuffer(bytes.fromhex(digits), dtype=np.uint8)
+    return np.unpackbits(raw, count=count).astype(np.bool_)
 
 
 def dense_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
@@ -129,16 +266,13 @@ def dense_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Ma
 
 def _union(mine: Presence, num_parameters: int) -> Collective[Presence]:
     """What any rank has, with names in the same order on all of them."""
-    packed = {key: np.packbits(have).tobytes().hex() for key, have in mine.items()}
-    answers = yield from gather_values(packed)
-    union: Presence = {}
-    for key in sorted({key for answer in answers for key in answer}):
-        bits = np.zeros(num_parameters, dtype=np.bool_)
-        for answer in answers:
-            raw = np.frombuffer(bytes.fromhex(answer.get(key, "")), dtype=np.uint8)
-            bits |= np.unpackbits(raw, count=num_parameters).astype(np.bool_)
-        union[key] = bits.tolist()
-    return union
+    answers = yield from gather_values(dict(packed(mine)))
+    return {
+        name: np.logical_or.reduce(
+            [_unpacked(answer.get(name, ""), num_parameters) for answer in answers]
+        ).tolist()
+        for name in sorted({name for answer in answers for name in answer})
+    }
 
 
 _DIVIDING = ("adam", "adagrad", "rmsprop")

@@ -449,6 +449,24 @@ def test_factors_that_were_whole_in_a_checkpoint_are_cut(attached: Attach, max_d
         old[2].load_state_dict(straight.state_dict())
 
 
+@pytest.mark.parametrize("rows", [(6, 3), (3, 6), (3, 2)])
+def test_factors_in_other_pieces_are_refused_and_change_nothing(
+    attached: Attach, rows: tuple[int, int]
+) -> None:
+    """A piece is no whole factor, though it may have the size of one."""
+    old, new = (attached(offbeat.SPDKFAC(max_dim=most)) for most in rows)
+    train(old[0], old[1], range(2))
+    with pytest.raises(CheckpointError, match="with the same max_dim"):
+        new[2].load_state_dict(old[2].state_dict())
+    fresh = attached(offbeat.SPDKFAC(max_dim=rows[1]))
+    for mine, untouched in zip(
+        part_of(new[2]).accumulator.factors.values(),
+        part_of(fresh[2]).accumulator.factors.values(),
+        strict=True,
+    ):
+        assert torch.equal(mine.weighted_sum, untouched.weighted_sum)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_kept_is_half_of_the_squares_and_of_their_diagonals(
     attached: Attach, kind: type[KFACStrategy]

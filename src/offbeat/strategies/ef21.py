@@ -1,0 +1,247 @@
+"""EF21: each rank's gradient is estimated from the changes that it sends, the k largest in each
+step (Richtarik, Sokolov and Fatkhullin, arXiv 2106.05203, algorithm 2; with momentum EF21-SGDM,
+Fatkhullin, Tyurin and Richtarik, arXiv 2305.15155, algorithm 1).
+
+    rank i:    c_i = the k largest of (gradient - g_i);  g_i += c_i
+    everyone:  g  += mean of all c_i                     so g is always the mean of all g_i
+    gradient = g
+
+With momentum v_i = momentum v_i + gradient takes the gradient's place.
+
+Error feedback adds up what it does not send, and applies all of it in the end, late. EF21 forgets
+it: what has not been sent when the gradient changes is never sent. Its theory needs no bound on
+gradients, and where they change little from step to step, with large batches, g comes as close to
+the gradient as one likes. With small batches the noise of old batches stays in g for as long as
+their entries wait, and momentum averages it out before it is sent.
+
+Cost per step: as of Top-k, ceil(log2 P) messages, (P-1) k pairs sent by each rank; local: one pass
+over gradient and estimate (12 bytes a parameter), one to write the result. Memory: two buffers more
+than the gradient's, four with momentum.
+
+Differences from the papers:
+- g_i begins at 0, not at the compressed first gradient or at the mean of a large batch;
+- the momentum is SGD's, v = momentum v + gradient, which is 1 / eta times EF21-SGDM's
+  v = (1 - eta) v + eta gradient with eta = 1 - momentum: at eta times the learning rate both are
+  the same. By default it is the optimizer's, taken over;
+- ranks are weighted by their samples, where these are known;
+- small parameters are sent whole; values may be rounded to bfloat16 or float8, and what rounding
+  loses stays in the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Final, Literal
+
+import torch
+
+from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
+from offbeat.codec.momentum import Momentum, MomentumRange
+from offbeat.codec.residual import ErrorFeedback
+from offbeat.codec.selectors import SELECTORS, Selector
+from offbeat.codec.value_codecs import VALUE_CODECS, ValueCodec
+from offbeat.gradients.buckets import Bucket, make_buckets
+from offbeat.gradients.changed_gradients import ChangedGradients
+from offbeat.gradients.clipping import LocalClipping
+from offbeat.gradients.exchange import ExchangeCounts, Reduction
+from offbeat.gradients.gradient_estimates import EstimateReduction
+from offbeat.gradients.optimizer_momentum import (
+    CHANGED_MOMENTUM,
+    OptimizerMomentum,
+    momentum_to_take,
+)
+from offbeat.gradients.reductions import ExchangePlan, SparseReduction
+from offbeat.parts.part import Part
+from offbeat.parts.workspace import Workspace
+from offbeat.strategies.gradient import MIB, GradientStrategy
+from offbeat.strategies.options import (
+    object_of,
+    require_at_least,
+    require_density,
+    require_fraction_below_one,
+    require_one_of,
+    require_positive,
+)
+from offbeat.strategies.sparse_gradient import (
+    SMALL_SHARE,
+    require_one_momentum,
+    require_real,
+    whole_below,
+    wire_of,
+)
+
+_EXACT: Final = SELECTORS["exact"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EF21(GradientStrategy):
+    """Gradients estimated from their largest changes, which are all that travels.
+
+    Args:
+        density: fraction of the changes that travel in a step, in (0, 1]; 1 gives the result of
+            `AllReduce`.
+        momentum_correction: momentum that each rank applies to its gradient before changes are
+            looked for, which keeps the noise of single batches out of the estimates. "auto": that
+            of `torch.optim.SGD`, with its weight decay, taken over until the session ends; other
+            optimizers keep theirs. A number in [0, 1) needs an optimizer without momentum. None:
+            the optimizer works on the estimate.
+        selection: "exact" takes exactly the k largest changes; "reuse" adapts the last step's
+            threshold and takes 0.8 k to 1.2 k, in fewer passes; or a `Selector` of your own.
+        dense_below: parameters of fewer elements are sent whole in a bucket of their own, as
+            `AllReduce` sends them; the density is that of the others. 0: none of them. "auto":
+            1024, where these parameters have at most 2.5 times as many elements as `density` lets
+            travel, else 0.
+        values: "float32", "bfloat16" or "float8" on the wire (4, 2 or 1 byte), or a `ValueCodec` of
+            your own; what rounding loses stays in the difference.
+        indices: "gaps" between indices in 1 or 2 bytes, a bit for each element, or plain indices,
+            whichever is shortest; or an `IndexCodec` of your own.
+        bucket_mib: exchange in buckets of this size, each with its own largest changes, whose first
+            messages leave during backward; None: all in one, after it.
+        clip_norm: clip each rank's gradient / P to clip_norm / sqrt(P) before changes are looked
+            for, > 0, as the other sparse strategies do. None: no clipping; clipping after backward
+            is possible then, since nothing is owed.
+    """
+
+    name: ClassVar[str] = "ef21"
+
+    density: float = 0.01
+    momentum_correction: float | Literal["auto"] | None = "auto"
+    selection: Literal["exact", "reuse"] | Selector = "exact"
+    dense_below: int | Literal["auto"] = "auto"
+    values: Literal["float32", "bfloat16", "float8"] | ValueCodec = "float32"
+    indices: Literal["gaps"] | IndexCodec = "gaps"
+    bucket_mib: float | None = None
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_density("density", self.density)
+        if isinstance(self.momentum_correction, str):
+            require_one_of("momentum_correction", self.momentum_correction, ("auto",))
+        elif self.momentum_correction is not None:
+            require_fraction_below_one("momentum_correction", self.momentum_correction)
+        object_of("selection", self.selection, SELECTORS, Selector)
+        self.codecs()
+        if isinstance(self.dense_below, str):
+            require_one_of("dense_below", self.dense_below, ("auto",))
+        else:
+            require_at_least("dense_below", self.dense_below, 0)
+        if self.bucket_mib is not None:
+            require_positive("bucket_mib", self.bucket_mib)
+        if self.clip_norm is not None:
+            require_positive("clip_norm", self.clip_norm)
+
+    def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().check(model, optimizer)
+        require_real(model)
+        require_one_momentum(self.momentum_correction, optimizer)
+
+    def codecs(self) -> tuple[ValueCodec, IndexCodec]:
+        """How values and indices travel. Raises `ConfigError` for options that name none."""
+        return (
+            object_of("values", self.values, VALUE_CODECS, ValueCodec),
+            object_of("indices", self.indices, INDEX_CODECS, IndexCodec),
+        )
+
+    def small_below(self, parameters: Collection[torch.nn.Parameter]) -> int:
+        """Parameters of fewer elements are sent whole, if `parameters` are all."""
+        return whole_below(self.dense_below, SMALL_SHARE * self.density, parameters)
+
+    def clipping(self, world_size: int) -> LocalClipping | None:
+        """What clips the mean leaves no more than the step it clips."""
+        if self.clip_norm is None:
+            return None
+        return LocalClipping(self.clip_norm, world_size=world_size)
+
+    def build(self, workspace: Workspace) -> Sequence[Part]:
+        counts, optimizer = ExchangeCounts(), workspace.optimizer
+        taken = None
+        if self.momentum_correction == "auto" and type(optimizer) is torch.optim.SGD:
+            taken = momentum_to_take(optimizer, inform=workspace.inform)
+        pairs = self._pairs(workspace, taken)
+        exchange, others = self.exchange_of(pairs, [], workspace, counts, taken=taken)
+        if taken is not None:
+            if not workspace.has_scaler:  # which changes gradients itself
+                warn = partial(workspace.warn, CHANGED_MOMENTUM)
+                others.append(ChangedGradients(exchange.buckets, counts=counts, when_changed=warn))
+            taken.take()  # last, when nothing can fail any more
+        return [exchange, *others]
+
+    def parts(
+        self, workspace: Workspace, counts: ExchangeCounts
+    ) -> tuple[list[tuple[Bucket, Reduction]], list[Part]]:
+        """Where gradients are changed further before the step, momentum stays in the optimizer."""
+        return self._pairs(workspace, None), []
+
+    def _pairs(
+        self, workspace: Workspace, taken: OptimizerMomentum | None
+    ) -> list[tuple[Bucket, Reduction]]:
+        cap_bytes = None if self.bucket_mib is None else int(self.bucket_mib * MIB)
+        small_below = self.small_below(workspace.parameters.values())
+        buckets = make_buckets(workspace.parameters, cap_bytes=cap_bytes, small_below=small_below)
+        return [
+            (
+                bucket,
+                self._reduction(
+                    bucket,
+                    workspace,
+                    taken,
+                    is_small=all(each.numel() < small_below for each in bucket.parameters),
+                ),
+            )
+            for bucket in buckets
+        ]
+
+    def _reduction(
+        self,
+        bucket: Bucket,
+        workspace: Workspace,
+        taken: OptimizerMomentum | None,
+        *,
+        is_small: bool,
+    ) -> Reduction:
+        momentum = None
+        if taken is not None:
+            momentum = taken.of(bucket)
+        elif isinstance(self.momentum_correction, float | int):
+            factor = float(self.momentum_correction)
+            momentum = Momentum([MomentumRange(end=bucket.num_elements, factor=factor)])
+        wire = wire_of(bucket, *self.codecs())
+        driver, stream = workspace.driver, workspace.new_stream()
+        k = max(1, round(self.density * bucket.num_elements))
+        applied_by: EstimateReduction | ErrorFeedback
+        reduction: Reduction
+        if is_small or k >= bucket.num_elements:
+            # All of it travels, so there is nothing to estimate, and nothing is ever owed.
+            everything = ExchangePlan(k=bucket.num_elements, collective=None)
+            applied_by = ErrorFeedback(
+                bucket.num_elements,
+                dtype=bucket.flat.dtype,
+                device=bucket.flat.device,
+                selector=_EXACT,
+                momentum=momentum,
+                masking=False,
+            )
+            reduction = SparseReduction(
+                bucket,
+                applied_by,
+                driver=driver,
+                stream=stream,
+                wire=wire,
+                plan=lambda: everything,
+            )
+        else:
+            reduction = applied_by = EstimateReduction(
+                bucket,
+                k=k,
+                selector=object_of("selection", self.selection, SELECTORS, Selector),
+                momentum=momentum,
+                driver=driver,
+                stream=stream,
+                wire=wire,
+            )
+        if taken is not None and momentum is not None:
+            taken.apply_to(bucket, momentum, applied_by)
+        return reduction

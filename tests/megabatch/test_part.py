@@ -1,0 +1,182 @@
+"""Parts whose ranks are threads: which batch sizes come of mega-batches in which a rank comes in
+late, was left out, or is resumed.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from offbeat.megabatch.atomic_group import AtomicGroup
+from offbeat.megabatch.batch_sizes import Bounds, Hogbatch
+from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
+from offbeat.megabatch.part import MegaBatchPart, MegaBatchPlan, RateScaling
+from offbeat.membership.agreement import Generation, Member
+from offbeat.weights.model_weights import BufferNames, ModelWeights
+from thread_support.world import ThreadDriver, results_of
+
+
+class Run:
+    """Ranks that merge when they are told to, after as many updates as they are told."""
+
+    def __init__(
+        self, ranks: Sequence[int], *, scaling: RateScaling = "auto", kind: str = "SGD"
+    ) -> None:
+        self.parts: dict[int, MegaBatchPart] = {}
+        self.groups: dict[int, AtomicGroup] = {}
+        self.notices: list[str] = []
+        self._scaling, self._kind = scaling, kind
+        self._store = HashStore()
+        self._numbers = itertools.count()
+        self.begin(ranks)
+
+    def begin(
+        self, ranks: Sequence[int], *, updates: Mapping[int, int] | None = None, ends: bool = False
+    ) -> None:
+        """A generation begins; who is new in it comes in by a merge, for which its peers have made
+        `updates`.
+        """
+        new = [rank for rank in ranks if self._is_new(rank)] if self.parts else []
+        generation = Generation(
+            number=next(self._numbers),
+            members=tuple(Member(rank, 0) for rank in ranks),
+            newcomers=frozenset(map(ranks.index, new)),
+            tickets=0,
+        )
+
+        def begin(driver: ThreadDriver) -> None:
+            rank = ranks[driver.rank]
+            if rank not in self.groups:
+                self.groups[rank] = AtomicGroup(
+                    self._store, count=lambda driver: driver, notify=self.notices.append
+                )
+            self.groups[rank].begin(generation, driver.rank, driver)
+            if rank not in self.parts:
+                self.parts[rank] = self._part(rank, len(ranks))
+            elif new:
+                self._merge(rank, (updates or {}).get(rank, 0), ends)
+
+        results_of(len(ranks), begin)
+
+    def _is_new(self, rank: int) -> bool:
+        return rank not in self.parts or self.parts[rank].is_left_out
+
+    def merge(self, updates: Mapping[int, int], *, ends: bool = False) -> None:
+        """A round is over, and with it the mega-batch if it `ends`."""
+        ranks = sorted(updates)
+        results_of(
+            len(ranks),
+            lambda driver: self._merge(ranks[driver.rank], updates[ranks[driver.rank]], ends),
+        )
+
+    def _merge(self, rank: int, updates: int, ends: bool) -> None:
+        part = self.parts[rank]
+        share = MegaBatchShare(
+            rank=rank, claims=(), updates=updates, batch_size=part.batch_size, busy_s=0.0
+        )
+        later = () if ends else (SampleRange(1, 2),)
+        part.merge(
+            share,
+            ClaimRound(
+                epoch=0, mega_batch=0, round=0, retry=0, spans=(SampleRange(0, 1),), later=later
+            ),
+        )
+
+    def _part(self, rank: int, world_size: int) -> MegaBatchPart:
+        weight = torch.nn.Parameter(torch.ones(2))
+        return MegaBatchPart(
+            ModelWeights(parameters={"weight": weight}, buffers=dict, chosen=BufferNames()),
+            plan=MegaBatchPlan(
+                mega_batch=1000,
+                base=4,
+                bounds=Bounds(),
+                rule=Hogbatch(),
+                weighting="updates",
+                warmup=1,
+                rate_scaling=self._scaling,
+            ),
+            optimizer=getattr(torch.optim, self._kind)([weight], lr=0.1),
+            group=self.groups[rank],
+            enter=lambda: None,
+            rank=rank,
+            world_size=world_size,
+            notify=self.notices.append,
+            warn=self.notices.append,
+            record_wait=lambda begin_s, end_s: None,
+            mega_batches_merged=lambda count: None,
+        )
+
+    def sizes(self) -> list[tuple[int, ...]]:
+        return [part.batch_sizes for _, part in sorted(self.parts.items())]
+
+
+def everyone(updates: int, ranks: int = 3) -> dict[int, int]:
+    return dict.fromkeys(range(ranks), updates)
+
+
+def test_one_that_joins_within_a_mega_batch_does_not_look_slow() -> None:
+    """It comes in after round 6 of 8. All make one update a round."""
+    run = Run([0, 1])
+    for _ in range(5):
+        run.merge(everyone(1, ranks=2))
+    run.begin([0, 1, 2], updates=everyone(1))
+    run.merge(everyone(1))
+    run.merge(everyone(1), ends=True)
+    assert run.sizes() == [(4, 4, 4)] * 3
+    run.merge({0: 1, 1: 2, 2: 3}, ends=True)  # The next one it computes from its beginning.
+    assert run.sizes() == [(2, 4, 8)] * 3
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_one_that_was_left_out_does_not_count_what_it_had_done_before(ends: bool) -> None:
+    """It comes back by a merge within the next mega-batch, or at the end of it."""
+    run = Run([0, 1, 2])
+    run.merge({0: 1, 1: 1, 2: 9})
+    run.groups[2].expelled()
+    run.begin([0, 1])
+    run.merge(everyone(1, ranks=2), ends=True)
+    run.merge(everyone(1, ranks=2))
+    run.begin([0, 1, 2], updates=everyone(1), ends=ends)
+    if not ends:
+        run.merge(everyone(1), ends=True)
+    assert run.sizes() == [(4, 4, 4)] * 3
+
+
+@pytest.mark.parametrize("lost", [(), ("updates", "busy_s", "missed_rounds")], ids=["new", "old"])
+def test_a_run_that_was_saved_between_two_rounds_counts_both(lost: Sequence[str]) -> None:
+    """Alone, the second would say nothing. An older checkpoint does not have the first."""
+    run = Run([0, 1])
+    run.merge({0: 3, 1: 1})
+    states = copy.deepcopy({rank: part.state_dict() for rank, part in run.parts.items()})
+    resumed = Run([0, 1])
+    for rank, part in resumed.parts.items():
+        for name in lost:
+            del states[rank]["local"][name]
+        part.load_state_dict(states[rank])
+    for each in (run, resumed):
+        each.merge({0: 2, 1: 2}, ends=True)
+    assert run.sizes() == [(8, 2)] * 2
+    assert resumed.sizes() == ([(4, 4)] * 2 if lost else run.sizes())
+
+
+@pytest.mark.parametrize(
+    ("scaling", "kind", "said"),
+    [
+        ("auto", "SGD", None),
+        ("linear", "AdamW", None),
+        ("auto", "AdamW", "since AdamW takes shorter steps with a rank's own gradients"),
+        ("sqrt", "SGD", "x batch / 4), as rate_scaling='sqrt' says"),
+    ],
+)
+def test_why_learning_rates_are_scaled_is_said(
+    scaling: RateScaling, kind: str, said: str | None
+) -> None:
+    run = Run([0, 1], scaling=scaling, kind=kind)
+    run.parts[0].set_memory_limits({0: None, 1: None})
+    assert [said in notice for notice in run.notices if said] == [True] * bool(said)
+    assert said or not run.notices
