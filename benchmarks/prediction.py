@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
@@ -48,6 +49,7 @@ STRATEGIES = (
     "wagma",
     "spdkfac",
 )
+STEPS = 48
 PROFILED_STEPS = 20
 SUMMARY = "the grid"
 MEASURED, PREDICTED, RATIO = "measured", "predicted", "predicted over measured"
@@ -99,8 +101,12 @@ def run(
     with tempfile.TemporaryDirectory() as short_lived:
         directory = record or Path(short_lived) / "comparison"
         if not directory.exists():
-            plan = plan_comparison(request, out=directory)
+            # A comparison that was stopped leaves no record to predict from.
+            under_way = directory.with_name(f"{directory.name}.part")
+            shutil.rmtree(under_way, ignore_errors=True)
+            plan = plan_comparison(request, out=under_way)
             run_comparison(plan, Quiet(), command="python benchmarks/prediction.py")
+            under_way.rename(directory)
         comparison = read_comparison(directory)
         model = profile_of(settings) if profile is None else read_profile(profile)
         found = check_comparison(directory, model)
@@ -213,7 +219,7 @@ def main() -> None:
     parser.add_argument("--delays", default="none")
     parser.add_argument("--step-time", default="100ms")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
-    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--size", default="small")
     parser.add_argument("--speeds")
     parser.add_argument("--comparisons", type=Path)
@@ -237,6 +243,7 @@ def main() -> None:
                 words = [workers, link, delay, asked.step_time, asked.size]
                 words += [asked.speeds] if asked.speeds else []
                 words += [] if asked.strategies == ",".join(STRATEGIES) else [asked.strategies]
+                words += [] if asked.steps == STEPS else [f"{asked.steps} steps"]
                 cell = " ".join(words)
                 name = re.sub(r"[^a-z0-9.]+", "-", cell)
                 record = None if asked.comparisons is None else asked.comparisons / name

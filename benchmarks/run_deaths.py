@@ -13,6 +13,7 @@ that over all steps from the death to the end.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,7 +61,8 @@ def measure(seed: int, steps: int) -> Death:
             out=Path(directory) / "run",
             restarts=1,
             on_progress=lambda report: None,
-            say=print,
+            # `run_all.py` reads what comes to the standard output.
+            say=partial(print, file=sys.stderr),
         )
         if outcome.problem is not None or outcome.summary is None:
             raise RuntimeError(f"seed {seed}: {outcome.problem}")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from offbeat.lab.cluster import Cluster, from_flags
+import pytest
+from typing_extensions import override
+
+from offbeat.lab.cluster import Cluster, RackSpec, from_flags
 from offbeat.plan.cores import SLICE_S, Cores
+from offbeat.plan.methods import SoloSteps
 from offbeat.plan.predictions import PlanRequest, make_plan, predict_step, setting_of
 from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch
+from offbeat.plan.simulation import Run
 from offbeat.transport.operations import Collective, Sleep
 from offbeat.transport.virtual import VirtualCluster
 
@@ -108,6 +113,40 @@ def test_bytes_take_cores_as_well() -> None:
         predict_step("allreduce", setting_of(model, shared(4, cores))).step_s for cores in (1, None)
     )
     assert one - enough == pytest.approx(4 * 1.5 * 0.32, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["localsgd:period=1", "dpsgd", "gtopk:density=0.1"])
+def test_messages_that_take_no_time_take_no_cores_either(strategy: str) -> None:
+    large = replace(MODEL, tensors=(TensorProfile(num_elements=25_000_000, ready=1.0),))
+    setting = setting_of(large, shared(8, 8)).without_network()
+    assert predict_step(strategy, setting).step_s == pytest.approx(0.3, abs=1e-3)
+
+
+class Exchanged(SoloSteps):
+    """Half a second of an exchange in each step."""
+
+    @override
+    def step(self, run: Run, rank: int, number: int) -> Collective[None]:
+        yield from run.closed_form(0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"cores": 4}, {"racks": RackSpec(size=2, rate_bit_per_s=1e8)}, {"speeds": (1.0, 0.5)}],
+)
+def test_a_closed_form_takes_as_long_as_it_says(more: dict[str, object]) -> None:
+    cluster = Cluster(**{**from_flags(workers=4, link="1gbit/1ms").fields(), **more})
+    step_s = Exchanged().simulate(setting_of(MODEL, cluster)).step_s
+    assert step_s == pytest.approx(0.5, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "cores"), [((1.0, 0.5), 1), ((1.0, 0.5), 2), ((0.25,), 1), ((1.0, 0.1), 1)]
+)
+def test_slow_workers_take_a_part_of_a_core(speeds: tuple[float, ...], cores: int) -> None:
+    """What is taken for a step without exchange is what such a step is simulated to take."""
+    setting = setting_of(MODEL, shared(4, cores, speeds=speeds))
+    assert predict_step("alone", setting).step_s == pytest.approx(setting.ideal_s, rel=0.1)
 
 
 def test_a_plan_says_where_cores_are_what_binds() -> None:

@@ -83,6 +83,45 @@ def test_the_first_steps_of_a_run_are_predicted_as_they_are() -> None:
     assert 12 * (ramp - even) == pytest.approx(9 * (factors_s - one_s) + 4 * (all_s - factors_s))
 
 
+def test_merges_of_the_first_steps_are_as_many_as_the_run_makes() -> None:
+    """Mega-batches are of 25 steps of four ranks; a merge takes as long as an all-reduce."""
+    spec = "adaptive:optimizer_state=local:warmup="
+
+    def step_s(warmup: int, steps: range) -> float:
+        return predict_step(f"{spec}{warmup}", replace(setting(), steps=steps)).step_s
+
+    # After each of 6 steps, then after every second one.
+    assert step_s(6, range(12)) == pytest.approx(0.3 + 6.0 * 9 / 12)
+    assert step_s(6, range(6, 12)) == pytest.approx(0.3 + 6.0 * 3 / 6)
+    assert step_s(6, range(1000, 1025)) == pytest.approx(0.3 + 6.0 / 25)
+    assert step_s(0, range(12)) == pytest.approx(0.3)
+    assert predict_step(f"{spec}6", setting()).step_s == pytest.approx(0.3 + 6.0 / 25)
+
+
+@pytest.mark.parametrize("moments", [0, 1, 2])
+@pytest.mark.parametrize("name", ["adaptive", "localsgd"])
+def test_an_averaged_state_is_sent_with_the_model(name: str, moments: int) -> None:
+    where = replace(setting(), profile=replace(MODEL, moments=float(moments)))
+    averaged, local = (
+        predict_step(f"{name}:optimizer_state={state}", where).bytes_per_step
+        for state in ("averaged", "local")
+    )
+    assert averaged == pytest.approx((1 + moments) * local)
+
+
+def test_how_a_bucket_travels_depends_on_no_other_one() -> None:
+    """Four small tensors together are as large as the other one."""
+
+    def bytes_per_step(num_elements: int) -> float:
+        small = (TensorProfile(num_elements=512, ready=1.0),) * 4
+        tensors = (TensorProfile(num_elements=num_elements, ready=1.0), *small)
+        where = replace(setting(), profile=replace(MODEL, tensors=tensors))
+        spec = "gtopk:density=0.01:collective=tree:dense_below=1024"
+        return predict_step(spec, where).bytes_per_step
+
+    assert bytes_per_step(4 * 512) == pytest.approx(bytes_per_step(4 * 512 + 1), rel=0.01)
+
+
 @pytest.mark.parametrize("workers", [4, 42])
 def test_small_tensors_are_sent_whole(workers: int) -> None:
     """In the messages of the others where ranks are few, in a sum of their own else."""
@@ -176,6 +215,12 @@ def test_a_straggler_holds_up_all_but_those_who_wait_for_nobody() -> None:
     assert synchronous.step_s > 0.62 - 0.02
     assert synchronous.binds == "waiting"
     assert waiting_for_nobody.step_s < 0.3 + 0.32 / 8 + 0.02
+
+
+@pytest.mark.parametrize("name", ["adaptive", "eagersgd", "localsgd", "wagma"])
+def test_a_worker_without_peers_waits_for_none(name: str) -> None:
+    alone = setting(workers=1, delay="1x100ms")
+    assert predict_step(name, alone).step_s == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("spec", sorted(REGISTRY))

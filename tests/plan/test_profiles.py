@@ -33,7 +33,7 @@ asked = parser.parse_args()
 torch.distributed.init_process_group("gloo")
 model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
 model = torch.nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 for _ in range(asked.steps):
     optimizer.zero_grad()
     model(torch.randn(asked.batch_size, 6)).square().sum().backward()
@@ -118,6 +118,7 @@ def test_a_script_is_profiled_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert profile.name == "train"
     # The bias counts as an input.
     assert [(layer.a_dim, layer.g_dim) for layer in profile.layers] == [(7, 5), (6, 2)]
+    assert profile.moments == 1
     assert profile.factors_s > 0
     assert profile.precondition_s > 0
 

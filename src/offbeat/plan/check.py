@@ -176,10 +176,10 @@ def _as_alone(model: ModelProfile, cluster: Cluster, alone: Sequence[Path]) -> M
     before = setting_of(replace(model, spread=0.0), cluster)
     if before.profile.padding_s:
         # What a step takes beyond its padding is work between steps.
-        more_s = max(0.0, measured_s - before.ideal_s) / before.crowding
+        more_s = max(0.0, measured_s - before.ideal_s) / float(before.slowdowns.mean())
         return replace(model, optimizer_s=model.optimizer_s + more_s, spread=0.0)
     late_s = float(before.late_s.mean())
-    slowdown = before.crowding * float(np.mean([1 / speed for speed in cluster.speeds]))
+    slowdown = float(before.slowdowns.mean())
     computing_s = (measured_s - late_s) / slowdown - model.optimizer_s
     if computing_s <= 0:
         return model

@@ -17,7 +17,7 @@ from offbeat.lab.options import route
 from offbeat.lab.tasks import Task, build_task
 from offbeat.plan.factors import STRATEGY, FactorTimer
 from offbeat.plan.profile import ModelProfile
-from offbeat.plan.timing import StepTimer, TimedStep, profile_of
+from offbeat.plan.timing import StepTimer, profile_of
 from offbeat.session.attach import attach_through
 
 
@@ -37,17 +37,24 @@ def measure_task(task: str, settings: Sequence[str], *, steps: int) -> ModelProf
         raise ConfigError(f"--steps is {steps}; allowed is 1 or more")
     options, _ = route(task, "allreduce", settings)
     whole = build_task(task, options)
-    parameters = list(whole.build_model(0).parameters())
-    if not all(parameter.requires_grad for parameter in parameters):
+    if not all(parameter.requires_grad for parameter in whole.build_model(0).parameters()):
         raise ConfigError(f"task {task!r} has frozen parameters, which no profile can hold")
     size = whole.options.batch_size
+    sizes = [size] if size == 1 else [size // 2, size]
     with one_thread():
-        batches = [
-            (some, _time_steps(build_task(task, {**options, "batch_size": str(some)}), steps))
-            for some in ([size] if size == 1 else [size // 2, size])
+        timed = [
+            _time_steps(build_task(task, {**options, "batch_size": str(some)}), steps)
+            for some in sizes
         ]
+        timer, optimizer = timed[-1]
         source = f"measured on this machine, {steps} steps, one process, one thread"
-        profile = profile_of(task, batches, parameters, source=source)
+        profile = profile_of(
+            task,
+            [(some, one.steps) for some, (one, _) in zip(sizes, timed, strict=True)],
+            timer.parameters,
+            optimizers=[optimizer],
+            source=source,
+        )
         return _with_factors(profile, whole, source)
 
 
@@ -62,7 +69,8 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _time_steps(task: Task, steps: int) -> list[TimedStep]:
+def _time_steps(task: Task, steps: int) -> tuple[StepTimer, torch.optim.Optimizer]:
+    """The timer, and the optimizer that has stepped."""
     model = task.build_model(0)
     optimizer = task.optimizer(model)
     # On one thread computing is what the processor does, whoever else has it meanwhile.
@@ -81,7 +89,7 @@ def _time_steps(task: Task, steps: int) -> list[TimedStep]:
         optimizer.step()
         timer.step_ended()
         number += 1
-    return timer.steps
+    return timer, optimizer
 
 
 def _with_factors(profile: ModelProfile, task: Task, source: str) -> ModelProfile:

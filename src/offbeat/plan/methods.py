@@ -4,7 +4,7 @@ messages, closed forms of the same collectives (`cost_s`) beyond `simulation.EVE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -41,7 +41,9 @@ from offbeat.gradients.density_choice import (
     affordable_density,
 )
 from offbeat.gradients.reductions import JOINED_BYTES
-from offbeat.plan.cores import MESSAGE_CPU_S, MESSAGE_CPU_S_PER_BYTE, Cores, Work
+from offbeat.megabatch.batch_sizes import Proportional
+from offbeat.megabatch.part import MegaBatchPlan
+from offbeat.plan.cores import Cores, Work
 from offbeat.plan.profile import FLOAT_BYTES
 from offbeat.plan.simulation import (
     EVENTS_UP_TO,
@@ -141,14 +143,14 @@ class GradientMethod(StepMethod):
     def buckets(self, setting: Setting) -> list[PlannedBucket]:
         return self.remember((setting,), lambda: self._fused(setting))
 
-    def is_apart(self, setting: Setting, num_elements: int) -> bool:
-        """Whether a tensor of so many elements shares buckets with its like only."""
-        return False
+    def small_below(self, setting: Setting) -> int:
+        """Tensors of fewer elements share buckets with their like only."""
+        return 0
 
     def _fused(self, setting: Setting) -> list[PlannedBucket]:
-        tensors = setting.profile.tensors
+        tensors, small_below = setting.profile.tensors, self.small_below(setting)
         sizes = [FLOAT_BYTES * tensor.num_elements for tensor in tensors]
-        kinds = [self.is_apart(setting, tensor.num_elements) for tensor in tensors]
+        kinds = [tensor.num_elements < small_below for tensor in tensors]
         groups = fuse(sizes, kinds, cap_bytes=self._caps[0], first_cap_bytes=self._caps[1])
         buckets = []
         complete = 0.0  # in one order on all ranks, so none leaves before those ahead of it
@@ -375,8 +377,9 @@ class SparseGradients(GradientMethod):
         choice = CheapestCollective(
             setting.network, world_size=setting.world_size, among=self._among
         )
+        small_below = self.small_below(setting)
         sizes = [tensor.num_elements for tensor in profile.tensors]
-        num_apart = sum(size for size in sizes if self.is_apart(setting, size))
+        num_apart = sum(size for size in sizes if size < small_below)
         bucket = self._bucket_kind(profile.num_elements - num_apart)
         if self.carries(setting):
             beside_s = self._carried_s(setting, setting.network, num_apart)
@@ -389,15 +392,17 @@ class SparseGradients(GradientMethod):
         return affordable_density(
             lambda k: choice.costs_s(bucket, k),
             num_elements=bucket.num_elements,
-            allowed_s=budget * setting.crowding * profile.compute_s / min(setting.cluster.speeds),
+            allowed_s=budget * profile.compute_s * float(setting.slowdowns.max()),
             beside_s=beside_s,
         )
 
     @override
-    def is_apart(self, setting: Setting, num_elements: int) -> bool:
-        sizes = [tensor.num_elements for tensor in setting.profile.tensors]
-        small_below = self.remember((setting, "small"), lambda: self._small_below(sizes))
-        return num_elements < small_below
+    def small_below(self, setting: Setting) -> int:
+        tensors = setting.profile.tensors
+        return self.remember(
+            (setting, "small"),
+            lambda: self._small_below([tensor.num_elements for tensor in tensors]),
+        )
 
     def carries(self, setting: Setting) -> bool:
         """Whether small tensors travel in the messages of the last bucket of others."""
@@ -406,7 +411,7 @@ class SparseGradients(GradientMethod):
         return self.remember(key, lambda: self._carries_small(sizes, setting.world_size))
 
     def _is_small(self, setting: Setting, group: Sequence[int]) -> bool:
-        return self.is_apart(setting, setting.profile.tensors[group[0]].num_elements)
+        return setting.profile.tensors[group[0]].num_elements < self.small_below(setting)
 
     @override
     def _in_order(self, setting: Setting, groups: list[list[int]]) -> list[list[int]]:
@@ -565,7 +570,7 @@ class PeriodicMean(StepMethod):
         period: steps between averages.
         warmup: the steps in which the period grows by one, from 1 on; 0: it does not.
         start_step: steps before the first local one, which `FirstSteps` does.
-        copies: what is averaged, in sizes of the model: 2 with the optimizer's momentum.
+        averages_state: whether the optimizer's state is averaged with the models.
         extra_bytes: as of `Method`.
     """
 
@@ -575,7 +580,7 @@ class PeriodicMean(StepMethod):
         *,
         warmup: int = 0,
         start_step: int = 0,
-        copies: float = 1.0,
+        averages_state: bool = False,
         extra_bytes: float = 1.0,
     ) -> None:
         super().__init__()
@@ -583,15 +588,16 @@ class PeriodicMean(StepMethod):
         self.extra_bytes = extra_bytes
         self._warmup = warmup
         self._start_step = start_step
-        self._copies = copies
+        self._averages_state = averages_state
 
     def _averages_after(self, number: int) -> bool:
-        local = number + 1 - self._start_step
-        last = partial(last_average, local, period=self.steps_in_a_period, warmup=self._warmup)
-        return self.remember((number,), lambda: last() == local)
+        local, period = number + 1 - self._start_step, self.steps_in_a_period
+        return self.remember(
+            (number,), lambda: last_average(local, period=period, warmup=self._warmup) == local
+        )
 
     def _num_bytes(self, setting: Setting) -> int:
-        return round(self._copies * setting.profile.num_bytes)
+        return setting.profile.averaged_bytes(with_state=self._averages_state)
 
     @override
     def step(self, run: Run, rank: int, number: int) -> Collective[None]:
@@ -785,8 +791,8 @@ class Background(Method):
 
         def carry(payload: Payload) -> float:
             num_bytes = scaled_bytes(payload, scale)
-            per_byte_s = MESSAGE_CPU_S_PER_BYTE + profile.mean_s_per_byte
-            cores.begin(0, MESSAGE_CPU_S + per_byte_s * num_bytes)
+            added_s = profile.mean_s_per_byte * num_bytes
+            cores.begin(0, setting.message_work_s(num_bytes) + added_s)
             return num_bytes
 
         trainers = [
@@ -969,65 +975,101 @@ class PartialMean(Method):
             + encode_s * setting.crowding,
             bytes_per_step=bytes_sent,
             encode_s=encode_s,
-            alpha_share=2 * network.messages.alpha_s / exchange_s,
+            alpha_share=2 * network.messages.alpha_s / exchange_s if exchange_s else 0.0,
             by_events=False,
         )
 
 
 class MegaBatches(Method):
-    """Ranks share a mega-batch out, and merge: Adaptive SGD, elastic SGD.
+    """Ranks share a mega-batch out, and merge: Adaptive SGD, elastic SGD. Where epochs end, which
+    no profile knows, a mega-batch is of another size.
 
     Args:
-        batches: of a mega-batch.
-        equal_shares: whether each rank computes as many; else whoever is free takes the next.
-        copies: what is merged, in sizes of the model: 2 with the optimizer's momentum.
+        plan: how. A batch of its base size takes what the profile's batch takes.
     """
 
     extra_bytes = 3.0
 
-    def __init__(self, batches: int, *, equal_shares: bool, copies: float = 1.0) -> None:
+    def __init__(self, plan: MegaBatchPlan) -> None:
         super().__init__()
-        self._batches = batches
-        self._equal_shares = equal_shares
-        self._copies = copies
+        self._plan = plan
 
     @override
     def simulate(self, setting: Setting) -> Simulated:
         profile, world_size = setting.profile, setting.world_size
-        size = profile.batch.batch_size
-        durations_s = setting.durations_s.mean(axis=0)
-        total = max(self._batches, world_size) * size
-        if self._equal_shares:
-            duration_s = float(durations_s.max()) * total / world_size / size
+        step = world_size * self._plan.base  # samples of all ranks
+        whole = max(self._plan.mega_batch, step)
+        if setting.steps is None:
+            rounds, merges_per_step = [range(whole)], step / whole
         else:
-            # Batch sizes follow speeds, so that updates end together.
-            speeds = durations_s.min() / durations_s
-            sizes = [max(1, round(size * speed)) for speed in speeds]
-            duration_s = dispatch(
-                sizes, total, lambda rank, samples: float(durations_s[rank]) * samples / size
-            ).duration_s
-        merge_s, merge_bytes = self._merge(setting)
-        encode_s = 2 * self._copies * profile.copy_s_per_byte * profile.num_bytes
-        encode_s *= setting.factor_crowding
-        batches_each = total / world_size / size
+            first, last = setting.steps.start * step, setting.steps.stop * step
+            rounds = [one for one in self._rounds(last, whole, world_size) if one.stop > first]
+            merges = sum(one.stop <= last for one in rounds)
+            merges_per_step = merges / len(setting.steps)
+        computed_s = step * self._computed_s(setting, rounds) / sum(map(len, rounds))
+        num_bytes = profile.averaged_bytes(with_state=self._plan.merges_optimizer_state)
+        merge_s, merge_bytes = self._merge(setting, num_bytes)
+        encode_s = 2 * profile.copy_s_per_byte * num_bytes * setting.factor_crowding
         messages_s = 2 * (world_size - 1) * setting.network.messages.alpha_s
         return Simulated(
-            step_s=(duration_s + merge_s + encode_s) / batches_each,
-            bytes_per_step=merge_bytes / batches_each,
-            encode_s=encode_s / batches_each,
+            step_s=computed_s + merges_per_step * (merge_s + encode_s),
+            bytes_per_step=merges_per_step * merge_bytes,
+            encode_s=merges_per_step * encode_s,
             alpha_share=min(1.0, messages_s / merge_s) if merge_s else 0.0,
             by_events=world_size <= EVENTS_UP_TO,
         )
 
-    def _merge(self, setting: Setting) -> tuple[float, float]:
-        """Seconds, and bytes that a rank sends."""
-        world_size, num_bytes = setting.world_size, self._copies * setting.profile.num_bytes
+    def _rounds(self, until: int, whole: int, world_size: int) -> Iterator[range]:
+        """The samples between merges, as `megabatch.loader` cuts mega-batches of `whole` samples,
+        until `until` are merged.
+        """
+        begin = 0
+        while begin < until:
+            size = self._plan.samples_of_round(begin, world_size)
+            left = whole - begin % whole
+            end = begin + (left if size is None or 2 * left < 3 * size else size)
+            yield range(begin, end)
+            begin = end
+
+    def _computed_s(self, setting: Setting, rounds: Sequence[range]) -> float:
+        """From the beginning of the first round to the end of the last, if merges took no time."""
+        base, late_s = self._plan.base, setting.late_s
+        computing_s = setting.durations_s - late_s
+        num_claims = [0] * setting.world_size
+
+        def claim_s(rank: int, samples: float) -> float:
+            row = num_claims[rank] % setting.num_steps
+            num_claims[rank] += 1
+            return float(late_s[row, rank] + computing_s[row, rank] * samples / base)
+
+        def share_s(rank: int, samples: float) -> float:
+            """Of an equal share, in batches of the base size."""
+            whole, rest = divmod(samples, base)
+            return sum(claim_s(rank, base) for _ in range(int(whole))) + (
+                claim_s(rank, rest) if rest else 0.0
+            )
+
+        if self._plan.rule is None:
+            ranks = range(setting.world_size)
+            return sum(
+                max(share_s(rank, len(one) / setting.world_size) for rank in ranks)
+                for one in rounds
+            )
+        # Batch sizes follow speeds, so that updates end together.
+        speeds = (1 / setting.durations_s.mean(axis=0)).tolist()
+        equal, bounds = [base] * len(speeds), [self._plan.bounds] * len(speeds)
+        sizes = Proportional(base=base).resize(equal, speeds, bounds)
+        return sum(dispatch(sizes, len(one), claim_s).duration_s for one in rounds)
+
+    def _merge(self, setting: Setting, num_bytes: int) -> tuple[float, float]:
+        """Seconds, and bytes that a rank sends, of a merge of `num_bytes`."""
+        world_size = setting.world_size
         sent = 2 * (world_size - 1) / world_size * num_bytes
         if world_size > EVENTS_UP_TO:
             latency_s = max(link.latency_s for link in setting.links)
             seconds = setting.network.messages.beta_s_per_byte * sent
             return seconds + 2 * (latency_s + (world_size - 1) * setting.message_s), sent
-        scale = self._copies * setting.profile.num_elements / _MINIATURE
+        scale = num_bytes / FLOAT_BYTES / _MINIATURE
         cluster = VirtualCluster(
             world_size,
             link=setting.links,
@@ -1036,13 +1078,13 @@ class MegaBatches(Method):
         )
         cores = Cores(cluster, setting.cluster.cores)
         works: list[Work] = []
-        # Of two messages between two ranks one is added up, the other one is the mean.
-        per_byte_s = MESSAGE_CPU_S_PER_BYTE + setting.profile.mean_s_per_byte / 2
 
         def carry(payload: Payload) -> float:
-            num_bytes = scale * len(payload)
-            works.append(cores.begin(0, MESSAGE_CPU_S + per_byte_s * num_bytes))
-            return num_bytes
+            carried = scale * len(payload)
+            # Of two messages between two ranks one is added up, the other one is the mean.
+            added_s = setting.profile.mean_s_per_byte * carried / 2
+            works.append(cores.begin(0, setting.message_work_s(carried) + added_s))
+            return carried
 
         zeros = np.zeros(_MINIATURE, dtype=np.float32)
 

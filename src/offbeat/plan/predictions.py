@@ -49,7 +49,7 @@ CLOSE: Final = 0.02
 """Steps that differ by less are as good as each other: then the simpler strategy is recommended."""
 
 _SILENCE_S, _RESTART_S, _STEPS_BETWEEN_CHECKPOINTS = 5.0, 60.0, 100
-_MODEL_COPIES = 3.0  # weights, gradients, a moment
+_MODEL_COPIES = 2.0  # weights, gradients
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class StepPrediction:
         share_of_ideal: of the speed of workers that exchange nothing.
         binds: what most of the time besides the ideal goes to; where that is less than 5% of the
             step "compute", or "cores" where workers that share them slow each other down.
-        memory_bytes: of a worker, for weights, gradients, one moment and what the strategy keeps.
+        memory_bytes: of a worker, for weights, gradients, moments and what the strategy keeps.
         lost_to_deaths: share of the time that deaths of workers cost.
         by_events: whether every message was simulated.
         note: what should be known; empty: nothing.
@@ -156,7 +156,7 @@ def _method_of(name: str, recipe: Any) -> Method:
                     recipe.period,
                     warmup=recipe.warmup,
                     start_step=recipe.start_step,
-                    copies=_copies(recipe),
+                    averages_state=recipe.optimizer_state == "averaged",
                 ),
             )
         case "post-localsgd":
@@ -184,9 +184,7 @@ def _method_of(name: str, recipe: Any) -> Method:
             solo = recipe.mode == "solo"
             method = PartialMean(lambda workers: 1 if solo else -(-workers // 2))
         case "adaptive" | "elasticsgd":
-            samples = recipe.samples_between_merges
-            batches = max(1, samples // recipe.batch_size)
-            method = MegaBatches(batches, equal_shares=name == "elasticsgd", copies=_copies(recipe))
+            method = MegaBatches(recipe.plan())
         case "dpkfac":
             method = OwnerFactors(recipe.settings(), _exchange_of(recipe))
         case _ if name in PLANS:
@@ -194,11 +192,6 @@ def _method_of(name: str, recipe: Any) -> Method:
         case _:
             raise ConfigError(f"{name} cannot be predicted; leave it out")
     return method
-
-
-def _copies(recipe: Any) -> float:
-    """What is averaged, in sizes of the model, with an optimizer that has one momentum."""
-    return 2.0 if recipe.optimizer_state == "averaged" else 1.0
 
 
 def _exchange_of(recipe: Any) -> StepMethod:
@@ -296,7 +289,7 @@ def predict_recipe(label: str, name: str, recipe: Recipe, setting: Setting) -> S
         else "cores"
         if setting.crowding > 1
         else "compute",
-        memory_bytes=(_MODEL_COPIES + method.extra_bytes) * profile.num_bytes,
+        memory_bytes=(_MODEL_COPIES + profile.moments + method.extra_bytes) * profile.num_bytes,
         lost_to_deaths=_lost_to_deaths(cluster, step_s, survives=survives),
         by_events=simulated.by_events,
         note=simulated.note,

@@ -120,6 +120,8 @@ class ModelProfile:
             element of the model; 0: unknown.
         low_rank_s_per_element_and_rank: what each further rank adds.
         spread: standard deviation of a step over its mean, on one device, >= 0.
+        moments: what the optimizer keeps of each parameter, in sizes of the model, >= 0: 1 with SGD
+            with momentum, 2 with Adam.
         layers: those with Kronecker factors, in the order of the forward pass; none: K-FAC cannot
             be planned.
         factors_s: computing all factors of a batch; 0: unknown.
@@ -145,6 +147,7 @@ class ModelProfile:
     low_rank_s_per_element_and_rank: float = 0.0
     padding_s: float = 0.0
     spread: float = 0.0
+    moments: float = 1.0
     layers: tuple[Layer, ...] = ()
     factors_s: float = 0.0
     precondition_s: float = 0.0
@@ -184,6 +187,7 @@ class ModelProfile:
             "low_rank_s_per_element",
             "low_rank_s_per_element_and_rank",
             "spread",
+            "moments",
         ):
             self._require_seconds(field, getattr(self, field))
         for tensor in self.tensors:
@@ -214,6 +218,10 @@ class ModelProfile:
     def num_bytes(self) -> int:
         """Of the model in float32."""
         return FLOAT_BYTES * self.num_elements
+
+    def averaged_bytes(self, *, with_state: bool) -> int:
+        """Of what an average of models takes, with the optimizer's state or without."""
+        return round((1 + self.moments * with_state) * self.num_bytes)
 
     @property
     def bucket_copy_s_per_byte(self) -> float:

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from offbeat.errors import ConfigError, OffbeatError
 from offbeat.lab.config import ScriptCommand
@@ -29,6 +30,7 @@ from offbeat.plan.profile import ModelProfile, profile_from_json, read_profile
 from offbeat.plan.timing import StepTimer, profile_of
 from offbeat.script import patches
 from offbeat.script.attach import AttachOverride, overriding
+from offbeat.script.patches import ScriptListener
 from offbeat.script.recipes import NoExchange
 from offbeat.script.worker import run_as_main
 from offbeat.session.attach import attach_through
@@ -68,7 +70,7 @@ def measure_script(
             script = more
         profile = at_both_sizes(profile, other, also=" ".join(also))
     try:
-        return _run(script, _Asked(steps=0, profile=profile.to_json()))
+        return _run(script, _Asked(steps=None, profile=profile.to_json()))
     except ConfigError as error:
         inform(f"K-FAC is not in the profile: {error}")
         return profile
@@ -98,12 +100,12 @@ class _Asked:
     """What the process is to time.
 
     Attributes:
-        steps: without exchange; 0: steps of K-FAC.
+        steps: without exchange; None: K-FAC's costs are timed.
         batch_size: where it cannot be seen.
         profile: to which K-FAC's costs are added, as JSON.
     """
 
-    steps: int
+    steps: int | None
     batch_size: int | None = None
     profile: str = ""
 
@@ -136,18 +138,21 @@ def _run(script: ScriptCommand, asked: _Asked) -> ModelProfile:
     raise ConfigError(f"{script.path} could not be profiled:\n{done.stdout[-_TAIL:].strip()}")
 
 
-class ScriptTimer:
-    """A `ScriptListener` that times steps and then ends the script.
+class ScriptTimer(ScriptListener):
+    """Times steps and then ends the script.
 
     Args:
         timer: of the steps.
         enough: is called when all are timed.
+
+    Attributes:
+        optimizers: that the script has made.
     """
 
     def __init__(self, timer: StepTimer, enough: Callable[[], None]) -> None:
+        self.optimizers: list[torch.optim.Optimizer] = []
         self._timer = timer
         self._enough = enough
-        self._optimizers: list[torch.optim.Optimizer] = []
         self._main: torch.optim.Optimizer | None = None
         self._has_seen_samples = False
         self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
@@ -156,26 +161,19 @@ class ScriptTimer:
         """Watch no forward pass any more."""
         self._hook.remove()
 
+    @override
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizers.append(optimizer)
+        self.optimizers.append(optimizer)
         optimizer.register_step_post_hook(self._stepped)
 
+    @override
     def backward_begins(self, loss: torch.Tensor) -> None:
         self._timer.backward_begins()
 
+    @override
     def backward_ended(self) -> None:
         self._timer.backward_ended()
         self._has_seen_samples = False
-
-    def ddp_made(self, ddp: DistributedDataParallel) -> None: ...
-
-    def hook_ignored(self, ddp: DistributedDataParallel) -> None: ...
-
-    def scaler_made(self, scaler: torch.amp.GradScaler) -> None: ...
-
-    def mode_changed(self, module: torch.nn.Module) -> None: ...
-
-    def group_ends(self) -> None: ...
 
     def _forward(self, module: torch.nn.Module, args: Any) -> None:
         """The first module of a training pass that is called with a tensor shows the samples."""
@@ -188,8 +186,8 @@ class ScriptTimer:
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._main is None:
-            self._main = max(self._optimizers, key=_size)
-            trained = [p for one in self._optimizers for p in _parameters(one)]
+            self._main = max(self.optimizers, key=_size)
+            trained = [p for one in self.optimizers for p in _parameters(one)]
             self._timer.watch(list(dict.fromkeys(trained)))
         if optimizer is self._main:
             self._timer.step_ended()
@@ -197,9 +195,8 @@ class ScriptTimer:
                 self._enough()
 
 
-class ScriptFactors:
-    """A `ScriptListener` that attaches K-FAC to what the script trains, and ends the script when
-    factors were timed.
+class ScriptFactors(ScriptListener):
+    """Attaches K-FAC to what the script trains, and ends the script when factors were timed.
 
     Args:
         enough: is called when all are.
@@ -228,23 +225,13 @@ class ScriptFactors:
             self._session, self.timer = session, FactorTimer(model)
             optimizer.register_step_post_hook(self._stepped)
 
+    @override
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(optimizer)
 
+    @override
     def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
-
-    def backward_begins(self, loss: torch.Tensor) -> None: ...
-
-    def backward_ended(self) -> None: ...
-
-    def ddp_made(self, ddp: DistributedDataParallel) -> None: ...
-
-    def hook_ignored(self, ddp: DistributedDataParallel) -> None: ...
-
-    def mode_changed(self, module: torch.nn.Module) -> None: ...
-
-    def group_ends(self) -> None: ...
 
     def _forward(self, module: torch.nn.Module, args: Any) -> None:
         """The first module that is called and holds all that is trained is what is trained."""
@@ -329,7 +316,8 @@ def time_script(script: ScriptCommand, *, steps: int, batch_size: int | None) ->
     override = AttachOverride(
         replace=lambda _: NoExchange(), wrap=lambda driver: driver, attached=_no_notice
     )
-    _run_until_enough(script, ScriptTimer(timer, _enough), override)
+    listener = ScriptTimer(timer, _enough)
+    _run_until_enough(script, listener, override)
     if not timer.is_done:
         raise ConfigError(
             f"{script.path} ended after {len(timer.steps)} timed steps, and {steps} were asked"
@@ -346,7 +334,13 @@ def time_script(script: ScriptCommand, *, steps: int, batch_size: int | None) ->
         timer.steps = [step for step in timer.steps if step.batch_size == batch_size]
     source = f"measured on this machine, {steps} steps of {Path(script.path).name}, one process"
     with patches.beside_the_group(0, 1):
-        return profile_of(script.name, [(batch_size, timer.steps)], timer.parameters, source=source)
+        return profile_of(
+            script.name,
+            [(batch_size, timer.steps)],
+            timer.parameters,
+            optimizers=listener.optimizers,
+            source=source,
+        )
 
 
 def _no_notice(_: Session, __: torch.nn.Module, ___: torch.optim.Optimizer) -> None: ...
@@ -358,7 +352,7 @@ def main() -> None:
     words = json.loads(sys.stdin.read())
     script, asked = ScriptCommand(**words.pop("script")), _Asked(**words)
     try:
-        if asked.profile:
+        if asked.steps is None:
             made = time_factors(script, profile_from_json(asked.profile))
         else:
             made = time_script(script, steps=asked.steps, batch_size=asked.batch_size)

@@ -63,6 +63,7 @@ class Published:
         forward_backward_s: of that batch, one device alone.
         source: of these.
         factors_s: computing all Kronecker factors; 0: not published.
+        moments: that the optimizer keeps, 1 of SGD with momentum, 2 of Adam.
     """
 
     network: Callable[[], Network]
@@ -71,6 +72,7 @@ class Published:
     forward_backward_s: float
     source: str
     factors_s: float = 0.0
+    moments: float = 1.0
 
 
 PUBLISHED: Final[Mapping[str, Published]] = {
@@ -142,6 +144,7 @@ PUBLISHED: Final[Mapping[str, Published]] = {
         batch_size=12,
         forward_backward_s=0.135,
         source="nanoGPT's README: 135 ms an iteration, 12 samples of 1,024 tokens, compiled",
+        moments=2.0,
     ),
     "bert-base": Published(
         network=lambda: architectures.transformer(
@@ -154,6 +157,7 @@ PUBLISHED: Final[Mapping[str, Published]] = {
             "not measured: 64 samples of 128 tokens, at nanoGPT's seconds for each multiplication"
             " of GPT-2, output layers counted"
         ),
+        moments=2.0,
     ),
 }
 """By name."""
@@ -180,6 +184,7 @@ def shipped_profile(name: str) -> ModelProfile:
             field="low_rank_s_per_element",
             source=f"not measured: {_LOW_RANK_BYTES} bytes at {memory}, without orthogonalising",
         ),
+        Source(field="moments", source="Adam" if published.moments > 1 else "SGD with momentum"),
     ]
     if factors:
         sources += [
@@ -206,6 +211,7 @@ def shipped_profile(name: str) -> ModelProfile:
         copy_s_per_byte=COPY_S_PER_BYTE,
         bucket_s_per_byte=2 / bytes_per_s,
         low_rank_s_per_element=_LOW_RANK_BYTES / bytes_per_s,
+        moments=published.moments,
         layers=factors,
         factors_s=published.factors_s,
         inversion=INVERSION if factors else None,

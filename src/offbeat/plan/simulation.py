@@ -73,6 +73,8 @@ class Setting:
         shared: which part of one rank's largest entries another rank has too, 0 to 1.
         steps: of a run that are predicted, counted from 0; None: those that follow when whatever
             is done in the first ones only is over.
+        free_messages: whether what carries messages takes neither time nor cores, but for the
+            cluster's links.
     """
 
     profile: ModelProfile
@@ -81,6 +83,7 @@ class Setting:
     payload_share: float = PAYLOAD_SHARE
     shared: float = 0.2
     steps: range | None = None
+    free_messages: bool = False
 
     def __post_init__(self) -> None:
         if any(self.cluster.link_of(w).rate_bit_per_s is None for w in range(self.world_size)):
@@ -97,7 +100,7 @@ class Setting:
     def links(self) -> list[VirtualLink]:
         return [
             VirtualLink(
-                latency_s=link.latency_s + (MESSAGE_WAKE_S if self.shares_cores else 0.0),
+                latency_s=link.latency_s + self._or_free(MESSAGE_WAKE_S),
                 bytes_per_s=self.payload_share * link.bytes_per_s,
                 message_s=self.message_s,
             )
@@ -122,7 +125,19 @@ class Setting:
     @property
     def dense_round_s(self) -> float:
         """What a round of a dense operation takes besides the ways of its messages."""
-        return DENSE_WAKE_S - 2 * MESSAGE_WAKE_S if self.shares_cores else 0.0
+        return self._or_free(DENSE_WAKE_S - 2 * MESSAGE_WAKE_S)
+
+    def message_work_s(self, num_bytes: float) -> float:
+        """What encrypting and carrying a message takes of a core."""
+        return self._or_free(MESSAGE_CPU_S + MESSAGE_CPU_S_PER_BYTE * num_bytes)
+
+    def dense_work_s(self, num_bytes: float) -> float:
+        """What a rank's part of a dense operation takes of a core, of which it sends so much."""
+        return self._or_free(DENSE_CPU_S_PER_BYTE * num_bytes)
+
+    def _or_free(self, seconds: float) -> float:
+        """What carrying a message costs where workers share cores."""
+        return seconds if self.shares_cores and not self.free_messages else 0.0
 
     @cached_property
     def network(self) -> NetworkCosts:
@@ -199,25 +214,42 @@ class Setting:
 
     @cached_property
     def crowding(self) -> float:
-        """How much longer a worker computes since all of them share cores, >= 1, when all compute
-        at once.
+        """How much longer a worker of speed 1 computes since all of them share cores, >= 1, when
+        all compute at once.
         """
-        cores = self.cluster.cores
-        if cores is None:
-            return 1.0
-        busy = self.work_s / self.profile.compute_s
-        return max(1.0, self.world_size * busy / cores)
+        return self._crowding(self.work_s / self.profile.compute_s)
 
     @cached_property
     def factor_crowding(self) -> float:
         """Likewise of what all workers compute at once without padding, >= 1."""
-        cores = self.cluster.cores
-        return 1.0 if cores is None else max(1.0, self.world_size / cores)
+        return self._crowding(1.0)
+
+    def _crowding(self, busy: float) -> float:
+        """Likewise where a worker of speed 1 that is alone keeps a core for the part `busy` of its
+        time. All get equal shares of the cores, but nobody gets more than its speed.
+        """
+        if self.cluster.cores is None:
+            return 1.0
+        left = self.cluster.cores / busy
+        for number, speed in enumerate(sorted(self.cluster.speeds)):
+            share = left / (self.world_size - number)
+            if share < speed:
+                return 1 / share
+            left -= speed
+        return 1.0
+
+    @property
+    def slowdowns(self) -> NDArray[np.float64]:
+        """By what each rank computes longer than the profile says, shape (ranks,)."""
+        speeds = np.array(self.cluster.speeds)
+        slowdowns: NDArray[np.float64] = np.maximum(self.crowding, 1 / speeds)
+        return slowdowns
 
     @cached_property
     def durations_s(self) -> NDArray[np.float64]:
         """Of a step that exchanges nothing, shape (steps, ranks)."""
-        return self.late_s + self.profile.compute_s * self.crowding * self.factors
+        drawn: NDArray[np.float64] = self.factors * np.array(self.cluster.speeds)
+        return self.late_s + self.profile.compute_s * drawn * self.slowdowns
 
     @cached_property
     def simulated(self) -> list[tuple[StepMethod, Simulated]]:
@@ -229,7 +261,7 @@ class Setting:
         fast = self.cluster.link.model_copy(update={"rate_bit_per_s": 1e13, "latency_s": 0.0})
         values = {**self.cluster.fields(), "link": fast, "links": {}, "racks": None}
         values["speeds"] = self.cluster.speed_pattern
-        return replace(self, cluster=Cluster(**values), message_s=0.0)
+        return replace(self, cluster=Cluster(**values), message_s=0.0, free_messages=True)
 
     @property
     def ideal_s(self) -> float:
@@ -269,7 +301,7 @@ class Method(ABC):
 
     Attributes:
         steps_in_a_period: steps after which its exchanges repeat.
-        extra_bytes: memory for each byte of the model, besides weights, gradients and one moment.
+        extra_bytes: memory for each byte of the model, besides weights, gradients and moments.
     """
 
     steps_in_a_period: int = 1
@@ -397,7 +429,7 @@ class Run:
     def _carry(self, payload: Payload) -> float:
         """What a message weighs. What encrypts and carries it takes cores meanwhile."""
         num_bytes = self.method.num_bytes(self.setting, payload)
-        self.cores.begin(0, MESSAGE_CPU_S + MESSAGE_CPU_S_PER_BYTE * num_bytes)
+        self.cores.begin(0, self.setting.message_work_s(num_bytes))
         return num_bytes
 
     def forward(self, rank: int, number: int) -> Collective[None]:
@@ -439,7 +471,7 @@ class Run:
         """A dense operation, counted."""
         traffic = operation.traffic(None, rank=rank, world_size=self.setting.world_size)
         self._dense_bytes += traffic.bytes_sent
-        copying = self.cores.begin(rank, DENSE_CPU_S_PER_BYTE * traffic.bytes_sent)
+        copying = self.cores.begin(rank, self.setting.dense_work_s(traffic.bytes_sent))
         yield operation
         if not copying.over:
             yield until_done(copying)
@@ -447,8 +479,8 @@ class Run:
     def closed_form(self, seconds: float, num_bytes: float) -> Collective[None]:
         """All ranks together, for as long as a closed form says."""
         self._dense_bytes += num_bytes
-        self.cores.begin(0, MESSAGE_CPU_S_PER_BYTE * num_bytes)
-        yield ClosedForm(seconds, self.setting.links)
+        self.cores.begin(0, self.setting.message_work_s(num_bytes))
+        yield ClosedForm(seconds, self.setting)
 
 
 def until_over(*pending: Pending[Any]) -> SleepUntil:
@@ -459,17 +491,20 @@ def until_over(*pending: Pending[Any]) -> SleepUntil:
 class ClosedForm(DenseOperation):
     """What takes `seconds` from the moment at which the last rank has begun it. Simulated only."""
 
-    __slots__ = ("_seconds", "_slowest")
+    __slots__ = ("_num_bytes",)
 
-    def __init__(self, seconds: float, links: list[VirtualLink]) -> None:
-        self._seconds = seconds
-        self._slowest = min(links, key=lambda link: link.bytes_per_s)
+    def __init__(self, seconds: float, setting: Setting) -> None:
+        slowest = min(setting.links, key=lambda link: link.bytes_per_s)
+        fixed_s = slowest.latency_s + slowest.message_s + setting.dense_round_s
+        rate, racks = slowest.bytes_per_s, setting.cluster.racks
+        if racks is not None and setting.world_size > racks.size:
+            rate = min(rate, racks.rate_bit_per_s / 8)
+        self._num_bytes = round(max(0.0, seconds - fixed_s) * rate)
 
     @property
     @override
     def num_bytes(self) -> int:
-        fixed_s = self._slowest.latency_s + self._slowest.message_s
-        return round(max(0.0, self._seconds - fixed_s) * self._slowest.bytes_per_s)
+        return self._num_bytes
 
     @override
     def num_hops(self, world_size: int) -> int:

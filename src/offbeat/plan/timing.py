@@ -26,6 +26,7 @@ from offbeat.plan.low_rank import time_low_rank
 from offbeat.plan.profile import FLOAT_BYTES, ModelProfile, Source, TensorProfile, TimedBatch
 from offbeat.session.attach import attach_through
 from offbeat.strategies.gtopk import GTopK
+from offbeat.weights.optimizer_state import OptimizerStates, names_of_merged
 
 WARM_UP_STEPS: Final = 3
 """Steps that are not timed."""
@@ -192,6 +193,7 @@ def profile_of(
     batches: Sequence[tuple[int, Sequence[TimedStep]]],
     parameters: Sequence[torch.nn.Parameter],
     *,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
     source: str,
 ) -> ModelProfile:
     """The profile that timed steps come to; what copies and selection cost is timed here.
@@ -200,6 +202,7 @@ def profile_of(
         name: for people.
         batches: sizes, ascending, with their steps; the last one is planned for.
         parameters: in the order of the model.
+        optimizers: that have stepped with them.
         source: where the numbers come from.
     """
     steps = batches[-1][1]
@@ -230,6 +233,7 @@ def profile_of(
         low_rank_s_per_element=low_rank_s,
         low_rank_s_per_element_and_rank=further_s,
         spread=pstdev(durations_s) * len(durations_s) / sum(durations_s),
+        moments=_kept_elements(optimizers, parameters) / num_elements,
         sources=tuple(
             Source(field=field, source=source)
             for field in (
@@ -241,9 +245,27 @@ def profile_of(
                 "publish_s_per_byte",
                 "mean_s_per_byte",
                 "low_rank_s_per_element",
+                "moments",
             )
         ),
     )
+
+
+def _kept_elements(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[torch.nn.Parameter]
+) -> int:
+    """Elements of the optimizers' states that an average of models may take along."""
+    num_kept = 0
+    for optimizer in optimizers:
+        states = OptimizerStates(optimizer, parameters)
+        presence = states.presence()
+        num_kept += sum(
+            tensor.numel()
+            for name in names_of_merged(presence)
+            for tensor, is_there in zip(states.tensors(name), presence[name], strict=True)
+            if is_there
+        )
+    return num_kept
 
 
 def device_name(device: torch.device) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from offbeat.errors import ConfigError, UnsupportedError
 from offbeat.lab.native import NativeSession
@@ -31,6 +32,7 @@ from offbeat.parts.module_hook import ModuleHook
 from offbeat.script.carried_state import CarriedStates
 from offbeat.script.children import ChildFunction
 from offbeat.script.evaluation import EvaluationWeights
+from offbeat.script.patches import ScriptListener
 from offbeat.script.recipes import Attached, ScriptRecipe
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
@@ -96,8 +98,8 @@ class _Made:
         return enabled[-1] if enabled else None
 
 
-class ScriptSessions:
-    """The sessions of one script; a `ScriptListener`.
+class ScriptSessions(ScriptListener):
+    """The sessions of one script.
 
     Args:
         recipe: what is attached.
@@ -128,6 +130,7 @@ class ScriptSessions:
 
     # What the script does
 
+    @override
     def ddp_made(self, ddp: DistributedDataParallel) -> None:
         self.num_ddp_models += 1
         ddp.register_forward_pre_hook(ModuleHook(ddp, self._forward_begins))
@@ -135,21 +138,25 @@ class ScriptSessions:
             # Rank 0's buffers would replace all ranks' in each forward pass, and tie them together.
             ddp.broadcast_buffers = False
 
+    @override
     def hook_ignored(self, ddp: DistributedDataParallel) -> None:
         LOGGER.warning(
             "the script's communication hook is ignored: %s exchanges in its place",
             self._recipe.name,
         )
 
+    @override
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         self._made.optimizers.append(weakref.ref(optimizer))
         with suppress(AttributeError):  # a wrapper that is only half an optimizer takes no hooks
             optimizer.register_step_pre_hook(self._note_step)
             self._carried.watch(optimizer)
 
+    @override
     def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
         self._made.scalers.append(weakref.ref(scaler))
 
+    @override
     def mode_changed(self, module: torch.nn.Module) -> None:
         if not module.training and id(module) in self._attached_models:
             self._listener.evaluates()
@@ -157,16 +164,19 @@ class ScriptSessions:
         if evaluation is not None:
             evaluation.mode_changed(training=module.training)
 
+    @override
     def backward_begins(self, loss: torch.Tensor) -> None:
         scaler = self._made.newest_scaler()
         self._listener.loss_seen(loss, 1.0 if scaler is None else scaler.get_scale())
 
+    @override
     def backward_ended(self) -> None:
         for coupled in self._coupled.values():
             if isinstance(coupled.session, NativeSession):
                 coupled.session.meter.backward_done()
         self._listener.backward_ended()
 
+    @override
     def group_ends(self) -> None:
         self.close(None)
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,24 +46,32 @@ from offbeat.torch_private import (
 )
 
 
-class ScriptListener(Protocol):
-    """Hears what a script does."""
+class ScriptListener:
+    """Hears what a script does. Does nothing unless a subclass overrides it."""
 
-    def ddp_made(self, ddp: DistributedDataParallel) -> None: ...
+    def ddp_made(self, ddp: DistributedDataParallel) -> None:
+        """The script has wrapped a model."""
 
-    def hook_ignored(self, ddp: DistributedDataParallel) -> None: ...
+    def hook_ignored(self, ddp: DistributedDataParallel) -> None:
+        """It has registered a communication hook, which is not used."""
 
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has made an optimizer."""
 
-    def scaler_made(self, scaler: torch.amp.GradScaler) -> None: ...
+    def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
+        """It has made a scaler of losses."""
 
-    def mode_changed(self, module: torch.nn.Module) -> None: ...
+    def mode_changed(self, module: torch.nn.Module) -> None:
+        """`module` trains now, or is evaluated, as `module.training` says."""
 
-    def backward_begins(self, loss: torch.Tensor) -> None: ...
+    def backward_begins(self, loss: torch.Tensor) -> None:
+        """`loss.backward()` was called."""
 
-    def backward_ended(self) -> None: ...
+    def backward_ended(self) -> None:
+        """It is about to return."""
 
-    def group_ends(self) -> None: ...
+    def group_ends(self) -> None:
+        """The process group is about to be destroyed."""
 
 
 class IdleReducer:

@@ -115,15 +115,16 @@ class OptimizerStates:
         (). Zeros where it has none.
         """
         key, _, kind = name.partition(":")
-        found: list[torch.Tensor] = []
+        found: list[Any] = []
         for parameter in self._parameters:
-            value: Any = dense_state(self._optimizer, parameter).get(key)
-            has = _name(parameter, key, value) == name
-            if kind:
-                found.append(_number(float(value) if has else 0.0, parameter))
-            else:
-                found.append(value if has else torch.zeros_like(parameter.detach()))
-        return found
+            value = dense_state(self._optimizer, parameter).get(key)
+            found.append(value if _name(parameter, key, value) == name else None)
+        if kind:
+            return _numbers([float(value or 0) for value in found], self._parameters)
+        return [
+            torch.zeros_like(parameter.detach()) if value is None else value
+            for value, parameter in zip(found, self._parameters, strict=True)
+        ]
 
     def take(
         self, merged: Mapping[str, Sequence[torch.Tensor]], shares: Mapping[str, Sequence[float]]
@@ -189,11 +190,22 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
-def _number(value: float, parameter: torch.Tensor) -> torch.Tensor:
-    """As wide as the parameter is when it travels, and on its device, so that they travel alike."""
-    wide = parameter.dtype in (torch.float64, torch.complex128)
-    dtype = torch.float64 if wide else torch.float32
-    return torch.tensor(value, dtype=dtype, device=parameter.device)
+def _numbers(values: Sequence[float], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor a parameter, of shape (): as wide as the parameter is when it travels, and on its
+    device, so that they travel alike.
+    """
+    kinds = [
+        (parameter.device, parameter.dtype in (torch.float64, torch.complex128))
+        for parameter in parameters
+    ]
+    # Made together, since a copy to another device takes long, however small it is.
+    made = {
+        (device, is_wide): torch.tensor(
+            values, dtype=torch.float64 if is_wide else torch.float32, device=device
+        ).unbind()
+        for device, is_wide in set(kinds)
+    }
+    return [made[kind][number] for number, kind in enumerate(kinds)]
 
 
 def _new_number(
