@@ -88,7 +88,7 @@ package: setup-docs
 	@$(SITE)/bin/python -m build -q --no-isolation
 	@$(SITE)/bin/twine check --strict dist/*
 	@! grep -q 'offbeat\.example' pyproject.toml || \
-	  echo "note: the addresses in pyproject.toml are not real yet; set them before an upload"
+	  echo "note: the repository's address in pyproject.toml is not real yet; set it before an upload"
 
 test-clusters: setup
 	@tests/clusters/slurm.sh $(BIN)

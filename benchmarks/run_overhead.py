@@ -30,7 +30,7 @@ from _results import Figure
 from ddp_overhead import MODELS
 
 WORLD_SIZE = 2
-NUM_PAIRS = 100
+NUM_PAIRS = 300
 STEPS = 10
 """Of a turn."""
 GOAL = 1.01

@@ -12,8 +12,13 @@ up for nothing. Everything is printed to standard error; the cases are WAGMA's g
     is the ceiling where they meet as soon as one of them has done ten at most 2 N (S-1) / S bytes a
     rank and step, for a model of N bytes in groups of S, and S = 8 in every tenth step
 
-    python benchmarks/stragglers.py [--json] [--quick] [--strategies SPEC,...] [--seeds N] [--keep
-    DIRECTORY]
+With `--to-target` it is about the time to an accuracy: the strategies as they come, two sizes of
+model, two random workers late. Each seed is a cell, so the benchmark may be stopped between them.
+
+    with 4 MB: WAGMA at least 0.85 of the ideal, and at the target before LocalSGD
+
+    python benchmarks/stragglers.py [--json] [--quick] [--to-target] [--strategies SPEC,...]
+    [--sizes SIZE,...] [--seeds N] [--keep DIRECTORY]
 """
 
 from __future__ import annotations
@@ -25,12 +30,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from _measure import Cells, Ratio, Row, add_output_options, present
-from _results import Figure
+from _measure import Cells, Ratio, Row, add_output_options, origin, present
+from _results import Figure, ResultFile
 from links import Quiet
 from offbeat.lab.breakdown import Steps, read_steps
 from offbeat.lab.cluster import Cluster, LinkSpec, Straggling
@@ -75,6 +81,11 @@ encrypt, add up and train with.
 TOGETHER = 3
 """So many strategies are alive at once, and each such round has its own measurement of the ideal.
 """
+RACERS = ("wagma", "allreduce", f"localsgd:period={PERIOD}", "adpsgd")
+"""As they come, but for LocalSGD's period: WAGMA's."""
+RACED_SIZES = ("size=tiny", "size=small")
+TARGET, RACE_STEPS, EVAL_EVERY = 0.96, 120, 5
+OF_THE_IDEAL = 0.85
 AT_LEAST = 0.98
 _ONE_TURN_S = 1e6
 
@@ -328,6 +339,143 @@ def cells(
     }
 
 
+class Races:
+    """The strategies' way to the target, in a cell for each size and seed, and their table."""
+
+    def __init__(
+        self, specs: Sequence[str], seeds: int, steps: int, keep: Path, kept: ResultFile | None
+    ) -> None:
+        self._specs = specs
+        self._seeds = range(seeds)
+        self._steps = steps
+        self._keep = keep
+        self._kept = kept
+        self._rows: dict[str, list[Figure]] = {}
+
+    def cells(self, sizes: Sequence[str]) -> Cells:
+        runs = {
+            self._name(size, seed): partial(self._run, size, seed)
+            for size in sizes
+            for seed in self._seeds
+        }
+        tables = {f"to the target, {size}": partial(self._table, size) for size in sizes}
+        if self._kept is not None and not runs.keys() <= self._kept.cells:
+            for table in tables.keys() & self._kept.cells:
+                self._kept.replace(table, [], origin(None))  # of fewer seeds
+        return {**runs, **tables}
+
+    def _name(self, size: str, seed: int) -> str:
+        return f"to the target, {size}, seed {seed}"
+
+    def _run(self, size: str, seed: int) -> Iterator[Row]:
+        cluster = random_stragglers().cluster.model_copy(update={"seed": seed})
+        request = CompareRequest(
+            task="digits",
+            strategies=self._specs,
+            settings=(*size.split(":"), "batch_size=4"),
+            cluster=cluster,
+            seeds=(seed,),
+            steps=self._steps,
+            eval_every=EVAL_EVERY,
+            target=TARGET,
+            turn_s=_ONE_TURN_S,
+        )
+        plan = plan_comparison(request, out=self._keep / f"{size.replace(':', '-')}-{seed}")
+        directory, comparison = run_comparison(
+            plan, Quiet(), command="python benchmarks/stragglers.py --to-target"
+        )
+        alone = read_steps(Record(directory / f"runs/alone-seed-{seed}")).settled()
+        _tell_ideal(alone, cluster)
+        rows = self._rows.setdefault(self._name(size, seed), [])
+        for spec, contestant in zip(self._specs, comparison.contestants, strict=True):
+            if contestant.failure is not None:
+                print(f"{size}, seed {seed}: {spec} failed: {contestant.failure}", file=sys.stderr)
+                continue
+            settled = read_steps(Record(directory / contestant.runs[0])).settled()
+            step_s = float(settled.duration_s.mean())
+            ideal = float(alone.duration_s.mean()) / step_s
+            found = contestant.measures
+            cell = partial(
+                Figure, table=f"to the target, {size}, all runs", case=f"{spec}, seed {seed}"
+            )
+            rows += [
+                cell(column="a step, ms", value=1e3 * step_s, decimals=1),
+                cell(column="of the ideal", value=ideal, decimals=3),
+                cell(column="steps to the target", value=found["steps_to_target"].median),
+                cell(column="s to the target", value=found["time_to_target_s"].median, decimals=1),
+                cell(column="accuracy", value=found["final_metric"].median, decimals=4),
+            ]
+        yield from rows
+
+    def _table(self, size: str) -> Iterator[Row]:
+        title = f"to the target, {size}"
+        by_spec = {spec: self._by_column(size, spec) for spec in self._specs}
+        for spec, columns in by_spec.items():
+            for column, values in columns.items():
+                found = estimate(values)
+                known = None not in (found.low, found.high)
+                yield Figure(
+                    table=title,
+                    case=spec,
+                    column=column,
+                    value=found.median if None not in values else "not by all seeds",
+                    interval=(found.low or 0.0, found.high or 0.0) if known else None,
+                    decimals={"of the ideal": 3, "accuracy": 4}.get(column, 1),
+                )
+        if size != RACED_SIZES[-1] or not by_spec.get("wagma"):
+            return
+        yield _against(
+            f"{title}, wagma, of the ideal", by_spec["wagma"]["of the ideal"], at_least=OF_THE_IDEAL
+        )
+        slower = by_spec.get(RACERS[2], {}).get("s to the target", [])
+        ratios = [
+            None if mine is None or its is None else mine / its
+            for mine, its in zip(by_spec["wagma"]["s to the target"], slower, strict=False)
+        ]
+        if ratios and None not in ratios:
+            yield _against(f"{title}, s of wagma over those of localsgd", ratios, at_most=1.0)
+
+    def _by_column(self, size: str, spec: str) -> dict[str, list[float | None]]:
+        """By column, a value for each seed."""
+        found: dict[str, list[float | None]] = {}
+        for seed in self._seeds:
+            name = self._name(size, seed)
+            kept = [] if self._kept is None else self._kept.results
+            rows = self._rows.get(name) or [each.figure for each in kept if each.cell == name]
+            for row in rows:
+                if row.case == f"{spec}, seed {seed}":
+                    value = row.value if isinstance(row.value, float) else None
+                    found.setdefault(row.column, []).append(value)
+        return found
+
+
+def _against(
+    case: str,
+    values: Sequence[float | None],
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Ratio:
+    """A goal, and whether the values of all seeds meet it."""
+    found = estimate(values)
+    median, low, high = found.median or 0.0, found.low, found.high
+    limit = at_least if at_most is None else at_most
+    assert limit is not None
+    if low is None or high is None or low < limit < high:
+        holds: bool | Literal["undecided"] = "undecided"
+    else:
+        holds = low >= limit if at_most is None else high <= limit
+    return Ratio(
+        case=case,
+        value=median,
+        unit="x",
+        goal=f"at {'least' if at_most is None else 'most'} {limit:g}",
+        holds=holds,
+        bound=1.0 if at_most is None else 0.0,
+        interval=(low or median, high or median),
+    )
+
+
 def _num_parameters(size: str) -> int:
     from offbeat.lab.tasks import build_task
 
@@ -344,24 +492,31 @@ if __name__ == "__main__":
         action="store_true",
         help="one seed, 30 steps, one size: only to see that it runs",
     )
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="default: %(default)s")
     parser.add_argument(
-        "--sizes", default=",".join(SIZES), help="options of digits; default: %(default)s"
+        "--to-target",
+        action="store_true",
+        help=f"the time to an accuracy of {TARGET}, of {', '.join(RACERS)}",
     )
+    parser.add_argument("--strategies", help=f"default: {','.join(STRATEGIES)}")
+    parser.add_argument("--sizes", help=f"options of digits; default: {','.join(SIZES)}")
     parser.add_argument("--seeds", type=int, default=3, help="how many; default: %(default)s")
     parser.add_argument(
         "--keep", type=Path, help="directory for the comparisons; by default they are thrown away"
     )
     asked = parser.parse_args()
-    for asked_spec in asked.strategies.split(","):
+    usual = (RACERS, RACED_SIZES, RACE_STEPS) if asked.to_target else (STRATEGIES, SIZES, STEPS)
+    asked_specs = asked.strategies.split(",") if asked.strategies else usual[0]
+    asked_sizes = asked.sizes.split(",") if asked.sizes else usual[1]
+    for asked_spec in asked_specs:
         build_strategy(*parse_spec(asked_spec))  # before an hour is spent on those before it
     with tempfile.TemporaryDirectory() as temporary:
-        seeds = 1 if asked.quick else asked.seeds
-        found_cells = cells(
-            asked.strategies.split(","),
-            range(seeds),
-            30 if asked.quick else STEPS,
-            asked.sizes.split(",")[: 1 if asked.quick else None],
-            asked.keep or Path(temporary),
-        )
-        present(found_cells, asked, seeds=seeds)
+        num_seeds, num_steps = (1, 30) if asked.quick else (asked.seeds, usual[2])
+        asked_sizes = asked_sizes[: 1 if asked.quick else None]
+        directory = asked.keep or Path(temporary)
+        if asked.to_target:
+            results = asked.results and ResultFile(asked.results / "stragglers.jsonl")
+            races = Races(asked_specs, num_seeds, num_steps, directory, results)
+            present(races.cells(asked_sizes), asked, seeds=num_seeds)
+        else:
+            found_cells = cells(asked_specs, range(num_seeds), num_steps, asked_sizes, directory)
+            present(found_cells, asked, seeds=num_seeds)

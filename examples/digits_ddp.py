@@ -35,7 +35,8 @@ def main(epochs: int, width: int) -> None:
     is_distributed = "RANK" in os.environ  # started by torchrun or offbeat run
     if is_distributed:
         dist.init_process_group("gloo")
-    train_set, (x_test, y_test) = read_digits()[0], read_digits()[1].tensors
+    train_set, test_set = read_digits()
+    x_test, y_test = test_set.tensors
 
     model: nn.Module = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ def test_a_message_that_announces_many_values_takes_no_memory(count: int) -> Non
         wire_of(Float32Values()).decode(payload)
 
 
-MODEL = ModelMessage(
+WHOLE = ModelMessage(
     kind=MessageKind.AVERAGE,
     generation=1,
     version=2,
@@ -88,18 +89,25 @@ MODEL = ModelMessage(
     counters=np.arange(2),
     values=np.ones(3, np.float32),
     notes=(Note(weight=1.0, step=1, fresh=True),),
-).to_bytes()
+)
+MODEL = WHOLE.to_bytes()
+ROUNDED = replace(WHOLE, codes=np.arange(5, dtype=np.uint16)).to_bytes()
 
 
-@given(altered_bytes(MODEL) | st.binary(max_size=120))
+@given(altered_bytes(MODEL) | altered_bytes(ROUNDED) | st.binary(max_size=120))
 def test_a_message_of_a_model_is_read_or_refused(payload: bytes) -> None:
     succeeds_or_refuses(lambda: ModelMessage.from_bytes(payload))
 
 
-@pytest.mark.parametrize("field", [56, 64, 72])
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [(MODEL, 56), (MODEL, 64), (MODEL, 72), (ROUNDED, 56), (ROUNDED, 80 + 24 + 16)],
+)
 @pytest.mark.parametrize("count", [1 << 40, (1 << 64) - 1])
-def test_a_message_of_a_model_that_announces_much_takes_no_memory(field: int, count: int) -> None:
-    payload = bytearray(MODEL)
+def test_a_message_of_a_model_that_announces_much_takes_no_memory(
+    content: bytes, field: int, count: int
+) -> None:
+    payload = bytearray(content)
     payload[field : field + 8] = struct.pack("<Q", count)
     with bounded_memory(MIB), pytest.raises(WireError):
         ModelMessage.from_bytes(payload)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from offbeat.codec.model_wire import ABSENT, HEAD_BYTES, NOTE_BYTES, MessageKind
 from offbeat.errors import WireError
 
 notes = st.builds(Note, weight=st.floats(0, 1e9), step=st.integers(-1, 2**62), fresh=st.booleans())
+codes = st.lists(st.integers(0, 2**16 - 1), min_size=8, max_size=50)
 messages = st.builds(
     ModelMessage,
     kind=st.sampled_from(MessageKind),
@@ -31,17 +34,23 @@ messages = st.builds(
     ),
     notes=st.lists(notes, max_size=6).map(tuple),
 )
+rounded = st.builds(
+    lambda message, codes: replace(
+        message, values=message.values[: codes.size], codes=np.array(codes, np.uint16)
+    ),
+    messages,
+    codes.map(np.array),
+)
+messages |= rounded
 
 
 @given(messages)
 def test_what_is_written_is_read(message: ModelMessage) -> None:
     content = message.to_bytes()
-    assert (
-        len(content)
-        == HEAD_BYTES
-        + NOTE_BYTES * len(message.notes)
-        + message.counters.nbytes
-        + message.values.nbytes
+    assert len(content) == HEAD_BYTES + NOTE_BYTES * len(
+        message.notes
+    ) + message.counters.nbytes + message.values.nbytes + (
+        8 + message.codes.nbytes if message.codes.size else 0
     )
     read = ModelMessage.from_bytes(memoryview(content))
     for name in (
@@ -62,6 +71,7 @@ def test_what_is_written_is_read(message: ModelMessage) -> None:
     assert read.counters.tolist() == message.counters.tolist()
     assert read.values.dtype == message.values.dtype
     assert read.values.tobytes() == message.values.tobytes()
+    assert read.codes.tobytes() == message.codes.tobytes()
     assert not read.values.flags.writeable or not read.values.size
 
 

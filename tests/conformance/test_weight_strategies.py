@@ -44,6 +44,7 @@ PLAIN: dict[str, AveragingStrategy] = {
     "wagma by the paper's rule": offbeat.WAGMA(merge="paper"),
     "wagma with averaged momentum": offbeat.WAGMA(momenta="averaged", period=2),
     "wagma at intervals": offbeat.WAGMA(period=4, interval=2),
+    "wagma in bfloat16": offbeat.WAGMA(values="bfloat16"),
     "wagma without groups": offbeat.WAGMA(groups="off", period=2),
     "adpsgd": offbeat.ADPSGD(),
     "eagersgd": offbeat.EagerSGD(),

@@ -18,6 +18,7 @@ from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.protocol_member import arrive, finish
 from offbeat.averaging.background.published_model import ModelState, PublishedModel
 from offbeat.codec.model_wire import Counters, Values
+from offbeat.codec.rounding import Rounding
 from offbeat.planning.groups import VersionGroup
 from offbeat.transport.operations import Collective, Post, Sleep
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
@@ -40,6 +41,7 @@ class Training:
         momentum: of the running statistics; None: they are means over all batches.
         forwards: passes in each step.
         pairs: whether ranks average in pairs.
+        rounds: whether parameters travel in bfloat16.
     """
 
     seed: int
@@ -51,6 +53,7 @@ class Training:
     momentum: float | None = 0.1
     forwards: int = 1
     pairs: bool = False
+    rounds: bool = False
     link: VirtualLink = field(default_factory=VirtualLink)
 
 
@@ -131,6 +134,7 @@ class TrainingWorld:
             num_elements=NUM_ELEMENTS,
             num_counters=1,
             dtype=np.dtype(np.float64),
+            rounding=Rounding((STATISTICS,)) if self.plan.rounds else None,
             group_of=lambda version: self.plan.group_of(version, rank.rank),
         )
         return serve(rank.rank, settings, rank.published.protocol)

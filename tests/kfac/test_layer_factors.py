@@ -99,6 +99,7 @@ CONVOLUTIONS = {
 
 NORMS = {
     "layer norm": nn.LayerNorm(6, dtype=torch.float64),
+    "layer norm of rows": nn.LayerNorm((5, 6), dtype=torch.float64),
     "layer norm plain": nn.LayerNorm(6, bias=False, dtype=torch.float64),
     "rms norm": nn.RMSNorm(6, dtype=torch.float64),
     "own rms norm": OwnRMSNorm(6).double(),

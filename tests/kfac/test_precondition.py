@@ -229,6 +229,43 @@ def test_a_layer_without_an_inverse_keeps_its_gradient_and_counts_for_nothing(ho
         torch.testing.assert_close(after[number], preconditioned[number] / 2, **tolerance)  # type: ignore[arg-type]
 
 
+class Norms(nn.Module):
+    """Norms of several widths, with biases and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_rows = nn.LayerNorm((2, 4))
+        self.lone = nn.LayerNorm(9)
+        self.plain = nn.LayerNorm(8, bias=False)
+        self.scaled = nn.RMSNorm(12)
+        self.last = nn.LayerNorm(10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.of_rows(x[:, :8].unflatten(1, (2, 4))).flatten(1)
+        found = [first, self.lone(x[:, :9]), self.plain(x[:, :8])]
+        return torch.cat([*found, self.scaled(x), self.last(x[:, 2:])], dim=1)
+
+
+@pytest.mark.parametrize("how", ["triangle", "inverse", "bfloat16", "eigen"])
+def test_norms_have_directions_of_their_own_and_one_without_an_inverse_harms_no_other(
+    how: How,
+) -> None:
+    torch.manual_seed(0)
+    model = Norms().double()
+    blocks, capture = capture_all(model)
+    (model(torch.randn(7, 12).double()) - 1).square().sum(1).mean().backward()
+    pairs = tasks_of(capture, blocks)
+    expected, before = expected_gradients(blocks, pairs, how), gradients_of(blocks)
+    failed = replace(pairs[1][0], valid=torch.tensor(False)), pairs[1][1]
+    found = curvatures([pairs[0], failed, *pairs[2:]], how)
+    precondition_(blocks, found, lrs=[0.1] * len(blocks), kl_clip=None)
+    for number, matrix in enumerate(gradients_of(blocks)):
+        wanted = before[1] if number == 1 else expected[number]
+        tolerance = 2**-6 if how == "bfloat16" and number != 1 else 1e-10
+        assert (matrix - wanted).norm() <= tolerance * wanted.norm(), blocks[number].name
+        assert (matrix - before[number]).norm() > 0.1 * before[number].norm() or number == 1
+
+
 def test_layers_without_a_gradient_or_of_another_shape_are_passed_over() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     blocks, capture = capture_all(model)

@@ -56,13 +56,15 @@ def look(layer: nn.Module, x: torch.Tensor, losses: Losses) -> Seen:
     """
     weight = layer.get_parameter("weight")
     is_conv = isinstance(layer, nn.Conv1d | nn.Conv2d)
-    is_norm, has_channels = weight.ndim == 1, isinstance(layer, nn.BatchNorm2d | nn.GroupNorm)
-    groups = len(weight) if is_norm else getattr(layer, "groups", 1)
+    is_norm = weight.ndim == 1 or isinstance(layer, nn.LayerNorm)
+    has_channels = isinstance(layer, nn.BatchNorm2d | nn.GroupNorm)
+    groups = weight.numel() if is_norm else getattr(layer, "groups", 1)
     bias = getattr(layer, "bias", None)
     output = layer(x)
     (gradient,) = torch.autograd.grad(losses(output).sum(), output, retain_graph=True)
+    width = groups if is_norm else output.shape[-1]
     flat, gradient = (
-        each.flatten(2).mT if is_conv or has_channels else each.reshape(len(x), -1, each.shape[-1])
+        each.flatten(2).mT if is_conv or has_channels else each.reshape(len(x), -1, width)
         for each in (output, gradient)
     )
     num_examples, num_positions, num_outputs = flat.shape
@@ -74,6 +76,7 @@ def look(layer: nn.Module, x: torch.Tensor, losses: Losses) -> Seen:
             for r in range(num_positions):
                 wrt = [weight] if bias is None else [weight, bias]
                 found = torch.autograd.grad(flat[n, r, first], wrt, retain_graph=True)
+                found = tuple(each.flatten() for each in found) if is_norm else found
                 has_input_rows = isinstance(layer, nn.Embedding) or hasattr(layer, "nf")
                 row = (found[0].mT if has_input_rows else found[0])[first]
                 row = row.movedim(0, -1).flatten() if is_conv else row.reshape(-1)

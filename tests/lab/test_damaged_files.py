@@ -235,7 +235,7 @@ REPORTS: list[Report] = [
         bytes_per_step=7.0,
         metric=None,
     ),
-    Failure(rank=1, kind="PeerError", message="what happened"),
+    Failure(rank=1, kind="PeerError", message="what happened", has_printed=False),
     Paused(rank=1, step=3, seconds=0.5),
     Joined(rank=1, step=3),
 ]

@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -188,6 +188,17 @@ def test_what_the_server_printed_stands_in_the_log_of_each_process(tmp_path: Pat
             assert (tmp_path / name).read_text() == "deprecated\n"
 
 
+def test_the_server_imports_what_it_can_of_what_it_is_told(tmp_path: Path) -> None:
+    names = ["no_such_module.thing", "colorsys.no_such_thing", "colorsys.rgb_to_hsv"]
+    with (
+        closing(ForkServer(MODULE, environment(), names)) as server,
+        closing(Forker(server, tmp_path / "log", "describe")) as forked,
+    ):
+        forked.close_stdin()
+        assert json.loads(forked.answer())["imported"] == ["colorsys"]
+        forked.process.wait()
+
+
 SUPERVISOR = """
 import os, sys
 from offbeat.lab.forked_workers import WorkerForks
@@ -225,8 +236,8 @@ def forks() -> Iterator[WorkerForks]:
         yield forks
 
 
-def server_of(forks: WorkerForks, log: Path, **variables: str) -> int:
-    """The server that forks a worker with such an environment."""
+def server_of(forks: WorkerForks, log: Path, imports: Sequence[str] = (), **variables: str) -> int:
+    """The server that forks a worker with such an environment and imports."""
     reading, writing = os.pipe()
     with log.open("ab") as output, Path(os.devnull).open("rb") as nothing, open(reading) as answers:
         try:
@@ -237,6 +248,7 @@ def server_of(forks: WorkerForks, log: Path, **variables: str) -> int:
                 output=output.fileno(),
                 pipe=writing,
                 namespace=None,
+                imports=imports,
             )
         finally:
             os.close(writing)
@@ -280,3 +292,13 @@ def test_a_server_that_cannot_fork_is_started_once(forks: WorkerForks, tmp_path:
             server_of(forks, tmp_path / "log", **{fork_server.FAILS: str(tmp_path)})
     assert len(list(tmp_path.glob("started-*"))) == 1
     assert server_of(forks, tmp_path / "log") > 0
+
+
+def test_a_server_that_cannot_fork_with_what_it_imports_does_without(
+    forks: WorkerForks, tmp_path: Path
+) -> None:
+    threaded = ["lab_support.starts_a_thread"]
+    server = server_of(forks, tmp_path / "log", threaded)
+    assert server_of(forks, tmp_path / "log", threaded) == server
+    assert server_of(forks, tmp_path / "log") == server
+    assert server_of(forks, tmp_path / "log", ["colorsys"]) != server

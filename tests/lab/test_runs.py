@@ -161,7 +161,8 @@ def test_a_worker_that_fails_says_why(npz: Path, tmp_path: Path) -> None:
     planned = plan(request(npz, steps=3), out=tmp_path / "run")
     np.savez(npz, **(good | {"y_test": np.full(10, -1)}))
     with pytest.raises(
-        PeerError, match=r"worker \d \(pid \d+\) failed after step 0: labels in .*no checkpoint yet"
+        PeerError,
+        match=r"worker \d \(pid \d+\) failed before its first step: labels in .*no checkpoint yet",
     ):
         train(planned, lambda progress: None)
 

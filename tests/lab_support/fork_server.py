@@ -1,5 +1,5 @@
-"""A fork server that imports nothing of weight: `python -m lab_support.fork_server SOCKET`. Its
-processes do what the first of their arguments says.
+"""A fork server that imports nothing of weight by itself: `python -m lab_support.fork_server SOCKET
+[NAMES] ROOM`. Its processes do what the first of their arguments says.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from offbeat.lab.forking import Order, serve, set_command_line
+from offbeat.lab.forking import Order, import_where_possible, serve, set_command_line
 
 FAILS = "TEST_SERVER_FAILS"
 HAS_A_THREAD = "TEST_SERVER_HAS_A_THREAD"
@@ -40,6 +40,7 @@ def describe(order: Order) -> int:
         "inheritable": [os.get_inheritable(descriptor) for descriptor in order.descriptors],
         "network": str(Path("/proc/self/ns/net").readlink()),
         "stdin": typed,
+        "imported": sorted({"colorsys", "this"} & set(sys.modules)),
         "command": Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").decode(),
     }
     print("printed")
@@ -65,6 +66,7 @@ def main() -> None:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
     if PRINTS in os.environ:
         print("deprecated")
+    import_where_possible(sys.argv[2:-1])
     with socket.socket(fileno=int(sys.argv[1])) as control:
         order = serve(control)
     if order is not None:

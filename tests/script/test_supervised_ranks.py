@@ -316,7 +316,8 @@ finally:
         steps=8,
         script=script_command([str(script), str(tmp_path)]),
     )
-    planned = plan_comparison(request, out=tmp_path / "out", program=script_program(2, forked=True))
+    program = script_program(request.script, 2, forked=True)
+    planned = plan_comparison(request, out=tmp_path / "out", program=program)
     with comparison_display(quiet=True) as listener:
         directory, comparison = run_comparison(planned, listener, command="offbeat compare")
     assert [contestant.failure for contestant in comparison.contestants] == [None, None]

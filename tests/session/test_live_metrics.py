@@ -6,6 +6,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -114,16 +115,18 @@ def test_a_logger_that_raises_is_dropped_and_training_goes_on(
 
 
 @pytest.mark.parametrize("make", [lambda: TensorBoardLogger("x"), WandbLogger, MLflowLogger])
+@pytest.mark.parametrize("found", [None, ModuleSpec("only_a_directory", None)])
 def test_what_is_not_installed_is_refused_with_a_hint(
-    make: object, monkeypatch: pytest.MonkeyPatch
+    make: object, found: ModuleSpec | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loggers_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(loggers_module, "find_spec", lambda name: found)
     with pytest.raises(ConfigError, match="is not installed; pip install"):
         make()  # type: ignore[operator]
 
 
 def test_a_logger_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loggers_module, "find_spec", lambda name: name)
+    installed = ModuleSpec("any", None, origin="any/__init__.py")
+    monkeypatch.setattr(loggers_module, "find_spec", lambda name: installed)
     found = named_loggers(["mlflow", "tensorboard"], Path("record"))
     assert [type(logger) for logger in found] == [MLflowLogger, TensorBoardLogger]
     with pytest.raises(ConfigError, match="'tensorbord'; allowed are .*did you mean 'tensorboard'"):
@@ -173,7 +176,9 @@ def test_a_run_that_the_script_began_is_used_and_left_open(
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    monkeypatch.setattr(loggers_module, "find_spec", lambda name: name)
+    monkeypatch.setattr(
+        loggers_module, "find_spec", lambda name: ModuleSpec(name, None, origin="any/__init__.py")
+    )
     for logger in (WandbLogger(project="mine"), MLflowLogger()):
         logger.log({"loss": 1.0}, 3)
         logger.close()

@@ -17,6 +17,16 @@ def test_an_interval_without_groups_is_refused() -> None:
         offbeat.WAGMA(period=10, interval=5, groups="off")
 
 
+def test_values_of_bfloat16_are_refused_where_an_average_takes_the_place_of_the_model() -> None:
+    with pytest.raises(ConfigError, match='merge="paper" takes an average in the place'):
+        offbeat.WAGMA(merge="paper", overlap=False, values="bfloat16")
+
+
+def test_a_group_above_the_workers_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="group_size is 8, allowed is 2 to 4, the number of work"):
+        offbeat.WAGMA(group_size=8).check_world(4)
+
+
 @pytest.mark.parametrize("interval", [1, 2, 5, 10])
 def test_all_ranks_average_after_every_period_of_steps_whatever_the_interval(
     interval: int,

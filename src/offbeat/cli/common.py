@@ -34,6 +34,18 @@ def complete_strategy(incomplete: str) -> Iterator[str]:
             yield f"{before}{comma}{name}"
 
 
+TaskName = Annotated[
+    str | None,
+    typer.Option(help="What to train; `offbeat tasks` lists them.", rich_help_panel=WHAT),
+]
+Epochs = Annotated[
+    int | None,
+    typer.Option(help="Passes over the data (default: the task's).", rich_help_panel=LENGTH),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(help="Optimizer steps, in place of epochs.", rich_help_panel=LENGTH),
+]
 Preset = Annotated[
     str | None,
     typer.Option(

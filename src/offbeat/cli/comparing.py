@@ -50,7 +50,9 @@ class Compared:
 
     def program(self, workers: int) -> WorkerProgram:
         """What its workers run."""
-        return TASK_WORKER if self.script is None else script_program(workers, forked=True)
+        if self.script is None:
+            return TASK_WORKER
+        return script_program(self.script, workers, forked=True)
 
 
 def what_to_compare(

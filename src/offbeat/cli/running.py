@@ -67,7 +67,12 @@ def run(
     if outcome.problem is not None:
         _say(f"offbeat: {outcome.problem}")
         return outcome.status
-    if outcome.summary is not None:
+    if outcome.summary is None:
+        _say(
+            "offbeat: no step is recorded: the script ended before its first one, or trained in"
+            " processes that it started itself"
+        )
+    else:
         for notice in outcome.summary.notices:
             _say(f"note ({config.strategy}): {notice}")
         _say(f"record: {outcome.directory}")

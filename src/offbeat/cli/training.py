@@ -17,6 +17,7 @@ from offbeat.cli.common import (
     OUTPUT,
     WHAT,
     Delay,
+    Epochs,
     How,
     JsonFlag,
     Link,
@@ -24,7 +25,9 @@ from offbeat.cli.common import (
     Out,
     Preset,
     Speeds,
+    Steps,
     StepTime,
+    TaskName,
     Workers,
     cluster_of,
     complete_strategy,
@@ -36,10 +39,7 @@ from offbeat.errors import ConfigError
 
 
 def train(
-    task: Annotated[
-        str | None,
-        typer.Option(help="What to train; `offbeat tasks` lists them.", rich_help_panel=WHAT),
-    ] = None,
+    task: TaskName = None,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -58,14 +58,8 @@ def train(
             rich_help_panel=WHAT,
         ),
     ] = None,
-    epochs: Annotated[
-        int | None,
-        typer.Option(help="Passes over the data (default: the task's).", rich_help_panel=LENGTH),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Optimizer steps, in place of epochs.", rich_help_panel=LENGTH),
-    ] = None,
+    epochs: Epochs = None,
+    steps: Steps = None,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -229,10 +223,7 @@ def compare(
             autocompletion=complete_strategy,
         ),
     ],
-    task: Annotated[
-        str | None,
-        typer.Option(help="What to train; `offbeat tasks` lists them.", rich_help_panel=WHAT),
-    ] = None,
+    task: TaskName = None,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -260,14 +251,8 @@ def compare(
             "--set", metavar="KEY=VALUE", help="An option of the task.", rich_help_panel=WHAT
         ),
     ] = None,
-    epochs: Annotated[
-        int | None,
-        typer.Option(help="Passes over the data (default: the task's).", rich_help_panel=LENGTH),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Optimizer steps, in place of epochs.", rich_help_panel=LENGTH),
-    ] = None,
+    epochs: Epochs = None,
+    steps: Steps = None,
     eval_every: Annotated[
         int | None,
         typer.Option(

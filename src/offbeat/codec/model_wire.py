@@ -9,6 +9,8 @@ values, which therefore begin at a multiple of 8.
     (u64), number of values (u64), of notes (u64), of counters (u64)
     note: weight (f64), step (i64), fresh (u64)
     counter: i64
+    values: float32 (dtype 0) or float64 (1); rounded ones (2 and 3): the number of those that are
+        not rounded (u64), these as float32 or float64, then all as bfloat16
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from numpy.typing import NDArray
 from offbeat.errors import WireError
 
 Values: TypeAlias = NDArray[np.floating]
+Codes: TypeAlias = NDArray[np.uint16]
+"""Numbers in bfloat16, the upper halves of float32."""
 Counters: TypeAlias = NDArray[np.int64]
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -38,11 +42,20 @@ COUNTER_BYTES = 8
 _COUNTER = np.dtype("<i8")
 _DTYPES: dict[int, np.dtype[np.floating]] = {0: np.dtype("<f4"), 1: np.dtype("<f8")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_ROUNDED = 2
+"""What is added to the code of a dtype where values are rounded."""
+_COUNT = struct.Struct("<Q")
+_CODE = np.dtype("<u2")
 
 
 def no_counters() -> Counters:
     """Those of a model that has none."""
     return np.empty(0, np.int64)
+
+
+def no_codes() -> Codes:
+    """Those of values that are not rounded."""
+    return np.empty(0, np.uint16)
 
 
 class MessageKind(IntEnum):
@@ -115,7 +128,10 @@ class ModelMessage:
         begin: the index of the first element in `values`.
         counters: the integer buffers of the model, int64, shape (any,); in an average, the largest
             value of each.
-        values: float32 or float64, shape (any,). Arrays of a received message are read-only.
+        values: float32 or float64, shape (any,): the elements from `begin` on or, where `codes` are
+            given, those of them that are not rounded. Arrays of a received message are read-only.
+        codes: all elements from `begin` on, rounded to bfloat16, shape (any,); empty where nothing
+            is rounded.
         notes: one for each member of the group, in the order of the group.
     """
 
@@ -131,6 +147,7 @@ class ModelMessage:
     begin: int = 0
     counters: Counters = field(default_factory=no_counters)
     values: Values = field(default_factory=partial(np.empty, 0, np.float32))
+    codes: Codes = field(default_factory=no_codes)
     notes: tuple[Note, ...] = ()
 
     @property
@@ -138,11 +155,17 @@ class ModelMessage:
         """The note of the sender's contribution."""
         return Note(weight=self.weight, step=self.step, fresh=self.fresh) if self.weight else ABSENT
 
+    @property
+    def size(self) -> int:
+        """The number of elements from `begin` on."""
+        return self.codes.size or self.values.size
+
     def to_bytes(self) -> bytes:
+        is_rounded = self.codes.size > 0
         head = _HEAD.pack(
             self.kind,
             self.fresh | self.arrived << 1,
-            _CODES[self.values.dtype],
+            _CODES[self.values.dtype] + _ROUNDED * is_rounded,
             0,
             self.generation,
             self.version,
@@ -151,13 +174,18 @@ class ModelMessage:
             self.participants,
             self.num_elements,
             self.begin,
-            self.values.size,
+            self.size,
             len(self.notes),
             self.counters.size,
         )
         notes = [_NOTE.pack(note.weight, note.step, note.fresh) for note in self.notes]
-        arrays = (np.ascontiguousarray(self.counters, _COUNTER), np.ascontiguousarray(self.values))
-        return b"".join([head, *notes, *(array.data for array in arrays)])
+        counters = np.ascontiguousarray(self.counters, _COUNTER).data
+        values = np.ascontiguousarray(self.values).data
+        if not is_rounded:
+            return b"".join([head, *notes, counters, values])
+        num_exact = _COUNT.pack(self.values.size)
+        codes = np.ascontiguousarray(self.codes, _CODE).data
+        return b"".join([head, *notes, counters, num_exact, values, codes])
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> ModelMessage:
@@ -181,15 +209,28 @@ class ModelMessage:
             num_notes,
             num_counters,
         ) = rest
-        if zero or flags > 3 or kind not in MessageKind._value2member_map_ or code not in _DTYPES:
+        is_rounded, dtype = code >= _ROUNDED, _DTYPES.get(code % _ROUNDED)
+        if (
+            zero
+            or flags > 3
+            or kind not in MessageKind._value2member_map_
+            or code >= 2 * _ROUNDED
+            or dtype is None
+            or (is_rounded and not num_values)
+        ):
             raise WireError(
                 f"got a message of a group average of kind {kind}, dtype {code}, flags"
                 f" {flags}.{zero}; it is corrupt"
             )
         counters_at = HEAD_BYTES + num_notes * NOTE_BYTES
         values_at = counters_at + num_counters * COUNTER_BYTES
-        expected = values_at + num_values * _DTYPES[code].itemsize
-        if len(data) != expected:
+        num_whole, num_codes = num_values, 0
+        if is_rounded:
+            num_whole, num_codes = _num_exact(data, values_at), num_values
+            values_at += _COUNT.size
+        codes_at = values_at + num_whole * dtype.itemsize
+        expected = codes_at + num_codes * _CODE.itemsize
+        if len(data) != expected or num_whole > num_values:
             raise WireError(
                 f"a message of a group average announces {expected} bytes and has {len(data)}; it"
                 " was truncated"
@@ -217,7 +258,8 @@ class ModelMessage:
             num_elements=num_elements,
             begin=begin,
             counters=_array(data, _COUNTER, num_counters, counters_at),
-            values=_array(data, _DTYPES[code], num_values, values_at),
+            values=_array(data, dtype, num_whole, values_at),
+            codes=_array(data, _CODE, num_codes, codes_at),
             notes=tuple(notes),
         )
 
@@ -230,8 +272,20 @@ def scaled_bytes(message: bytes | bytearray | memoryview, scale: float) -> float
     8000.0
     """
     _, _, code, *rest = _HEAD.unpack_from(message)
-    num_bytes = int(rest[-3]) * _DTYPES[code].itemsize
+    dtype = _CODE if code >= _ROUNDED else _DTYPES[code]
+    num_bytes = int(rest[-3]) * dtype.itemsize
     return len(message) + (scale - 1.0) * num_bytes
+
+
+def _num_exact(data: bytes | bytearray | memoryview, offset: int) -> int:
+    """How many values of a message are not rounded."""
+    if len(data) < offset + _COUNT.size:
+        raise WireError(
+            f"a message of a group average announces {offset + _COUNT.size} bytes or more and has"
+            f" {len(data)}; it was truncated"
+        )
+    (count,) = _COUNT.unpack_from(data, offset)
+    return int(count)
 
 
 def _checked(weight: float) -> float:
@@ -249,5 +303,7 @@ def _array(
     if not count:
         return np.empty(0, dtype)
     array = np.frombuffer(data, dtype, count, offset)
+    if not array.flags.aligned:  # compiled code would be compiled anew for it
+        array = array.copy()
     array.flags.writeable = False
     return array

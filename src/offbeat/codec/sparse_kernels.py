@@ -350,13 +350,15 @@ def round_to_bfloat16(values: NDArray[np.floating], codes: NDArray[np.uint16]) -
     Float64 values are rounded to float32 first.
     """
     for i in range(values.size):
-        bits = np.int64(np.float32(values[i]).view(np.uint32))
-        magnitude = bits & 0x7FFF_FFFF
-        rounded = (magnitude + 0x7FFF + (magnitude >> 16 & 1)) >> 16
-        code = rounded if rounded < 0x7F80 else np.int64(0x7F7F)
-        if magnitude > 0x7F80_0000:  # not a number
-            code = np.int64(0x7FC0)
-        codes[i] = code | (bits >> 16 & 0x8000)
+        # Each result is cut to 32 bits, or the processor would take half as many at once.
+        bits = np.float32(values[i]).view(np.uint32)
+        magnitude = np.uint32(bits & np.uint32(0x7FFF_FFFF))
+        odd = np.uint32(np.uint32(magnitude >> np.uint32(16)) & np.uint32(1))
+        rounded = np.uint32(np.uint32(magnitude + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+        code = rounded if rounded < np.uint32(0x7F80) else np.uint32(0x7F7F)
+        code = code if magnitude <= np.uint32(0x7F80_0000) else np.uint32(0x7FC0)  # not a number
+        sign = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000))
+        codes[i] = np.uint16(code | sign)
 
 
 @kernel

@@ -192,6 +192,39 @@ class Use(NamedTuple):
     is_flipped: bool = False
 
 
+class BlockGradient(NamedTuple):
+    """Views of the gradients of a block's weight and bias.
+
+    Attributes:
+        weight: shape (groups, outputs, inputs without bias), inputs maybe in several dimensions.
+        bias: shape (groups, outputs, 1); None where there is none.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def matrix(self) -> torch.Tensor:
+        """Both side by side, in float32 or float64: a view where it can be one."""
+        weight = as_real(self.weight).flatten(2)
+        if self.bias is None:
+            return weight
+        return torch.cat([weight, as_real(self.bias)], dim=2)
+
+    def write_(self, matrix: torch.Tensor) -> None:
+        """The inverse of `matrix`."""
+        if self.bias is not None:
+            self.bias.copy_(matrix[..., -1:])
+            matrix = matrix[..., :-1]
+        shape = self.weight.shape[2:]
+        self.weight.copy_(matrix if len(shape) == 1 else matrix.unflatten(-1, shape))
+
+    def scale_(self, factor: torch.Tensor) -> None:
+        """Multiply by `factor`."""
+        self.weight.mul_(factor)
+        if self.bias is not None:
+            self.bias.mul_(factor)
+
+
 class Block(ABC):
     """One weight matrix, or a few of the same shape, and what is needed to estimate its factors.
 
@@ -284,28 +317,25 @@ class Block(ABC):
             and (bias is None or bias.grad is not None)
         )
 
+    def gradient(self) -> BlockGradient:
+        """Views of the gradient. `has_gradient` must hold."""
+        weight, bias = gradient_of(self.weight), self.bias
+        if self.rows != EVERYTHING:
+            weight = weight[self.rows]
+        matrix = self.to_matrix(weight)
+        if bias is None:
+            return BlockGradient(matrix, None)
+        return BlockGradient(matrix, gradient_of(bias)[self.bias_rows].view(*matrix.shape[:2], 1))
+
     def gradient_matrix(self) -> torch.Tensor:
         """The gradient, of `matrix_shape`, in float32 or float64: a view where it can be one.
         `has_gradient` must hold.
         """
-        weight = as_real(self.to_matrix(gradient_of(self.weight)[self.rows])).flatten(2)
-        if self.bias is None:
-            return weight
-        bias = as_real(gradient_of(self.bias)[self.bias_rows])
-        return torch.cat([weight, bias.view(*weight.shape[:2], 1)], dim=2)
-
-    def scale_gradient_(self, factor: torch.Tensor) -> None:
-        """Multiply the gradient by `factor`."""
-        gradient_of(self.weight)[self.rows].mul_(factor)
-        if self.bias is not None:
-            gradient_of(self.bias)[self.bias_rows].mul_(factor)
+        return self.gradient().matrix()
 
     def write_gradient_(self, matrix: torch.Tensor) -> None:
         """The inverse of `gradient_matrix`."""
-        weight = self.to_matrix(gradient_of(self.weight)[self.rows])
-        weight.copy_(self._without_bias(matrix, weight))
-        if self.bias is not None:
-            gradient_of(self.bias)[self.bias_rows].copy_(matrix[..., -1].flatten())
+        self.gradient().write_(matrix)
 
     def to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """A view of `weight`, or of its gradient, as (groups, outputs, inputs without bias), inputs
@@ -313,12 +343,6 @@ class Block(ABC):
         """
         matrix: torch.Tensor = weight.unflatten(0, self.matrix_shape[:2])
         return matrix
-
-    def _without_bias(self, matrix: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        parts: torch.Tensor = matrix[..., : self.matrix_shape[2] - self.has_bias].unflatten(
-            -1, like.shape[2:]
-        )
-        return parts
 
 
 class LayerBlock(Block):

@@ -22,11 +22,13 @@ from offbeat.kfac.pieces import moment_of, packed_pieces
 
 
 class RowsBlock(LayerBlock):
-    """A layer that maps the last dimension of its inputs, and treats all positions alike.
+    """A layer that maps the last dimension of its inputs, or several, and treats all positions
+    alike.
 
     Args:
         options: as for all blocks.
         batch_dim: which dimension of the input counts examples.
+        num_mapped: how many dimensions it maps, >= 1.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class RowsBlock(LayerBlock):
         rows: slice = EVERYTHING,
         bias_rows: slice = EVERYTHING,
         batch_dim: int,
+        num_mapped: int = 1,
     ) -> None:
         super().__init__(
             name,
@@ -51,19 +54,21 @@ class RowsBlock(LayerBlock):
         )
         self._options = options
         self._batch_dim = batch_dim
+        self._num_mapped = num_mapped
 
     def example_dim(self, inputs: torch.Tensor) -> int | None:
-        return None if inputs.ndim == 1 else min(self._batch_dim, inputs.ndim - 2)
+        num_others = inputs.ndim - self._num_mapped
+        return None if num_others == 0 else min(self._batch_dim, num_others - 1)
 
     def num_positions(self, inputs: torch.Tensor) -> int:
         dim = self.example_dim(inputs)
         if dim is None or self._options.sharing == "reduce":
             return 1
-        return inputs.shape[:-1].numel() // max(inputs.shape[dim], 1)
+        return inputs.shape[: -self._num_mapped].numel() // max(inputs.shape[dim], 1)
 
     def num_terms(self, inputs: torch.Tensor) -> int:
         return (
-            inputs.shape[:-1].numel()
+            inputs.shape[: -self._num_mapped].numel()
             if self._options.loss_terms == "position"
             else super().num_terms(inputs)
         )

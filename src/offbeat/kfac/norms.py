@@ -75,22 +75,20 @@ class LastDimsNormBlock(RowsBlock):
         bias_name: str | None,
         normalise: Normalise,
     ) -> None:
-        super().__init__(name, module, options, bias_name=bias_name, batch_dim=options.batch_dim)
+        super().__init__(
+            name,
+            module,
+            options,
+            bias_name=bias_name,
+            batch_dim=options.batch_dim,
+            num_mapped=module.get_parameter("weight").ndim,
+        )
         self._normalise = normalise
         _lay_out_channels(self)
 
     def fits(self, inputs: torch.Tensor) -> bool:
         dims = self._weight_shape
         return self.keeps_shape() and inputs.shape[-len(dims) :] == dims
-
-    def example_dim(self, inputs: torch.Tensor) -> int | None:
-        return super().example_dim(self._flat(inputs))
-
-    def num_positions(self, inputs: torch.Tensor) -> int:
-        return super().num_positions(self._flat(inputs))
-
-    def num_terms(self, inputs: torch.Tensor) -> int:
-        return super().num_terms(self._flat(inputs))
 
     def input_moment(self, inputs: torch.Tensor) -> Moment:
         rows = self._rows(self._flat(self._normalise(as_real(inputs))), "mean")

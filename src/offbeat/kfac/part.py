@@ -206,8 +206,7 @@ class KFACPart(Part):
         if has_factors:
             self._take_in(inverts=inverts)
         if inverts:
-            inverses.finish()
-            self.preconditioner.is_stale = False
+            self.preconditioner.finish_inversions()
         if has_factors and (plan := self.scheduler.learn()) is not None:
             self._adopt(plan)
         self.preconditioner.precondition(self.scheduler.retired, step)

@@ -17,52 +17,54 @@ or three times the largest gradient, and the largest inverse, unpacked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from offbeat.kfac.blocks import Block, FactorShape
+from offbeat.kfac.blocks import Block, BlockGradient, FactorShape
 from offbeat.kfac.eigen import Eigendecomposition
 from offbeat.kfac.inverses import InverseForm, form_for, has_inverse, is_asynchronous
 from offbeat.kfac.pieces import multiply_columns, multiply_rows, padded
 from offbeat.kfac.symmetric import unpack, unpack_triangles
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InversePair:
     """Damped inverses of one block's factors, A's and G's, or the triangles that stand for them, as
-    `form` keeps them.
+    `form` keeps them. Once they change in place, another pair must be made.
     """
 
     inputs: torch.Tensor
     outputs: torch.Tensor
     form: InverseForm
 
-    def apply(self, gradient: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        """Precondition `gradient`, of the block's `matrix_shape`.
+    @cached_property
+    def exists(self) -> torch.Tensor:
+        """Whether there are inverses, a scalar tensor."""
+        return has_inverse(self.inputs) & has_inverse(self.outputs)
 
-        Returns:
-            The preconditioned gradient, which means nothing where there is no inverse, and whether
-            there is one, a scalar tensor.
+    def apply(
+        self, gradient: torch.Tensor, inputs: FactorShape, outputs: FactorShape
+    ) -> torch.Tensor:
+        """Precondition `gradient`, of the `matrix_shape` of a block of such factors. The result
+        means nothing where there is no inverse.
         """
         _, num_outputs, num_inputs = gradient.shape
-        matrices = padded(gradient.to(self.inputs.dtype), block.outputs, block.inputs)
-        if block.inputs.is_diagonal:
+        matrices = padded(gradient.to(self.inputs.dtype), outputs, inputs)
+        if inputs.is_diagonal:
             half = matrices * self.inputs[:, None, :]
         else:
-            squares, form = self._squares(self.inputs, block.inputs)
-            half = multiply_columns(
-                matrices, block.inputs, lambda some: _from_right(some, squares, form)
-            )
-        if block.outputs.is_diagonal:
+            squares, form = self._squares(self.inputs, inputs)
+            half = multiply_columns(matrices, inputs, lambda some: _from_right(some, squares, form))
+        if outputs.is_diagonal:
             whole = half * self.outputs[:, :, None]
         else:
-            squares, form = self._squares(self.outputs, block.outputs)
-            whole = multiply_rows(half, block.outputs, lambda some: _from_left(squares, some, form))
-        exists = has_inverse(self.inputs) & has_inverse(self.outputs)
-        return whole[:, :num_outputs, :num_inputs].to(gradient.dtype), exists
+            squares, form = self._squares(self.outputs, outputs)
+            whole = multiply_rows(half, outputs, lambda some: _from_left(squares, some, form))
+        return whole[:, :num_outputs, :num_inputs].to(gradient.dtype)
 
     def _squares(self, kept: torch.Tensor, shape: FactorShape) -> tuple[torch.Tensor, InverseForm]:
         dim, form = shape.dim, form_for(self.form, shape)
@@ -84,17 +86,17 @@ def _from_right(matrices: torch.Tensor, symmetric: torch.Tensor, form: InverseFo
     if matrices.shape[1] == 1 and symmetric.shape[2] <= 2:
         # The channels of a norm: as many products of tiny matrices, one by one, take far longer.
         return (matrices.mT * symmetric).sum(dim=1, keepdim=True)
-    return matrices @ symmetric
+    return torch.bmm(matrices, symmetric)
 
 
 def _from_left(symmetric: torch.Tensor, matrices: torch.Tensor, form: InverseForm) -> torch.Tensor:
     """The inverses times `matrices`, shape (groups, d, n)."""
     if form == "triangle":
         return _from_right(matrices.mT, symmetric, form).mT
-    return symmetric * matrices if symmetric.shape[1] == 1 else symmetric @ matrices
+    return symmetric * matrices if symmetric.shape[1] == 1 else torch.bmm(symmetric, matrices)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EigenPair:
     """Eigendecompositions of one block's factors, A's and G's.
 
@@ -108,16 +110,23 @@ class EigenPair:
     damping: float
     damps_each: bool = False
 
-    def apply(self, gradient: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    @cached_property
+    def exists(self) -> torch.Tensor:
+        """As of `InversePair`."""
+        return (self.inputs.values >= 0).all() & (self.outputs.values >= 0).all()
+
+    def apply(
+        self, gradient: torch.Tensor, inputs: FactorShape, outputs: FactorShape
+    ) -> torch.Tensor:
         """As of `InversePair`."""
         _, num_outputs, num_inputs = gradient.shape
         right, left = self.inputs.vectors, self.outputs.vectors
-        turned = padded(gradient, block.outputs, block.inputs)
+        turned = padded(gradient, outputs, inputs)
         rows, columns = turned.shape[1:]
         if left is not None:
-            turned = multiply_rows(turned, block.outputs, lambda some: left.mT @ some)
+            turned = multiply_rows(turned, outputs, lambda some: left.mT @ some)
         if right is not None:
-            turned = multiply_columns(turned, block.inputs, lambda some: some @ right)
+            turned = multiply_columns(turned, inputs, lambda some: some @ right)
         of_g = self.outputs.values.view(-1, rows, 1)
         of_a = self.inputs.values.view(-1, 1, columns)
         if self.damps_each:
@@ -125,11 +134,10 @@ class EigenPair:
         else:
             turned = turned / (of_g * of_a + self.damping)
         if right is not None:
-            turned = multiply_columns(turned, block.inputs, lambda some: some @ right.mT)
+            turned = multiply_columns(turned, inputs, lambda some: some @ right.mT)
         if left is not None:
-            turned = multiply_rows(turned, block.outputs, lambda some: left @ some)
-        exists = (self.inputs.values >= 0).all() & (self.outputs.values >= 0).all()
-        return turned[:, :num_outputs, :num_inputs], exists
+            turned = multiply_rows(turned, outputs, lambda some: left @ some)
+        return turned[:, :num_outputs, :num_inputs]
 
 
 Curvature: TypeAlias = InversePair | EigenPair
@@ -167,27 +175,79 @@ def precondition_(
     """
     done: list[_Preconditioned] = []
     change: torch.Tensor | float = 0.0
-    for block, curvature, lr in zip(blocks, curvatures, lrs, strict=True):
-        if not block.has_gradient():
-            continue
-        gradient = block.gradient_matrix()
-        preconditioned, exists = curvature.apply(gradient, block)
+    live = [
+        _Live(block, curvature, lr)
+        for block, curvature, lr in zip(blocks, curvatures, lrs, strict=True)
+        if block.has_gradient()
+        # on a GPU asking would make the host wait
+        and (is_asynchronous(curvature.exists.device) or curvature.exists)
+    ]
+    for each, gradient, matrix, preconditioned in _apply_each(live):
+        exists = each.curvature.exists
         may_ask = not is_asynchronous(exists.device)
-        if not may_ask:  # asking would make the host wait
-            preconditioned = torch.where(exists, preconditioned, gradient)
-        elif not exists:
-            continue
+        if not may_ask:
+            preconditioned = torch.where(exists, preconditioned, matrix)
         if kl_clip is None:
-            block.write_gradient_(preconditioned)
+            gradient.write_(preconditioned)
             continue
-        product = _product(preconditioned, gradient)
+        product = _product(preconditioned, matrix)
         own = float(product) if may_ask else torch.where(exists, product, 0.0)
-        change = change + own * lr**2
-        done.append(_Preconditioned(block, preconditioned, None if may_ask else exists))
+        change = change + own * each.lr**2
+        done.append(_Preconditioned(gradient, preconditioned, None if may_ask else exists))
     if kl_clip is not None and done:
         nu = kl_scale(torch.as_tensor(change, dtype=torch.float64), kl_clip, grad_scale)
-        for each in done:
-            each.scale_(nu)
+        shortens = is_asynchronous(nu.device) or bool(nu < 1)
+        for waiting in done:
+            waiting.finish_(nu, shortens=shortens)
+
+
+class _Live(NamedTuple):
+    """A block that has a gradient, with its inverses and its learning rate."""
+
+    block: Block
+    curvature: Curvature
+    lr: float
+
+
+_Applied: TypeAlias = tuple[_Live, BlockGradient, torch.Tensor, torch.Tensor]
+"""A block, its gradient, that as a matrix, and the preconditioned gradient."""
+
+
+def _apply_each(live: Sequence[_Live]) -> Iterator[_Applied]:
+    """The preconditioned gradients of all blocks. Those of norms, each of which has a tiny matrix
+    for each channel, are made together: handling each norm costs more than its arithmetic.
+    """
+    norms: dict[object, list[_Live]] = {}
+    for each in live:
+        block, curvature, _ = each
+        if isinstance(curvature, InversePair) and block.inputs.is_tiny and block.outputs.is_tiny:
+            kind = block.inputs.dim, block.outputs.dim, block.weight.dtype, block.weight.device
+            norms.setdefault(kind, []).append(each)
+            continue
+        gradient = block.gradient()
+        matrix = gradient.matrix()
+        yield each, gradient, matrix, curvature.apply(matrix, block.inputs, block.outputs)
+    for some in norms.values():
+        yield from _apply_together(some)
+
+
+def _apply_together(norms: Sequence[_Live]) -> Iterator[_Applied]:
+    gradients = [block.gradient() for block, _, _ in norms]
+    matrices = [gradient.matrix() for gradient in gradients]
+    sizes = [len(matrix) for matrix in matrices]
+    pairs = [curvature for _, curvature, _ in norms if isinstance(curvature, InversePair)]
+    together = InversePair(
+        torch.cat([pair.inputs for pair in pairs]),
+        torch.cat([pair.outputs for pair in pairs]),
+        pairs[0].form,
+    )
+    first = norms[0].block
+    found = together.apply(
+        torch.cat(matrices),
+        replace(first.inputs, groups=sum(sizes)),
+        replace(first.outputs, groups=sum(sizes)),
+    )
+    yield from zip(norms, gradients, matrices, found.split(sizes), strict=True)
 
 
 class _Preconditioned:
@@ -195,27 +255,28 @@ class _Preconditioned:
     that is too short a type for it, apart.
 
     Args:
-        block: whose gradient it is.
+        gradient: the block's.
         preconditioned: the preconditioned gradient.
         exists: whether there is one, a scalar tensor; None: there is.
     """
 
     def __init__(
-        self, block: Block, preconditioned: torch.Tensor, exists: torch.Tensor | None
+        self, gradient: BlockGradient, preconditioned: torch.Tensor, exists: torch.Tensor | None
     ) -> None:
-        self._block, self._exists = block, exists
+        self._gradient, self._exists = gradient, exists
         self._apart: torch.Tensor | None = None
-        if block.weight.dtype.itemsize < preconditioned.dtype.itemsize:
+        if gradient.weight.dtype.itemsize < preconditioned.dtype.itemsize:
             self._apart = preconditioned
         else:
-            block.write_gradient_(preconditioned)
+            gradient.write_(preconditioned)
 
-    def scale_(self, nu: torch.Tensor) -> None:
+    def finish_(self, nu: torch.Tensor, *, shortens: bool) -> None:
+        """Multiply by `nu`, which is less than 1 or may be, if `shortens`."""
         factor = nu if self._exists is None else torch.where(self._exists, nu, 1.0)
         if self._apart is not None:
-            self._block.write_gradient_(self._apart * factor)
-        elif self._exists is not None or nu < 1:
-            self._block.scale_gradient_(factor)
+            self._gradient.write_(self._apart * factor)
+        elif shortens:
+            self._gradient.scale_(factor)
 
 
 def _product(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:

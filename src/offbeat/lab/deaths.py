@@ -18,7 +18,9 @@ def cause(code: int, failure: Failure | None) -> str:
     return failure.message if failure is not None else f"it ended with status {code}"
 
 
-def describe(run_directory: Path, rank: int, pid: int, code: int, failure: Failure | None) -> str:
+def describe(
+    run_directory: Path, rank: int, pid: int, code: int, failure: Failure | None, *, is_shown: bool
+) -> str:
     """Which worker ended, why, after which step, and where to look.
 
     Args:
@@ -26,16 +28,21 @@ def describe(run_directory: Path, rank: int, pid: int, code: int, failure: Failu
         rank, pid: of the process that ended.
         code: its exit status, or minus the number of a signal.
         failure: what it reported before it ended, if anything.
+        is_shown: whether it printed to where this process prints, and not to its log.
     """
     log = run_directory / "logs" / f"rank-{rank}.log"
+    where = "what it printed above" if is_shown else str(log)
+    see = f"see {where}" if is_shown or (log.exists() and log.stat().st_size) else ""
     who, step = f"worker {rank} (pid {pid})", last_step(run_directory, rank)
+    when = f"after step {step}" if step else "before its first step"
     if code < 0:
         name = signal.Signals(-code).name
-        advice = "; did the machine run out of memory?" if name == "SIGKILL" else f"; see {log}"
-        return f"{who} was killed by {name} after step {step}{advice}"
+        advice = "did the machine run out of memory?" if name == "SIGKILL" else see
+        return f"{who} was killed by {name} {when}" + (f"; {advice}" if advice else "")
     if failure is not None:
-        return f"{who} failed after step {step}: {failure.message} (details in {log})"
-    return f"{who} ended with status {code} after step {step}; see {log}"
+        details = f" ({see})" if failure.has_printed and see else ""
+        return f"{who} failed {when}: {failure.message}{details}"
+    return f"{who} ended with status {code} {when}" + (f"; {see}" if see else "")
 
 
 def hint(run_directory: Path) -> str:

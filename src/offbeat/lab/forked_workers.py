@@ -2,7 +2,9 @@
 
 A forked worker has to be what a fresh interpreter would be. So a server forks only workers whose
 circumstances are those that it was started in; for others a new one takes its place. What may
-differ from worker to worker are the variables that are read after imports only.
+differ from worker to worker are the variables that are read after imports only. Where a server
+cannot fork with what a program imports, as a module may start a thread, one without that takes its
+place.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _INHERITED: Final = (
 )
 """Lines of /proc/PID/status with what a process inherits."""
 
-_Circumstances: TypeAlias = tuple[tuple[tuple[str, str], ...], tuple[str, ...]]
+_Circumstances: TypeAlias = tuple[tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]]
 
 
 class WorkerForks:
@@ -76,6 +78,7 @@ class WorkerForks:
         output: int,
         pipe: int,
         namespace: Path | None,
+        imports: Sequence[str] = (),
     ) -> ForkedProcess:
         """Fork a worker. Blocks until the server has been started, if need be.
 
@@ -85,32 +88,36 @@ class WorkerForks:
             stdin, output: descriptors of its standard input, and of its output and errors.
             pipe: descriptor to which it writes its reports.
             namespace: file of the network namespace that it is to be in; None for this process's.
+            imports: names of what the server imports beforehand, where it can.
 
         Raises:
             ForkServerError: it cannot be forked, and has not begun. Start a fresh interpreter.
         """
         early = {name: text for name, text in environment.items() if not _is_read_late(name)}
         try:
-            circumstances = tuple(sorted(early.items())), _inherited()
+            inherited = _inherited()
         except OSError as error:  # a system without /proc
             raise ForkServerError(str(error)) from error
         with self._lock:
-            if circumstances in self._problems:
-                raise ForkServerError(self._problems[circumstances])
-            server = self._server_for(circumstances, early)
-            try:
-                return server.fork(
-                    arguments,
-                    environment=environment,
-                    stdin=stdin,
-                    output=output,
-                    descriptors=[pipe],
-                    namespace=namespace,
-                )
-            except ForkServerError as error:
-                if not server.has_forked:  # the next one would do no better
-                    self._problems[circumstances] = str(error)
-                raise
+            for wanted in dict.fromkeys([tuple(imports), ()]):
+                circumstances = tuple(sorted(early.items())), inherited, wanted
+                if circumstances in self._problems:
+                    continue
+                server = self._server_for(circumstances, early)
+                try:
+                    return server.fork(
+                        arguments,
+                        environment=environment,
+                        stdin=stdin,
+                        output=output,
+                        descriptors=[pipe],
+                        namespace=namespace,
+                    )
+                except ForkServerError as error:
+                    if server.has_forked:
+                        raise
+                    self._problems[circumstances] = str(error)  # the next one would do no better
+        raise ForkServerError(self._problems[circumstances])
 
     def close(self) -> None:
         """End the server, but none of the workers. The next worker would start another server."""
@@ -128,7 +135,7 @@ class WorkerForks:
         if server is not None:
             server.close()
         self._server = None
-        self._server = ForkServer(self._module, environment)
+        self._server = ForkServer(self._module, environment, circumstances[-1])
         self._circumstances = circumstances
         return self._server
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, RecordError
 from offbeat.lab import records
 from offbeat.lab.compare_plan import ALONE, ComparePlan
 from offbeat.lab.config import RunConfig
@@ -190,9 +190,13 @@ class InterleavedRuns:
             if run.group.has_ended and not run.reported:
                 run.reported = True
                 try:
-                    if run.group.has_finished():
-                        records.add_to_summary(
-                            run.group.run_directory, run.group.remarks, run.group.losses
+                    group = run.group
+                    if group.has_finished() and not records.add_to_summary(
+                        group.run_directory, group.remarks, group.losses
+                    ):
+                        raise RecordError(
+                            "it ended before its first step, or trained in processes that it"
+                            f" started itself; what it printed is in {group.run_directory / 'logs'}"
                         )
                 except OffbeatError as error:
                     if not interrupted.count:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ class WorkerProgram:
         module: it runs as by `python -m`, with the path of a config.json.
         forked: whether it may be forked from `offbeat.lab.worker_server`. What it sets before it
             imports torch it then sets too late.
+        imports: what the process from which workers are forked imports for all of them.
         shown: ranks that print to where this process prints; the others print to logs.
         environment: variables that it is told in the place of the usual ones.
         ends_alone: whether one that has ended well does not mean that the others are about to.
@@ -41,6 +42,7 @@ class WorkerProgram:
 
     module: str = "offbeat.lab.worker"
     forked: bool = True
+    imports: Sequence[str] = ()
     shown: Collection[int] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_alone: bool = False
@@ -201,6 +203,7 @@ def _start_process(
                 output=output,
                 pipe=pipe,
                 namespace=placement.namespace,
+                imports=program.imports,
             )
         except ForkServerError as error:
             with suppress(OSError):  # a full disk takes no log

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Final, TypeAlias
 
 from offbeat.codec.json_objects import build
-from offbeat.errors import MALFORMED, WireError
+from offbeat.errors import MALFORMED, OffbeatError, WireError
 
 PIPE_VARIABLE = "OFFBEAT_PROGRESS_FD"
 """Environment variable with the number of the pipe's descriptor."""
@@ -65,12 +65,21 @@ class Failure:
     Attributes:
         rank: which one.
         kind: class of the error.
-        message: its text.
+        message: its text, in one line unless it is offbeat's own.
+        has_printed: whether the worker has printed a traceback.
     """
 
     rank: int
     kind: str
     message: str
+    has_printed: bool = True
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int, has_printed: bool = True) -> Failure:
+        """That of a worker which `error` ends."""
+        kind = type(error).__name__
+        message = str(error) if isinstance(error, OffbeatError) else f"{kind}: {_gist(str(error))}"
+        return cls(rank=rank, kind=kind, message=message, has_printed=has_printed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +159,12 @@ def decode(line: bytes) -> Report:
             f"a worker reported {line[:80]!r} to its supervisor, which is no report; does something"
             f" else in it write to the descriptor {PIPE_VARIABLE}?"
         ) from error
+
+
+def _gist(text: str) -> str:
+    """The line of an error's text that says most; the last one of another process's traceback."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    return lines[-1 if "Traceback (most recent call last):" in lines else 0]
 
 
 def _write(descriptor: int, line: bytes) -> None:

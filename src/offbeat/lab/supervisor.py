@@ -202,12 +202,12 @@ class WorkerGroup:
         root_cause = self.root_cause()
         if root_cause is None:
             return all(w.process.returncode != EXIT_STOPPED for w in self._workers)
+        how_to_go_on = hint(self.run_directory) if self._config.script is None else ""
         if self._num_interrupts and not any(worker.failure for worker in self._workers):
             raise PeerError(
-                f"interrupted before the workers could write a checkpoint{hint(self.run_directory)}"
+                f"interrupted before the workers could write a checkpoint{how_to_go_on}"
             )
-        what = self.describe(root_cause)
-        raise PeerError(what + hint(self.run_directory), rank=root_cause.rank)
+        raise PeerError(self.describe(root_cause) + how_to_go_on, rank=root_cause.rank)
 
     def root_cause(self) -> LocalWorker | None:
         """The worker whose end ended the run; None if it has ended well. For when all have ended.
@@ -232,6 +232,12 @@ class WorkerGroup:
 
     def describe(self, worker: LocalWorker) -> str:
         """How `worker` has ended the run."""
+        leaver = self._first_to_leave
+        if worker.rank in self._ended_by_us and leaver is not None and not self._num_interrupts:
+            return (
+                f"worker {leaver.rank} came to its end before its first step, and the others waited"
+                " for it; every rank has to make its DistributedDataParallel model"
+            )
         if worker.rank in self._ended_by_script:
             return (
                 f"worker {worker.rank} was killed, as the cluster description says, and"
@@ -243,7 +249,20 @@ class WorkerGroup:
             worker.process.pid,
             worker.process.wait(),
             worker.failure,
+            is_shown=worker.rank in self._program.shown,
         )
+
+    @property
+    def _first_to_leave(self) -> LocalWorker | None:
+        """One that has ended well without a step, where others may be waiting for it."""
+        leavers = (
+            worker
+            for worker in self._workers
+            if self._program.ends_alone
+            and worker.ended_well
+            and not last_step(self.run_directory, worker.rank)
+        )
+        return next(leavers, None)
 
     @property
     def _peers_go_on(self) -> bool:
@@ -333,6 +352,8 @@ class WorkerGroup:
             and not (self._program.ends_alone and any(not worker.incarnation for worker in alive))
         ):
             self._end_deadline_s = now_s + (_LAST_REPORTS_S if self._program.ends_alone else _END_S)
+        if self._end_deadline_s is None and alive and self._first_to_leave is not None:
+            self._end_deadline_s = now_s + _END_S
         deadlines = (self._stop_deadline_s, self._fail_deadline_s, self._end_deadline_s)
         if self._num_interrupts > 1 or any(
             deadline is not None and now_s > deadline for deadline in deadlines

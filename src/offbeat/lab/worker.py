@@ -23,7 +23,6 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from offbeat.errors import OffbeatError
 from offbeat.lab.attaching import AttachedModel, attach_recipe
 from offbeat.lab.config import RunConfig
 from offbeat.lab.coordination import Coordinator
@@ -205,16 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summary = train_rank(Path(config_path).parent, coordinator, report, limit=limit)
         leave()
     except Exception as error:  # noqa: BLE001 - the supervisor wants to know of every kind
-        message = (
-            str(error) if isinstance(error, OffbeatError) else f"{type(error).__name__}: {error}"
-        )
-        report(
-            Failure(
-                rank=coordinator.rank if coordinator else -1,
-                kind=type(error).__name__,
-                message=message,
-            )
-        )
+        report(Failure.of(error, rank=coordinator.rank if coordinator else -1))
         with suppress(OSError):  # a full disk takes no log
             traceback.print_exc()
         return 1

@@ -1,4 +1,6 @@
-"""The fork server of the lab's workers: `python -m offbeat.lab.worker_server SOCKET`."""
+"""The fork server of the lab's workers: `python -m offbeat.lab.worker_server SOCKET [NAMES] ROOM`,
+with names to import, and room for the command lines of what it forks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import numpy as np
 
 from offbeat.codec import kernels
 from offbeat.lab import worker
-from offbeat.lab.forking import serve, set_command_line
+from offbeat.lab.forking import import_where_possible, serve, set_command_line
 from offbeat.lab.progress import PIPE_VARIABLE
 
 _IMPORTED_BY_A_FIRST_STEP = ("torch._dynamo",)
@@ -22,6 +24,7 @@ def main() -> None:
     for name in _IMPORTED_BY_A_FIRST_STEP:
         importlib.import_module(name)
     kernels.warm()
+    import_where_possible(sys.argv[2:-1])
     with socket.socket(fileno=int(sys.argv[1])) as control:
         order = serve(control)
     if order is None:

@@ -26,6 +26,7 @@ from offbeat.averaging.background.published_model import ModelState, PublishedMo
 from offbeat.averaging.periodic import last_average
 from offbeat.codec.index_codecs import GapIndices, IndexCodec
 from offbeat.codec.model_wire import scaled_bytes
+from offbeat.codec.rounding import Rounding
 from offbeat.codec.tally import NUM_COUNTERS, Tally
 from offbeat.codec.value_codecs import Float32Values, ValueCodec
 from offbeat.codec.weightless import WeightlessWire
@@ -750,6 +751,7 @@ class Background(Method):
         pairs: whether ranks average in pairs.
         period: steps from one average of all ranks to the next.
         interval: steps from one version to the next.
+        rounds: whether values travel in bfloat16.
     """
 
     extra_bytes = 4.0
@@ -761,12 +763,14 @@ class Background(Method):
         pairs: bool,
         period: int = 1,
         interval: int = 1,
+        rounds: bool = False,
     ) -> None:
         super().__init__()
         self.steps_in_a_period = period
         self._interval = interval
         self._group_of = group_of
         self._pairs = pairs
+        self._rounding = Rounding() if rounds else None
 
     @override
     def simulate(self, setting: Setting) -> Simulated:
@@ -840,6 +844,7 @@ class Background(Method):
             generation=0,
             num_elements=miniature,
             group_of=partial(self._group, trainer.rank, world_size),
+            rounding=self._rounding,
         )
         settings = replace(settings, direct_bytes=int(settings.direct_bytes / scale))
         return serve(trainer.rank, settings, trainer.port)

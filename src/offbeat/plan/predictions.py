@@ -177,6 +177,7 @@ def _method_of(name: str, recipe: Any) -> Method:
                 pairs=False,
                 period=recipe.period,
                 interval=recipe.steps_between,
+                rounds=recipe.values == "bfloat16",
             )
         case "adpsgd":
             method = Background(recipe.group_of, pairs=True)

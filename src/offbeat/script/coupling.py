@@ -42,7 +42,7 @@ LOGGER = logging.getLogger("offbeat")
 
 
 NOT_DISTRIBUTED = """\
-{script} trains on one rank only: it uses neither DistributedDataParallel nor offbeat.attach. Add
+{script} trains on one rank only, with neither DistributedDataParallel nor offbeat.attach; add
     torch.distributed.init_process_group()
     model = torch.nn.parallel.DistributedDataParallel(model)
     loader = DataLoader(dataset, sampler=torch.utils.data.DistributedSampler(dataset), ...)
@@ -127,6 +127,11 @@ class ScriptSessions(ScriptListener):
         self._stepped: set[int] = set()
         self._has_checked = False
         self._has_told_of_override = False
+
+    @property
+    def has_made_anything(self) -> bool:
+        """Whether the script has made a DDP model or an optimizer."""
+        return bool(self.num_ddp_models or self._made.optimizers)
 
     # What the script does
 

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offbeat.lab.cluster import Cluster
-from offbeat.lab.config import RunConfig
+from offbeat.lab.config import RunConfig, ScriptCommand
 from offbeat.lab.emulation import emulate
 from offbeat.lab.interrupts import Interrupts, interrupts
 from offbeat.lab.local_worker import WorkerProgram
 from offbeat.lab.progress import Listener
 from offbeat.lab.records import Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.lab.supervisor import POLL_S, WorkerGroup
+from offbeat.script.first_imports import first_imports
 from offbeat.script.hosts import OwnHost
 
 SCRIPT_WORKER = "offbeat.script.worker"
@@ -77,6 +78,7 @@ def run_script(
                 config,
                 emulation,
                 program=script_program(
+                    config.script,
                     num_here,
                     attempt=attempt,
                     forked=forked,
@@ -122,6 +124,7 @@ def _watch(group: WorkerGroup, interrupted: Interrupts) -> None:
 
 
 def script_program(
+    script: ScriptCommand | None,
     workers: int,
     *,
     attempt: int = 0,
@@ -132,6 +135,7 @@ def script_program(
     """What the workers of a script run.
 
     Args:
+        script: what it is.
         workers: number of them on this host.
         attempt: how often all of them were started before.
         forked, shown: as in `WorkerProgram`.
@@ -140,6 +144,7 @@ def script_program(
     return WorkerProgram(
         module=SCRIPT_WORKER,
         forked=forked,
+        imports=[SCRIPT_WORKER, *first_imports(script)] if forked and script else (),
         shown=shown,
         ends_alone=True,
         environment={

@@ -13,9 +13,12 @@ import runpy
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from offbeat.errors import ConfigError, OffbeatError
@@ -75,7 +78,7 @@ class ScriptRun:
         """Run the script to its end; returns its exit status."""
         error = self._run()
         if error is None or is_good_end(error):
-            return self._end_well()
+            return self._end_well(has_exited=error is not None)
         self._recorder.abandon()
         return self._fail(error)
 
@@ -95,19 +98,21 @@ class ScriptRun:
             self._sessions.close(None)
         return None
 
-    def _end_well(self) -> int:
+    def _end_well(self, *, has_exited: bool) -> int:
         if not self._sessions.num_attached:
-            return self._complain()
+            return self._complain(has_exited=has_exited)
         try:
             self._recorder.end(finished=True)
         except OffbeatError as error:
             LOGGER.warning("the record is not complete: %s", error)
         return 0
 
-    def _complain(self) -> int:
-        """Say that the strategy has not been at work at all."""
-        if self._sessions.num_processes:
-            return 0  # ranks were those
+    def _complain(self, *, has_exited: bool) -> int:
+        """Say that the strategy has not been at work at all; not of a script that trained in
+        processes of its own, or that left before it made anything, as at `--help`.
+        """
+        if self._sessions.num_processes or (has_exited and not self._sessions.has_made_anything):
+            return 0
         script = self._script.path
         if not self._sessions.num_ddp_models:
             return self._fail(ConfigError(NOT_DISTRIBUTED.format(script=script)))
@@ -120,19 +125,36 @@ class ScriptRun:
 
     def _fail(self, error: BaseException) -> int:
         """Say what has gone wrong; returns the exit status."""
+        failure = Failure.of(
+            error, rank=self._rank, has_printed=not isinstance(error, OffbeatError | SystemExit)
+        )
+        status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
         if isinstance(error, SystemExit):
-            message = f"the script ended with status {error.code}"
-            status = error.code if isinstance(error.code, int) else 1
-            if not isinstance(error.code, int):
+            if isinstance(error.code, int):
+                status = error.code
+            else:
                 sys.stderr.write(f"{error.code}\n")  # as Python does
+            failure = replace(failure, message=f"the script called sys.exit({error.code!r})")
         elif isinstance(error, OffbeatError):
-            message, status = str(error), 1
+            failure = replace(failure, message=self._place_of(error) + failure.message)
         else:
-            message = f"{type(error).__name__}: {error}"
-            status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-            sys.excepthook(type(error), error, error.__traceback__)
-        self._report(Failure(rank=self._rank, kind=type(error).__name__, message=message))
+            sys.excepthook(type(error), error, _of_the_script(error.__traceback__))
+        self._report(failure)
         return status
+
+    def _place_of(self, error: BaseException) -> str:
+        """Where the script stood at `error`, to begin a sentence with."""
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == self._script.path]
+        return f"{self._script.path}, line {lines[-1]}: " if lines else ""
+
+
+def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames that only start the script."""
+    starting = (__file__, runpy.run_path.__code__.co_filename)
+    while trace is not None and trace.tb_frame.f_code.co_filename in starting:
+        trace = trace.tb_next
+    return trace
 
 
 @contextmanager

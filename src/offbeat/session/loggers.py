@@ -125,5 +125,7 @@ def named_loggers(names: Sequence[str], record: Path) -> list[MetricsLogger]:
 
 def _require(package: str, command: str) -> None:
     """Before any communication, on every rank alike."""
-    if find_spec(package) is None:
+    found = find_spec(package)
+    # Runs of wandb leave a directory of its name, which Python takes for a package without a file.
+    if found is None or found.origin is None:
         raise ConfigError(f"{package} is not installed; {command}")

@@ -15,9 +15,10 @@ progress thread (`averaging.background.progress_thread`) runs the protocol while
 computes. A worker that dies, hangs or is disconnected does not stop its peers, and may return
 (`membership.generations`).
 
-Cost in each step, or in every `interval`-th: each rank sends at most 2 n (S-1)/S elements,
-2 n (P-1)/P at a global synchronization, and (S-1) n where models are small. At a global
-synchronization the trainer waits for a quorum to arrive, and, unless `overlap`, for the network.
+Cost in each step, or in every `interval`-th: each rank sends at most 2 n (S-1)/S elements of 4
+bytes, or of 2, 2 n (P-1)/P at a global synchronization, and (S-1) n where models are small. At a
+global synchronization the trainer waits for a quorum to arrive, and, unless `overlap`, for the
+network.
 
 Differences from the paper, besides those of the two modules:
 - `merge="delta"`, the default, is W_sum/S + (W' - what W' contributed): it keeps what a late rank
@@ -32,6 +33,9 @@ Differences from the paper, besides those of the two modules:
 - With `interval` groups average after every few steps only.
 - A version is the time of a group, not the step of a rank: a rank that is always slow takes part in
   all versions.
+- With `values="bfloat16"` contributions and averages are rounded for the wire, as
+  `averaging.background.rounds` says. A rank keeps what rounding took from its own model, so the
+  mean over ranks is still exact. Floating-point buffers are not rounded.
 - Floating-point buffers take plain means, integer ones stay local (`weights.statistics`). A rank
   whose gradient is not finite skips its step.
 """
@@ -52,6 +56,8 @@ from offbeat.averaging.background.averager import (
 )
 from offbeat.averaging.background.merge_rules import PaperMerge
 from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.codec import rounding
+from offbeat.codec.rounding import Rounding
 from offbeat.errors import ConfigError
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
@@ -84,6 +90,9 @@ class WAGMA(AveragingStrategy):
             with "paper".
         momenta: "averaged": at global synchronizations the optimizers' momenta are averaged with
             the weights; "local": each worker keeps its own.
+        values: "float32" on the wire (float64 where the model has such), or "bfloat16" for half the
+            bytes: what rounding takes stays in the worker's own model, so the mean over workers is
+            as exact. It is impossible with merge="paper".
         groups: "rotating", or for ablations "fixed" (always the same groups) and "off" (global
             synchronizations only).
     """
@@ -99,6 +108,7 @@ class WAGMA(AveragingStrategy):
     max_ahead: int | None = None
     overlap: bool | None = None
     momenta: Literal["local", "averaged"] = "local"
+    values: Literal["float32", "bfloat16"] = "float32"
     groups: Literal["rotating", "fixed", "off"] = "rotating"
 
     def __post_init__(self) -> None:
@@ -120,6 +130,7 @@ class WAGMA(AveragingStrategy):
             )
         require_one_of("merge", self.merge, ("delta", "paper"))
         require_one_of("momenta", self.momenta, ("local", "averaged"))
+        require_one_of("values", self.values, ("float32", "bfloat16"))
         require_one_of("groups", self.groups, ("rotating", "fixed", "off"))
         if not 0 < self.quorum <= 1:
             raise ConfigError(
@@ -132,6 +143,12 @@ class WAGMA(AveragingStrategy):
             raise ConfigError(
                 'merge="paper" takes an average in the place of the model, so overlap must be'
                 " False, got True"
+            )
+        if self.values == "bfloat16" and self.merge == "paper":
+            raise ConfigError(
+                'merge="paper" takes an average in the place of the model, and with'
+                ' values="bfloat16" that would round the model in each step; leave values out, or'
+                ' use merge="delta"'
             )
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -152,6 +169,9 @@ class WAGMA(AveragingStrategy):
             momenta = Momenta(workspace.optimizer, workspace.parameters)
         staging = Staging(averaged_tensors(weights, momenta))
         rule = delta_merge(staging, weights) if self.merge == "delta" else PaperMerge
+        if self.values == "bfloat16":
+            # Compiling takes longer than peers wait for an answer, so it comes before the first.
+            rounding.warm()
         averager = start_background_averager(
             workspace,
             weights,
@@ -161,6 +181,11 @@ class WAGMA(AveragingStrategy):
             group_of=self.group_of,
             momenta=momenta,
             averages_momenta=lambda version: momenta is not None and self._is_global(version),
+            rounding=(
+                Rounding(tuple(staging.spans(weights.positions_of_statistics())))
+                if self.values == "bfloat16"
+                else None
+            ),
         )
         return [
             BackgroundWeightAverage(

@@ -34,6 +34,7 @@ WATCH_INTERVAL_S = 0.02
 """How often connections are looked at; a receive that is answered sooner never pays for it."""
 
 SESSION_ENDED = "has ended its session, and this rank trains on"
+FINISHED = "finished and closed its connections, and all ranks have to do equally many steps"
 """What became of a rank that takes fewer steps than another."""
 
 _MAX_REASON_BYTES = 4096
@@ -195,10 +196,7 @@ class Mesh:
                 rank=failed,
             )
         if peer in self.left:
-            return PeerError(
-                f"rank {peer} finished and closed its connections ({self.wait_of(peer, channel)})",
-                rank=peer,
-            )
+            return PeerError(f"rank {peer} {FINISHED} ({self.wait_of(peer, channel)})", rank=peer)
         if peer in self.ended and self.ended[peer] != channel:
             return PeerError(
                 f"rank {peer} {SESSION_ENDED} ({self.wait_of(peer, channel)})", rank=peer

@@ -14,7 +14,7 @@ from typing import Any
 from offbeat.errors import PeerError
 from offbeat.transport.c10d import C10d
 from offbeat.transport.driver import Driver, Ticket
-from offbeat.transport.mesh import SESSION_ENDED
+from offbeat.transport.mesh import FINISHED, SESSION_ENDED
 from offbeat.transport.operations import DenseOperation, Operation
 from offbeat.transport.peers import Peers
 from offbeat.transport.watch import Watch
@@ -101,12 +101,13 @@ def _with_cause(error: PeerError, messages: Peers) -> PeerError:
     if not departed:
         return error
     rank, reason = next(iter(departed.items()))
+    how = str(error).partition(": ")[0]  # without what gloo says of its own sources
     return PeerError(
-        f"rank {rank} {reason} (rank {messages.rank} learnt of it by this: {error})", rank=rank
+        f"rank {rank} {reason} (rank {messages.rank} learnt of it by this: {how})", rank=rank
     )
 
 
 def _in_good_order(messages: Peers) -> dict[int, str]:
     """The ranks that have ended their training or left, and what an error says of them."""
     ended = dict.fromkeys(messages.ended(), SESSION_ENDED)
-    return ended | dict.fromkeys(messages.left(), "finished and closed its connections")
+    return ended | dict.fromkeys(messages.left(), FINISHED)

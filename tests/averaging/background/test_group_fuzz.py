@@ -5,14 +5,16 @@ In all of them no rank hangs, every living rank makes all its steps, and weights
 average and each merge. All ranks that get an average get the same bits, which are the mean of what
 its members contributed. No rank waits for one that computes, every rank that is asked for its model
 answers, and no more bytes are sent than promised. Where no rank is lost, `delta` keeps the mean
-over ranks, however late averages arrive.
+over ranks, however late averages arrive, and whether or not values are rounded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from group_support.world import World, draw_schedule
+from group_support.world import Schedule, World, draw_rounded, draw_schedule
 
 
 @pytest.mark.parametrize("first", range(0, 96, 6))
@@ -21,12 +23,19 @@ def test_random_schedules(first: int) -> None:
         World(draw_schedule(seed)).run()
 
 
+@pytest.mark.parametrize("first", range(200, 224, 6))
+def test_random_schedules_with_rounded_values(first: int) -> None:
+    for seed in range(first, first + 6):
+        World(draw_rounded(seed)).run()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("draw", [draw_schedule, draw_rounded])
 @pytest.mark.parametrize("first", range(10_000, 20_000, 500))
-def test_ten_thousand_random_schedules(first: int) -> None:
+def test_ten_thousand_random_schedules(first: int, draw: Callable[[int], Schedule]) -> None:
     for seed in range(first, first + 500):
-        World(draw_schedule(seed)).run()
+        World(draw(seed)).run()
 
 
 @pytest.mark.parametrize("seed", range(0, 40, 4))

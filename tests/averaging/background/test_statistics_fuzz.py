@@ -14,10 +14,10 @@ from offbeat.planning.groups import VersionGroup, group_of_version
 from offbeat.transport.virtual import VirtualLink
 
 
-def draw_training(seed: int) -> Training:
+def draw_training(seed: int, *, rounds: bool) -> Training:
     draw = random.Random(seed)
     world_size = draw.randint(2, 8)
-    pairs = draw.random() < 0.3
+    pairs = draw.random() < 0.3 and not rounds
     means_s = [draw.choice([0.05, 0.1, 0.2, 0.4]) for _ in range(world_size)]
     loud = draw.randrange(world_size)
     forwards = draw.choice([1, 1, 4])
@@ -42,13 +42,17 @@ def draw_training(seed: int) -> Training:
         momentum=draw.choice([0.1, 0.1, 0.9, None]),
         forwards=forwards,
         pairs=pairs,
+        rounds=rounds,
         link=VirtualLink(latency_s=draw.choice([0.001, 0.05, 0.2]), jitter_s=0.01),
     )
 
 
+@pytest.mark.parametrize("rounds", [False, True])
 @pytest.mark.parametrize("seed", range(16))
-def test_statistics_stay_in_their_range_and_parameters_keep_their_mean(seed: int) -> None:
-    plan = draw_training(seed)
+def test_statistics_stay_in_their_range_and_parameters_keep_their_mean(
+    seed: int, rounds: bool
+) -> None:
+    plan = draw_training(seed, rounds=rounds)
     world = TrainingWorld(plan)
     world.run()
     most = plan.num_steps * plan.forwards

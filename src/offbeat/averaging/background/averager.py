@@ -20,6 +20,7 @@ from offbeat.averaging.background.merge_rules import DeltaMerge, MergeRule
 from offbeat.averaging.background.progress_thread import AveragingProtocol, ProgressThread
 from offbeat.averaging.background.published_model import PublishedModel, TrainerPort
 from offbeat.codec.model_wire import Values
+from offbeat.codec.rounding import Rounding
 from offbeat.errors import CheckpointError, UnsupportedError
 from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import Generations
@@ -107,6 +108,7 @@ def start_background_averager(
     num_flags: int = 0,
     momenta: Momenta | None = None,
     averages_momenta: Callable[[int], bool] = lambda version: False,
+    rounding: Rounding | None = None,
 ) -> BackgroundAverager:
     """Start the threads that average on behalf of this rank. Collective.
 
@@ -120,6 +122,7 @@ def start_background_averager(
         num_flags: how many counters `published` adds to the model's own, >= 0.
         momenta: the optimizer's momenta, to be averaged in some versions; None: in none.
         averages_momenta: whether a version averages them.
+        rounding: how values travel; None: as they are.
 
     Raises:
         UnsupportedError: momenta are to be averaged, and the model has tensors of several types or
@@ -146,6 +149,7 @@ def start_background_averager(
                 staging.num_elements if averages_momenta(version) else num_weights
             ),
             dtype=staging.dtype,
+            rounding=rounding,
             group_of=lambda version: group_of(version, position, num_members),
         )
 

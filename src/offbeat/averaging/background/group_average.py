@@ -35,8 +35,8 @@ merged when it arrives (`ProtocolPort.merge_late`). A suspicion therefore costs 
 changes no weight.
 
 Bytes for a rank and version, for a model of N bytes and a group of S: at most 2 N (S-1) / S, or
-(S-1) N where the model is small; 80 bytes a message, 24 a member and average, 8 a counter, and 80 a
-peer for the announcement of an arrival.
+(S-1) N where the model is small; half of that where values are rounded; 80 bytes a message, 24 a
+member and average, 8 a counter, and 80 a peer for the announcement of an arrival.
 """
 
 from __future__ import annotations
@@ -408,5 +408,5 @@ def _new_round(
 
 def _is_small(version: int, group: tuple[int, ...], settings: ProtocolSettings) -> bool:
     """Whether the model is so small that each member can send all of it to all others."""
-    num_bytes = settings.length(version) * settings.dtype.itemsize
+    num_bytes = settings.length(version) * settings.bytes_per_element
     return (len(group) - 1) * num_bytes <= settings.direct_bytes

@@ -13,7 +13,16 @@ from typing import Protocol
 import numpy as np
 
 from offbeat.averaging.background.deadlines import DeadlineRule
-from offbeat.codec.model_wire import Counters, ModelMessage, Note, Values, no_counters
+from offbeat.codec.model_wire import (
+    Codes,
+    Counters,
+    MessageKind,
+    ModelMessage,
+    Note,
+    Values,
+    no_counters,
+)
+from offbeat.codec.rounding import Rounding
 from offbeat.errors import WireError
 from offbeat.planning.groups import VersionGroup
 
@@ -46,17 +55,22 @@ class Contribution:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Piece:
-    """The average of a range of elements. It has the same bits at every member that receives it.
+    """The average of a range of elements. It has the same bits at every member that receives it,
+    except, where values travel rounded, at the one that made it: there it is such that the sum over
+    members is that of the contributions.
 
     Attributes:
         begin: the index of the first element.
-        average: the weighted sum of the contributions divided by `sum_of_weights`; read-only.
+        average: the weighted sum of the contributions divided by `sum_of_weights`; read-only. Where
+            there are `codes`, the elements that are not rounded alone; likewise in `contributed`.
         notes: one note for each member of the group, in the order of the group.
         contributed: what this rank contributed to the average, in the shape of `average`; None when
             its contribution is not included.
         fresh: whether a fresh contribution of this rank is included.
         counters: the largest value of each counter among the included contributions, shape
             (`ProtocolSettings.num_counters`,); read-only.
+        codes: the rounded elements of the average, and of what this rank contributed to it; None
+            where `average` and `contributed` have all elements.
     """
 
     begin: int
@@ -65,11 +79,12 @@ class Piece:
     contributed: Values | None
     fresh: bool
     counters: Counters = field(default_factory=no_counters)
+    codes: tuple[Codes, Codes] | None = None
 
     @property
     def end(self) -> int:
         """The index after the last element."""
-        return self.begin + self.average.size
+        return self.begin + (self.average.size if self.codes is None else self.codes[0].size)
 
     @property
     def sum_of_weights(self) -> float:
@@ -206,6 +221,8 @@ class ProtocolSettings:
         direct_bytes: a group exchanges directly when it has two members, or when no member sends
             more than so many bytes that way.
         dtype: the type of the values, float32 or float64.
+        rounding: how contributions and averages are rounded; None: not at all. Models that are
+            requested are never rounded.
         reply_deadline: for contributions and averages, which take only as long as the network does.
         arrival_deadline: for arrivals, where `VersionGroup.min_arrivals` asks for several of them
             but not for all.
@@ -224,6 +241,7 @@ class ProtocolSettings:
     num_averaged: Callable[[int], int] | None = None
     direct_bytes: int = 65_536
     dtype: np.dtype[np.floating] = field(default_factory=lambda: np.dtype(np.float32))
+    rounding: Rounding | None = None
     reply_deadline: DeadlineRule = field(
         default_factory=lambda: DeadlineRule(min_samples=4, initial_s=0.4)
     )
@@ -236,6 +254,11 @@ class ProtocolSettings:
     def length(self, version: int) -> int:
         """The number of elements that `version` averages."""
         return self.num_elements if self.num_averaged is None else self.num_averaged(version)
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Of a contribution and of an average."""
+        return self.dtype.itemsize if self.rounding is None else 2
 
 
 @dataclass(kw_only=True, slots=True)
@@ -290,7 +313,7 @@ def check_values(
     Raises:
         WireError: the message holds something else.
     """
-    found = (message.num_elements, message.begin, message.values.size, message.counters.size)
+    found = (message.num_elements, message.begin, message.size, message.counters.size)
     num_values, num_counters = (end - begin, settings.num_counters) if has_values else (0, 0)
     expected = (
         settings.num_elements if num_elements is None else num_elements,
@@ -298,9 +321,27 @@ def check_values(
         num_values,
         num_counters,
     )
-    if found != expected or (message.values.size and message.values.dtype != settings.dtype):
+    if found != expected or (message.size and message.values.dtype != settings.dtype):
         raise WireError(
             f"rank {sender} sent for version {message.version} (elements of the model, first,"
             f" number, counters) = {found} of {message.values.dtype}, expected were {expected} of"
             f" {settings.dtype}; do all ranks train the same model?"
         )
+    rounding = None if message.kind == MessageKind.MODEL_REPLY else settings.rounding
+    is_rounded = message.codes.size > 0
+    if is_rounded != (rounding is not None and num_values > 0) and not (
+        # An owner that is not in its average sends it as it is.
+        rounding is not None and message.kind == MessageKind.AVERAGE
+    ):
+        raise WireError(
+            f"rank {sender} sent {'' if is_rounded else 'no '}rounded values for version"
+            f" {message.version}; do all ranks have the same options?"
+        )
+    if is_rounded and rounding is not None:
+        num_exact = rounding.num_exact(begin, end)
+        if message.values.size != num_exact:
+            raise WireError(
+                f"rank {sender} sent {message.values.size} values for version {message.version}"
+                f" that are not rounded, expected were {num_exact}; do all ranks train the same"
+                " model?"
+            )

@@ -23,6 +23,7 @@ import numpy as np
 
 from offbeat.averaging.background.interface import Piece
 from offbeat.codec.model_wire import Values
+from offbeat.codec.rounding import move_by_rounded
 from offbeat.weights.statistics import merge_statistics
 
 
@@ -34,11 +35,16 @@ def merge_delta(mine: Values, piece: Piece, *, out: Values | None = None) -> Val
 
     Args:
         mine: this rank's elements `piece.begin` to `piece.end`; they are not changed.
-        piece: their average.
+        piece: their average. Where it was rounded, so was what was contributed, and `mine` keeps
+            what rounding took from it.
         out: where to write the result; None: into a vector of its own.
     """
     if piece.contributed is None:
         return mine
+    if piece.codes is not None:
+        moved = np.empty_like(mine) if out is None else out
+        move_by_rounded(mine, *piece.codes, moved)
+        return moved
     since = np.subtract(mine, piece.contributed, out=out)
     return np.add(piece.average, since, out=since)
 
@@ -140,10 +146,14 @@ class DeltaMerge(MergeRule):
     def _merge_statistics(self, merged: Values, piece: Piece) -> None:
         """Write into `merged` what the statistics among the elements of `piece` become."""
         assert piece.contributed is not None, "an average without this rank is not merged"
+        num_before = 0
         for span in self._statistics:
             begin, end = max(span.start, piece.begin), min(span.stop, piece.end)
             if begin < end:
-                in_piece = slice(begin - piece.begin, end - piece.begin)
+                # Where values are rounded, statistics are what is not, so there is nothing else.
+                at = begin - piece.begin if piece.codes is None else num_before
+                num_before += end - begin
+                in_piece = slice(at, at + end - begin)
                 merged[begin:end] = merge_statistics(
                     self.snapshot[begin:end], piece.average[in_piece], piece.contributed[in_piece]
                 )

@@ -12,6 +12,11 @@ There are two ways to average. With both, all members that get an average get th
   owner. The owner averages the chunks that it has and sends the average to all. That is two
   messages a peer and 2 N (S-1) / S bytes. A missing owner costs its region only; a missing
   contribution is not in that owner's average.
+
+Contributions may travel rounded to bfloat16 (`ProtocolSettings.rounding`). A member then moves its
+model by the average less what it contributed, as rounded, and keeps what rounding took. In a
+`ScatteredRound` the average is rounded once more on its way back; what that takes from all members
+together the owner adds to its own model. So the weighted sum over members stays what it was.
 """
 
 from __future__ import annotations
@@ -31,12 +36,15 @@ from offbeat.averaging.background.interface import (
 )
 from offbeat.codec.model_wire import (
     ABSENT,
+    Codes,
     Counters,
     MessageKind,
     ModelMessage,
     Values,
+    no_codes,
     no_counters,
 )
+from offbeat.codec.rounding import Rounding, add_rounded
 from offbeat.errors import WireError
 
 Outgoing: TypeAlias = list[tuple[int, bytes]]
@@ -164,9 +172,18 @@ class GroupRound(ABC):
         )
         if given is None:
             return chunk
+        values, codes = given.values[begin:end], no_codes()
+        if self._settings.rounding is not None:
+            codes, values = self._settings.rounding.encode(values, begin)
         return replace(
-            chunk, weight=given.weight, counters=given.counters, values=given.values[begin:end]
+            chunk, weight=given.weight, counters=given.counters, values=values, codes=codes
         )
+
+    def _whole(self, message: ModelMessage) -> Values:
+        """All elements of `message`, as they travelled."""
+        if message.codes.size and self._settings.rounding is not None:
+            return self._settings.rounding.decode((message.codes, message.values), message.begin)
+        return message.values
 
 
 class DirectRound(GroupRound):
@@ -263,19 +280,20 @@ class DirectRound(GroupRound):
             self._new_pieces.append(
                 Piece(
                     begin=0,
-                    average=mean_of(here),
+                    average=mean_of(here, self._settings.rounding),
                     notes=tuple(
                         self._chunks[rank].note if rank in self._participants else ABSENT
                         for rank in self.group
                     ),
-                    contributed=own.values if own.weight else None,
+                    contributed=self._whole(own) if own.weight else None,
                     fresh=self._fresh,
                     counters=largest_of(here),
                 )
             )
         # The chunks are still needed to tell which members have sent one, but their values are not.
         self._chunks = {
-            rank: replace(chunk, values=chunk.values[:0]) for rank, chunk in self._chunks.items()
+            rank: replace(chunk, values=chunk.values[:0], codes=no_codes())
+            for rank, chunk in self._chunks.items()
         }
 
 
@@ -287,7 +305,7 @@ class ScatteredRound(GroupRound):
     ) -> None:
         super().__init__(version, group, rank=rank, settings=settings)
         self._bounds = _region_bounds(group, self._num_elements)
-        self._contributed_to: dict[int, Values] = {}
+        self._contributed_to: dict[int, ModelMessage] = {}
         self._averages: set[int] = set()
 
     def must_contribute(self, min_arrivals: int, absent: Set[int], announced: Set[int]) -> bool:
@@ -304,7 +322,7 @@ class ScatteredRound(GroupRound):
                 continue  # the owner has averaged its region without this rank
             chunk = self._make_chunk(mine, *self._bounds[owner], withheld=owner in absent)
             if chunk.weight:
-                self._contributed_to[owner] = chunk.values
+                self._contributed_to[owner] = chunk
             if owner == self._rank:
                 self._chunks[owner] = chunk
             else:
@@ -348,14 +366,16 @@ class ScatteredRound(GroupRound):
             num_elements=self._num_elements,
             begin=begin,
             counters=largest_of(in_order),
-            values=mean_of(in_order),
+            values=mean_of(in_order, self._settings.rounding),
             notes=tuple(chunks[rank].note if rank in chunks else ABSENT for rank in self.group),
         )
-        self._receive_average(self._rank, average)
+        average, own = self._rounded(average)
+        self._receive_average(self._rank, own)
         content = average.to_bytes()
         without_values = replace(
             average,
             values=average.values[:0],
+            codes=no_codes(),
             counters=average.counters[:0],
             notes=(ABSENT,) * len(self.group),
         ).to_bytes()
@@ -374,11 +394,29 @@ class ScatteredRound(GroupRound):
 
     def keep_for_late_pieces(self) -> None:
         self._contributed_to = {
-            owner: self._contributed_to[owner].copy() for owner in self.late_senders()
+            owner: replace(chunk, values=chunk.values.copy())
+            for owner, chunk in self._contributed_to.items()
+            if owner not in self._averages
         }
 
     def mark_dead(self, rank: int) -> None:
         self._contributed_to.pop(rank, None)
+
+    def _rounded(self, average: ModelMessage) -> tuple[ModelMessage, ModelMessage]:
+        """What the other members get of the average of this rank's region, and what it has itself.
+
+        Where values are rounded, it makes up for what rounding takes from all of them. A rank that
+        is not in the average cannot, and so rounds nothing.
+        """
+        rounding, mine = self._settings.rounding, self._contributed_to.get(self._rank)
+        if rounding is None or mine is None or not average.values.size:
+            return average, average
+        codes, exact = rounding.encode(average.values, average.begin)
+        own = rounding.decode((codes, exact), average.begin)
+        share = own.dtype.type(sum(note.weight for note in average.notes) / mine.weight)
+        own += share * (average.values - own)
+        own.flags.writeable = False
+        return replace(average, values=exact, codes=codes), replace(average, values=own)
 
     def _receive_average(self, owner: int, message: ModelMessage) -> None:
         check_values(
@@ -400,18 +438,29 @@ class ScatteredRound(GroupRound):
         mine = self._contributed_to.get(owner)
         # The note tells whether the owner had this rank's chunk in time.
         is_in = mine is not None and message.notes[self.group.index(self._rank)].weight > 0
-        if message.values.size:
-            self._new_pieces.append(
-                Piece(
-                    begin=message.begin,
-                    average=message.values,
-                    notes=message.notes,
-                    contributed=mine if is_in else None,
-                    fresh=is_in and self._fresh,
-                    counters=message.counters,
-                )
-            )
+        if message.size:
+            self._new_pieces.append(self._piece(message, mine if is_in else None))
         self.over = self.over or self._averages.issuperset(self.group)
+
+    def _piece(self, average: ModelMessage, mine: ModelMessage | None) -> Piece:
+        """A piece of `average`; `mine`: what this rank contributed to it."""
+        codes: tuple[Codes, Codes] | None = None
+        contributed: Values | None
+        if mine is not None and average.codes.size:
+            codes = average.codes, mine.codes
+            values, contributed = average.values, mine.values
+        else:
+            values = self._whole(average)
+            contributed = None if mine is None else self._whole(mine)
+        return Piece(
+            begin=average.begin,
+            average=values,
+            notes=average.notes,
+            contributed=contributed,
+            fresh=mine is not None and self._fresh,
+            counters=average.counters,
+            codes=codes,
+        )
 
 
 def _region_bounds(group: Sequence[int], num_elements: int) -> dict[int, tuple[int, int]]:
@@ -420,17 +469,29 @@ def _region_bounds(group: Sequence[int], num_elements: int) -> dict[int, tuple[i
     return {rank: (cuts[position], cuts[position + 1]) for position, rank in enumerate(group)}
 
 
-def mean_of(chunks: Sequence[ModelMessage]) -> Values:
+def mean_of(chunks: Sequence[ModelMessage], rounding: Rounding | None = None) -> Values:
     """The weighted mean of `chunks`, added up in this order; read-only. It is empty when all were
     withheld.
+
+    Args:
+        chunks: of the same range.
+        rounding: how they were rounded; None: they were not.
     """
     weighted = [chunk for chunk in chunks if chunk.weight]
     if not weighted:
         return np.empty(0, np.float32)
+    # Where values were rounded these are the others, of which there may be none.
     total = weighted[0].values * weighted[0].weight
     for chunk in weighted[1:]:
         total += chunk.values if chunk.weight == 1 else chunk.values * chunk.weight
-    total /= sum(chunk.weight for chunk in weighted)
+    sum_of_weights = sum(chunk.weight for chunk in weighted)
+    total /= sum_of_weights
+    if rounding is not None:
+        exact, total = total, np.zeros(weighted[0].size, total.dtype)
+        for chunk in weighted:
+            add_rounded(total, chunk.codes, total.dtype.type(chunk.weight))
+        total /= sum_of_weights
+        rounding.put_exact_(total, exact, weighted[0].begin)
     total.flags.writeable = False
     return total
 

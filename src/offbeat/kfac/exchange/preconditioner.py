@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -75,6 +76,7 @@ class Preconditioner:
         self._inverter, self._notify = make_inverter(form, notify), notify
         self._plan = plan
         self.inverses = self._room_for(plan, order)
+        self._curvatures: dict[int, Curvature | None] = {}
 
     def adopt(self, plan: FactorPlan, order: Sequence[InverseBatch]) -> None:
         """Have what `plan` says, inverted in `order`. Inverses that this rank has already and keeps
@@ -83,6 +85,13 @@ class Preconditioner:
         inverses = self._room_for(plan, order)
         inverses.take_over(self.inverses)
         self._plan, self.inverses = plan, inverses
+        self._curvatures.clear()
+
+    def finish_inversions(self) -> None:
+        """Until all inverses are there."""
+        self.inverses.finish()
+        self.is_stale = False
+        self._curvatures.clear()
 
     def _room_for(self, plan: FactorPlan, order: Sequence[InverseBatch]) -> InverseExchange:
         return InverseExchange(
@@ -137,7 +146,17 @@ class Preconditioner:
         )
 
     def _curvature_of(self, block_index: int, damping: float) -> Curvature | None:
-        """What this rank has of a block's inverses; None where only its owner has them."""
+        """What this rank has of a block's inverses; None where only its owner has them. It is the
+        same object until there are other inverses.
+        """
+        if block_index not in self._curvatures:
+            self._curvatures[block_index] = self._new_curvature(block_index, damping)
+        found = self._curvatures[block_index]
+        if isinstance(found, EigenPair) and found.damping != damping:
+            found = self._curvatures[block_index] = replace(found, damping=damping)
+        return found
+
+    def _new_curvature(self, block_index: int, damping: float) -> Curvature | None:
         a_slot, g_slot = self._slots[2 * block_index : 2 * block_index + 2]
         inputs, outputs = self.inverses.packed[a_slot.index], self.inverses.packed[g_slot.index]
         if inputs is None or outputs is None:
@@ -167,6 +186,7 @@ class Preconditioner:
         another form.
         """
         self.is_stale = self._is_of_another_form(saved)
+        self._curvatures.clear()
         if whole := self._whole_here_cut(saved):
             self._notify(
                 f"the checkpoint has {len(whole)} factors whole that have more rows than max_dim,"
@@ -305,9 +325,9 @@ class _GradientMessage:
     def fill(self, inverses: Sequence[Curvature], lrs: Sequence[float]) -> None:
         for number, (block, inverse, lr) in enumerate(zip(self.blocks, inverses, lrs, strict=True)):
             preconditioned, gradient = self._preconditioned[number], block.gradient_matrix()
-            found, exists = inverse.apply(gradient, block)
-            self._exists[number] = exists
-            preconditioned.copy_(torch.where(exists, found, 0.0))
+            found = inverse.apply(gradient, block.inputs, block.outputs)
+            self._exists[number] = inverse.exists
+            preconditioned.copy_(torch.where(inverse.exists, found, 0.0))
             self.change.add_(torch.dot(preconditioned.flatten(), gradient.flatten()) * lr**2)
 
     def show(self, scale: float) -> None:

@@ -10,6 +10,14 @@ one thread, and never touches CUDA. A process that it forks starts in about a hu
 from __future__ import annotations
 
 from offbeat.lab.forking.client import ForkedProcess, ForkServer, ForkServerError
-from offbeat.lab.forking.serving import Order, serve, set_command_line
+from offbeat.lab.forking.serving import Order, import_where_possible, serve, set_command_line
 
-__all__ = ["ForkServer", "ForkServerError", "ForkedProcess", "Order", "serve", "set_command_line"]
+__all__ = [
+    "ForkServer",
+    "ForkServerError",
+    "ForkedProcess",
+    "Order",
+    "import_where_possible",
+    "serve",
+    "set_command_line",
+]

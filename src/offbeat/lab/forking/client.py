@@ -91,6 +91,7 @@ class ForkServer:
     Args:
         module: what it runs, as `python -m`: imports what is needed, and calls `serve`.
         environment: of the server, and of each process unless `fork` says otherwise.
+        imports: what else it is to import, from its second argument on.
 
     Attributes:
         has_forked: whether it has forked a process.
@@ -99,7 +100,9 @@ class ForkServer:
         ForkServerError: this system has no fork server.
     """
 
-    def __init__(self, module: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: str, environment: Mapping[str, str], imports: Sequence[str] = ()
+    ) -> None:
         if sys.platform != "linux":
             raise ForkServerError("fork servers need Linux")
         self.has_forked = False
@@ -109,7 +112,8 @@ class ForkServer:
         self._socket.settimeout(PATIENCE_S)
         # The last argument reserves memory, in which each process writes the command that `ps`
         # shows for it.
-        command = [sys.executable, "-m", module, str(theirs.fileno()), " " * COMMAND_LINE_BYTES]
+        arguments = [str(theirs.fileno()), *imports, " " * COMMAND_LINE_BYTES]
+        command = [sys.executable, "-m", module, *arguments]
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server is
         with theirs:
             self._process = subprocess.Popen(

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import os
+import pkgutil
 import socket
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,18 @@ class Order:
 
     arguments: list[str]
     descriptors: list[int]
+
+
+def import_where_possible(names: Sequence[str]) -> None:
+    """Import modules, or objects such as "sklearn.datasets.load_digits", that are installed. What
+    cannot be imported fails again in whoever needs it.
+    """
+    # There `python -m` has put the current directory, which need not be the processes'.
+    here = sys.path.pop(0)
+    for name in names:
+        with suppress(Exception, SystemExit):
+            pkgutil.resolve_name(name)
+    sys.path.insert(0, here)
 
 
 def serve(control: socket.socket) -> Order | None:

@@ -1,0 +1,99 @@
+"""Vectors that travel rounded to bfloat16, all but some of their elements.
+
+Who averages rounded vectors moves its own by `average - rounded`, so what rounding took from it
+stays where it was: it is in what the next average is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.codec.jit import kernel
+from offbeat.codec.model_wire import Codes, Values
+from offbeat.codec.value_codecs import BFloat16Values
+
+Rounded: TypeAlias = tuple[Codes, Values]
+"""A range of a vector: the codes of all its elements, and those elements that are not rounded."""
+
+_CODEC = BFloat16Values()
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Rounds ranges of one vector, and undoes it.
+
+    Attributes:
+        exact: the elements that are not rounded, in order. They travel beside the codes.
+    """
+
+    exact: tuple[slice, ...] = ()
+
+    def encode(self, values: Values, begin: int) -> Rounded:
+        """The elements `values`, shape (any,), of which the first is number `begin`."""
+        kept = [values[span] for span in self._spans(begin, begin + values.size)]
+        codes: Codes = _CODEC.encode(values)  # type: ignore[assignment]  # of `wire_dtype`
+        return codes, np.concatenate([*kept, values[:0]])
+
+    def decode(self, rounded: Rounded, begin: int) -> Values:
+        """Inverse of `encode` up to rounding, in the type of the exact elements."""
+        codes, exact = rounded
+        values = _CODEC.decode(codes).astype(exact.dtype, copy=False)
+        self.put_exact_(values, exact, begin)
+        return values
+
+    def put_exact_(self, values: Values, exact: Values, begin: int) -> None:
+        """Write the exact elements into `values`, of which the first is number `begin`."""
+        at = 0
+        for span in self._spans(begin, begin + values.size):
+            size = span.stop - span.start
+            values[span] = exact[at : at + size]
+            at += size
+
+    def num_exact(self, begin: int, end: int) -> int:
+        """How many of the elements `begin` to `end` are not rounded."""
+        return sum(span.stop - span.start for span in self._spans(begin, end))
+
+    def _spans(self, begin: int, end: int) -> Iterator[slice]:
+        """The exact elements among `begin` to `end`, counted from `begin`."""
+        for span in self.exact:
+            first, last = max(span.start, begin), min(span.stop, end)
+            if first < last:
+                yield slice(first - begin, last - begin)
+
+
+def warm() -> None:
+    """Compile the kernels, or load them from numba's cache on disk."""
+    for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
+        values: Values = np.ones(1, dtype=dtype)
+        own, _ = Rounding().encode(values, 0)
+        received = own.copy()
+        received.flags.writeable = False
+        for codes in (own, received):
+            add_rounded(values, codes, values[0])
+            move_by_rounded(values, codes, own, values.copy())
+
+
+@kernel
+def _number(code: np.uint16) -> np.float32:
+    return np.uint32(np.uint32(code) << np.uint32(16)).view(np.float32)
+
+
+@kernel
+def add_rounded(total: Values, codes: NDArray[np.uint16], weight: np.floating) -> None:
+    """total += weight * the numbers that `codes` stand for; `weight` of the type of `total`."""
+    for i in range(total.size):
+        total[i] += weight * _number(codes[i])
+
+
+@kernel
+def move_by_rounded(
+    mine: Values, average: NDArray[np.uint16], contributed: NDArray[np.uint16], out: Values
+) -> None:
+    """out = mine + (average - contributed), of which the last two are codes; all shape (n,)."""
+    for i in range(mine.size):
+        out[i] = mine[i] + (_number(average[i]) - _number(contributed[i]))
