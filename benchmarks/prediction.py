@@ -72,8 +72,8 @@ def run(
     settings: tuple[str, ...],
     speeds: str | None,
     record: Path | None,
-    profile: Path | None,
-    prefix: str,
+    profile: Path | None = None,
+    prefix: str = "",
 ) -> Iterator[Row]:
     """Compare and predict.
 
