@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 import offbeat
@@ -46,3 +49,21 @@ def test_an_interval_of_the_whole_period_is_the_strategy_without_groups() -> Non
     assert [whole.group_of(version, 1, 8) for version in range(9)] == [
         without.group_of(version, 1, 8) for version in range(9)
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "num_elements", "dtype", "rounds"),
+    [
+        ({}, 1_000_000, np.float32, True),
+        ({}, 1_000_000, np.float64, False),
+        ({}, 1_000, np.float32, False),
+        ({"overlap": False}, 1_000_000, np.float32, False),
+        ({"merge": "paper"}, 1_000_000, np.float32, False),
+        ({"values": "float32"}, 1_000_000, np.float32, False),
+        ({"values": "bfloat16"}, 10, np.float64, True),
+    ],
+)
+def test_values_are_rounded_where_that_saves_something_and_ranks_differ_anyway(
+    options: dict[str, Any], num_elements: int, dtype: type[np.floating], rounds: bool
+) -> None:
+    assert offbeat.WAGMA(**options).rounds(num_elements, np.dtype(dtype)) == rounds

@@ -44,7 +44,7 @@ from offbeat.gradients.density_choice import (
 from offbeat.gradients.reductions import JOINED_BYTES
 from offbeat.megabatch.batch_sizes import Proportional
 from offbeat.megabatch.part import MegaBatchPlan
-from offbeat.plan.cores import Cores, Work
+from offbeat.plan.cores import Cores
 from offbeat.plan.profile import FLOAT_BYTES
 from offbeat.plan.simulation import (
     EVENTS_UP_TO,
@@ -751,7 +751,7 @@ class Background(Method):
         pairs: whether ranks average in pairs.
         period: steps from one average of all ranks to the next.
         interval: steps from one version to the next.
-        rounds: whether values travel in bfloat16.
+        rounds: whether the values of a model of so many elements travel in bfloat16.
     """
 
     extra_bytes = 4.0
@@ -763,14 +763,14 @@ class Background(Method):
         pairs: bool,
         period: int = 1,
         interval: int = 1,
-        rounds: bool = False,
+        rounds: Callable[[int], bool] = lambda num_elements: False,
     ) -> None:
         super().__init__()
         self.steps_in_a_period = period
         self._interval = interval
         self._group_of = group_of
         self._pairs = pairs
-        self._rounding = Rounding() if rounds else None
+        self._rounds = rounds
 
     @override
     def simulate(self, setting: Setting) -> Simulated:
@@ -844,7 +844,7 @@ class Background(Method):
             generation=0,
             num_elements=miniature,
             group_of=partial(self._group, trainer.rank, world_size),
-            rounding=self._rounding,
+            rounding=Rounding() if self._rounds(round(scale * miniature)) else None,
         )
         settings = replace(settings, direct_bytes=int(settings.direct_bytes / scale))
         return serve(trainer.rank, settings, trainer.port)
@@ -1014,7 +1014,7 @@ class MegaBatches(Method):
         computed_s = step * self._computed_s(setting, rounds) / sum(map(len, rounds))
         num_bytes = profile.averaged_bytes(with_state=self._plan.merges_optimizer_state)
         merge_s, merge_bytes = self._merge(setting, num_bytes)
-        encode_s = 2 * profile.copy_s_per_byte * num_bytes * setting.factor_crowding
+        encode_s = 2 * profile.copy_s_per_byte * num_bytes
         messages_s = 2 * (world_size - 1) * setting.network.messages.alpha_s
         return Simulated(
             step_s=computed_s + merges_per_step * (merge_s + encode_s),
@@ -1067,41 +1067,38 @@ class MegaBatches(Method):
         return sum(dispatch(sizes, len(one), claim_s).duration_s for one in rounds)
 
     def _merge(self, setting: Setting, num_bytes: int) -> tuple[float, float]:
-        """Seconds, and bytes that a rank sends, of a merge of `num_bytes`."""
+        """Seconds, and bytes that a rank sends, of a merge of `num_bytes`.
+
+        Nobody computes meanwhile, so what encrypts messages is waited for: each is encrypted as a
+        whole before it leaves.
+        """
         world_size = setting.world_size
-        sent = 2 * (world_size - 1) / world_size * num_bytes
+        num_messages = 2 * (world_size - 1)
+        sent = num_messages / world_size * num_bytes
+        work_s = (
+            setting.factor_crowding * num_messages * setting.message_work_s(num_bytes / world_size)
+        )
         if world_size > EVENTS_UP_TO:
             latency_s = max(link.latency_s for link in setting.links)
-            seconds = setting.network.messages.beta_s_per_byte * sent
-            return seconds + 2 * (latency_s + (world_size - 1) * setting.message_s), sent
+            seconds = setting.network.messages.beta_s_per_byte * sent + work_s
+            return seconds + 2 * latency_s + num_messages * setting.message_s, sent
         scale = num_bytes / FLOAT_BYTES / _MINIATURE
         cluster = VirtualCluster(
             world_size,
             link=setting.links,
             racks=setting.cluster.virtual_racks(),
-            num_bytes=lambda payload: carry(payload),
+            num_bytes=lambda payload: len(payload) * scale,
         )
-        cores = Cores(cluster, setting.cluster.cores)
-        works: list[Work] = []
-
-        def carry(payload: Payload) -> float:
-            carried = scale * len(payload)
-            # Of two messages between two ranks one is added up, the other one is the mean.
-            added_s = setting.profile.mean_s_per_byte * carried / 2
-            works.append(cores.begin(0, setting.message_work_s(carried) + added_s))
-            return carried
-
         zeros = np.zeros(_MINIATURE, dtype=np.float32)
-
-        def merge(rank: int) -> Collective[None]:
-            yield from weighted_mean(
-                rank, [1.0] * world_size, zeros, num_elements=_MINIATURE, dtype=zeros.dtype
-            )
-            if rank == 0:  # which is told when something is done
-                yield SleepUntil(over=lambda: all(work.over for work in works))
-
-        cluster.run([merge(rank) for rank in range(world_size)])
-        return cluster.now_s, sent
+        cluster.run(
+            [
+                weighted_mean(
+                    rank, [1.0] * world_size, zeros, num_elements=_MINIATURE, dtype=zeros.dtype
+                )
+                for rank in range(world_size)
+            ]
+        )
+        return cluster.now_s + work_s, sent
 
 
 def _all_reduce(run: Run, rank: int, num_bytes: int) -> Collective[None]:

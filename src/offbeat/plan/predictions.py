@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from offbeat.errors import ConfigError
@@ -177,7 +178,7 @@ def _method_of(name: str, recipe: Any) -> Method:
                 pairs=False,
                 period=recipe.period,
                 interval=recipe.steps_between,
-                rounds=recipe.values == "bfloat16",
+                rounds=partial(recipe.rounds, dtype=np.dtype(np.float32)),
             )
         case "adpsgd":
             method = Background(recipe.group_of, pairs=True)

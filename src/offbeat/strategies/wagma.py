@@ -33,7 +33,7 @@ Differences from the paper, besides those of the two modules:
 - With `interval` groups average after every few steps only.
 - A version is the time of a group, not the step of a rank: a rank that is always slow takes part in
   all versions.
-- With `values="bfloat16"` contributions and averages are rounded for the wire, as
+- Contributions and averages are rounded to bfloat16 for the wire (`values`), as
   `averaging.background.rounds` says. A rank keeps what rounding took from its own model, so the
   mean over ranks is still exact. Floating-point buffers are not rounded.
 - Floating-point buffers take plain means, integer ones stay local (`weights.statistics`). A rank
@@ -45,6 +45,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 
 from offbeat.averaging.background import group_average
@@ -67,6 +68,8 @@ from offbeat.strategies.options import require_at_least, require_one_of
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import Momenta, momentum_name
 from offbeat.weights.staging import Staging
+
+_MANY = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,8 @@ class WAGMA(AveragingStrategy):
             the weights; "local": each worker keeps its own.
         values: "float32" on the wire (float64 where the model has such), or "bfloat16" for half the
             bytes: what rounding takes stays in the worker's own model, so the mean over workers is
-            as exact. It is impossible with merge="paper".
+            as exact. It is impossible with merge="paper". "auto": bfloat16 with `overlap`, where
+            models of 65,536 elements or more, none of them float64, are averaged.
         groups: "rotating", or for ablations "fixed" (always the same groups) and "off" (global
             synchronizations only).
     """
@@ -108,7 +112,7 @@ class WAGMA(AveragingStrategy):
     max_ahead: int | None = None
     overlap: bool | None = None
     momenta: Literal["local", "averaged"] = "local"
-    values: Literal["float32", "bfloat16"] = "float32"
+    values: Literal["auto", "float32", "bfloat16"] = "auto"
     groups: Literal["rotating", "fixed", "off"] = "rotating"
 
     def __post_init__(self) -> None:
@@ -130,7 +134,7 @@ class WAGMA(AveragingStrategy):
             )
         require_one_of("merge", self.merge, ("delta", "paper"))
         require_one_of("momenta", self.momenta, ("local", "averaged"))
-        require_one_of("values", self.values, ("float32", "bfloat16"))
+        require_one_of("values", self.values, ("auto", "float32", "bfloat16"))
         require_one_of("groups", self.groups, ("rotating", "fixed", "off"))
         if not 0 < self.quorum <= 1:
             raise ConfigError(
@@ -169,7 +173,8 @@ class WAGMA(AveragingStrategy):
             momenta = Momenta(workspace.optimizer, workspace.parameters)
         staging = Staging(averaged_tensors(weights, momenta))
         rule = delta_merge(staging, weights) if self.merge == "delta" else PaperMerge
-        if self.values == "bfloat16":
+        is_rounded = self.rounds(staging.num_elements, staging.dtype)
+        if is_rounded:
             # Compiling takes longer than peers wait for an answer, so it comes before the first.
             rounding.warm()
         averager = start_background_averager(
@@ -183,7 +188,7 @@ class WAGMA(AveragingStrategy):
             averages_momenta=lambda version: momenta is not None and self._is_global(version),
             rounding=(
                 Rounding(tuple(staging.spans(weights.positions_of_statistics())))
-                if self.values == "bfloat16"
+                if is_rounded
                 else None
             ),
         )
@@ -191,9 +196,21 @@ class WAGMA(AveragingStrategy):
             BackgroundWeightAverage(
                 averager,
                 interval=self.steps_between,
-                overlap=self.merge == "delta" if self.overlap is None else self.overlap,
+                overlap=self._overlaps,
             )
         ]
+
+    @property
+    def _overlaps(self) -> bool:
+        return self.merge == "delta" if self.overlap is None else self.overlap
+
+    def rounds(self, num_elements: int, dtype: np.dtype[np.floating]) -> bool:
+        """Whether the values of a vector that is averaged travel in bfloat16."""
+        if self.values == "auto":
+            # Without overlap all ranks may hold the same bits, and rounding would change that. Few
+            # elements cost nothing.
+            return self._overlaps and num_elements >= _MANY and dtype == np.float32
+        return self.values == "bfloat16"
 
     @property
     def steps_between(self) -> int:
