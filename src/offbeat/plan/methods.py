@@ -1016,8 +1016,12 @@ class MegaBatches(Method):
         merge_s, merge_bytes = self._merge(setting, num_bytes)
         encode_s = 2 * profile.copy_s_per_byte * num_bytes
         messages_s = 2 * (world_size - 1) * setting.network.messages.alpha_s
+        exposed_s = merge_s
+        if self._plan.overlap and merges_per_step:
+            # One merge is under way at most.
+            exposed_s = max(0.0, merge_s - computed_s / merges_per_step)
         return Simulated(
-            step_s=computed_s + merges_per_step * (merge_s + encode_s),
+            step_s=computed_s + merges_per_step * (exposed_s + encode_s),
             bytes_per_step=merges_per_step * merge_bytes,
             encode_s=merges_per_step * encode_s,
             alpha_share=min(1.0, messages_s / merge_s) if merge_s else 0.0,
