@@ -36,11 +36,7 @@ from offbeat.collectives.base import SparseCollective
 from offbeat.collectives.gossip import neighbour_mean, push_sum
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.gradients.collective_choice import BY_ITSELF, COSTS, BucketKind, CheapestCollective
-from offbeat.gradients.density_choice import (
-    WARM_UP_BUDGET,
-    WARM_UP_EXCHANGES,
-    affordable_density,
-)
+from offbeat.gradients.density_choice import affordable_density, warm_up_factor
 from offbeat.gradients.reductions import JOINED_BYTES
 from offbeat.megabatch.batch_sizes import Proportional
 from offbeat.megabatch.part import MegaBatchPlan
@@ -388,8 +384,7 @@ class SparseGradients(GradientMethod):
             apart = self._bucket_kind(num_apart)
             beside_s = choice.costs_s(apart, 1)["dense"] if num_apart else 0.0
         steps = setting.steps
-        warms_up = steps is not None and steps.stop <= WARM_UP_EXCHANGES
-        budget = self._budget * (WARM_UP_BUDGET if warms_up else 1.0)
+        budget = self._budget * (1.0 if steps is None else warm_up_factor(steps.stop - 1))
         return affordable_density(
             lambda k: choice.costs_s(bucket, k),
             num_elements=bucket.num_elements,
