@@ -19,5 +19,5 @@ for epochs in 3 5; do
 done
 grep -q '^2 workers, 5 epochs: accuracy 0\.9' "$dir/out"
 grep -q '^all workers have the same model: True$' "$dir/out"
-[ "$(find "$dir/results/offbeat" -maxdepth 1 -name 'checkpoint_*' | wc -l)" = 5 ]  # one an epoch
+[ "$(find "$dir/results/offbeat" -maxdepth 1 -type d -name 'checkpoint_*' | wc -l)" = 5 ]  # one an epoch
 echo "Ray: two workers of a local Ray trained, and went on from a checkpoint"
