@@ -29,6 +29,7 @@ LONG = {
     "deaths",
     "kfac_accuracy",
     "kfac_schedules",
+    "lsh_labels",
     "parity",
     "prediction",
     "sparse_accuracy",
