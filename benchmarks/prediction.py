@@ -9,11 +9,13 @@ measured steps differ by more than that. Cells whose halves differ by more than 
 
 With `--results` the grid goes on where it stopped, and its summary is of all cells that are there.
 With `--comparisons` the lab's records are kept, and a cell whose record is there is not measured
-again but only predicted anew (`--again` in that case means the prediction).
+again but only predicted anew (`--again` in that case means the prediction). With `--apart NAME`
+figures go into tables of their own, whose names begin with NAME: predictions that were made before
+the cells had told the model anything.
 
     python benchmarks/prediction.py [--json] [--workers 2,4,8] [--links 100mbit,1gbit]
     [--delays none,1x100ms] [--speeds 1,0.5] [--step-time 100ms] [--strategies ...] [--steps 48]
-    [--comparisons build/prediction]
+    [--comparisons build/prediction] [--profile digits.json] [--apart first]
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from pathlib import Path
 from statistics import median
 
 from _measure import Row, add_output_options, origin, present
-from _results import Figure, ResultFile
+from _results import CASES, Figure, ResultFile
 from links import Quiet
 from offbeat.lab.cluster import from_flags
 from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat.lab.comparison import read_comparison
 from offbeat.plan.check import WITHIN, CheckedStep, check_comparison
 from offbeat.plan.measure import measure_task
-from offbeat.plan.profile import ModelProfile
+from offbeat.plan.profile import ModelProfile, read_profile
 
 TASK = "digits"
 STRATEGIES = (
@@ -70,6 +72,8 @@ def run(
     settings: tuple[str, ...],
     speeds: str | None,
     record: Path | None,
+    profile: Path | None = None,
+    prefix: str = "",
 ) -> Iterator[Row]:
     """Compare and predict.
 
@@ -79,6 +83,8 @@ def run(
         steps: of each.
         settings: of the task.
         record: directory of the comparison, which may be there; None: one that is deleted.
+        profile: of the task; None: it is measured.
+        prefix: of tables.
     """
     cluster = from_flags(
         workers=workers, link=link, delay=delay, step_time=step_time, speeds=speeds
@@ -102,46 +108,54 @@ def run(
             run_comparison(plan, Quiet(), command="python benchmarks/prediction.py")
             under_way.rename(directory)
         comparison = read_comparison(directory)
-        found = check_comparison(directory, profile_of(settings))
+        model = profile_of(settings) if profile is None else read_profile(profile)
+        found = check_comparison(directory, model)
     where = f"{workers} workers, {link}{_unless_none(', late', delay)}"
     where += f", speeds {speeds}" if speeds else ""
     where += _unless_none(", padded to", step_time)
     for contestant in comparison.contestants:
         if contestant.failure is not None:
             yield Figure(
-                case=f"{where}: {contestant.label}", table="failed", value=contestant.failure
+                case=f"{where}: {contestant.label}",
+                table=f"{prefix}failed",
+                value=contestant.failure,
             )
     specs_of = {
         contestant.label: spec
         for contestant, spec in zip(comparison.contestants, specs, strict=True)
     }
     for one in found.steps:
-        yield from _rows(f"{where}: {specs_of[one.strategy]}", one)
+        yield from _rows(f"{where}: {specs_of[one.strategy]}", one, f"{prefix}steps")
     apart, misplaced = len(found.apart), len(found.misplaced)
     for column, value in (("pairs apart", apart), ("in the wrong order", misplaced)):
-        yield Figure(case=where, table="order", column=column, value=float(value), decimals=0)
+        yield Figure(
+            case=where, table=f"{prefix}order", column=column, value=float(value), decimals=0
+        )
 
 
 def _unless_none(words: str, value: str) -> str:
     return "" if value == "none" else f"{words} {value}"
 
 
-def _rows(case: str, one: CheckedStep) -> Iterator[Figure]:
-    yield Figure(case=case, table="steps", column=MEASURED, value=one.measured_s, unit="s")
+def _rows(case: str, one: CheckedStep, table: str) -> Iterator[Figure]:
+    figure = partial(Figure, case=case, table=table)
+    yield figure(column=MEASURED, value=one.measured_s, unit="s")
     if one.predicted_s is None:
-        yield Figure(case=case, table="steps", column=PREDICTED, value=one.why)
+        yield figure(column=PREDICTED, value=one.why)
         return
-    yield Figure(case=case, table="steps", column=PREDICTED, value=one.predicted_s, unit="s")
-    yield Figure(case=case, table="steps", column=RATIO, value=one.ratio, decimals=2)
-    yield Figure(case=case, table="steps", column=HALVES, value=one.repeats_differ, decimals=2)
-    yield Figure(case=case, table="steps", column="judged", value="yes" if one.is_judged else "no")
+    yield figure(column=PREDICTED, value=one.predicted_s, unit="s")
+    yield figure(column=RATIO, value=one.ratio, decimals=2)
+    yield figure(column=HALVES, value=one.repeats_differ, decimals=2)
+    yield figure(column="judged", value="yes" if one.is_judged else "no")
 
 
-def summary(figures: Sequence[Figure]) -> Iterator[Figure]:
-    """Of all cells: the goals, and the misses, worst first."""
+def summary(figures: Sequence[Figure], prefix: str) -> Iterator[Figure]:
+    """Of all cells in tables that begin with `prefix`: the goals, and the misses, worst first."""
+    cases, misses = f"{prefix}{CASES}", f"{prefix}misses"
 
     def column(name: str, table: str = "steps") -> dict[str, object]:
-        return {one.case: one.value for one in figures if (one.table, one.column) == (table, name)}
+        key = (f"{prefix}{table}", name)
+        return {one.case: one.value for one in figures if (one.table, one.column) == key}
 
     judged = {case for case, word in column("judged").items() if word == "yes"}
     ratios = {
@@ -156,12 +170,17 @@ def summary(figures: Sequence[Figure]) -> Iterator[Figure]:
     share = len(good) / len(errors)
     yield Figure(
         case=f"median error of {len(errors)} judged cells",
+        table=cases,
         value=error,
         goal="at most 0.08",
         holds=error <= 0.08,
     )
     yield Figure(
-        case=f"cells within {WITHIN:.0%}", value=share, goal="at least 0.9", holds=share >= 0.9
+        case=f"cells within {WITHIN:.0%}",
+        table=cases,
+        value=share,
+        goal="at least 0.9",
+        holds=share >= 0.9,
     )
     apart, wrong = (
         sum(value for value in column(name, "order").values() if isinstance(value, float))
@@ -169,20 +188,22 @@ def summary(figures: Sequence[Figure]) -> Iterator[Figure]:
     )
     yield Figure(
         case=f"pairs in the wrong order, of {apart:.0f} that differ by more than {WITHIN:.0%}",
+        table=cases,
         value=wrong,
         decimals=0,
         goal="none",
         holds=not wrong,
     )
     if len(good) == len(errors):
-        yield Figure(case="none", table="misses", column=RATIO, value="")
+        yield Figure(case="none", table=misses, column=RATIO, value="")
     for case in sorted(errors, key=lambda case: -errors[case]):
         if errors[case] > WITHIN:
             for name in (MEASURED, PREDICTED, RATIO):
-                (figure,) = (one for one in figures if (one.case, one.column) == (case, name))
+                key = (case, f"{prefix}steps", name)
+                (figure,) = (one for one in figures if (one.case, one.table, one.column) == key)
                 yield Figure(
                     case=case,
-                    table="misses",
+                    table=misses,
                     column=name,
                     value=figure.value,
                     unit=figure.unit,
@@ -202,13 +223,18 @@ def main() -> None:
     parser.add_argument("--size", default="small")
     parser.add_argument("--speeds")
     parser.add_argument("--comparisons", type=Path)
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--apart", metavar="NAME")
     asked = parser.parse_args()
+    prefix = "" if asked.apart is None else f"{asked.apart} "
     measure = partial(
         run,
         specs=asked.strategies.split(","),
         steps=asked.steps,
         settings=(f"size={asked.size}", "batch_size=8"),
         speeds=asked.speeds,
+        profile=asked.profile,
+        prefix=prefix,
     )
     cells = {}
     for workers in asked.workers.split(","):
@@ -221,16 +247,15 @@ def main() -> None:
                 cell = " ".join(words)
                 name = re.sub(r"[^a-z0-9.]+", "-", cell)
                 record = None if asked.comparisons is None else asked.comparisons / name
-                cells[cell] = partial(
+                cells[f"{prefix}{cell}"] = partial(
                     measure, int(workers), link, delay, asked.step_time, record=record
                 )
     present(cells, asked)
     if asked.results is not None:
         kept = ResultFile(asked.results / "prediction.jsonl")
-        figures = [one.figure for one in kept.results if one.cell != SUMMARY]
-        kept.replace(SUMMARY, summary(figures), origin(None))
-        order = sorted(kept.cells - {SUMMARY})
-        kept.sort([SUMMARY, *order])
+        figures = [one.figure for one in kept.results]
+        kept.replace(f"{prefix}{SUMMARY}", summary(figures, prefix), origin(None))
+        kept.sort(sorted(kept.cells, key=lambda cell: (not cell.endswith(SUMMARY), cell)))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,12 @@ example=$(cd "$(dirname "$0")/../.." && pwd)/examples/clusters/ray_train.py
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 cd "$dir"
-OMP_NUM_THREADS=1 RAY_TRAIN_V2_ENABLED=1 timeout 1800 \
-  "$python" "$example" --workers 2 --epochs 5 --storage "$dir/results" | tee "$dir/out"
+# In the same storage the second one goes on where the first one has ended.
+for epochs in 3 5; do
+  OMP_NUM_THREADS=1 RAY_TRAIN_V2_ENABLED=1 timeout 900 \
+    "$python" "$example" --workers 2 --epochs "$epochs" --storage "$dir/results" | tee "$dir/out"
+done
 grep -q '^2 workers, 5 epochs: accuracy 0\.9' "$dir/out"
 grep -q '^all workers have the same model: True$' "$dir/out"
-echo "Ray: two workers of a local Ray trained"
+[ "$(find "$dir/results/offbeat" -maxdepth 1 -name 'checkpoint_*' | wc -l)" = 5 ]  # one an epoch
+echo "Ray: two workers of a local Ray trained, and went on from a checkpoint"

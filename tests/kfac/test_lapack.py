@@ -7,7 +7,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info
 
-from offbeat.kfac.lapack import cholesky_
+from offbeat.kfac.lapack import cholesky_, sum_outer_products_
 
 
 def positive(num: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -43,6 +43,21 @@ def test_one_that_is_not_positive_definite_does_not_hurt_the_others(inverts: boo
     assert cholesky_(matrices, inverts=inverts).tolist() == [True, False, True]
     assert cholesky_(alone, inverts=inverts).tolist() == [True]
     assert torch.equal(matrices[2].triu(), alone[0].triu())
+
+
+@pytest.mark.parametrize("layout", ["by rows", "by columns", "every second row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_of_outer_products_are_those_of_any_layout(dtype: torch.dtype, layout: str) -> None:
+    whole = torch.randint(-3, 4, (2, 14, 5), generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = {
+        "by rows": whole,
+        "by columns": whole.mT.contiguous().mT,
+        "every second row": whole[:, ::2],
+    }[layout]
+    squares = torch.full((2, 5, 5), 7.0, dtype=dtype)
+    sum_outer_products_(squares, rows)
+    assert torch.equal(squares.triu(), (rows.mT @ rows).triu())
+    assert (squares.tril(-1) == torch.full((5, 5), 7.0, dtype=dtype).tril(-1)).all()
 
 
 def test_the_number_of_threads_is_left_as_it_was() -> None:

@@ -62,9 +62,11 @@ def assert_each_sample_counts_once(
 def test_uneven_workers_share_each_epoch_and_go_on_in_the_middle_of_one(
     npz: Path, tmp_path: Path
 ) -> None:
+    """With merges beside training, of which those before an evaluation are waited for."""
     cluster = Cluster(workers=2, speeds=(1.0, 0.25), step_s=0.02)
     out = tmp_path / "run"
-    first = run(npz, out, cluster=cluster, steps=12, eval_every=8)
+    settings = [f"path={npz}", "batch_size=4", "mega_batch=32", "overlap=true"]
+    first = run(npz, out, settings=settings, cluster=cluster, steps=12, eval_every=8)
     record = Record(out)
     assert (first.steps, [mega_batch.number for mega_batch in record.mega_batches()]) == (
         12,

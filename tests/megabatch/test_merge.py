@@ -5,6 +5,7 @@ and how one that is new comes in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -13,8 +14,8 @@ import torch
 
 from offbeat.errors import ConfigError, MismatchError, NonFiniteError, OffbeatError, WireError
 from offbeat.megabatch.atomic_group import AtomicGroup, GroupWork
-from offbeat.megabatch.claims import MegaBatchShare
-from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, agreed_kind
+from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, SampleRange
+from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, ModelSnapshot, agreed_kind
 from offbeat.megabatch.merge_weights import MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport
 from offbeat.membership.agreement import Generation, Member
@@ -126,21 +127,14 @@ class Rank:
         self.count = torch.tensor([number])
         parameters = {"rows": self.rows, "dense": self.dense}
         buffers = {"count": self.count}
-        weights = ModelWeights(
+        self.parameters = parameters
+        self.weights = ModelWeights(
             parameters=parameters, buffers=lambda: buffers, chosen=choose_buffers(buffers)
         )
         self.optimizer = make(parameters.values(), lr=0.1)
         self.group = VirtualGroup(is_new=is_new)
         self.momentum = MergeMomentum(parameters, gamma=gamma) if gamma else None
-        self.protocol = MergeProtocol(
-            weights,
-            group=cast(AtomicGroup, self.group),
-            weigh=lambda proposals: [each.report.share.updates for each in proposals],
-            momentum=self.momentum,
-            norm=lambda: 0.0,
-            rank=number,
-            states=OptimizerStates(self.optimizer, list(parameters.values())),
-        )
+        self.protocol = protocol_of(self)
 
     @property
     def state(self) -> tuple[list[list[float]], list[float], int]:
@@ -150,6 +144,10 @@ class Rank:
     def velocities(self) -> list[list[float]]:
         velocity: torch.Tensor = self.optimizer.state[self.rows]["momentum_buffer"]
         return velocity.to_dense().tolist()
+
+    @property
+    def states(self) -> list[dict[str, torch.Tensor]]:
+        return list(self.optimizer.state.values())
 
     def begin_at_zero(self) -> None:
         self.rows.detach().zero_()
@@ -178,6 +176,18 @@ class Rank:
             except _NotCarriedOutError:
                 assert self.group.work is not None
                 done.append((yield from self.group.work(generation, self.number)))
+
+
+def protocol_of(rank: Rank) -> MergeProtocol:
+    return MergeProtocol(
+        rank.weights,
+        group=cast(AtomicGroup, rank.group),
+        weigh=lambda proposals: [each.report.share.updates for each in proposals],
+        momentum=rank.momentum,
+        norm=lambda: 0.0,
+        rank=rank.number,
+        states=OptimizerStates(rank.optimizer, list(rank.parameters.values())),
+    )
 
 
 def make_ranks(size: int, *, new: Sequence[int] = (), **options: Any) -> list[Rank]:
@@ -435,3 +445,138 @@ def test_a_model_that_is_not_finite_reaches_nobody() -> None:
     assert isinstance(outcomes[1], NonFiniteError)
     assert isinstance(outcomes[0], OffbeatError)
     assert ranks[0].rows.unique().tolist() == [0.0]
+
+
+# Beside training
+
+
+def freeze(ranks: Sequence[Rank], updates: Sequence[int]) -> list[ModelSnapshot]:
+    return [
+        rank.protocol.freeze(report_of(rank.number, updates=number, since_merge=1))
+        for rank, number in zip(ranks, updates, strict=True)
+    ]
+
+
+def merge_beside(ranks: Sequence[Rank], snapshots: Sequence[ModelSnapshot]) -> int:
+    """Merge the snapshots, and take the outcome over; how many bytes were sent."""
+
+    pairs = zip(ranks, snapshots, strict=True)
+    outcomes, sent = together(
+        ranks, [partial(rank.protocol.merge_snapshot, each) for rank, each in pairs]
+    )
+    for rank, snapshot, outcome in zip(ranks, snapshots, outcomes, strict=True):
+        rank.protocol.take(snapshot, outcome)
+    return sent
+
+
+def bits(rank: Rank) -> list[list[int]]:
+    tensors = [rank.rows, rank.dense, *(each["momentum_buffer"] for each in rank.states)]
+    return [each.detach().view(torch.uint8).flatten().tolist() for each in tensors]
+
+
+def some_ranks(size: int, *, new: Sequence[int] = ()) -> list[Rank]:
+    """With models drawn from their numbers, and a momentum each but the last two, where there are
+    more than two.
+    """
+    ranks = make_ranks(size, new=new)
+    for rank in ranks:
+        generator = torch.Generator().manual_seed(rank.number)
+        rank.rows.detach().copy_(torch.randn(20, 3, generator=generator))
+        rank.rows.detach()[0, 0] = -0.0
+        rank.dense.detach().copy_(torch.randn(2, generator=generator))
+        if rank.number < 2 or rank.number < size - 2:
+            rank.step(torch.randn(20, 3, generator=generator))
+    return ranks
+
+
+@pytest.mark.parametrize(("size", "new"), [(1, []), (3, []), (5, [2])])
+def test_where_nobody_steps_meanwhile_it_is_the_merge_that_is_waited_for(
+    size: int, new: list[int]
+) -> None:
+    """To the bit, whole or by rows, twice in a row."""
+    waiting, beside = some_ranks(size, new=new), some_ranks(size, new=new)
+    for _ in range(2):
+        for rank in (*waiting, *beside):
+            rank.rows.detach()[rank.number] += 1.0 / 3
+            rank.set_sparse_gradient()
+        together(waiting, merging(waiting, range(1, size + 1)))
+        merge_beside(beside, freeze(beside, range(1, size + 1)))
+        for one, other in zip(waiting, beside, strict=True):
+            assert bits(one) == bits(other)
+            assert int(one.count) == int(other.count)
+            assert one.protocol.num_merges == other.protocol.num_merges
+
+
+@pytest.mark.parametrize("size", [3, 5])
+@pytest.mark.parametrize("dies", [False, True])
+def test_each_rank_keeps_what_it_did_since_its_snapshot(size: int, *, dies: bool) -> None:
+    """Rank 1 takes no step, and rank 2 is new."""
+    ranks = make_ranks(size, new=[2])
+    updates = [2, 1, 0, 1, 4][:size]
+    for rank in ranks:
+        rank.count.add_(rank.number)
+    snapshots = freeze(ranks, updates)
+    if dies:
+        # The last rank dies before the commit: nobody takes the outcome.
+        pairs = zip(ranks, snapshots, strict=True)
+        together(ranks, [partial(rank.protocol.merge_snapshot, each) for rank, each in pairs])
+    progress = [0.25, 0.0, 0.0, 3.0, -5.5]
+    for rank, by in zip(ranks, progress, strict=False):
+        rank.rows.detach().add_(by)
+        rank.count.add_(1 if by else 0)
+    left = size - 1 if dies else size
+    merge_beside(ranks[:left], snapshots[:left])
+    parties = [n for n in range(left) if n != 2]
+    mean = sum(updates[n] * n for n in parties) / sum(updates[n] for n in parties)
+    for rank, by in zip(ranks[:left], progress, strict=False):
+        merged = torch.tensor(mean)
+        torch.testing.assert_close(rank.rows.detach(), (merged + by).expand(20, 3))
+        assert int(rank.count) == 2 * max(parties) + (1 if by else 0)
+    assert not any(rank.group.is_new for rank in ranks[:left])
+
+
+def test_a_wait_for_the_next_merge_leaves_all_with_one_model() -> None:
+    """Sparse steps before, during and after a merge; the same as where all rows are merged."""
+    found = []
+    for is_sparse in (True, False):
+        ranks, sent = make_ranks(3), []
+        for rank in ranks:
+            rank.begin_at_zero()
+        for number in range(3):
+            for rank in ranks:
+                rank.rows.detach()[rank.number + number] += 1.0
+                if is_sparse:
+                    rank.set_sparse_gradient(rank.number + number)
+            snapshots = freeze(ranks, [1, 2, 1])
+            for rank in ranks[:2]:
+                rank.rows.detach()[7 + rank.number + number] -= 2.0
+            sent.append(merge_beside(ranks, snapshots))
+        together(ranks, merging(ranks, [1, 1, 2]))
+        assert all(bits(rank) == bits(ranks[0]) for rank in ranks)
+        found.append((ranks[0].rows.tolist(), sent))
+    (rows, few), (all_rows, whole) = found
+    assert rows == all_rows
+    assert few[2] < whole[2]
+
+
+def test_a_variance_that_fell_meanwhile_stays_positive() -> None:
+    ranks = make_ranks(2, make=partial(torch.optim.Adam, betas=(0.5, 0.5)))
+    for rank in ranks:
+        rank.step(torch.full((20, 3), 10.0 if rank.number == 0 else 1.0))
+    snapshots = freeze(ranks, [1, 1])
+    for _ in range(20):
+        ranks[0].step(torch.zeros(20, 3))
+    merge_beside(ranks, snapshots)
+    second_moments = [rank.optimizer.state[rank.rows]["exp_avg_sq"] for rank in ranks]
+    assert all(bool((moment > 0).all()) for moment in second_moments)
+    assert second_moments[1].unique().item() == pytest.approx((50 + 0.5) / 2)
+    assert [int(rank.optimizer.state[rank.rows]["step"]) for rank in ranks] == [21, 1]
+
+
+def test_all_wait_for_a_merge_or_none_does() -> None:
+    waits, goes_on = proposal("merge"), proposal("merge", rank=1)
+    following = ClaimRound(epoch=0, mega_batch=1, round=1, retry=0, spans=(SampleRange(0, 1),))
+    goes_on = replace(goes_on, report=replace(goes_on.report, following=following))
+    with pytest.raises(MismatchError, match="some ranks wait for this merge"):
+        agreed_kind([waits, goes_on])
+    assert MergeProposal.from_bytes(goes_on.to_bytes()) == goes_on

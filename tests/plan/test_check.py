@@ -15,7 +15,7 @@ from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster, from_flags
 from offbeat.lab.comparison import read_comparison, write_comparison
 from offbeat.lab.emulation.base import LinkCheck
-from offbeat.plan.check import Check, check_comparison
+from offbeat.plan.check import check_comparison
 from offbeat.plan.predictions import PlanRequest, make_plan, predict_step
 from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
 from offbeat.plan.simulation import Setting
@@ -52,59 +52,61 @@ def recorded(
     return directory
 
 
-def checked(directory: Path, ddp: list[float], localsgd: list[float]) -> Check:
-    return check_comparison(recorded(directory, {"ddp": ddp, "localsgd": localsgd}), MODEL)
+HALF = STEPS // 2
 
 
-def test_what_was_measured_as_predicted_has_no_error(tmp_path: Path) -> None:
-    found = checked(tmp_path, [DDP_S] * STEPS, [LOCAL_S] * STEPS)
-    assert found.median_error == pytest.approx(0.0, abs=1e-6)
-    assert found.share_within == 1.0
-    assert (len(found.apart), found.misplaced) == (1, [])
-
-
-def test_misses_come_first_and_the_wrong_order_is_counted(tmp_path: Path) -> None:
-    found = checked(tmp_path, [DDP_S] * STEPS, [2 * DDP_S] * STEPS)
-    assert [one.strategy for one in found.steps] == ["localsgd", "ddp"]
-    assert found.steps[0].error == pytest.approx(2 * DDP_S / LOCAL_S - 1)
-    assert found.share_within == 0.5
-    assert len(found.misplaced) == 1
-
-
-def test_runs_whose_halves_differ_are_not_judged(tmp_path: Path) -> None:
-    half = STEPS // 2
-    found = checked(tmp_path, [DDP_S] * STEPS, [LOCAL_S] * half + [1.5 * LOCAL_S] * half)
-    assert [one.is_judged for one in found.steps] == [True, False]
-    assert found.steps[1].repeats_differ > 0.2
-    assert len(found.judged) == 1
-
-
-def test_steps_of_the_comparison_without_exchange_take_the_place_of_the_profiles(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("localsgd", "judged", "within", "misplaced"),
+    [
+        ([LOCAL_S] * STEPS, 2, 1.0, 0),
+        ([2 * DDP_S] * STEPS, 2, 0.5, 1),
+        ([LOCAL_S] * HALF + [1.5 * LOCAL_S] * HALF, 1, 1.0, 0),  # halves differ too much
+    ],
+)
+def test_misses_come_first_and_the_wrong_order_is_counted(
+    localsgd: list[float], judged: int, within: float, misplaced: int, tmp_path: Path
 ) -> None:
-    """The machine was twice as slow as when the profile was made: computing is, bytes are not."""
-    slower = MODEL.with_step(batch_size=8, forward_backward_s=0.6, device="none")
-    ddp_s = predict_step("ddp", Setting(profile=slower, cluster=CLUSTER)).step_s
-    directory = recorded(tmp_path, {"ddp": [ddp_s] * STEPS, "alone": [0.6] * STEPS})
-    assert check_comparison(directory, MODEL).median_error == pytest.approx(0.0, abs=1e-6)
+    steps_s = {"ddp": [DDP_S] * STEPS, "localsgd": localsgd}
+    found = check_comparison(recorded(tmp_path, steps_s), MODEL)
+    assert (len(found.judged), len(found.misplaced)) == (judged, misplaced)
+    assert found.share_within == within
+    errors = [one.error for one in found.judged]
+    assert errors == sorted(errors, reverse=True)
+    assert found.judged[-1].error == pytest.approx(0.0, abs=1e-6)
 
 
-def test_links_carry_what_the_lab_saw_them_carry(tmp_path: Path) -> None:
-    slower = Setting(profile=MODEL, cluster=CLUSTER, payload_share=0.5)
-    measured_s = predict_step("ddp", slower).step_s
-    directory = recorded(tmp_path, {"ddp": [measured_s] * STEPS})
-    made = read_comparison(directory)
-    saw = LinkCheck(
-        worker=0,
-        peer=1,
-        asked_bit_per_s=1e8,
-        sent_bit_per_s=5e7,
-        received_bit_per_s=5e7,
-        share=0.5,
-        round_trip_s=0.0,
+SLOWER = MODEL.with_step(batch_size=8, forward_backward_s=0.6, device="none")
+
+
+@pytest.mark.parametrize(
+    ("truth", "alone_s", "share"),
+    [
+        # The machine was twice as slow as when the profile was made: computing is, bytes are not.
+        (Setting(profile=SLOWER, cluster=CLUSTER), 0.6, None),
+        # Links carry half of what was asked for, as the lab saw.
+        (Setting(profile=MODEL, cluster=CLUSTER, payload_share=0.5), None, 0.5),
+    ],
+)
+def test_the_machine_that_a_comparison_ran_on_is_not_held_against_predictions(
+    truth: Setting, alone_s: float | None, share: float | None, tmp_path: Path
+) -> None:
+    steps_s = {"ddp": [predict_step("ddp", truth).step_s] * STEPS}
+    directory = recorded(
+        tmp_path, steps_s if alone_s is None else {**steps_s, "alone": [alone_s] * STEPS}
     )
-    emulation = made.emulation.model_copy(update={"checks": [saw]})
-    write_comparison(directory, made.model_copy(update={"emulation": emulation}))
+    if share is not None:
+        saw = LinkCheck(
+            worker=0,
+            peer=1,
+            asked_bit_per_s=1e8,
+            sent_bit_per_s=share * 1e8,
+            received_bit_per_s=share * 1e8,
+            share=share,
+            round_trip_s=0.0,
+        )
+        made = read_comparison(directory)
+        emulation = made.emulation.model_copy(update={"checks": [saw]})
+        write_comparison(directory, made.model_copy(update={"emulation": emulation}))
     assert check_comparison(directory, MODEL).median_error == pytest.approx(0.0, abs=1e-6)
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from offbeat.cli.main import app
 from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster, from_flags
-from offbeat.lab.options import strategy_type
+from offbeat.lab.options import build_strategy, parse_spec, strategy_type
 from offbeat.lab.tasks import build_task
 from offbeat.plan.architectures import factors_of, resnet
 from offbeat.plan.page import render_plan
@@ -22,6 +24,7 @@ from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_p
 from offbeat.plan.shipped import PUBLISHED, named_profile, shipped_profile
 from offbeat.plan.simulation import Setting
 from offbeat.strategies.registry import REGISTRY
+from thread_support.world import ThreadDriver, results_of, session_on
 
 MODEL = ModelProfile(
     name="toy",
@@ -119,17 +122,79 @@ def test_how_a_bucket_travels_depends_on_no_other_one() -> None:
     assert bytes_per_step(4 * 512) == pytest.approx(bytes_per_step(4 * 512 + 1), rel=0.01)
 
 
-def test_small_tensors_are_sent_whole_beside_the_entries() -> None:
-    tensors = (
-        TensorProfile(num_elements=1_000_000, ready=0.5),
-        *(TensorProfile(num_elements=100, ready=1.0) for _ in range(4)),
-    )
-    where = replace(setting(), profile=replace(MODEL, tensors=tensors))
-    spec = "gtopk:density=0.001:collective=tree"
+@pytest.mark.parametrize("workers", [4, 42])
+def test_small_tensors_are_sent_whole(workers: int) -> None:
+    """In the messages of the others where ranks are few, in a sum of their own else."""
+    small = [TensorProfile(num_elements=100, ready=1.0) for _ in range(4)]
+    large = TensorProfile(num_elements=1_000_000, ready=0.5)
+    where = replace(setting(workers=workers), profile=replace(MODEL, tensors=(large, *small)))
+    spec = "gtopk:density=0.001:collective=all_gather"
     with_them = predict_step(spec, where).bytes_per_step
     without = predict_step(f"{spec}:dense_below=0", where).bytes_per_step
-    tally_bytes = 8 * (3 + 4)
-    assert with_them - without == pytest.approx(2 * 3 / 4 * (4 * 400 + tally_bytes), rel=0.05)
+    counted = 3 + 4
+    expected = {4: 3 * 1600, 42: 2 * 41 / 42 * 4 * (400 + counted)}
+    assert with_them - without == pytest.approx(expected[workers], rel=0.05)
+
+
+@pytest.mark.parametrize("first", ["allreduce", "spdkfac"])
+def test_local_sgd_begins_with_what_it_is_told_to(first: str) -> None:
+    profile = replace(shipped_profile("resnet50"), precondition_s=0.01)
+    where = Setting(profile=profile, cluster=from_flags(workers=4, link="1gbit"))
+    spec = f"localsgd:period=4:start_step=10:start={first}"
+
+    def step_s(name: str, steps: range) -> float:
+        return predict_step(name, replace(where, steps=steps)).step_s
+
+    alone, later = step_s(first, range(10)), step_s("localsgd:period=4", range(12))
+    assert step_s(spec, range(10)) == pytest.approx(alone)
+    assert step_s(spec, range(10, 22)) == pytest.approx(later)
+    assert step_s(spec, range(22)) == pytest.approx((10 * alone + 12 * later) / 22)
+    assert predict_step(spec, where).step_s == pytest.approx(later)
+
+
+MANY_SMALL = [(200, 300), (200,), (50, 200), (50,), (10, 50), (10,)]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "gtopk:density=0.05:collective=tree",
+        "gtopk:density=0.05:collective=reduce_scatter",
+        "gtopk:density=0.05:collective=all_gather",
+        "gtopk:density=0.05:collective=all_gather:dense_below=0",
+        "gtopk:density=0.05:collective=dense",
+        "topk:density=0.05:bucket_mib=0.1",
+        "allreduce",
+        "localsgd:period=2",
+        "dpsgd",
+    ],
+)
+def test_as_many_bytes_are_planned_as_a_session_sends(strategy: str) -> None:
+    workers, num_steps = 3, 4
+    name, options = parse_spec(strategy)
+    recipe = build_strategy(name, options)
+
+    def job(driver: ThreadDriver) -> int:
+        weights = torch.nn.ParameterList([torch.zeros(shape) for shape in MANY_SMALL])
+        draw = torch.Generator().manual_seed(driver.rank)
+        optimizer = torch.optim.SGD(weights.parameters(), lr=0.1)
+        with session_on(driver, weights, optimizer, recipe) as session:
+            for _ in range(num_steps):
+                parts = [(w * torch.randn(w.shape, generator=draw)).sum() for w in weights]
+                torch.stack(parts).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return session.stats.bytes_sent
+
+    sent = sum(results_of(workers, job)) / workers / num_steps
+    tensors = tuple(
+        TensorProfile(num_elements=math.prod(shape), ready=1.0, rows=shape[0])
+        for shape in MANY_SMALL
+    )
+    where = replace(setting(workers=workers), profile=replace(MODEL, tensors=tensors), shared=0.0)
+    # Of counters of magnitudes only an expected number is planned.
+    tolerance = 0.1 if "reduce_scatter" in strategy else 0.03
+    assert predict_step(strategy, where).bytes_per_step == pytest.approx(sent, rel=tolerance)
 
 
 def test_neighbours_exchange_while_gradients_are_computed() -> None:

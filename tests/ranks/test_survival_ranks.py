@@ -9,6 +9,7 @@ import os
 import signal
 import time
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -82,6 +83,7 @@ def strategies() -> dict[str, MegaBatchStrategy]:
     return {
         "adaptive": adaptive,
         "adaptive, read ahead": adaptive,
+        "overlap": replace(adaptive, overlap=True),
         "momentum": offbeat.AdaptiveSGD(mega_batch=40, batch_size=4, warmup=0, merge_momentum=0.5),
         "elastic": offbeat.ElasticSGD(mega_batch=40, batch_size=4),
     }
@@ -142,6 +144,7 @@ def killed(
     [
         ("adaptive", {"1": ("computing", 2), "2": ("merging", 9), "3": ("claiming", 6)}),
         ("elastic", {"1": ("merging", 3), "2": ("merging", 9), "3": ("computing", 4)}),
+        ("overlap", {"1": ("merging", 7), "2": ("merging", 19), "3": ("claiming", 6)}),
     ],
 )
 def test_every_sample_counts_once_whoever_dies_where(

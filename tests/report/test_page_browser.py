@@ -78,7 +78,7 @@ def test_on_a_phone_the_table_of_figures_needs_no_scrolling(
     browser.evaluate(
         """document.querySelectorAll("details").forEach((one) => { one.open = true; })"""
     )
-    for table in ("table.main", "table.figures"):
+    for table in ("table.main", "table.figures", "table.differences"):
         right = f"""Math.max(...[...document.querySelectorAll("{table} td")].map((one) => one.getBoundingClientRect().right))"""
         assert browser.evaluate(right) <= 390
 

@@ -13,7 +13,14 @@ from offbeat.lab.lateness import lateness
 from offbeat.lab.statistics import Estimate
 from offbeat.report.data import Better, Curve, PageContent, RunResults, StrategyResults
 from offbeat.report.data_waiting import lateness_sentence
-from offbeat.report.page_sections import Row, lateness_bars, rows, step_bars, traffic_bars
+from offbeat.report.page_sections import (
+    Row,
+    difference_rows,
+    lateness_bars,
+    rows,
+    step_bars,
+    traffic_bars,
+)
 
 NOTHING = np.empty(0)
 NO_CURVE = Curve(steps=NOTHING, seconds=NOTHING, bytes_sent=NOTHING, metric=NOTHING)
@@ -70,6 +77,16 @@ def test_nothing_is_marked_when_one_difference_is_none(known: bool) -> None:
     row = step_row(three, [difference("a", "b", decided=True), *undecided])
     assert not any(cell.best for cell in row.cells)
     assert row.note == "no difference beyond the spread between b and c."
+
+
+def test_of_one_run_each_nothing_is_said_about_the_spread() -> None:
+    two = [contestant("a", 3.0), contestant("b", 1.0)]
+    single = difference("a", "b", decided=False).model_copy(update={"low": None, "high": None})
+    row = step_row(two, [single])
+    assert row.note == ""
+    assert not any(cell.best for cell in row.cells)
+    (found,) = difference_rows(report(two, [single]))
+    assert found == ("Time of a step", "a", "b", "2", "", "not known: one run of each")
 
 
 def test_who_failed_is_said_to_have() -> None:

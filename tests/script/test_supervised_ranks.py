@@ -191,6 +191,9 @@ if __name__ == "__main__":
     (said,) = run.said
     assert "worker 1" in said
     assert "ValueError: no such luck" in said
+    printed = (outcome.directory / "logs" / "rank-1.log").read_text()
+    assert "no such luck" in printed
+    assert "runpy" not in printed
     assert outcome.summary is not None
     assert outcome.summary.steps == 6
     assert outcome.summary.metric_name == "training loss"
@@ -243,6 +246,7 @@ for number in range(6):
     assert outcome.status != 0
     assert outcome.problem is not None
     assert "rank 1" in outcome.problem or "worker 1" in outcome.problem, outcome.problem
+    assert "train.py, line " in outcome.problem
     assert outcome.problem.count("\n") == 0
 
 

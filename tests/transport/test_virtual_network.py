@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+from typing_extensions import override
 
 from offbeat.errors import ConfigError
 from offbeat.transport.operations import (
@@ -99,6 +103,83 @@ def test_an_all_reduce_takes_as_long_as_a_ring_of_messages(world_size: int) -> N
         [one_dense(AllReduceTensor(torch.zeros(num_bytes // 4))) for _ in range(world_size)]
     )
     assert max(dense) == pytest.approx(max(events), rel=0.06)
+
+
+class GlooRing:
+    """Another oracle: the loop of gloo's ring. A part leaves when it is due and its receiver has
+    said that it is ready, which it says before each part that it waits for; two are under way.
+
+    Args:
+        world_size: number of ranks.
+        num_bytes: of the tensor.
+        most_bytes: of a part.
+    """
+
+    READY, DUE, PART = 7, 8, 9
+
+    def __init__(self, world_size: int, num_bytes: int, most_bytes: int) -> None:
+        chunk_bytes = num_bytes // world_size
+        num_parts = max(2, -(-chunk_bytes // most_bytes))
+        self.world_size = world_size
+        self.part = bytes(chunk_bytes // num_parts)
+        self.num_messages = (world_size - 1) * num_parts
+
+    def send(self, cluster: VirtualCluster, rank: int) -> Collective[None]:
+        behind = (rank + 1) % self.world_size
+        for _ in range(2 * self.num_messages):
+            yield from self.wait(cluster, rank, self.DUE, rank)
+            yield from self.wait(cluster, rank, self.READY, behind)
+            cluster.deliver(rank, behind, self.PART, self.part)
+
+    def receive(self, cluster: VirtualCluster, rank: int) -> Collective[float]:
+        before = (rank - 1) % self.world_size
+        for _ in range(2):  # a reduce-scatter, and when it is over an all-gather
+            for number in range(self.num_messages + 2):
+                if number >= 2:
+                    yield from self.wait(cluster, rank, self.PART, before)
+                if number < self.num_messages:
+                    cluster.deliver(rank, before, self.READY, b"")
+                    cluster.post(rank, self.DUE, b"")
+        return float((yield Now()))
+
+    @staticmethod
+    def wait(cluster: VirtualCluster, rank: int, channel: int, source: int) -> Collective[None]:
+        yield SleepUntil(over=lambda: source in cluster.senders(rank, channel))
+        cluster.take(source, rank, channel)
+
+
+@pytest.mark.parametrize("world_size", [2, 5, 16])
+@pytest.mark.parametrize(("rate", "parts"), [(1e6, 1), (1e8, 1), (1e8, 5), (1e9, 2)])
+def test_receivers_that_announce_themselves_cost_a_round_trip_a_round(
+    world_size: int, rate: float, parts: int
+) -> None:
+    link = VirtualLink(latency_s=0.01, bytes_per_s=rate)
+    most_bytes = 1 << 20
+    num_bytes = 2 * most_bytes * world_size * parts
+    ring = GlooRing(world_size, num_bytes, most_bytes)
+    messages = VirtualCluster(world_size, link=link)
+    for rank in range(world_size):
+        messages.run_in_background(rank, ring.send(messages, rank), channel=1)
+    events = messages.run([ring.receive(messages, rank) for rank in range(world_size)])
+    tensor = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+    cluster = VirtualCluster(world_size, link=link, dense_announced=True, weightless=True)
+    ended_s: list[float] = []
+
+    def dense() -> Collective[None]:
+        yield SummedNowhere(tensor)
+        ended_s.append(float((yield Now())))
+
+    cluster.run([dense() for _ in range(world_size)])
+    assert max(ended_s) == pytest.approx(max(events), rel=0.08)
+
+
+class SummedNowhere(AllReduceTensor):
+    """An all-reduce of a tensor without content."""
+
+    @classmethod
+    @override
+    def combine(cls, operations: Sequence[Any]) -> list[Any]:
+        return [None] * len(operations)
 
 
 def tree_broadcast(rank: int, world_size: int, num_bytes: int) -> Collective[float]:

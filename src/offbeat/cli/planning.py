@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})")
 _MOST_CLUSTERS = 200
 _SCRIPT_STEPS = 20
+_CHECK_S, _LEAST_CHECKED_STEPS = 120.0, 24
 
 
 def plan(
@@ -83,12 +85,13 @@ def plan(
     clusters = _clusters(cluster, link, latency, workers, delay)
     specs = tuple(USUAL) if strategies is None else tuple(dict.fromkeys(strategies.split(",")))
     made = make_plan(PlanRequest(profile=model, clusters=clusters, strategies=specs))
+    commands = _to_check(made, cluster, trains=_to_train(model, script))
     if out is not None:
-        write_page(made, out)
+        write_page(made, out, commands)
     if as_json:
         print(json.dumps([asdict(one) for one in made.predictions]))
     else:
-        _show(made, out, trains=_to_train(model, script))
+        _show(made, out, commands)
 
 
 def profile(
@@ -236,10 +239,11 @@ def _clusters(
     return found
 
 
-def _show(made: Plan, out: Path | None, *, trains: str) -> None:
+def _show(made: Plan, out: Path | None, commands: Sequence[str]) -> None:
     from offbeat.lab.cluster.quantities import display_rate
 
     console = Console()
+    has_deaths = any(one.lost_to_deaths for one in made.predictions)
     for rate in sorted({one.rate_bit_per_s for one in made.predictions}):
         for number in sorted({one.workers for one in made.predictions}):
             best = made.best(number, rate)
@@ -248,6 +252,8 @@ def _show(made: Plan, out: Path | None, *, trains: str) -> None:
             for head in ("step", "band", "samples/s", "MB sent", "ideal", "memory"):
                 table.add_column(head, justify="right")
             table.add_column("binds")
+            if has_deaths:
+                table.add_column("lost to deaths", justify="right")
             for one in made.predictions:
                 if (one.workers, one.rate_bit_per_s) != (number, rate):
                     continue
@@ -261,18 +267,11 @@ def _show(made: Plan, out: Path | None, *, trains: str) -> None:
                     f"{one.share_of_ideal:.0%}",
                     f"{one.memory_bytes / 1e6:.0f} MB",
                     one.binds,
+                    *([f"{one.lost_to_deaths:.1%}"] if has_deaths else []),
                 )
             console.print(table)
-    for sentence in (*made.crossovers, *made.remarks):
-        console.print(sentence, highlight=False)
-    cluster = made.request.clusters[0]
-    best = made.best(cluster.workers, cluster.link.rate_bit_per_s or float("inf"))
-    console.print(
-        f"To check it in the lab: offbeat compare --strategies {_to_check(best.strategy)}"
-        f" --workers {min(4, cluster.workers)} --link {_link_text(cluster)} --seeds 1 {trains}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    for sentence in (*made.crossovers, *made.remarks, *commands):
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     if out is not None:
         console.print(f"Page: {out}", highlight=False)
 
@@ -333,9 +332,26 @@ def _to_train(model: ModelProfile, script: str | None) -> str:
     return f"--task {model.name}" if model.name in TASKS else "-- YOUR_SCRIPT.py"
 
 
-def _to_check(strategy: str) -> str:
-    """The recommended strategy beside plain DDP; what exchanges nothing takes part anyway."""
-    return ",".join(dict.fromkeys(["ddp", *({strategy} - {"alone"})]))
+def _to_check(made: Plan, cluster: str | None, *, trains: str) -> list[str]:
+    """The commands that hold the first recommendation, beside plain DDP, against two minutes of
+    training. What exchanges nothing takes part in a comparison anyway.
+    """
+    first = made.request.clusters[0]
+    best = made.best(first.workers, first.link.rate_bit_per_s or float("inf"))
+    specs = dict.fromkeys(["ddp", *({best.strategy} - {"alone"})])
+    steps = max(_LEAST_CHECKED_STEPS, round(_CHECK_S / (1 + len(specs)) / best.step_s))
+    where = f"--link {_link_text(first)}" if cluster is None else f"--cluster {cluster}"
+    return [
+        "To check it for two minutes in the lab: offbeat compare --strategies"
+        f" {','.join(specs)} --workers {min(4, first.workers)} {where} --seeds 1 --steps {steps}"
+        f" {trains}",
+        "On the cluster, started on every host as training is, and with ddp as well: offbeat run"
+        f" --strategy {best.strategy} --steps {steps} -- {_script_in(trains)}",
+    ]
+
+
+def _script_in(trains: str) -> str:
+    return trains.removeprefix("-- ") if trains.startswith("-- ") else "YOUR_SCRIPT.py"
 
 
 def _link_text(cluster: Cluster) -> str:

@@ -2,7 +2,8 @@
 a step.
 
     compute = the slowest rank's median seconds between two exchanges
-    allowed = budget * compute, and ten times that in the first 100 exchanges
+    allowed = budget * compute; ten times that in the first 100 exchanges, five times in the next
+              50, and two and a half times in the 50 after these
     least = the cheapest exchange at the paper's density
     allowed = max(allowed, 1.5 * least)
     dense, where that costs at most `allowed`; else the largest density whose cheapest exchange does
@@ -11,7 +12,8 @@ What `least` costs no density avoids. Where most of it is latency, many more ent
 more, and withholding them would lose accuracy for nothing.
 
 The first exchanges may cost more, because gradients change quickly there: what is owed from then is
-applied when the model has left, and harms for long (`benchmarks/sparse_accuracy.py`).
+applied when the model has left, and harms for long (`benchmarks/sparse_accuracy.py`). From there
+the density goes down by steps.
 
 Costs come from the links as `attach` measured them. The seconds between exchanges are measured all
 the time, and looked at after a few exchanges and then now and then, by all ranks together.
@@ -50,9 +52,8 @@ FIRST: Final = 0.2
 in the first exchanges, and more travels afterwards, a new model is harmed.
 """
 
-WARM_UP_EXCHANGES: Final = 100
-WARM_UP_BUDGET: Final = 10.0
-"""So many times the budget may be spent in the first exchanges."""
+WARM_UP: Final = ((100, 10.0), (150, 5.0), (200, 2.5))
+"""Before that exchange so many times the budget may be spent."""
 
 _STEP: Final = 1.25
 """Densities that are tried differ by this factor."""
@@ -62,10 +63,19 @@ _CHANGE: Final = 1.5
 measurements.
 """
 
-_EARLY: Final = (4, 20, WARM_UP_EXCHANGES)
+_EARLY: Final = (4, 20, *(end for end, _ in WARM_UP))
 _INTERVAL: Final = 500
 _REMEMBERED: Final = 20
 _SECONDS: Final = struct.Struct("<d")
+
+
+def warm_up_factor(num_exchanges: int) -> float:
+    """What the budget is multiplied by after so many exchanges; 1.0 when the warm-up is over.
+
+    >>> [warm_up_factor(number) for number in (0, 99, 100, 150, 200)]
+    [10.0, 10.0, 5.0, 2.5, 1.0]
+    """
+    return next((factor for end, factor in WARM_UP if num_exchanges < end), 1.0)
 
 
 def affordable_density(
@@ -197,8 +207,7 @@ class AutoDensity(Part):
         compute_s = self._driver.run(_slowest(self.intervals.median_s), self._stream.next())
         if compute_s == 0.0:  # right after a resume no rank has measured anything
             return
-        warms_up = self._num_exchanges < WARM_UP_EXCHANGES
-        share = self._budget * (WARM_UP_BUDGET if warms_up else 1.0)
+        share = self._budget * warm_up_factor(self._num_exchanges)
         allowed_s = share * compute_s
         beside_s = self._beside_s()
         density = affordable_density(
@@ -222,7 +231,9 @@ class AutoDensity(Part):
             f" {expected_s * 1e3:.2f} ms expected, {allowed_s * 1e3:.2f} ms allowed, which is"
             f" {share:g} of the {compute_s * 1e3:.1f} ms between exchanges"
             + ("; fewer entries would hardly cost less" if expected_s > allowed_s else "")
-            + (f" until exchange {WARM_UP_EXCHANGES}" if warms_up else "")
+            + next(
+                (f" until exchange {end}" for end, _ in WARM_UP if self._num_exchanges < end), ""
+            )
         )
 
     @override

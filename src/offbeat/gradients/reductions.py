@@ -29,7 +29,7 @@ from offbeat.transport.driver import Driver, Pending, Stream
 _EXACT = (torch.float32, torch.float64)
 """Types in which sums of small integers and of weights are exact enough to count with."""
 
-_JOINED_BYTES = 1 << 22
+JOINED_BYTES = 1 << 22
 """A bucket of at most this is copied into one message with its tally: copying it twice takes less
 than a further sum over all ranks.
 """
@@ -231,7 +231,7 @@ class SparseReduction:
             tally = self._carries.combine(tally)
         tally.write_to(self._tail)
         self._joined = None
-        if flat.dtype in _EXACT and flat.nbytes <= _JOINED_BYTES:
+        if flat.dtype in _EXACT and flat.nbytes <= JOINED_BYTES:
             self._joined = torch.cat([flat, self._tail.to(flat)])
         summed = (flat, self._tail) if self._joined is None else (self._joined,)
         self._sums = launch_sums(self._driver, self._stream, *summed)

@@ -1,8 +1,9 @@
 """Symmetric matrices: as sums of outer products, and packed as triangles.
 
-`gram` sums outer products, X^T X, of which only the upper triangle is needed. Cut into four blocks
-of columns, the blocks on and above its diagonal are ten of sixteen, so that much of the arithmetic
-of one large product is enough.
+`gram` sums outer products, X^T X, of which only the upper triangle is needed. In main memory BLAS
+has an operation for it (`kfac.lapack`). Elsewhere, cut into four blocks of columns, the blocks on
+and above its diagonal are ten of sixteen, so that much of the arithmetic of one large product is
+enough.
 
 `pack` and `unpack` keep d (d + 1) / 2 numbers of a matrix, the upper triangle row by row. Large
 ones in main memory are copied by rows (`kfac.lapack`), which takes a fraction of the time of
@@ -17,7 +18,7 @@ from functools import cache
 
 import torch
 
-from offbeat.kfac.lapack import packed_triangles, unpacked_triangles
+from offbeat.kfac.lapack import packed_triangles, sum_outer_products_, unpacked_triangles
 
 NUM_CUTS = 4
 MIN_BLOCK = 96
@@ -40,10 +41,16 @@ def gram(rows: torch.Tensor, *, ones: bool = False) -> torch.Tensor:
     """
     groups, num_rows, dim = rows.shape
     total = rows.new_zeros(groups, dim + ones, dim + ones)
-    block = max(-(-dim // NUM_CUTS), MIN_BLOCK)
-    for start in range(0, dim, block):
-        stop = min(start + block, dim)
-        total[:, start:stop, start:dim] = rows[:, :, start:stop].mT @ rows[:, :, start:]
+    if rows.device.type == "cpu" and dim >= MIN_BLOCK and num_rows:
+        squares = rows.new_zeros(groups, dim, dim) if ones else total
+        sum_outer_products_(squares, rows)
+        if ones:
+            total[:, :dim, :dim] = squares
+    else:
+        block = max(-(-dim // NUM_CUTS), MIN_BLOCK)
+        for start in range(0, dim, block):
+            stop = min(start + block, dim)
+            total[:, start:stop, start:dim] = rows[:, :, start:stop].mT @ rows[:, :, start:]
     if ones:
         total[:, :dim, dim] = rows.sum(dim=1)
         total[:, dim, dim] = num_rows

@@ -13,6 +13,7 @@ from offbeat.lab.schedule import BatchSchedule, ClaimedSchedule
 from offbeat.lab.step_recorder import StepRecorder, TaskRun
 from offbeat.lab.tasks import Batch, num_samples_of
 from offbeat.megabatch.loader import DispatchLoader
+from offbeat.session.session import Session
 
 
 def train(run: TaskRun, recorder: StepRecorder, pauses: Pauses) -> None:
@@ -42,10 +43,15 @@ def train_on_claims(
     """
     schedule = run.schedule
     assert isinstance(schedule, ClaimedSchedule)
+    session = run.attached.session
+    assert isinstance(session, Session), "torch's strategies have no mega-batches"
+    session.on_merge(lambda: recorder.merge_over(loader.last))
     _begin(run, recorder)
     while not schedule.complete and not pauses.should_stop(schedule.position.step):
         steps_before, epoch = schedule.position.step, loader.epoch
-        for number, batch in enumerate(loader.one_mega_batch(), start=1):
+        step = schedule.step_of_next_merge
+        waits = step >= schedule.target or _saves_or_evaluates(run, step, steps_before)
+        for number, batch in enumerate(loader.one_mega_batch(goes_on=not waits), start=1):
             # A sample is trained on with the learning rate that it has where ranks train in step.
             _set_learning_rate(run, schedule.progress_at(loader.epoch, loader.batch_position))
             loss = _step(run, recorder, batch, steps_before + number)
@@ -55,8 +61,13 @@ def train_on_claims(
             recorder.step_done(loss=loss, batch_size=num_samples_of(batch))
             pauses.pass_on_request(steps_before)
         schedule.merged(loader.epoch, loader.num_samples_merged)
+        if pauses.is_next(schedule.position.step):
+            loader.end_merge()  # It is this run's time that it takes.
         recorder.merged(
-            loader.last, number=loader.num_merged, epoch=epoch, first_step=steps_before + 1
+            None if loader.merge_is_under_way else loader.last,
+            number=loader.num_merged,
+            epoch=epoch,
+            first_step=steps_before + 1,
         )
         _save_and_evaluate(run, recorder, steps_before)
 
@@ -95,17 +106,22 @@ def _save_and_evaluate(run: TaskRun, recorder: StepRecorder, steps_before: int) 
     config, step = run.record.config, run.schedule.position.step
     if step >= run.schedule.target:
         return
-    if (
-        config.checkpoint_every is not None
-        and step // config.checkpoint_every > steps_before // config.checkpoint_every
-    ):
+    if _is_due(config.checkpoint_every, step, steps_before):
         save(run, f"step-{step}")
         recorder.restart_clock()
-    if (
-        config.eval_every is not None
-        and step // config.eval_every > steps_before // config.eval_every
-    ):
+    if _is_due(config.eval_every, step, steps_before):
         evaluate(run, recorder)
+
+
+def _saves_or_evaluates(run: TaskRun, step: int, steps_before: int) -> bool:
+    config = run.record.config
+    return any(
+        _is_due(every, step, steps_before) for every in (config.checkpoint_every, config.eval_every)
+    )
+
+
+def _is_due(every: int | None, step: int, steps_before: int) -> bool:
+    return every is not None and step // every > steps_before // every
 
 
 def evaluate(run: TaskRun, recorder: StepRecorder) -> None:

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from offbeat.codec.option_value import OptionValue
 from offbeat.errors import ConfigError, nearest
 from offbeat.lab.native import NATIVE, Native
 from offbeat.lab.tasks import task_type
@@ -202,9 +203,10 @@ def _type_text(hint: object) -> str:
 
 
 def _can_be_written(hint: object) -> bool:
-    """Whether a value of this type can be given as text: callables, dataclasses and objects of a
-    user's own, as `LocalSGD` takes for `outer` and `GTopK` for `selection`, are given in Python
-    only.
+    """Whether a value of this type can be given as text: callables, tuples, dataclasses and objects
+    of a user's own, as `LocalSGD` takes for `outer` and `GTopK` for `selection`, are given in
+    Python only.
     """
-    in_python_only = dataclasses.is_dataclass(hint) or inspect.isabstract(hint)
-    return typing.get_origin(hint) is not Callable and not in_python_only
+    is_object = isinstance(hint, type) and issubclass(hint, OptionValue)
+    in_python_only = dataclasses.is_dataclass(hint) or inspect.isabstract(hint) or is_object
+    return typing.get_origin(hint) not in (Callable, tuple) and not in_python_only

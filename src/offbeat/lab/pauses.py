@@ -68,6 +68,10 @@ class Pauses:
         self._limit = limit
         self._stop_requested = stop_requested
 
+    def is_next(self, steps_done: int) -> bool:
+        """Whether `wait_for_turn` would wait."""
+        return self._limit.is_reached(steps_done)
+
     def wait_for_turn(self, steps_done: int) -> None:
         """Wait until this rank may do more than `steps_done` steps. Asks no other rank."""
         if self._limit.is_reached(steps_done):

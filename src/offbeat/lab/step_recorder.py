@@ -103,6 +103,7 @@ class StepRecorder:
         self._metric: float | None = None
         self._unmerged: list[StepEvent] = []
         self._merged_s = 0.0
+        self._in_merge: MegaBatch | None = None
         self._missed_s = float(os.environ.get(ELAPSED_VARIABLE) or 0)
         self._earlier_totals: tuple[float, int] | None = None
         self._since_s = time.monotonic()
@@ -148,12 +149,12 @@ class StepRecorder:
         self._events.amend_loss(loss)
 
     def merged(
-        self, works: Sequence[MegaBatchShare], *, number: int, epoch: int, first_step: int
+        self, works: Sequence[MegaBatchShare] | None, *, number: int, epoch: int, first_step: int
     ) -> None:
-        """A mega-batch is merged, and the schedule has moved on.
+        """A mega-batch is merged, or is being merged, and the schedule has moved on.
 
         Args:
-            works: of all ranks that live.
+            works: of all ranks that live; None: the merge is under way, and `merge_over` says.
             number, epoch: of the mega-batch.
             first_step: the first of the steps that it came to.
         """
@@ -169,9 +170,34 @@ class StepRecorder:
                 replace(event, step=first_step - 1 + -(-place * num_steps // len(events)))
             )
         if self._run.coordinator.leader == self._run.coordinator.rank:
-            self._add_mega_batch(works, number=number, epoch=epoch, waited_s=merge.duration_s)
+            # What the trainer does for a merge beside training, it does between its steps.
+            beside_s = sum(event.encode_s for event in self._unmerged) if works is None else 0.0
+            mega_batch = MegaBatch(
+                number=number,
+                epoch=epoch,
+                step=self._run.schedule.position.step,
+                seconds=self._earlier()[0] + self.elapsed_s,
+                at_s=self._since_s,
+                duration_s=self.seconds - self._merged_s,
+                merge_s=merge.duration_s + beside_s,
+                by_rank=(),
+            )
+            if works is None:
+                self._in_merge = mega_batch
+            else:
+                self._add_mega_batch(mega_batch, works, waits=True)
         self._unmerged, self._merged_s = [], self.seconds
         self._report_if_due()
+
+    def merge_over(self, works: Sequence[MegaBatchShare]) -> None:
+        """The merge that was under way is over, if any was.
+
+        Args:
+            works: of all ranks that live.
+        """
+        if self._in_merge is not None:
+            mega_batch, self._in_merge = self._in_merge, None
+            self._add_mega_batch(mega_batch, works, waits=False)
 
     def _event(self, *, loss: float | None, batch_size: int, padded_s: float) -> StepEvent:
         """What has happened since the event before."""
@@ -204,9 +230,15 @@ class StepRecorder:
         return event
 
     def _add_mega_batch(
-        self, works: Sequence[MegaBatchShare], *, number: int, epoch: int, waited_s: float
+        self, mega_batch: MegaBatch, works: Sequence[MegaBatchShare], *, waits: bool
     ) -> None:
-        """Record what all ranks did in a mega-batch; this rank came to its end `waited_s` ago."""
+        """Record what all ranks did in a mega-batch.
+
+        Args:
+            mega_batch: without that; its `merge_s` says how long ago this rank came to its end.
+            works: of all ranks that live.
+            waits: whether the ranks waited for the slowest one.
+        """
         longest_s = max(work.busy_s for work in works)
         shares = [
             Share(
@@ -216,7 +248,7 @@ class StepRecorder:
                 samples=work.samples,
                 weight=work.weight,
                 computing_s=work.busy_s,
-                idle_s=longest_s - work.busy_s,
+                idle_s=longest_s - work.busy_s if waits else 0.0,
                 claims=[[(begin, end) for begin, end in claim.spans] for claim in work.claims],
             )
             for work in works
@@ -225,16 +257,7 @@ class StepRecorder:
             (share.idle_s for share in shares if share.rank == self._run.coordinator.rank), 0.0
         )
         self._events.add_mega_batch(
-            MegaBatch(
-                number=number,
-                epoch=epoch,
-                step=self._run.schedule.position.step,
-                seconds=self._earlier()[0] + self.elapsed_s,
-                at_s=self._since_s,
-                duration_s=self.seconds - self._merged_s,
-                merge_s=max(0.0, waited_s - own_idle_s),
-                by_rank=shares,
-            )
+            replace(mega_batch, merge_s=max(0.0, mega_batch.merge_s - own_idle_s), by_rank=shares)
         )
 
     def _report_if_due(self) -> None:

@@ -17,6 +17,7 @@ and it is the next round (`ClaimRound.after`). So every sample is merged exactly
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -74,6 +75,21 @@ def without(spans: Iterable[SampleRange], taken: Iterable[SampleRange]) -> Sampl
         if begin < end:
             left.append(SampleRange(begin, end))
     return tuple(left)
+
+
+def joined(spans: Iterable[SampleRange]) -> SampleRanges:
+    """The same positions, ascending, in as few spans as possible.
+
+    >>> joined([SampleRange(6, 9), SampleRange(0, 2), SampleRange(2, 4)])
+    (SampleRange(begin=0, end=4), SampleRange(begin=6, end=9))
+    """
+    found: list[SampleRange] = []
+    for span in sorted(spans):
+        if found and found[-1].end == span.begin:
+            found[-1] = SampleRange(found[-1].begin, span.end)
+        else:
+            found.append(span)
+    return tuple(found)
 
 
 def end_of_claim(begin: int, size: int, total: int, *, smallest: int) -> int:
@@ -216,7 +232,8 @@ class ClaimRound:
         >>> whole.cut(4).spans, whole.cut(4).later
         ((SampleRange(begin=0, end=4),), (SampleRange(begin=4, end=10),))
         """
-        later = without(self.spans, [SampleRange(0, end)])
+        first = min((span.begin for span in self.spans), default=end)
+        later = without(self.spans, [SampleRange(min(first, end), end)])
         return replace(self, spans=without(self.spans, later), later=(*later, *self.later))
 
 
@@ -228,11 +245,13 @@ class MergedRound:
         claim_round: the round that was merged.
         shares: what each worker computed of it, for the workers in the merge, by rank, ascending.
         ranks: who takes part in the next round, ascending.
+        following: the round that is under way since before this one was merged; None: none is.
     """
 
     claim_round: ClaimRound
     shares: tuple[MegaBatchShare, ...]
     ranks: tuple[int, ...]
+    following: ClaimRound | None = None
 
     @property
     def claims(self) -> Iterator[Claim]:
@@ -258,6 +277,7 @@ class ClaimLog:
         self._spans: SampleRanges = ()
         self._smallest = 1
         self._is_exhausted = True
+        self._old: deque[int] = deque()
 
     @property
     def round(self) -> int:
@@ -271,21 +291,29 @@ class ClaimLog:
         *,
         smallest: int = 1,
         sweeps: bool = False,
+        peers_are_behind: bool = False,
     ) -> None:
         """Begin a round.
 
         Args:
-            number: of the round, the same on all workers, and above the number before.
+            number: of the round, the same on all workers, and above the number before; or that
+                number, for a worker that was left out and is back.
             spans: that it gives out, the same on all workers.
             smallest: no claim has fewer samples, unless the whole round has; the same on all
                 workers, >= 1.
-            sweeps: True on one worker, which deletes the store's entry of the round before.
+            sweeps: True on one worker, which deletes the store's entries of earlier rounds.
+            peers_are_behind: whether peers may still claim from the round before, so that its entry
+                stays until the next round begins.
         """
-        assert number > self._round, f"round {number} after round {self._round}"
-        # All workers have merged since the round before, so that none claims from it any more.
-        if self._round >= 0 and sweeps:
-            with store_errors():
-                self._store.delete_key(self._given())
+        assert number >= self._round, f"round {number} after round {self._round}"
+        # All workers have merged since the other rounds, so that none claims from them any more.
+        if 0 <= self._round < number:
+            self._old.append(self._round)
+        while self._old and self._old[0] < (self._round if peers_are_behind else number):
+            old = self._old.popleft()
+            if sweeps:
+                with store_errors():
+                    self._store.delete_key(self._given(old))
         self._round, self._spans, self._smallest = number, tuple(spans), smallest
         self._is_exhausted = False
 
@@ -300,7 +328,7 @@ class ClaimLog:
         # One atomic addition is the whole claim: two workers never get the same samples, and none
         # needs an answer from another.
         with store_errors():
-            end = self._store.add(self._given(), num_samples)
+            end = self._store.add(self._given(self._round), num_samples)
         begin = end - num_samples
         # The claim before this one ended at `begin`, and took what was too little for another.
         is_taken = begin > 0 and total - begin < self._smallest
@@ -308,5 +336,5 @@ class ClaimLog:
         end = end_of_claim(begin, num_samples, total, smallest=self._smallest)
         return None if self._is_exhausted else Claim(part_of(self._spans, begin, end))
 
-    def _given(self) -> str:
-        return f"{self._prefix}/given/{self._round}"
+    def _given(self, number: int) -> str:
+        return f"{self._prefix}/given/{number}"

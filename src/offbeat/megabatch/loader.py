@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -35,6 +35,7 @@ from offbeat.megabatch.claims import (
     SampleRange,
     SampleRanges,
     end_of_claim,
+    joined,
     num_positions,
     part_of,
     without,
@@ -55,6 +56,7 @@ class DispatchPolicy(Part, ABC):
         smallest_claim: no claim has fewer samples, where there are as many; the same on all ranks.
         shares_equally: whether each rank gets an equal share of each mega-batch, in place of what
             it claims.
+        overlaps_merges: whether `begin_merge` may be called.
         joined_by: the merge by which this rank has joined a run that was under way, until the
             loader has taken note of it.
     """
@@ -65,6 +67,7 @@ class DispatchPolicy(Part, ABC):
     batch_sizes: tuple[int, ...]
     smallest_claim: int
     shares_equally: bool
+    overlaps_merges: bool = False
     joined_by: MergedRound | None
 
     @property
@@ -132,6 +135,42 @@ class DispatchPolicy(Part, ABC):
             The round that was merged: another one than `claim_round` where the peers had gone on
             without this rank.
         """
+
+    # Only of a policy that overlaps merges
+
+    def begin_merge(
+        self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound
+    ) -> None:
+        """Let models be merged after a round, beside this rank's training. All ranks that live call
+        it, and no other method that is collective until `end_merge`.
+
+        Args:
+            share: what this rank has computed since it began the last merge.
+            claim_round: the round that has come to its end.
+            following: the round with which this rank goes on, the same on all ranks.
+        """
+        raise NotImplementedError
+
+    @property
+    def merge_is_over(self) -> bool:
+        """Whether a merge was begun and `end_merge` would not wait for it."""
+        return False
+
+    @property
+    def merge_is_taken(self) -> bool:
+        """Whether a merge was begun that is in this rank's model already, because something else
+        needed it.
+        """
+        return False
+
+    def end_merge(self) -> MergedRound | None:
+        """Wait for the merge that was begun last, if it is not over, and take its outcome over.
+
+        Returns:
+            The round that was merged. None: none was begun, or the peers have gone on without this
+            rank, and `joined_by` is what they merged then.
+        """
+        return None
 
 
 @dataclass(kw_only=True)
@@ -307,6 +346,12 @@ class DispatchLoader(Part):
         # Of the mega-batch under way: what was merged in its earlier rounds, by rank and in all.
         self._earlier_shares: dict[int, MegaBatchShare] = {}
         self._merged: SampleRanges = ()
+        # The round whose merge is under way, with what this rank computed of it; and what a merge
+        # before it has lost, to be given out again after the next one.
+        self._in_merge: _RoundInMerge | None = None
+        self._lost: SampleRanges = ()
+        # How many mega-batches the user has heard of.
+        self._num_told = 0
         self._retry = 0  # Of the round under way, as in `ClaimRound`.
         self._fixed_claims: Iterator[Claim] | None = None
         # The batches of the open round that are still to come, and the claims of those that are
@@ -325,7 +370,9 @@ class DispatchLoader(Part):
     def __iter__(self) -> Iterator[Any]:
         epoch = self.epoch
         while self.epoch == epoch:
-            yield from self.one_mega_batch()
+            self._begin()  # It knows the mega-batch.
+            is_last = self.mega_batch + 1 == self.num_mega_batches
+            yield from self.one_mega_batch(goes_on=not is_last)
 
     def __len__(self) -> int:
         """How many batches this rank has in an epoch if all ranks make as many updates, which is
@@ -340,7 +387,9 @@ class DispatchLoader(Part):
 
     @property
     def num_merged(self) -> int:
-        """How many mega-batches have been merged as a whole, over all passes."""
+        """How many mega-batches have been merged as a whole, over all passes. One whose merge is
+        under way counts.
+        """
         return self.epoch * self.num_mega_batches + self.mega_batch
 
     @property
@@ -350,14 +399,33 @@ class DispatchLoader(Part):
         """
         return self._whole(self.epoch, self.mega_batch)[0].begin
 
-    def one_mega_batch(self) -> Iterator[Any]:
-        """This rank's batches of the next mega-batch, or of what is left of the one under way."""
+    def one_mega_batch(self, *, goes_on: bool = False) -> Iterator[Any]:
+        """This rank's batches of the next mega-batch, or of what is left of the one under way.
+
+        Args:
+            goes_on: whether the caller asks for the next mega-batch at once, so that this one's
+                merge may be under way meanwhile, where the strategy overlaps merges; the same on
+                all ranks. False: all ranks hold the merged model afterwards.
+        """
         self._begin()
         under_way = self.epoch, self.mega_batch
         # A round that lost a worker is followed by one of the same mega-batch.
         while (self.epoch, self.mega_batch) == under_way:
             yield from self._rest_of_round()
-            self._merge()
+            assert self._open_round is not None, "no round is open"
+            self._merge(overlaps=goes_on or bool(self._open_round.later))
+
+    @property
+    def merge_is_under_way(self) -> bool:
+        """Whether the last merge goes on beside the batches that are handed out."""
+        return self._in_merge is not None
+
+    def end_merge(self) -> None:
+        """Wait for the merge that is under way, if any: this rank's model is the merged one then,
+        with what the rank has done since the merge began. No collective.
+        """
+        self._settle()
+        self._tell()
 
     # Events
 
@@ -367,6 +435,8 @@ class DispatchLoader(Part):
             self._computed += self._handed_out
             self._handed_out = []
             self._updates += 1
+        if self._policy.merge_is_over:
+            self._settle()
 
     # One mega-batch
 
@@ -388,6 +458,7 @@ class DispatchLoader(Part):
             "round": self._log.round,
             "retry": self._retry,
             "computed": [span for claim in self._computed for span in claim.spans],
+            "lost": self._lost,
         }
         by_rank = self._policy.gather(mine)
         if by_rank is None:
@@ -395,18 +466,28 @@ class DispatchLoader(Part):
             self._begin()
             return
         places = {rank: tuple(theirs["place"]) for rank, theirs in by_rank.items()}
-        merged = {tuple(SampleRange(*s) for s in theirs["merged"]) for theirs in by_rank.values()}
-        if len(set(places.values())) > 1 or len(merged) > 1:
+        # Ranks that went on beside a merge, which is in none of their models, may have been saved
+        # on both sides of it.
+        epoch, (self.epoch, self.mega_batch) = self.epoch, max(places.values())
+        self._computed = [
+            _claim_moved(claim, (epoch - self.epoch) * self._num_samples)
+            for claim in self._computed
+        ]
+        unmerged = {self._unmerged_of(theirs) for theirs in by_rank.values()}
+        if len(unmerged) > 1:
             raise CheckpointError(
                 "the ranks' states were saved in different mega-batches (epoch and number by rank:"
                 f" {places}), or after different merges; save them on all ranks after the same"
                 " merge, or in the middle of the same mega-batch"
             )
-        computed = [
-            SampleRange(*span) for theirs in by_rank.values() for span in theirs["computed"]
+        seen = [
+            _moved(SampleRange(*span), (theirs["place"][0] - self.epoch) * self._num_samples)
+            for theirs in by_rank.values()
+            for span in theirs["computed"]
         ]
-        seen = [*merged.pop(), *computed]
-        spans = without(self._whole(self.epoch, self.mega_batch), seen)
+        (left,) = unmerged
+        self._merged, self._lost = without(self._whole(self.epoch, self.mega_batch), left), ()
+        spans = without(left, seen)
         # Above every rank's number, so that no entry of an earlier round is read.
         number = 1 + max(theirs["round"] for theirs in by_rank.values())
         retry = max(theirs["retry"] for theirs in by_rank.values())
@@ -421,6 +502,20 @@ class DispatchLoader(Part):
                 )
             )
         )
+
+    def _unmerged_of(self, theirs: Mapping[str, Any]) -> SampleRanges:
+        """What a rank's model has not seen by merges, up to the end of the mega-batch under way, as
+        positions of its pass; those below 0 belong to the pass before.
+        """
+        epoch, number = theirs["place"]
+        shift = (epoch - self.epoch) * self._num_samples
+        (begin, _), (_, end) = (
+            *self._whole(epoch, number),
+            *self._whole(self.epoch, self.mega_batch),
+        )
+        merged = [_moved(SampleRange(*span), shift) for span in theirs["merged"]]
+        lost = [_moved(SampleRange(*span), shift) for span in theirs.get("lost", ())]
+        return joined((*lost, *without([SampleRange(begin + shift, end)], merged)))
 
     def _cut(self, claim_round: ClaimRound) -> ClaimRound:
         """As much of the rest of a mega-batch as is computed until the next merge. Where merges are
@@ -442,6 +537,7 @@ class DispatchLoader(Part):
             claim_round.spans,
             smallest=self._policy.smallest_claim,
             sweeps=self._rank == min(self._policy.ranks),
+            peers_are_behind=self._in_merge is not None,
         )
         self._open_round, self._retry = claim_round, claim_round.retry
         self._fixed_claims, self._batches = None, None
@@ -450,6 +546,12 @@ class DispatchLoader(Part):
             self._fixed_claims = self._replayed(claim_round.spans)
         elif self._policy.shares_equally:
             self._fixed_claims = iter(self._equal_share(claim_round.spans))
+
+    def _open_next(self, following: ClaimRound) -> None:
+        if self._replay is not None and self._name not in self._replay.mega_batches:
+            self._open_round = None  # There may be nothing more to do.
+        else:
+            self._open(following)
 
     def _rest_of_round(self) -> Iterator[Any]:
         """This rank's batches of the open round that are still to come."""
@@ -461,6 +563,7 @@ class DispatchLoader(Part):
             if self._asked_at_s is not None:
                 self._busy_s += now_s - self._asked_at_s
             self._asked_at_s = None
+            self._tell()
             if self._is_away:
                 return  # What is being read ahead is given out again, with all that this rank had.
             if self._batches is None:
@@ -516,7 +619,14 @@ class DispatchLoader(Part):
         """Whether the peers have gone on without this rank."""
         return self._policy.is_left_out or self._policy.joined_by is not None
 
-    def _merge(self) -> None:
+    def _merge(self, *, overlaps: bool) -> None:
+        """The open round has come to its end: merge, and go on with the next one.
+
+        Args:
+            overlaps: whether to go on while the merge is under way, where the strategy does so.
+        """
+        self._settle()
+        self._tell()
         if self._policy.joined_by is not None:
             # What this rank had claimed was lost when it was left out.
             self._begin()
@@ -532,54 +642,152 @@ class DispatchLoader(Part):
             batch_size=self._policy.batch_size,
             busy_s=self._busy_s,
         )
+        over = self._open_round
+        if self._lost:
+            # What an earlier merge has lost is given out as if it had been claimed in this round.
+            # All ranks wait for this merge, so that it is before they go any further.
+            over = replace(over, spans=(*self._lost, *over.spans))
+        elif overlaps and self._goes_on:
+            self._begin_merge(share)
+            return
         ranks, sizes = self._policy.ranks, self._policy.batch_sizes
-        merged = self._policy.merge(share, self._open_round)
+        merged = self._policy.merge(share, over)
+        self._note(merged, ranks, sizes)
+        self._go_on_after(merged)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether this rank may go on while the open round is merged. What was lost once is not to
+        be lost again before it is noticed.
+        """
+        assert self._open_round is not None
+        is_first = self._open_round.retry == 0
+        return is_first and self._policy.overlaps_merges and not self._policy.is_left_out
+
+    def _begin_merge(self, share: MegaBatchShare) -> None:
+        """Go on with the round that follows where no claim is lost in the merge."""
+        over = self._open_round
+        assert over is not None
+        following = over.after([Claim(over.spans)], self._whole, self.num_mega_batches)
+        position = self.epoch, self.mega_batch, self._merged
+        self._move_to(following)
+        following = self._cut(following)
+        self.epoch, self.mega_batch, self._merged = position
+        self._policy.begin_merge(share, over, following)
+        self._in_merge = _RoundInMerge(
+            claim_round=over,
+            share=share,
+            ranks=self._policy.ranks,
+            batch_sizes=self._policy.batch_sizes,
+            following=following,
+        )
+        self._reset_share()
+        self._move_to(following)
+        if self.recording is not None or self._replay is not None:
+            # At which step a merge is over is not recorded.
+            self._settle()
+        self._open_next(following)
+
+    def _settle(self) -> None:
+        """Wait for the merge that is under way, if any, and take note of what came of it."""
+        if self._in_merge is None:
+            return
+        merged = self._policy.end_merge()
+        in_merge, self._in_merge = self._in_merge, None
+        if self._policy.joined_by is not None:
+            return
+        assert merged is not None, "the merge was begun"
+        self._note(merged, in_merge.ranks, in_merge.batch_sizes)
+        self._add_shares(merged, in_merge.following)
+        self._lose(merged)
+
+    def _lose(self, merged: MergedRound) -> None:
+        """What departed workers had claimed of a round that was merged is to be given out again,
+        after the round that is under way.
+        """
+        over = merged.claim_round
+        shift = (over.epoch - self.epoch) * self._num_samples
+        lost = without(over.spans, [span for claim in merged.claims for span in claim.spans])
+        self._lost = tuple(_moved(span, shift) for span in lost)
+        self._merged = without(self._merged, self._lost)
+
+    def _note(self, merged: MergedRound, ranks: Sequence[int], sizes: Sequence[int]) -> None:
+        """Keep what was claimed of a round, and say who has come or gone.
+
+        Args:
+            merged: the round that was merged.
+            ranks: who took part when its merge began.
+            sizes: of their batches.
+        """
         if merged.ranks != ranks:
             self._note_other_workers(ranks, merged)
         if self.recording is not None:
+            over = merged.claim_round
+            name = f"{over.epoch}/{over.mega_batch}"
             claims = [
                 [[list(span) for span in claim.spans] for claim in share.claims]
                 for share in merged.shares
             ]
-            so_far = self.recording.mega_batches.get(self._name, {}).get(
-                "claims", [[]] * len(ranks)
-            )
-            self.recording.mega_batches[self._name] = {
+            so_far = self.recording.mega_batches.get(name, {}).get("claims", [[]] * len(ranks))
+            self.recording.mega_batches[name] = {
                 "batch_sizes": list(sizes),
                 "claims": [earlier + new for earlier, new in zip(so_far, claims, strict=True)],
             }
-        self._go_on_after(merged)
 
     def _go_on_after(self, merged: MergedRound) -> None:
         """A round is over: go on with the one after it."""
         over = merged.claim_round
-        shares: dict[int, MegaBatchShare] = {}
         # Shares of earlier rounds are added up, unless this rank was left out between them.
-        if self._open_round is not None and over.round == self._open_round.round:
-            shares = dict(self._earlier_shares)
-        for share in merged.shares:
-            shares[share.rank] = shares[share.rank].plus(share) if share.rank in shares else share
+        if self._open_round is None or over.round != self._open_round.round:
+            self._earlier_shares = {}
+        self._in_merge, self._lost = None, ()
         self._note_waiting()
-        self._handed_out, self._computed = [], []
-        self._updates, self._busy_s, self._asked_at_s = 0, 0.0, None
-        following = over.after(merged.claims, self._whole, self.num_mega_batches)
-        num_merged = self.num_merged
+        self._reset_share()
+        following = merged.following or over.after(
+            merged.claims, self._whole, self.num_mega_batches
+        )
+        self._move_to(following)
+        self._add_shares(merged, following)
+        if merged.following is not None:
+            self._lose(merged)
+        elif following.retry == 0:
+            following = self._cut(following)
+        self._open_next(following)
+        self._tell()
+
+    def _move_to(self, following: ClaimRound) -> None:
+        """A round begins: what stands before it is merged, or will be."""
         self.epoch, self.mega_batch = following.epoch, following.mega_batch
         whole = self._whole(self.epoch, self.mega_batch)
         self._merged = without(whole, following.spans + following.later)
-        if (over.epoch, over.mega_batch) == (self.epoch, self.mega_batch):
+
+    def _reset_share(self) -> None:
+        self._handed_out, self._computed = [], []
+        self._updates, self._busy_s, self._asked_at_s = 0, 0.0, None
+
+    def _add_shares(self, merged: MergedRound, following: ClaimRound) -> None:
+        """Add what was computed of a round to what was of the mega-batch, which ends with it unless
+        `following` belongs to it.
+        """
+        over, shares = merged.claim_round, dict(self._earlier_shares)
+        for share in merged.shares:
+            shares[share.rank] = shares[share.rank].plus(share) if share.rank in shares else share
+        if (over.epoch, over.mega_batch) == (following.epoch, following.mega_batch):
             self._earlier_shares = shares
         else:
             self.last = tuple(shares[rank] for rank in sorted(shares))
             self._earlier_shares = {}
-        if following.retry == 0:
-            following = self._cut(following)
-        if self._replay is not None and self._name not in self._replay.mega_batches:
-            self._open_round = None  # There may be nothing more to do.
-        else:
-            self._open(following)
-        # More than one where this rank was away.
-        self._policy.mega_batches_merged(self.num_merged - num_merged)
+
+    def _tell(self) -> None:
+        """Let the user know of the mega-batches that were merged meanwhile: more than one where
+        this rank was away.
+        """
+        merged = self.num_merged
+        if self._in_merge is not None:
+            over = self._in_merge.claim_round
+            merged = over.epoch * self.num_mega_batches + over.mega_batch
+        count, self._num_told = merged - self._num_told, merged
+        self._policy.mega_batches_merged(count)
 
     def _note_waiting(self) -> None:
         """A round is over: say so if much of it was spent on waiting for data."""
@@ -610,17 +818,18 @@ class DispatchLoader(Part):
                 " others cannot be replayed"
             )
         departed = sorted(set(ranks) - {share.rank for share in merged.shares})
+        over = merged.claim_round
         left = num_positions(
             without(
-                merged.claim_round.spans,
+                over.spans,
                 [span for claim in merged.claims for span in claim.spans],
             )
         )
         if departed and left:
             which = f"worker{'s' if len(departed) > 1 else ''} {', '.join(map(str, departed))}"
             self._notify(
-                f"mega-batch {self._name}: {left} samples that {which} had taken are given out"
-                " again"
+                f"mega-batch {over.epoch}/{over.mega_batch}: {left} samples that {which} had taken"
+                " are given out again"
             )
 
     def _whole(self, epoch: int, number: int) -> SampleRanges:
@@ -656,18 +865,22 @@ class DispatchLoader(Part):
         yield from claims[self._rank]
 
     def _indices(self, claim: Claim) -> list[int]:
-        if self._order is None or self._order[0] != self.epoch:
-            self._order = (
-                self.epoch,
-                order_of(
-                    self._num_samples,
-                    seed=self._seed,
-                    epoch=self.epoch,
-                    shuffles=self._shuffles,
-                ),
+        """The samples of a claim. Positions below 0 belong to the pass before."""
+        found: list[int] = []
+        for begin, end in claim.spans:
+            passes = begin // self._num_samples
+            first = passes * self._num_samples
+            order = self._order_of(self.epoch + passes)
+            found += order[begin - first : end - first].tolist()
+        return found
+
+    def _order_of(self, epoch: int) -> NDArray[np.int64]:
+        if self._order is None or self._order[0] != epoch:
+            order = order_of(
+                self._num_samples, seed=self._seed, epoch=epoch, shuffles=self._shuffles
             )
-        order = self._order[1]
-        return [index for begin, end in claim.spans for index in order[begin:end].tolist()]
+            self._order = epoch, order
+        return self._order[1]
 
     @property
     def _name(self) -> str:
@@ -680,19 +893,36 @@ class DispatchLoader(Part):
         """What this rank's model has seen of the mega-batch under way. A claim counts once its
         optimizer step was taken.
         """
-        claims = _spans_of(self._computed)
+        if self._policy.merge_is_taken:
+            self._settle()
+        claims, merged, lost = self._computed, self._merged, self._lost
+        updates, busy_s, earlier = self._updates, self._busy_s, self._earlier_shares
         place: dict[str, Any] = {"epoch": self.epoch, "mega_batch": self.mega_batch}
-        if self._merged:
-            place["merged"] = [list(span) for span in self._merged]
+        if self._in_merge is not None:
+            # The merge that is under way is not in the model. It is left out, so that the models
+            # are merged once, later, with what was computed since.
+            over, share = self._in_merge.claim_round, self._in_merge.share
+            shift = (over.epoch - self.epoch) * self._num_samples
+            lost = tuple(_moved(span, shift) for span in over.spans)
+            merged = without(merged, lost)
+            claims = [*(_claim_moved(claim, shift) for claim in share.claims), *claims]
+            updates, busy_s = updates + share.updates, busy_s + share.busy_s
+            if (over.epoch, over.mega_batch) != (self.epoch, self.mega_batch):
+                earlier = {}
+        if merged:
+            place["merged"] = [list(span) for span in merged]
+        if lost := without(lost, self._whole(self.epoch, self.mega_batch)):
+            place["lost"] = [list(span) for span in lost]
+        if self._num_told != self.num_merged:
+            place["told"] = self._num_told
         if self._retry:
             place["retry"] = self._retry
-        if self._earlier_shares:
+        if earlier:
             place["earlier_shares"] = [
-                {**asdict(share), "claims": _spans_of(share.claims)}
-                for share in self._earlier_shares.values()
+                {**asdict(share), "claims": _spans_of(share.claims)} for share in earlier.values()
             ]
         return {
-            "local": {**place, "claims": claims, "updates": self._updates, "busy_s": self._busy_s}
+            "local": {**place, "claims": _spans_of(claims), "updates": updates, "busy_s": busy_s}
         }
 
     @override
@@ -702,6 +932,8 @@ class DispatchLoader(Part):
             raise CheckpointError("the state lacks 'mega_batch'; it was saved by another loader")
         self.epoch, self.mega_batch = int(saved["epoch"]), int(saved["mega_batch"])
         self._merged = tuple(SampleRange(*span) for span in saved.get("merged", ()))
+        self._lost = tuple(SampleRange(*span) for span in saved.get("lost", ()))
+        self._in_merge, self._num_told = None, int(saved.get("told", self.num_merged))
         self._retry = int(saved.get("retry", 0))
         self._computed = _claims_of(saved["claims"])
         self._earlier_shares = {
@@ -723,6 +955,32 @@ class DispatchLoader(Part):
     def close(self) -> None:
         self._batches = None
         self._fetcher.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _RoundInMerge:
+    """A round whose merge is under way.
+
+    Attributes:
+        claim_round: the round.
+        share: what this rank computed of it.
+        ranks, batch_sizes: of those who took part when the merge began.
+        following: the round that is open meanwhile.
+    """
+
+    claim_round: ClaimRound
+    share: MegaBatchShare
+    ranks: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    following: ClaimRound
+
+
+def _moved(span: SampleRange, by: int) -> SampleRange:
+    return SampleRange(span.begin + by, span.end + by)
+
+
+def _claim_moved(claim: Claim, by: int) -> Claim:
+    return Claim(tuple(_moved(span, by) for span in claim.spans))
 
 
 def _spans_of(claims: Iterable[Claim]) -> list[list[list[int]]]:

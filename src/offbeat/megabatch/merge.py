@@ -18,6 +18,11 @@ A member that is new has weight 0, and holds its peers' model afterwards. One th
 end of its training goes on to take part, also with weight 0, until all have, since the collectives
 need every member. What members agree on without averaging, such as the place at which a loader
 begins, they put into their proposals.
+
+A merge may go on beside training: the trainer lets a copy of its model be merged (`freeze`,
+`merge_snapshot`), and adds to the outcome what it has done since (`take`), which is exact whatever
+the weights of later merges are: model = merged + (model - snapshot). A merge that is void is made
+again from the same copy.
 """
 
 from __future__ import annotations
@@ -40,17 +45,19 @@ from offbeat.errors import ConfigError, MismatchError, PeerError, WireError
 from offbeat.megabatch.atomic_group import AtomicGroup
 from offbeat.megabatch.merge_weights import MergeMomentum
 from offbeat.megabatch.proposal import MergeProposal, ProposalKind, TrainerReport
-from offbeat.megabatch.touched_rows import TouchedRows, rows_are_cheaper
+from offbeat.megabatch.touched_rows import TouchedRows, rows_are_cheaper, touched_rows
 from offbeat.membership.agreement import Generation
 from offbeat.transport.operations import Collective, Payload, Recv, Send
 from offbeat.weights.model_weights import ModelWeights, require_finite
 from offbeat.weights.optimizer_state import (
     OptimizerStates,
+    is_sum,
     names_of_merged,
     packed,
     shares_of_states,
 )
 from offbeat.weights.staging import Staging
+from offbeat.weights.statistics import merge_statistics, merge_sums
 
 Weigh: TypeAlias = Callable[[Sequence[MergeProposal]], Sequence[float]]
 """The merge weights of the members that propose to merge, in the order of their proposals."""
@@ -121,6 +128,39 @@ class MergeOutcome:
     def reference(self) -> MergeProposal:
         """The proposal of `reference_member`."""
         return self.proposals[self.reference_member]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ModelSnapshot:
+    """A rank's model as it was when its trainer let it be merged, and went on training.
+
+    Attributes:
+        report: what the trainer had done.
+        tensors: copies of what is averaged of the model.
+        states: copies of the states of the optimizer that are merged with it, by name.
+        presence: of these states, as `packed` writes it.
+        layout: of `tensors`.
+        counters: what the rank had counted itself in its integer buffers.
+        counted: what these buffers held.
+        norm: of the model, per parameter.
+        num_merges: number of merges in the run so far.
+        rows_known_since: number of the merge that `copies` are from; None: there are none.
+        copies: of the sparse parameters, as the last merge left them, by position.
+        sparse: positions of the parameters whose gradient has been sparse here.
+    """
+
+    report: TrainerReport
+    tensors: Sequence[torch.Tensor]
+    states: Mapping[str, Sequence[torch.Tensor]]
+    presence: tuple[tuple[str, str], ...]
+    layout: Staging
+    counters: Counters
+    counted: Counters
+    norm: float
+    num_merges: int
+    rows_known_since: int | None
+    copies: Mapping[int, torch.Tensor]
+    sparse: tuple[int, ...]
 
 
 class MergeProtocol:
@@ -213,14 +253,117 @@ class MergeProtocol:
             weights.write_counters(outcome.mean.counters)
         return outcome
 
+    # Beside training
+
+    def freeze(self, report: TrainerReport) -> ModelSnapshot:
+        """A copy of this rank's model, for `merge_snapshot`."""
+        begin_s = time.perf_counter()
+        presence = {} if self._states is None else self._states.presence()
+        snapshot = ModelSnapshot(
+            report=report,
+            tensors=[tensor.detach().clone() for tensor in self._weights.tensors()],
+            states={
+                name: [state.clone() for state in self._states.tensors(name)]
+                for name in presence
+                if self._states is not None
+            },
+            presence=packed(presence),
+            layout=self._layout,
+            counters=self._weights.own_counters().copy(),
+            counted=self._weights.read_counters(),
+            norm=self._norm(),
+            num_merges=self.num_merges,
+            rows_known_since=self.rows.known_since,
+            copies=self.rows.copies,
+            sparse=tuple(sorted(self.rows.sparse)),
+        )
+        for device in {tensor.device for tensor in snapshot.tensors if tensor.is_cuda}:
+            # Another thread reads the copies, in a stream of its own.
+            torch.cuda.current_stream(device).synchronize()
+        self.encode_s += time.perf_counter() - begin_s
+        return snapshot
+
+    def merge_snapshot(self, snapshot: ModelSnapshot) -> MergeOutcome:
+        """As `merge`, of the snapshot. Changes nothing that a trainer uses, so that another thread
+        may call it; until it has returned, no other method that communicates is called.
+        """
+        return self._join_merge(partial(self._propose_snapshot, snapshot), self._run)
+
+    def take(self, snapshot: ModelSnapshot, outcome: MergeOutcome) -> None:
+        """The model of a merge that is final, and what this rank has done since the snapshot, are
+        its model now. A rank that is new has the merged model alone.
+
+        Parameters, momenta and sums of squares take over the rank's progress as a difference. A
+        running average of what is never negative, such as a variance, is averaged instead
+        (`weights.statistics`).
+        """
+        begin_s = time.perf_counter()
+        mean = outcome.mean
+        assert mean is not None
+        assert mean.staging is not None
+        live = self._weights.tensors()
+        statistics = set(self._weights.positions_of_statistics())
+        states: dict[str, list[torch.Tensor]] = {}
+        for name in mean.states:
+            assert self._states is not None, "all ranks merge states, or none does"
+            if not is_sum(name):
+                statistics |= {len(live) + number for number in range(len(self._parameters))}
+            # One that nobody with a weight had is left as it is.
+            states[name] = [
+                state if share else torch.zeros_like(state)
+                for state, share in zip(self._states.tensors(name), mean.shares[name], strict=True)
+            ]
+            live = [*live, *states[name]]
+        merged = [
+            torch.empty_like(before, dtype=torch.promote_types(before.dtype, torch.float32))
+            for before in mean.tensors
+        ]
+        mean.staging.write_(mean.values, merged)
+        for number, (tensor, before, theirs) in enumerate(
+            zip(live, mean.tensors, merged, strict=True)
+        ):
+            rows, target = mean.rows.get(number), tensor.detach()
+            now = theirs
+            if not outcome.mine.is_new:
+                mine = target if rows is None else target.index_select(0, rows)
+                combine = merge_statistics if number in statistics else merge_sums
+                now = combine(mine.to(theirs.dtype), theirs, before.to(theirs.dtype))
+            if rows is None:
+                target.copy_(now)
+            else:
+                target.index_copy_(0, rows, now.to(target.dtype))
+        if self._states is not None:
+            self._states.take(states, mean.shares)
+        counters = mean.counters
+        if not outcome.mine.is_new and counters.size:
+            counters = counters + (self._weights.read_counters() - snapshot.counted)
+        self._weights.write_counters(counters)
+        self.num_merges = outcome.reference.num_merges + 1
+        self.num_exchanges += 1
+        # The snapshot's memory becomes the copy of the merged model with which rows are compared.
+        copies = {}
+        for number in {number for each in outcome.proposals for number in each.sparse}:
+            copies[number], rows = mean.whole[number], mean.rows.get(number)
+            if rows is None:
+                copies[number].copy_(merged[number])
+            else:
+                copies[number].index_copy_(0, rows, merged[number].to(copies[number].dtype))
+        self.rows.keep(copies, self.num_merges)
+        self._group.caught_up(outcome.generation)
+        self.encode_s += time.perf_counter() - begin_s
+
     # The pipeline
 
-    def _join_merge(self, propose: Callable[[], _OwnProposal]) -> MergeOutcome:
+    def _join_merge(
+        self,
+        propose: Callable[[], _OwnProposal],
+        run: Callable[[Callable[[], _OwnProposal]], MergeOutcome] | None = None,
+    ) -> MergeOutcome:
         """Run the pipeline until it has done something for this rank. One that is new has to wait
         for the first merge, since nothing else brings it the model.
         """
         while True:
-            outcome = self._run_once(propose)
+            outcome = (run or self._run_once)(propose)
             if outcome.kind == "merge" or not outcome.mine.is_new:
                 return outcome
             if outcome.kind == "finish":
@@ -230,6 +373,13 @@ class MergeProtocol:
 
     def _run_once(self, propose: Callable[[], _OwnProposal]) -> MergeOutcome:
         """Propose, agree, average, commit; and then write the model, if it was merged."""
+        outcome = self._run(propose)
+        if outcome.kind == "merge":
+            self._write(outcome)
+        return outcome
+
+    def _run(self, propose: Callable[[], _OwnProposal]) -> MergeOutcome:
+        """Propose, agree, average, commit."""
 
         def work(generation: Generation, position: int) -> Collective[MergeOutcome]:
             # 1. Propose. The proposal is made anew in each try: this rank may be new by now.
@@ -257,8 +407,6 @@ class MergeProtocol:
         outcome = self._group.run(work)
         if outcome.kind is None:
             raise PeerError("no member of the run has a model to give to this worker")
-        if outcome.kind == "merge":
-            self._write(outcome)
         return outcome
 
     def _propose(
@@ -300,7 +448,48 @@ class MergeProtocol:
             states=packed(self._states.presence()) if self._states and kind == "merge" else (),
             payload=payload,
         )
-        return _OwnProposal(proposal=proposal, model=model, layout=layout, touched=touched)
+        return _OwnProposal(
+            proposal=proposal,
+            tensors=model.tensors,
+            layout=layout,
+            touched=touched,
+            states=None if self._states is None else self._states.tensors,
+            counters=model.own_counters,
+        )
+
+    def _propose_snapshot(self, snapshot: ModelSnapshot) -> _OwnProposal:
+        """Step 1, of a snapshot."""
+        is_new = self._group.is_new
+        touched = {} if is_new else touched_rows(snapshot.copies, snapshot.tensors)
+        proposal = MergeProposal(
+            kind="merge",
+            is_new=is_new,
+            report=snapshot.report,
+            norm=0.0 if is_new else snapshot.norm,
+            num_elements=snapshot.layout.num_elements,
+            dtype=snapshot.layout.dtype.name,
+            num_counters=snapshot.counters.size,
+            num_merges=snapshot.num_merges,
+            rows_known_since=None if is_new else snapshot.rows_known_since,
+            sparse=snapshot.sparse,
+            touched=tuple((number, int(rows.sum())) for number, rows in touched.items()),
+            states=snapshot.presence,
+        )
+        merged = self._states
+
+        def states(name: str) -> Sequence[torch.Tensor]:
+            assert merged is not None
+            return snapshot.states.get(name) or merged.zeros(name)
+
+        return _OwnProposal(
+            proposal=proposal,
+            tensors=lambda: snapshot.tensors,
+            layout=snapshot.layout,
+            touched=touched,
+            states=None if merged is None else states,
+            counters=lambda: snapshot.counters,
+            is_beside=True,
+        )
 
     def _average(
         self, outcome: MergeOutcome, own: _OwnProposal, position: int
@@ -326,10 +515,10 @@ class MergeProtocol:
             if outcome.kind == "merge":
                 rows = yield from self._union_of_rows(outcome, own.touched, position)
             begin_s = time.perf_counter()
-            whole = own.model.tensors()
+            whole = own.tensors()
             names = names_of_merged(shares)
             for name in names if outcome.kind == "merge" else ():
-                assert self._states is not None, "all ranks merge states, or none does"
+                assert own.states is not None, "all ranks merge states, or none does"
                 # Of a state the same rows are merged as of its parameter.
                 rows |= {
                     len(whole) + number: chosen
@@ -339,7 +528,7 @@ class MergeProtocol:
                 # One that nobody with a weight has is left as it is.
                 states[name] = [
                     state if share else torch.zeros_like(state)
-                    for state, share in zip(self._states.tensors(name), shares[name], strict=True)
+                    for state, share in zip(own.states(name), shares[name], strict=True)
                 ]
                 whole = [*whole, *states[name]]
             tensors = [
@@ -348,11 +537,11 @@ class MergeProtocol:
             ]
             layout = Staging(tensors) if rows or names else own.layout
             num_elements, dtype = layout.num_elements, layout.dtype
-            self.encode_s += time.perf_counter() - begin_s
+            self._count_encoding(own, begin_s)
         values = None
         if weights[position]:
             assert layout is not None, "a member with a weight has proposed what is done"
-            values = self._read(layout, tensors)
+            values = self._read(own, layout, tensors)
         mean = yield from weighted_mean(
             position, weights, values, num_elements=num_elements, dtype=dtype
         )
@@ -361,7 +550,7 @@ class MergeProtocol:
             _weigh_again(mean, layout, [share for name in states for share in shares[name]], first)
         counters = no_counters()
         if outcome.reference.num_counters:
-            counters = yield from _largest_counters(parties, own.model, position)
+            counters = yield from _largest_counters(parties, own.counters(), position)
         joiner_state = yield from self._send_to_joiners(outcome, position)
         return ModelMean(
             values=mean,
@@ -403,13 +592,17 @@ class MergeProtocol:
                 )
         return union
 
-    def _read(self, layout: Staging, tensors: Sequence[torch.Tensor]) -> Values:
+    def _read(self, own: _OwnProposal, layout: Staging, tensors: Sequence[torch.Tensor]) -> Values:
         begin_s = time.perf_counter()
         values = layout.read(tensors)
         # Checked before anything is sent: one bad model would spoil the models of all peers.
         require_finite([torch.from_numpy(values)], rank=self._rank)
-        self.encode_s += time.perf_counter() - begin_s
+        self._count_encoding(own, begin_s)
         return values
+
+    def _count_encoding(self, own: _OwnProposal, begin_s: float) -> None:
+        if not own.is_beside:  # Else the trainer computes meanwhile.
+            self.encode_s += time.perf_counter() - begin_s
 
     def _send_to_joiners(self, outcome: MergeOutcome, position: int) -> Collective[Payload | None]:
         """The reference member sends the state of the momentum to the members that are new."""
@@ -458,15 +651,21 @@ class _OwnProposal:
 
     Attributes:
         proposal: that is sent.
-        model: whose mean it wants.
-        layout: of that model.
+        tensors: of the model whose mean it wants.
+        layout: of these tensors.
         touched: the rows that have changed, by the parameter's position.
+        states: of the optimizer, by name; None: they are not merged.
+        counters: what it has counted itself in the model's integer buffers.
+        is_beside: whether its trainer goes on training meanwhile.
     """
 
     proposal: MergeProposal
-    model: ModelWeights
+    tensors: Callable[[], Sequence[torch.Tensor]]
     layout: Staging
     touched: Mapping[int, RowSet]
+    states: Callable[[str], Sequence[torch.Tensor]] | None
+    counters: Callable[[], Counters]
+    is_beside: bool = False
 
 
 # Step 2: what members conclude from their proposals, each of them alone.
@@ -500,10 +699,16 @@ def agreed_kind(proposals: Sequence[MergeProposal]) -> ProposalKind | None:
             f"ranks {ranks[kind]} {action}" for kind, action in _ACTIONS.items() if kind in kinds
         )
         raise MismatchError(f"{different}; do the same on all ranks, after the same merge")
-    claim_rounds = {each.report.claim_round for each in knowing if each.kind == "merge"}
+    merging = [each.report for each in knowing if each.kind == "merge"]
+    claim_rounds = {report.claim_round for report in merging}
     if len(claim_rounds) > 1:
         raise MismatchError(
             f"ranks merge different rounds, {claim_rounds}; do all of them iterate over the loader?"
+        )
+    if len({report.following for report in merging}) > 1:
+        raise MismatchError(
+            "some ranks wait for this merge, and others go on beside it; iterate over the loader in"
+            " the same way on all ranks"
         )
     order: tuple[ProposalKind, ...] = (*_ACTIONS, "finish")
     return next((kind for kind in order if kind in kinds), None)
@@ -547,10 +752,15 @@ def _weigh_again(mean: Values, layout: Staging, shares: Sequence[float], first: 
 
 
 def _largest_counters(
-    parties: Sequence[bool], model: ModelWeights, position: int
+    parties: Sequence[bool], counters: Counters, position: int
 ) -> Collective[Counters]:
-    """The largest that a member whose model is averaged has counted in each integer buffer."""
-    counters = model.own_counters()
+    """The largest that a member whose model is averaged has counted in each integer buffer.
+
+    Args:
+        parties: by position: whether it is such a member.
+        counters: what this rank has counted, shape (any,).
+        position: of this rank.
+    """
     own = counters.tobytes() if parties[position] else b""
     payloads = yield from all_gather(position, len(parties), own, bytes)
     for sender, payload in enumerate(payloads):

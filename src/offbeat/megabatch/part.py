@@ -5,8 +5,10 @@ sizes and learning rates follow the workers' speeds.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -25,7 +27,7 @@ from offbeat.megabatch.batch_sizes import (
 )
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
 from offbeat.megabatch.loader import DispatchPolicy
-from offbeat.megabatch.merge import MergeOutcome, MergeProtocol
+from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, ModelSnapshot
 from offbeat.megabatch.merge_weights import MergeMomentum, Weighting, merge_weights, perturbed
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.generations import Generations
@@ -52,6 +54,7 @@ class MegaBatchPlan:
         rate_scaling: how learning rates follow batch sizes.
         warmup: so many steps of all ranks together let the updates that a rank makes between merges
             grow by one, from 1 on, until a merge ends a whole mega-batch; 0: it always does.
+        overlap: whether ranks go on training while a merge is under way.
     """
 
     mega_batch: int
@@ -65,6 +68,7 @@ class MegaBatchPlan:
     merges_optimizer_state: bool = False
     rate_scaling: RateScaling = "auto"
     warmup: int = 0
+    overlap: bool = False
 
     def samples_of_round(self, samples_before: int, num_ranks: int) -> int | None:
         """How many samples are merged together after `samples_before` have been; None: a whole
@@ -175,6 +179,7 @@ class MegaBatchPart(DispatchPolicy):
         self.mega_batch, self.base_batch_size = plan.mega_batch, plan.base
         self.smallest_claim = plan.smallest_claim
         self.shares_equally = plan.rule is None
+        self.overlaps_merges = plan.overlap
         self.ranks: tuple[int, ...] = tuple(range(world_size))
         self.batch_sizes: tuple[int, ...] = (plan.base,) * world_size
         self.joined_by: MergedRound | None = None
@@ -188,7 +193,13 @@ class MegaBatchPart(DispatchPolicy):
         self._num_claimed = 0
         self._has_loader = self._has_finished = False
         self._num_steps = self._merged_at_step = 0
+        self._under_way: _MergeUnderWay | None = None
+        self._taken: MergedRound | None = None
+        # Whether members went on beside the latest merge, so that peers may have taken steps since
+        # their snapshots where this rank has not.
+        self._went_on = False
         self._pace, self._missed_rounds = Pace(), False
+        self._pace_before = Pace()  # without what is being merged
         self._binding: Mapping[int, str] = {}
         self._said_that_rates_differ = False
         self._momentum = (
@@ -246,6 +257,9 @@ class MegaBatchPart(DispatchPolicy):
 
         None where this rank was left out meanwhile and has joined again, by a merge of its peers.
         """
+        self._end_merge()
+        if self.joined_by is not None:
+            return None
         outcome = self._protocol.agree(self._report(None, None), json.dumps(value))
         if outcome.kind == "merge":
             self._adopt(outcome)
@@ -328,6 +342,35 @@ class MegaBatchPart(DispatchPolicy):
             self._tell_user(count)
 
     @override
+    def begin_merge(
+        self, share: MegaBatchShare, claim_round: ClaimRound, following: ClaimRound
+    ) -> None:
+        assert self._under_way is None, "one merge at a time"
+        self._pace_before = self._pace
+        if claim_round.retry == 0 and not self._missed_rounds:
+            self._pace = self._pace.plus(share)
+        report = replace(self._report(share, claim_round), following=following)
+        with torch.no_grad():
+            snapshot = self._protocol.freeze(report)
+        self._under_way = _MergeUnderWay(self._protocol, snapshot)
+
+    @property
+    @override
+    def merge_is_over(self) -> bool:
+        return self.merge_is_taken or (self._under_way is not None and self._under_way.is_over())
+
+    @property
+    @override
+    def merge_is_taken(self) -> bool:
+        return self._taken is not None
+
+    @override
+    def end_merge(self) -> MergedRound | None:
+        self._end_merge()
+        taken, self._taken = self._taken, None
+        return taken
+
+    @override
     def merge(self, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
         if claim_round.retry == 0 and not self._missed_rounds:
             self._pace = self._pace.plus(share)
@@ -384,6 +427,7 @@ class MegaBatchPart(DispatchPolicy):
         """Take part in the merges of the peers until they have come to the end too, and in a last
         one of what has not been merged.
         """
+        self._end_merge()
         begin_s = time.monotonic()
         self._protocol.finish(self._report(None, None))
         self._merged_at_step = self._num_steps
@@ -400,7 +444,12 @@ class MegaBatchPart(DispatchPolicy):
         """Write the mean of all members' models into `weights`, a copy of this rank's model.
         Collective, except just after a merge.
         """
-        just_merged = self._protocol.num_merges and self._num_steps == self._merged_at_step
+        self._end_merge()
+        just_merged = (
+            self._protocol.num_merges
+            and self._num_steps == self._merged_at_step
+            and not self._went_on
+        )
         if (just_merged or self._has_finished) and not self.is_left_out:
             return frozenset()  # All members hold the same model, and the copy is one of it.
         encode_s = self._protocol.encode_s
@@ -413,6 +462,32 @@ class MegaBatchPart(DispatchPolicy):
     @override
     def counters(self) -> dict[str, float]:
         return {"exchanges": self._protocol.num_exchanges, "encode_s": self._protocol.encode_s}
+
+    # A merge that is under way
+
+    def _end_merge(self) -> None:
+        """Wait for the merge that is under way, if any, and take it over."""
+        if self._under_way is None:
+            return
+        begin_s = time.monotonic()
+        self._under_way.wait()
+        self._record_wait(begin_s, time.monotonic())
+        with torch.no_grad():
+            self._take()
+
+    def _take(self) -> None:
+        """The merge that is under way is over: its model, and what this rank has done meanwhile,
+        are the model now.
+        """
+        under_way, self._under_way = self._under_way, None
+        assert under_way is not None
+        outcome = under_way.outcome()
+        if under_way.is_dropped:
+            return
+        self._protocol.take(under_way.snapshot, outcome)
+        taken = self._adopt(outcome, at_step=under_way.snapshot.report.num_steps)
+        # One that is new finds the round in `joined_by`.
+        self._taken = None if outcome.mine.is_new else taken
 
     # One merge
 
@@ -444,9 +519,13 @@ class MegaBatchPart(DispatchPolicy):
         self._record_wait(begin_s, time.monotonic() - (self._protocol.encode_s - encode_s))
         return self._adopt(outcome)
 
-    def _adopt(self, outcome: MergeOutcome) -> MergedRound | None:
+    def _adopt(self, outcome: MergeOutcome, *, at_step: int | None = None) -> MergedRound | None:
         """Take over from a merge what all members go on with: who they are, their batch sizes, and
         the round that is over.
+
+        Args:
+            outcome: of the merge.
+            at_step: the steps that this rank had taken when its model was merged; None: all.
         """
         assert outcome.mean is not None
         claim_round = outcome.reference.report.claim_round
@@ -468,10 +547,14 @@ class MegaBatchPart(DispatchPolicy):
             # One that comes in between the rounds of a mega-batch would look slow by the updates
             # of those that are left. Rules leave the batch of a rank without updates as it is.
             self._pace = Pace()
-            self._missed_rounds = claim_round is not None and bool(claim_round.later)
+            report = outcome.reference.report
+            is_late = outcome.mine.is_new and report.following is not None
+            self._missed_rounds = is_late or (claim_round is not None and bool(claim_round.later))
         if outcome.mine.is_new and not self._num_steps:
             self.start_step = self._num_steps = outcome.reference.report.num_steps
-        self._merged_at_step = self._num_steps
+        is_old = at_step is not None and not outcome.mine.is_new
+        self._merged_at_step = at_step if at_step is not None and is_old else self._num_steps
+        self._went_on = outcome.reference.report.following is not None
         self._num_claimed = 0
         merged = None
         if claim_round is not None:
@@ -484,7 +567,12 @@ class MegaBatchPart(DispatchPolicy):
                 if is_party
             ]
             shares.sort(key=lambda share: share.rank)
-            merged = MergedRound(claim_round=claim_round, shares=tuple(shares), ranks=self.ranks)
+            merged = MergedRound(
+                claim_round=claim_round,
+                shares=tuple(shares),
+                ranks=self.ranks,
+                following=outcome.reference.report.following,
+            )
         self.joined_by = merged if outcome.mine.is_new else self.joined_by
         return merged
 
@@ -580,9 +668,10 @@ class MegaBatchPart(DispatchPolicy):
             "batch_sizes": list(self.batch_sizes),
         }
         momentum = {} if self._momentum is None else self._momentum.state()
+        so_far = self._pace if self._under_way is None else self._pace_before
         pace = {
-            "updates": self._pace.updates,
-            "busy_s": self._pace.busy_s,
+            "updates": so_far.updates,
+            "busy_s": so_far.busy_s,
             "missed_rounds": self._missed_rounds,
         }
         return {"replicated": counts | momentum, "local": pace | self._weights.counter_state()}
@@ -596,6 +685,9 @@ class MegaBatchPart(DispatchPolicy):
             self._momentum.load(
                 {key: value for key, value in saved.items() if isinstance(value, torch.Tensor)}
             )
+        if self._under_way is not None:
+            self._under_way.is_dropped = True  # It is of another model.
+        self._taken = None
         local = state.get("local", {})
         self._weights.load_counter_state(local)
         self._protocol.num_merges = int(saved["num_merges"])
@@ -626,3 +718,45 @@ class MegaBatchPart(DispatchPolicy):
         if self._generations is not None:
             self._generations.close(over=over)
         self._group.close()
+        if self._under_way is not None:
+            self._under_way.wait()  # It raises, now that the connections are closed.
+            self._under_way = None
+
+
+class _MergeUnderWay:
+    """A merge of a snapshot, carried out by a thread of its own.
+
+    Args:
+        protocol: of this rank.
+        snapshot: that is merged.
+
+    Attributes:
+        is_dropped: whether nobody wants its outcome any more.
+    """
+
+    def __init__(self, protocol: MergeProtocol, snapshot: ModelSnapshot) -> None:
+        self.snapshot = snapshot
+        self.is_dropped = False
+        self._protocol = protocol
+        self._outcome: Future[MergeOutcome] = Future()
+        self._thread = threading.Thread(target=self._run, name="offbeat-merge", daemon=True)
+        self._thread.start()
+
+    def is_over(self) -> bool:
+        """Whether `outcome` would return, or raise, at once."""
+        return self._outcome.done()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def outcome(self) -> MergeOutcome:
+        """What came of it. Raises as `MergeProtocol.merge_snapshot`."""
+        self._thread.join()
+        return self._outcome.result()
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                self._outcome.set_result(self._protocol.merge_snapshot(self.snapshot))
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            self._outcome.set_exception(error)

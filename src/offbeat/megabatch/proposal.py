@@ -56,6 +56,7 @@ class TrainerReport:
         since_merge: how many of these after its last merge.
         learning_rates: of the groups of its optimizer, as the user or a scheduler has set them.
         pace: what it has done since batch sizes were chosen.
+        following: the round with which it goes on while this merge is under way; None: it waits.
     """
 
     share: MegaBatchShare
@@ -65,6 +66,7 @@ class TrainerReport:
     since_merge: int
     learning_rates: tuple[float, ...] = ()
     pace: Pace = Pace()
+    following: ClaimRound | None = None
 
     @property
     def rank(self) -> int:

@@ -13,7 +13,7 @@ merge.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -39,12 +39,13 @@ class TouchedRows:
 
     Attributes:
         known_since: number of the merge whose result was copied; None: there is no copy.
+        copies: by the parameter's position.
         sparse: positions of the parameters whose gradient has been sparse on this rank.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        self._copies: dict[int, torch.Tensor] = {}
+        self.copies: Mapping[int, torch.Tensor] = {}
         self.known_since: int | None = None
         self.sparse: set[int] = set()
 
@@ -59,28 +60,42 @@ class TouchedRows:
         all whose gradient was sparse here.
         """
         self.sparse.update(positions)
-        self._copies = {
-            position: self._parameters[position].detach().clone()
-            for position in sorted(self.sparse)
-        }
+        self.keep(
+            {position: self._parameters[position].detach().clone() for position in self.sparse},
+            merge,
+        )
+
+    def keep(self, copies: Mapping[int, torch.Tensor], merge: int) -> None:
+        """`copies`, by position, are the result of merge number `merge`. The parameters may be
+        ahead of it.
+        """
+        self.sparse.update(copies)
+        self.copies = dict(sorted(copies.items()))
         self.known_since = merge
 
     def forget(self) -> None:
         """The parameters hold something else, which other ranks may not hold."""
-        self._copies, self.known_since = {}, None
+        self.copies, self.known_since = {}, None
 
     def touched(self) -> dict[int, RowSet]:
         """The rows that have changed since the copy, by the parameter's position."""
-        found = {}
-        for position, copy in self._copies.items():
-            bits = _BITS[copy.dtype]
-            changed = self._parameters[position].detach().view(bits) != copy.view(bits)
-            found[position] = (
-                changed.flatten(1).any(dim=1).cpu().numpy()
-                if changed.dim() > 1
-                else changed.cpu().numpy()
-            )
-        return found
+        return touched_rows(self.copies, self._parameters)
+
+
+def touched_rows(
+    copies: Mapping[int, torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> dict[int, RowSet]:
+    """The rows in which `parameters` differ from their copies, by the parameter's position."""
+    found = {}
+    for position, copy in copies.items():
+        bits = _BITS[copy.dtype]
+        changed = parameters[position].detach().view(bits) != copy.view(bits)
+        found[position] = (
+            changed.flatten(1).any(dim=1).cpu().numpy()
+            if changed.dim() > 1
+            else changed.cpu().numpy()
+        )
+    return found
 
 
 def index_bytes(num_touched: int, num_rows: int) -> int:

@@ -71,7 +71,8 @@ def profile_from_trace(
     """
     if batch_size < 1:
         raise ConfigError(f"--batch-size is {batch_size}; allowed is 1 or more")
-    steps = traced_steps(read_trace(path), path)
+    events = read_trace(path)
+    steps = traced_steps(events, path)
     counts = {len(step.ready) for step in steps}
     tensors = like.tensors
     if counts == {len(tensors)}:
@@ -96,6 +97,7 @@ def profile_from_trace(
     return replace(
         like,
         device=device,
+        on_gpu=any(event.category in _ON_DEVICE for event in events),
         batches=(batch,),
         optimizer_s=median(step.optimizer_s for step in steps),
         tensors=tensors,

@@ -36,11 +36,8 @@ from offbeat.collectives.base import SparseCollective
 from offbeat.collectives.gossip import neighbour_mean, push_sum
 from offbeat.collectives.weighted_mean import weighted_mean
 from offbeat.gradients.collective_choice import BY_ITSELF, COSTS, BucketKind, CheapestCollective
-from offbeat.gradients.density_choice import (
-    WARM_UP_BUDGET,
-    WARM_UP_EXCHANGES,
-    affordable_density,
-)
+from offbeat.gradients.density_choice import affordable_density, warm_up_factor
+from offbeat.gradients.reductions import JOINED_BYTES
 from offbeat.megabatch.batch_sizes import Proportional
 from offbeat.megabatch.part import MegaBatchPlan
 from offbeat.plan.cores import Cores
@@ -108,11 +105,20 @@ class PlannedBucket(NamedTuple):
         num_elements: of all of them.
         complete: when the last one is ready, as a share of the backward pass.
         tensors: their places in the model.
+        carried: elements of each tensor that travels whole inside this one's messages.
+        rides: whether this one travels inside another one's messages.
     """
 
     num_elements: int
     complete: float
     tensors: list[int]
+    carried: tuple[int, ...] = ()
+    rides: bool = False
+
+    @property
+    def num_counted(self) -> int:
+        """Tensors of which the tally in its messages says whether they were used."""
+        return len(self.tensors) + len(self.carried)
 
 
 class GradientMethod(StepMethod):
@@ -145,11 +151,15 @@ class GradientMethod(StepMethod):
         groups = fuse(sizes, kinds, cap_bytes=self._caps[0], first_cap_bytes=self._caps[1])
         buckets = []
         complete = 0.0  # in one order on all ranks, so none leaves before those ahead of it
-        for group in groups:
+        for group in self._in_order(setting, groups):
             complete = max(complete, *(tensors[index].ready for index in group))
             num_elements = sum(tensors[index].num_elements for index in group)
             buckets.append(PlannedBucket(num_elements, complete, group))
         return buckets
+
+    def _in_order(self, setting: Setting, groups: list[list[int]]) -> list[list[int]]:
+        """Tensors of each bucket, as they are launched."""
+        return groups
 
     def reduce(self, run: Run, rank: int, number: int, bucket: PlannedBucket) -> Collective[None]:
         """The exchange of one bucket."""
@@ -308,7 +318,9 @@ class SparseGradients(GradientMethod):
         values: how values travel.
         indices: likewise.
         among: what "auto" chooses among.
-        small_below: tensors of fewer elements are sent whole, beside the others; of all sizes.
+        small_below: tensors of fewer elements are sent whole; of all sizes.
+        carries_small: whether these travel in the messages of the others; of all sizes and the
+            number of workers. Else they have an exchange of their own.
     """
 
     extra_bytes = 2.0
@@ -324,6 +336,7 @@ class SparseGradients(GradientMethod):
         indices: IndexCodec | None = None,
         among: frozenset[str] = BY_ITSELF,
         small_below: Callable[[Sequence[int]], int] = lambda sizes: 0,
+        carries_small: Callable[[Sequence[int], int], bool] = lambda sizes, workers: False,
     ) -> None:
         super().__init__(bucket_mib)
         self._density = density
@@ -332,12 +345,14 @@ class SparseGradients(GradientMethod):
         self._values = values or Float32Values()
         self._indices = indices or GapIndices()
         self._small_below = small_below
+        self._carries_small = carries_small
         self._among = among if collective == "auto" else frozenset({collective, "dense"})
 
-    def _wire(self, num_elements: int, num_tensors: int) -> Wire:
+    def _wire(self, bucket: PlannedBucket) -> Wire:
         return Wire(
-            num_elements=num_elements,
-            num_parameters=num_tensors,
+            num_elements=bucket.num_elements,
+            num_parameters=bucket.num_counted,
+            num_whole=sum(bucket.carried),
             dtype=np.dtype(np.float32),
             values=self._values,
             indices=self._indices,
@@ -363,10 +378,13 @@ class SparseGradients(GradientMethod):
         sizes = [tensor.num_elements for tensor in profile.tensors]
         num_apart = sum(size for size in sizes if size < small_below)
         bucket = self._bucket_kind(profile.num_elements - num_apart)
-        beside_s = choice.costs_s(self._bucket_kind(num_apart), 1)["dense"] if num_apart else 0.0
+        if self.carries(setting):
+            beside_s = self._carried_s(setting, setting.network, num_apart)
+        else:
+            apart = self._bucket_kind(num_apart)
+            beside_s = choice.costs_s(apart, 1)["dense"] if num_apart else 0.0
         steps = setting.steps
-        warms_up = steps is not None and steps.stop <= WARM_UP_EXCHANGES
-        budget = self._budget * (WARM_UP_BUDGET if warms_up else 1.0)
+        budget = self._budget * (1.0 if steps is None else warm_up_factor(steps.stop - 1))
         return affordable_density(
             lambda k: choice.costs_s(bucket, k),
             num_elements=bucket.num_elements,
@@ -382,15 +400,46 @@ class SparseGradients(GradientMethod):
             lambda: self._small_below([tensor.num_elements for tensor in tensors]),
         )
 
+    def carries(self, setting: Setting) -> bool:
+        """Whether small tensors travel in the messages of the last bucket of others."""
+        sizes = [tensor.num_elements for tensor in setting.profile.tensors]
+        key = (setting, "carries")
+        return self.remember(key, lambda: self._carries_small(sizes, setting.world_size))
+
+    def _is_small(self, setting: Setting, group: Sequence[int]) -> bool:
+        return setting.profile.tensors[group[0]].num_elements < self.small_below(setting)
+
+    @override
+    def _in_order(self, setting: Setting, groups: list[list[int]]) -> list[list[int]]:
+        if not self.carries(setting):
+            return groups
+        (small,) = (group for group in groups if self._is_small(setting, group))
+        others = [group for group in groups if group is not small]
+        return [*others[:-1], small, others[-1]]
+
+    @override
+    def _fused(self, setting: Setting) -> list[PlannedBucket]:
+        buckets = super()._fused(setting)
+        if not self.carries(setting):
+            return buckets
+        *others, small, last = buckets
+        tensors = setting.profile.tensors
+        carried = tuple(tensors[index].num_elements for index in small.tensors)
+        return [*others, small._replace(rides=True), last._replace(carried=carried)]
+
+    def _carried_s(self, setting: Setting, network: NetworkCosts, num_elements: int) -> float:
+        """What elements cost that travel whole inside messages: every rank's come to every rank."""
+        num_bytes = (setting.world_size - 1) * FLOAT_BYTES * num_elements
+        return network.messages.time_s(num_messages=0, num_bytes=num_bytes)
+
     def chosen(self, setting: Setting, bucket: PlannedBucket) -> tuple[str, int]:
         """The collective of a bucket, and k."""
-        key = (setting, *bucket.tensors)
+        key = (setting, tuple(bucket.tensors))
         return self.remember(key, lambda: self._choose(setting, bucket))
 
     def _choose(self, setting: Setting, bucket: PlannedBucket) -> tuple[str, int]:
         num_elements = bucket.num_elements
-        first = setting.profile.tensors[bucket.tensors[0]]
-        if first.num_elements < self.small_below(setting):
+        if self._is_small(setting, bucket.tensors):
             return "dense", num_elements
         density = self.density(setting)
         k = max(1, round(density * num_elements))
@@ -413,36 +462,50 @@ class SparseGradients(GradientMethod):
 
     @override
     def reduce(self, run: Run, rank: int, number: int, bucket: PlannedBucket) -> Collective[None]:
+        if bucket.rides:
+            return
         setting = run.setting
-        num_elements, _, tensors = bucket
         name, k = self.chosen(setting, bucket)
         if name == "dense":
-            tail = _all_reduce(run, rank, 8 * (NUM_COUNTERS + len(tensors)))
-            beside = run.begin(rank, tail, channel=0)
-            yield from _all_reduce(run, rank, FLOAT_BYTES * num_elements)
-            yield until_over(beside)
+            yield from self._everything(run, rank, bucket)
         elif not setting.by_closed_forms:
-            yield from self._entries(setting, rank, name, k, num_elements, len(tensors))
+            yield from self._entries(setting, rank, name, k, bucket)
         else:
-            seconds, num_bytes = self._beyond(setting, name, k, num_elements, len(tensors))
+            seconds, num_bytes = self._beyond(setting, name, k, bucket)
             yield from run.closed_form(seconds, num_bytes)
 
+    def _everything(self, run: Run, rank: int, bucket: PlannedBucket) -> Collective[None]:
+        """A gradient and its tally, in one sum where the gradient is small, else in two."""
+        num_bytes = FLOAT_BYTES * bucket.num_elements
+        num_beside = NUM_COUNTERS + bucket.num_counted + sum(bucket.carried)
+        if num_bytes <= JOINED_BYTES:
+            yield from _all_reduce(run, rank, num_bytes + FLOAT_BYTES * num_beside)
+            return
+        beside = run.begin(rank, _all_reduce(run, rank, 8 * num_beside), channel=0)
+        yield from _all_reduce(run, rank, num_bytes)
+        yield until_over(beside)
+
     def _entries(
-        self, setting: Setting, rank: int, name: str, k: int, num_elements: int, num_tensors: int
+        self, setting: Setting, rank: int, name: str, k: int, bucket: PlannedBucket
     ) -> Collective[None]:
         arithmetic = WeightlessWire(
-            wire=self._wire(num_elements, num_tensors),
-            num_places=setting.num_places(k, num_elements),
+            wire=self._wire(bucket), num_places=setting.num_places(k, bucket.num_elements)
         )
+        whole = np.zeros(sum(bucket.carried), dtype=np.float32)
         yield from SPARSE[name](
-            rank, setting.world_size, arithmetic.picked(k), _TALLY, k, arithmetic
+            rank,
+            setting.world_size,
+            arithmetic.picked(k),
+            replace(_TALLY, whole=whole),
+            k,
+            arithmetic,
         )
 
     def _beyond(
-        self, setting: Setting, name: str, k: int, num_elements: int, num_tensors: int
+        self, setting: Setting, name: str, k: int, bucket: PlannedBucket
     ) -> tuple[float, float]:
         """Seconds of one exchange of many workers, and bytes that a rank sends."""
-        pair_bytes = self._bucket_kind(num_elements).pair_bytes(k)
+        pair_bytes = self._bucket_kind(bucket.num_elements).pair_bytes(k)
 
         def cost(world_size: int, network: NetworkCosts) -> float:
             return COSTS[name](world_size=world_size, k=k, pair_bytes=pair_bytes, network=network)
@@ -456,25 +519,23 @@ class SparseGradients(GradientMethod):
                 racks=few.cluster.virtual_racks(),
                 weightless=True,
             )
-            cluster.run(
-                [
-                    self._entries(few, rank, name, k, num_elements, num_tensors)
-                    for rank in range(num_few)
-                ]
-            )
+            cluster.run([self._entries(few, rank, name, k, bucket) for rank in range(num_few)])
             seconds = confirmed_s(
                 setting, partial(cost, network=setting.network), lambda _: cluster.now_s
             )
             return seconds, cost(setting.world_size, _BYTES_ALONE)
 
-        return self.remember((setting, name, k, num_elements), make)
+        return self.remember((setting, name, k, tuple(bucket.tensors)), make)
 
     @override
     def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
         total_s = 0.0
         for bucket in self.buckets(setting):
+            if bucket.rides:
+                continue
             num_elements = bucket.num_elements
             name, k = self.chosen(setting, bucket)
+            total_s += self._carried_s(setting, network, sum(bucket.carried))
             if name == "dense":
                 num_bytes = FLOAT_BYTES * num_elements
                 total_s += dense.cost_s(
@@ -504,7 +565,7 @@ class PeriodicMean(StepMethod):
     Args:
         period: steps between averages.
         warmup: the steps in which the period grows by one, from 1 on; 0: it does not.
-        start_step: steps with all-reduced gradients before the first local one.
+        start_step: steps before the first local one, which `FirstSteps` does.
         averages_state: whether the optimizer's state is averaged with the models.
         extra_bytes: as of `Method`.
     """
@@ -524,7 +585,6 @@ class PeriodicMean(StepMethod):
         self._warmup = warmup
         self._start_step = start_step
         self._averages_state = averages_state
-        self._at_first = DenseGradients()
 
     def _averages_after(self, number: int) -> bool:
         local, period = number + 1 - self._start_step, self.steps_in_a_period
@@ -537,9 +597,6 @@ class PeriodicMean(StepMethod):
 
     @override
     def step(self, run: Run, rank: int, number: int) -> Collective[None]:
-        if number < self._start_step:
-            yield from self._at_first.step(run, rank, number)
-            return
         setting, profile = run.setting, run.setting.profile
         yield from run.late(rank, number)
         yield from run.forward(rank, number)
@@ -560,6 +617,63 @@ class PeriodicMean(StepMethod):
             world_size=setting.world_size, num_bytes=self._num_bytes(setting), network=network
         )
         return average_s / self.steps_in_a_period
+
+
+class FirstSteps(Method):
+    """One method in the first steps of a run, and another one from then on.
+
+    Args:
+        num_steps: that are the first ones, >= 0.
+        first: what they do.
+        then: what the others do.
+    """
+
+    def __init__(self, num_steps: int, *, first: Method, then: Method) -> None:
+        super().__init__()
+        self.steps_in_a_period = then.steps_in_a_period
+        self.extra_bytes = max(then.extra_bytes, first.extra_bytes if num_steps else 0.0)
+        self._num_steps = num_steps
+        self._first = first
+        self._then = then
+
+    @override
+    def simulate(self, setting: Setting) -> Simulated:
+        phases = self._phases(setting)
+        if len(phases) == 1:
+            ((method, where),) = phases
+            return method.simulate(where)
+        parts = [method.simulate(where) for method, where in phases]
+        numbers = ("step_s", "bytes_per_step", "encode_s", "alpha_share")
+        return Simulated(
+            **{name: self._mean(phases, [getattr(p, name) for p in parts]) for name in numbers},
+            by_events=all(part.by_events for part in parts),
+            note=parts[-1].note,
+        )
+
+    @override
+    def waiting_s(self, setting: Setting, encode_s: float) -> float:
+        phases = self._phases(setting)
+        return self._mean(phases, [method.waiting_s(where, encode_s) for method, where in phases])
+
+    def _phases(self, setting: Setting) -> list[tuple[Method, Setting]]:
+        """The methods of the steps that are predicted, with their steps."""
+        steps = setting.steps
+        if steps is None:
+            return [(self._then, setting)]
+        first, then = (
+            range(steps.start, min(steps.stop, self._num_steps)),
+            range(max(steps.start, self._num_steps), steps.stop),
+        )
+        return [
+            (method, replace(setting, steps=some))
+            for method, some in ((self._first, first), (self._then, then))
+            if some
+        ]
+
+    @staticmethod
+    def _mean(phases: Sequence[tuple[Method, Setting]], values: Sequence[float]) -> float:
+        weights = [len(where.steps or (None,)) for _, where in phases]
+        return float(np.average(values, weights=weights))
 
 
 class Gossip(StepMethod):
@@ -588,7 +702,7 @@ class Gossip(StepMethod):
         profile, world_size = setting.profile, setting.world_size
         behind_s = profile.batch.backward_s + profile.optimizer_s
         mine = [np.zeros(_MINIATURE, dtype=np.float32)]
-        copied_s = self.encode_s(setting) / 2
+        copied_s = profile.publish_s / 2
         yield from run.late(rank, number)
         yield from run.forward(rank, number)
         if self._out_degree is None:
@@ -603,15 +717,23 @@ class Gossip(StepMethod):
             )
             pending = run.begin(rank, push_sum(peers, mine, 1.0), number)
         yield until_over(pending)
-        yield from run.compute(rank, number, copied_s)
+        yield from run.compute(rank, number, copied_s + self._mean_s(setting))
+
+    def _degree(self, setting: Setting) -> int:
+        """Peers that a rank sends to, and hears from."""
+        return self._out_degree or min(2, setting.world_size - 1)
+
+    def _mean_s(self, setting: Setting) -> float:
+        profile = setting.profile
+        return self._degree(setting) * profile.mean_s_per_byte * profile.num_bytes
 
     @override
     def encode_s(self, setting: Setting) -> float:
-        return 2 * setting.profile.copy_s_per_byte * setting.profile.num_bytes
+        return setting.profile.publish_s + self._mean_s(setting)
 
     @override
     def exchange_cost_s(self, setting: Setting, network: NetworkCosts) -> float:
-        degree = self._out_degree or min(2, setting.world_size - 1)
+        degree = self._degree(setting)
         return network.messages.time_s(num_messages=1, num_bytes=degree * setting.profile.num_bytes)
 
 
@@ -668,7 +790,8 @@ class Background(Method):
 
         def carry(payload: Payload) -> float:
             num_bytes = scaled_bytes(payload, scale)
-            cores.begin(0, setting.message_work_s(num_bytes))
+            added_s = profile.mean_s_per_byte * num_bytes
+            cores.begin(0, setting.message_work_s(num_bytes) + added_s)
             return num_bytes
 
         trainers = [
@@ -888,8 +1011,12 @@ class MegaBatches(Method):
         merge_s, merge_bytes = self._merge(setting, num_bytes)
         encode_s = 2 * profile.copy_s_per_byte * num_bytes
         messages_s = 2 * (world_size - 1) * setting.network.messages.alpha_s
+        exposed_s = merge_s
+        if self._plan.overlap and merges_per_step:
+            # One merge is under way at most.
+            exposed_s = max(0.0, merge_s - computed_s / merges_per_step)
         return Simulated(
-            step_s=computed_s + merges_per_step * (merge_s + encode_s),
+            step_s=computed_s + merges_per_step * (exposed_s + encode_s),
             bytes_per_step=merges_per_step * merge_bytes,
             encode_s=merges_per_step * encode_s,
             alpha_share=min(1.0, messages_s / merge_s) if merge_s else 0.0,
@@ -939,13 +1066,21 @@ class MegaBatches(Method):
         return sum(dispatch(sizes, len(one), claim_s).duration_s for one in rounds)
 
     def _merge(self, setting: Setting, num_bytes: int) -> tuple[float, float]:
-        """Seconds, and bytes that a rank sends, of a merge of `num_bytes`."""
+        """Seconds, and bytes that a rank sends, of a merge of `num_bytes`.
+
+        Nobody computes meanwhile, so what encrypts messages is waited for: each is encrypted as a
+        whole before it leaves.
+        """
         world_size = setting.world_size
-        sent = 2 * (world_size - 1) / world_size * num_bytes
+        num_messages = 2 * (world_size - 1)
+        sent = num_messages / world_size * num_bytes
+        work_s = (
+            setting.factor_crowding * num_messages * setting.message_work_s(num_bytes / world_size)
+        )
         if world_size > EVENTS_UP_TO:
             latency_s = max(link.latency_s for link in setting.links)
-            seconds = setting.network.messages.beta_s_per_byte * sent
-            return seconds + 2 * (latency_s + (world_size - 1) * setting.message_s), sent
+            seconds = setting.network.messages.beta_s_per_byte * sent + work_s
+            return seconds + 2 * latency_s + num_messages * setting.message_s, sent
         scale = num_bytes / FLOAT_BYTES / _MINIATURE
         cluster = VirtualCluster(
             world_size,
@@ -962,7 +1097,7 @@ class MegaBatches(Method):
                 for rank in range(world_size)
             ]
         )
-        return cluster.now_s, sent
+        return cluster.now_s + work_s, sent
 
 
 def _all_reduce(run: Run, rank: int, num_bytes: int) -> Collective[None]:

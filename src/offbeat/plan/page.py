@@ -51,12 +51,12 @@ svg text { font-size: 12px; } figure { margin: 1.5rem 0; } .note { color: #555; 
 """
 
 
-def write_page(plan: Plan, path: Path) -> None:
-    """Write the page to `path`."""
-    path.write_text(render_plan(plan), encoding="utf-8")
+def write_page(plan: Plan, path: Path, commands: Sequence[str] = ()) -> None:
+    """Write the page to `path`, with the commands that check what is recommended."""
+    path.write_text(render_plan(plan, commands), encoding="utf-8")
 
 
-def render_plan(plan: Plan) -> str:
+def render_plan(plan: Plan, commands: Sequence[str] = ()) -> str:
     """The page as HTML."""
     profile = plan.request.profile
     title = f"Plan for {profile.name} on {profile.device}"
@@ -66,7 +66,7 @@ def render_plan(plan: Plan) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title>",
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>",
-        *(f"<p>{escape(sentence)}</p>" for sentence in plan.crossovers),
+        *(f"<p>{escape(sentence)}</p>" for sentence in (*plan.crossovers, *commands)),
         *_efficiency_figures(plan),
         _map_figure(plan),
         *_tables(plan),

@@ -21,6 +21,7 @@ from offbeat.lab.options import Recipe, build_strategy, parse_spec
 from offbeat.plan.methods import (
     Background,
     DenseGradients,
+    FirstSteps,
     Gossip,
     LowRankGradients,
     MegaBatches,
@@ -122,6 +123,7 @@ def _method_of(name: str, recipe: Any) -> Method:
                 values=recipe.codecs()[0],
                 indices=recipe.codecs()[1],
                 small_below=partial(_small_below, recipe),
+                carries_small=partial(_carries_small, recipe),
             )
         case "ef21":
             method = SparseGradients(
@@ -143,17 +145,27 @@ def _method_of(name: str, recipe: Any) -> Method:
                 values=recipe.codecs()[0],
                 indices=recipe.codecs()[1],
                 small_below=partial(_small_below, recipe),
+                carries_small=partial(_carries_small, recipe),
                 among=frozenset({"all_gather", "dense"}) if union else BY_ITSELF,
             )
         case "localsgd":
-            method = PeriodicMean(
-                recipe.period,
-                warmup=recipe.warmup,
-                start_step=recipe.start_step,
-                averages_state=recipe.optimizer_state == "averaged",
+            first = recipe.first_steps
+            method = FirstSteps(
+                recipe.start_step,
+                first=method_of(first.name, first),
+                then=PeriodicMean(
+                    recipe.period,
+                    warmup=recipe.warmup,
+                    start_step=recipe.start_step,
+                    averages_state=recipe.optimizer_state == "averaged",
+                ),
             )
         case "post-localsgd":
-            method = PeriodicMean(recipe.period, start_step=recipe.start_step)
+            method = FirstSteps(
+                recipe.start_step,
+                first=DenseGradients(),
+                then=PeriodicMean(recipe.period, start_step=recipe.start_step),
+            )
         case "crossbow":
             method = PeriodicMean(recipe.period, extra_bytes=3.0)
         case "dpsgd":
@@ -193,8 +205,18 @@ def _exchange_of(recipe: Any) -> StepMethod:
 
 def _small_below(recipe: Any, sizes: Sequence[int]) -> int:
     """Parameters of fewer elements are sent whole by the sparse strategy of `recipe`."""
-    below: int = recipe.small_below([torch.empty(size, device="meta") for size in sizes])
+    below: int = recipe.small_below(_parameters(sizes))
     return below
+
+
+def _carries_small(recipe: Any, sizes: Sequence[int], workers: int) -> bool:
+    """Whether these travel in the messages of the others."""
+    carries: bool = recipe.carries_small(_parameters(sizes), workers)
+    return carries
+
+
+def _parameters(sizes: Sequence[int]) -> list[torch.Tensor]:
+    return [torch.empty(size, device="meta") for size in sizes]
 
 
 def check_spec(spec: str, workers: int) -> tuple[str, Recipe]:
@@ -343,7 +365,7 @@ def make_plan(request: PlanRequest) -> Plan:
         request=request,
         predictions=tuple(predictions),
         crossovers=tuple(_crossovers(request, predictions)),
-        remarks=tuple(_remarks(request)),
+        remarks=tuple(_remarks(request, predictions)),
     )
 
 
@@ -404,7 +426,7 @@ def _crossing(
     return float(f"{rates[0] * (rates[1] / rates[0]) ** share:.2g}")
 
 
-def _remarks(request: PlanRequest) -> list[str]:
+def _remarks(request: PlanRequest, predictions: Sequence[StepPrediction]) -> list[str]:
     profile = request.profile
     remarks = [
         f"The profile is of {profile.name} on {profile.device}, batches of"
@@ -426,6 +448,7 @@ def _remarks(request: PlanRequest) -> list[str]:
         for cluster in request.clusters
         if (setting := setting_of(profile, cluster)).crowding > 1
     ]
+    remarks += dict.fromkeys(f"{one.strategy}: {one.note}." for one in predictions if one.note)
     remarks.append(
         "A prediction is of time for a step: how many steps a strategy needs to a target only"
         " `offbeat compare` tells."
@@ -459,6 +482,7 @@ def _checks(request: PlanRequest) -> Iterator[str]:
             words := request.profile.unchecked(
                 workers=cluster.workers,
                 rate_bit_per_s=cluster.link.rate_bit_per_s or math.inf,
+                latency_s=max(cluster.link_of(w).latency_s for w in range(cluster.workers)),
                 strategy=spec,
             )
         )

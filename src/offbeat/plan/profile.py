@@ -24,6 +24,7 @@ from offbeat.kfac.planning.iteration import Layer
 FORMAT: Final = 1
 FLOAT_BYTES: Final = 4
 _MOST_CHARACTERS: Final = 1 << 26
+_LATENCY_WITHIN_S: Final = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +81,7 @@ class Checked:
         strategies: that ran, with their options.
         median_error: of a predicted step, as a share of the measured one.
         worst_error: likewise.
+        most_latency_s: of their links.
     """
 
     record: str
@@ -89,6 +91,7 @@ class Checked:
     strategies: tuple[str, ...]
     median_error: float
     worst_error: float
+    most_latency_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +101,8 @@ class ModelProfile:
     Attributes:
         name: for people.
         device: likewise.
+        on_gpu: whether the device is a GPU, where dense collectives are NCCL's; elsewhere they are
+            gloo's.
         batches: at one or more batch sizes, ascending; the last is the one that is planned for.
         optimizer_s: the optimizer's step.
         padding_s: the part of the forward pass that is slept, as a cluster with `step` asks for.
@@ -109,6 +114,8 @@ class ModelProfile:
             `copy_s_per_byte`.
         publish_s_per_byte: giving the model to a thread that averages it, and taking it back; 0: as
             two copies.
+        mean_s_per_byte: adding what a peer has sent of its model to a mean on the host, for each
+            byte; 0: unknown.
         low_rank_s_per_element: approximating gradients as PowerSGD does, at rank 1, for each
             element of the model; 0: unknown.
         low_rank_s_per_element_and_rank: what each further rank adds.
@@ -132,8 +139,10 @@ class ModelProfile:
     tensors: tuple[TensorProfile, ...]
     select_s_per_element: float
     copy_s_per_byte: float
+    on_gpu: bool = False
     bucket_s_per_byte: float = 0.0
     publish_s_per_byte: float = 0.0
+    mean_s_per_byte: float = 0.0
     low_rank_s_per_element: float = 0.0
     low_rank_s_per_element_and_rank: float = 0.0
     padding_s: float = 0.0
@@ -171,6 +180,7 @@ class ModelProfile:
             "copy_s_per_byte",
             "bucket_s_per_byte",
             "publish_s_per_byte",
+            "mean_s_per_byte",
             "factors_s",
             "precondition_s",
             "padding_s",
@@ -228,9 +238,17 @@ class ModelProfile:
         """A step that exchanges nothing."""
         return self.batch.forward_s + self.batch.backward_s + self.optimizer_s
 
-    def unchecked(self, *, workers: int, rate_bit_per_s: float, strategy: str) -> str:
+    def unchecked(
+        self, *, workers: int, rate_bit_per_s: float, latency_s: float, strategy: str
+    ) -> str:
         """What of a prediction lies outside of all that was checked, in words; empty: nothing, or
         nothing was checked at all.
+
+        Args:
+            workers: of the prediction.
+            rate_bit_per_s: of its links.
+            latency_s: of its links. A millisecond more than what was checked lies within.
+            strategy: with its options.
         """
         if not self.checked:
             return ""
@@ -245,6 +263,9 @@ class ModelProfile:
         fewest, most = (f(one.workers for one in alike) for f in (min, max))
         slowest = min(one.least_rate_bit_per_s for one in alike)
         fastest = max(one.most_rate_bit_per_s for one in alike)
+        longest_s = max(one.most_latency_s for one in alike)
+        if latency_s > longest_s + _LATENCY_WITHIN_S:
+            return f"{name} was checked with latencies up to {1e3 * longest_s:g} ms only"
         if fewest <= workers <= most and slowest <= rate_bit_per_s <= fastest:
             return ""
         numbers = f"{fewest}" if fewest == most else f"{fewest} to {most}"

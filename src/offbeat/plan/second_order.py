@@ -46,8 +46,11 @@ def iteration_costs(setting: Setting, *, gradients_s: float) -> IterationCosts:
     all_reduce = LinkCost(
         alpha_s=hops * link.alpha_s, beta_s_per_byte=hops / world_size * link.beta_s_per_byte
     )
+    # Whoever waits for a broadcast says so once, before it begins.
+    once_s = setting.announced_s if world_size > 1 else 0.0
     broadcast = LinkCost(
-        alpha_s=rounds * link.alpha_s, beta_s_per_byte=rounds * link.beta_s_per_byte
+        alpha_s=once_s + rounds * (link.alpha_s - setting.announced_s),
+        beta_s_per_byte=rounds * link.beta_s_per_byte,
     )
     gap_s = min(broadcast.alpha_s, rounds * setting.message_s)
     return IterationCosts(
@@ -86,20 +89,16 @@ def inverting_s(
     return by_all_s * setting.factor_crowding + max(*loads_s, sum(loads_s) / cores)
 
 
-class SecondOrder(Method):
-    """D-KFAC, MPD-KFAC and SPD-KFAC: gradients as in S-SGD, and now and then factors and inverses.
+class KroneckerFactors(Method):
+    """Gradients as in S-SGD, and now and then factors and inverses.
 
     Args:
-        plan: of an iteration with both.
         settings: in which steps there are factors and inversions.
         gradients: how these are exchanged.
     """
 
-    def __init__(
-        self, plan: Callable[..., Iteration], settings: KFACSettings, gradients: StepMethod
-    ) -> None:
+    def __init__(self, settings: KFACSettings, gradients: StepMethod) -> None:
         super().__init__()
-        self._plan = plan
         self._settings = settings
         self._gradients = gradients
         self.extra_bytes = gradients.extra_bytes
@@ -110,6 +109,22 @@ class SecondOrder(Method):
     @override
     def waiting_s(self, setting: Setting, encode_s: float) -> float:
         return self._gradients.waiting_s(setting, encode_s)
+
+
+class SecondOrder(KroneckerFactors):
+    """D-KFAC, MPD-KFAC and SPD-KFAC: factors of all ranks' batches.
+
+    Args:
+        plan: of an iteration with factors and inverses.
+        settings: as of `KroneckerFactors`.
+        gradients: likewise.
+    """
+
+    def __init__(
+        self, plan: Callable[..., Iteration], settings: KFACSettings, gradients: StepMethod
+    ) -> None:
+        super().__init__(settings, gradients)
+        self._plan = plan
 
     @override
     def simulate(self, setting: Setting) -> Simulated:
@@ -158,27 +173,10 @@ class SecondOrder(Method):
         )
 
 
-class OwnerFactors(Method):
+class OwnerFactors(KroneckerFactors):
     """DP-KFAC: each block's owner inverts factors of its own batch; preconditioned gradients are
     broadcast in every step.
-
-    Args:
-        settings: in which steps there are factors and inversions.
-        gradients: how these are exchanged.
     """
-
-    def __init__(self, settings: KFACSettings, gradients: StepMethod) -> None:
-        super().__init__()
-        self._settings = settings
-        self._gradients = gradients
-        self.extra_bytes = gradients.extra_bytes
-        self.steps_in_a_period = max(
-            settings.factor_steps.first_interval, settings.inverse_steps.first_interval
-        )
-
-    @override
-    def waiting_s(self, setting: Setting, encode_s: float) -> float:
-        return self._gradients.waiting_s(setting, encode_s)
 
     @override
     def simulate(self, setting: Setting) -> Simulated:

@@ -197,6 +197,7 @@ def shipped_profile(name: str) -> ModelProfile:
     return ModelProfile(
         name=name,
         device=published.device,
+        on_gpu=True,
         batches=(
             TimedBatch(
                 batch_size=published.batch_size,

@@ -113,9 +113,19 @@ class Setting:
         return self.cluster.cores is not None
 
     @property
+    def dense_announced(self) -> bool:
+        """Whether receivers of dense operations say that they are ready, as gloo's do."""
+        return self.shares_cores or not self.profile.on_gpu
+
+    @property
+    def announced_s(self) -> float:
+        """How long the slowest of these words is on its way."""
+        return max(link.latency_s for link in self.links) if self.dense_announced else 0.0
+
+    @property
     def dense_round_s(self) -> float:
-        """What a round of a dense operation takes besides a message's way."""
-        return self._or_free(DENSE_WAKE_S - MESSAGE_WAKE_S)
+        """What a round of a dense operation takes besides the ways of its messages."""
+        return self._or_free(DENSE_WAKE_S - 2 * MESSAGE_WAKE_S)
 
     def message_work_s(self, num_bytes: float) -> float:
         """What encrypting and carrying a message takes of a core."""
@@ -140,7 +150,9 @@ class Setting:
             rate = min(rate, racks.rate_bit_per_s / 8 / racks.size)
         return NetworkCosts(
             messages=LinkCost(alpha_s=alpha_s, beta_s_per_byte=1 / rate),
-            dense=LinkCost(alpha_s=alpha_s + self.dense_round_s, beta_s_per_byte=1 / rate),
+            dense=LinkCost(
+                alpha_s=alpha_s + self.announced_s + self.dense_round_s, beta_s_per_byte=1 / rate
+            ),
             select_s_per_element=self.profile.select_s_per_element,
         )
 
@@ -385,6 +397,7 @@ class Run:
             weightless=method.weightless,
             num_bytes=self._carry,
             dense_round_s=setting.dense_round_s,
+            dense_announced=setting.dense_announced,
         )
         self.cores = Cores(self.cluster, setting.cluster.cores)
         period = method.steps_in_a_period

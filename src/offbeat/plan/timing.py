@@ -214,6 +214,7 @@ def profile_of(
     return ModelProfile(
         name=name,
         device=device_name(device),
+        on_gpu=device.type == "cuda",
         batches=tuple(timed_batch(some, size) for size, some in batches),
         optimizer_s=median(step.optimizer_s for step in steps),
         tensors=tuple(
@@ -228,6 +229,7 @@ def profile_of(
         copy_s_per_byte=_copy_s(num_elements, device) / (FLOAT_BYTES * num_elements),
         bucket_s_per_byte=_bucket_s(num_elements, device) / (FLOAT_BYTES * num_elements),
         publish_s_per_byte=_publish_s(num_elements, device) / (FLOAT_BYTES * num_elements),
+        mean_s_per_byte=_mean_s(num_elements) / (FLOAT_BYTES * num_elements),
         low_rank_s_per_element=low_rank_s,
         low_rank_s_per_element_and_rank=further_s,
         spread=pstdev(durations_s) * len(durations_s) / sum(durations_s),
@@ -241,6 +243,7 @@ def profile_of(
                 "copy_s_per_byte",
                 "bucket_s_per_byte",
                 "publish_s_per_byte",
+                "mean_s_per_byte",
                 "low_rank_s_per_element",
                 "moments",
             )
@@ -325,6 +328,18 @@ def _bucket_s(num_elements: int, device: torch.device) -> float:
     """From one place of the device's memory to another."""
     source, target = torch.zeros(2, num_elements, device=device)
     return usual_s(lambda: target.copy_(source), device)
+
+
+def _mean_s(num_elements: int) -> float:
+    """As averages of a few ranks are made: what has arrived, times its weight, added to a sum."""
+    arrived = bytes(FLOAT_BYTES * num_elements)
+    total = np.zeros(num_elements, dtype=np.float32)
+
+    def add() -> None:
+        nonlocal total
+        total += np.frombuffer(arrived, dtype=np.float32) * 0.5
+
+    return usual_s(add, torch.device("cpu"))
 
 
 def _publish_s(num_elements: int, device: torch.device) -> float:

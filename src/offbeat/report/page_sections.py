@@ -90,17 +90,18 @@ def rows(report: PageContent) -> Iterator[Row]:
             yield _row(report, name, measure)
 
 
-def difference_rows(report: PageContent) -> Iterator[tuple[str, str, str, str, str, bool]]:
-    """Every comparison of two: measure, a, b, ratio, interval, and whether the difference is beyond
-    the spread.
+def difference_rows(report: PageContent) -> Iterator[tuple[str, str, str, str, str, str]]:
+    """Every comparison of two: measure, a, b, ratio, interval, and in words whether there is a
+    difference.
     """
     for found in sorted(report.differences, key=lambda found: found.measure, reverse=True):
         measure = MEASURES.get(found.measure)
         title = _title(measure, report) if measure else found.measure
-        ratio, interval = write(found.ratio, RATIO), NOTHING
+        ratio, interval, answer = write(found.ratio, RATIO), "", "not known: one run of each"
         if found.low is not None and found.high is not None:
             interval = f"{write(found.low, RATIO)} to {write(found.high, RATIO)}"
-        yield title, found.a, found.b, ratio, interval, found.decided
+            answer = "none: within the spread"
+        yield title, found.a, found.b, ratio, interval, "yes" if found.decided else answer
 
 
 def step_bars(report: PageContent) -> Bars | None:
@@ -217,7 +218,9 @@ def _best(report: PageContent, name: str, measure: Measure) -> tuple[str | None,
     known = {contestant.label: median(contestant, name) for contestant in report.contestants}
     values = {label: value for label, value in known.items() if value is not None}
     differences = [found for found in report.differences if found.measure == name]
-    if better is Better.NEITHER or not report.compares or not differences:
+    if better is Better.NEITHER or not report.compares:
+        return None, []
+    if all(found.low is None for found in differences):  # nothing is known of a single run's spread
         return None, []
     best = max(values, key=lambda label: better.value * values[label])
     return best, [

@@ -138,7 +138,8 @@ class ScriptRun:
         elif isinstance(error, OffbeatError):
             failure = replace(failure, message=self._place_of(error) + failure.message)
         else:
-            sys.excepthook(type(error), error, _of_the_script(error.__traceback__))
+            shown = error.with_traceback(_of_the_script(error.__traceback__))
+            sys.excepthook(type(shown), shown, shown.__traceback__)
         self._report(failure)
         return status
 
@@ -146,7 +147,8 @@ class ScriptRun:
         """Where the script stood at `error`, to begin a sentence with."""
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == self._script.path]
-        return f"{self._script.path}, line {lines[-1]}: " if lines else ""
+        names_it = str(error).startswith(self._script.path)
+        return f"{self._script.path}, line {lines[-1]}: " if lines and not names_it else ""
 
 
 def _of_the_script(trace: TracebackType | None) -> TracebackType | None:

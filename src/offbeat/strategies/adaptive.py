@@ -15,6 +15,9 @@ Ranks are the members of a generation (`membership.generations`). A merge is one
 (`megabatch.merge`): propose, agree, average, commit. It is final for all members or for none: when
 a worker dies, its peers go on, and what it had not merged is given out again.
 
+With `overlap` a rank does not wait for a merge: a thread merges a snapshot s_i of its model while
+it trains on, and then w_i = w + (w_i - s_i).
+
 Cost per mega-batch: one mean of the weights, of sparse parameters the rows that have changed; for
 each batch a short message to the store and its answer.
 
@@ -142,6 +145,9 @@ class AdaptiveSGD(MegaBatchStrategy):
         perturbation_threshold: weights are perturbed only while every model's norm per
             parameter is below it.
         merge_momentum: gamma of merges, in [0, 1); the paper's is 0.9.
+        overlap: whether ranks go on training while a merge is under way, and add to the merged
+            model what they have done since it began; not with merge_momentum. Merges that end a
+            pass over the data are waited for.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -157,6 +163,7 @@ class AdaptiveSGD(MegaBatchStrategy):
     perturbation: float = 0.0
     perturbation_threshold: float = 0.1
     merge_momentum: float = 0.0
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,6 +172,11 @@ class AdaptiveSGD(MegaBatchStrategy):
         require_one_of("rate_scaling", self.rate_scaling, ("auto", "linear", "sqrt"))
         require_fraction_below_one("perturbation", self.perturbation)
         require_fraction_below_one("merge_momentum", self.merge_momentum)
+        if self.overlap and self.merge_momentum:
+            raise ConfigError(
+                f"overlap=True goes without merge_momentum, got {self.merge_momentum}; set one of"
+                " them alone"
+            )
         if self.min_batch_size is not None:
             require_at_least("min_batch_size", self.min_batch_size, 1)
         if self.max_batch_size is not None:
@@ -198,6 +210,7 @@ class AdaptiveSGD(MegaBatchStrategy):
             merges_optimizer_state=self.optimizer_state == "averaged",
             rate_scaling=self.rate_scaling,
             warmup=self.warmup,
+            overlap=self.overlap,
         )
 
     def _batch_rule(self) -> BatchRule:

@@ -161,7 +161,7 @@ class LocalSGD(AveragingStrategy):
             )
 
     @property
-    def _starts_with(self) -> AllReduce | KFACStrategy:
+    def first_steps(self) -> AllReduce | KFACStrategy:
         """What the first steps are. There is no check of replicas, which part afterwards."""
         start: AllReduce | KFACStrategy
         if isinstance(self.start, AllReduce | KFACStrategy):
@@ -178,7 +178,7 @@ class LocalSGD(AveragingStrategy):
 
     def check(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if self.start_step:
-            self._starts_with.check(model, optimizer)
+            self.first_steps.check(model, optimizer)
 
     def parts(self, workspace: Workspace, weights: ModelWeights) -> list[Part]:
         outer = OUTERS[self.outer] if isinstance(self.outer, str) else self.outer
@@ -201,5 +201,5 @@ class LocalSGD(AveragingStrategy):
             (StartPhaseOfFactors if isinstance(part, KFACPart) else StartPhase)(
                 part, num_steps=self.start_step
             )
-            for part in self._starts_with.build(workspace)
+            for part in self.first_steps.build(workspace)
         ]

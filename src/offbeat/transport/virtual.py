@@ -59,6 +59,7 @@ class VirtualCluster:
         weightless: messages are passed on as they are: they have a length, and no bytes.
         num_bytes: what a message weighs; default: its length.
         dense_round_s: what a round of a dense operation takes besides latency and bytes.
+        dense_announced: whether receivers of dense operations say that they are ready.
 
     Attributes:
         bytes_sent: by each rank, in messages.
@@ -77,6 +78,7 @@ class VirtualCluster:
         weightless: bool = False,
         num_bytes: Callable[[Payload], float] = len,
         dense_round_s: float = 0.0,
+        dense_announced: bool = False,
     ) -> None:
         self.world_size = world_size
         self.now_s = 0.0
@@ -84,7 +86,10 @@ class VirtualCluster:
         self.bytes_sent = [0.0] * world_size
         self.messages_sent = [0] * world_size
         self._network = VirtualNetwork(
-            same_links(link, world_size), racks, dense_round_s=dense_round_s
+            same_links(link, world_size),
+            racks,
+            dense_round_s=dense_round_s,
+            announced=dense_announced,
         )
         self._weightless = weightless
         self._num_bytes = num_bytes

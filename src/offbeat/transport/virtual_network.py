@@ -8,17 +8,22 @@ latency once and the time of the slowest port.
 A dense operation begins when the last rank has begun it and the ports are free. It occupies the
 ports for as long as its bytes take, so that it contends with messages and with other dense
 operations. On a ring (all-reduce; its halves reduce-scatter and all-gather) all ranks wait for the
-slowest hop in each round, as gloo's do; on a tree (broadcast) a rank passes everything on.
+slowest hop in each round, as gloo's do; on a tree (broadcast) a rank passes everything on. Where
+receivers announce themselves, a message leaves when its receiver's word has come that it may.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from offbeat.errors import ConfigError
 from offbeat.transport.operations import DenseOperation
+
+_MOST_GLOO_BYTES: Final = 1 << 20
+"""Of a part that gloo's ring passes on (`AllreduceOptions::kMaxSegmentSize`)."""
 
 Port: TypeAlias = int
 """Its number: ranks' outgoing ports first, then ranks' incoming, then racks' up and down."""
@@ -66,6 +71,9 @@ class VirtualNetwork:
         links: of each rank.
         racks: None: all ranks are behind one switch that carries everything.
         dense_round_s: what a round of a dense operation takes besides latency and bytes, >= 0.
+        announced: whether a message of a dense operation leaves only when its receiver has said
+            that it is ready, which it does when its message before the last one has come. gloo's
+            do.
     """
 
     def __init__(
@@ -74,12 +82,14 @@ class VirtualNetwork:
         racks: VirtualRacks | None = None,
         *,
         dense_round_s: float = 0.0,
+        announced: bool = False,
     ) -> None:
         if racks is not None and len(racks.rack_of) != len(links):
             raise ConfigError(f"{len(racks.rack_of)} ranks have a rack, and {len(links)} a link")
         self.links = links
         self._racks = racks
         self._round_s = dense_round_s
+        self._announced = announced
         num_racks = 0 if racks is None else max(racks.rack_of) + 1
         self.free_s = [0.0] * (2 * len(links) + 2 * num_racks)
         self._first_up = 2 * len(links)
@@ -126,25 +136,38 @@ class VirtualNetwork:
         return self._ring_end_s(num_rounds, operation.hop_bytes(num_bytes, world_size), from_s)
 
     def _ring_end_s(self, num_rounds: int, hop_bytes: float, from_s: float) -> float:
-        """Each rank sends on what it was sent in the round before, in two halves, the second of
-        which is under way while the first arrives. So a round takes what the slowest port needs for
-        both, or the mean time in which a half comes to the next rank if that is more.
+        """Each rank sends on what it was sent in the round before, in two parts, the second of
+        which is under way while the first arrives. So both take what the slowest port needs for
+        them, or the mean time in which one comes to the next rank if that is more.
+
+        gloo, whose receivers announce themselves, cuts what is passed on into more parts where
+        these would be long, with two of them under way as well. A rank is ready for a part when it
+        has the one before the last: at the same moment as its sender, so the announcement is on its
+        way meanwhile. And gloo ends a reduce-scatter before it begins the all-gather behind it.
         """
         world_size = len(self.links)
+        num_phases, num_pairs = 1, 1.0
+        # What has fewer hops than a ring takes a given time.
+        announced = self._announced and num_rounds >= world_size - 1
+        if announced:
+            num_phases = num_rounds // (world_size - 1)
+            num_pairs = max(2, math.ceil(hop_bytes / _MOST_GLOO_BYTES)) / 2
+        pair_bytes = hop_bytes / num_pairs
         paths = [(rank, *self.path(rank, (rank + 1) % world_size)) for rank in range(world_size)]
         begin_s = max(from_s, *(self.free_s[port] for path in paths for port in path))
         slowest_s = longest_s = sum_s = 0.0
         for rank, path in enumerate(paths):
-            times_s = [self.occupied_s(port, hop_bytes) for port in path]
-            halves_s = [self.occupied_s(port, hop_bytes / 2) for port in path]
+            times_s = [self.occupied_s(port, pair_bytes) for port in path]
+            halves_s = [self.occupied_s(port, pair_bytes / 2) for port in path]
             latency_s = self.links[(rank + 1) % world_size].latency_s + self._round_s
+            latency_s += self._announcement_s(rank) if announced else 0.0
             slowest_s = max(slowest_s, *times_s)
             longest_s = max(longest_s, latency_s + max(times_s))
             sum_s += latency_s + max(halves_s)
             for port, port_s in zip(path, times_s, strict=True):
-                self.free_s[port] = begin_s + num_rounds * port_s
-        round_s = max(slowest_s, sum_s / world_size)
-        return begin_s + (num_rounds - 1) * round_s + longest_s
+                self.free_s[port] = begin_s + num_rounds * num_pairs * port_s
+        pair_s = max(slowest_s, sum_s / world_size)
+        return begin_s + num_phases * longest_s + (num_rounds * num_pairs - num_phases) * pair_s
 
     def _tree_end_s(self, root: int, num_bytes: float, from_s: float) -> float:
         """A binomial tree: in each round every rank that has everything sends it to another one."""
@@ -155,7 +178,9 @@ class VirtualNetwork:
             distance //= 2
             for place in range(0, world_size - distance, 2 * distance):
                 source, target = ((root + at) % world_size for at in (place, place + distance))
-                head_s, tail_s = self.occupy(source, here_s[place], num_bytes)
+                # All ranks but the root are ready from the beginning on.
+                ready_s = max(here_s[place], from_s + self._announcement_s(source))
+                head_s, tail_s = self.occupy(source, ready_s, num_bytes)
                 latency_s = self.links[target].latency_s + self._round_s
                 head_s, tail_s = head_s + latency_s, tail_s + latency_s
                 for port in self.path(source, target):
@@ -163,6 +188,10 @@ class VirtualNetwork:
                     tail_s = max(tail_s, end_s)
                 here_s[place + distance] = tail_s
         return max(here_s.values())
+
+    def _announcement_s(self, sender: int) -> float:
+        """How long a receiver's word is on its way to `sender`."""
+        return self.links[sender].latency_s if self._announced else 0.0
 
 
 def same_links(

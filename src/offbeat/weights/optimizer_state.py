@@ -126,6 +126,12 @@ class OptimizerStates:
             for value, parameter in zip(found, self._parameters, strict=True)
         ]
 
+    def zeros(self, name: str) -> list[torch.Tensor]:
+        """As `tensors` where no parameter has the state. Looks at no state."""
+        if ":" in name:
+            return _numbers([0.0] * len(self._parameters), self._parameters)
+        return [torch.zeros_like(parameter.detach()) for parameter in self._parameters]
+
     def take(
         self, merged: Mapping[str, Sequence[torch.Tensor]], shares: Mapping[str, Sequence[float]]
     ) -> None:
@@ -285,6 +291,17 @@ def _union(mine: Presence, num_parameters: int) -> Collective[Presence]:
         ).tolist()
         for name in sorted({name for answer in answers for name in answer})
     }
+
+
+_SUMS = {"momentum_buffer", "exp_avg", "sum", "step"}
+
+
+def is_sum(name: str) -> bool:
+    """Whether states of this name may be moved by differences, as parameters are: momenta, numbers
+    of steps, and Adagrad's sum, which only grows. Of others, such as Adam's running average of
+    squares, a difference could make a negative number.
+    """
+    return name.partition(":")[0] in _SUMS
 
 
 _DIVIDING = ("adam", "adagrad", "rmsprop")

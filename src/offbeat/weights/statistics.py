@@ -36,3 +36,23 @@ def merge_statistics(mine: Statistic, theirs: Statistic, before: Statistic) -> S
     two: Any = theirs
     merged: Statistic = where(one == before, two, where(two == before, one, (one + two) / 2))
     return merged
+
+
+def merge_sums(mine: Statistic, theirs: Statistic, before: Statistic) -> Statistic:
+    """What two changes of a sum, such as a parameter, come to, element by element: both of them,
+    theirs + (mine - before). An element that only one side has changed has that side's bits.
+
+    Args:
+        mine: what this rank holds.
+        theirs: an average that contains `before`, of the same shape and type.
+        before: what this rank held when it contributed to the average.
+
+    >>> merge_sums(*map(np.array, ([1.0, 1.0, 4.0], [3.0, 1.0, 2.0], [1.0, 0.0, 9.0])))
+    array([ 3.,  1., -3.])
+    """
+    where: Any = np.where if isinstance(mine, np.ndarray) else torch.where
+    one: Any = mine
+    two: Any = theirs
+    both = two + (one - before)
+    merged: Statistic = where(one == before, two, where(two == before, one, both))
+    return merged

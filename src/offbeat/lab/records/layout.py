@@ -120,9 +120,10 @@ class MegaBatch:
         epoch: of its samples, counted from 0.
         step: steps done with it.
         seconds: training time so far, as in `Evaluation`.
-        at_s: when the merge was over, on the host's monotonic clock.
+        at_s: when the merge was over, or training went on beside it, on the host's monotonic clock.
         duration_s: from the merge before to the end of this one.
-        merge_s: the last part of it, from when all ranks had come.
+        merge_s: the last part of it, from when all ranks had come; of a merge beside training, what
+            training stood still for it.
         by_rank: of those that took part.
     """
 
