@@ -93,6 +93,7 @@ QUOTA = 0.4
 _SETTLED = "warmup=0:optimizer_state=local"
 """What runs of a few mega-batches measure is how long ones go on."""
 _ONE_TURN_S = 1e6
+_NEVER = 10**6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,9 +186,10 @@ def measure(
     epochs: int,
     settings: Sequence[str],
     keep: Path,
+    eval_every: int | None = None,
 ) -> tuple[Mapping[str, Record], Record]:
     """Run all `specs`, by label, one after the other; returns their records and that of the workers
-    alone.
+    alone. A merge before an evaluation, every `eval_every` steps, is waited for.
     """
     request = CompareRequest(
         task="xmc",
@@ -196,6 +198,7 @@ def measure(
         cluster=where,
         seeds=(where.seed,),
         epochs=epochs,
+        eval_every=eval_every,
         turn_s=_ONE_TURN_S,
     )
     plan = plan_comparison(request, out=keep / f"{situation}-{where.seed}")
@@ -365,6 +368,7 @@ def bundled(seeds: Sequence[int], mega_batches: int, keep: Path) -> Iterator[Rat
             epochs=mega_batches,
             settings=(),
             keep=keep,
+            eval_every=_NEVER,
         )
         for label in specs:
             done = records[label].mega_batches()[SETTLED - 1 :]

@@ -4,6 +4,7 @@ end.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from offbeat.script.plan import script_command
 from offbeat.script.supervise import script_program
 
 _PLAIN_EVERY_S = 5.0
+_WORKER_AND_LOG: Final = re.compile(r"worker \d+ \(pid \d+\)|\S*/logs\S*")
+"""What differs between failures that have one reason."""
 _REFRESHES_PER_S = 4
 
 
@@ -113,6 +116,7 @@ class ComparisonDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._rows: dict[str, _Row] = {}
+        self._reasons: set[str] = set()
         self._turn = ""
         self._num_workers = self._num_seeds = self._steps = self._seed = 0
         self._printed_s = self._begun_s = time.monotonic()
@@ -154,8 +158,11 @@ class ComparisonDisplay:
     def failed(self, label: str, reason: str) -> None:
         if label in self._rows:
             self._rows[label].failure = reason
+        why = _WORKER_AND_LOG.sub("", reason)
+        text = "for the same reason" if why in self._reasons else reason
+        self._reasons.add(why)
         self._console.print(
-            f"{label} is out: {reason}", style="red", markup=False, highlight=False, soft_wrap=True
+            f"{label} is out: {text}", style="red", markup=False, highlight=False, soft_wrap=True
         )
 
     def left_s(self) -> float | None:
@@ -271,6 +278,11 @@ _WITH_INTERVAL: Final = {"time_to_target_s", "final_metric", "step_s"}
 def print_comparison(comparison: Comparison, directory: Path, page: Path | None) -> None:
     """The verdict, the table, and where the rest is."""
     console = Console()
+    if all(contestant.failure is not None for contestant in comparison.contestants):
+        # Each failure has been said when it came.
+        console.print(escape(comparison.verdict), style="bold", highlight=False)
+        print(f"record: {directory}")
+        return
     table = Table(
         title=f"{comparison.task} on {comparison.cluster.describe()}",
         title_justify="left",

@@ -253,7 +253,7 @@ def _show(made: Plan, out: Path | None, commands: Sequence[str]) -> None:
                 table.add_column(head, justify="right")
             table.add_column("binds")
             if has_deaths:
-                table.add_column("lost to deaths", justify="right")
+                table.add_column("deaths", justify="right")
             for one in made.predictions:
                 if (one.workers, one.rate_bit_per_s) != (number, rate):
                     continue
@@ -340,13 +340,14 @@ def _to_check(made: Plan, cluster: str | None, *, trains: str) -> list[str]:
     best = made.best(first.workers, first.link.rate_bit_per_s or float("inf"))
     specs = dict.fromkeys(["ddp", *({best.strategy} - {"alone"})])
     steps = max(_LEAST_CHECKED_STEPS, round(_CHECK_S / (1 + len(specs)) / best.step_s))
+    beside = ", and with ddp as well" if len(specs) > 1 else ""
     where = f"--link {_link_text(first)}" if cluster is None else f"--cluster {cluster}"
     return [
         "To check it for two minutes in the lab: offbeat compare --strategies"
         f" {','.join(specs)} --workers {min(4, first.workers)} {where} --seeds 1 --steps {steps}"
         f" {trains}",
-        "On the cluster, started on every host as training is, and with ddp as well: offbeat run"
-        f" --strategy {best.strategy} --steps {steps} -- {_script_in(trains)}",
+        f"On the cluster, started on every host as training is{beside}: offbeat run --strategy"
+        f" {best.strategy} --steps {steps} -- {_script_in(trains)}",
     ]
 
 

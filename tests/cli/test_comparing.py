@@ -1,0 +1,23 @@
+"""What `offbeat compare` prints."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from offbeat.cli.comparing import ComparisonDisplay
+
+
+def test_what_all_strategies_fail_of_is_said_once() -> None:
+    output = io.StringIO()
+    display = ComparisonDisplay(Console(file=output, width=60))
+    display.begin(["ddp", "gtopk", "wagma"], num_workers=2, num_seeds=1, steps=3)
+    display.failed("ddp", "worker 0 (pid 17) failed: no data (see runs/a/logs/rank-0.log)")
+    display.failed("gtopk", "worker 1 (pid 23) failed: no data (see runs/b/logs/rank-1.log)")
+    display.failed("wagma", "worker 1 (pid 29) failed: no memory (see runs/c/logs/rank-1.log)")
+    assert output.getvalue().splitlines() == [
+        "ddp is out: worker 0 (pid 17) failed: no data (see runs/a/logs/rank-0.log)",
+        "gtopk is out: for the same reason",
+        "wagma is out: worker 1 (pid 29) failed: no memory (see runs/c/logs/rank-1.log)",
+    ]
