@@ -59,7 +59,7 @@ class Case:
 
 def generated() -> tuple[Examples, Examples]:
     like = Synthetic(num_features=20_000, num_labels=50_000)
-    return like.load(40_000), like.load(2_000, split="test")
+    return like.load(20_000), like.load(2_000, split="test")
 
 
 def bundled() -> tuple[Examples, Examples]:
@@ -79,7 +79,7 @@ CASES = (
     Case(
         name="generated, 50,000 labels",
         load=generated,
-        seconds=20.0,
+        seconds=6.0,
         batch_size=256,
         lrs=(0.1, 0.05),
         numbers=(1_000, 5_000),

@@ -29,6 +29,7 @@ LONG = {
     "deaths",
     "kfac_accuracy",
     "kfac_schedules",
+    "lsh_labels",
     "parity",
     "prediction",
     "sparse_accuracy",
@@ -41,7 +42,9 @@ READ_DATA = {
     "parity": ("images", "text"),
     "sparse_accuracy": ("images",),
 }
-KNOW_QUICK = (LONG - {"kfac_schedules", "parity", "prediction", "sparse_accuracy"}) | {
+KNOW_QUICK = (
+    LONG - {"kfac_schedules", "lsh_labels", "parity", "prediction", "sparse_accuracy"}
+) | {
     "answering",
     "run_deaths",
 }

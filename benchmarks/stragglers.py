@@ -84,7 +84,7 @@ TOGETHER = 3
 RACERS = ("wagma", "allreduce", f"localsgd:period={PERIOD}", "adpsgd")
 """As they come, but for LocalSGD's period: WAGMA's."""
 RACED_SIZES = ("size=tiny", "size=small")
-TARGET, RACE_STEPS, EVAL_EVERY = 0.96, 120, 5
+TARGET, RACE_STEPS, EVAL_EVERY = 0.9, 140, 5
 OF_THE_IDEAL = 0.85
 AT_LEAST = 0.98
 _ONE_TURN_S = 1e6
