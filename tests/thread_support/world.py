@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
+import tempfile
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 
+from offbeat.codec import kernels
 from offbeat.errors import PeerError, UnsupportedError
 from offbeat.session.session import Session
 from offbeat.strategies.base import Strategy
@@ -99,16 +103,33 @@ class _Waiting:
 
     def wait(self) -> Any:
         with self.world.changed:
-            assert self.world.changed.wait_for(self.done, WAIT_LIMIT_S), "a peer never came"
+            came = self.world.changed.wait_for(self.done, WAIT_LIMIT_S)
+            assert came, f"a peer never came; all threads are here:\n{_stacks()}"
             if not self._is_there():
                 raise PeerError(str(self.world.failure))
             return self._take()
+
+
+def _stacks() -> str:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()
+
+
+@cache
+def _compile_kernels() -> None:
+    """Once, before ranks are threads: on a busy machine with nothing in numba's cache one of them
+    would wait for its peers as long as that takes.
+    """
+    kernels.warm()
 
 
 def in_threads(
     world_size: int, job: Callable[[ThreadDriver], T], *, limit_s: float = 2 * WAIT_LIMIT_S
 ) -> list[T | BaseException]:
     """What `job` returns or raises on each rank. It may take `limit_s`."""
+    _compile_kernels()
     world = ThreadWorld(world_size)
     outcomes: list[T | BaseException] = [AssertionError("the thread has not ended")] * world_size
 
