@@ -5,7 +5,6 @@ messages, closed forms of the same collectives (`cost_s`) beyond `simulation.EVE
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -345,7 +344,7 @@ class SparseGradients(GradientMethod):
         super().__init__(bucket_mib)
         self._density = density
         self._density_at = density_at
-        self._warmup_density: float | None = None
+        self._warmup_densities: dict[Setting, float] = {}
         self._collective = collective
         self._budget = budget
         self._values = values or Float32Values()
@@ -357,6 +356,8 @@ class SparseGradients(GradientMethod):
     @override
     def simulate(self, setting: Setting) -> Simulated:
         target, steps = self.density(setting), setting.steps
+        if setting in self._warmup_densities:
+            return super().simulate(setting)
         if steps is None:
             found = super().simulate(setting)
             if self._density_at(0, target) == target:
@@ -370,17 +371,10 @@ class SparseGradients(GradientMethod):
         for density, alike in groupby(densities):
             end = begin + len(list(alike))
             there = replace(setting, steps=range(begin, end))
-            phases.append((self._in_warmup(density), there))
+            self._warmup_densities[there] = density
+            phases.append((self, there))
             begin = end
         return simulate_phases(phases)
-
-    def _in_warmup(self, density: float) -> SparseGradients:
-        """The same at one density, of which 1 sends everything densely."""
-        method = copy(self)
-        method._remembered = {}
-        method._density_at = lambda exchange, target: target
-        method._warmup_density = density
-        return method
 
     def _wire(self, bucket: PlannedBucket) -> Wire:
         return Wire(
@@ -402,8 +396,8 @@ class SparseGradients(GradientMethod):
 
     def density(self, setting: Setting) -> float:
         """As a session would choose it."""
-        if self._warmup_density is not None:
-            return self._warmup_density
+        if setting in self._warmup_densities:
+            return self._warmup_densities[setting]
         if not isinstance(self._density, str):
             return self._density
         profile = setting.profile
