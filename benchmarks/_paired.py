@@ -52,6 +52,7 @@ class Contestant:
         in_threads: whether its ranks may be threads of one process.
         cluster: the links on which its workers train, where they are processes.
         slower: by which its learning rates are lower than the task's.
+        goal: in place of the case's; None: the case's.
     """
 
     label: str
@@ -60,6 +61,7 @@ class Contestant:
     in_threads: bool = True
     cluster: Cluster | None = None
     slower: Mapping[str, float] = field(default_factory=dict)
+    goal: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,7 +239,13 @@ def compared(
         runs: finds or makes a run.
         seeds: how many.
     """
-    found = {one.label: Result(case=case, lr=tuned(case, one, runs)) for one in contestants}
+    found = {
+        one.label: Result(
+            case=case if one.goal is None else replace(case, goal=one.goal),
+            lr=tuned(case, one, runs),
+        )
+        for one in contestants
+    }
     for seed in range(seeds):  # by seeds, so that what is stopped has compared all
         for one in contestants:
             result = found[one.label]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -134,8 +134,13 @@ class Use:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+@cache
 def uses_of(path: Path) -> tuple[Use, ...]:
-    return tuple(find_uses(ast.parse(path.read_text(), filename=str(path))))
+    return tuple(find_uses(tree_of(path)))
 
 
 def find_uses(tree: ast.Module) -> Iterator[Use]:
@@ -199,9 +204,12 @@ def objections(path: Path, room: str) -> Iterator[str]:
 
 
 FILES = sorted(SOURCE.rglob("*.py"))
-each_file = pytest.mark.parametrize(
-    "path", FILES, ids=lambda path: path.relative_to(SOURCE).as_posix()
-)
+
+
+def offences_by_file(find: Callable[[Path], Iterable[object]]) -> dict[str, list[object]]:
+    """What `find` finds in each file of the package in which it finds anything."""
+    found = {path.relative_to(SOURCE).as_posix(): list(find(path)) for path in FILES}
+    return {name: offences for name, offences in found.items() if offences}
 
 
 def test_every_file_lies_in_a_room() -> None:
@@ -210,18 +218,21 @@ def test_every_file_lies_in_a_room() -> None:
     ] == []
 
 
-@each_file
-def test_a_room_imports_only_rooms_below_it(path: Path) -> None:
-    assert list(objections(path, room_of_file(path))) == []
+def test_a_room_imports_only_rooms_below_it() -> None:
+    assert offences_by_file(lambda path: objections(path, room_of_file(path))) == {}
 
 
-@each_file
-def test_only_transport_waits(path: Path) -> None:
-    if room_of_file(path) == "transport":
-        return
-    allowed = MAY_BLOCK.get(path.relative_to(SOURCE).as_posix(), set())
-    found = {(use.line, name) for use in uses_of(path) if (name := use.within(BLOCKING))}
-    assert {(line, name) for line, name in found if name not in allowed} == set()
+def test_only_transport_waits() -> None:
+    def waits(path: Path) -> Iterator[tuple[int, str]]:
+        if room_of_file(path) == "transport":
+            return
+        allowed = MAY_BLOCK.get(path.relative_to(SOURCE).as_posix(), set())
+        for use in uses_of(path):
+            name = use.within(BLOCKING)
+            if name is not None and name not in allowed:
+                yield use.line, name
+
+    assert offences_by_file(waits) == {}
 
 
 def test_no_exception_outlives_its_use() -> None:
@@ -261,21 +272,24 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-@each_file
-def test_private_names_of_pytorch_stand_in_one_file(path: Path) -> None:
-    own = SOURCE / "torch_private.py"
-    if path == own:
-        return
-    tree = ast.parse(path.read_text())
-    assert list(private_names(tree)) == []
-    # The names may not be reached as strings either, as by `getattr`.
-    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    assert strings & names_of_torch_private() == set()
+def test_private_names_of_pytorch_stand_in_one_file() -> None:
+    known = names_of_torch_private()
+
+    def names(path: Path) -> Iterator[tuple[int, str]]:
+        if path == SOURCE / "torch_private.py":
+            return
+        tree = tree_of(path)
+        yield from private_names(tree)
+        # The names may not be reached as strings either, as by `getattr`.
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and node.value in known:
+                yield node.lineno, str(node.value)
+
+    assert offences_by_file(names) == {}
 
 
-@cache
 def names_of_torch_private() -> frozenset[str]:
-    nodes = list(ast.walk(ast.parse((SOURCE / "torch_private.py").read_text())))
+    nodes = list(ast.walk(tree_of(SOURCE / "torch_private.py")))
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     strings = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
     return frozenset(name for name in attributes | strings if is_private(name))
@@ -300,27 +314,31 @@ def test_a_private_name_of_the_same_class_is_no_offence() -> None:
     assert list(private_names(ast.parse(source))) == []
 
 
-@each_file
-def test_nothing_is_pickled(path: Path) -> None:
-    suspicious = {
-        (use.line, use.name)
-        for use in uses_of(path)
-        if use.within(UNPICKLING)
-        or re.search(r"^torch\.distributed.*(_object|_object_list)$", use.name)
-        or use.name.endswith((".send_pyobj", ".recv_pyobj"))
-    }
-    assert suspicious == set()
+def test_nothing_is_pickled() -> None:
+    def suspicious(path: Path) -> Iterator[tuple[int, str]]:
+        for use in uses_of(path):
+            if (
+                use.within(UNPICKLING)
+                or re.search(r"^torch\.distributed.*(_object|_object_list)$", use.name)
+                or use.name.endswith((".send_pyobj", ".recv_pyobj"))
+            ):
+                yield use.line, use.name
+
+    assert offences_by_file(suspicious) == {}
 
 
-@each_file
-def test_numpy_never_unpickles(path: Path) -> None:
+def test_numpy_never_unpickles() -> None:
     """`numpy.load` unpickles only when it is told to."""
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    for keyword in (
-        keyword for call in calls for keyword in call.keywords if keyword.arg == "allow_pickle"
-    ):
-        assert isinstance(keyword.value, ast.Constant)
-        assert keyword.value.value is False
+
+    def told_to(path: Path) -> Iterator[tuple[int, str]]:
+        for node in ast.walk(tree_of(path)):
+            for keyword in node.keywords if isinstance(node, ast.Call) else ():
+                if keyword.arg == "allow_pickle" and not (
+                    isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                ):
+                    yield node.lineno, ast.unparse(keyword)
+
+    assert offences_by_file(told_to) == {}
 
 
 def tracked_files() -> list[Path]:

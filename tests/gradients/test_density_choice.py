@@ -20,10 +20,13 @@ from offbeat.transport.single_rank import SingleRank
 GRADIENT = BucketKind(num_elements=1_000_000, element_bytes=4)
 
 
-def links(bytes_per_s: float, latency_s: float = 1e-4) -> CheapestCollective:
+def network(bytes_per_s: float, latency_s: float = 1e-4) -> NetworkCosts:
     cost = LinkCost(alpha_s=latency_s, beta_s_per_byte=1 / bytes_per_s)
-    network = NetworkCosts(messages=cost, dense=cost, select_s_per_element=0.0)
-    return CheapestCollective(network, world_size=4)
+    return NetworkCosts(messages=cost, dense=cost, select_s_per_element=0.0)
+
+
+def links(bytes_per_s: float, latency_s: float = 1e-4) -> CheapestCollective:
+    return CheapestCollective(network(bytes_per_s, latency_s), world_size=4)
 
 
 def dearest(cheapest: CheapestCollective, density: float) -> float:
@@ -156,6 +159,29 @@ def test_a_small_change_is_not_worth_it() -> None:
     exchanges(auto, clock, count=300, compute_s=0.105)
     assert auto.density == before
     assert len(remarks) == so_far
+
+
+@pytest.mark.parametrize(
+    ("times_slower", "compute_s", "follows"),
+    [(20.0, 0.1, True), (1.2, 0.1, False), (20.0, 0.001, False)],
+    ids=["slower", "as measured", "no time to measure"],
+)
+def test_links_that_change_later_are_noticed(
+    times_slower: float, compute_s: float, follows: bool
+) -> None:
+    """Steps of 0.1 s leave half a second of 500 steps for measuring, which takes 0.13 s here."""
+    clock, remarks = Clock(), list[str]()
+    measured, later = network(1e9 / 8), network(1e9 / 8 / times_slower)
+    cheapest = CheapestCollective(
+        measured, world_size=4, inform=remarks.append, measured_again=lambda: later
+    )
+    auto = auto_density(cheapest, clock, remarks)
+    exchanges(auto, clock, count=499, compute_s=compute_s)
+    before = auto.density
+    exchanges(auto, clock, count=1, compute_s=compute_s)
+    assert (auto.density < before / 5) == follows
+    assert cheapest.network == (later if follows else measured)
+    assert any("links have changed" in remark for remark in remarks) == follows
 
 
 def test_a_resumed_run_begins_with_the_density_of_the_first() -> None:

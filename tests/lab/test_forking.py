@@ -264,6 +264,8 @@ def test_one_server_forks_all_workers_of_the_same_circumstances(
     log = tmp_path / "log"
     server = server_of(forks, log)
     assert server_of(forks, log, RANK="1", MASTER_PORT="80", OFFBEAT_INTERFACE="lo") == server
+    again = {"LOCAL_WORLD_SIZE": "3", "TORCHELASTIC_RESTART_COUNT": "1"}
+    assert server_of(forks, log, **again) == server
     monkeypatch.chdir(tmp_path)
     assert server_of(forks, log) == server
     assert server_of(forks, log, NUMBA_NUM_THREADS="2") != server

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.cli.comparing import comparison_display
+from offbeat.lab import supervisor
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
 from offbeat.lab.progress import MembershipChange, WorkerProgress
@@ -29,14 +30,17 @@ from transport_support.ports import free_ports
 
 pytestmark = pytest.mark.ranks
 
-HEAD = """
+IMPORTS = """
 import os, signal, sys
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
+"""
+"""With the same ones all scripts are forked from one process."""
 
+MODEL = """
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(rank)
@@ -52,6 +56,7 @@ def step():
     optimizer.zero_grad()
     return loss.item()
 """
+HEAD = IMPORTS + MODEL
 
 
 FAKE_MLFLOW = """
@@ -82,10 +87,11 @@ class RunScript:
         workers: int = 2,
         restarts: int = 0,
         log_to: Sequence[str] = (),
+        before: str = "",
         hear: Callable[[WorkerProgress], None] = lambda progress: None,
     ) -> ScriptOutcome:
         script = self.directory / "train.py"
-        script.write_text(HEAD + body)
+        script.write_text(IMPORTS + before + MODEL + body)
         command = script_command([str(script), *arguments])
 
         def listen(report: WorkerProgress | MembershipChange) -> None:
@@ -248,6 +254,31 @@ for number in range(6):
     assert "rank 1" in outcome.problem or "worker 1" in outcome.problem, outcome.problem
     assert "train.py, line " in outcome.problem
     assert outcome.problem.count("\n") == 0
+
+
+class Clock:
+    """Stands in for the module `time`: whoever looks at it finds that some seconds have passed."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        self.now_s += 5.0
+        return self.now_s
+
+
+def test_nobody_waits_for_ever_for_a_worker_that_left_before_its_first_step(
+    run: RunScript, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "time", Clock())
+    leave = """
+if os.environ["RANK"] == "1":
+    sys.exit()
+"""
+    outcome = run("while True: step()", strategy="localsgd:period=2", before=leave)
+    assert outcome.status != 0
+    assert outcome.problem is not None
+    assert "worker 1 came to its end before its first step" in outcome.problem
 
 
 def test_a_signal_reaches_the_script_which_saves_and_its_exit_status_is_kept(

@@ -60,7 +60,9 @@ class ThreadDriver(Driver):
                     world.changed.notify_all()
                 return Finished()
             case Recv(peer):
-                messages = world.messages[peer, self.rank, channel]
+                # Under the lock: of two deques made at once, one would be lost with its message.
+                with world.changed:
+                    messages = world.messages[peer, self.rank, channel]
                 return _Waiting(world, lambda: bool(messages), messages.popleft)
             case Now():
                 return Finished(time.monotonic())

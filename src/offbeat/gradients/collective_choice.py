@@ -1,4 +1,4 @@
-"""Which collective is the cheapest here: measured once, agreed on by all ranks, and remembered
+"""Which collective is the cheapest here: measured by all ranks together, agreed on, and remembered
 across a resume.
 """
 
@@ -7,7 +7,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Final
 
 import torch
 from typing_extensions import override
@@ -19,7 +20,7 @@ from offbeat.codec.value_codecs import Float32Values, ValueCodec
 from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
 from offbeat.collectives.base import CostOf
-from offbeat.collectives.probe import probe
+from offbeat.collectives.probe import MESSAGE_BYTES, TENSOR_BYTES, probe
 from offbeat.parts.part import Part
 from offbeat.planning.costs import LinkCost, NetworkCosts, cheapest
 from offbeat.transport.driver import Driver, Stream
@@ -37,6 +38,14 @@ BY_ITSELF = frozenset({*SPARSE_COSTS, "dense"})
 """What `collective="auto"` chooses among."""
 
 SAMPLE_ELEMENTS = 1 << 20
+
+AGAIN_REPEATS: Final = 2
+"""How often everything is measured when links are looked at again, while training waits."""
+
+OTHER_LINKS: Final = 1.5
+"""Links have changed where an exchange on them costs so many times what it did, or less than it by
+this factor: measurements differ by less.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +83,8 @@ class CheapestCollective(Part):
         world_size: number of ranks.
         among: names of the collectives to choose from, "dense" among them.
         notify: is told that dense was chosen.
-        inform: is told which sparse collective was chosen.
+        inform: is told which sparse collective was chosen, and that links have changed.
+        measured_again: measures the links once more, on all ranks together; None: nothing can.
     """
 
     state_key: ClassVar[str] = "collective_choice"
@@ -87,12 +97,14 @@ class CheapestCollective(Part):
         among: Collection[str] = BY_ITSELF,
         notify: Callable[[str], None] = _ignore,
         inform: Callable[[str], None] = _ignore,
+        measured_again: Callable[[], NetworkCosts] | None = None,
     ) -> None:
         self.network = network
         self._world_size = world_size
         self._among = among
         self._notify = notify
         self._inform = inform
+        self._measured_again = measured_again
         self._told: set[tuple[int, str]] = set()
 
     @classmethod
@@ -114,12 +126,49 @@ class CheapestCollective(Part):
             sample: any tensor of the gradients' dtype and device.
             among, notify, inform: as of the class.
         """
-        select_s = _select_s_per_element(sample)
-        work = probe(
-            driver.rank, driver.world_size, select_s_per_element=select_s, device=sample.device
+        work = partial(
+            probe,
+            driver.rank,
+            driver.world_size,
+            select_s_per_element=_select_s_per_element(sample),
+            device=sample.device,
         )
-        network = driver.run(work, stream.next())
-        return cls(network, world_size=driver.world_size, among=among, notify=notify, inform=inform)
+        return cls(
+            driver.run(work(), stream.next()),
+            world_size=driver.world_size,
+            among=among,
+            notify=notify,
+            inform=inform,
+            measured_again=lambda: driver.run(work(repeats=AGAIN_REPEATS), stream.next()),
+        )
+
+    @property
+    def again_s(self) -> float:
+        """Expected seconds of `look_again`."""
+        message_s = self.network.messages.time_s(num_messages=1, num_bytes=MESSAGE_BYTES[-1])
+        sum_s = dense.cost_s(
+            world_size=self._world_size, num_bytes=TENSOR_BYTES[-1], network=self.network
+        )
+        return AGAIN_REPEATS * (message_s + sum_s)
+
+    def look_again(self, bucket: BucketKind, k: int) -> None:
+        """Measure the links once more, and take the new figures if an exchange of `k` entries of
+        `bucket` costs another time on them. Collective; all ranks decide alike.
+        """
+        if self._measured_again is None or self._world_size == 1:
+            return
+        known = self.network
+        before_s = min(self.costs_s(bucket, k).values())
+        self.network = self._measured_again()
+        after_s = min(self.costs_s(bucket, k).values())
+        if 1 / OTHER_LINKS < after_s / before_s < OTHER_LINKS:
+            self.network = known
+        else:
+            self._inform(
+                f"the links have changed: an exchange of k={k:,} of {bucket.num_elements:,}"
+                f" elements is expected to take {after_s * 1e3:.2f} ms, and {before_s * 1e3:.2f} ms"
+                " when they were measured last"
+            )
 
     def costs_s(self, bucket: BucketKind, k: int) -> dict[str, float]:
         """Expected seconds of one exchange, by collective."""

@@ -15,8 +15,9 @@ The first exchanges may cost more, because gradients change quickly there: what 
 applied when the model has left, and harms for long (`benchmarks/sparse_accuracy.py`). From there
 the density goes down by steps.
 
-Costs come from the links as `attach` measured them. The seconds between exchanges are measured all
-the time, and looked at after a few exchanges and then now and then, by all ranks together.
+The seconds between exchanges are measured all the time, and looked at after a few exchanges and
+then now and then, by all ranks together. The links are measured in `attach`, and again at these
+later looks, as far as that takes at most a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ measurements.
 _EARLY: Final = (4, 20, *(end for end, _ in WARM_UP))
 _INTERVAL: Final = 500
 _REMEMBERED: Final = 20
+_MEASURING: Final = 0.01
+"""Share of the time between exchanges that measuring the links again may take."""
+
 _SECONDS: Final = struct.Struct("<d")
 
 
@@ -187,6 +191,7 @@ class AutoDensity(Part):
         self._stream = stream
         self._inform = inform
         self._num_exchanges = 0
+        self._num_since_measured = 0
         self._most = 1.0
         self.intervals = Intervals(self._exchange_over, now_s)
 
@@ -200,6 +205,7 @@ class AutoDensity(Part):
     def _exchange_over(self) -> None:
         # All ranks settle the same exchanges, so all of them come to the agreement here.
         self._num_exchanges += 1
+        self._num_since_measured += 1
         if self._num_exchanges in _EARLY or self._num_exchanges % _INTERVAL == 0:
             self._choose()
 
@@ -207,6 +213,7 @@ class AutoDensity(Part):
         compute_s = self._driver.run(_slowest(self.intervals.median_s), self._stream.next())
         if compute_s == 0.0:  # right after a resume no rank has measured anything
             return
+        self._look_at_links(compute_s)
         share = self._budget * warm_up_factor(self._num_exchanges)
         allowed_s = share * compute_s
         beside_s = self._beside_s()
@@ -235,6 +242,15 @@ class AutoDensity(Part):
                 (f" until exchange {end}" for end, _ in WARM_UP if self._num_exchanges < end), ""
             )
         )
+
+    def _look_at_links(self, compute_s: float) -> None:
+        """All ranks do, or none: what this depends on they have agreed on."""
+        passed_s = self._num_since_measured * compute_s
+        if self._num_exchanges % _INTERVAL or _MEASURING * passed_s < self._cheapest.again_s:
+            return
+        self._num_since_measured = 0
+        k = max(1, round(self.density * self._gradient.num_elements))
+        self._cheapest.look_again(self._gradient, k)
 
     @override
     def state_dict(self) -> dict[str, Any]:
