@@ -126,17 +126,17 @@ def test_the_first_exchanges_may_cost_ten_times_as_much_and_the_next_ones_less_a
     exchanges(auto, clock, count=4, compute_s=0.02)
     warm = auto.density
     assert dearest(cheapest, warm) <= 0.02 < dearest(cheapest, warm * 1.25)
-    assert "which is 1 of the 20.0 ms between exchanges until exchange 100" in remarks[-1]
+    assert "which is 100% of the 20.0 ms between exchanges until exchange 100" in remarks[-1]
     exchanges(auto, clock, count=95, compute_s=0.02)
     assert auto.density == warm
     exchanges(auto, clock, count=1, compute_s=0.02)
-    assert "which is 0.5 of the 20.0 ms between exchanges until exchange 150" in remarks[-1]
+    assert "which is 50% of the 20.0 ms between exchanges until exchange 150" in remarks[-1]
     densities = [warm, auto.density]
     for _ in range(2):
         exchanges(auto, clock, count=50, compute_s=0.02)
         densities.append(auto.density)
     assert all(after < before / 1.5 for before, after in pairwise(densities))
-    assert "which is 0.1 of the 20.0 ms between exchanges" in remarks[-1]
+    assert "which is 10% of the 20.0 ms between exchanges" in remarks[-1]
 
 
 def test_what_is_sent_whole_beside_takes_its_part_of_the_budget() -> None:

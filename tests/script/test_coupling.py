@@ -197,6 +197,23 @@ def test_a_script_on_one_rank_alone_is_told_what_to_add(monkeypatch: pytest.Monk
     assert str(raised.value).count("\n") == 4
 
 
+def test_a_script_that_exchanges_by_itself_is_told_at_its_first_step(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["by_hand.py"])
+    script = Script(offbeat.GTopK(), stack)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        step(model, optimizer)
+    assert [record.getMessage() for record in caplog.records] == [
+        "by_hand.py makes a process group, but trains with neither DistributedDataParallel nor"
+        " offbeat.attach, so gtopk exchanges nothing; wrap the model:"
+        " torch.nn.parallel.DistributedDataParallel(model)"
+    ]
+    assert script.sessions.trains_without_ddp
+
+
 def test_residuals_travel_in_the_optimizers_state(group: None) -> None:
     """A script that saves model and optimizer, and resumes, goes on as if it had not stopped."""
     draw = torch.Generator().manual_seed(0)
