@@ -228,7 +228,8 @@ def _command() -> str:
         if option == "--results":
             next(options, None)
         elif option not in ("--json", "--again") and not option.startswith("--results="):
-            words.append(Path(option).name if Path(option).exists() else option)
+            is_path = "/" in option and Path(option).exists()
+            words.append(Path(option).name if is_path else option)
     return " ".join(words)
 
 

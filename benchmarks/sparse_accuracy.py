@@ -52,6 +52,7 @@ SPECS: dict[str, str] = {
     "union, density 0.05, float8": f"{UNION.replace('0.01', '0.05')}:values=float8",
     "union, float8": f"{UNION}:values=float8",
     "union, density 0.001": UNION.replace("0.01", "0.001"),
+    "union, density 0.001, 100 steps at 0.1": f"{UNION.replace('0.01', '0.001')}:warmup=0.1x100",
     "ef21": "ef21:density=0.01",
     "ef21, optimizer's momentum": "ef21:density=0.01:momentum_correction=none",
 }

@@ -47,6 +47,18 @@ def test_a_density_above_that_of_the_warm_up_stays() -> None:
     assert rising.density_at(0, 0.5) == 0.5
 
 
+@pytest.mark.parametrize("target", [0.02, 0.01, 0.004, 0.001, 0.0001])
+def test_the_density_falls_and_is_the_wanted_one_before_an_entry_has_waited(target: float) -> None:
+    rising = RisingRate(until=HOLD)
+    last = max(HOLD, math.ceil(1 / target))
+    found = [rising.density_at(exchange, target) for exchange in range(last + 1)]
+    assert found[0] == DENSITY
+    assert found[last] == target
+    assert found == sorted(found, reverse=True)
+    # All that is sent besides is worth so many dense exchanges at most, however small the density.
+    assert sum(found) - target * len(found) < 31
+
+
 def trained(rates: Sequence[float], warmup: str | None) -> list[int]:
     """How many entries are applied in each step."""
     models = [nn.Linear(SIZE, 1, bias=False) for _ in range(2)]

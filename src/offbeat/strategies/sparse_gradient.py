@@ -45,7 +45,7 @@ from offbeat.gradients.owed_rate import OwedRate
 from offbeat.gradients.piggyback import Piggyback, PiggybackSize
 from offbeat.gradients.reductions import ExchangePlan, SparseReduction
 from offbeat.gradients.residual_watch import ResidualWatch
-from offbeat.gradients.rising_rate import DENSITY, HOLD
+from offbeat.gradients.rising_rate import DENSITY, in_words
 from offbeat.parts.part import Part
 from offbeat.parts.workspace import Workspace
 from offbeat.strategies.gradient import MIB, GradientStrategy
@@ -114,8 +114,8 @@ class SparseGradientStrategy(GradientStrategy):
             density of 1 sends everything as `AllReduce` does; or "paper" (0.25, 0.0725, 0.015,
             0.004 in epochs 0 to 3), "exponential" (DGC), or None. "auto": at least 0.1 while the
             learning rate rises and for 50 exchanges after that, if it begins to rise within the
-            first 1,000, unless Adam's scaling is taken over; all ranks must have the same learning
-            rate.
+            first 1,000, unless Adam's scaling is taken over; for longer at densities below 0.01;
+            all ranks must have the same learning rate.
         steps_per_epoch: exchanges in an epoch, >= 1, such as `len(loader)`; needed where `warmup`
             counts epochs. The lab fills it in.
         dense_below: parameters of fewer elements are sent whole, in the messages of the others
@@ -565,8 +565,5 @@ def _while_rising(
     rising = counts.rising_rate
     rate = max(float(group.get("lr", 0.0)) for group in optimizer.param_groups)
     if rising.look(counts.exchanges, rate) and density < DENSITY:
-        inform(
-            f"warmup='auto': while the learning rate rises, and for {HOLD} exchanges after that,"
-            f" the density is {DENSITY:g} instead of {density:.3g}; warmup=None keeps it as it is"
-        )
+        inform(f"warmup='auto': {in_words(density)}; warmup=None keeps it as it is")
     return rising.density_at(counts.exchanges, density)
