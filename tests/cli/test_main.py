@@ -147,7 +147,7 @@ TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
         (("run", "trian.py"), 2, "trian.py does not exist"),
         (("run", "taken"), 2, "taken is a directory"),
         (("run", "--strategy", "gtop", "taken"), 2, "taken is a directory"),
-        (("run", "--nodes", "2", "x.py"), 2, "--rendezvous and --node-rank is missing"),
+        (("run", "--nodes", "2", "x.py"), 2, "--rendezvous and --node-rank are missing"),
         (
             ("run", "--nodes", "2", "--node-rank", "2", "--rendezvous", "head:29500", "x.py"),
             2,
@@ -176,6 +176,9 @@ TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
         ((*TRAIN, "--set", "densiti=0.1"), 2, "did you mean 'density'"),
         ((*TRAIN, "--set", "density=0"), 2, "density"),
         ((*TRAIN, "--set", "density=1.5"), 2, "density"),
+        (("train", "--task", "digits", "--strategy", "gtopk:density=2"), 2, "got 2.0"),
+        (("train", "--task", "digits", "--strategy", "gtopk:densiti=1"), 2, "'density'"),
+        ((*TRAIN[:-1], "gtopk:density=0.1", "--set", "density=1"), 2, "density is given twice"),
         ((*TRAIN, "--workers", "0"), 2, "--workers is 0"),
         ((*TRAIN, "--workers", "100"), 2, "100 workers"),
         (

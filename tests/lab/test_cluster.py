@@ -243,8 +243,12 @@ def test_a_window_limits_what_a_connection_carries_in_a_round_trip() -> None:
 
 
 def test_workers_are_in_racks_in_turn_and_nothing_emulates_that() -> None:
-    cluster = parse_cluster('workers = 5\nracks = {size = 2, rate = "1gbit"}', "lab.toml")
-    assert cluster.virtual_racks() == VirtualRacks(rack_of=(0, 0, 1, 1, 2), bytes_per_s=125e6)
+    racks = 'racks = {size = 2, rate = "1gbit", latency = "20ms"}'
+    cluster = parse_cluster(f'workers = 5\nlink = "10gbit/1ms"\n{racks}', "lab.toml")
+    apart = VirtualRacks(rack_of=(0, 0, 1, 1, 2), bytes_per_s=125e6, latency_s=0.02)
+    assert cluster.virtual_racks() == apart
+    assert cluster.most_latency_s == 0.021
+    assert cluster.with_workers(2).most_latency_s == 0.001
     assert parse_cluster(cluster.to_toml(), "again") == cluster
     with pytest.raises(ConfigError, match="has racks"):
         emulate(cluster)

@@ -217,7 +217,11 @@ def test_digits_are_those_of_scikit_learn_which_is_not_imported(
         ),
         ("digits", {"lr": "fast"}, "option lr .* got 'fast'; .*number"),
         ("mnist", {}, "needs --set path="),
-        ("digits", {"nesterov": "true", "momentum": "0"}, "needs optimizer=sgd and momentum"),
+        (
+            "digits",
+            {"nesterov": "true", "momentum": "0"},
+            "^options of task 'digits': nesterov=true needs optimizer=sgd and momentum above 0$",
+        ),
         ("sequences", {"shortest": "40", "longest": "30"}, "shortest must be less"),
         ("images", {"path": "x.npz", "hidden": "3"}, "hidden=3 is for model=plain"),
         ("mnist", {"path": "x.npz", "width": "3"}, "width=3 is for model=cnn"),

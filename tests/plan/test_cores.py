@@ -137,7 +137,12 @@ class Exchanged(SoloSteps):
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"cores": 4}, {"racks": RackSpec(size=2, rate_bit_per_s=1e8)}, {"speeds": (1.0, 0.5)}],
+    [
+        {},
+        {"cores": 4},
+        {"racks": RackSpec(size=2, rate_bit_per_s=1e8, latency_s=0.02)},
+        {"speeds": (1.0, 0.5)},
+    ],
 )
 def test_a_closed_form_takes_as_long_as_it_says(more: dict[str, object]) -> None:
     cluster = Cluster(**{**from_flags(workers=4, link="1gbit/1ms").fields(), **more})

@@ -163,6 +163,7 @@ MANY_SMALL = [(200, 300), (200,), (50, 200), (50,), (10, 50), (10,)]
         "gtopk:density=0.05:collective=all_gather",
         "gtopk:density=0.05:collective=all_gather:dense_below=0",
         "gtopk:density=0.05:collective=dense",
+        "gtopk:density=0.05:collective=all_gather:warmup=1.0x1+0.2x2",
         "topk:density=0.05:bucket_mib=0.1",
         "allreduce",
         "localsgd:period=2",
@@ -192,6 +193,8 @@ def test_as_many_bytes_are_planned_as_a_session_sends(strategy: str) -> None:
         for shape in MANY_SMALL
     )
     where = replace(setting(workers=workers), profile=replace(MODEL, tensors=tensors), shared=0.0)
+    if "warmup" in strategy:
+        where = replace(where, steps=range(num_steps))
     # Of counters of magnitudes only an expected number is planned.
     tolerance = 0.1 if "reduce_scatter" in strategy else 0.03
     assert predict_step(strategy, where).bytes_per_step == pytest.approx(sent, rel=tolerance)
@@ -200,6 +203,29 @@ def test_as_many_bytes_are_planned_as_a_session_sends(strategy: str) -> None:
 def test_neighbours_exchange_while_gradients_are_computed() -> None:
     assert predict_step("dpsgd", setting("800mbit")).step_s == pytest.approx(0.3, rel=0.01)
     assert predict_step("dpsgd", setting()).step_s == pytest.approx(0.1 + 8.0, rel=0.01)
+
+
+def test_without_overlap_wagma_waits_for_its_averages() -> None:
+    # 4 MB at 20 MB/s.
+    there = setting("160mbit", workers=2)
+    beside, behind = (
+        predict_step(f"wagma:values=float32:overlap={overlap}", there).step_s
+        for overlap in ("true", "false")
+    )
+    assert (beside, behind) == pytest.approx((0.3, 0.3 + 0.2), rel=0.05)
+
+
+def test_momenta_travel_with_averages_of_all_ranks() -> None:
+    def num_bytes(options: str) -> float:
+        return predict_step(f"wagma:values=float32:{options}", setting("8gbit")).bytes_per_step
+
+    everywhere, in_half = (
+        num_bytes(f"period={period}:momenta=averaged") / num_bytes(f"period={period}")
+        for period in (1, 2)
+    )
+    assert everywhere == pytest.approx(2.0, rel=0.01)
+    # Of 4 ranks each sends 2 (P - 1) / P models to all and 2 (S - 1) / S to a pair.
+    assert in_half == pytest.approx((2 * 1.5 + 1.0) / (1.5 + 1.0), rel=0.01)
 
 
 def test_unequal_workers_share_samples_by_speed() -> None:
@@ -321,6 +347,51 @@ def test_the_command_writes_a_page_and_json(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert len(json.loads(result.output)) == 2 * 2 * 2
     assert page.read_text().count("<polyline") == 2 * 2
+
+
+def test_a_row_of_the_table_is_one_line_of_80_columns(tmp_path: Path) -> None:
+    file = tmp_path / "office.toml"
+    file.write_text('workers = 1024\nlink = "1gbit"\ndeaths_per_hour = 0.01')
+    arguments = ["plan", "--profile", "resnet20", "--cluster", str(file)]
+    arguments += ["--strategies", "ddp,ddp-powersgd,localsgd"]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    title, heads, _, *rows = result.output.partition("\nStep:")[0].splitlines()
+    assert title.split() == ["1024", "workers,", "1", "Gbit/s"]
+    assert [row.split()[0] for row in rows] == ["ddp", "ddp-powersgd", "localsgd"]
+    # "84 ms" and "70 to 90" are two and three words, "MB sent" is two.
+    assert [len(row.split()) for row in rows] == [len(heads.split()) + 3] * 3
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_computed() -> None:
+    result = CliRunner().invoke(app, ["plan", "--profile", "vgg16", "--out", "nowhere/plan.html"])
+    assert isinstance(result.exception, ConfigError)
+    assert "there is no directory" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "left"),
+    [
+        (
+            'workers = 8\nlink = "1gbit/1ms"',
+            ["--delay", "1x50ms"],
+            "--cluster {file} --delay 1x50ms",
+        ),
+        ('workers = 8\nracks = {size = 4, rate = "1gbit"}', ["--link", "10gbit"], "--link 10gbit"),
+        ('workers = 8\nlink = "1gbit"\nlinks.7 = "100mbit"', [], "--link 1gbit"),
+    ],
+)
+def test_the_lab_is_asked_for_what_it_can_emulate(
+    text: str, flags: list[str], left: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "office.toml"
+    file.write_text(text)
+    arguments = ["plan", "--profile", "vgg16", "--cluster", str(file), "--strategies", "ddp"]
+    result = CliRunner().invoke(app, [*arguments, *flags])
+    assert result.exit_code == 0, result.output
+    (line,) = (one for one in result.output.splitlines() if one.startswith("To check"))
+    assert f"--workers 4 {left.format(file=file)} --seeds 1" in line
+    assert ("cannot emulate" in line, "further workers" in line) == ("racks" in text, "7" in text)
 
 
 def test_a_task_is_profiled_as_it_trains() -> None:

@@ -59,6 +59,14 @@ def test_a_rack_shares_one_connection_and_traffic_within_it_does_not_pass_there(
     assert max(within.run(pairs)) == pytest.approx(0.5)
 
 
+def test_from_rack_to_rack_a_message_takes_longer_by_its_latency() -> None:
+    racks = VirtualRacks(rack_of=(0, 0, 1, 1), bytes_per_s=1e12, latency_s=2.0)
+    cluster = VirtualCluster(4, link=FAST, racks=racks)
+    work = [exchange([1, 2], [], 500), *(exchange([], [0], 500) for _ in range(2))]
+    near_s, far_s = cluster.run([*work, exchange([], [], 0)])[1:3]
+    assert (near_s, far_s) == pytest.approx((0.5, 3.0))
+
+
 def test_every_message_occupies_its_ports_besides_its_bytes() -> None:
     cluster = VirtualCluster(2, link=VirtualLink(latency_s=1.0, message_s=0.125))
     work = [exchange([1] * 8, [], 0), exchange([], [0] * 8, 0)]
@@ -89,17 +97,22 @@ def one_dense(operation: DenseOperation) -> Collective[float]:
     return float((yield Now()))
 
 
-@pytest.mark.parametrize("world_size", [2, 5, 64])
-def test_an_all_reduce_takes_as_long_as_a_ring_of_messages(world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "rack_size"), [(2, 2), (5, 5), (64, 64), (16, 4)])
+def test_an_all_reduce_takes_as_long_as_a_ring_of_messages(world_size: int, rack_size: int) -> None:
+    racks = VirtualRacks(
+        rack_of=tuple(rank // rack_size for rank in range(world_size)),
+        bytes_per_s=500.0,
+        latency_s=1.5,
+    )
     links = [
         VirtualLink(latency_s=0.25, message_s=0.01, bytes_per_s=100.0 if rank == 1 else 1000.0)
         for rank in range(world_size)
     ]
     num_bytes = 64 * world_size
-    events = VirtualCluster(world_size, link=links).run(
+    events = VirtualCluster(world_size, link=links, racks=racks).run(
         [ring_all_reduce(rank, world_size, num_bytes) for rank in range(world_size)]
     )
-    dense = VirtualCluster(world_size, link=links).run(
+    dense = VirtualCluster(world_size, link=links, racks=racks).run(
         [one_dense(AllReduceTensor(torch.zeros(num_bytes // 4))) for _ in range(world_size)]
     )
     assert max(dense) == pytest.approx(max(events), rel=0.06)

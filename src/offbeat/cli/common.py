@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, cast, get_args
@@ -114,6 +115,17 @@ JsonFlag = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+
+
+def require_writable(path: Path) -> None:
+    """Raise `ConfigError` where a file cannot be written, before work is done that goes into it."""
+    directory = path.resolve().parent
+    if not directory.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no directory {directory}")
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a directory; name a file in it")
+    if not os.access(path if path.exists() else directory, os.W_OK):
+        raise ConfigError(f"cannot write {path}: permission denied")
 
 
 def names_in(text: str | None) -> list[str]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from offbeat.cli.common import require_writable
 from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster
 from offbeat.lab.doctor import Diagnosis, diagnose
@@ -62,6 +63,8 @@ def run(
         as_json: print one line of JSON in place of the tables.
     """
     model = None if profile is None else named_profile(profile)
+    if write is not None:
+        require_writable(write)
     diagnosis = diagnose(workers=workers, parameters=parameters, density=density)
     if diagnosis is None:
         return 0

@@ -7,15 +7,17 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from offbeat.cli.common import require_writable
 from offbeat.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 _RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})")
 _MOST_CLUSTERS = 200
 _SCRIPT_STEPS = 20
-_CHECK_S, _LEAST_CHECKED_STEPS = 120.0, 24
+_CHECK_S, _LEAST_CHECKED_STEPS, _MOST_CHECKED_STEPS = 120.0, 24, 5000
+_LAB_WORKERS = 4
+_NAME_COLUMNS = 12  # with all other columns that is 80
 
 
 def plan(
@@ -71,6 +75,8 @@ def plan(
     from offbeat.plan.page import write_page
     from offbeat.plan.predictions import USUAL, PlanRequest, make_plan
 
+    if out is not None:
+        require_writable(out)
     if check is not None:
         if script is not None or cluster is not None or link is not None or workers is not None:
             raise ConfigError(
@@ -85,7 +91,8 @@ def plan(
     clusters = _clusters(cluster, link, latency, workers, delay)
     specs = tuple(USUAL) if strategies is None else tuple(dict.fromkeys(strategies.split(",")))
     made = make_plan(PlanRequest(profile=model, clusters=clusters, strategies=specs))
-    commands = _to_check(made, cluster, trains=_to_train(model, script))
+    flags = ClusterFlags(cluster=cluster, link=link, latency=latency, delay=delay)
+    commands = _to_check(made, flags, trains=_to_train(model, script, clusters[0]))
     if out is not None:
         write_page(made, out, commands)
     if as_json:
@@ -135,6 +142,8 @@ def profile(
     from offbeat.plan.shipped import named_profile
     from offbeat.script.plan import script_command
 
+    if out is not None:
+        require_writable(out)
     given = [
         name for name, one in (("a script", words), ("--task", task), ("--trace", trace)) if one
     ]
@@ -240,36 +249,26 @@ def _clusters(
 
 
 def _show(made: Plan, out: Path | None, commands: Sequence[str]) -> None:
-    from offbeat.lab.cluster.quantities import display_rate
+    from offbeat.plan.table import column_words, plan_tables
 
     console = Console()
-    has_deaths = any(one.lost_to_deaths for one in made.predictions)
-    for rate in sorted({one.rate_bit_per_s for one in made.predictions}):
-        for number in sorted({one.workers for one in made.predictions}):
-            best = made.best(number, rate)
-            table = Table(title=f"{number} workers, {display_rate(rate)}", title_justify="left")
-            table.add_column("strategy")
-            for head in ("step", "band", "samples/s", "MB sent", "ideal", "memory"):
-                table.add_column(head, justify="right")
-            table.add_column("binds")
-            if has_deaths:
-                table.add_column("deaths", justify="right")
-            for one in made.predictions:
-                if (one.workers, one.rate_bit_per_s) != (number, rate):
-                    continue
-                name = f"[bold]{one.strategy}[/bold]" if one is best else one.strategy
-                table.add_row(
-                    name,
-                    f"{one.step_s:.3g} s",
-                    f"{one.low_s:.3g} to {one.high_s:.3g}",
-                    f"{one.samples_per_s:.4g}",
-                    f"{one.bytes_per_step / 1e6:.3g}",
-                    f"{one.share_of_ideal:.0%}",
-                    f"{one.memory_bytes / 1e6:.0f} MB",
-                    one.binds,
-                    *([f"{one.lost_to_deaths:.1%}"] if has_deaths else []),
-                )
-            console.print(table)
+    for found in plan_tables(made):
+        table = Table(
+            title=found.title,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=0,
+            show_edge=False,
+        )
+        first, *others = found.heads
+        longest = max(len(cells[0]) for cells in found.rows)
+        table.add_column(first, overflow="fold", min_width=min(_NAME_COLUMNS, longest))
+        for head in others:
+            table.add_column(head, justify="right", no_wrap=True)
+        for number, cells in enumerate(found.rows):
+            table.add_row(*map(escape, cells), style="bold" if number == found.best else "")
+        console.print(table)
+    console.print(column_words(made), highlight=False, style="dim")
     for sentence in (*made.crossovers, *made.remarks, *commands):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     if out is not None:
@@ -323,36 +322,74 @@ def _check(directory: Path, profile: str | None, out: Path | None, *, as_json: b
         console.print(f"Profile with this check: {out}", highlight=False)
 
 
-def _to_train(model: ModelProfile, script: str | None) -> str:
-    """What the lab can train of it: the script, the task, or any task."""
+def _to_train(model: ModelProfile, script: str | None, first: Cluster) -> str:
+    """What the lab can train of it: the script, the task, or any script in padded steps."""
+    from offbeat.lab.cluster.quantities import duration_text
     from offbeat.lab.tasks import TASKS
 
     if script is not None:
         return f"-- {script}"
-    return f"--task {model.name}" if model.name in TASKS else "-- YOUR_SCRIPT.py"
+    if model.name in TASKS:
+        return f"--task {model.name}"
+    passes_s = first.step_s or float(f"{model.batch.forward_s + model.batch.backward_s:.3g}")
+    return f"--step-time {duration_text(passes_s)} -- YOUR_SCRIPT.py"
 
 
-def _to_check(made: Plan, cluster: str | None, *, trains: str) -> list[str]:
+def _to_check(made: Plan, flags: ClusterFlags, *, trains: str) -> list[str]:
     """The commands that hold the first recommendation, beside plain DDP, against two minutes of
     training. What exchanges nothing takes part in a comparison anyway.
     """
     first = made.request.clusters[0]
+    here = made.at(first.workers, first.link.rate_bit_per_s or float("inf"))
     best = made.best(first.workers, first.link.rate_bit_per_s or float("inf"))
     specs = dict.fromkeys(["ddp", *({best.strategy} - {"alone"})])
-    steps = max(_LEAST_CHECKED_STEPS, round(_CHECK_S / (1 + len(specs)) / best.step_s))
+    known_s = {one.strategy: one.step_s for one in here}
+    round_s = best.share_of_ideal * best.step_s
+    round_s += sum(known_s.get(spec, best.step_s) for spec in specs)
+    steps = min(_MOST_CHECKED_STEPS, max(_LEAST_CHECKED_STEPS, round(_CHECK_S / round_s)))
     beside = ", and with ddp as well" if len(specs) > 1 else ""
-    where = f"--link {_link_text(first)}" if cluster is None else f"--cluster {cluster}"
+    workers = min(_LAB_WORKERS, first.workers)
+    without, where = flags.in_lab(first, workers)
     return [
-        "To check it for two minutes in the lab: offbeat compare --strategies"
-        f" {','.join(specs)} --workers {min(4, first.workers)} {where} --seeds 1 --steps {steps}"
-        f" {trains}",
+        f"To check it for two minutes in the lab{without}: offbeat compare --strategies"
+        f" {','.join(specs)} --workers {workers} {where} --seeds 1 --steps {steps} {trains}",
         f"On the cluster, started on every host as training is{beside}: offbeat run --strategy"
-        f" {best.strategy} --steps {steps} -- {_script_in(trains)}",
+        f" {best.strategy} --steps {steps} -- {trains.partition('-- ')[2] or 'YOUR_SCRIPT.py'}",
     ]
 
 
-def _script_in(trains: str) -> str:
-    return trains.removeprefix("-- ") if trains.startswith("-- ") else "YOUR_SCRIPT.py"
+@dataclass(frozen=True, kw_only=True)
+class ClusterFlags:
+    """What was said of the cluster, as it was given."""
+
+    cluster: str | None
+    link: str | None
+    latency: str | None
+    delay: str | None
+
+    def in_lab(self, first: Cluster, workers: int) -> tuple[str, str]:
+        """How a comparison gets the cluster `first` with so many workers: what has to be left out,
+        in words, and its flags.
+        """
+        from offbeat.lab.cluster import from_flags
+
+        given = {
+            "cluster": self.cluster,
+            "link": None if self.link is None and self.cluster is not None else _link_text(first),
+            "latency": self.latency if self.link is None and self.cluster is not None else None,
+            "delay": self.delay,
+        }
+        without = ""
+        try:
+            racks = from_flags(workers=workers, **given).racks
+            if racks is not None:
+                without = ", without racks, which it cannot emulate"
+        except ConfigError:
+            without = ", without what is said of further workers"
+        if without:
+            given = {"cluster": None, "link": _link_text(first), "latency": None, "delay": None}
+        flags = " ".join(f"--{name} {shlex.quote(text)}" for name, text in given.items() if text)
+        return without, flags
 
 
 def _link_text(cluster: Cluster) -> str:

@@ -43,7 +43,8 @@ def train(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="How workers exchange; `offbeat strategies` lists them.",
+            help="How workers exchange, with options after colons: gtopk:density=0.01."
+            " `offbeat strategies` lists them.",
             rich_help_panel=WHAT,
             autocompletion=complete_strategy,
         ),
@@ -99,14 +100,16 @@ def train(
     """Train a task on local workers, or as one rank where torchrun or srun started this command."""
     from offbeat.cli import display
     from offbeat.lab.config import Request
+    from offbeat.lab.options import parse_spec
     from offbeat.lab.train import plan
     from offbeat.lab.train import train as train_workers
 
+    name, options = (None, {}) if strategy is None else parse_spec(strategy)
     request = Request(
         task=task,
-        strategy=strategy,
+        strategy=name,
         workers=workers,
-        settings=settings or (),
+        settings=[*(settings or ()), *(f"{key}={value}" for key, value in options.items())],
         epochs=epochs,
         steps=steps,
         seed=seed,

@@ -71,8 +71,10 @@ def warm() -> None:
     for dtype in (np.dtype(np.float32), np.dtype(np.float64)):
         values: Values = np.ones(1, dtype=dtype)
         own, _ = Rounding().encode(values, 0)
-        received = own.copy()
-        received.flags.writeable = False
+        received, average = own.copy(), values.copy()
+        for vector in (received, average):
+            vector.flags.writeable = False
+        make_up_for_rounding(average, own, average[0], values.copy())
         for codes in (own, received):
             add_rounded(values, codes, values[0])
             move_by_rounded(values, codes, own, values.copy())
@@ -88,6 +90,16 @@ def add_rounded(total: Values, codes: NDArray[np.uint16], weight: np.floating) -
     """total += weight * the numbers that `codes` stand for; `weight` of the type of `total`."""
     for i in range(total.size):
         total[i] += weight * _number(codes[i])
+
+
+@kernel
+def make_up_for_rounding(
+    average: Values, codes: NDArray[np.uint16], share: np.floating, out: Values
+) -> None:
+    """out = rounded + share * (average - rounded), where `codes` stand for what is rounded."""
+    for i in range(average.size):
+        rounded = _number(codes[i])
+        out[i] = rounded + share * (average[i] - rounded)
 
 
 @kernel

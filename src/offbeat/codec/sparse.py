@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import SupportsIndex
 
@@ -17,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from offbeat.codec import sparse_kernels
 from offbeat.codec.jit import bits_of, magnitude_mask
+from offbeat.codec.memory import keep_freed_memory
 from offbeat.errors import WireError
 
 
@@ -148,23 +148,8 @@ def union_disjoint(parts: Sequence[Sparse]) -> Sparse:
     return union
 
 
-_KEPT_BYTES = 16 << 20
-
-
-@cache
-def _keep_freed_memory() -> None:
-    """Let the allocator keep what is freed here, up to twice `_KEPT_BYTES`.
-
-    glibc gives freed memory at the end of the heap back to the system at once, and fetches it anew
-    with a fault for each 4 KiB: this took as long as merging itself. It stops when one larger block
-    has been freed (mallopt(3), M_MMAP_THRESHOLD); the block below is never touched, so it costs
-    nothing. Other allocators are not affected.
-    """
-    np.empty(_KEPT_BYTES, dtype=np.uint8)
-
-
 def _room_for(num_pairs: int, like: Sparse) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
-    _keep_freed_memory()
+    keep_freed_memory()
     return np.empty(num_pairs, dtype=np.int64), np.empty(num_pairs, dtype=like.values.dtype)
 
 

@@ -275,7 +275,7 @@ def _with_check(
         strategies=tuple(one.strategy for one in found.judged),
         median_error=found.median_error,
         worst_error=max(one.error for one in found.judged),
-        most_latency_s=max(cluster.link_of(w).latency_s for w in range(cluster.workers)),
+        most_latency_s=cluster.most_latency_s,
     )
     kept = [one for one in model.checked if one.record != name]
     return replace(model, checked=(*kept, checked))

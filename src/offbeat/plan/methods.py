@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -321,6 +322,7 @@ class SparseGradients(GradientMethod):
         small_below: tensors of fewer elements are sent whole; of all sizes.
         carries_small: whether these travel in the messages of the others; of all sizes and the
             number of workers. Else they have an exchange of their own.
+        density_at: of an exchange, from its number and the density that follows the warm-up.
     """
 
     extra_bytes = 2.0
@@ -337,9 +339,12 @@ class SparseGradients(GradientMethod):
         among: frozenset[str] = BY_ITSELF,
         small_below: Callable[[Sequence[int]], int] = lambda sizes: 0,
         carries_small: Callable[[Sequence[int], int], bool] = lambda sizes, workers: False,
+        density_at: Callable[[int, float], float] = lambda exchange, target: target,
     ) -> None:
         super().__init__(bucket_mib)
         self._density = density
+        self._density_at = density_at
+        self._warmup_densities: dict[Setting, float] = {}
         self._collective = collective
         self._budget = budget
         self._values = values or Float32Values()
@@ -347,6 +352,29 @@ class SparseGradients(GradientMethod):
         self._small_below = small_below
         self._carries_small = carries_small
         self._among = among if collective == "auto" else frozenset({collective, "dense"})
+
+    @override
+    def simulate(self, setting: Setting) -> Simulated:
+        target, steps = self.density(setting), setting.steps
+        if setting in self._warmup_densities:
+            return super().simulate(setting)
+        if steps is None:
+            found = super().simulate(setting)
+            if self._density_at(0, target) == target:
+                return found
+            return replace(found, note="steps behind its warm-up are shown")
+        densities = [self._density_at(step, target) for step in steps]
+        if set(densities) == {target}:
+            return super().simulate(setting)
+        phases: list[tuple[Method, Setting]] = []
+        begin = steps.start
+        for density, alike in groupby(densities):
+            end = begin + len(list(alike))
+            there = replace(setting, steps=range(begin, end))
+            self._warmup_densities[there] = density
+            phases.append((self, there))
+            begin = end
+        return simulate_phases(phases)
 
     def _wire(self, bucket: PlannedBucket) -> Wire:
         return Wire(
@@ -368,6 +396,8 @@ class SparseGradients(GradientMethod):
 
     def density(self, setting: Setting) -> float:
         """As a session would choose it."""
+        if setting in self._warmup_densities:
+            return self._warmup_densities[setting]
         if not isinstance(self._density, str):
             return self._density
         profile = setting.profile
@@ -443,7 +473,7 @@ class SparseGradients(GradientMethod):
             return "dense", num_elements
         density = self.density(setting)
         k = max(1, round(density * num_elements))
-        if density == 1.0 and isinstance(self._density, str):
+        if density == 1.0 and self._density != 1.0:
             return "dense", k
         if self._collective != "auto":
             return self._collective, k
@@ -638,22 +668,12 @@ class FirstSteps(Method):
 
     @override
     def simulate(self, setting: Setting) -> Simulated:
-        phases = self._phases(setting)
-        if len(phases) == 1:
-            ((method, where),) = phases
-            return method.simulate(where)
-        parts = [method.simulate(where) for method, where in phases]
-        numbers = ("step_s", "bytes_per_step", "encode_s", "alpha_share")
-        return Simulated(
-            **{name: self._mean(phases, [getattr(p, name) for p in parts]) for name in numbers},
-            by_events=all(part.by_events for part in parts),
-            note=parts[-1].note,
-        )
+        return simulate_phases(self._phases(setting))
 
     @override
     def waiting_s(self, setting: Setting, encode_s: float) -> float:
         phases = self._phases(setting)
-        return self._mean(phases, [method.waiting_s(where, encode_s) for method, where in phases])
+        return _mean(phases, [method.waiting_s(where, encode_s) for method, where in phases])
 
     def _phases(self, setting: Setting) -> list[tuple[Method, Setting]]:
         """The methods of the steps that are predicted, with their steps."""
@@ -670,10 +690,23 @@ class FirstSteps(Method):
             if some
         ]
 
-    @staticmethod
-    def _mean(phases: Sequence[tuple[Method, Setting]], values: Sequence[float]) -> float:
-        weights = [len(where.steps or (None,)) for _, where in phases]
-        return float(np.average(values, weights=weights))
+
+def simulate_phases(phases: Sequence[tuple[Method, Setting]]) -> Simulated:
+    """The mean step of a run that is one method after the other, each with the steps it does."""
+    parts = [method.simulate(where) for method, where in phases]
+    if len(parts) == 1:
+        return parts[0]
+    numbers = ("step_s", "bytes_per_step", "encode_s", "alpha_share")
+    return Simulated(
+        **{name: _mean(phases, [getattr(part, name) for part in parts]) for name in numbers},
+        by_events=all(part.by_events for part in parts),
+        note=parts[-1].note,
+    )
+
+
+def _mean(phases: Sequence[tuple[Method, Setting]], values: Sequence[float]) -> float:
+    weights = [len(where.steps or (None,)) for _, where in phases]
+    return float(np.average(values, weights=weights))
 
 
 class Gossip(StepMethod):
@@ -746,10 +779,10 @@ class Background(Method):
         pairs: whether ranks average in pairs.
         period: steps from one average of all ranks to the next.
         interval: steps from one version to the next.
-        rounds: whether the values of a model of so many elements travel in bfloat16.
+        rounds: whether the values of a vector of so many elements travel in bfloat16.
+        overlaps: whether a step is computed while an average travels.
+        averages_momenta: whether averages of all ranks take along a momentum of each element.
     """
-
-    extra_bytes = 4.0
 
     def __init__(
         self,
@@ -759,8 +792,13 @@ class Background(Method):
         period: int = 1,
         interval: int = 1,
         rounds: Callable[[int], bool] = lambda num_elements: False,
+        overlaps: bool = True,
+        averages_momenta: bool = False,
     ) -> None:
         super().__init__()
+        self._overlaps = overlaps
+        self._vectors = 1 + averages_momenta
+        self.extra_bytes = 4.0 * self._vectors
         self.steps_in_a_period = period
         self._interval = interval
         self._group_of = group_of
@@ -774,6 +812,7 @@ class Background(Method):
             note = f"as of {EVENTS_UP_TO} workers: its groups average independently of each other"
             setting = replace(setting, cluster=setting.cluster.left_with(EVENTS_UP_TO))
         profile, world_size = setting.profile, setting.world_size
+        published_s = self._vectors * profile.publish_s
         miniature = max(_MINIATURE, 2 * world_size)
         scale = profile.num_elements / miniature
         few = _STEPS_OF_FEW if world_size <= FEW_WORKERS else _BACKGROUND_STEPS
@@ -796,7 +835,15 @@ class Background(Method):
 
         trainers = [
             _BackgroundTrainer(
-                cluster, cores, rank, setting, miniature, num_steps, pairs=self._pairs
+                cluster,
+                cores,
+                rank,
+                setting,
+                num_steps,
+                num_elements=self._vectors * miniature,
+                published_s=published_s,
+                pairs=self._pairs,
+                overlaps=self._overlaps,
             )
             for rank in range(world_size)
         ]
@@ -817,11 +864,14 @@ class Background(Method):
         return Simulated(
             step_s=step_s,
             bytes_per_step=bytes_per_step,
-            encode_s=profile.publish_s,
+            encode_s=published_s,
             alpha_share=messages * alpha_s / exchange_s if exchange_s else 0.0,
             by_events=not note,
             note=note,
         )
+
+    def _is_global(self, version: int) -> bool:
+        return (version + 1) % (self.steps_in_a_period // self._interval) == 0
 
     def _group(self, rank: int, world_size: int, version: int) -> VersionGroup:
         return self._group_of(version, rank, world_size)
@@ -837,9 +887,14 @@ class Background(Method):
         settings = ProtocolSettings(
             members=tuple(range(world_size)),
             generation=0,
-            num_elements=miniature,
+            num_elements=self._vectors * miniature,
+            num_averaged=lambda version: (
+                miniature * (self._vectors if self._is_global(version) else 1)
+            ),
             group_of=partial(self._group, trainer.rank, world_size),
-            rounding=Rounding() if self._rounds(round(scale * miniature)) else None,
+            rounding=(
+                Rounding() if self._rounds(round(scale * self._vectors * miniature)) else None
+            ),
         )
         settings = replace(settings, direct_bytes=int(settings.direct_bytes / scale))
         return serve(trainer.rank, settings, trainer.port)
@@ -868,7 +923,7 @@ class _NotingPort:
 
 
 class _BackgroundTrainer:
-    """One rank beside its protocol, as `averaging.background.averager` has it with overlap."""
+    """One rank beside its protocol, as `averaging.background.averager` has it."""
 
     def __init__(
         self,
@@ -876,10 +931,12 @@ class _BackgroundTrainer:
         cores: Cores,
         rank: int,
         setting: Setting,
-        miniature: int,
         num_steps: int,
         *,
+        num_elements: int,
+        published_s: float,
         pairs: bool,
+        overlaps: bool,
     ) -> None:
         self.rank = rank
         self.ended_s = 0.0
@@ -887,13 +944,15 @@ class _BackgroundTrainer:
         self._cores = cores
         self._setting = setting
         self._num_steps = num_steps
+        self._published_s = published_s
+        self._overlaps = overlaps
         self._published = PublishedModel(
             ModelState(partial(DeltaMerge, statistics=[])), one_at_a_time=not pairs
         )
         self._settled = -1
         noting = _NotingPort(self._published.protocol, self._note)
         self.port: ProtocolPort = noting  # type: ignore[assignment]  # the rest by __getattr__
-        self._zeros = np.zeros(miniature, dtype=np.float32)
+        self._zeros = np.zeros(num_elements, dtype=np.float32)
 
     def _note(self, version: int) -> None:
         self._settled = max(self._settled, version)
@@ -902,7 +961,7 @@ class _BackgroundTrainer:
     def train(self, group_of: Callable[[int], VersionGroup], *, interval: int) -> Collective[None]:
         setting, trainer = self._setting, self._published.trainer
         profile, driver = setting.profile, self._cluster.drivers[self.rank]
-        copied_s = profile.publish_s
+        copied_s = self._published_s
         trainer.begin(self._zeros, np.zeros(0, np.int64), step=0)
         for step in range(self._num_steps):
             row = step % setting.num_steps
@@ -920,13 +979,16 @@ class _BackgroundTrainer:
             if (step + 1) % interval:
                 continue
             upcoming = max(self._published.newest + 1, self._published.invited or 0)
-            if group_of(upcoming).min_arrivals > 1:
+            if not self._overlaps or group_of(upcoming).min_arrivals > 1:
                 yield SleepUntil(over=self._is_free)
-            version = trainer.arrive(lambda version: False)
+            version = trainer.arrive(lambda version: not self._overlaps)
             if version is None:
                 continue
             driver.start(Post(arrive(version, generation=0)), _SERVE)
-            if group_of(version).min_arrivals > 1:
+            if not self._overlaps:
+                yield SleepUntil(over=lambda: self._published.arrival is None)
+                trainer.wait()
+            elif group_of(version).min_arrivals > 1:
                 yield SleepUntil(over=partial(self._is_settled, version))
         trainer.take()
         self.ended_s = self._cluster.now_s
@@ -1078,9 +1140,8 @@ class MegaBatches(Method):
             setting.factor_crowding * num_messages * setting.message_work_s(num_bytes / world_size)
         )
         if world_size > EVENTS_UP_TO:
-            latency_s = max(link.latency_s for link in setting.links)
             seconds = setting.network.messages.beta_s_per_byte * sent + work_s
-            return seconds + 2 * latency_s + num_messages * setting.message_s, sent
+            return seconds + 2 * setting.latency_s + num_messages * setting.message_s, sent
         scale = num_bytes / FLOAT_BYTES / _MINIATURE
         cluster = VirtualCluster(
             world_size,

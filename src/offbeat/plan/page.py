@@ -5,13 +5,16 @@ which strategy is best over link rate and workers.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Final
 
 from offbeat.lab.cluster.quantities import display_rate
-from offbeat.plan.predictions import Plan, StepPrediction
+from offbeat.plan.predictions import Plan
+from offbeat.plan.profile import ModelProfile
+from offbeat.plan.table import column_words, plan_tables
 
 _COLOURS: Final = (
     "#0072b2",
@@ -25,18 +28,6 @@ _COLOURS: Final = (
 )
 _DASHES: Final = ("", "6 3", "2 3")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 320, 60, 40, 16
-_HEADS: Final = (
-    "strategy",
-    "step",
-    "band",
-    "samples/s",
-    "MB sent",
-    "of the ideal",
-    "binds",
-    "memory",
-    "lost to deaths",
-    "",
-)
 _STYLE: Final = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; margin: 1rem 0; } caption { text-align: left; font-weight: 600; }
@@ -44,9 +35,10 @@ td, th { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #ddd;
 td:first-child, th:first-child { text-align: left; } tr.best td { font-weight: 600; }
 .wide, figure { overflow-x: auto; } figure svg { min-width: 36rem; } td { white-space: nowrap; }
 svg text { font-size: 12px; } figure { margin: 1.5rem 0; } .note { color: #555; }
+pre { overflow-x: auto; padding: .6rem; background: #f3f3f3; }
 @media (prefers-color-scheme: dark) {
   body { background: #16181c; color: #e6e6e6; } svg text { fill: #e6e6e6; }
-  td, th { border-color: #444; } .note { color: #aaa; }
+  td, th { border-color: #444; } .note { color: #aaa; } pre { background: #24272d; }
 }
 """
 
@@ -66,20 +58,37 @@ def render_plan(plan: Plan, commands: Sequence[str] = ()) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title>",
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>",
-        *(f"<p>{escape(sentence)}</p>" for sentence in (*plan.crossovers, *commands)),
+        *(f"<p>{escape(sentence)}</p>" for sentence in plan.crossovers),
+        *(_command(sentence) for sentence in commands),
         *_efficiency_figures(plan),
         _map_figure(plan),
         *_tables(plan),
         "<h2>What to know</h2><ul>",
-        *(f"<li>{escape(remark)}</li>" for remark in plan.remarks),
+        *(f"<li>{_with_code(remark)}</li>" for remark in plan.remarks),
         "</ul><h2>Where the numbers come from</h2><ul>",
-        *(
-            f"<li><code>{escape(source.field)}</code>: {escape(source.source)}</li>"
-            for source in profile.sources
-        ),
+        *_sources(profile),
         "</ul></body></html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _command(sentence: str) -> str:
+    """Words, and the command behind the colon."""
+    words, _, command = sentence.partition(": ")
+    return f"<p>{escape(words)}:</p><pre><code>{escape(command)}</code></pre>"
+
+
+def _with_code(remark: str) -> str:
+    """What stands between backticks is code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(remark))
+
+
+def _sources(profile: ModelProfile) -> Iterator[str]:
+    """One line for all fields that have the same source."""
+    for source in dict.fromkeys(one.source for one in profile.sources):
+        fields = [one.field for one in profile.sources if one.source == source]
+        names = ", ".join(f"<code>{escape(field)}</code>" for field in fields)
+        yield f"<li>{names}: {escape(source)}</li>"
 
 
 def _rates(plan: Plan) -> list[float]:
@@ -95,39 +104,14 @@ def _colour(plan: Plan, strategy: str) -> str:
 
 
 def _tables(plan: Plan) -> Iterator[str]:
-    yield "<h2>Predictions</h2>"
-    for rate in _rates(plan):
-        for workers in _workers(plan):
-            rows = [
-                one
-                for one in plan.predictions
-                if (one.rate_bit_per_s, one.workers) == (rate, workers)
-            ]
-            if not rows:
-                continue
-            best = plan.best(workers, rate)
-            yield '<div class="wide"><table>'
-            yield f"<caption>{workers} workers, {escape(display_rate(rate))}</caption><tr>"
-            yield "".join(f"<th>{head}</th>" for head in _HEADS) + "</tr>"
-            for one in rows:
-                mark = ' class="best"' if one is best else ""
-                yield f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in _cells(one)) + "</tr>"
-            yield "</table></div>"
-
-
-def _cells(one: StepPrediction) -> list[str]:
-    return [
-        escape(one.strategy),
-        f"{one.step_s:.3g} s",
-        f"{one.low_s:.3g} to {one.high_s:.3g} s",
-        f"{one.samples_per_s:.4g}",
-        f"{one.bytes_per_step / 1e6:.3g}",
-        f"{one.share_of_ideal:.0%}",
-        one.binds,
-        f"{one.memory_bytes / 1e6:.0f} MB",
-        f"{one.lost_to_deaths:.1%}" if one.lost_to_deaths else "",
-        f'<span class="note">{escape(one.note)}</span>',
-    ]
+    yield f'<h2>Predictions</h2><p class="note">{escape(column_words(plan))}</p>'
+    for table in plan_tables(plan):
+        yield f'<div class="wide"><table><caption>{escape(table.title)}</caption><tr>'
+        yield "".join(f"<th>{escape(head)}</th>" for head in table.heads) + "</tr>"
+        for number, cells in enumerate(table.rows):
+            mark = ' class="best"' if number == table.best else ""
+            yield f"<tr{mark}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        yield "</table></div>"
 
 
 def _efficiency_figures(plan: Plan) -> Iterator[str]:

@@ -15,7 +15,7 @@ import torch
 
 from offbeat.errors import ConfigError
 from offbeat.gradients.collective_choice import BY_ITSELF
-from offbeat.lab.cluster import Cluster
+from offbeat.lab.cluster import Cluster, LinkSpec
 from offbeat.lab.cluster.quantities import display_rate
 from offbeat.lab.options import Recipe, build_strategy, parse_spec
 from offbeat.plan.methods import (
@@ -124,6 +124,7 @@ def _method_of(name: str, recipe: Any) -> Method:
                 indices=recipe.codecs()[1],
                 small_below=partial(_small_below, recipe),
                 carries_small=partial(_carries_small, recipe),
+                density_at=recipe.density_at,
             )
         case "ef21":
             method = SparseGradients(
@@ -147,6 +148,7 @@ def _method_of(name: str, recipe: Any) -> Method:
                 small_below=partial(_small_below, recipe),
                 carries_small=partial(_carries_small, recipe),
                 among=frozenset({"all_gather", "dense"}) if union else BY_ITSELF,
+                density_at=recipe.density_at,
             )
         case "localsgd":
             first = recipe.first_steps
@@ -179,6 +181,8 @@ def _method_of(name: str, recipe: Any) -> Method:
                 period=recipe.period,
                 interval=recipe.steps_between,
                 rounds=partial(recipe.rounds, dtype=np.dtype(np.float32)),
+                overlaps=recipe.overlaps,
+                averages_momenta=recipe.momenta == "averaged",
             )
         case "adpsgd":
             method = Background(recipe.group_of, pairs=True)
@@ -339,12 +343,11 @@ class Plan:
 
     def best(self, workers: int, rate_bit_per_s: float) -> StepPrediction:
         """The recommendation: of those within `CLOSE` of the fastest, the first that was named."""
-        here = [
-            one
-            for one in self.predictions
-            if (one.workers, one.rate_bit_per_s) == (workers, rate_bit_per_s)
-        ]
-        return _best(here)
+        return _best(self.at(workers, rate_bit_per_s))
+
+    def at(self, workers: int, rate_bit_per_s: float) -> list[StepPrediction]:
+        """The predictions for one cluster, in the order in which strategies were named."""
+        return _at(self.predictions, workers, rate_bit_per_s)
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -432,6 +435,10 @@ def _remarks(request: PlanRequest, predictions: Sequence[StepPrediction]) -> lis
         f"The profile is of {profile.name} on {profile.device}, batches of"
         f" {profile.batch.batch_size}."
     ]
+    first, *others = request.clusters
+    if _is_special(first):
+        which = "The first of these clusters" if others else "The cluster"
+        remarks.append(f"{which}: {first.describe()}.")
     remarks += _checks(request)
     for cluster in request.clusters:
         link = cluster.link
@@ -454,6 +461,17 @@ def _remarks(request: PlanRequest, predictions: Sequence[StepPrediction]) -> lis
         " `offbeat compare` tells."
     )
     return remarks
+
+
+def _is_special(cluster: Cluster) -> bool:
+    """Whether there is more to say of it than its number of workers and the rate of its links."""
+    plain = Cluster(
+        name=cluster.name,
+        workers=cluster.workers,
+        link=LinkSpec(rate_bit_per_s=cluster.link.rate_bit_per_s),
+        seed=cluster.seed,
+    )
+    return cluster != plain
 
 
 def _checks(request: PlanRequest) -> Iterator[str]:
@@ -482,7 +500,7 @@ def _checks(request: PlanRequest) -> Iterator[str]:
             words := request.profile.unchecked(
                 workers=cluster.workers,
                 rate_bit_per_s=cluster.link.rate_bit_per_s or math.inf,
-                latency_s=max(cluster.link_of(w).latency_s for w in range(cluster.workers)),
+                latency_s=cluster.most_latency_s,
                 strategy=spec,
             )
         )

@@ -120,7 +120,12 @@ class Setting:
     @property
     def announced_s(self) -> float:
         """How long the slowest of these words is on its way."""
-        return max(link.latency_s for link in self.links) if self.dense_announced else 0.0
+        return self.latency_s if self.dense_announced else 0.0
+
+    @property
+    def latency_s(self) -> float:
+        """Of the longest way between two workers."""
+        return self.cluster.most_latency_s + self._or_free(MESSAGE_WAKE_S)
 
     @property
     def dense_round_s(self) -> float:
@@ -142,7 +147,7 @@ class Setting:
     @cached_property
     def network(self) -> NetworkCosts:
         """The slowest worker's costs, as `GTopK(collective="auto")` measures them."""
-        alpha_s = max(link.latency_s for link in self.links) + self.message_s
+        alpha_s = self.latency_s + self.message_s
         rate = min(link.bytes_per_s for link in self.links)
         racks = self.cluster.racks
         if racks is not None and self.world_size > racks.size:
@@ -499,6 +504,7 @@ class ClosedForm(DenseOperation):
         rate, racks = slowest.bytes_per_s, setting.cluster.racks
         if racks is not None and setting.world_size > racks.size:
             rate = min(rate, racks.rate_bit_per_s / 8)
+            fixed_s += racks.latency_s
         self._num_bytes = round(max(0.0, seconds - fixed_s) * rate)
 
     @property

@@ -196,12 +196,13 @@ class WAGMA(AveragingStrategy):
             BackgroundWeightAverage(
                 averager,
                 interval=self.steps_between,
-                overlap=self._overlaps,
+                overlap=self.overlaps,
             )
         ]
 
     @property
-    def _overlaps(self) -> bool:
+    def overlaps(self) -> bool:
+        """Whether a step is computed while an average travels."""
         return self.merge == "delta" if self.overlap is None else self.overlap
 
     def rounds(self, num_elements: int, dtype: np.dtype[np.floating]) -> bool:
@@ -209,7 +210,7 @@ class WAGMA(AveragingStrategy):
         if self.values == "auto":
             # Without overlap all ranks may hold the same bits, and rounding would change that. Few
             # elements cost nothing.
-            return self._overlaps and num_elements >= _MANY and dtype == np.float32
+            return self.overlaps and num_elements >= _MANY and dtype == np.float32
         return self.values == "bfloat16"
 
     @property

@@ -31,7 +31,14 @@ from offbeat.transport.protection import protection_of
 from offbeat.transport.sockets import Address, SocketAddresses, closed_in_children, parsed_address
 
 WATCH_INTERVAL_S = 0.02
-"""How often connections are looked at; a receive that is answered sooner never pays for it."""
+"""How often connections are looked at until there is one to every rank; a receive that is answered
+sooner never pays for it.
+"""
+
+_MAX_WATCH_INTERVAL_S = 0.1
+"""How often at least they are looked at from then on. Ranks that wait for nothing else would keep
+cores busy, where many share a host.
+"""
 
 SESSION_ENDED = "has ended its session, and this rank trains on"
 FINISHED = "finished and closed its connections, and all ranks have to do equally many steps"
@@ -62,6 +69,7 @@ class Mesh:
         watch_all: whether any rank's death dooms every receive, or only those from it.
         left: the ranks that closed in good order.
         ended: the ranks that train no more, with the channel on which they still send.
+        watch_interval_s: how often connections are looked at while somebody waits.
     """
 
     def __init__(
@@ -99,6 +107,7 @@ class Mesh:
         self.ended: dict[int, int] = {}
         self._aborted: set[int] = set()
         self._next_watch_s = 0.0
+        self.watch_interval_s = WATCH_INTERVAL_S
 
     def connect(self, endpoints: Sequence[str]) -> None:
         """Connect to every rank's endpoint but one's own. Raises `ConfigError` for a malformed one,
@@ -168,9 +177,14 @@ class Mesh:
         now_s = time.monotonic()
         watch = now_s >= self._next_watch_s
         if watch:
-            self._next_watch_s = now_s + WATCH_INTERVAL_S
             for link in self._links.values():
                 link.watch(now_s)
+            if self.watch_interval_s == WATCH_INTERVAL_S and self.has_reached_all():
+                # Several looks must fit into the grace period.
+                self.watch_interval_s = max(
+                    WATCH_INTERVAL_S, min(_MAX_WATCH_INTERVAL_S, self._limits.grace_s / 8)
+                )
+            self._next_watch_s = now_s + self.watch_interval_s
         # What a rank sent before it died still counts, so it is read before the rank is judged.
         for message in self.listener.drain():
             for control, payload in self.inbox.put(*message):

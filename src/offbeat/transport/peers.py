@@ -356,7 +356,7 @@ class Peers(Driver):
 
     def _wait_for_change(self, timeout_s: float) -> None:
         """With the lock: let other threads use the driver until something may have happened."""
-        timeout_s = min(timeout_s, WATCH_INTERVAL_S)
+        timeout_s = min(timeout_s, self._mesh.watch_interval_s)
         if self._is_polled:
             self._changed.wait(timeout_s)
             return

@@ -301,7 +301,7 @@ class VirtualCluster:
         network, num_bytes = self._network, self._num_bytes(payload)
         link = network.links[target]
         departs_s, departed_s = network.occupy(source, self.now_s, num_bytes)
-        latency_s = link.latency_s + self._random.random() * link.jitter_s
+        latency_s = network.latency_s(source, target) + self._random.random() * link.jitter_s
         reaches_s = max(departs_s + latency_s, self._reached_s[source, target])
         self._reached_s[source, target] = reaches_s
         message = payload if self._weightless else bytes(payload)

@@ -58,10 +58,12 @@ class VirtualRacks:
     Attributes:
         rack_of: each rank's rack, numbered from 0.
         bytes_per_s: rate of each rack's connection in each direction, > 0.
+        latency_s: between racks, besides that of the receiver's link, >= 0.
     """
 
     rack_of: tuple[int, ...]
     bytes_per_s: float
+    latency_s: float = 0.0
 
 
 class VirtualNetwork:
@@ -102,6 +104,14 @@ class VirtualNetwork:
             return (into,)
         begin, end = self._racks.rack_of[source], self._racks.rack_of[target]
         return (into,) if begin == end else (self._first_up + begin, self._first_down + end, into)
+
+    def latency_s(self, source: int, target: int) -> float:
+        """Of a message, without jitter."""
+        latency_s = self.links[target].latency_s
+        racks = self._racks
+        if racks is not None and racks.rack_of[source] != racks.rack_of[target]:
+            latency_s += racks.latency_s
+        return latency_s
 
     def occupied_s(self, port: Port, num_bytes: float) -> float:
         """How long a message of `num_bytes` occupies `port`."""
@@ -159,8 +169,9 @@ class VirtualNetwork:
         for rank, path in enumerate(paths):
             times_s = [self.occupied_s(port, pair_bytes) for port in path]
             halves_s = [self.occupied_s(port, pair_bytes / 2) for port in path]
-            latency_s = self.links[(rank + 1) % world_size].latency_s + self._round_s
-            latency_s += self._announcement_s(rank) if announced else 0.0
+            behind = (rank + 1) % world_size
+            latency_s = self.latency_s(rank, behind) + self._round_s
+            latency_s += self._announcement_s(behind, rank) if announced else 0.0
             slowest_s = max(slowest_s, *times_s)
             longest_s = max(longest_s, latency_s + max(times_s))
             sum_s += latency_s + max(halves_s)
@@ -179,9 +190,9 @@ class VirtualNetwork:
             for place in range(0, world_size - distance, 2 * distance):
                 source, target = ((root + at) % world_size for at in (place, place + distance))
                 # All ranks but the root are ready from the beginning on.
-                ready_s = max(here_s[place], from_s + self._announcement_s(source))
+                ready_s = max(here_s[place], from_s + self._announcement_s(target, source))
                 head_s, tail_s = self.occupy(source, ready_s, num_bytes)
-                latency_s = self.links[target].latency_s + self._round_s
+                latency_s = self.latency_s(source, target) + self._round_s
                 head_s, tail_s = head_s + latency_s, tail_s + latency_s
                 for port in self.path(source, target):
                     head_s, end_s = self.occupy(port, head_s, num_bytes)
@@ -189,9 +200,9 @@ class VirtualNetwork:
                 here_s[place + distance] = tail_s
         return max(here_s.values())
 
-    def _announcement_s(self, sender: int) -> float:
-        """How long a receiver's word is on its way to `sender`."""
-        return self.links[sender].latency_s if self._announced else 0.0
+    def _announcement_s(self, receiver: int, sender: int) -> float:
+        """How long the word of `receiver` is on its way to `sender`."""
+        return self.latency_s(receiver, sender) if self._announced else 0.0
 
 
 def same_links(

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
+from offbeat.codec.memory import keep_freed_memory
 from offbeat.codec.model_wire import Values
 from offbeat.weights.model_weights import Pack
 
@@ -28,6 +29,8 @@ class Staging:
     """
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        # Vectors are made anew in each step.
+        keep_freed_memory()
         self._pack = Pack(like)
         pieces = self._pack.pieces
         self._dtype = (

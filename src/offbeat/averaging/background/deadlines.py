@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-
-import numpy as np
+from statistics import median
 
 from offbeat.errors import ConfigError
 
@@ -79,9 +78,10 @@ def deadline_s(waits_s: Collection[float], rule: DeadlineRule) -> float:
     >>> deadline_s([1.0] * 8 + [100.0], DeadlineRule(num_mads=4.0, min_spread=0.25))
     2.0
     """
-    latest_s = np.fromiter(waits_s, dtype=np.float64, count=len(waits_s))[-rule.window :]
-    if latest_s.size < rule.min_samples:
+    latest_s = [*waits_s][-rule.window :]
+    if len(latest_s) < rule.min_samples:
         return min(max(rule.initial_s, rule.floor_s), rule.cap_s)
-    median_s = float(np.median(latest_s))
-    mad_s = max(float(np.median(np.abs(latest_s - median_s))), rule.min_spread * median_s)
+    median_s = median(latest_s)
+    mad_s = median(abs(wait_s - median_s) for wait_s in latest_s)
+    mad_s = max(mad_s, rule.min_spread * median_s)
     return min(max(median_s + rule.num_mads * mad_s, rule.floor_s), rule.cap_s)

@@ -44,7 +44,7 @@ from offbeat.codec.model_wire import (
     no_codes,
     no_counters,
 )
-from offbeat.codec.rounding import Rounding, add_rounded
+from offbeat.codec.rounding import Rounding, add_rounded, make_up_for_rounding
 from offbeat.errors import WireError
 
 Outgoing: TypeAlias = list[tuple[int, bytes]]
@@ -412,9 +412,10 @@ class ScatteredRound(GroupRound):
         if rounding is None or mine is None or not average.values.size:
             return average, average
         codes, exact = rounding.encode(average.values, average.begin)
-        own = rounding.decode((codes, exact), average.begin)
+        own = np.empty_like(average.values)
         share = own.dtype.type(sum(note.weight for note in average.notes) / mine.weight)
-        own += share * (average.values - own)
+        make_up_for_rounding(average.values, codes, share, own)
+        rounding.put_exact_(own, exact, average.begin)
         own.flags.writeable = False
         return replace(average, values=exact, codes=codes), replace(average, values=own)
 

@@ -72,7 +72,8 @@ class Cluster(DescribedModel):
         default={}, description="a table from numbers of workers to links"
     )
     racks: RackSpec | None = Field(
-        default=None, description='a table with size and rate, {size = 8, rate = "10gbit"}'
+        default=None,
+        description='a table such as {size = 8, rate = "10gbit"}, with latency if there is any',
     )
     straggling: tuple[Straggling, ...] = Field(
         default=(), description='text such as "2x320ms", tables, or a list of these'
@@ -242,6 +243,13 @@ class Cluster(DescribedModel):
         return self.links.get(worker, self.link)
 
     @property
+    def most_latency_s(self) -> float:
+        """One way, of the longest way between two workers."""
+        link_s = max(self.link_of(worker).latency_s for worker in range(self.workers))
+        apart = self.racks is not None and self.workers > self.racks.size
+        return link_s + (self.racks.latency_s if self.racks is not None and apart else 0.0)
+
+    @property
     def is_plain(self) -> bool:
         """Whether there is nothing to emulate: full speed, no limit on links, no worker late, no
         faults, no padded compute.
@@ -307,7 +315,7 @@ class Cluster(DescribedModel):
             return None
         size, rate = self.racks.size, self.racks.rate_bit_per_s / 8
         rack_of = tuple(worker // size for worker in range(self.workers))
-        return VirtualRacks(rack_of=rack_of, bytes_per_s=rate)
+        return VirtualRacks(rack_of=rack_of, bytes_per_s=rate, latency_s=self.racks.latency_s)
 
     def to_toml(self) -> str:
         """This cluster as a file that reads back as the same one."""

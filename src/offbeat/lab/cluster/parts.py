@@ -116,19 +116,24 @@ class LinkSpec(DescribedModel):
 
 
 class RackSpec(DescribedModel):
-    """Workers behind switches that share one connection to all other workers.
+    """Workers behind switches, or on sites, that share one connection to all other workers.
 
     Attributes:
         size: workers in a rack: the first `size` are in the first, the next in the second.
         rate_bit_per_s: of each rack's connection, in each direction, 1 bit/s to 100 Tbit/s.
+        latency_s: one way, from rack to rack, besides that of the workers' links, 0 to 10 s.
     """
 
     size: int = Field(strict=True, ge=1, description="1 or more workers")
     rate_bit_per_s: float = Field(strict=True, ge=1, le=1e14, description="1 bit/s to 100 Tbit/s")
+    latency_s: float = Field(default=0.0, strict=True, ge=0, le=10, description="0 to 10 s")
 
     def describe(self) -> str:
-        """One line for people: `racks of 8 that share 10 Gbit/s`."""
-        return f"racks of {self.size} that share {display_rate(self.rate_bit_per_s)}"
+        """One line for people: `racks of 8 that share 10 Gbit/s, 20 ms one way between them`."""
+        text = f"racks of {self.size} that share {display_rate(self.rate_bit_per_s)}"
+        if self.latency_s:
+            text += f", {display_duration(self.latency_s)} one way between them"
+        return text
 
 
 class Straggling(DescribedModel):

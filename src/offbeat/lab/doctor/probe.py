@@ -78,9 +78,5 @@ def _alphas_s(pairs: Sequence[PairLink], rank: int) -> list[float]:
     return [pair.cost.alpha_s for pair in pairs if rank in (pair.first, pair.second)]
 
 
-def _usual_unless_apart(rate: float, usual: float) -> float:
-    return usual if usual / _APART < rate < usual * _APART else rate
-
-
 def _rounded(value: float, *, digits: int = 3) -> float:
     return float(f"{value:.{digits}g}")

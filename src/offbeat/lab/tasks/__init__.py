@@ -58,4 +58,6 @@ def _explain(kind: type[Task], error: ValidationError) -> str:
         )
     if first["type"] == "missing":
         return f"task {kind.name!r} needs --set {option}=...: {allowed[option].description}"
+    if not option:  # one that concerns several options, and says so itself
+        return f"options of task {kind.name!r}: {first['ctx']['error']}"
     return f"option {option} of task {kind.name!r}: got {first['input']!r}; {first['msg'].lower()}"
