@@ -6,7 +6,11 @@ nothing computed. Needs root for network namespaces; without, links are imitated
 the case says so. First, gloo's dense all-reduce alone must fill the line: a baseline that does not
 would be a dishonest one. So must eight workers that send to one, three and seven peers at once.
 
-    python benchmarks/links.py [--json] [--keep DIRECTORY] [--line-only]
+Last, gTop-k as it comes, which chooses its density by links and steps, trains the task `text`:
+
+    a step of GTopK(), after the warm-up of its density, over the ideal: at most 1.15
+
+    python benchmarks/links.py [--json] [--keep DIRECTORY] [--line-only] [--rates MBIT,...]
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from offbeat.lab.emulation import Emulation, emulate
 from offbeat.lab.findings import between
 from offbeat.lab.progress import WorkerProgress
 from offbeat.lab.rendezvous import StoreServer
+from offbeat.lab.statistics import Estimate
 
 WORKERS = 4
 STRATEGIES = (
@@ -43,6 +48,11 @@ STRATEGIES = (
 GOALS = {1e9: 5.0, 100e6: 40.0}
 """By rate in bit/s: how many times the steps per second of DDP gTop-k has to make."""
 STEPS = {1e9: 32, 100e6: 10}
+LONGEST_STEP_S = {1e9: 0.29}
+"""By rate in bit/s: what a step of gTop-k may take."""
+AS_IT_COMES = ("window=32", "batch_size=8", "optimizer=adamw", "lr=0.0015")
+AS_IT_COMES_STEPS, OVER_THE_IDEAL = 600, 1.15
+"""The first 200 steps have more entries; the median of a run's blocks is of the later ones."""
 ALL_REDUCE_BYTES = 100_000_000
 LEAST_LINE_RATE = 0.9
 MANY, FAN_OUTS, FAN_OUT_S = 8, (1, 3, 7), 0.1
@@ -82,7 +92,7 @@ class Quiet:
     def seed(self, place: int) -> None: ...
     def turn(self, label: str) -> None: ...
     def progress(self, label: str, progress: WorkerProgress) -> None: ...
-    def news(self, label: str, news: object) -> None: ...
+    def membership_changed(self, label: str, change: object) -> None: ...
     def failed(self, label: str, reason: str) -> None:
         print(f"{label} failed: {reason}", file=sys.stderr)
 
@@ -161,12 +171,29 @@ def _share_of_line(
     )
 
 
-def compared(rate_bit_per_s: float | None, steps: int, out: Path) -> Comparison:
+def compared(
+    rate_bit_per_s: float,
+    steps: int,
+    out: Path,
+    *,
+    task: str = "digits",
+    settings: Sequence[str] = ("size=large", "batch_size=8"),
+    labels: Sequence[str] = STRATEGIES,
+) -> Comparison:
+    """A comparison behind links of one rate.
+
+    Args:
+        rate_bit_per_s: of each worker's link.
+        steps: of each strategy.
+        out: directory of the comparison.
+        task, settings: what is trained.
+        labels: the strategies.
+    """
     cluster = Cluster(workers=WORKERS, link=LinkSpec(rate_bit_per_s=rate_bit_per_s))
     request = CompareRequest(
-        task="digits",
-        strategies=STRATEGIES,
-        settings=("size=large", "batch_size=8"),
+        task=task,
+        strategies=labels,
+        settings=settings,
         cluster=cluster,
         seeds=(0,),
         steps=steps,
@@ -206,6 +233,15 @@ def strategies(rate_bit_per_s: float, directory: Path) -> Iterator[Row]:
         rate_bit_per_s, STEPS[rate_bit_per_s], directory / f"{rate_bit_per_s / 1e6:g}mbit"
     )
     print(f"{name}: {comparison.verdict}", file=sys.stderr)
+    if rate_bit_per_s in LONGEST_STEP_S:
+        (gtopk,) = (one for one in comparison.contestants if one.label == "gtopk")
+        yield at_most(
+            f"{name}: a step of gtopk ({comparison.emulation.kind})",
+            gtopk.measures["step_s"],
+            limit=LONGEST_STEP_S[rate_bit_per_s],
+            unit="s",
+            bound=float("inf"),
+        )
     yield faster(comparison, "ddp", GOALS[rate_bit_per_s], name)
     for contestant in comparison.contestants:
         if contestant.label not in ("ddp", "gtopk"):
@@ -225,13 +261,64 @@ def strategies(rate_bit_per_s: float, directory: Path) -> Iterator[Row]:
             )
 
 
-def cells(directory: Path, *, line_only: bool) -> Cells:
+def as_it_comes(rate_bit_per_s: float, directory: Path) -> Iterator[Row]:
+    """A step of gTop-k, whose density is chosen by what it costs, over the ideal."""
+    name = f"{rate_bit_per_s / 1e6:g} Mbit/s"
+    comparison = compared(
+        rate_bit_per_s,
+        AS_IT_COMES_STEPS,
+        directory / f"as-it-comes-{rate_bit_per_s / 1e6:g}mbit",
+        task="text",
+        settings=AS_IT_COMES,
+        labels=("allreduce", "gtopk"),
+    )
+    (gtopk,) = (one for one in comparison.contestants if one.label == "gtopk")
+    share = gtopk.measures["efficiency"]
+    yield at_most(
+        f"{name}: a step of gtopk as it comes over the ideal, text ({comparison.emulation.kind})",
+        Estimate(
+            values=[value and 1 / value for value in share.values],
+            median=share.median and 1 / share.median,
+            low=share.high and 1 / share.high,
+            high=share.low and 1 / share.low,
+        ),
+        limit=OVER_THE_IDEAL,
+        unit="x",
+        bound=1.0,
+    )
+
+
+def at_most(case: str, measured: Estimate, *, limit: float, unit: str, bound: float) -> Ratio:
+    """Whether `measured` keeps to a limit.
+
+    Args:
+        case: what was measured.
+        measured: in `unit`.
+        limit: in `unit`.
+        unit: "x" for a ratio.
+        bound: the least there can be; infinite: unknown.
+    """
+    assert measured.median is not None, case
+    low, high = measured.low or measured.median, measured.high or measured.median
+    return Ratio(
+        case=case,
+        value=measured.median,
+        unit=unit,
+        goal=f"at most {limit:g}",
+        holds="undecided" if low <= limit < high else high <= limit,
+        bound=bound,
+        interval=(low, high),
+    )
+
+
+def cells(directory: Path, rates: Sequence[float], *, line_only: bool) -> Cells:
     found: Cells = {"several receivers": partial(fan_outs, 1e9)}
-    for rate_bit_per_s in GOALS:
+    for rate_bit_per_s in rates:
         name = f"{rate_bit_per_s / 1e6:g} Mbit/s"
         found[f"line of {name}"] = partial(lambda rate: [line_rate(rate)], rate_bit_per_s)
         if not line_only:
             found[f"strategies at {name}"] = partial(strategies, rate_bit_per_s, directory)
+            found[f"as it comes at {name}"] = partial(as_it_comes, rate_bit_per_s, directory)
     return found
 
 
@@ -244,7 +331,15 @@ if __name__ == "__main__":
     parser.add_argument(
         "--line-only", action="store_true", help="only see whether links keep to their rates"
     )
+    parser.add_argument(
+        "--rates",
+        default=",".join(f"{rate / 1e6:g}" for rate in GOALS),
+        help="of links, in Mbit/s; default: %(default)s",
+    )
     arguments = parser.parse_args()
+    rates = [float(rate) * 1e6 for rate in arguments.rates.split(",")]
+    if unknown := set(rates) - set(GOALS):
+        raise SystemExit(f"no rates: {unknown}; there are {list(GOALS)} bit/s")
     with tempfile.TemporaryDirectory() as temporary:
         directory = arguments.keep or Path(temporary)
-        present(cells(directory, line_only=arguments.line_only), arguments, seeds=1)
+        present(cells(directory, rates, line_only=arguments.line_only), arguments, seeds=1)

@@ -147,7 +147,7 @@ TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
         (("run", "trian.py"), 2, "trian.py does not exist"),
         (("run", "taken"), 2, "taken is a directory"),
         (("run", "--strategy", "gtop", "taken"), 2, "taken is a directory"),
-        (("run", "--nodes", "2", "x.py"), 2, "--rendezvous and --node-rank is missing"),
+        (("run", "--nodes", "2", "x.py"), 2, "--rendezvous and --node-rank are missing"),
         (
             ("run", "--nodes", "2", "--node-rank", "2", "--rendezvous", "head:29500", "x.py"),
             2,

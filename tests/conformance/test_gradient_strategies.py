@@ -461,9 +461,9 @@ def test_a_parameter_unfrozen_later_is_refused(attached: Callable) -> None:
         loss_of(net, 0).backward()
 
 
-@pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan")])
-def test_a_density_outside_its_range_is_refused(density: float) -> None:
-    with pytest.raises(ConfigError, match=r"\(0, 1\]"):
+@pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), "0.01", None])
+def test_a_density_outside_its_range_is_refused(density: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"\(0, 1\], got {density!r}"):
         offbeat.GTopK(density=density)
 
 

@@ -66,6 +66,13 @@ class Script:
     stops: list[tuple[int, float, float]] = field(default_factory=list)
     joins: dict[int, float] = field(default_factory=dict)
 
+    def with_deaths_of_joiners(self, draw: random.Random) -> Script:
+        """Some of them die on their way in, or soon after."""
+        for rank, at_s in self.joins.items():
+            if draw.random() < 0.3:
+                self.kills.append((rank, at_s + draw.random()))
+        return self
+
 
 def draw_script(seed: int) -> Script:
     draw = random.Random(seed)
@@ -86,7 +93,7 @@ def draw_script(seed: int) -> Script:
             if draw.random() < 0.5
         ],
         joins={founders + number: draw.random() * 4 for number in range(joiners)},
-    )
+    ).with_deaths_of_joiners(draw)
 
 
 class Worker:
@@ -98,6 +105,8 @@ class Worker:
         self.model: Values = np.zeros(NUM_ELEMENTS, np.float64)
         self.history: list[tuple[ClaimRound, SampleRanges, bytes]] = []
         self.was_left_out = self.came_to_the_end = False
+        self.model_at_s = 0.0 if not self.is_new else math.inf
+        self._served = -1  # the newest generation whose newcomers have the model
         self._log = ClaimLog(world.store)
         self._stashed: dict[int, deque[bytes]] = defaultdict(deque)
         self._left_at = -1
@@ -108,28 +117,34 @@ class Worker:
             place = None if self.is_new else world.first_place()
             while place is None or place.epoch < world.script.epochs:
                 held: list[Claim] = []
+                is_cut = False
                 if place is not None:
                     self._log.open(place.round, place.spans)
                     while (
                         not self._looks_left_out()
+                        and not (is_cut := self._has_newcomers())
                         and (claim := self._log.claim(draw.randint(1, 12))) is not None
                     ):
                         yield Sleep(draw.random() * draw.choice([0.02, 0.4]))
                         held.append(claim)
                         self.model = self.model + (self.rank + 1) * claim.num_samples
-                place = yield from self._meet(place, held)
+                place = yield from self._meet(place, held, is_cut=is_cut)
             world.over = self.came_to_the_end = True
             world.over_at_s = min(world.over_at_s, world.cluster.now_s)
         except Over:
             pass
 
-    def _meet(self, place: ClaimRound | None, held: list[Claim]) -> Collective[ClaimRound]:
+    def _meet(
+        self, place: ClaimRound | None, held: list[Claim], *, is_cut: bool
+    ) -> Collective[ClaimRound]:
         tried = -1
         while True:
             listed = yield from self._next_generation(tried)
             tried = listed.number
             try:
-                stated, model = yield from self._within(listed, self._work(listed, place, held))
+                stated, model = yield from self._within(
+                    listed, self._work(listed, place, held, is_cut=is_cut)
+                )
             except PeerError:
                 continue
             theirs = next(statement for statement in stated if not statement["is_new"])["place"]
@@ -142,21 +157,30 @@ class Worker:
                 if not s["is_new"]
                 for spans in s["held"]
             ]
-            following = place.after(merged, self.world.whole, self.world.script.mega_batches)
+            following = place.after(
+                merged,
+                self.world.whole,
+                self.world.script.mega_batches,
+                is_cut_short=any(s["is_cut"] for s in stated if not s["is_new"]),
+            )
+            if self.is_new:
+                self.model_at_s = self.world.cluster.now_s
             self.model, self.is_new = model, self._looks_left_out()
+            self._served = listed.number
             self.history.append(
                 (place, tuple(span for claim in merged for span in claim.spans), model.tobytes())
             )
             return following
 
     def _work(
-        self, listed: Listed, place: ClaimRound | None, held: list[Claim]
+        self, listed: Listed, place: ClaimRound | None, held: list[Claim], *, is_cut: bool
     ) -> Collective[tuple[list[dict[str, Any]], Values]]:
         position, size = listed.ranks.index(self.rank), len(listed.ranks)
         mine = {
             "is_new": self.is_new,
             "place": None if place is None else asdict(place),
             "held": [list(claim.spans) for claim in held],
+            "is_cut": is_cut,
         }
         number = self.world.next_attempt(self.rank, listed.number)
 
@@ -192,6 +216,14 @@ class Worker:
                     self.is_new, self._left_at = True, listed.number
                 return listed
             yield Sleep(POLL_S)
+
+    def _has_newcomers(self) -> bool:
+        listed = self.world.newest_for(self.rank)
+        return listed is not None and any(
+            new in listed.ranks
+            for number in range(self._served + 1, listed.number + 1)
+            for new in self.world.newcomers_of(number)
+        )
 
     def _looks_left_out(self) -> bool:
         listed = self.world.newest_for(self.rank)
@@ -310,6 +342,9 @@ class World:
             if first is None or (rank >= self.script.founders and not self._has_joined(rank))
             else first
         )
+
+    def newcomers_of(self, number: int) -> frozenset[int]:
+        return self._listed[number].newcomers
 
     def next_attempt(self, rank: int, generation: int) -> int:
         self._attempts[rank, generation] += 1

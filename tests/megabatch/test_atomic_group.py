@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from torch.distributed import HashStore
@@ -123,6 +123,30 @@ def test_one_that_is_left_out_is_new_until_it_has_caught_up(group: AtomicGroup) 
     assert group.is_new
     group.caught_up(back)
     assert not group.is_new
+
+
+def of_ranks(
+    number: int, ranks: Sequence[int], *, newcomers: frozenset[int] = frozenset()
+) -> Generation:
+    members = tuple(Member(rank=rank, ticket=0) for rank in ranks)
+    return Generation(number=number, members=members, newcomers=newcomers, tickets=0)
+
+
+def test_peers_know_of_newcomers_until_these_have_a_model_or_are_gone(group: AtomicGroup) -> None:
+    assert not group.has_newcomers
+    group.begin(of_ranks(1, (4, 7), newcomers=frozenset({1})), 0, SingleRank())
+    assert group.has_newcomers
+    group.begin(of_ranks(2, (4, 7, 9), newcomers=frozenset({2})), 0, SingleRank())
+    group.caught_up(of_ranks(0, (4,)))  # by what was done before they came
+    assert group.has_newcomers
+    group.begin(of_ranks(3, (4, 7)), 0, SingleRank())  # one of them died, the other still waits
+    assert group.has_newcomers
+    group.caught_up(of_ranks(3, (4, 7)))
+    assert not group.has_newcomers
+    group.begin(of_ranks(4, (4, 9), newcomers=frozenset({1})), 0, SingleRank())
+    assert group.has_newcomers
+    group.begin(of_ranks(5, (4,)), 0, SingleRank())
+    assert not group.has_newcomers
 
 
 def test_the_last_to_close_knows_it(group: AtomicGroup) -> None:

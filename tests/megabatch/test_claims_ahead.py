@@ -116,6 +116,7 @@ class Policy(DispatchPolicy):
     largest_batch = 4
     shares_equally = False
     is_left_out = False
+    has_newcomers = False
     mega_batch = 12
 
     def __init__(self, rank: int, peers: Peers) -> None:
@@ -154,7 +155,7 @@ class Policy(DispatchPolicy):
             for theirs in self._peers.exchange(self._rank, mine).values()
             if theirs is not None
         ]
-        self.is_left_out = False
+        self.is_left_out = self.has_newcomers = False
         self.rounds.append(claim_round)
         self.ranks = tuple(sorted(self._peers.living))
         self.batch_sizes = (self.batch_size,) * len(self.ranks)
@@ -245,10 +246,16 @@ def test_every_sample_is_merged_once_whoever_dies_or_stops(
             )
         )
         worker = workers[rank]
-        fate = data.draw(st.sampled_from(["goes on"] * 9 + ["stops", "dies", "is left out"]))
+        fate = data.draw(
+            st.sampled_from(
+                ["goes on"] * 9 + ["stops", "dies", "is left out", "hears of a newcomer"]
+            )
+        )
         can_be_spared = len(knowing) > 1 and not any(workers[r].loader.epoch for r in knowing)
         if fate == "stops":
             worker.stop()
+        elif fate == "hears of a newcomer":
+            worker.policy.has_newcomers = True
         elif fate == "dies" and can_be_spared:
             peers.die(rank)
             continue
@@ -311,6 +318,29 @@ def test_what_is_given_out_again_says_nothing_about_speeds_after_a_resumption_ei
             worker.advance()
     assert [over.retry for over in alive.policy.rounds] == [0, 1]
     assert [over.retry for over in resumed.policy.rounds] == [1]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_nothing_more_is_claimed_while_a_worker_is_on_its_way_in(ahead: int) -> None:
+    """Of 24 samples in mega-batches of 12, each has a batch of three, or one more ahead."""
+    peers = Peers(2)
+    workers = [Worker(rank, peers, num_samples=24, ahead=by) for rank, by in enumerate((ahead, 0))]
+    for worker in (workers[0], workers[1], workers[0]):  # They agree where to begin.
+        worker.advance()
+    claimed = peers.store.add("claims/given/0", 0)
+    for worker in workers:
+        worker.policy.has_newcomers = True
+    while not all(worker.policy.rounds for worker in workers):
+        for worker in workers:
+            worker.advance()
+    assert peers.merged.total() == claimed < 12
+    while not all(worker.loader.mega_batch for worker in workers):
+        for worker in workers:
+            worker.advance()
+    # The rest of the mega-batch says as much about speeds as its first part.
+    assert [over.retry for over in workers[0].policy.rounds] == [0] * len(workers[0].policy.rounds)
+    assert peers.merged == Counter(range(12))
+    assert sum(share.samples for share in workers[0].loader.last) == 12
 
 
 def test_a_rank_claims_as_far_ahead_as_it_may() -> None:

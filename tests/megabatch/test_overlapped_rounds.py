@@ -1,5 +1,6 @@
 """Rounds of claims while merges are under way: loaders of several ranks, in threads of which one
-runs at a time, in an order that is drawn from a seed. Ranks die and join anywhere.
+runs at a time, in an order that is drawn from a seed. Ranks die and join anywhere, and their peers
+hear of one that is to join, each at a time of its own.
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ class Run:
 class Policy(DispatchPolicy):
     """Merges nothing, and may take its time to notice that a merge is over."""
 
-    def __init__(self, run: Run, rank: int, *, warmup: bool) -> None:
-        self.run, self.rank, self.warmup = run, rank, warmup
+    def __init__(self, run: Run, rank: int, *, warmup: bool, dies: float) -> None:
+        self.run, self.rank, self.warmup, self.dies = run, rank, warmup, dies
         self.mega_batch, self.base_batch_size, self.smallest_claim = 16, 2, 1
         self.shares_equally, self.overlaps_merges = False, True
         self.batch_sizes = (2,) * len(run.living)
@@ -150,6 +151,9 @@ class Policy(DispatchPolicy):
     def join(self) -> MergedRound:
         run = self.run
         run.joining.add(self.rank)
+        run.turns.wait(self.rank)
+        if run.turns.random.random() < self.dies:
+            raise _DiesError
         run.turns.wait(self.rank, lambda: self.rank in run.living or run.is_over)
         if self.rank not in run.living:
             raise _DiesError
@@ -177,6 +181,11 @@ class Policy(DispatchPolicy):
     @override
     def is_left_out(self) -> bool:
         return self.was_stopped
+
+    @property
+    @override
+    def has_newcomers(self) -> bool:
+        return bool(self.run.joining) and self.run.turns.random.random() < 0.5
 
     @override
     def gather(self, value: Any) -> Mapping[int, Any]:
@@ -304,7 +313,7 @@ class Trainer:
         self.run, self.rank, self.how = run, rank, how
         self.at_batch, self.num_batches = at_batch, 0
         self.error: BaseException | None = None
-        self.policy = Policy(run, rank, warmup=how["warmup"])
+        self.policy = Policy(run, rank, warmup=how["warmup"], dies=how["dies"])
         self.loader: DispatchLoader | None = None
         self._body = body
         self.thread = threading.Thread(target=self._run)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from group_support.rounds import World, draw_script
+from group_support.rounds import Script, World, draw_script
 from offbeat.errors import PeerError
 from offbeat.membership.commit import all_or_none
 from offbeat.transport.operations import Collective, Recv, Send
@@ -22,6 +22,18 @@ from offbeat.transport.virtual import VirtualCluster
 def test_random_schedules(first: int) -> None:
     for seed in range(first, first + 10):
         World(draw_script(seed)).run()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_newcomer_has_a_model_as_soon_as_claims_are_computed(seed: int) -> None:
+    """A claim takes up to 0.4 s, and news up to 0.3 s; all samples together take many seconds."""
+    comes_at_s = {3: 1.0, 4: 4.0}
+    sizes = {"num_samples": 6000, "mega_batches": 1, "epochs": 1}
+    world = World(Script(seed=seed, founders=3, joiners=2, joins=comes_at_s, **sizes))
+    world.run()
+    assert world.over_at_s > 12
+    for rank, at_s in comes_at_s.items():
+        assert world.workers[rank].model_at_s - at_s < 2.5
 
 
 @pytest.mark.slow

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import offbeat
-from offbeat.megabatch.claims import Claim, ClaimLog
+from offbeat.megabatch.claims import Claim, ClaimLog, ClaimRound, MegaBatchShare, MergedRound
 from offbeat.megabatch.loader import DispatchLoader
+from offbeat.megabatch.part import MegaBatchPart
 from offbeat.membership.generations import Generations
 from offbeat.session import session as session_module
 from offbeat.session.attach import attach_through
@@ -240,7 +241,26 @@ def test_a_worker_that_was_stopped_comes_back_with_the_others_model(run_ranks: R
     first, second, back = run_ranks(stopped, 3, label="elastic")
     assert first["merges"] == second["merges"]
     assert any("was away for so long" in notice for notice in back["notices"])
-    assert back["merges"][-1] == first["merges"][-1]
+    assert without_works(back["merges"])[-1] == without_works(first["merges"])[-1]
+
+
+def without_works(merges: list[dict[str, Any]]) -> list[Any]:
+    """What one that came in within a mega-batch knows of it too."""
+    return [[merge["print"], merge["place"]] for merge in merges]
+
+
+def note_merges(net: torch.nn.Module) -> list[str]:
+    """Models after each merge from now on, also of those within a mega-batch."""
+    found: list[str] = []
+    merge = MegaBatchPart.merge
+
+    def noting(part: MegaBatchPart, share: MegaBatchShare, claim_round: ClaimRound) -> MergedRound:
+        merged = merge(part, share, claim_round)
+        found.append(fingerprint(net))
+        return merged
+
+    MegaBatchPart.merge = noting  # type: ignore[method-assign]
+    return found
 
 
 def come_back(rank: int, world_size: int, *, label: str) -> dict[str, Any]:
@@ -261,6 +281,7 @@ def returns(rank: int, world_size: int, *, label: str, wanted: str) -> dict[str,
     notice_deaths_soon()
     net = make_net()
     optimizer = sgd(net)
+    merged = note_merges(net)
     session, loader = attached(net, optimizer, label)
     with session:
         merges = []
@@ -274,10 +295,10 @@ def returns(rank: int, world_size: int, *, label: str, wanted: str) -> dict[str,
             returning = {RETURN_VARIABLE: "1", SECRET_VARIABLE: SECRET}
             ask_for(wanted, launcher_environment(2, world_size) | returning)
         merges += until_it_is_back(session, loader, net, optimizer)
-        return {"merges": merges, "notices": session.notices}
+        return {"merges": merges, "merged": merged}
 
 
-def test_a_worker_that_returns_joins_at_the_next_mega_batch(
+def test_a_worker_that_returns_has_the_model_of_a_merge_and_then_the_others_models(
     run_ranks: RunRanks, expect_newcomer: ExpectNewcomer
 ) -> None:
     expected = expect_newcomer(come_back, label="momentum")
@@ -286,9 +307,15 @@ def test_a_worker_that_returns_joins_at_the_next_mega_batch(
     )
     newcomer = expected.value()
     assert first["merges"] == second["merges"]
-    assert newcomer["taken"] == first["merges"][-1 - len(newcomer["merges"])]["print"]
-    assert newcomer["merges"] == first["merges"][-len(newcomer["merges"]) :]
-    assert [rank for rank, _ in newcomer["merges"][-1]["works"]] == [0, 1, 2]
+    assert newcomer["taken"] in first["merged"]
+    both = without_works(newcomer["merges"]), without_works(first["merges"])
+    assert both[0] == both[1][-len(both[0]) :]
+    assert [rank for rank, _ in first["merges"][-1]["works"]] == [0, 1, 2]
+    end = 0
+    for merge in first["merges"]:
+        found = samples([merge])
+        assert found == list(range(end, end + len(found)))
+        end = (end + len(found)) % NUM_SAMPLES
 
 
 class Rows(torch.nn.Module):

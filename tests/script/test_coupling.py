@@ -197,6 +197,23 @@ def test_a_script_on_one_rank_alone_is_told_what_to_add(monkeypatch: pytest.Monk
     assert str(raised.value).count("\n") == 4
 
 
+def test_a_script_that_exchanges_by_itself_is_told_at_its_first_step(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["by_hand.py"])
+    script = Script(offbeat.GTopK(), stack)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        step(model, optimizer)
+    assert [record.getMessage() for record in caplog.records] == [
+        "by_hand.py makes a process group, but trains with neither DistributedDataParallel nor"
+        " offbeat.attach, so gtopk exchanges nothing; wrap the model:"
+        " torch.nn.parallel.DistributedDataParallel(model)"
+    ]
+    assert script.sessions.trains_without_ddp
+
+
 def test_residuals_travel_in_the_optimizers_state(group: None) -> None:
     """A script that saves model and optimizer, and resumes, goes on as if it had not stopped."""
     draw = torch.Generator().manual_seed(0)
@@ -278,6 +295,20 @@ def test_samples_cannot_be_shared_out_by_a_ddp_script(stack: ExitStack) -> None:
     ddp = DistributedDataParallel(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(UnsupportedError, match=r"session\.loader"):
+        step(ddp, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # that import's
+@pytest.mark.parametrize("strategy", [offbeat.LocalSGD(), offbeat.WAGMA()], ids=lambda s: s.name)
+def test_weights_that_an_optimizer_sends_by_itself_cannot_be_averaged(
+    stack: ExitStack, strategy: Strategy
+) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    Script(strategy, stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.1)
+    with pytest.raises(UnsupportedError, match="use the optimizer that it wraps"):
         step(ddp, optimizer)
 
 

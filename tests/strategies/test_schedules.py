@@ -55,6 +55,8 @@ def test_a_schedule_with_a_value_that_is_not_allowed_is_refused_before_training(
         offbeat.SPDKFAC(**{option: offbeat.Schedule(((0, 5.0), (7, -0.1)))})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"{option} must be .* of its schedule at step 0"):
         offbeat.SPDKFAC(**{option: lambda step: -0.1})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"{option} must be .*got None of its schedule at step 0"):
+        offbeat.SPDKFAC(**{option: lambda step: None})  # type: ignore[arg-type]
 
 
 def trained(num_steps: int, **options: Any) -> tuple[list[torch.Tensor], KFACPart, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Final
 
 import torch
 
@@ -22,6 +23,9 @@ TENSOR_BYTES = (64, 1 << 22)
 """Sizes that are measured. Gradients do not fit into a cache, so neither should the larger tensor.
 """
 
+REPEATS: Final = 5
+"""How often each is measured; the fastest counts, since everything else is disturbance."""
+
 
 def probe(
     rank: int,
@@ -29,7 +33,7 @@ def probe(
     *,
     select_s_per_element: float,
     device: torch.device,
-    repeats: int = 5,
+    repeats: int = REPEATS,
 ) -> Collective[NetworkCosts]:
     """The network as the slowest rank sees it; the same on every rank. About 35 MiB each way at the
     default.
@@ -40,8 +44,7 @@ def probe(
         select_s_per_element: this rank's own cost of selection, to be agreed on with the rest.
         device: of the gradients: a dense all-reduce of CUDA tensors goes another way than one of
             CPU tensors.
-        repeats: measurements of each kind; the fastest counts, since everything else is
-            disturbance.
+        repeats: measurements of each kind.
     """
     small_s, large_s = yield from _fastest(
         repeats, [partial(_pass_on, rank, world_size, n) for n in MESSAGE_BYTES]

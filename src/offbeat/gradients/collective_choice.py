@@ -20,7 +20,7 @@ from offbeat.codec.value_codecs import Float32Values, ValueCodec
 from offbeat.codec.wire import pair_bytes
 from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
 from offbeat.collectives.base import CostOf
-from offbeat.collectives.probe import MESSAGE_BYTES, TENSOR_BYTES, probe
+from offbeat.collectives.probe import MESSAGE_BYTES, REPEATS, TENSOR_BYTES, probe
 from offbeat.parts.part import Part
 from offbeat.planning.costs import LinkCost, NetworkCosts, cheapest
 from offbeat.transport.driver import Driver, Stream
@@ -38,9 +38,6 @@ BY_ITSELF = frozenset({*SPARSE_COSTS, "dense"})
 """What `collective="auto"` chooses among."""
 
 SAMPLE_ELEMENTS = 1 << 20
-
-AGAIN_REPEATS: Final = 2
-"""How often everything is measured when links are looked at again, while training waits."""
 
 OTHER_LINKS: Final = 1.5
 """Links have changed where an exchange on them costs so many times what it did, or less than it by
@@ -139,7 +136,7 @@ class CheapestCollective(Part):
             among=among,
             notify=notify,
             inform=inform,
-            measured_again=lambda: driver.run(work(repeats=AGAIN_REPEATS), stream.next()),
+            measured_again=lambda: driver.run(work(), stream.next()),
         )
 
     @property
@@ -149,7 +146,7 @@ class CheapestCollective(Part):
         sum_s = dense.cost_s(
             world_size=self._world_size, num_bytes=TENSOR_BYTES[-1], network=self.network
         )
-        return AGAIN_REPEATS * (message_s + sum_s)
+        return REPEATS * (message_s + sum_s)
 
     def look_again(self, bucket: BucketKind, k: int) -> None:
         """Measure the links once more, and take the new figures if an exchange of `k` entries of

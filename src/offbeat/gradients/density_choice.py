@@ -236,7 +236,7 @@ class AutoDensity(Part):
         self._inform(
             f'density="auto" chose {chosen} after {self._num_exchanges} exchanges:'
             f" {expected_s * 1e3:.2f} ms expected, {allowed_s * 1e3:.2f} ms allowed, which is"
-            f" {share:g} of the {compute_s * 1e3:.1f} ms between exchanges"
+            f" {share:.0%} of the {compute_s * 1e3:.1f} ms between exchanges"
             + ("; fewer entries would hardly cost less" if expected_s > allowed_s else "")
             + next(
                 (f" until exchange {end}" for end, _ in WARM_UP if self._num_exchanges < end), ""

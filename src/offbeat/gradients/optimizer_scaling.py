@@ -378,8 +378,8 @@ def reason_against(optimizer: torch.optim.Optimizer, *, has_scaler: bool) -> str
     """Why Adam's scaling cannot be taken over; None: it can."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return (
-            f"the optimizer is {type(optimizer).__name__}, and only those of torch.optim.SGD, Adam"
-            " and AdamW can be"
+            f"the optimizer is {type(optimizer).__name__}, and only torch.optim.SGD, Adam and AdamW"
+            " are known"
         )
     if any(group["amsgrad"] for group in optimizer.param_groups):
         return "amsgrad=True keeps the largest square"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf, isfinite
-from typing import Literal, TypeAlias
+from math import inf, isfinite, nan
+from typing import Literal, SupportsFloat, TypeAlias
 
 from offbeat.errors import ConfigError
 
@@ -141,11 +141,12 @@ class StepsApart:
         if not callable(self._interval):
             return self._interval
         value = self._interval(step)
-        if not (isfinite(value) and value >= 1):
+        number = _number_of(value)
+        if not (isfinite(number) and number >= 1):
             raise ConfigError(
                 f"{self._name} must be at least 1, got {value!r} of its schedule at step {step}"
             )
-        return round(value)
+        return round(number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,11 +228,17 @@ def positive_at(name: str, value: float | OfStep, step: int) -> float:
     if not callable(value):
         return value
     found = value(step)
-    if not 0 < found < inf:
+    number = _number_of(found)
+    if not 0 < number < inf:
         raise ConfigError(
             f"{name} must be greater than 0, got {found!r} of its schedule at step {step}"
         )
-    return found
+    return number
+
+
+def _number_of(value: object) -> float:
+    """What a user's function has returned; nan, which no option may be, where it is no number."""
+    return float(value) if isinstance(value, SupportsFloat) else nan
 
 
 def has_few_digits(number: int, digits: int) -> bool:

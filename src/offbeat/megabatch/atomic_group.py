@@ -7,7 +7,7 @@ of them or for none.
 `run` carries `work` out with all members and commits the outcome (`membership.commit`). If a member
 is lost before, the work is done again in the next generation, without it. A worker that joins the
 run, or was left out of it while it was stopped, is *new*: it knows nothing of what its peers have
-done until a merge has told it (`caught_up`).
+done until a merge has told it (`caught_up`). Its peers know that it waits for one.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class AtomicGroup:
         self._changed = threading.Condition()
         self._active: _ActiveGeneration | None = None
         self._left_out = False
+        # The ranks that wait for a merge, and the generation with which each has come.
+        self._waiting: dict[int, int] = {}
         self._error: PeerError | None = None
         self._lost_store: str | None = None
         self._closed = False
@@ -102,11 +104,20 @@ class AtomicGroup:
                 # the next generation, unless this rank cannot go on.
                 self._check()
 
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether a member is new, and waits for a merge."""
+        with self._changed:
+            return bool(self._waiting)
+
     def caught_up(self, generation: Generation) -> None:
-        """By what was done in `generation`, this rank knows all that its peers do; unless it was
-        left out since.
+        """By what was done in `generation`, this rank knows all that its peers do, and so do the
+        members that were new; unless they were left out since.
         """
         with self._changed:
+            self._waiting = {
+                rank: number for rank, number in self._waiting.items() if number > generation.number
+            }
             self.is_new = self._left_out or (
                 self._active is not None and self._active.begun_as_new_after(generation)
             )
@@ -152,6 +163,10 @@ class AtomicGroup:
             self._active = _ActiveGeneration(generation, position, counted, is_new=is_new)
             self.is_new = self.is_new or is_new
             self._left_out, self._lost_store = False, None
+            ranks = [member.rank for member in generation.members]
+            self._waiting = {
+                rank: number for rank, number in self._waiting.items() if rank in ranks
+            } | dict.fromkeys((ranks[new] for new in generation.newcomers), generation.number)
             self._changed.notify_all()
         if old is None and generation.number and not is_new:
             self._notify(

@@ -5,9 +5,16 @@ A *round* is a list of spans, each of which is to be given out once; all workers
 that is free claims the next part of it, by one number in the store:
 
     given/<round>           samples that were claimed so far, raised atomically by whoever claims
+    ended/<round>           how the first worker came to the end of the round, written once; only
+                            where workers go on beside a merge, and so must know it alike
 
 What would be left for a claim of fewer than `smallest` samples belongs to the claim before it. The
 worker that claims it and whoever comes later conclude so from the same number.
+
+Workers stop claiming before nothing is left when one is on its way into the run, so that all merge
+and it has their model. What nobody has claimed then is the next round. Each worker stops when it
+hears of the newcomer, and others may go on until nothing is left: what matters is only what was
+computed.
 
 A claim is *claimed*, then *computed* by its worker, which says so when all workers merge, then
 *merged* with its worker's model, and only that is final. What was not merged is the round's spans
@@ -141,6 +148,7 @@ class MegaBatchShare:
         updates: optimizer steps taken with them.
         batch_size: how many samples it was to claim at a time.
         busy_s: time from each claim to the next, without waiting for peers, in seconds.
+        is_cut_short: whether the worker stopped claiming, because another one was on its way in.
         weight: of its model in the merge; all weights sum to 1. 0.0 before the merge.
     """
 
@@ -149,6 +157,7 @@ class MegaBatchShare:
     updates: int
     batch_size: int
     busy_s: float
+    is_cut_short: bool = False
     weight: float = 0.0
 
     @property
@@ -199,6 +208,8 @@ class ClaimRound:
         merged: Iterable[Claim],
         whole: Callable[[int, int], SampleRanges],
         num_mega_batches: int,
+        *,
+        is_cut_short: bool = False,
     ) -> ClaimRound:
         """The round after this one, of which the claims `merged` are final.
 
@@ -206,8 +217,11 @@ class ClaimRound:
             merged: by any worker.
             whole: the spans of a mega-batch, by epoch and number.
             num_mega_batches: of an epoch.
+            is_cut_short: whether what is left was not given out yet, for the most part.
         """
         left = without(self.spans, [span for claim in merged for span in claim.spans])
+        if left and is_cut_short:
+            return replace(self, round=self.round + 1, spans=left)
         if left:
             return replace(self, round=self.round + 1, retry=self.retry + 1, spans=left)
         if self.later:
@@ -257,6 +271,18 @@ class MergedRound:
     def claims(self) -> Iterator[Claim]:
         return (claim for share in self.shares for claim in share.claims)
 
+    @property
+    def left(self) -> SampleRanges:
+        """What of the round is in no merged claim."""
+        return without(
+            self.claim_round.spans, [span for claim in self.claims for span in claim.spans]
+        )
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether workers stopped claiming, so that what is left is the rest of the round."""
+        return bool(self.left) and any(share.is_cut_short for share in self.shares)
+
 
 class ClaimLog:
     """One worker's view of the log. It may be used by one thread at a time. No call waits for
@@ -277,7 +303,7 @@ class ClaimLog:
         self._spans: SampleRanges = ()
         self._smallest = 1
         self._is_exhausted = True
-        self._old: deque[int] = deque()
+        self._old: deque[tuple[int, str]] = deque()  # Entries, by round.
 
     @property
     def round(self) -> int:
@@ -308,12 +334,12 @@ class ClaimLog:
         assert number >= self._round, f"round {number} after round {self._round}"
         # All workers have merged since the other rounds, so that none claims from them any more.
         if 0 <= self._round < number:
-            self._old.append(self._round)
-        while self._old and self._old[0] < (self._round if peers_are_behind else number):
-            old = self._old.popleft()
+            self._old.append((self._round, self._given(self._round)))
+        while self._old and self._old[0][0] < (self._round if peers_are_behind else number):
+            _, old = self._old.popleft()
             if sweeps:
                 with store_errors():
-                    self._store.delete_key(self._given(old))
+                    self._store.delete_key(old)
         self._round, self._spans, self._smallest = number, tuple(spans), smallest
         self._is_exhausted = False
 
@@ -335,6 +361,22 @@ class ClaimLog:
         self._is_exhausted = begin >= total or is_taken
         end = end_of_claim(begin, num_samples, total, smallest=self._smallest)
         return None if self._is_exhausted else Claim(part_of(self._spans, begin, end))
+
+    def ends_cut_short(self, *, is_cut_short: bool) -> bool:
+        """End the round that is open here. All workers that call it get the same answer.
+
+        Args:
+            is_cut_short: whether this worker stopped claiming before it knew that nothing was left.
+
+        Returns:
+            `is_cut_short` of the worker that ended the round first. False: all of it was claimed.
+        """
+        key = f"{self._prefix}/ended/{self._round}"
+        self._old.append((self._round, key))
+        with store_errors():
+            # The first word stands, since the entry is written only where there is none.
+            word = self._store.compare_set(key, "", "cut" if is_cut_short else "all")
+        return bool(word == b"cut")
 
     def _given(self, number: int) -> str:
         return f"{self._prefix}/given/{number}"

@@ -85,6 +85,11 @@ class DispatchPolicy(Part, ABC):
     def is_left_out(self) -> bool:
         """Whether the peers have gone on without this rank: what it has claimed counts no more."""
 
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether a worker is on its way in, and waits for a merge."""
+        return False
+
     @abstractmethod
     def gather(self, value: Any) -> Mapping[int, Any] | None:
         """Every living rank's value, of JSON's kinds, by rank, ascending. Collective over the ranks
@@ -358,6 +363,8 @@ class DispatchLoader(Part):
         # being read ahead. A loop that stops, and goes on with the round later, gets them then.
         self._batches: Iterator[Any] | None = None
         self._ahead: deque[Claim] = deque()
+        # Whether nothing more is claimed of the open round, since a worker is on its way in.
+        self._is_cut_short = False
         # A claim is handed to the user, then computed, once the optimizer has stepped.
         self._handed_out: list[Claim] = []
         self._computed: list[Claim] = []
@@ -540,7 +547,7 @@ class DispatchLoader(Part):
             peers_are_behind=self._in_merge is not None,
         )
         self._open_round, self._retry = claim_round, claim_round.retry
-        self._fixed_claims, self._batches = None, None
+        self._fixed_claims, self._batches, self._is_cut_short = None, None, False
         self._ahead.clear()
         if self._replay is not None:
             self._fixed_claims = self._replayed(claim_round.spans)
@@ -590,6 +597,10 @@ class DispatchLoader(Part):
         when its samples are asked for.
         """
         while not self._is_away:
+            if self._policy.has_newcomers and not self.merge_is_under_way:
+                # They wait for the next merge. One that is under way is made anew with them.
+                self._is_cut_short = True
+                return
             claim = (
                 self._log.claim(self._policy.batch_size)
                 if self._fixed_claims is None
@@ -643,12 +654,19 @@ class DispatchLoader(Part):
             busy_s=self._busy_s,
         )
         over = self._open_round
+        # What is given out again, or is to be with this merge, is all of one kind.
+        is_first = over.retry == 0 and not self._lost
+        share = replace(share, is_cut_short=self._is_cut_short and is_first)
         if self._lost:
             # What an earlier merge has lost is given out as if it had been claimed in this round.
             # All ranks wait for this merge, so that it is before they go any further.
             over = replace(over, spans=(*self._lost, *over.spans))
-        elif overlaps and self._goes_on:
-            self._begin_merge(share)
+        elif (
+            overlaps
+            and self._goes_on
+            and not self._log.ends_cut_short(is_cut_short=share.is_cut_short)
+        ):
+            self._begin_merge(replace(share, is_cut_short=False))
             return
         ranks, sizes = self._policy.ranks, self._policy.batch_sizes
         merged = self._policy.merge(share, over)
@@ -707,8 +725,7 @@ class DispatchLoader(Part):
         """
         over = merged.claim_round
         shift = (over.epoch - self.epoch) * self._num_samples
-        lost = without(over.spans, [span for claim in merged.claims for span in claim.spans])
-        self._lost = tuple(_moved(span, shift) for span in lost)
+        self._lost = tuple(_moved(span, shift) for span in merged.left)
         self._merged = without(self._merged, self._lost)
 
     def _note(self, merged: MergedRound, ranks: Sequence[int], sizes: Sequence[int]) -> None:
@@ -744,7 +761,10 @@ class DispatchLoader(Part):
         self._note_waiting()
         self._reset_share()
         following = merged.following or over.after(
-            merged.claims, self._whole, self.num_mega_batches
+            merged.claims,
+            self._whole,
+            self.num_mega_batches,
+            is_cut_short=merged.is_cut_short,
         )
         self._move_to(following)
         self._add_shares(merged, following)
@@ -818,17 +838,13 @@ class DispatchLoader(Part):
                 " others cannot be replayed"
             )
         departed = sorted(set(ranks) - {share.rank for share in merged.shares})
-        over = merged.claim_round
-        left = num_positions(
-            without(
-                over.spans,
-                [span for claim in merged.claims for span in claim.spans],
-            )
-        )
+        over, left = merged.claim_round, num_positions(merged.left)
         if departed and left:
             which = f"worker{'s' if len(departed) > 1 else ''} {', '.join(map(str, departed))}"
+            # Of a round that was cut short, nobody knows how many of them were claimed.
+            count = "all" if merged.is_cut_short else str(left)
             self._notify(
-                f"mega-batch {over.epoch}/{over.mega_batch}: {left} samples that {which} had taken"
+                f"mega-batch {over.epoch}/{over.mega_batch}: {count} samples that {which} had taken"
                 " are given out again"
             )
 

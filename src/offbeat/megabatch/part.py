@@ -250,6 +250,11 @@ class MegaBatchPart(DispatchPolicy):
         """
         return self._group.is_new
 
+    @property
+    @override
+    def has_newcomers(self) -> bool:
+        return self._group.has_newcomers
+
     @override
     def gather(self, value: Any) -> dict[int, Any] | None:
         """The `value`, of JSON's kinds, of every member that lives, by rank. Collective, between
@@ -535,7 +540,9 @@ class MegaBatchPart(DispatchPolicy):
         )
         self.ranks = tuple(proposal.rank for proposal in staying)
         self._compare_learning_rates(staying)
-        ends = claim_round is None or (claim_round.retry == 0 and not claim_round.later)
+        merged = self._merged_round(outcome)
+        has_rest = merged is not None and (bool(merged.claim_round.later) or merged.is_cut_short)
+        ends = claim_round is None or (claim_round.retry == 0 and not has_rest)
         if ends:
             self._resize(staying)
         else:
@@ -549,32 +556,37 @@ class MegaBatchPart(DispatchPolicy):
             self._pace = Pace()
             report = outcome.reference.report
             is_late = outcome.mine.is_new and report.following is not None
-            self._missed_rounds = is_late or (claim_round is not None and bool(claim_round.later))
+            self._missed_rounds = is_late or has_rest
         if outcome.mine.is_new and not self._num_steps:
             self.start_step = self._num_steps = outcome.reference.report.num_steps
         is_old = at_step is not None and not outcome.mine.is_new
         self._merged_at_step = at_step if at_step is not None and is_old else self._num_steps
         self._went_on = outcome.reference.report.following is not None
         self._num_claimed = 0
-        merged = None
-        if claim_round is not None:
-            total = sum(outcome.mean.weights)
-            shares = [
-                replace(proposal.report.share, weight=weight / total)
-                for proposal, weight, is_party in zip(
-                    outcome.proposals, outcome.mean.weights, outcome.parties, strict=True
-                )
-                if is_party
-            ]
-            shares.sort(key=lambda share: share.rank)
-            merged = MergedRound(
-                claim_round=claim_round,
-                shares=tuple(shares),
-                ranks=self.ranks,
-                following=outcome.reference.report.following,
-            )
         self.joined_by = merged if outcome.mine.is_new else self.joined_by
         return merged
+
+    def _merged_round(self, outcome: MergeOutcome) -> MergedRound | None:
+        """The round that a merge has ended; None without a loader."""
+        claim_round = outcome.reference.report.claim_round
+        if claim_round is None:
+            return None
+        assert outcome.mean is not None
+        total = sum(outcome.mean.weights)
+        shares = [
+            replace(proposal.report.share, weight=weight / total)
+            for proposal, weight, is_party in zip(
+                outcome.proposals, outcome.mean.weights, outcome.parties, strict=True
+            )
+            if is_party
+        ]
+        shares.sort(key=lambda share: share.rank)
+        return MergedRound(
+            claim_round=claim_round,
+            shares=tuple(shares),
+            ranks=self.ranks,
+            following=outcome.reference.report.following,
+        )
 
     def _compare_learning_rates(self, proposals: Sequence[MergeProposal]) -> None:
         # A rank that has taken no step since may set its rate when it takes one.

@@ -48,6 +48,11 @@ NOT_DISTRIBUTED = """\
     loader = DataLoader(dataset, sampler=torch.utils.data.DistributedSampler(dataset), ...)
     torch.distributed.destroy_process_group()  # at the end"""
 
+WITHOUT_DDP = """\
+{script} makes a process group, but trains with neither DistributedDataParallel nor\
+ offbeat.attach, so {strategy} exchanges nothing; wrap the model:\
+ torch.nn.parallel.DistributedDataParallel(model)"""
+
 
 class ModelListener:
     """Hears of models that are trained, as the record of the run does. Does nothing unless a
@@ -109,12 +114,14 @@ class ScriptSessions(ScriptListener):
         num_ddp_models: DDP models that the script has made.
         num_attached: sessions that were attached, by this or by the script itself.
         num_processes: processes that the script has started, but for those that load data.
+        trains_without_ddp: whether its first step was in a process group, but of no such model.
     """
 
     def __init__(self, recipe: ScriptRecipe, listener: ModelListener) -> None:
         self.num_ddp_models = 0
         self.num_attached = 0
         self.num_processes = 0
+        self.trains_without_ddp = False
         self._recipe = recipe
         self._listener = listener
         self._made = _Made()
@@ -293,6 +300,8 @@ class ScriptSessions(ScriptListener):
         if not (self._has_checked or self.num_attached or self.num_ddp_models):
             self._has_checked = True
             _refuse_what_nobody_exchanges(optimizer)
+            self.trains_without_ddp = True
+            LOGGER.warning("%s", WITHOUT_DDP.format(script=sys.argv[0], strategy=self._recipe.name))
 
 
 def _refuse_what_nobody_exchanges(optimizer: torch.optim.Optimizer) -> None:

@@ -64,8 +64,9 @@ def meeting(rendezvous: str | None, nodes: int | None, node_rank: int | None) ->
     if len(missing) == len(given):
         return None
     if rendezvous is None or nodes is None or node_rank is None:
+        verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
-            f"{' and '.join(missing)} is missing; a run on several hosts needs --rendezvous"
+            f"{' and '.join(missing)} {verb} missing; a run on several hosts needs --rendezvous"
             " HOST:PORT of the first of them, --nodes and --node-rank"
         )
     host, colon, port = rendezvous.rpartition(":")

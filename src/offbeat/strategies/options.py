@@ -5,7 +5,8 @@ fix.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from math import nan
+from typing import Any, SupportsFloat, TypeVar
 
 import torch
 
@@ -14,8 +15,13 @@ from offbeat.errors import ConfigError, UnsupportedError, nearest
 T = TypeVar("T")
 
 
+def number_of(value: object) -> float:
+    """`value` as a number; nan, which no range has, where it is none."""
+    return float(value) if isinstance(value, SupportsFloat) else nan
+
+
 def require_positive(name: str, value: float) -> None:
-    if not value > 0:
+    if not number_of(value) > 0:
         raise ConfigError(f"{name} must be greater than 0, got {value!r}")
 
 
@@ -57,8 +63,9 @@ def object_of(name: str, value: object, by_name: Mapping[str, T], kind: type[Any
 
 
 def require_density(name: str, value: float) -> None:
-    if not 0 < value <= 1:
-        hint = f"; {value}% is {name}={value / 100:g}" if 1 < value <= 100 else ""
+    number = number_of(value)
+    if not 0 < number <= 1:
+        hint = f"; {value}% is {name}={number / 100:g}" if 1 < number <= 100 else ""
         raise ConfigError(
             f"{name} is the fraction of gradient entries that travel, in (0, 1], got"
             f" {value!r}{hint}"
@@ -66,7 +73,7 @@ def require_density(name: str, value: float) -> None:
 
 
 def require_fraction_below_one(name: str, value: float) -> None:
-    if not 0 <= value < 1:
+    if not 0 <= number_of(value) < 1:
         raise ConfigError(f"{name} must be in [0, 1), got {value!r}")
 
 
