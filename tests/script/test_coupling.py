@@ -298,6 +298,20 @@ def test_samples_cannot_be_shared_out_by_a_ddp_script(stack: ExitStack) -> None:
         step(ddp, optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # that import's
+@pytest.mark.parametrize("strategy", [offbeat.LocalSGD(), offbeat.WAGMA()], ids=lambda s: s.name)
+def test_weights_that_an_optimizer_sends_by_itself_cannot_be_averaged(
+    stack: ExitStack, strategy: Strategy
+) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    Script(strategy, stack)
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.1)
+    with pytest.raises(UnsupportedError, match="use the optimizer that it wraps"):
+        step(ddp, optimizer)
+
+
 def test_an_optimizer_of_two_models_is_refused(stack: ExitStack) -> None:
     Script(offbeat.AllReduce(), stack)
     models = [DistributedDataParallel(nn.Linear(3, 1)) for _ in range(2)]

@@ -168,6 +168,11 @@ def _check(
             "LBFGS runs several backward passes inside step(), each rank as many as it likes; use"
             " another optimizer"
         )
+    if strategy.replicas_differ and type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise UnsupportedError(
+            "ZeroRedundancyOptimizer lets one rank step each parameter and sends it to all, so"
+            f" nothing is left for {strategy.name} to average; use the optimizer that it wraps"
+        )
     lazy = next(
         (
             name
