@@ -6,6 +6,9 @@ STAMP = $(VENV)/.stamp
 # On a terminal pip shows how far it is.
 INSTALL = $(BIN)/python -m pip --disable-pip-version-check $$([ -t 1 ] || echo -qq) install -c constraints.txt
 
+# Processes that run tests side by side. Much of their time they wait for ranks that they start.
+TEST_WORKERS = 2
+
 INTEGRATIONS = .venv-integrations
 INTEGRATIONS_STAMP = $(INTEGRATIONS)/.stamp
 
@@ -47,7 +50,7 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m compileall -q src tests  # once, and not in each of the processes that tests start
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not slow"
 
 test-slow: setup
 	$(BIN)/python -m pytest -q -n 2 --timeout 3600 -m slow

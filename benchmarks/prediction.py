@@ -58,7 +58,8 @@ HALVES = "halves of the run differ"
 
 @cache
 def profile_of(settings: tuple[str, ...]) -> ModelProfile:
-    return measure_task(TASK, settings, steps=PROFILED_STEPS)
+    options = dict(setting.split("=", 1) for setting in settings)
+    return measure_task(TASK, options, steps=PROFILED_STEPS)
 
 
 def run(

@@ -8,7 +8,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -30,8 +29,10 @@ from offbeat.lab.rendezvous import StoreServer
 from offbeat.lab.train import plan, train
 from offbeat.session.checkpoint import latest, verify
 from ranks_support.launch import Place, launch_in_places
+from ranks_support.process import StartProcess, start_process
 from ranks_support.templates import Templates
 
+__all__ = ["start_process"]
 pytestmark = pytest.mark.ranks
 
 ENDLESS = 1_000_000
@@ -187,22 +188,25 @@ def test_an_interrupt_writes_a_checkpoint_and_leaves_nobody(npz: Path, tmp_path:
     assert resume(tmp_path / "run", steps=summary.steps + 1).steps == summary.steps + 1
 
 
-def test_workers_do_not_outlive_a_killed_supervisor(npz: Path, tmp_path: Path) -> None:
-    program = f"""
-from pathlib import Path
-from offbeat.lab.config import Request
-from offbeat.lab.train import plan, train
-settings = ["path={npz}", "batch_size=4"]
-request = Request(task="mnist", strategy="allreduce", workers=2, steps={ENDLESS}, settings=settings)
-train(plan(request, out=Path("run")), lambda progress: print(progress.pid, flush=True))
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-    ) as supervisor:
-        assert supervisor.stdout is not None
-        pids: set[int] = set()
+def supervise(rank: int, world_size: int, *, npz: str, out: str, pids: str) -> None:
+    """Trains for ever, and says which processes do it."""
+    with Path(pids).open("w", buffering=1) as told:
+        planned = plan(request(Path(npz), steps=ENDLESS), out=Path(out))
+        train(planned, lambda progress: print(progress.pid, file=told))
+
+
+def test_workers_do_not_outlive_a_killed_supervisor(
+    npz: Path, tmp_path: Path, start_process: StartProcess
+) -> None:
+    said = tmp_path / "pids"
+    os.mkfifo(said)
+    supervisor = start_process(
+        supervise, 0, 1, npz=str(npz), out=str(tmp_path / "run"), pids=str(said)
+    )
+    pids: set[int] = set()
+    with said.open() as lines:
         while len(pids) < 2:
-            pids.add(int(supervisor.stdout.readline()))
+            pids.add(int(lines.readline()))
         supervisor.kill()
     assert_gone(pids)
 

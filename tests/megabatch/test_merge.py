@@ -311,6 +311,23 @@ def test_of_momenta_too_only_rows_that_changed_are_sent() -> None:
     assert sent[0] - sent[1] > 20 * 3 * 4  # of two times 20 rows in float32, each sends half
 
 
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_numbers_of_steps_are_merged_where_only_rows_that_changed_are(is_beside: bool) -> None:
+    ranks = make_ranks(2, make=torch.optim.SparseAdam)
+    for row in (3, 4, 5):
+        for rank in ranks:
+            rank.set_sparse_gradient(row + rank.number)
+            rank.optimizer.step()
+        if is_beside:
+            merge_beside(ranks, freeze(ranks, [1, 1]))
+        else:
+            together(ranks, merging(ranks, [1, 1]))
+        first, second = (rank.optimizer.state[rank.rows] for rank in ranks)
+        assert torch.equal(first["exp_avg_sq"], second["exp_avg_sq"])
+        assert first["step"] == second["step"] == row - 2
+        assert ranks[0].state == ranks[1].state
+
+
 def test_a_momentum_that_a_rank_does_not_have_counts_for_nothing_and_is_given_to_it() -> None:
     """Rank 0 had no batch, rank 1 is new, and rank 3 has no weight."""
     ranks = make_ranks(5, new=[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from offbeat.errors import ConfigError
 from offbeat.lab.cluster import Cluster, from_flags
 from offbeat.lab.comparison import read_comparison, write_comparison
 from offbeat.lab.emulation.base import LinkCheck
+from offbeat.lab.tasks import build_task
 from offbeat.plan.check import check_comparison
 from offbeat.plan.predictions import PlanRequest, make_plan, predict_step
 from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
@@ -108,6 +110,18 @@ def test_the_machine_that_a_comparison_ran_on_is_not_held_against_predictions(
         emulation = made.emulation.model_copy(update={"checks": [saw]})
         write_comparison(directory, made.model_copy(update={"emulation": emulation}))
     assert check_comparison(directory, MODEL).median_error == pytest.approx(0.0, abs=1e-6)
+
+
+def test_what_a_comparison_trained_is_profiled_with_all_its_options(tmp_path: Path) -> None:
+    task = build_task("digits", {"size": "small", "batch_size": 8})
+    directory = recorded(tmp_path, {"ddp": [DDP_S] * STEPS}, num_parameters=task.num_parameters())
+    path = directory / "runs/ddp-seed-0/config.json"
+    config = json.loads(path.read_text())
+    # An option that is None is one that no text says.
+    config["config"]["task_options"] = task.options.model_dump(mode="json")
+    assert None in config["config"]["task_options"].values()
+    path.write_text(json.dumps(config))
+    assert check_comparison(directory).profile.num_elements == task.num_parameters()
 
 
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:

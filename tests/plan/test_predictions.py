@@ -349,6 +349,13 @@ def test_the_command_writes_a_page_and_json(tmp_path: Path) -> None:
     assert page.read_text().count("<polyline") == 2 * 2
 
 
+def test_what_exchanges_nothing_is_no_recommendation() -> None:
+    cluster = from_flags(workers=4, link="8mbit")
+    for strategies, best in ((("alone", "ddp"), "ddp"), (("alone",), "alone")):
+        plan = make_plan(PlanRequest(profile=MODEL, clusters=[cluster], strategies=strategies))
+        assert plan.best(4, 8e6).strategy == best
+
+
 def test_a_row_of_the_table_is_one_line_of_80_columns(tmp_path: Path) -> None:
     file = tmp_path / "office.toml"
     file.write_text('workers = 1024\nlink = "1gbit"\ndeaths_per_hour = 0.01')

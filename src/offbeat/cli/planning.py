@@ -136,6 +136,7 @@ def profile(
     out: Annotated[Path | None, typer.Option(help="Where to (default: standard output).")] = None,
 ) -> None:
     """Time solo steps of your script or of a task, for `offbeat plan`."""
+    from offbeat.lab.options import route
     from offbeat.plan.kineto import profile_from_trace
     from offbeat.plan.measure import measure_task
     from offbeat.plan.script_timing import measure_script
@@ -160,7 +161,8 @@ def profile(
             )
         made = profile_from_trace(trace, named_profile(like), batch_size=batch_size, device=device)
     elif task is not None:
-        made = measure_task(task, settings or [], steps=steps)
+        options, _ = route(task, "allreduce", settings or [])
+        made = measure_task(task, options, steps=steps)
     else:
         made = measure_script(
             script_command(words or []),

@@ -519,17 +519,18 @@ class MergeProtocol:
             names = names_of_merged(shares)
             for name in names if outcome.kind == "merge" else ():
                 assert own.states is not None, "all ranks merge states, or none does"
-                # Of a state the same rows are merged as of its parameter.
-                rows |= {
-                    len(whole) + number: chosen
-                    for number, chosen in rows.items()
-                    if number < len(self._parameters)
-                }
                 # One that nobody with a weight has is left as it is.
                 states[name] = [
                     state if share else torch.zeros_like(state)
                     for state, share in zip(own.states(name), shares[name], strict=True)
                 ]
+                # Of a state the same rows are merged as of its parameter. A single number, such as
+                # that of steps, has no rows.
+                rows |= {
+                    len(whole) + number: rows[number]
+                    for number, state in enumerate(states[name])
+                    if number in rows and state.dim()
+                }
                 whole = [*whole, *states[name]]
             tensors = [
                 tensor.detach().index_select(0, rows[number]) if number in rows else tensor

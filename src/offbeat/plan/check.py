@@ -161,8 +161,7 @@ def _measured_profile(runs: Mapping[str, Sequence[Record]]) -> ModelProfile:
     config = next(iter(runs.values()))[0].config
     if config.script is not None:
         return measure_script(config.script, steps=_PROFILED_STEPS)
-    settings = [f"{key}={value}" for key, value in config.task_options.items()]
-    return measure_task(config.task, settings, steps=_PROFILED_STEPS)
+    return measure_task(config.task, config.task_options, steps=_PROFILED_STEPS)
 
 
 def _as_alone(model: ModelProfile, cluster: Cluster, alone: Sequence[Path]) -> ModelProfile:

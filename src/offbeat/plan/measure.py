@@ -5,7 +5,7 @@ sizes, and what its Kronecker factors cost.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from offbeat.errors import ConfigError
-from offbeat.lab.options import route
 from offbeat.lab.tasks import Task, build_task
 from offbeat.plan.factors import STRATEGY, FactorTimer
 from offbeat.plan.profile import ModelProfile
@@ -21,13 +20,13 @@ from offbeat.plan.timing import StepTimer, profile_of
 from offbeat.session.attach import attach_through
 
 
-def measure_task(task: str, settings: Sequence[str], *, steps: int) -> ModelProfile:
+def measure_task(task: str, options: Mapping[str, object], *, steps: int) -> ModelProfile:
     """Time `steps` steps of a task at half of its batch size and at its batch size, on one thread,
     as workers of the lab have.
 
     Args:
         task: its name.
-        settings: options as key=value.
+        options: values by name; strings are converted.
         steps: at each batch size, 1 or more.
 
     Raises:
@@ -35,7 +34,6 @@ def measure_task(task: str, settings: Sequence[str], *, steps: int) -> ModelProf
     """
     if steps < 1:
         raise ConfigError(f"--steps is {steps}; allowed is 1 or more")
-    options, _ = route(task, "allreduce", settings)
     whole = build_task(task, options)
     if not all(parameter.requires_grad for parameter in whole.build_model(0).parameters()):
         raise ConfigError(f"task {task!r} has frozen parameters, which no profile can hold")
@@ -43,8 +41,7 @@ def measure_task(task: str, settings: Sequence[str], *, steps: int) -> ModelProf
     sizes = [size] if size == 1 else [size // 2, size]
     with one_thread():
         timed = [
-            _time_steps(build_task(task, {**options, "batch_size": str(some)}), steps)
-            for some in sizes
+            _time_steps(build_task(task, {**options, "batch_size": some}), steps) for some in sizes
         ]
         timer, optimizer = timed[-1]
         source = f"measured on this machine, {steps} steps, one process, one thread"

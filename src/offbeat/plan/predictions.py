@@ -17,6 +17,7 @@ from offbeat.errors import ConfigError
 from offbeat.gradients.collective_choice import BY_ITSELF
 from offbeat.lab.cluster import Cluster, LinkSpec
 from offbeat.lab.cluster.quantities import display_rate
+from offbeat.lab.compare_plan import ALONE
 from offbeat.lab.options import Recipe, build_strategy, parse_spec
 from offbeat.plan.methods import (
     Background,
@@ -380,8 +381,10 @@ def setting_of(profile: ModelProfile, cluster: Cluster) -> Setting:
 
 
 def _best(predictions: Sequence[StepPrediction]) -> StepPrediction:
-    fastest = max(one.samples_per_s for one in predictions)
-    return next(one for one in predictions if one.samples_per_s >= (1 - CLOSE) * fastest)
+    # What exchanges nothing trains no common model: it is there to be compared with.
+    several = [one for one in predictions if one.strategy != ALONE] or predictions
+    fastest = max(one.samples_per_s for one in several)
+    return next(one for one in several if one.samples_per_s >= (1 - CLOSE) * fastest)
 
 
 def _crossovers(request: PlanRequest, predictions: Sequence[StepPrediction]) -> list[str]:

@@ -20,6 +20,7 @@ from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
 from offbeat.kfac.planning.inversion import PolynomialInversion, TabledInversion
 from offbeat.kfac.planning.iteration import Layer
+from offbeat.lab.cluster.quantities import display_rate
 
 FORMAT: Final = 1
 FLOAT_BYTES: Final = 4
@@ -269,7 +270,10 @@ class ModelProfile:
         if fewest <= workers <= most and slowest <= rate_bit_per_s <= fastest:
             return ""
         numbers = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-        rates = [f"{rate / 1e6:g} Mbit/s" for rate in dict.fromkeys((slowest, fastest))]
+        rates = [
+            "unlimited rates" if math.isinf(rate) else display_rate(rate)
+            for rate in dict.fromkeys((slowest, fastest))
+        ]
         return f"{name} was checked with {numbers} workers and {' to '.join(rates)} only"
 
     def at_batch_size(self, batch_size: int) -> ModelProfile:
