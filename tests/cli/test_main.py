@@ -189,6 +189,7 @@ TRAIN = ("train", "--task", "digits", "--strategy", "gtopk")
         (("train", "--resume", "nowhere"), 1, "nowhere holds no run record"),
         ((*TRAIN, "--out", "taken"), 1, "taken is not empty and holds no run"),
         (("demo", "--out", "taken"), 1, "taken exists"),
+        (("run", "--strategy", "ddp,wagma", "-m", "json"), 2, "offbeat compare --strategies ddp,w"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_starts_nothing(

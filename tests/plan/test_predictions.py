@@ -215,6 +215,14 @@ def test_without_overlap_wagma_waits_for_its_averages() -> None:
     assert (beside, behind) == pytest.approx((0.3, 0.3 + 0.2), rel=0.05)
 
 
+@pytest.mark.parametrize("strategy", ["wagma", "adpsgd"])
+def test_averages_that_take_many_steps_are_said_to_look_too_fast(strategy: str) -> None:
+    # 4 MB or half of it, at 25 MB/s and at 0.25 MB/s, beside steps of 0.3 s.
+    fast, slow = (predict_step(strategy, setting(link)).note for link in ("200mbit", "2mbit"))
+    assert not fast
+    assert "looks faster than it stays" in slow
+
+
 def test_momenta_travel_with_averages_of_all_ranks() -> None:
     def num_bytes(options: str) -> float:
         return predict_step(f"wagma:values=float32:{options}", setting("8gbit")).bytes_per_step

@@ -867,7 +867,23 @@ class Background(Method):
             encode_s=published_s,
             alpha_share=messages * alpha_s / exchange_s if exchange_s else 0.0,
             by_events=not note,
-            note=note,
+            note="; ".join(filter(None, [note, self._slow_note(setting)])),
+        )
+
+    def _slow_note(self, setting: Setting) -> str:
+        """Averages that take many steps are not over in those that are simulated."""
+        world_size, num_elements = setting.world_size, self._vectors * setting.profile.num_elements
+        element_bytes = FLOAT_BYTES // 2 if self._rounds(num_elements) else FLOAT_BYTES
+        sent = 1.0 if self._pairs else 2 * (world_size - 1) / world_size
+        average_s = setting.network.messages.time_s(
+            num_messages=2, num_bytes=sent * element_bytes * num_elements
+        )
+        num_steps = average_s / setting.ideal_s
+        if world_size == 1 or num_steps <= max(self.steps_in_a_period, _STEPS_OF_AN_AVERAGE):
+            return ""
+        return (
+            f"an average takes about {num_steps:.0f} steps on the slowest link here, so it looks"
+            " faster than it stays, since later steps wait for averages"
         )
 
     def _is_global(self, version: int) -> bool:
@@ -901,6 +917,8 @@ class Background(Method):
 
 
 _BACKGROUND_STEPS, _STEPS_OF_FEW = 20, 60
+_STEPS_OF_AN_AVERAGE: Final = 10
+"""Averages that take more look faster than they are."""
 
 
 class _NotingPort:

@@ -62,5 +62,10 @@ def script_config(
     Raises:
         ConfigError: no such strategy, option or logger, or a number that cannot be.
     """
+    if "," in strategy.partition(":")[0]:
+        raise ConfigError(
+            f"--strategy takes one strategy, got {strategy!r}; to try several: offbeat compare"
+            f" --strategies {strategy} -- {script.path}"
+        )
     name, options = parse_spec(strategy)
     return resolve_script(script, name, options, workers=workers, steps=steps, log_to=log_to)
