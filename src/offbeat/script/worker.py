@@ -32,7 +32,13 @@ from offbeat.lab.rendezvous import launched, supervised_coordinator
 from offbeat.script import patches
 from offbeat.script.attach import AttachOverride, overriding
 from offbeat.script.children import CHILD_VARIABLE
-from offbeat.script.coupling import NOT_DISTRIBUTED, WITHOUT_DDP, ScriptSessions, is_good_end
+from offbeat.script.coupling import (
+    NO_TRAINING,
+    NOT_DISTRIBUTED,
+    WITHOUT_DDP,
+    ScriptSessions,
+    is_good_end,
+)
 from offbeat.script.recipes import ScriptRecipe, recipe_for
 from offbeat.script.recording import OpenRecord, ScriptRecorder
 from offbeat.script.sharing import shared_record
@@ -115,7 +121,10 @@ class ScriptRun:
             return 0
         script = self._script.path
         if not self._sessions.num_ddp_models:
-            why = WITHOUT_DDP if self._sessions.trains_without_ddp else NOT_DISTRIBUTED
+            if self._sessions.trains_without_ddp:
+                why = WITHOUT_DDP
+            else:
+                why = NOT_DISTRIBUTED if self._sessions.trains_without_session else NO_TRAINING
             return self._fail(ConfigError(why.format(script=script, strategy=self._recipe.name)))
         return self._fail(
             ConfigError(
