@@ -383,9 +383,11 @@ class ClusterFlags:
         }
         without = ""
         try:
-            racks = from_flags(workers=workers, **given).racks
-            if racks is not None:
+            asked = from_flags(workers=workers, **given)
+            if asked.racks is not None:
                 without = ", without racks, which it cannot emulate"
+            elif asked.straggling_record is not None:
+                without = ", without the record's computing times, which it cannot emulate"
         except ConfigError:
             without = ", without what is said of further workers"
         if without:

@@ -32,6 +32,7 @@ from offbeat.plan.cores import (
     until_done,
 )
 from offbeat.plan.profile import ModelProfile
+from offbeat.plan.recorded_times import recorded_times
 from offbeat.planning.costs import MESSAGE_S, LinkCost, NetworkCosts
 from offbeat.transport.driver import Pending
 from offbeat.transport.operations import Collective, DenseOperation, Payload, Sleep
@@ -165,7 +166,8 @@ class Setting:
     def is_steady(self) -> bool:
         """Whether all steps take the same time on all ranks."""
         cluster = self.cluster
-        return not (cluster.straggling or self.profile.spread or set(cluster.speeds) != {1.0})
+        late = cluster.straggling or cluster.straggling_record is not None
+        return not (late or self.profile.spread or set(cluster.speeds) != {1.0})
 
     @property
     def by_closed_forms(self) -> bool:
@@ -188,6 +190,14 @@ class Setting:
     def factors(self) -> NDArray[np.float64]:
         """By what computing takes longer than the profile says, shape (steps, ranks)."""
         speeds = np.array(self.cluster.speeds)
+        record = self.cluster.straggling_record
+        if record is not None:
+            times, seed = recorded_times(record), self.cluster.seed
+            rows = range(self._first_step, self._first_step + self.num_steps)
+            recorded: NDArray[np.float64] = (
+                np.stack([times.drawn(seed, row, self.world_size) for row in rows]) / speeds
+            )
+            return recorded
         generator = np.random.default_rng([self.cluster.seed, 2])
         shape = (self.num_steps, self.world_size)
         spread = self.profile.spread
@@ -200,12 +210,16 @@ class Setting:
         """How long ranks sleep besides, shape (steps, ranks)."""
         late = np.zeros((self.num_steps, self.world_size))
         if self.cluster.straggling:
-            # The lab draws for steps that are counted from 1.
-            first = 1 if self.steps is None else self.steps[-self.num_steps] + 1
             for row in range(self.num_steps):
-                for rank, delay_s in self.cluster.delayed_ranks(first + row).items():
+                step = self._first_step + row
+                for rank, delay_s in self.cluster.delayed_ranks(step).items():
                     late[row, rank] = delay_s
         return late
+
+    @property
+    def _first_step(self) -> int:
+        """Counted from 1, as the lab draws for steps."""
+        return 1 if self.steps is None else self.steps[-self.num_steps] + 1
 
     def share(self, occurs: Callable[[int], bool]) -> float:
         """Of the steps that are predicted, the part in which something `occurs`."""
@@ -442,8 +456,12 @@ class Run:
         profile, factor = self.setting.profile, self.factor(rank, number)
         duration_s = profile.batch.forward_s
         work_s = (duration_s - profile.padding_s) * factor
-        # What computing takes longer once, padding takes less.
-        duration_s *= 1 / self.setting.cluster.speeds[rank] if profile.padding_s else factor
+        cluster = self.setting.cluster
+        if profile.padding_s and cluster.straggling_record is None:
+            # What computing takes longer once, padding takes less.
+            duration_s /= cluster.speeds[rank]
+        else:
+            duration_s *= factor
         yield from self._compute(rank, duration_s, work_s)
 
     def compute(self, rank: int, number: int, seconds: float) -> Collective[None]:

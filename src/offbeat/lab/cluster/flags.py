@@ -58,6 +58,7 @@ def from_flags(
         values["speeds"] = _parse_speeds(speeds)
     if delay is not None:
         values["straggling"] = parse_delays(delay, "--delay")
+        values["straggling_record"] = None
     if step_time is not None:
         values["step_s"] = None if is_none(step_time) else parse_duration(step_time, "--step-time")
     try:

@@ -40,7 +40,8 @@ _LISTS: Final[Mapping[str, type[BaseModel]]] = {"changes": SpeedChange, "faults"
 
 
 def load(path: Path) -> Cluster:
-    """The cluster that a file describes; a file without `name` names it after itself.
+    """The cluster that a file describes; a file without `name` names it after itself, and the path
+    of a record starts from its directory.
 
     Raises:
         ConfigError: no such file, no TOML, or not a cluster. The message names the file and the
@@ -56,11 +57,12 @@ def load(path: Path) -> Cluster:
             f"cannot read cluster {path}: {error.strerror}; presets are {', '.join(PRESETS)}"
         ) from None
     cluster = parse_cluster(text, str(path))
-    return (
-        cluster
-        if "name" in cluster.model_fields_set
-        else Cluster(**{**cluster.fields(), "name": path.stem})
-    )
+    more: dict[str, str] = {}
+    if "name" not in cluster.model_fields_set:
+        more["name"] = path.stem
+    if cluster.straggling_record is not None:
+        more["straggling_record"] = str(path.parent / cluster.straggling_record)
+    return Cluster(**{**cluster.fields(), **more}) if more else cluster
 
 
 def preset(name: str) -> Cluster:
