@@ -5,13 +5,14 @@ all devices are laid out there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import numpy as np
 import torch
 
-from offbeat.codec.index_codecs import INDEX_CODECS
-from offbeat.codec.value_codecs import VALUE_CODECS
+from offbeat.codec.index_codecs import INDEX_CODECS, IndexCodec
+from offbeat.codec.value_codecs import VALUE_CODECS, Float32Values, ValueCodec
 from offbeat.plan.clock import usual_s
 from offbeat.plan.profile import SELECTED_DENSITY, CodecCost
 
@@ -24,20 +25,22 @@ def time_codecs() -> tuple[CodecCost, ...]:
     indices = np.cumsum(draws.geometric(SELECTED_DENSITY, _ENTRIES)).astype(np.int64)
     values = draws.standard_normal(_ENTRIES).astype(np.float32)
     num_elements = int(indices[-1]) + 1
-    found = []
-    for name, codec in VALUE_CODECS.items():
-        found.append(_cost(name, lambda codec=codec: codec.decode(codec.encode(values))))
-    for name, index_codec in INDEX_CODECS.items():
+    on_wire = Float32Values().encode(values)
 
-        def both(codec: Any = index_codec) -> None:
-            coded = codec.encode(indices, values, num_elements)
-            data = memoryview(coded.indices.tobytes())
-            codec.decode(coded.layout, data, coded.values, num_elements)
+    def code_indices(codec: IndexCodec) -> None:
+        coded = codec.encode(indices, on_wire, num_elements)
+        data = memoryview(coded.indices.tobytes())
+        codec.decode(coded.layout, data, coded.values, num_elements)
 
-        found.append(_cost(name, both))
-    return tuple(found)
+    def code_values(codec: ValueCodec) -> None:
+        codec.decode(codec.encode(values))
+
+    return (
+        *(_cost(name, partial(code_values, codec)) for name, codec in VALUE_CODECS.items()),
+        *(_cost(name, partial(code_indices, codec)) for name, codec in INDEX_CODECS.items()),
+    )
 
 
-def _cost(name: str, both: Callable[[], Any]) -> CodecCost:
+def _cost(name: str, both: Callable[[], None]) -> CodecCost:
     both()  # the first call compiles
     return CodecCost(name=name, s_per_entry=usual_s(both, torch.device("cpu")) / _ENTRIES)
