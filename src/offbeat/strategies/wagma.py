@@ -57,7 +57,6 @@ from offbeat.averaging.background.averager import (
 )
 from offbeat.averaging.background.merge_rules import PaperMerge
 from offbeat.averaging.background.published_model import ModelState, PublishedModel
-from offbeat.codec import rounding
 from offbeat.codec.rounding import Rounding
 from offbeat.errors import ConfigError
 from offbeat.parts.part import Part
@@ -174,9 +173,6 @@ class WAGMA(AveragingStrategy):
         staging = Staging(averaged_tensors(weights, momenta))
         rule = delta_merge(staging, weights) if self.merge == "delta" else PaperMerge
         is_rounded = self.rounds(staging.num_elements, staging.dtype)
-        if is_rounded:
-            # Compiling takes longer than peers wait for an answer, so it comes before the first.
-            rounding.warm()
         averager = start_background_averager(
             workspace,
             weights,

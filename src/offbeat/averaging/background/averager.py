@@ -20,7 +20,7 @@ from offbeat.averaging.background.merge_rules import DeltaMerge, MergeRule
 from offbeat.averaging.background.progress_thread import AveragingProtocol, ProgressThread
 from offbeat.averaging.background.published_model import PublishedModel, TrainerPort
 from offbeat.codec.model_wire import Values
-from offbeat.codec.rounding import Rounding
+from offbeat.codec.rounding import Rounding, warm
 from offbeat.errors import CheckpointError, UnsupportedError
 from offbeat.membership.agreement import Generation
 from offbeat.membership.generations import Generations
@@ -134,6 +134,8 @@ def start_background_averager(
             "momenta='averaged' needs all parameters and buffers of one type on one device; pass"
             " 'local'"
         )
+    # Compiling takes longer than peers wait for an answer, so it comes before the first.
+    warm()
     num_weights = sum(_num_reals(tensor) for tensor in weights.tensors())
     buffers = weights.buffers()
     num_counters = num_flags + sum(buffers[name].numel() for name in weights.chosen.counters)

@@ -23,7 +23,7 @@ import numpy as np
 
 from offbeat.averaging.background.interface import Piece
 from offbeat.codec.model_wire import Values
-from offbeat.codec.rounding import move_by_rounded
+from offbeat.codec.rounding import move_by, move_by_rounded
 from offbeat.weights.statistics import merge_statistics
 
 
@@ -113,8 +113,8 @@ class DeltaMerge(MergeRule):
         if self.snapshot is self._base:
             self.snapshot = model
             return
-        advanced = np.subtract(model, self._base)
-        np.add(self.snapshot, advanced, out=advanced)
+        advanced = np.empty_like(model)
+        move_by(self.snapshot, model, self._base, advanced)
         for span in self._statistics:
             taken = self._taken[span]
             # What the trainer did not change is what it took, before that was rounded.
