@@ -11,6 +11,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -24,7 +25,7 @@ from rich.console import Console
 from offbeat.cli import doctor as doctor_command
 from offbeat.collectives import dense, gtopk_tree
 from offbeat.errors import ConfigError, OffbeatError
-from offbeat.lab.cluster.reading import parse_cluster
+from offbeat.lab.cluster.reading import load, parse_cluster
 from offbeat.lab.doctor import Diagnosis, diagnose, local
 from offbeat.lab.doctor.advice import USUAL_SIZES, advise, display_link, predict, verdict
 from offbeat.lab.doctor.diagnosis import ALONE, analyse
@@ -34,6 +35,8 @@ from offbeat.lab.doctor.measure import HostFacts, Measurement
 from offbeat.lab.doctor.pairs import PairLink, measure_pairs, num_rounds, partner, slow_workers
 from offbeat.lab.doctor.probe import cluster_of
 from offbeat.lab.doctor.sockets import Listening, own_sockets, sockets_at
+from offbeat.plan.predictions import USUAL, PlanRequest, make_plan
+from offbeat.plan.shipped import named_profile
 from offbeat.planning.costs import LinkCost, NetworkCosts
 from offbeat.transport.virtual import VirtualCluster, VirtualLink
 
@@ -122,7 +125,7 @@ def test_on_a_slow_link_gtopk_is_advised() -> None:
         diagnosis.advice[1],
     )
     assert any(
-        "DDP hides as much of them as its backward pass lasts" in sentence
+        "the exchange of so many elements alone" in sentence and "offbeat plan" in sentence
         for sentence in diagnosis.advice
     )
 
@@ -152,7 +155,8 @@ def test_the_sizes_that_gain_are_told_apart_from_those_that_do_not() -> None:
         predict(gigabit, world_size=4, num_parameters=size) for size in (10_000, 100_000_000)
     ]
     assert [prediction.stay_on_ddp for prediction in predictions] == [True, False]
-    assert verdict(predictions) == "Stay on DDP for 10 k parameters; try gTop-k for 100 M."
+    found = verdict(predictions)
+    assert found.startswith("Stay on DDP for 10 k parameters; try gTop-k for 100 M, ")
 
 
 def test_latency_is_named_where_it_is_the_bottleneck() -> None:
@@ -328,6 +332,31 @@ def test_json_holds_everything(
     monkeypatch.setattr(doctor_command, "diagnose", lambda **_: found)
     assert doctor_command.run(as_json=True) == 0
     assert TypeAdapter(Diagnosis).validate_json(capsys.readouterr().out) == found
+
+
+def test_with_a_profile_the_advice_is_the_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured = measurement()
+
+    def diagnosed(*, parameters: Sequence[int] | None, **_: object) -> Diagnosis:
+        sizes = () if parameters is None else parameters
+        return analyse([], measured, sizes=sizes, density=0.001)
+
+    monkeypatch.setattr(doctor_command, "diagnose", diagnosed)
+    cluster = tmp_path / "cluster.toml"
+    arguments = {"profile": "resnet50", "write": cluster}
+    assert doctor_command.run(**arguments, as_json=True) == 0  # type: ignore[arg-type]
+    found = TypeAdapter(Diagnosis).validate_json(capsys.readouterr().out)
+    request = PlanRequest(
+        profile=named_profile("resnet50"), clusters=[load(cluster)], strategies=USUAL
+    )
+    best = make_plan(request).best(4, load(cluster).link.rate_bit_per_s or 0.0)
+    assert found.verdict.startswith(f"Plan for resnet50: {best.strategy}, ")
+    assert not found.predictions
+    assert not any(sentence.startswith("25 M parameters") for sentence in found.advice)
+    with pytest.raises(ConfigError, match="give one or the other"):
+        doctor_command.run(profile="resnet50", parameters=[25_000_000])
 
 
 def test_without_gloo_the_status_says_so(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -12,7 +13,6 @@ from rich.table import Table
 
 from offbeat.cli.common import require_writable
 from offbeat.errors import ConfigError
-from offbeat.lab.cluster import Cluster
 from offbeat.lab.doctor import Diagnosis, diagnose
 from offbeat.lab.doctor.advice import (
     USUAL_DENSITY,
@@ -21,7 +21,7 @@ from offbeat.lab.doctor.advice import (
     display_link,
     display_seconds,
 )
-from offbeat.lab.doctor.diagnosis import ALONE
+from offbeat.lab.doctor.diagnosis import ALONE, within
 from offbeat.lab.doctor.facts import Finding, Purpose
 from offbeat.lab.doctor.measure import Measurement
 from offbeat.lab.doctor.probe import cluster_of
@@ -56,63 +56,67 @@ def run(
     Args:
         workers: local workers to measure between; None measures only where torchrun or srun started
             this command.
-        parameters: sizes of models to predict for; by default 1, 25 and 100 million.
-        density: of gTop-k.
+        parameters: sizes of exchanges to predict; by default 1, 25 and 100 million.
+        density: of gTop-k in them.
         write: where the measured cluster goes, as TOML.
-        profile: a model to plan for on it.
+        profile: a model to plan for on it, in place of these.
         as_json: print one line of JSON in place of the tables.
+
+    Raises:
+        ConfigError: an argument that is not allowed, or a plan where nothing was measured.
     """
     model = None if profile is None else named_profile(profile)
+    if model is not None and (parameters or density != USUAL_DENSITY):
+        raise ConfigError(
+            "--parameters and --density are of an exchange alone, and --profile is of a model with"
+            " its computing; give one or the other"
+        )
     if write is not None:
         require_writable(write)
-    diagnosis = diagnose(workers=workers, parameters=parameters, density=density)
+    diagnosis = diagnose(
+        workers=workers, parameters=None if model is not None else parameters, density=density
+    )
     if diagnosis is None:
         return 0
-    cluster = None
     if write is not None or model is not None:
-        if diagnosis.measurement is None:
-            raise ConfigError(f"nothing was measured, so there is no cluster. {ALONE}")
-        cluster = cluster_of(diagnosis.measurement)
-    if cluster is not None and write is not None:
-        write.write_text(cluster.to_toml(), encoding="utf-8")
+        diagnosis = _with_cluster(diagnosis, write, model)
     if as_json:
         print(TypeAdapter(Diagnosis).dump_json(diagnosis).decode())
     else:
-        console = Console()
-        print_diagnosis(console, diagnosis)
-        if cluster is not None:
-            _print_plan(console, cluster, write, model)
+        print_diagnosis(Console(), diagnosis)
     return int(
         any(one.name in ("torch", "gloo") and one.state == "missing" for one in diagnosis.findings)
     )
 
 
-def _print_plan(
-    console: Console, cluster: Cluster, path: Path | None, model: ModelProfile | None
-) -> None:
-    """What was measured means for a model: the best strategy, and how much others take."""
-    console.print(f"Measured: {escape(cluster.describe())}", highlight=False, soft_wrap=True)
+def _with_cluster(diagnosis: Diagnosis, path: Path | None, model: ModelProfile | None) -> Diagnosis:
+    """What was measured as a cluster, written to `path`; the advice is the plan for `model` on it.
+
+    Raises:
+        ConfigError: nothing was measured.
+    """
+    if diagnosis.measurement is None:
+        raise ConfigError(f"nothing was measured, so there is no cluster. {ALONE}")
+    cluster = cluster_of(diagnosis.measurement)
+    remarks = [*diagnosis.advice, f"Measured: {cluster.describe()}."]
     if path is not None:
-        console.print(
-            f"Written: {escape(str(path))}. Plan with it: offbeat plan --cluster"
-            f" {escape(str(path))} --script train.py",
-            highlight=False,
-            soft_wrap=True,
+        path.write_text(cluster.to_toml(), encoding="utf-8")
+        remarks.append(
+            f"Written: {path}. Plan with it: offbeat plan --cluster {path} --script train.py"
         )
     if model is None:
-        return
+        return replace(diagnosis, advice=remarks)
     plan = make_plan(PlanRequest(profile=model, clusters=[cluster], strategies=USUAL))
     best = plan.best(cluster.workers, plan.predictions[0].rate_bit_per_s)
     steps = ", ".join(
         f"{one.strategy} {display_seconds(one.step_s)}"
         for one in sorted(plan.predictions, key=lambda one: one.step_s)
     )
-    console.print(
-        f"Plan for {escape(model.name)}: {escape(best.strategy)},"
-        f" {best.share_of_ideal:.0%} of the ideal. A step: {escape(steps)}.",
-        style="bold",
-        highlight=False,
-        soft_wrap=True,
+    return replace(
+        diagnosis,
+        verdict=f"{within(diagnosis.measurement)}Plan for {model.name}: {best.strategy},"
+        f" {best.share_of_ideal:.0%} of the ideal.",
+        advice=[*remarks, f"A step of {model.name}: {steps}.", *plan.remarks],
     )
 
 
@@ -125,6 +129,7 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     if diagnosis.measurement is not None:
         console.print(_network(diagnosis.measurement))
         console.print(_sockets(diagnosis.measurement))
+    if diagnosis.predictions:
         console.print(_predictions(diagnosis.predictions))
     for sentence in diagnosis.advice:
         console.print(f"- {escape(sentence)}", highlight=False, soft_wrap=True)

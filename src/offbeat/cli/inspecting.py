@@ -46,7 +46,7 @@ def doctor(
         typer.Option(help="Local processes to measure between, where nobody launched any."),
     ] = None,
     parameters: Annotated[
-        list[int] | None, typer.Option(help="Size of a model to predict for; may be given again.")
+        list[int] | None, typer.Option(help="Size of an exchange to predict; may be given again.")
     ] = None,
     density: Annotated[float, typer.Option(help="That gTop-k would send.")] = 0.001,
     write: Annotated[
@@ -55,7 +55,7 @@ def doctor(
     ] = None,
     profile: Annotated[
         str | None,
-        typer.Option(help="Plan for this model on it: a file of offbeat profile, or resnet50."),
+        typer.Option(help="Advise by a plan for this model: a profile's file, or resnet50."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

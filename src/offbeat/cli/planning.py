@@ -63,6 +63,10 @@ def plan(
     batch_size: Annotated[
         int | None, typer.Option(help="Of a worker (default: the profile's).")
     ] = None,
+    steps_from: Annotated[
+        Path | None,
+        typer.Option(help="A comparison's directory: also the time to its target."),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Also write a page of HTML here; with --check the profile."),
@@ -74,14 +78,16 @@ def plan(
     """Predict which strategy is fastest on which cluster."""
     from offbeat.plan.page import write_page
     from offbeat.plan.predictions import USUAL, PlanRequest, make_plan
+    from offbeat.plan.steps_to_target import steps_to_target
 
     if out is not None:
         require_writable(out)
     if check is not None:
-        if script is not None or cluster is not None or link is not None or workers is not None:
+        given = (script, cluster, link, workers, steps_from)
+        if any(one is not None for one in given):
             raise ConfigError(
                 "--check takes the cluster and what is trained from the comparison; leave --script,"
-                " --cluster, --link and --workers out"
+                " --cluster, --link, --workers and --steps-from out"
             )
         _check(check, profile, out, as_json=as_json)
         return
@@ -90,7 +96,10 @@ def plan(
         model = model.at_batch_size(batch_size)
     clusters = _clusters(cluster, link, latency, workers, delay)
     specs = tuple(USUAL) if strategies is None else tuple(dict.fromkeys(strategies.split(",")))
-    made = make_plan(PlanRequest(profile=model, clusters=clusters, strategies=specs))
+    to_target = None if steps_from is None else steps_to_target(steps_from, specs, model)
+    made = make_plan(
+        PlanRequest(profile=model, clusters=clusters, strategies=specs, to_target=to_target)
+    )
     flags = ClusterFlags(cluster=cluster, link=link, latency=latency, delay=delay)
     commands = _to_check(made, flags, trains=_to_train(model, script, clusters[0]))
     if out is not None:
@@ -254,7 +263,7 @@ def _show(made: Plan, out: Path | None, commands: Sequence[str]) -> None:
     from offbeat.plan.table import column_words, plan_tables
 
     console = Console()
-    for found in plan_tables(made):
+    for found in plan_tables(made, narrow=True):
         table = Table(
             title=found.title,
             title_justify="left",

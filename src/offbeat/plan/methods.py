@@ -25,11 +25,11 @@ from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.protocol_member import arrive, finish
 from offbeat.averaging.background.published_model import ModelState, PublishedModel
 from offbeat.averaging.periodic import last_average
-from offbeat.codec.index_codecs import GapIndices, IndexCodec
+from offbeat.codec.index_codecs import INDEX_CODECS, GapIndices, IndexCodec
 from offbeat.codec.model_wire import scaled_bytes
 from offbeat.codec.rounding import Rounding
 from offbeat.codec.tally import NUM_COUNTERS, Tally
-from offbeat.codec.value_codecs import Float32Values, ValueCodec
+from offbeat.codec.value_codecs import VALUE_CODECS, Float32Values, ValueCodec
 from offbeat.codec.weightless import WeightlessWire
 from offbeat.codec.wire import Wire
 from offbeat.collectives import dense, gtopk_tree, sparse_reduce_scatter, topk_allgather
@@ -72,6 +72,8 @@ SPARSE: Final[dict[str, SparseCollective]] = {
     "all_gather": topk_allgather.topk_sum,
     "tree": gtopk_tree.gtopk_tree,
 }
+
+_NAMED_CODECS: Final[dict[str, object]] = {**VALUE_CODECS, **INDEX_CODECS}
 
 _MINIATURE: Final = 1024
 """Elements of a model that stands for the real one where protocols compute with their messages."""
@@ -349,6 +351,10 @@ class SparseGradients(GradientMethod):
         self._budget = budget
         self._values = values or Float32Values()
         self._indices = indices or GapIndices()
+        self._codec_names = [
+            next((name for name, known in _NAMED_CODECS.items() if known == one), "")
+            for one in (self._values, self._indices)
+        ]
         self._small_below = small_below
         self._carries_small = carries_small
         self._among = among if collective == "auto" else frozenset({collective, "dense"})
@@ -485,10 +491,12 @@ class SparseGradients(GradientMethod):
     @override
     def stage_s(self, setting: Setting, bucket: PlannedBucket) -> float:
         staged_s = super().stage_s(setting, bucket)
-        name, _ = self.chosen(setting, bucket)
+        name, k = self.chosen(setting, bucket)
         if name == "dense":
             return staged_s
-        return staged_s + setting.profile.select_s_per_element * bucket.num_elements
+        profile, num_elements = setting.profile, bucket.num_elements
+        coding_s = profile.coding_s(num_elements, k, self._codec_names)
+        return staged_s + profile.select_s_per_element * num_elements + coding_s
 
     @override
     def reduce(self, run: Run, rank: int, number: int, bucket: PlannedBucket) -> Collective[None]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ from offbeat.plan.methods import (
 from offbeat.plan.profile import ModelProfile
 from offbeat.plan.second_order import PLANS, OwnerFactors, SecondOrder
 from offbeat.plan.simulation import Method, Setting, StepMethod
+from offbeat.plan.steps_to_target import StepsToTarget
 from offbeat.strategies.base import Strategy
 
 USUAL: Final = ("ddp", "ddp-fp16", "ddp-powersgd", "gtopk", "localsgd", "dpsgd", "wagma")
@@ -73,6 +74,7 @@ class StepPrediction:
         lost_to_deaths: share of the time that deaths of workers cost.
         by_events: whether every message was simulated.
         note: what should be known; empty: nothing.
+        time_to_target_s: as many steps as it took to a target; None: nobody measured how many.
     """
 
     strategy: str
@@ -89,6 +91,7 @@ class StepPrediction:
     lost_to_deaths: float
     by_events: bool
     note: str
+    time_to_target_s: float | None = None
 
 
 def method_of(name: str, recipe: Recipe) -> Method:
@@ -319,11 +322,13 @@ class PlanRequest:
         profile: of the model.
         clusters: for each rate, one for each number of workers.
         strategies: with their options.
+        to_target: how many steps they take to a target; None: nobody measured that.
     """
 
     profile: ModelProfile
     clusters: Sequence[Cluster]
     strategies: Sequence[str]
+    to_target: StepsToTarget | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,9 +367,14 @@ def make_plan(request: PlanRequest) -> Plan:
         for cluster in request.clusters:
             check_spec(spec, cluster.workers)
     predictions = []
+    steps = {} if request.to_target is None else request.to_target.steps
     for cluster in request.clusters:
         setting = setting_of(request.profile, cluster)
-        predictions += [predict_step(spec, setting) for spec in request.strategies]
+        for spec in request.strategies:
+            found = predict_step(spec, setting)
+            if spec in steps:
+                found = replace(found, time_to_target_s=steps[spec] * found.step_s)
+            predictions.append(found)
     return Plan(
         request=request,
         predictions=tuple(predictions),
@@ -462,6 +472,8 @@ def _remarks(request: PlanRequest, predictions: Sequence[StepPrediction]) -> lis
     remarks.append(
         "A prediction is of time for a step: how many steps a strategy needs to a target only"
         " `offbeat compare` tells."
+        if request.to_target is None
+        else request.to_target.describe()
     )
     return remarks
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from offbeat.codec.json_objects import build
 from offbeat.errors import ConfigError
@@ -24,6 +24,11 @@ from offbeat.lab.cluster.quantities import display_rate
 
 FORMAT: Final = 1
 FLOAT_BYTES: Final = 4
+SELECTED_DENSITY: Final = 0.001
+"""At which `select_s_per_element` is timed, and `SELECTED_CODECS` are part of it."""
+
+SELECTED_CODECS: Final[tuple[Literal["float32"], Literal["gaps"]]] = ("float32", "gaps")
+
 _MOST_CHARACTERS: Final = 1 << 26
 _LATENCY_WITHIN_S: Final = 1e-3
 
@@ -56,6 +61,19 @@ class TimedBatch:
     batch_size: int
     forward_s: float
     backward_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodecCost:
+    """What a value codec or an index codec computes.
+
+    Attributes:
+        name: by which options of strategies name it.
+        s_per_entry: encoding an entry of a message, and decoding it again.
+    """
+
+    name: str
+    s_per_entry: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +127,7 @@ class ModelProfile:
         padding_s: the part of the forward pass that is slept, as a cluster with `step` asks for.
         tensors: parameters, in the order of the model.
         select_s_per_element: residual and selection of the largest entries, for each element.
+        codecs: what coding entries costs; those that are not named here cost what selection's do.
         copy_s_per_byte: reading or writing a model beside training, from or to the host's memory,
             for each byte.
         bucket_s_per_byte: likewise gradients and their buckets, which stay on the device; 0: as
@@ -141,6 +160,7 @@ class ModelProfile:
     select_s_per_element: float
     copy_s_per_byte: float
     on_gpu: bool = False
+    codecs: tuple[CodecCost, ...] = ()
     bucket_s_per_byte: float = 0.0
     publish_s_per_byte: float = 0.0
     mean_s_per_byte: float = 0.0
@@ -191,6 +211,8 @@ class ModelProfile:
             "moments",
         ):
             self._require_seconds(field, getattr(self, field))
+        for codec in self.codecs:
+            self._require_seconds(f"s_per_entry of codec {codec.name!r}", codec.s_per_entry)
         for tensor in self.tensors:
             if tensor.num_elements < 1 or tensor.rows < 1 or not 0 <= tensor.ready <= 1:
                 raise ConfigError(
@@ -223,6 +245,23 @@ class ModelProfile:
     def averaged_bytes(self, *, with_state: bool) -> int:
         """Of what an average of models takes, with the optimizer's state or without."""
         return round((1 + self.moments * with_state) * self.num_bytes)
+
+    def coding_s(self, num_elements: int, num_entries: int, codecs: Sequence[str]) -> float:
+        """What coding a message takes besides what selection includes, >= 0; 0 where a codec was
+        not timed.
+
+        Args:
+            num_elements: of the vector.
+            num_entries: of it that travel.
+            codecs: of their values and indices.
+        """
+        if not self.codecs:
+            return 0.0
+        costs = {one.name: one.s_per_entry for one in self.codecs}
+        if not costs.keys() >= {*codecs, *SELECTED_CODECS}:
+            return 0.0
+        included_s = SELECTED_DENSITY * num_elements * sum(costs[name] for name in SELECTED_CODECS)
+        return max(0.0, num_entries * sum(costs[name] for name in codecs) - included_s)
 
     @property
     def bucket_copy_s_per_byte(self) -> float:

@@ -22,8 +22,17 @@ from typing_extensions import override
 from offbeat.averaging.background.merge_rules import DeltaMerge
 from offbeat.averaging.background.published_model import ModelState, PublishedModel
 from offbeat.plan.clock import usual_s
+from offbeat.plan.coding import time_codecs
 from offbeat.plan.low_rank import time_low_rank
-from offbeat.plan.profile import FLOAT_BYTES, ModelProfile, Source, TensorProfile, TimedBatch
+from offbeat.plan.profile import (
+    FLOAT_BYTES,
+    SELECTED_CODECS,
+    SELECTED_DENSITY,
+    ModelProfile,
+    Source,
+    TensorProfile,
+    TimedBatch,
+)
 from offbeat.session.attach import attach_through
 from offbeat.strategies.gtopk import GTopK
 from offbeat.weights.optimizer_state import OptimizerStates, names_of_merged
@@ -226,6 +235,7 @@ def profile_of(
             for parameter, share in zip(parameters, ready, strict=True)
         ),
         select_s_per_element=_select_s_per_element(parameters),
+        codecs=time_codecs(),
         copy_s_per_byte=_copy_s(num_elements, device) / (FLOAT_BYTES * num_elements),
         bucket_s_per_byte=_bucket_s(num_elements, device) / (FLOAT_BYTES * num_elements),
         publish_s_per_byte=_publish_s(num_elements, device) / (FLOAT_BYTES * num_elements),
@@ -240,6 +250,7 @@ def profile_of(
                 "batches",
                 "optimizer_s",
                 "select_s_per_element",
+                "codecs",
                 "copy_s_per_byte",
                 "bucket_s_per_byte",
                 "publish_s_per_byte",
@@ -289,8 +300,8 @@ class _Gradients(torch.nn.Module):
 
 
 def _select_s_per_element(parameters: Sequence[torch.nn.Parameter]) -> float:
-    """What gTop-k computes in a step at density 0.001, in a world of one: momentum, residual,
-    selection, and putting the result in place.
+    """What gTop-k computes in a step at `SELECTED_DENSITY`, in a world of one: momentum, residual,
+    selection, coding, and putting the result in place.
     """
     num_elements, device = sum(p.numel() for p in parameters), parameters[0].device
     like = [p.detach() for p in parameters]
@@ -300,7 +311,14 @@ def _select_s_per_element(parameters: Sequence[torch.nn.Parameter]) -> float:
     model = _Gradients(like)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     gradients = [torch.randn(one.shape, device=device) for one in like]
-    strategy = GTopK(density=0.001, collective="all_gather", replica_check_interval=0)
+    values, indices = SELECTED_CODECS
+    strategy = GTopK(
+        density=SELECTED_DENSITY,
+        collective="all_gather",
+        values=values,
+        indices=indices,
+        replica_check_interval=0,
+    )
 
     def step() -> None:
         optimizer.zero_grad()

@@ -90,27 +90,33 @@ def advise(prediction: Prediction, *, network: NetworkCosts, world_size: int) ->
     )
 
 
-HIDING = (
-    "These are seconds on the wire. DDP hides as much of them as its backward pass lasts, so where"
-    " that is the longer of the two, DDP is the better choice whatever stands above."
+QUESTION = (
+    "All this is of the exchange of so many elements alone. DDP hides as much of it as its backward"
+    " pass lasts, so where that is the longer of the two, DDP is the better choice whatever stands"
+    " above. For your model: offbeat plan --script train.py --cluster cluster.toml, which --write"
+    " writes, or --profile here."
 )
+"""What the advice is about, and what answers the other question."""
 
 
 def verdict(predictions: Sequence[Prediction]) -> str:
-    """All models together, in one sentence."""
+    """All models together, at least one of them, in one sentence."""
     stay = [display_count(one.num_parameters) for one in predictions if one.stay_on_ddp]
     leave = [display_count(one.num_parameters) for one in predictions if not one.stay_on_ddp]
     if not leave:
         return (
-            f"Stay on DDP: between these workers its all-reduce is cheap enough for {_and(stay)}"
-            " parameters."
+            "Stay on DDP, going by the exchange alone: between these workers its all-reduce is"
+            f" cheap enough for {_and(stay)} parameters."
         )
     if not stay:
         return (
-            f"Try gTop-k for {_and(leave)} parameters: its exchange takes less than half of the"
-            " all-reduce's time."
+            f"Try gTop-k for {_and(leave)} parameters, going by the exchange alone: it takes less"
+            " than half of the all-reduce's time."
         )
-    return f"Stay on DDP for {_and(stay)} parameters; try gTop-k for {_and(leave)}."
+    return (
+        f"Stay on DDP for {_and(stay)} parameters; try gTop-k for {_and(leave)}, going by the"
+        " exchange alone."
+    )
 
 
 def display_link(link: LinkCost) -> str:

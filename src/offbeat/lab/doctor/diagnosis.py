@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from offbeat.errors import ConfigError
 from offbeat.lab.doctor.advice import (
-    HIDING,
+    QUESTION,
     USUAL_DENSITY,
     USUAL_SIZES,
     Prediction,
@@ -37,8 +37,8 @@ class Diagnosis:
     Attributes:
         findings: what is there on rank 0's host.
         measurement: between the workers; None when started alone.
-        predictions: one for each size of model; empty without a measurement.
-        verdict: all of it in a sentence.
+        predictions: of the exchange alone, one for each size of model; empty without a measurement.
+        verdict: all of it in a sentence; of exchanges alone, unless a model is planned for.
         advice: a sentence or two for each size, and what else should be known.
     """
 
@@ -50,21 +50,25 @@ class Diagnosis:
 
 
 def diagnose(
-    *, workers: int | None = None, parameters: Sequence[int] = (), density: float = USUAL_DENSITY
+    *,
+    workers: int | None = None,
+    parameters: Sequence[int] | None = (),
+    density: float = USUAL_DENSITY,
 ) -> Diagnosis | None:
     """Look, measure and judge. Collective where torchrun or srun started this process; None on
     ranks other than 0.
 
     Args:
         workers: how many to start on this machine, when started alone; None measures nothing then.
-        parameters: sizes of models to speak about, 1 to 10**12; by default 1, 25 and 100 million.
+        parameters: sizes of models to speak about, 1 to 10**12; by default 1, 25 and 100 million;
+            None: of no exchange alone, since a plan follows.
         density: of gTop-k, 0 < density <= 1.
 
     Raises:
         ConfigError: an argument that is not allowed.
         OffbeatError: the workers cannot reach each other.
     """
-    _check(parameters, density)
+    _check(parameters or (), density)
     launch = launched()
     if launch is not None and workers is not None:
         raise ConfigError(
@@ -78,7 +82,8 @@ def diagnose(
             return None
     elif workers is not None:
         measurement = measure_locally(workers)
-    return analyse(find_all(), measurement, sizes=parameters or USUAL_SIZES, density=density)
+    sizes = () if parameters is None else parameters or USUAL_SIZES
+    return analyse(find_all(), measurement, sizes=sizes, density=density)
 
 
 def analyse(
@@ -93,7 +98,7 @@ def analyse(
     Args:
         findings: about this machine.
         measurement: of the network; None where none was made.
-        sizes: numbers of parameters to predict step times for.
+        sizes: numbers of parameters to predict exchanges of; none: nothing is advised.
         density: of compressed gradients in these predictions, in (0, 1].
     """
     if measurement is None:
@@ -112,13 +117,18 @@ def analyse(
         findings=findings,
         measurement=measurement,
         predictions=predictions,
-        verdict=("Within this host: " if measurement.on_one_host else "") + verdict(predictions),
+        verdict=within(measurement) + (verdict(predictions) if predictions else ""),
         advice=[*advice, *_remarks(measurement, predictions)],
     )
 
 
+def within(measurement: Measurement) -> str:
+    """What a verdict begins with where it says nothing of a network."""
+    return "Within this host: " if measurement.on_one_host else ""
+
+
 def _remarks(measurement: Measurement, predictions: Sequence[Prediction]) -> list[str]:
-    remarks = [] if all(prediction.stay_on_ddp for prediction in predictions) else [HIDING]
+    remarks = [QUESTION] if predictions else []
     if measurement.on_one_host:
         remarks.append(
             "All workers are on one host: unless its network is an emulated one, this is what its"

@@ -1,0 +1,94 @@
+"""Times to a target, from steps that a comparison measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lab_support.made import comparison, contestant
+from offbeat.cli.main import app
+from offbeat.errors import ConfigError
+from offbeat.lab.comparison import write_comparison
+from offbeat.lab.options import build_strategy, parse_spec, strategy_values
+from offbeat.lab.statistics import estimate
+from offbeat.plan.shipped import shipped_profile
+from offbeat.plan.steps_to_target import steps_to_target
+
+MODEL = shipped_profile("resnet20")
+
+
+def record(
+    directory: Path,
+    steps: dict[str, Sequence[float | None]],
+    *,
+    target: float | None = 0.9,
+    num_parameters: int = 0,
+) -> Path:
+    """A comparison of strategies, by specification, that took so many steps in two runs."""
+    entries = []
+    for spec, values in steps.items():
+        name, options = parse_spec(spec)
+        entries.append(
+            contestant(name, num_seeds=2).model_copy(
+                update={
+                    "strategy": name,
+                    "options": strategy_values(build_strategy(name, options)),
+                    "measures": {"steps_to_target": estimate(list(values))},
+                }
+            )
+        )
+    made = comparison(entries, num_seeds=2, target=target, workers=4)
+    write_comparison(directory, made.model_copy(update={"num_parameters": num_parameters}))
+    return directory
+
+
+def test_a_time_is_there_for_what_was_measured_alike_and_reached_the_target(
+    tmp_path: Path,
+) -> None:
+    steps: dict[str, Sequence[float | None]] = {
+        "ddp": [100.0, 120.0],
+        "gtopk:density=0.01": [200.0, 200.0],
+        "localsgd": [300.0, None],
+        "wagma": [50.0, 50.0],
+    }
+    record(tmp_path, steps)
+    specs = "ddp,gtopk:density=0.01,gtopk,localsgd"
+    arguments = ["plan", "--profile", "resnet20", "--link", "1gbit", "--workers", "4"]
+    arguments += ["--strategies", specs, "--steps-from", str(tmp_path)]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    found = {one["strategy"]: one for one in json.loads(result.output)}
+    ddp, sparse = found["ddp"], found["gtopk:density=0.01"]
+    assert ddp["time_to_target_s"] == pytest.approx(110 * ddp["step_s"])
+    assert sparse["time_to_target_s"] == pytest.approx(200 * sparse["step_s"])
+    assert found["gtopk"]["time_to_target_s"] is found["localsgd"]["time_to_target_s"] is None
+
+    page = tmp_path / "plan.html"
+    result = CliRunner().invoke(app, [*arguments, "--out", str(page)], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    assert "Target: accuracy 0.9, after the steps that each strategy took" in result.output
+    assert "with 4 workers" in result.output
+    assert "Not all runs reached it: localsgd." in result.output
+    _, heads, *_ = result.output.splitlines()
+    assert heads.split()[-1] == "target"
+    assert "<th>target</th>" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ({"target": None}, "knows of no metric that its strategies reached"),
+        ({"num_parameters": 7}, "trained a model of 7; give the profile of that model"),
+        ({}, "compared wagma, and none of these is planned for"),
+    ],
+)
+def test_a_comparison_that_says_nothing_of_the_plan_is_refused(
+    more: dict[str, int | None], complaint: str, tmp_path: Path
+) -> None:
+    record(tmp_path, {"wagma": [1.0, 2.0]}, **more)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=complaint):
+        steps_to_target(tmp_path, ["ddp"], MODEL)
