@@ -227,7 +227,7 @@ def test_json_is_one_line_and_a_table_is_for_people(call, tmp_path: Path) -> Non
         "--task",
         "mnist",
         "--strategy",
-        "allreduce",
+        "dkfac",
         "--workers",
         "1",
         "--set",
@@ -236,6 +236,9 @@ def test_json_is_one_line_and_a_table_is_for_people(call, tmp_path: Path) -> Non
     outcome = call(*arguments, "--set", "batch_size=4", "--steps", "2", "--json", "--out", "run")
     assert (outcome.status, outcome.out.count("\n")) == (0, 1)
     line = json.loads(outcome.out)
+    assert outcome.err.count("K-FAC's factors take") == 1
+    assert outcome.err.index("MB of memory on this rank") < outcome.err.index("step 2/2")
+    assert any("K-FAC's factors take" in notice for notice in line["notices"])
     expected = {
         "task",
         "strategy",

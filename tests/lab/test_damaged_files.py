@@ -39,6 +39,7 @@ from offbeat.lab.progress import (
     Failure,
     Joined,
     Paused,
+    Remark,
     Report,
     WorkerProgress,
     decode,
@@ -238,6 +239,7 @@ REPORTS: list[Report] = [
     Failure(rank=1, kind="PeerError", message="what happened", has_printed=False),
     Paused(rank=1, step=3, seconds=0.5),
     Joined(rank=1, step=3),
+    Remark(rank=0, text="what is known by then"),
 ]
 
 

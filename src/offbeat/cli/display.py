@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -20,15 +21,27 @@ from rich.table import Table
 from offbeat.lab.factor_work import factor_work
 from offbeat.lab.options import Option
 from offbeat.lab.profiles import read_profiles
-from offbeat.lab.progress import Listener, MembershipChange, WorkerProgress
+from offbeat.lab.progress import MembershipChange, WorkerProgress
 from offbeat.lab.records import Record, Summary
 from offbeat.report import charts_dispatch, page_factors
 
 _PLAIN_EVERY_S = 5.0
 
 
+class ProgressDisplay(Protocol):
+    """What is shown while workers train."""
+
+    def __call__(self, progress: WorkerProgress | MembershipChange) -> None:
+        """Show how far a worker is, or that it has died or come back."""
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+
+
 @contextmanager
-def progress_display(title: str, num_workers: int, *, quiet: bool = False) -> Iterator[Listener]:
+def progress_display(
+    title: str, num_workers: int, *, quiet: bool = False
+) -> Iterator[ProgressDisplay]:
     """Show progress and news under `title` while the block runs: bars on a terminal, a line now and
     then elsewhere.
     """
@@ -63,6 +76,9 @@ class _Bars:
             for rank in range(num_workers)
         }
 
+    def say(self, text: str) -> None:
+        _print_line(self._console, text)
+
     def __call__(self, progress: WorkerProgress | MembershipChange) -> None:
         if isinstance(progress, MembershipChange):
             what = "[red]gone[/red]" if progress.departed else "    "
@@ -92,6 +108,9 @@ class _Lines:
         self._gone: set[int] = set()
         self._printed_s = time.monotonic()
 
+    def say(self, text: str) -> None:
+        _print_line(self._console, text)
+
     def __call__(self, progress: WorkerProgress | MembershipChange) -> None:
         if isinstance(progress, MembershipChange):
             self._gone = (
@@ -115,6 +134,10 @@ class _Lines:
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _print_line(console: Console, text: str) -> None:
+    console.print(escape(text), highlight=False, soft_wrap=True)
 
 
 def _print_change(console: Console, change: MembershipChange) -> None:
@@ -141,6 +164,11 @@ def print_summary(summary: Summary, page: Path | None = None) -> None:
     for sentence in _work_of(Path(summary.run_directory)):
         Console().print(escape(sentence), highlight=False, soft_wrap=True)
     _print_notices([summary])
+
+
+def note_of(strategy: str, notice: str) -> str:
+    """The line that says `notice`."""
+    return f"note ({strategy}): {notice}"
 
 
 def print_options(name: str, summary: str, options: Sequence[Option]) -> None:
@@ -230,6 +258,4 @@ def _print_notices(summaries: Sequence[Summary]) -> None:
     console = Console()
     for summary in summaries:
         for notice in summary.notices:
-            console.print(
-                f"note ({summary.strategy}): {escape(notice)}", highlight=False, soft_wrap=True
-            )
+            _print_line(console, note_of(summary.strategy, notice))

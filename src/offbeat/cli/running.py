@@ -61,8 +61,21 @@ def run(
     if where is not None:
         host = meet(where, num_workers)
         config = resolved(host.num_workers)
+    said: set[str] = set()
+
+    def say_once(notice: str) -> None:
+        if notice not in said:
+            said.add(notice)
+            _say(f"note ({config.strategy}): {notice}")
+
     outcome = run_script(
-        config, out=out, restarts=restarts, host=host, on_progress=_say_change, say=_say
+        config,
+        out=out,
+        restarts=restarts,
+        host=host,
+        on_progress=_say_change,
+        on_notice=say_once,
+        say=_say,
     )
     if outcome.problem is not None:
         _say(f"offbeat: {outcome.problem}")
@@ -74,7 +87,7 @@ def run(
         )
     else:
         for notice in outcome.summary.notices:
-            _say(f"note ({config.strategy}): {notice}")
+            say_once(notice)
         _say(f"record: {outcome.directory}")
         if host is None:
             _say(f"page:   {write_report(outcome.directory)}")

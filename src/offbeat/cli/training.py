@@ -125,8 +125,12 @@ def train(
     num_watched = planned.config.workers if planned.launch is None else 1
     with display.progress_display(
         f"{planned.config.task} · {planned.config.strategy}", num_watched, quiet=quiet
-    ) as listener:
-        summary = train_workers(planned, listener)
+    ) as shown:
+        summary = train_workers(
+            planned,
+            shown,
+            lambda notice: shown.say(display.note_of(planned.config.strategy, notice)),
+        )
     if summary is None:
         return
     page = write_page(Path(summary.run_directory))

@@ -300,6 +300,12 @@ class KFACPart(Part):
     # Answers
 
     @override
+    def gauges(self) -> dict[str, float]:
+        """By what the last step was shortened; nothing without `kl_clip`."""
+        nu = self.preconditioner.step_scale.last
+        return {} if nu is None else {"kl_scale": float(nu)}
+
+    @override
     def counters(self) -> dict[str, float]:
         """Seconds, beside what the exchange of gradients counts."""
         inverses = self.preconditioner.inverses

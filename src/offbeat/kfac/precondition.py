@@ -162,7 +162,7 @@ def precondition_(
     lrs: Sequence[float],
     kl_clip: float | None,
     grad_scale: float = 1.0,
-) -> None:
+) -> torch.Tensor | None:
     """Replace the gradients of `blocks` by preconditioned gradients. Blocks without gradient, or of
     another shape by now, are passed over.
 
@@ -172,6 +172,9 @@ def precondition_(
         lrs: learning rates, one for each block.
         kl_clip: the limit, > 0; None: no limit.
         grad_scale: by what factor gradients are scaled at the moment (AMP).
+
+    Returns:
+        nu, a scalar tensor in (0, 1]; None without a limit, or without a preconditioned gradient.
     """
     done: list[_Preconditioned] = []
     change: torch.Tensor | float = 0.0
@@ -194,11 +197,13 @@ def precondition_(
         own = float(product) if may_ask else torch.where(exists, product, 0.0)
         change = change + own * each.lr**2
         done.append(_Preconditioned(gradient, preconditioned, None if may_ask else exists))
-    if kl_clip is not None and done:
-        nu = kl_scale(torch.as_tensor(change, dtype=torch.float64), kl_clip, grad_scale)
-        shortens = is_asynchronous(nu.device) or bool(nu < 1)
-        for waiting in done:
-            waiting.finish_(nu, shortens=shortens)
+    if kl_clip is None or not done:
+        return None
+    nu = kl_scale(torch.as_tensor(change, dtype=torch.float64), kl_clip, grad_scale)
+    shortens = is_asynchronous(nu.device) or bool(nu < 1)
+    for waiting in done:
+        waiting.finish_(nu, shortens=shortens)
+    return nu
 
 
 class _Live(NamedTuple):

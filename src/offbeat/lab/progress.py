@@ -111,6 +111,19 @@ class Joined:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Remark:
+    """A notice of the first worker's session that is there before its first step.
+
+    Attributes:
+        rank: which one.
+        text: the notice.
+    """
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MembershipChange:
     """A worker has died while its peers go on, or has come back.
 
@@ -125,12 +138,17 @@ class MembershipChange:
     text: str
 
 
-Report: TypeAlias = WorkerProgress | Failure | Paused | Joined
+Report: TypeAlias = WorkerProgress | Failure | Paused | Joined | Remark
 _KINDS: Final[Mapping[str, type[Report]]] = {
-    kind.__name__: kind for kind in (WorkerProgress, Failure, Paused, Joined)
+    kind.__name__: kind for kind in (WorkerProgress, Failure, Paused, Joined, Remark)
 }
 Reporter: TypeAlias = Callable[[Report], None]
 Listener: TypeAlias = Callable[[WorkerProgress | MembershipChange], None]
+NoticeListener: TypeAlias = Callable[[str], None]
+
+
+def ignore_notice(notice: str) -> None:
+    """For runs whose notices are shown at their end alone."""
 
 
 def pipe_reporter() -> Reporter:

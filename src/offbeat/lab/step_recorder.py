@@ -16,7 +16,7 @@ from offbeat.lab.breakdown import combine_events
 from offbeat.lab.coordination import Coordinator
 from offbeat.lab.emulation.step_time import StepTimeEmulator
 from offbeat.lab.profiles import ProfileWriter
-from offbeat.lab.progress import ELAPSED_VARIABLE, Paused, Reporter, WorkerProgress
+from offbeat.lab.progress import ELAPSED_VARIABLE, Paused, Remark, Reporter, WorkerProgress
 from offbeat.lab.records import Evaluation, EventWriter, MegaBatch, Record, Share, StepEvent
 from offbeat.lab.schedule import BatchSchedule, ClaimedSchedule, Position
 from offbeat.lab.tasks import Task
@@ -106,6 +106,9 @@ class StepRecorder:
         self._in_merge: MegaBatch | None = None
         self._missed_s = float(os.environ.get(ELAPSED_VARIABLE) or 0)
         self._earlier_totals: tuple[float, int] | None = None
+        if run.coordinator.rank == 0 and not run.coordinator.incarnation:
+            for notice in run.attached.session.notices:
+                report(Remark(rank=0, text=notice))
         self._since_s = time.monotonic()
         # The first step is reported at once: from then on peers may go on without a worker, and
         # the supervisor has to know that when one dies soon.

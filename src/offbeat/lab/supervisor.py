@@ -36,8 +36,11 @@ from offbeat.lab.progress import (
     Joined,
     Listener,
     MembershipChange,
+    NoticeListener,
     Paused,
+    Remark,
     WorkerProgress,
+    ignore_notice,
 )
 from offbeat.lab.records import WorkerLoss, last_step
 from offbeat.lab.rendezvous import LOOPBACK, RunStore, StoreServer
@@ -80,6 +83,7 @@ class WorkerGroup:
         restarts: how many times workers that die are started again, where their peers go on.
         share: which of the run's workers are here; None: all of them.
         on_progress: called for each report of a worker, and when one dies or comes back.
+        on_notice: called with each notice that there is before the first step.
 
     Attributes:
         remarks: what of the cluster's script could not be carried out.
@@ -98,6 +102,7 @@ class WorkerGroup:
         restarts: int = 0,
         share: HostShare | None = None,
         on_progress: Listener,
+        on_notice: NoticeListener = ignore_notice,
     ) -> None:
         self.run_directory = run_directory
         self._share = share
@@ -109,7 +114,7 @@ class WorkerGroup:
         self._config = config
         self._emulation = emulation
         self._turns = turns
-        self._on_progress = on_progress
+        self._on_progress, self._on_notice = on_progress, on_notice
         self.survives_death = strategy_type(config.strategy).survives_death
         self._workers: list[LocalWorker] = []
         self._store: RunStore | None = None
@@ -317,6 +322,8 @@ class WorkerGroup:
                 case Joined(step=step):
                     worker.joined = True
                     self._record_return(worker.rank, step)
+                case Remark(text=text):
+                    self._on_notice(text)
                 case Paused(step=step, seconds=seconds):
                     worker.paused_at, worker.seconds, self._training_has_begun = step, seconds, True
                 case WorkerProgress():
@@ -544,7 +551,12 @@ class RunOutcome:
 
 
 def supervise(
-    run_directory: Path, config: RunConfig, emulation: Emulation, *, on_progress: Listener
+    run_directory: Path,
+    config: RunConfig,
+    emulation: Emulation,
+    *,
+    on_progress: Listener,
+    on_notice: NoticeListener = ignore_notice,
 ) -> RunOutcome:
     """Run the workers of `run_directory/config.json` to their end.
 
@@ -552,7 +564,7 @@ def supervise(
         run_directory: a record with a config.json; workers write beside it.
         config: what it says.
         emulation: of its cluster.
-        on_progress: called for each report of a worker, and when one dies or comes back.
+        on_progress, on_notice: as of `WorkerGroup`.
 
     Raises:
         PeerError: a worker died or failed that its peers need, or all did, or the run was
@@ -560,7 +572,9 @@ def supervise(
     """
     with (
         interrupts() as interrupted,
-        WorkerGroup(run_directory, config, emulation, on_progress=on_progress) as group,
+        WorkerGroup(
+            run_directory, config, emulation, on_progress=on_progress, on_notice=on_notice
+        ) as group,
     ):
         told = 0
         while not group.has_ended:

@@ -12,7 +12,14 @@ from offbeat.lab.cluster import Cluster
 from offbeat.lab.config import Request, RunConfig, resolve, resolve_resume
 from offbeat.lab.emulation import emulate
 from offbeat.lab.memory import num_runs_that_fit
-from offbeat.lab.progress import Listener, WorkerProgress
+from offbeat.lab.progress import (
+    Listener,
+    NoticeListener,
+    Remark,
+    Report,
+    WorkerProgress,
+    ignore_notice,
+)
 from offbeat.lab.records import Record, Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.lab.rendezvous import Launch, join, launched, leave
 from offbeat.lab.replaying import check_replay
@@ -88,8 +95,11 @@ def _needs_supervisor(cluster: Cluster) -> bool:
     return uneven or limited or bool(cluster.faults) or bool(cluster.changes)
 
 
-def train(planned: RunPlan, on_progress: Listener) -> Summary | None:
-    """Carry `planned` out.
+def train(
+    planned: RunPlan, on_progress: Listener, on_notice: NoticeListener = ignore_notice
+) -> Summary | None:
+    """Carry `planned` out. `on_notice` is called with each notice that there is before the first
+    step; all of them are in the summary too.
 
     Returns:
         The summary; None on ranks other than 0 under torchrun or srun.
@@ -101,7 +111,7 @@ def train(planned: RunPlan, on_progress: Listener) -> Summary | None:
         OffbeatError: under torchrun or srun, what went wrong on this rank.
     """
     if planned.launch is not None:
-        return _join(planned, on_progress)
+        return _join(planned, on_progress, on_notice)
     directory = _directory(planned)
     config = planned.config
     with (
@@ -113,7 +123,9 @@ def train(planned: RunPlan, on_progress: Listener) -> Summary | None:
         report = None if config.cluster is None else emulation.report
         begin_attempt(directory, config, start_step=planned.start_step, emulation=report)
         try:
-            outcome = supervise(directory, config, emulation, on_progress=on_progress)
+            outcome = supervise(
+                directory, config, emulation, on_progress=on_progress, on_notice=on_notice
+            )
         finally:
             remove_partial(directory / "checkpoint")  # of workers that died while they wrote
         summary = add_to_summary(directory, outcome.remarks, outcome.losses)
@@ -122,7 +134,7 @@ def train(planned: RunPlan, on_progress: Listener) -> Summary | None:
     return summary
 
 
-def _join(planned: RunPlan, on_progress: Listener) -> Summary | None:
+def _join(planned: RunPlan, on_progress: Listener, on_notice: NoticeListener) -> Summary | None:
     from offbeat.lab.worker import train_rank  # the supervisor's side needs no session
 
     coordinator = join()
@@ -145,12 +157,16 @@ def _join(planned: RunPlan, on_progress: Listener) -> Summary | None:
             f"rank {coordinator.rank} does not see {chosen}; give an --out on a file system that"
             " all hosts share"
         )
+
+    def hear(report: Report) -> None:
+        match report:
+            case WorkerProgress():
+                on_progress(report)
+            case Remark(text=text):
+                on_notice(text)
+
     try:
-        summary = train_rank(
-            chosen,
-            coordinator,
-            lambda report: on_progress(report) if isinstance(report, WorkerProgress) else None,
-        )
+        summary = train_rank(chosen, coordinator, hear)
     finally:
         if claim is not None:
             claim.close()

@@ -127,8 +127,8 @@ class Part:
 
     def gauges(self) -> Mapping[str, float]:
         """What can be measured now, at the price of a pass over the model: "residual_norm", the
-        norm of what this rank owes, and "stale_share", the share of stale contributions in the
-        averages so far.
+        norm of what this rank owes, "stale_share", the share of stale contributions in the averages
+        so far, and "kl_scale", by what `kl_clip` of K-FAC multiplied the last step, in (0, 1].
         """
         return {}
 

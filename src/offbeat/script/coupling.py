@@ -53,6 +53,10 @@ WITHOUT_DDP = """\
  offbeat.attach, so {strategy} exchanges nothing; wrap the model:\
  torch.nn.parallel.DistributedDataParallel(model)"""
 
+NO_TRAINING = """\
+{script} came to its end and no training was seen, so {strategy} has done nothing: no optimizer of\
+ torch.optim has taken a step in the process that runs it"""
+
 
 class ModelListener:
     """Hears of models that are trained, as the record of the run does. Does nothing unless a
@@ -114,14 +118,15 @@ class ScriptSessions(ScriptListener):
         num_ddp_models: DDP models that the script has made.
         num_attached: sessions that were attached, by this or by the script itself.
         num_processes: processes that the script has started, but for those that load data.
-        trains_without_ddp: whether its first step was in a process group, but of no such model.
+        trains_without_session: whether its first step was of a model that no session has.
+        trains_without_ddp: whether that step was in a process group.
     """
 
     def __init__(self, recipe: ScriptRecipe, listener: ModelListener) -> None:
         self.num_ddp_models = 0
         self.num_attached = 0
         self.num_processes = 0
-        self.trains_without_ddp = False
+        self.trains_without_session = self.trains_without_ddp = False
         self._recipe = recipe
         self._listener = listener
         self._made = _Made()
@@ -132,7 +137,6 @@ class ScriptSessions(ScriptListener):
         self._evaluations: dict[int, EvaluationWeights] = {}
         self._attached_models: set[int] = set()
         self._stepped: set[int] = set()
-        self._has_checked = False
         self._has_told_of_override = False
 
     @property
@@ -297,8 +301,8 @@ class ScriptSessions(ScriptListener):
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped.add(id(optimizer))
-        if not (self._has_checked or self.num_attached or self.num_ddp_models):
-            self._has_checked = True
+        if not (self.trains_without_session or self.num_attached or self.num_ddp_models):
+            self.trains_without_session = True
             _refuse_what_nobody_exchanges(optimizer)
             self.trains_without_ddp = True
             LOGGER.warning("%s", WITHOUT_DDP.format(script=sys.argv[0], strategy=self._recipe.name))

@@ -17,7 +17,7 @@ from offbeat.lab.config import RunConfig, ScriptCommand
 from offbeat.lab.emulation import emulate
 from offbeat.lab.interrupts import Interrupts, interrupts
 from offbeat.lab.local_worker import WorkerProgram
-from offbeat.lab.progress import Listener
+from offbeat.lab.progress import Listener, NoticeListener, ignore_notice
 from offbeat.lab.records import Summary, add_to_summary, begin_attempt, create, lock
 from offbeat.lab.supervisor import POLL_S, WorkerGroup
 from offbeat.script.first_imports import first_imports
@@ -51,6 +51,7 @@ def run_script(
     forked: bool = False,
     host: OwnHost | None = None,
     on_progress: Listener,
+    on_notice: NoticeListener = ignore_notice,
     say: Callable[[str], None],
 ) -> ScriptOutcome:
     """Run the script of `config` on workers of this host.
@@ -62,6 +63,7 @@ def run_script(
         forked: as in `WorkerProgram`.
         host: this one's share of a run on several hosts.
         on_progress: hears of workers that die and come back.
+        on_notice: is called with each notice that there is before the first step of an attempt.
         say: for what else the user should know meanwhile.
 
     Raises:
@@ -88,6 +90,7 @@ def run_script(
                 restarts=restarts,
                 share=None if host is None else host.share,
                 on_progress=on_progress,
+                on_notice=on_notice,
             )
             with interrupts() as interrupted, group:
                 _watch(group, interrupted)

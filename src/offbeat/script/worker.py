@@ -26,13 +26,19 @@ from offbeat.lab.attaching import link_delay
 from offbeat.lab.config import RunConfig, ScriptCommand
 from offbeat.lab.interrupts import exit_at_stop_signals
 from offbeat.lab.pauses import StepLimit
-from offbeat.lab.progress import TURNS_VARIABLE, Failure, Report, Reporter, pipe_reporter
+from offbeat.lab.progress import TURNS_VARIABLE, Failure, Remark, Report, Reporter, pipe_reporter
 from offbeat.lab.records import Record
 from offbeat.lab.rendezvous import launched, supervised_coordinator
 from offbeat.script import patches
 from offbeat.script.attach import AttachOverride, overriding
 from offbeat.script.children import CHILD_VARIABLE
-from offbeat.script.coupling import NOT_DISTRIBUTED, WITHOUT_DDP, ScriptSessions, is_good_end
+from offbeat.script.coupling import (
+    NO_TRAINING,
+    NOT_DISTRIBUTED,
+    WITHOUT_DDP,
+    ScriptSessions,
+    is_good_end,
+)
 from offbeat.script.recipes import ScriptRecipe, recipe_for
 from offbeat.script.recording import OpenRecord, ScriptRecorder
 from offbeat.script.sharing import shared_record
@@ -115,7 +121,10 @@ class ScriptRun:
             return 0
         script = self._script.path
         if not self._sessions.num_ddp_models:
-            why = WITHOUT_DDP if self._sessions.trains_without_ddp else NOT_DISTRIBUTED
+            if self._sessions.trains_without_ddp:
+                why = WITHOUT_DDP
+            else:
+                why = NOT_DISTRIBUTED if self._sessions.trains_without_session else NO_TRAINING
             return self._fail(ConfigError(why.format(script=script, strategy=self._recipe.name)))
         return self._fail(
             ConfigError(
@@ -235,7 +244,7 @@ def run_launched(config: RunConfig, out: Path | None) -> int:
     os.environ[CHILD_VARIABLE] = config.model_dump_json()
     recorder = ScriptRecorder(
         lambda: shared_record(config, out),
-        _say_failure,
+        _say,
         turns=StepLimit.unlimited(),
         stop_after=config.steps,
     )
@@ -247,12 +256,15 @@ def run_launched(config: RunConfig, out: Path | None) -> int:
     if local := os.environ.get("SLURM_LOCALID"):
         os.environ.setdefault("LOCAL_RANK", local)
     recipe = recipe_for(config.build_strategy())
-    return ScriptRun(config, recipe, recorder, _say_failure, rank=launch.rank).carry_out()
+    return ScriptRun(config, recipe, recorder, _say, rank=launch.rank).carry_out()
 
 
-def _say_failure(report: Report) -> None:
-    if isinstance(report, Failure):
-        sys.stderr.write(f"offbeat: rank {report.rank}: {report.message}\n")
+def _say(report: Report) -> None:
+    match report:
+        case Failure():
+            sys.stderr.write(f"offbeat: rank {report.rank}: {report.message}\n")
+        case Remark():
+            sys.stderr.write(f"offbeat: rank {report.rank}: {report.text}\n")
 
 
 def main_and_exit() -> NoReturn:

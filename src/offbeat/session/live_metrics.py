@@ -30,6 +30,7 @@ class LiveMetrics(SessionObserver):
     - `offbeat/residual_norm`: norm of what this rank has not sent yet, with a sparse strategy;
     - `offbeat/entry_age`: steps that an entry of the gradient waits to be sent, likewise;
     - `offbeat/stale_share`: share of stale contributions in averages, where nobody waits;
+    - `offbeat/kl_scale`: by what `kl_clip` of K-FAC multiplied the last step;
     - `offbeat/skipped_steps`: so far;
     - `offbeat/loss`: where somebody tells it by `loss_seen`.
 

@@ -232,8 +232,9 @@ class Session:
 
     def gauges(self) -> dict[str, float]:
         """What the strategy can measure of itself now, at the price of a pass over the model:
-        "residual_norm", the norm of what this rank has not sent yet, and "stale_share", the share
-        of stale contributions in its averages so far. Empty where there is neither. Not collective.
+        "residual_norm", the norm of what this rank has not sent yet, "stale_share", the share of
+        stale contributions in its averages so far, and "kl_scale", by what `kl_clip` of K-FAC
+        multiplied the last step, in (0, 1]. Empty where there is none. Not collective.
         """
         found: dict[str, float] = {}
         for part in self._parts:

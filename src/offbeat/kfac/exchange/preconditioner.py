@@ -26,7 +26,14 @@ from offbeat.kfac.options import KFACSettings
 from offbeat.kfac.pieces import is_whole
 from offbeat.kfac.planning.factor_plan import FactorPlan
 from offbeat.kfac.planning.inverse_order import InverseBatch
-from offbeat.kfac.precondition import Curvature, EigenPair, InversePair, precondition_
+from offbeat.kfac.precondition import (
+    Curvature,
+    EigenPair,
+    InversePair,
+    kl_scale,
+    precondition_,
+)
+from offbeat.kfac.step_scale import StepScale
 from offbeat.transport.driver import Driver, Stream
 
 
@@ -44,12 +51,14 @@ class Preconditioner:
         driver: carries the broadcasts out.
         stream: the channels of the broadcasts.
         spans: notes what is done when.
-        notify: is told of factors that have no inverse, and of those that a checkpoint has whole.
+        notify: is told of factors that have no inverse, of those that a checkpoint has whole, and
+            where steps are next to nothing.
 
     Attributes:
         inverses: where the inverses are kept, and how they get there.
         is_stale: whether the inverses, of a checkpoint with another form, must be made anew.
         precondition_s: seconds spent so far on turning gradients into preconditioned gradients.
+        step_scale: by what steps were shortened.
     """
 
     def __init__(
@@ -74,6 +83,7 @@ class Preconditioner:
         self._spans = spans
         self._has_tiny = any(slot.shape.is_tiny for slot in slots)
         self._inverter, self._notify = make_inverter(form, notify), notify
+        self.step_scale = StepScale(notify)
         self._plan = plan
         self.inverses = self._room_for(plan, order)
         self._curvatures: dict[int, Curvature | None] = {}
@@ -126,24 +136,27 @@ class Preconditioner:
         lrs = [lr_of.get(id(block.weight), 0.0) for block in blocks]
         curvatures = [self._curvature_of(index, damping) for index in live]
         if not self._plan.by_owner:
-            precondition_(
+            nu = precondition_(
                 blocks,
                 [curvature for curvature in curvatures if curvature is not None],
                 lrs=lrs,
                 kl_clip=kl_clip,
             )
-            return
-        owners = [owner for index in live if (owner := self._plan.owners[2 * index]) is not None]
-        precondition_by_owners_(
-            blocks,
-            curvatures,
-            owners,
-            driver=self._driver,
-            stream=self._stream,
-            lrs=lrs,
-            kl_clip=kl_clip,
-            spans=self._spans,
-        )
+        else:
+            owners = [
+                owner for index in live if (owner := self._plan.owners[2 * index]) is not None
+            ]
+            nu = precondition_by_owners_(
+                blocks,
+                curvatures,
+                owners,
+                driver=self._driver,
+                stream=self._stream,
+                lrs=lrs,
+                kl_clip=kl_clip,
+                spans=self._spans,
+            )
+        self.step_scale.add(nu, kl_clip)
 
     def _curvature_of(self, block_index: int, damping: float) -> Curvature | None:
         """What this rank has of a block's inverses; None where only its owner has them. It is the
@@ -255,7 +268,7 @@ def precondition_by_owners_(
     lrs: Sequence[float],
     kl_clip: float | None,
     spans: SpanRecorder,
-) -> None:
+) -> torch.Tensor | None:
     """Replace the gradients of `blocks`, the same on all ranks, by preconditioned gradients.
     Collective.
 
@@ -271,6 +284,9 @@ def precondition_by_owners_(
         lrs: learning rates, one for each block.
         kl_clip: as of `kfac.precondition.precondition_`.
         spans: notes what is done when.
+
+    Returns:
+        As of `kfac.precondition.precondition_`.
     """
     # All ranks see the same gradients, so all of them leave the same blocks out.
     live = [number for number, block in enumerate(blocks) if block.has_gradient()]
@@ -300,10 +316,12 @@ def precondition_by_owners_(
         for message in messages
         if message.blocks
     ]
-    change = sum(changes, torch.zeros((), dtype=torch.float64)).abs()
-    scale = 1.0 if kl_clip is None else float((kl_clip / change).sqrt().clamp(max=1))
+    nu = None
+    if kl_clip is not None and changes:
+        nu = kl_scale(sum(changes, torch.zeros((), dtype=torch.float64)), kl_clip)
     for message in messages:
-        message.show(scale)
+        message.show(1.0 if nu is None else float(nu))
+    return nu
 
 
 class _GradientMessage:

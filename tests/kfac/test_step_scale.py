@@ -1,0 +1,69 @@
+"""What is said of steps that `kl_clip` shortens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from kfac_support.reference import batch_of, loss_of, make_net
+from offbeat.kfac.step_scale import StepScale
+from offbeat.strategies.kfac import KFACStrategy
+from thread_support.world import ThreadDriver, results_of, session_on
+
+
+@pytest.mark.parametrize(
+    ("num_short", "said"),
+    [(25, []), (26, ["kl_clip=0.001 shortened 26 of 50 steps, more than half of them to 0.1 of"])],
+)
+def test_it_is_said_once_that_more_than_half_of_fifty_steps_are_short(
+    num_short: int, said: list[str]
+) -> None:
+    notices: list[str] = []
+    scale = StepScale(notices.append)
+    for place in range(200):
+        if place == 49:
+            assert not notices
+        scale.add(torch.tensor(0.1 if place % 50 < num_short else 1.0), 0.001)
+        scale.add(None, None)
+    assert [notice[: len(start)] for notice, start in zip(notices, said, strict=True)] == said
+    assert scale.last is None
+
+
+def gradient_of(strategy: KFACStrategy) -> tuple[torch.Tensor, dict[str, float]]:
+    """Of a first step, and what is said of it."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    with offbeat.attach(net, optimizer, strategy) as session:
+        loss_of(net, batch_of(0, 0)).backward()
+        optimizer.step()
+        gradients = [p.grad.flatten() for p in net.parameters() if p.grad is not None]
+        return torch.cat(gradients), session.gauges()
+
+
+@pytest.mark.parametrize("kind", [offbeat.SPDKFAC, offbeat.DPKFAC])
+def test_the_gauge_is_what_the_step_was_multiplied_by(kind: type[KFACStrategy]) -> None:
+    whole, of_whole = gradient_of(kind(kl_clip=None))
+    short, of_short = gradient_of(kind(kl_clip=1e-4))
+    assert of_whole == {}
+    assert 0 < of_short["kl_scale"] < 0.5
+    torch.testing.assert_close(short, whole * of_short["kl_scale"])
+
+
+def test_all_ranks_say_the_same_of_short_steps() -> None:
+    nets = [make_net() for _ in range(2)]
+
+    def work(driver: ThreadDriver) -> list[str]:
+        net: nn.Module = nets[driver.rank]
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        with session_on(driver, net, optimizer, offbeat.DPKFAC(kl_clip=1e-6)) as session:
+            for step in range(51):
+                loss_of(net, batch_of(driver.rank, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [notice for notice in session.notices if "kl_clip=1e-06" in notice]
+
+    said = results_of(2, work)
+    assert len(said[0]) == 1
+    assert said[0] == said[1]
