@@ -12,16 +12,26 @@ from offbeat.kfac.step_scale import StepScale
 from offbeat.strategies.kfac import KFACStrategy
 from thread_support.world import ThreadDriver, results_of, session_on
 
+WEIGHTS = [torch.nn.Parameter(torch.ones(2))]
+SAID = ["kl_clip=0.001 shortened 26 of 50 steps, more than half of them to 0.1 of"]
+
 
 @pytest.mark.parametrize(
-    ("num_short", "said"),
-    [(25, []), (26, ["kl_clip=0.001 shortened 26 of 50 steps, more than half of them to 0.1 of"])],
+    ("num_short", "optimizer", "said"),
+    [
+        (25, torch.optim.SGD(WEIGHTS), []),
+        (26, torch.optim.SGD(WEIGHTS), SAID),
+        (26, torch.optim.SGD(WEIGHTS, momentum=0.4), SAID),
+        (26, torch.optim.SGD(WEIGHTS, momentum=0.9), []),
+        (26, torch.optim.SGD(WEIGHTS, momentum=0.9, dampening=0.9), SAID),
+        (26, torch.optim.AdamW(WEIGHTS), []),
+    ],
 )
 def test_it_is_said_once_that_more_than_half_of_fifty_steps_are_short(
-    num_short: int, said: list[str]
+    num_short: int, optimizer: torch.optim.Optimizer, said: list[str]
 ) -> None:
     notices: list[str] = []
-    scale = StepScale(notices.append)
+    scale = StepScale(optimizer, notices.append)
     for place in range(200):
         if place == 49:
             assert not notices

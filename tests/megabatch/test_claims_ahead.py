@@ -343,6 +343,17 @@ def test_nothing_more_is_claimed_while_a_worker_is_on_its_way_in(ahead: int) -> 
     assert sum(share.samples for share in workers[0].loader.last) == 12
 
 
+def test_each_worker_has_a_batch_first_where_another_one_waits_from_the_beginning() -> None:
+    peers = Peers(2)
+    workers = [Worker(rank, peers, num_samples=24, ahead=0) for rank in range(2)]
+    for worker in workers:
+        worker.policy.has_newcomers = True
+    while not all(worker.policy.rounds for worker in workers):
+        for worker in workers:
+            worker.advance()
+    assert peers.merged.total() == 2 * Policy.batch_size
+
+
 def test_a_rank_claims_as_far_ahead_as_it_may() -> None:
     """Two ranks: one takes a batch while it computes, the other has none ahead."""
     peers = Peers(2)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from pydantic import JsonValue
 from typer.testing import CliRunner
 
 from lab_support.made import comparison, contestant
 from offbeat.cli.main import app
 from offbeat.errors import ConfigError
-from offbeat.lab.comparison import write_comparison
+from offbeat.lab.comparison import read_comparison, write_comparison
 from offbeat.lab.options import build_strategy, parse_spec, strategy_values
 from offbeat.lab.statistics import estimate
 from offbeat.plan.shipped import shipped_profile
@@ -83,12 +84,19 @@ def test_a_time_is_there_for_what_was_measured_alike_and_reached_the_target(
     [
         ({"target": None}, "knows of no metric that its strategies reached"),
         ({"num_parameters": 7}, "trained a model of 7; give the profile of that model"),
+        ({"removed": 1}, "compared wagma, and none of these is planned for"),
         ({}, "compared wagma, and none of these is planned for"),
     ],
 )
 def test_a_comparison_that_says_nothing_of_the_plan_is_refused(
     more: dict[str, int | None], complaint: str, tmp_path: Path
 ) -> None:
+    more = dict(more)
+    options: dict[str, JsonValue] = {"removed": more.pop("removed")} if "removed" in more else {}
     record(tmp_path, {"wagma": [1.0, 2.0]}, **more)  # type: ignore[arg-type]
+    if options:  # which a version before had
+        made = read_comparison(tmp_path)
+        old = made.contestants[0].model_copy(update={"options": options})
+        write_comparison(tmp_path, made.model_copy(update={"contestants": [old]}))
     with pytest.raises(ConfigError, match=complaint):
-        steps_to_target(tmp_path, ["ddp"], MODEL)
+        steps_to_target(tmp_path, ["wagma" if options else "ddp"], MODEL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from statistics import median_high
 from typing import Final
 
@@ -17,15 +18,18 @@ class StepScale:
     same. Nothing of it is in checkpoints: a resumed run counts anew.
 
     Args:
-        notify: is told, once, of 50 steps of which more than half were shortened below a fifth.
+        optimizer: takes the steps. Momentum makes up for some of what is lost. Adam and its like
+            take steps of the same length whatever nu is, so nothing is said of any but SGD.
+        notify: is told, once, of 50 steps of which more than half were shortened below a fifth, or
+            below what momentum makes a fifth.
 
     Attributes:
         last: nu of the last step, a scalar tensor in (0, 1]; None where nothing limits steps.
     """
 
-    def __init__(self, notify: Callable[[str], None]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, notify: Callable[[str], None]) -> None:
         self.last: torch.Tensor | None = None
-        self._notify = notify
+        self._optimizer, self._notify = optimizer, notify
         self._window: list[torch.Tensor] = []
         self._is_said = False
 
@@ -39,7 +43,8 @@ class StepScale:
             # One transfer for all: on a GPU the host waits for each value that it asks for.
             scales = torch.stack(self._window).tolist()
             self._window.clear()
-            self._is_said = (middle := median_high(scales)) < _SHORT
+            middle = median_high(scales)
+            self._is_said = middle * _gain_of(self._optimizer) < _SHORT
             if self._is_said:
                 self._say(scales, middle, kl_clip)
 
@@ -49,6 +54,22 @@ class StepScale:
             f"kl_clip={kl_clip:g} shortened {shortened} of {_WINDOW} steps, more than half of them"
             f" to {middle:.2g} of their length or less, so that the learning rate does not decide"
             " how long they are. Where the loss hardly falls, set a larger kl_clip (ten times as"
-            " much makes such steps 3.2 times as long), or momentum in the optimizer; kl_clip=None"
-            " sets no limit, and then the learning rate or the damping may have to change"
+            " much makes such steps 3.2 times as long), or more momentum in the optimizer;"
+            " kl_clip=None sets no limit, and then the learning rate or the damping may have to"
+            " change"
         )
+
+
+def _gain_of(optimizer: torch.optim.Optimizer) -> float:
+    """By how much momentum lengthens what a gradient moves in all; inf where that does not depend
+    on the gradient's length.
+    """
+
+    def gain(momentum: float, dampening: float) -> float:
+        if not momentum:
+            return 1.0
+        return (1 - dampening) / (1 - momentum) if momentum < 1 else inf
+
+    if not isinstance(optimizer, torch.optim.SGD):
+        return inf
+    return min(gain(group["momentum"], group["dampening"]) for group in optimizer.param_groups)

@@ -597,8 +597,14 @@ class DispatchLoader(Part):
         when its samples are asked for.
         """
         while not self._is_away:
-            if self._policy.has_newcomers and not self.merge_is_under_way:
-                # They wait for the next merge. One that is under way is made anew with them.
+            if (
+                self._policy.has_newcomers
+                and not self.merge_is_under_way
+                and (self._ahead or self._handed_out or self._computed)
+            ):
+                # They wait for the next merge. One that is under way is made anew with them. One of
+                # nothing would add the merges' momentum for nothing, and a worker that comes again
+                # and again would stop all training.
                 self._is_cut_short = True
                 return
             claim = (

@@ -4,7 +4,7 @@ predicted step into a time to accuracy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def steps_to_target(
             f"{directory} knows of no metric that its strategies reached; compare again on"
             " something that is evaluated"
         )
-    compared = {_key(one.strategy, one.options): one for one in comparison.contestants}
+    compared = dict(_keyed(comparison.contestants))
     found = {spec: compared.get(_key(*parse_spec(spec))) for spec in strategies}
     if not any(found.values()):
         labels = ", ".join(one.label for one in comparison.contestants)
@@ -86,6 +86,16 @@ def steps_to_target(
         steps={spec: steps for spec, steps in counted.items() if steps is not None},
         missed=tuple(spec for spec, steps in counted.items() if steps is None),
     )
+
+
+def _keyed(
+    contestants: Sequence[ComparedStrategy],
+) -> Iterator[tuple[tuple[str, str], ComparedStrategy]]:
+    for one in contestants:
+        try:
+            yield _key(one.strategy, one.options), one
+        except ConfigError:
+            continue  # of another version: what it did nothing does now
 
 
 def _key(name: str, options: Mapping[str, object]) -> tuple[str, str]:

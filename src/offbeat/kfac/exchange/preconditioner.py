@@ -83,7 +83,7 @@ class Preconditioner:
         self._spans = spans
         self._has_tiny = any(slot.shape.is_tiny for slot in slots)
         self._inverter, self._notify = make_inverter(form, notify), notify
-        self.step_scale = StepScale(notify)
+        self.step_scale = StepScale(optimizer, notify)
         self._plan = plan
         self.inverses = self._room_for(plan, order)
         self._curvatures: dict[int, Curvature | None] = {}
