@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -229,7 +230,7 @@ def _command() -> str:
             next(options, None)
         elif option not in ("--json", "--again") and not option.startswith("--results="):
             is_path = "/" in option and Path(option).exists()
-            words.append(Path(option).name if is_path else option)
+            words.append(shlex.quote(Path(option).name if is_path else option))
     return " ".join(words)
 
 

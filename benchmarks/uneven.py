@@ -327,7 +327,7 @@ def cases(
                 local / (found[rules[0]][-1].fraction * read_steps(alone).settled().samples_per_s())
             )
     for rule, those in found.items():
-        title = f"{situation}, {rule}"
+        title = f"{situation}{'' if step_s else ' with shares of the CPU'}, {rule}"
         bound = float(np.mean([one.foretold for one in those]))
         yield goal(
             f"{title}: of the summed speed", [one.fraction for one in those], bound, at_least=0.95
