@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +46,10 @@ STRATEGIES = (
     "ddp-powersgd:rank=4:start_step=2",
     "ddp-fp16",
 )
+ROUNDS = (STRATEGIES[:3], (STRATEGIES[1], *STRATEGIES[3:]))
+"""No more than three at a time: ranks that wait for their turn keep their memory, a gigabyte each,
+and with five strategies the steps of all took 0.1 s longer here.
+"""
 GOALS = {1e9: 5.0, 100e6: 40.0}
 """By rate in bit/s: how many times the steps per second of DDP gTop-k has to make."""
 STEPS = {1e9: 32, 100e6: 10}
@@ -178,7 +183,7 @@ def compared(
     *,
     task: str = "digits",
     settings: Sequence[str] = ("size=large", "batch_size=8"),
-    labels: Sequence[str] = STRATEGIES,
+    labels: Sequence[str],
 ) -> Comparison:
     """A comparison behind links of one rate.
 
@@ -229,36 +234,36 @@ def faster(comparison: Comparison, slow: str, at_least: float, case: str) -> Rat
 def strategies(rate_bit_per_s: float, directory: Path) -> Iterator[Row]:
     """Steps of gTop-k against those of all its peers behind links of one rate."""
     name = f"{rate_bit_per_s / 1e6:g} Mbit/s"
-    comparison = compared(
-        rate_bit_per_s, STEPS[rate_bit_per_s], directory / f"{rate_bit_per_s / 1e6:g}mbit"
-    )
-    print(f"{name}: {comparison.verdict}", file=sys.stderr)
-    if rate_bit_per_s in LONGEST_STEP_S:
-        (gtopk,) = (one for one in comparison.contestants if one.label == "gtopk")
-        yield at_most(
-            f"{name}: a step of gtopk ({comparison.emulation.kind})",
-            gtopk.measures["step_s"],
-            limit=LONGEST_STEP_S[rate_bit_per_s],
-            unit="s",
-            bound=float("inf"),
-        )
-    yield faster(comparison, "ddp", GOALS[rate_bit_per_s], name)
-    for contestant in comparison.contestants:
-        if contestant.label not in ("ddp", "gtopk"):
-            yield faster(comparison, contestant.label, 1.0, name)
-    for contestant in comparison.contestants:
-        label = contestant.label
-        median_s = contestant.measures["step_s"].median
-        yield Figure(table="seconds a step", case=label, column=name, value=median_s)
-        if label != "gtopk":
-            found = faster(comparison, label, 1.0, name)
-            yield Figure(
-                table="how many times faster gTop-k's steps are",
-                case=label,
-                column=name,
-                value=found.value,
-                interval=found.interval,
-            )
+    for number, labels in enumerate(ROUNDS):
+        out = directory / f"{rate_bit_per_s / 1e6:g}mbit-{number}"
+        comparison = compared(rate_bit_per_s, STEPS[rate_bit_per_s], out, labels=labels)
+        print(f"{name}: {comparison.verdict}", file=sys.stderr)
+        for contestant in comparison.contestants:
+            label, step_s = contestant.label, contestant.measures["step_s"]
+            # A label has no options where no other strategy of the comparison has its name.
+            spec = next(spec for spec in labels if spec.partition(":")[0] == label)
+            case = label if label == "gtopk" else spec.replace(":", " ")
+            if label != "gtopk":
+                at_least = GOALS[rate_bit_per_s] if label == "ddp" else 1.0
+                found = faster(comparison, label, at_least, name)
+                yield replace(found, case=found.case.replace(label, case))
+                yield Figure(
+                    table="how many times faster gTop-k's steps are",
+                    case=case,
+                    column=name,
+                    value=found.value,
+                    interval=found.interval,
+                )
+            elif number == 0 and rate_bit_per_s in LONGEST_STEP_S:
+                yield at_most(
+                    f"{name}: a step of gtopk ({comparison.emulation.kind})",
+                    step_s,
+                    limit=LONGEST_STEP_S[rate_bit_per_s],
+                    unit="s",
+                    bound=float("inf"),
+                )
+            if label != "gtopk" or number == 0:
+                yield Figure(table="seconds a step", case=case, column=name, value=step_s.median)
 
 
 def as_it_comes(rate_bit_per_s: float, directory: Path) -> Iterator[Row]:
