@@ -2,6 +2,9 @@
 
 Who averages rounded vectors moves its own by `average - rounded`, so what rounding took from it
 stays where it was: it is in what the next average is made of.
+
+The kernels below add such vectors up and move models by them; `move_by` does it with vectors that
+were not rounded.
 """
 
 from __future__ import annotations
