@@ -5,9 +5,11 @@ does what the list says, and nothing of it is left afterwards.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import multiprocessing
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -178,6 +180,20 @@ def test_ddp_may_exchange_itself_with_other_options(group: None) -> None:
     assert type(ddp.reducer) is dist.Reducer
     assert ddp.bucket_bytes_cap == 3 * 2**20
     assert heard.names() == ["ddp_made"]
+
+
+def test_a_group_outlives_the_models_that_were_made_with_it() -> None:
+    """DDP's reducer, as the last that refers to a group, now and then hangs: see `patches`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with patched(Heard(), exchanges=True, ddp_options={}):
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 1))
+        group = weakref.ref(ddp.process_group)
+        dist.destroy_process_group()
+        del ddp
+        gc.collect()
+        assert group() is not None
+    gc.collect()
+    assert group() is None
 
 
 def test_a_worker_that_comes_back_makes_a_group_of_its_own_and_keeps_its_rank() -> None:

@@ -16,7 +16,10 @@ entry fails when a new version of PyTorch changes what it stands on (tests/scrip
 - `Module.train`: by it a script says that it evaluates, and where ranks' models differ the mean is
   what counts then.
 - `Tensor.backward`: the tensor that it is called on is the loss, for the record.
-- `torch.distributed.destroy_process_group`: sessions end before the group that they were made with.
+- `torch.distributed.destroy_process_group`: sessions end before the group that they were made with;
+  and the groups are kept until the script has ended, since DDP's reducer must not be the last that
+  refers to one. It waits then for gloo's threads and holds the interpreter's lock, which they need
+  to let go of a tensor, so a script whose model outlives the group hangs now and then.
 - `torch.distributed.init_process_group`, `get_rank`, `get_world_size`: only in a worker that comes
   back, since the process group of its peers was made without it and cannot be joined; and the first
   of them in processes that a script starts as ranks while `offbeat run` has started ranks too.
@@ -132,7 +135,9 @@ def patched(
         )
         put(torch.nn.Module, "train", _train(torch.nn.Module.train, listener))
         put(torch.Tensor, "backward", _backward(torch.Tensor.backward, listener))
-        destroy = _call_first(dist.destroy_process_group, listener.group_ends)
+        kept: list[dist.ProcessGroup | None] = []
+        stack.callback(kept.clear)
+        destroy = _destroy(dist.destroy_process_group, listener, kept)
         for module in (dist, distributed_c10d):
             put(module, "destroy_process_group", destroy)
         yield
@@ -247,13 +252,16 @@ def _backward(original: Callable[..., Any], listener: ScriptListener) -> Callabl
     return backward
 
 
-def _call_first(original: Callable[..., Any], call: Callable[[], None]) -> Callable[..., Any]:
+def _destroy(
+    original: Callable[..., Any], listener: ScriptListener, kept: list[dist.ProcessGroup | None]
+) -> Callable[..., Any]:
     @wraps(original)
-    def both(*args: Any, **kwargs: Any) -> Any:
-        call()
-        return original(*args, **kwargs)
+    def destroy(group: dist.ProcessGroup | None = None) -> Any:
+        listener.group_ends()
+        kept.append(dist.group.WORLD if group is None else group)
+        return original(group)
 
-    return both
+    return destroy
 
 
 def _train(original: Callable[..., Any], listener: ScriptListener) -> Callable[..., Any]:
