@@ -353,7 +353,9 @@ def cases(
 
 
 def bundled(seeds: Sequence[int], mega_batches: int, keep: Path) -> Iterator[Ratio]:
-    """How long merges take where nothing is padded and all that is computed is the task."""
+    """How long merges take where nothing is padded and all that is computed is the task. The last
+    merge of a run is waited for in any case.
+    """
     shares: dict[str, list[float]] = {}
     specs = {
         "adaptive": f"adaptive:{_SETTLED}",
@@ -372,13 +374,16 @@ def bundled(seeds: Sequence[int], mega_batches: int, keep: Path) -> Iterator[Rat
         )
         for label in specs:
             done = records[label].mega_batches()[SETTLED - 1 :]
-            shares.setdefault(label, []).append(
-                sum(one.merge_s for one in done) / sum(one.duration_s for one in done)
-            )
-            duration_s = np.mean([one.duration_s for one in done])
+            for title, those in (
+                ("share of merges", done),
+                ("share of merges, without the last", done[:-1]),
+            ):
+                share = sum(one.merge_s for one in those) / sum(one.duration_s for one in those)
+                shares.setdefault(f"{BUNDLED}, {label}: {title}", []).append(share)
+            duration_s = np.mean([one.duration_s for one in done[:-1]])
             print(f"{BUNDLED}, {label}: mega-batches of {duration_s * 1e3:.0f} ms", file=sys.stderr)
-    for label, found in shares.items():
-        yield goal(f"{BUNDLED}, {label}: share of merges", found, 0.0, at_most=0.05)
+    for title, found in shares.items():
+        yield goal(title, found, 0.0, at_most=0.05)
 
 
 def race(
