@@ -709,6 +709,7 @@ def simulate_phases(phases: Sequence[tuple[Method, Setting]]) -> Simulated:
         **{name: _mean(phases, [getattr(part, name) for part in parts]) for name in numbers},
         by_events=all(part.by_events for part in parts),
         note=parts[-1].note,
+        is_lower_limit=parts[-1].is_lower_limit,
     )
 
 
