@@ -13,7 +13,8 @@ up for nothing. Everything is printed to standard error; the cases are WAGMA's g
     rank and step, for a model of N bytes in groups of S, and S = 8 in every tenth step
 
 With `--to-target` it is about the time to an accuracy: the strategies as they come, two sizes of
-model, two random workers late. Each seed is a cell, so the benchmark may be stopped between them.
+model, two random workers late. Each seed is a cell, so the benchmark may be stopped between them;
+strategies that a seed lacks are measured in a cell of their own.
 
     with 4 MB: WAGMA at least 0.85 of the ideal, and at the target before LocalSGD
 
@@ -81,7 +82,10 @@ encrypt, add up and train with.
 TOGETHER = 3
 """So many strategies are alive at once, and each such round has its own measurement of the ideal.
 """
-RACERS = ("wagma", "allreduce", f"localsgd:period={PERIOD}", "adpsgd")
+RACERS = (
+    *("wagma", "allreduce", f"localsgd:period={PERIOD}", "adpsgd"),
+    *("dpsgd", "sgp", "eagersgd"),
+)
 """As they come, but for LocalSGD's period: WAGMA's."""
 RACED_SIZES = ("size=tiny", "size=small")
 TARGET, RACE_STEPS, EVAL_EVERY = 0.9, 140, 5
@@ -352,26 +356,48 @@ class Races:
         self._kept = kept
         self._rows: dict[str, list[Figure]] = {}
 
-    def cells(self, sizes: Sequence[str]) -> Cells:
-        runs = {
-            self._name(size, seed): partial(self._run, size, seed)
-            for size in sizes
-            for seed in self._seeds
-        }
+    def cells(self, sizes: Sequence[str], *, again: bool = False) -> Cells:
+        runs = {}
+        for size in sizes:
+            for seed in self._seeds:
+                known = () if again else self._known(size, seed)
+                missing = [spec for spec in self._specs if spec not in known]
+                name = self._name(size, seed)
+                name += f", {', '.join(missing)}" if known and missing else ""
+                runs[name] = partial(self._run, size, seed, missing)
+                if again:
+                    self._drop(f"{name}, ")
         tables = {f"to the target, {size}": partial(self._table, size) for size in sizes}
         if self._kept is not None and not runs.keys() <= self._kept.cells:
             for table in tables.keys() & self._kept.cells:
-                self._kept.replace(table, [], origin(None))  # of fewer seeds
+                self._kept.replace(table, [], origin(None))  # of fewer runs
         return {**runs, **tables}
+
+    def _known(self, size: str, seed: int) -> Sequence[str]:
+        """The strategies that have been measured with this seed."""
+        kept = [] if self._kept is None else self._kept.results
+        ending = f", seed {seed}"
+        cases = [
+            each.figure.case
+            for each in kept
+            if each.figure.table == f"to the target, {size}, all runs"
+        ]
+        return [case.removesuffix(ending) for case in cases if case.endswith(ending)]
+
+    def _drop(self, begins: str) -> None:
+        """Forget cells whose strategies are measured anew in another one."""
+        if self._kept is not None:
+            for cell in [cell for cell in self._kept.cells if cell.startswith(begins)]:
+                self._kept.replace(cell, [], origin(None))
 
     def _name(self, size: str, seed: int) -> str:
         return f"to the target, {size}, seed {seed}"
 
-    def _run(self, size: str, seed: int) -> Iterator[Row]:
+    def _run(self, size: str, seed: int, specs: Sequence[str]) -> Iterator[Row]:
         cluster = random_stragglers().cluster.model_copy(update={"seed": seed})
         request = CompareRequest(
             task="digits",
-            strategies=self._specs,
+            strategies=specs,
             settings=(*size.split(":"), "batch_size=4"),
             cluster=cluster,
             seeds=(seed,),
@@ -387,7 +413,7 @@ class Races:
         alone = read_steps(Record(directory / f"runs/alone-seed-{seed}")).settled()
         _tell_ideal(alone, cluster)
         rows = self._rows.setdefault(self._name(size, seed), [])
-        for spec, contestant in zip(self._specs, comparison.contestants, strict=True):
+        for spec, contestant in zip(specs, comparison.contestants, strict=True):
             if contestant.failure is not None:
                 print(f"{size}, seed {seed}: {spec} failed: {contestant.failure}", file=sys.stderr)
                 continue
@@ -439,13 +465,17 @@ class Races:
         """By column, a value for each seed."""
         found: dict[str, list[float | None]] = {}
         for seed in self._seeds:
-            name = self._name(size, seed)
-            kept = [] if self._kept is None else self._kept.results
-            rows = self._rows.get(name) or [each.figure for each in kept if each.cell == name]
+            title = f"to the target, {size}, all runs"
+            kept = [] if self._kept is None else [each.figure for each in self._kept.results]
+            rows = [*self._rows.get(self._name(size, seed), []), *kept]
+            seen: set[str] = set()
             for row in rows:
+                if row.table != title or row.column in seen:
+                    continue
                 if row.case == f"{spec}, seed {seed}":
                     value = row.value if isinstance(row.value, float) else None
                     found.setdefault(row.column, []).append(value)
+                    seen.add(row.column)
         return found
 
 
@@ -516,7 +546,7 @@ if __name__ == "__main__":
         if asked.to_target:
             results = asked.results and ResultFile(asked.results / "stragglers.jsonl")
             races = Races(asked_specs, num_seeds, num_steps, directory, results)
-            present(races.cells(asked_sizes), asked, seeds=num_seeds)
+            present(races.cells(asked_sizes, again=asked.again), asked, seeds=num_seeds)
         else:
             found_cells = cells(asked_specs, range(num_seeds), num_steps, asked_sizes, directory)
             present(found_cells, asked, seeds=num_seeds)

@@ -478,11 +478,11 @@ def merge_beside(ranks: Sequence[Rank], snapshots: Sequence[ModelSnapshot]) -> i
     """Merge the snapshots, and take the outcome over; how many bytes were sent."""
 
     pairs = zip(ranks, snapshots, strict=True)
-    outcomes, sent = together(
+    merged, sent = together(
         ranks, [partial(rank.protocol.merge_snapshot, each) for rank, each in pairs]
     )
-    for rank, snapshot, outcome in zip(ranks, snapshots, outcomes, strict=True):
-        rank.protocol.take(snapshot, outcome)
+    for rank, each in zip(ranks, merged, strict=True):
+        rank.protocol.take(each)
     return sent
 
 

@@ -1,11 +1,13 @@
-"""Bytes of a merge of some rows against those of a dense one."""
+"""Which rows have changed, and the bytes of a merge of some rows against those of a dense one."""
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat.megabatch.touched_rows import index_bytes, rows_are_cheaper
+from offbeat.megabatch.touched_rows import index_bytes, rows_are_cheaper, touched_rows
 
 shapes = st.tuples(st.integers(1, 500), st.sampled_from([4, 64, 512]))
 
@@ -35,3 +37,16 @@ def test_merging_some_rows_costs_at_most_the_sets_more(
 @given(st.integers(1, 5000), st.data())
 def test_a_set_of_rows_is_no_longer_than_a_bit_for_each(num_rows: int, data: st.DataObject) -> None:
     assert index_bytes(data.draw(st.integers(0, num_rows)), num_rows) <= -(-num_rows // 8)
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 5), (6, 2, 3), (0, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_row_has_changed_where_its_bits_have(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    then = torch.zeros(shape, dtype=dtype)
+    if len(then):
+        then[3] = torch.nan
+    now = then.clone()
+    for row, value in enumerate((1.0, -0.0)[: len(then)]):
+        now[row].view(-1)[-1] = value
+    (rows,) = touched_rows({4: then}, [now] * 5).values()
+    assert rows.tolist() == [True, True, False, False, False, False][: len(then)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offbeat.weights.model_weights import BufferNames, ModelWeights
 from offbeat.weights.staging import Staging
-from offbeat.weights.statistics import merge_statistics
+from offbeat.weights.statistics import merge_statistics, merge_sums_
 
 statistic = st.floats(0, 1e6, width=32)
 
@@ -46,3 +46,30 @@ def test_the_statistics_of_a_vector_are_found_behind_the_parameters_of_each_type
     vector = staging.read(weights.tensors())
     (span,) = staging.spans(weights.positions_of_statistics())
     assert vector[span].tolist() == [7] * 3 + [8] * 3
+
+
+@given(
+    st.lists(st.tuples(*[st.sampled_from([-0.0, 0.0, 0.1, 1.0, 1e-3, 7.0])] * 3), max_size=5),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    st.booleans(),
+)
+def test_a_sum_keeps_what_both_sides_have_added(
+    cases: list[tuple[float, float, float]], dtype: torch.dtype, is_strided: bool
+) -> None:
+    """One by one, in any memory layout; to the bit where only one side has changed it."""
+    mine, before = (
+        torch.tensor([case[place] for case in cases], dtype=dtype).reshape(-1) for place in (0, 2)
+    )
+    wide = torch.promote_types(dtype, torch.float32)
+    theirs = torch.tensor([case[1] for case in cases], dtype=wide).reshape(-1)
+    merged = torch.stack([mine, mine], dim=1)[:, 0] if is_strided else mine.clone()
+    merge_sums_(merged, theirs, before)
+    for now, one, two, past in zip(merged, mine, theirs, before, strict=True):
+        if one == past:
+            expected = two
+        elif two == past:
+            expected = one
+        else:
+            expected = two + (one.to(wide) - past.to(wide))
+        assert now == expected.to(dtype)
+        assert now.signbit() == expected.signbit()

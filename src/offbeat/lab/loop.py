@@ -7,6 +7,7 @@ peers.
 
 from __future__ import annotations
 
+from offbeat.lab.measuring import evaluate
 from offbeat.lab.pauses import Pauses
 from offbeat.lab.saving import save
 from offbeat.lab.schedule import BatchSchedule, ClaimedSchedule
@@ -122,34 +123,3 @@ def _saves_or_evaluates(run: TaskRun, step: int, steps_before: int) -> bool:
 
 def _is_due(every: int | None, step: int, steps_before: int) -> bool:
     return every is not None and step // every > steps_before // every
-
-
-def evaluate(run: TaskRun, recorder: StepRecorder) -> None:
-    """Measure the metric on the leader; no rank's training time counts it. Where the leader can
-    average alone, no other rank waits for it.
-    """
-    coordinator, step, apart = (
-        run.coordinator,
-        run.schedule.position.step,
-        run.attached.session.averages_alone,
-    )
-    # A leader before this one may have been ahead.
-    leads = coordinator.leader == coordinator.rank and step > int(
-        coordinator.published("measured") or -1
-    )
-    if leads or not apart:
-        # Before the first step all ranks hold the same model, and where the leader averages alone
-        # its peers have none to send yet.
-        model = run.attached.model if apart and not step else run.attached.averaged_model()
-        if leads:
-            model.eval()
-            with run.attached.resting():
-                metrics = run.task.metrics(model)
-            run.attached.log(metrics)
-            metric = metrics.pop(run.task.metric_name)
-            recorder.add_evaluation(metric, metrics, without=run.attached.averaged_without)
-            model.train()
-            coordinator.publish("measured", str(step))
-    if not apart:
-        coordinator.gather_living(f"measured/{step}", "", step=step)
-    recorder.restart_clock()

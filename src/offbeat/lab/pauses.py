@@ -17,11 +17,15 @@ class StepLimit:
     Args:
         until_step: the first limit.
         raised: is notified when the limit is raised.
+
+    Attributes:
+        ends_turns: whether there is a limit, as where this run takes turns with others.
     """
 
     def __init__(self, until_step: float, raised: threading.Condition | None = None) -> None:
         self._until_step = until_step
         self._raised = threading.Condition() if raised is None else raised
+        self.ends_turns = math.isfinite(until_step)
 
     @classmethod
     def unlimited(cls) -> StepLimit:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from offbeat.lab.measuring import hand_over, measure_kept
 from offbeat.lab.records import Summary, write_summary
 from offbeat.lab.step_recorder import RankRun, StepRecorder, TaskRun
 
@@ -54,9 +55,11 @@ def summarize_run(run: TaskRun, recorder: StepRecorder) -> Summary | None:
     final = None if apart else run.attached.averaged_model()
     num_steps = max(1, step - recorder.first_step)
     notices = [*_length_notices(run), *_step_time_notices(run, num_steps)]
+    hand_over(run)
     ends = gather_ends(run, recorder, notices, patience_s=HANGS_S if apart else None)
     if ends is None:
         return None
+    measure_kept(run, recorder, run.task.build_model(run.record.config.seed))
     if final is None:
         final = run.attached.averaged_model()
     stopped = step < run.schedule.target

@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
+
 from offbeat.lab.attaching import AttachedModel
 from offbeat.lab.breakdown import combine_events
 from offbeat.lab.coordination import Coordinator
@@ -51,12 +53,32 @@ class RankRun:
     notices: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptModel:
+    """A rank's model in a step that is to be measured.
+
+    Attributes:
+        state: its parameters and buffers, by name.
+        at: what the evaluation will say but for the metric.
+    """
+
+    state: dict[str, torch.Tensor]
+    at: Evaluation
+
+
 @dataclass(kw_only=True)
 class TaskRun(RankRun):
-    """Everything one rank trains a task with."""
+    """Everything one rank trains a task with.
+
+    Attributes:
+        keeps_models: whether a rank that averages alone keeps what is to be measured to the end.
+        kept: what it has kept.
+    """
 
     task: Task
     schedule: BatchSchedule | ClaimedSchedule
+    keeps_models: bool = False
+    kept: list[KeptModel] = field(default_factory=list)
 
 
 class StepRecorder:

@@ -29,6 +29,7 @@ from offbeat.lab.coordination import Coordinator
 from offbeat.lab.emulation.step_time import StepTimeEmulator
 from offbeat.lab.interrupts import stop_requests
 from offbeat.lab.loop import train, train_on_claims
+from offbeat.lab.measuring import keeps_models
 from offbeat.lab.native import NativeSession
 from offbeat.lab.pauses import Pauses, StepLimit
 from offbeat.lab.progress import (
@@ -105,6 +106,7 @@ def train_rank(
                 by_sleeping=record.emulation is not None and record.emulation.speeds == "sleeping",
             ),
         )
+        run.keeps_models = limit is not None and limit.ends_turns and _keeps_models(run)
         if coordinator.incarnation:
             coordinator.rejoin_at(position.step + 1)
             report(Joined(rank=coordinator.rank, step=position.step))
@@ -121,6 +123,14 @@ def train_rank(
         if config.checkpoint_every is not None:
             save(run, "end", patience_s=HANGS_S)
         return summarize_run(run, recorder)
+
+
+def _keeps_models(run: TaskRun) -> bool:
+    """Whether ranks keep what is to be measured. A rank that dies would take it with it."""
+    config = run.record.config
+    return (config.cluster is None or not config.cluster.faults) and keeps_models(
+        run.task.num_parameters(), run.schedule.target, config.eval_every
+    )
 
 
 def _position(

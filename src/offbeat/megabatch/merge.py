@@ -57,7 +57,9 @@ from offbeat.weights.optimizer_state import (
     shares_of_states,
 )
 from offbeat.weights.staging import Staging
-from offbeat.weights.statistics import merge_statistics, merge_sums
+from offbeat.weights.statistics import merge_statistics, merge_sums_
+
+_NEARLY_ALL: Final = 0.95
 
 Weigh: TypeAlias = Callable[[Sequence[MergeProposal]], Sequence[float]]
 """The merge weights of the members that propose to merge, in the order of their proposals."""
@@ -161,6 +163,23 @@ class ModelSnapshot:
     rows_known_since: int | None
     copies: Mapping[int, torch.Tensor]
     sparse: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MergedSnapshot:
+    """A merge of a snapshot that is final, laid out for the trainer that takes it over.
+
+    Attributes:
+        snapshot: that was merged.
+        outcome: of the merge.
+        merged: the mean, as tensors like those of `outcome.mean.tensors`, or wider.
+        copies: of the sparse parameters, as the merge left them, by position.
+    """
+
+    snapshot: ModelSnapshot
+    outcome: MergeOutcome
+    merged: Sequence[torch.Tensor]
+    copies: Mapping[int, torch.Tensor]
 
 
 class MergeProtocol:
@@ -277,19 +296,35 @@ class MergeProtocol:
             copies=self.rows.copies,
             sparse=tuple(sorted(self.rows.sparse)),
         )
-        for device in {tensor.device for tensor in snapshot.tensors if tensor.is_cuda}:
-            # Another thread reads the copies, in a stream of its own.
-            torch.cuda.current_stream(device).synchronize()
+        _synchronize(snapshot.tensors)
         self.encode_s += time.perf_counter() - begin_s
         return snapshot
 
-    def merge_snapshot(self, snapshot: ModelSnapshot) -> MergeOutcome:
+    def merge_snapshot(self, snapshot: ModelSnapshot) -> MergedSnapshot:
         """As `merge`, of the snapshot. Changes nothing that a trainer uses, so that another thread
         may call it; until it has returned, no other method that communicates is called.
         """
-        return self._join_merge(partial(self._propose_snapshot, snapshot), self._run)
+        outcome = self._join_merge(partial(self._propose_snapshot, snapshot), self._run)
+        mean = outcome.mean
+        assert mean is not None
+        assert mean.staging is not None
+        merged = [
+            torch.empty_like(before, dtype=torch.promote_types(before.dtype, torch.float32))
+            for before in mean.tensors
+        ]
+        mean.staging.write_(mean.values, merged)
+        copies = {}
+        for number in {number for each in outcome.proposals for number in each.sparse}:
+            whole, rows = mean.whole[number], mean.rows.get(number)
+            if rows is None:
+                copies[number] = merged[number].to(whole.dtype, copy=True)
+            else:
+                # The snapshot's memory, since of these rows `mean.tensors` has a copy.
+                copies[number] = whole.index_copy_(0, rows, merged[number].to(whole.dtype))
+        _synchronize(merged)
+        return MergedSnapshot(snapshot=snapshot, outcome=outcome, merged=merged, copies=copies)
 
-    def take(self, snapshot: ModelSnapshot, outcome: MergeOutcome) -> None:
+    def take(self, over: MergedSnapshot) -> None:
         """The model of a merge that is final, and what this rank has done since the snapshot, are
         its model now. A rank that is new has the merged model alone.
 
@@ -298,9 +333,8 @@ class MergeProtocol:
         (`weights.statistics`).
         """
         begin_s = time.perf_counter()
-        mean = outcome.mean
+        outcome, mean = over.outcome, over.outcome.mean
         assert mean is not None
-        assert mean.staging is not None
         live = self._weights.tensors()
         statistics = set(self._weights.positions_of_statistics())
         states: dict[str, list[torch.Tensor]] = {}
@@ -314,41 +348,29 @@ class MergeProtocol:
                 for state, share in zip(self._states.tensors(name), mean.shares[name], strict=True)
             ]
             live = [*live, *states[name]]
-        merged = [
-            torch.empty_like(before, dtype=torch.promote_types(before.dtype, torch.float32))
-            for before in mean.tensors
-        ]
-        mean.staging.write_(mean.values, merged)
         for number, (tensor, before, theirs) in enumerate(
-            zip(live, mean.tensors, merged, strict=True)
+            zip(live, mean.tensors, over.merged, strict=True)
         ):
             rows, target = mean.rows.get(number), tensor.detach()
-            now = theirs
-            if not outcome.mine.is_new:
-                mine = target if rows is None else target.index_select(0, rows)
-                combine = merge_statistics if number in statistics else merge_sums
-                now = combine(mine.to(theirs.dtype), theirs, before.to(theirs.dtype))
-            if rows is None:
-                target.copy_(now)
+            mine = target if rows is None else target.index_select(0, rows)
+            if outcome.mine.is_new:
+                mine.copy_(theirs)
+            elif number in statistics:
+                wide = mine.to(theirs.dtype), theirs, before.to(theirs.dtype)
+                mine.copy_(merge_statistics(*wide))
             else:
-                target.index_copy_(0, rows, now.to(target.dtype))
+                merge_sums_(mine, theirs, before)
+            if rows is not None:
+                target.index_copy_(0, rows, mine)
         if self._states is not None:
             self._states.take(states, mean.shares)
         counters = mean.counters
         if not outcome.mine.is_new and counters.size:
-            counters = counters + (self._weights.read_counters() - snapshot.counted)
+            counters = counters + (self._weights.read_counters() - over.snapshot.counted)
         self._weights.write_counters(counters)
         self.num_merges = outcome.reference.num_merges + 1
         self.num_exchanges += 1
-        # The snapshot's memory becomes the copy of the merged model with which rows are compared.
-        copies = {}
-        for number in {number for each in outcome.proposals for number in each.sparse}:
-            copies[number], rows = mean.whole[number], mean.rows.get(number)
-            if rows is None:
-                copies[number].copy_(merged[number])
-            else:
-                copies[number].index_copy_(0, rows, merged[number].to(copies[number].dtype))
-        self.rows.keep(copies, self.num_merges)
+        self.rows.keep(over.copies, self.num_merges)
         self._group.caught_up(outcome.generation)
         self.encode_s += time.perf_counter() - begin_s
 
@@ -588,9 +610,10 @@ class MergeProtocol:
                 sets = yield from all_gather(
                     position, len(proposals), encode_rows(touched[number]), read
                 )
-                union[number] = torch.from_numpy(np.flatnonzero(np.logical_or.reduce(sets))).to(
-                    parameter.device
-                )
+                rows = np.flatnonzero(np.logical_or.reduce(sets))
+                # Gathering nearly all rows costs more than sending the others.
+                if rows.size < _NEARLY_ALL * len(parameter):
+                    union[number] = torch.from_numpy(rows).to(parameter.device)
         return union
 
     def _read(self, own: _OwnProposal, layout: Staging, tensors: Sequence[torch.Tensor]) -> Values:
@@ -731,6 +754,12 @@ def hold_the_same(proposals: Sequence[MergeProposal]) -> bool:
         and 0 not in merged
         and not any(proposal.report.since_merge for proposal in knowing)
     )
+
+
+def _synchronize(tensors: Sequence[torch.Tensor]) -> None:
+    """Wait until they are written: another thread reads them, in a stream of its own."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _weigh_again(mean: Values, layout: Staging, shares: Sequence[float], first: int) -> None:

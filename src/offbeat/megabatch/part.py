@@ -27,12 +27,18 @@ from offbeat.megabatch.batch_sizes import (
 )
 from offbeat.megabatch.claims import ClaimRound, MegaBatchShare, MergedRound
 from offbeat.megabatch.loader import DispatchPolicy
-from offbeat.megabatch.merge import MergeOutcome, MergeProtocol, ModelSnapshot
+from offbeat.megabatch.merge import (
+    MergedSnapshot,
+    MergeOutcome,
+    MergeProtocol,
+    ModelSnapshot,
+)
 from offbeat.megabatch.merge_weights import MergeMomentum, Weighting, merge_weights, perturbed
 from offbeat.megabatch.proposal import MergeProposal, Pace, TrainerReport
 from offbeat.membership.generations import Generations
 from offbeat.weights.model_weights import ModelWeights
 from offbeat.weights.optimizer_state import OptimizerStates, divides_by_squares
+from offbeat.weights.statistics import warm
 
 RateScaling: TypeAlias = Literal["auto", "linear", "sqrt"]
 
@@ -54,7 +60,8 @@ class MegaBatchPlan:
         rate_scaling: how learning rates follow batch sizes.
         warmup: so many steps of all ranks together let the updates that a rank makes between merges
             grow by one, from 1 on, until a merge ends a whole mega-batch; 0: it always does.
-        overlap: whether ranks go on training while a merge is under way.
+        overlap: the merges while which ranks go on training: all of them, those of whole
+            mega-batches, or none.
     """
 
     mega_batch: int
@@ -68,7 +75,7 @@ class MegaBatchPlan:
     merges_optimizer_state: bool = False
     rate_scaling: RateScaling = "auto"
     warmup: int = 0
-    overlap: bool = False
+    overlap: Literal["all", "whole", "none"] = "none"
 
     def samples_of_round(self, samples_before: int, num_ranks: int) -> int | None:
         """How many samples are merged together after `samples_before` have been; None: a whole
@@ -179,7 +186,6 @@ class MegaBatchPart(DispatchPolicy):
         self.mega_batch, self.base_batch_size = plan.mega_batch, plan.base
         self.smallest_claim = plan.smallest_claim
         self.shares_equally = plan.rule is None
-        self.overlaps_merges = plan.overlap
         self.ranks: tuple[int, ...] = tuple(range(world_size))
         self.batch_sizes: tuple[int, ...] = (plan.base,) * world_size
         self.joined_by: MergedRound | None = None
@@ -219,6 +225,8 @@ class MegaBatchPart(DispatchPolicy):
             ),
         )
         self._generations: Generations | None = None
+        if plan.overlap != "none":
+            warm(parameter.dtype for parameter in weights.parameters.values())
         try:
             self._generations = enter()
             if group.is_new:
@@ -332,6 +340,10 @@ class MegaBatchPart(DispatchPolicy):
     @override
     def samples_of_round(self, samples_before: int) -> int | None:
         return self._plan.samples_of_round(samples_before, len(self.ranks))
+
+    @override
+    def overlaps_merge(self, *, is_whole: bool) -> bool:
+        return self._plan.overlap == "all" or (self._plan.overlap == "whole" and is_whole)
 
     @override
     def synchronize(self) -> None:
@@ -486,13 +498,13 @@ class MegaBatchPart(DispatchPolicy):
         """
         under_way, self._under_way = self._under_way, None
         assert under_way is not None
-        outcome = under_way.outcome()
+        merged = under_way.merged()
         if under_way.is_dropped:
             return
-        self._protocol.take(under_way.snapshot, outcome)
-        taken = self._adopt(outcome, at_step=under_way.snapshot.report.num_steps)
+        self._protocol.take(merged)
+        taken = self._adopt(merged.outcome, at_step=merged.snapshot.report.num_steps)
         # One that is new finds the round in `joined_by`.
-        self._taken = None if outcome.mine.is_new else taken
+        self._taken = None if merged.outcome.mine.is_new else taken
 
     # One merge
 
@@ -747,28 +759,27 @@ class _MergeUnderWay:
     """
 
     def __init__(self, protocol: MergeProtocol, snapshot: ModelSnapshot) -> None:
-        self.snapshot = snapshot
         self.is_dropped = False
-        self._protocol = protocol
-        self._outcome: Future[MergeOutcome] = Future()
+        self._protocol, self._snapshot = protocol, snapshot
+        self._merged: Future[MergedSnapshot] = Future()
         self._thread = threading.Thread(target=self._run, name="offbeat-merge", daemon=True)
         self._thread.start()
 
     def is_over(self) -> bool:
-        """Whether `outcome` would return, or raise, at once."""
-        return self._outcome.done()
+        """Whether `merged` would return, or raise, at once."""
+        return self._merged.done()
 
     def wait(self) -> None:
         self._thread.join()
 
-    def outcome(self) -> MergeOutcome:
+    def merged(self) -> MergedSnapshot:
         """What came of it. Raises as `MergeProtocol.merge_snapshot`."""
         self._thread.join()
-        return self._outcome.result()
+        return self._merged.result()
 
     def _run(self) -> None:
         try:
             with torch.no_grad():
-                self._outcome.set_result(self._protocol.merge_snapshot(self.snapshot))
+                self._merged.set_result(self._protocol.merge_snapshot(self._snapshot))
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            self._outcome.set_exception(error)
+            self._merged.set_exception(error)

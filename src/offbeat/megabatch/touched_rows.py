@@ -15,8 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from offbeat.codec.jit import kernel
 from offbeat.codec.row_sets import RowSet
 
 # Bits are compared as integers: as floating-point numbers, -0.0 would equal 0.0, and a NaN would
@@ -89,13 +92,28 @@ def touched_rows(
     found = {}
     for position, copy in copies.items():
         bits = _BITS[copy.dtype]
-        changed = parameters[position].detach().view(bits) != copy.view(bits)
-        found[position] = (
-            changed.flatten(1).any(dim=1).cpu().numpy()
-            if changed.dim() > 1
-            else changed.cpu().numpy()
+        now, then = (
+            tensor.detach().view(bits).unsqueeze(1).flatten(1)
+            for tensor in (parameters[position], copy)
         )
+        if copy.device.type == "cpu":
+            found[position] = np.zeros(len(copy), np.bool_)
+            _note_changed(now.numpy(), then.numpy(), found[position])
+        else:
+            found[position] = (now != then).any(dim=1).cpu().numpy()
     return found
+
+
+@kernel
+def _note_changed(
+    now: NDArray[np.integer], then: NDArray[np.integer], changed: NDArray[np.bool_]
+) -> None:
+    # In most rows that an optimizer has changed, the first element has.
+    for row in range(changed.size):
+        for column in range(now.shape[1]):
+            if now[row, column] != then[row, column]:
+                changed[row] = True
+                break
 
 
 def index_bytes(num_touched: int, num_rows: int) -> int:

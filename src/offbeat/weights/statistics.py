@@ -8,11 +8,14 @@ that it never leaves their range.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from offbeat.codec.jit import kernel
 
 Statistic = TypeVar("Statistic", torch.Tensor, NDArray[np.floating])
 
@@ -38,21 +41,51 @@ def merge_statistics(mine: Statistic, theirs: Statistic, before: Statistic) -> S
     return merged
 
 
-def merge_sums(mine: Statistic, theirs: Statistic, before: Statistic) -> Statistic:
-    """What two changes of a sum, such as a parameter, come to, element by element: both of them,
-    theirs + (mine - before). An element that only one side has changed has that side's bits.
+def merge_sums_(mine: torch.Tensor, theirs: torch.Tensor, before: torch.Tensor) -> None:
+    """Write into `mine` what two changes of a sum, such as a parameter, come to, element by
+    element: both of them, theirs + (mine - before). An element that only one side has changed has
+    that side's bits. In main memory it is one pass, without the interpreter's lock.
 
     Args:
         mine: what this rank holds.
-        theirs: an average that contains `before`, of the same shape and type.
+        theirs: an average that contains `before`, of the same shape, in float32 or wider.
         before: what this rank held when it contributed to the average.
 
-    >>> merge_sums(*map(np.array, ([1.0, 1.0, 4.0], [3.0, 1.0, 2.0], [1.0, 0.0, 9.0])))
-    array([ 3.,  1., -3.])
+    >>> mine = torch.tensor([1.0, 1.0, 4.0])
+    >>> merge_sums_(mine, torch.tensor([3.0, 1.0, 2.0]), torch.tensor([1.0, 0.0, 9.0]))
+    >>> mine
+    tensor([ 3.,  1., -3.])
     """
-    where: Any = np.where if isinstance(mine, np.ndarray) else torch.where
-    one: Any = mine
-    two: Any = theirs
-    both = two + (one - before)
-    merged: Statistic = where(one == before, two, where(two == before, one, both))
-    return merged
+    tensors = (mine, theirs, before)
+    if all(_is_plain(tensor) and tensor.dtype == theirs.dtype for tensor in tensors):
+        _merge_sums(*(tensor.detach().reshape(-1).numpy() for tensor in tensors))
+        return
+    one, past = mine.detach().to(theirs.dtype), before.to(theirs.dtype)
+    merged = torch.where(theirs == past, one, theirs + (one - past))
+    mine.detach().copy_(torch.where(one == past, theirs, merged))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.dtype in (torch.float32, torch.float64)
+        and tensor.is_contiguous()
+    )
+
+
+def warm(dtypes: Iterable[torch.dtype]) -> None:
+    """Compile the kernel for tensors of these types, or load it from numba's cache on disk."""
+    for dtype in set(dtypes):
+        merge_sums_(
+            torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype), torch.ones(1, dtype=dtype)
+        )
+
+
+@kernel
+def _merge_sums(
+    mine: NDArray[np.floating], theirs: NDArray[np.floating], before: NDArray[np.floating]
+) -> None:
+    for i in range(mine.size):
+        both = theirs[i] + (mine[i] - before[i])
+        changed = mine[i] if theirs[i] == before[i] else both
+        mine[i] = theirs[i] if mine[i] == before[i] else changed
