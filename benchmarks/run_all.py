@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 LONG = {
     "stragglers",
     "averaging_accuracy",
+    "group_ablation",
     "deaths",
     "kfac_accuracy",
     "kfac_schedules",
@@ -38,6 +39,7 @@ LONG = {
 }
 READ_DATA = {
     "averaging_accuracy": ("mnist", "text"),
+    "group_ablation": ("images",),
     "kfac_accuracy": ("mnist", "text"),
     "parity": ("images", "text"),
     "sparse_accuracy": ("images",),
