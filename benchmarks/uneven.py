@@ -3,7 +3,9 @@ rule for batch sizes.
 
 Task `xmc` on the bundled data, batches of 32 on average, merged after each pass over 6,815 samples
 and not before (`warmup=0`): 53 batches a worker. Steps are padded to 100 ms, so that four workers
-fit on two cores; with `--quotas` they are not, and workers have shares of the CPU. A figure is the
+fit on two cores; with `--quotas` they are not, and workers have shares of the CPU. A batch of this
+task is computed in about 3 ms of a whole core, which is less than claiming one takes a rank with a
+fifth of a core; `--long-steps` takes `charlm` in its place, with 29 ms a batch. A figure is the
 samples a second of all workers together from the third mega-batch on, over those of the same
 workers exchanging nothing, measured in the same round. Beside it stands the ceiling: the same if
 claims and merges took no time, so that only the wait for the last batch is left
@@ -23,8 +25,8 @@ beside one worker with batches as large as all of theirs together. The target is
 AllReduce reaches in the end, mean over seeds. `--train` and `--test` give other data, such as
 Delicious of the Extreme Classification Repository.
 
-    python benchmarks/uneven.py [--json] [--quick] [--quotas] [--races NAME,...]
-        [--racers NAME,...] [--train FILE --test FILE] [--situations NAME,...] [--rules NAME,...]
+    python benchmarks/uneven.py [--json] [--quick] [--quotas] [--long-steps] [--races NAME,...]
+        [--racers NAME;...] [--train FILE --test FILE] [--situations NAME,...] [--rules NAME,...]
         [--seeds N] [--mega-batches N] [--keep DIRECTORY] [--results DIR]
 """
 
@@ -95,6 +97,26 @@ RACES = ("half", "quarter")
 RACE_STEP_S, RACE_EPOCHS, TARGET = 0.05, 4, 0.95
 QUOTA = 0.4
 """Of a core, that a worker of speed 1 gets with `--quotas`: four of them fit on two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What workers of unequal speeds compute.
+
+    Attributes:
+        task: by name.
+        settings: of it, beside the batch size.
+        mega_batch: samples between merges, about; None: a pass over the data.
+    """
+
+    task: str
+    settings: tuple[str, ...] = ()
+    mega_batch: int | None = None
+
+
+SHORT_STEPS = Work(task="xmc")
+LONG_STEPS = Work(task="charlm", settings=("window=128",), mega_batch=4913)
+"""A third of a pass: 38 batches a worker."""
 _SETTLED = "warmup=0:optimizer_state=local"
 """What runs of a few mega-batches measure is how long ones go on."""
 _ONE_TURN_S = 1e6
@@ -188,22 +210,24 @@ def measure(
     specs: Mapping[str, str],
     where: Cluster,
     *,
-    epochs: int,
     settings: Sequence[str],
     keep: Path,
-    eval_every: int | None = None,
+    task: str = "xmc",
+    epochs: int | None = None,
+    steps: int | None = None,
 ) -> tuple[Mapping[str, Record], Record]:
     """Run all `specs`, by label, one after the other; returns their records and that of the workers
-    alone. A merge before an evaluation, every `eval_every` steps, is waited for.
+    alone. Nothing is evaluated before the end, since a merge before an evaluation is waited for.
     """
     request = CompareRequest(
-        task="xmc",
+        task=task,
         strategies=list(specs.values()),
         settings=settings,
         cluster=where,
         seeds=(where.seed,),
         epochs=epochs,
-        eval_every=eval_every,
+        steps=steps,
+        eval_every=_NEVER,
         turn_s=_ONE_TURN_S,
     )
     plan = plan_comparison(request, out=keep / f"{situation}-{where.seed}")
@@ -306,13 +330,14 @@ def cases(
     mega_batches: int,
     step_s: float | None,
     keep: Path,
+    work: Work,
 ) -> Iterator[Row]:
     if situation == BUNDLED:
         yield from bundled(seeds, mega_batches, keep)
         return
-    settings = [f"batch_size={BATCH}"]
-    num_samples = build_task("xmc", {}).num_samples
-    epochs = mega_batches + (AFTER_A_FLIP if situation == "flip" else 0)
+    settings = [f"batch_size={BATCH}", *work.settings]
+    num_samples = work.mega_batch or build_task(work.task, {}).num_samples
+    num_merges = mega_batches + (AFTER_A_FLIP if situation == "flip" else 0)
     period = num_samples // (WORKERS * BATCH)
     specs = {rule: f"adaptive:rule={rule}:mega_batch={num_samples}:{_SETTLED}" for rule in rules}
     specs |= {"localsgd": f"localsgd:period={period}"} if situation == "equal" else {}
@@ -321,7 +346,14 @@ def cases(
     for seed in seeds:
         where = cluster(situation, num_samples, mega_batches, step_s=step_s, seed=seed)
         records, alone = measure(
-            situation, specs, where, epochs=epochs, settings=settings, keep=keep
+            situation,
+            specs,
+            where,
+            task=work.task,
+            settings=settings,
+            keep=keep,
+            epochs=None if work.mega_batch else num_merges,
+            steps=num_merges * num_samples // (WORKERS * BATCH) if work.mega_batch else None,
         )
         for rule in rules:
             sizes = {"num_samples": num_samples, "mega_batches": mega_batches}
@@ -332,7 +364,8 @@ def cases(
                 local / (found[rules[0]][-1].fraction * read_steps(alone).settled().samples_per_s())
             )
     for rule, those in found.items():
-        title = f"{situation}{'' if step_s else ' with shares of the CPU'}, {rule}"
+        shares = "" if step_s else " with shares of the CPU"
+        title = f"{situation}{shares}{', long steps' if work is LONG_STEPS else ''}, {rule}"
         bound = float(np.mean([one.foretold for one in those]))
         yield goal(
             f"{title}: of the summed speed", [one.fraction for one in those], bound, at_least=0.95
@@ -364,7 +397,7 @@ def bundled(seeds: Sequence[int], mega_batches: int, keep: Path) -> Iterator[Rat
     shares: dict[str, list[float]] = {}
     specs = {
         "adaptive": f"adaptive:{_SETTLED}",
-        "adaptive, overlap": f"adaptive:{_SETTLED}:overlap=true",
+        "adaptive, overlap=false": f"adaptive:{_SETTLED}:overlap=false",
     }
     for seed in seeds:
         where = cluster(BUNDLED, 0, mega_batches, step_s=None, seed=seed)
@@ -375,7 +408,6 @@ def bundled(seeds: Sequence[int], mega_batches: int, keep: Path) -> Iterator[Rat
             epochs=mega_batches,
             settings=(),
             keep=keep,
-            eval_every=_NEVER,
         )
         for label in specs:
             done = records[label].mega_batches()[SETTLED - 1 :]
@@ -469,10 +501,11 @@ def _known(found: Estimate) -> tuple[float | None, ...]:
     return tuple(found.values)
 
 
-def _cell(situation: str, rules: Sequence[str], *, quotas: bool) -> str:
+def _cell(situation: str, rules: Sequence[str], *, quotas: bool, long_steps: bool) -> str:
     if situation == BUNDLED:
         return situation
-    return f"{situation}: with quotas" if quotas else f"{situation}: {','.join(rules)}"
+    long = ", long steps" if long_steps else ""
+    return f"{situation}: {'with quotas' if quotas else ','.join(rules)}{long}"
 
 
 if __name__ == "__main__":
@@ -485,6 +518,9 @@ if __name__ == "__main__":
     )
     parser.add_argument(
         "--quotas", action="store_true", help="shares of the CPU in place of padded steps"
+    )
+    parser.add_argument(
+        "--long-steps", action="store_true", help="batches that take ten times as long to compute"
     )
     parser.add_argument(
         "--races", default=",".join(RACES), help="situations, may be empty; default: %(default)s"
@@ -534,10 +570,13 @@ if __name__ == "__main__":
             )
             for situation in (RACES[:1] if asked.quick else filter(None, asked.races.split(",")))
         }
-        shared = (rules, range(seeds), asked.mega_batches, step_s, directory)
+        work = LONG_STEPS if asked.long_steps else SHORT_STEPS
+        shared = (rules, range(seeds), asked.mega_batches, step_s, directory, work)
         situations = ("half",) if asked.quick else filter(None, asked.situations.split(","))
         cells |= {
-            _cell(situation, rules, quotas=asked.quotas): partial(cases, situation, *shared)
+            _cell(situation, rules, quotas=asked.quotas, long_steps=asked.long_steps): partial(
+                cases, situation, *shared
+            )
             for situation in situations
         }
         present(cells, asked, seeds=seeds)

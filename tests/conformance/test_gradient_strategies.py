@@ -461,7 +461,21 @@ def test_a_parameter_unfrozen_later_is_refused(attached: Callable) -> None:
         loss_of(net, 0).backward()
 
 
-@pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), "0.01", None])
+def test_a_parameter_added_later_is_refused_by_the_next_step(attached: Callable) -> None:
+    net, optimizer, _ = attached(offbeat.AllReduce())
+    train(net, optimizer, range(2))
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2, 7))]})
+    with pytest.raises(UnsupportedError, match=r"shape \[2, 7\].* attach again"):
+        train(net, optimizer, range(2, 3))
+
+
+def test_a_model_without_values_is_refused() -> None:
+    net = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(UnsupportedError, match="'weight' is on the meta device"):
+        offbeat.attach(net, torch.optim.SGD(net.parameters()), offbeat.AllReduce())
+
+
+@pytest.mark.parametrize("density", [0, -0.1, 1.5, float("nan"), "0.01", None, True])
 def test_a_density_outside_its_range_is_refused(density: Any) -> None:
     with pytest.raises(ConfigError, match=rf"\(0, 1\], got {density!r}"):
         offbeat.GTopK(density=density)

@@ -84,6 +84,19 @@ def test_with_one_seed_only_the_steps_can_be_told_apart() -> None:
     )
 
 
+def test_nobody_is_called_equal_who_is_slower_than_one_of_those_named() -> None:
+    # The fastest median has a wide spread; of the two others one is faster beyond doubt.
+    wide = measured("gtopk", [1.0, 2.0, 40.0], [0.1, 0.2, 4.0])
+    found = analysed(SLOW, wide, measured("wagma", [5.0, 5.1, 5.2], [0.5, 0.51, 0.52]))
+    assert verdict(found) == (
+        "No difference in the time to accuracy 0.9 between gtopk and wagma that this comparison"
+        " can see; ddp took 10.2 s."
+    )
+    assert verdict(found.model_copy(update={"target": None})) == (
+        "No difference in step time between gtopk and wagma that this comparison can see."
+    )
+
+
 def test_without_target_the_steps_decide() -> None:
     assert (
         verdict(analysed(SLOW, FAST, target=None))

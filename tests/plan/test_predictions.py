@@ -23,6 +23,7 @@ from offbeat.plan.predictions import PlanRequest, make_plan, predict_step
 from offbeat.plan.profile import ModelProfile, TensorProfile, TimedBatch, read_profile
 from offbeat.plan.shipped import PUBLISHED, named_profile, shipped_profile
 from offbeat.plan.simulation import Setting
+from offbeat.plan.table import plan_tables
 from offbeat.strategies.registry import REGISTRY
 from thread_support.world import ThreadDriver, results_of, session_on
 
@@ -215,12 +216,22 @@ def test_without_overlap_wagma_waits_for_its_averages() -> None:
     assert (beside, behind) == pytest.approx((0.3, 0.3 + 0.2), rel=0.05)
 
 
+def test_a_lower_limit_is_marked_and_not_recommended() -> None:
+    clusters = [from_flags(workers=4, link=rate) for rate in ("2mbit", "200mbit")]
+    plan = make_plan(PlanRequest(profile=MODEL, clusters=clusters, strategies=["ddp", "wagma"]))
+    slow, fast = plan_tables(plan)
+    assert (slow.rows[1][1][0], slow.best) == (">", 0)
+    assert (fast.rows[1][1][0] == ">", fast.best) == (False, 1)
+    assert plan.crossovers == ("4 workers: below 20 Mbit/s ddp, above 20 Mbit/s wagma.",)
+
+
 @pytest.mark.parametrize("strategy", ["wagma", "adpsgd"])
 def test_averages_that_take_many_steps_are_said_to_look_too_fast(strategy: str) -> None:
     # 4 MB or half of it, at 25 MB/s and at 0.25 MB/s, beside steps of 0.3 s.
-    fast, slow = (predict_step(strategy, setting(link)).note for link in ("200mbit", "2mbit"))
-    assert not fast
-    assert "looks faster than it stays" in slow
+    fast, slow = (predict_step(strategy, setting(link)) for link in ("200mbit", "2mbit"))
+    assert (fast.is_lower_limit, fast.note) == (False, "")
+    assert slow.is_lower_limit
+    assert "its step is a lower limit" in slow.note
 
 
 def test_momenta_travel_with_averages_of_all_ranks() -> None:

@@ -84,16 +84,14 @@ def verdict(comparison: Comparison) -> str:
             f"{first.label} reached {goal} in {took_s}, {difference.ratio:.3g} times faster than"
             f" {second.label}, the next best."
         )
-    equals = [
-        c.label for c in complete[1:] if not _decided(comparison, "time_to_target_s", c, first)
-    ]
+    equals = _undecided(comparison, "time_to_target_s", complete)
     rest = (
         f"; {last.label} took {_seconds(last, 'time_to_target_s')}"
         if last.label not in equals
         else ""
     )
     return (
-        f"No difference in the time to {goal} between {_listed([first.label, *equals])} that this"
+        f"No difference in the time to {goal} between {_listed(equals)} that this"
         f" comparison can see{rest}."
     )
 
@@ -133,10 +131,10 @@ def _step_verdict(comparison: Comparison, *, said: str | None = None) -> str:
             f"{who} takes the shortest steps, {_seconds(first, 'step_s')}:"
             f" {difference.ratio:.3g} times faster than {second.label}, the next best."
         )
-    equals = [c.label for c in order[1:] if not _decided(comparison, "step_s", c, first)]
+    equals = _undecided(comparison, "step_s", order)
     return (
         f"{'no' if said else 'No'} difference in step time between"
-        f" {_listed([first.label, *equals])} that this comparison can see."
+        f" {_listed(equals)} that this comparison can see."
     )
 
 
@@ -247,6 +245,19 @@ def _decided(
 ) -> bool:
     difference = between(comparison, measure, a.label, b.label)
     return difference is not None and difference.decided
+
+
+def _undecided(
+    comparison: Comparison, measure: Measure, order: Sequence[ComparedStrategy]
+) -> list[str]:
+    """The labels of the first, and of those that nobody in this list is decidedly ahead of: with a
+    wide spread the first may be as fast as two others of which one is faster than the other.
+    """
+    equals: list[ComparedStrategy] = []
+    for contestant in order:
+        if not any(_decided(comparison, measure, contestant, ahead) for ahead in equals):
+            equals.append(contestant)
+    return [contestant.label for contestant in equals]
 
 
 def _turned(difference: Difference) -> Difference:

@@ -709,6 +709,7 @@ def simulate_phases(phases: Sequence[tuple[Method, Setting]]) -> Simulated:
         **{name: _mean(phases, [getattr(part, name) for part in parts]) for name in numbers},
         by_events=all(part.by_events for part in parts),
         note=parts[-1].note,
+        is_lower_limit=parts[-1].is_lower_limit,
     )
 
 
@@ -869,13 +870,15 @@ class Background(Method):
         bytes_per_step = sum(cluster.bytes_sent) / world_size / num_steps
         messages = sum(cluster.messages_sent) / world_size / num_steps
         exchange_s = messages * alpha_s + bytes_per_step * beta
+        slow_note = self._slow_note(setting)
         return Simulated(
             step_s=step_s,
             bytes_per_step=bytes_per_step,
             encode_s=published_s,
             alpha_share=messages * alpha_s / exchange_s if exchange_s else 0.0,
             by_events=not note,
-            note="; ".join(filter(None, [note, self._slow_note(setting)])),
+            note="; ".join(filter(None, [note, slow_note])),
+            is_lower_limit=bool(slow_note),
         )
 
     def _slow_note(self, setting: Setting) -> str:
@@ -890,8 +893,9 @@ class Background(Method):
         if world_size == 1 or num_steps <= max(self.steps_in_a_period, _STEPS_OF_AN_AVERAGE):
             return ""
         return (
-            f"an average takes about {num_steps:.0f} steps on the slowest link here, so it looks"
-            " faster than it stays, since later steps wait for averages"
+            f"an average takes about {num_steps:.0f} steps on the slowest link here, so its"
+            " step is a lower limit: later steps wait for averages. It is recommended only where"
+            " nothing else is planned for"
         )
 
     def _is_global(self, version: int) -> bool:

@@ -74,6 +74,8 @@ class StepPrediction:
         lost_to_deaths: share of the time that deaths of workers cost.
         by_events: whether every message was simulated.
         note: what should be known; empty: nothing.
+        is_lower_limit: whether later steps take longer than those that were simulated, which end
+            before the first averages do.
         time_to_target_s: as many steps as it took to a target; None: nobody measured how many.
     """
 
@@ -91,6 +93,7 @@ class StepPrediction:
     lost_to_deaths: float
     by_events: bool
     note: str
+    is_lower_limit: bool = False
     time_to_target_s: float | None = None
 
 
@@ -303,6 +306,7 @@ def predict_recipe(label: str, name: str, recipe: Recipe, setting: Setting) -> S
         lost_to_deaths=_lost_to_deaths(cluster, step_s, survives=survives),
         by_events=simulated.by_events,
         note=simulated.note,
+        is_lower_limit=simulated.is_lower_limit,
     )
 
 
@@ -348,7 +352,9 @@ class Plan:
     remarks: tuple[str, ...]
 
     def best(self, workers: int, rate_bit_per_s: float) -> StepPrediction:
-        """The recommendation: of those within `CLOSE` of the fastest, the first that was named."""
+        """The recommendation: of those within `CLOSE` of the fastest, the first that was named. Of
+        which there is only a lower limit is not recommended where there is anything else.
+        """
         return _best(self.at(workers, rate_bit_per_s))
 
     def at(self, workers: int, rate_bit_per_s: float) -> list[StepPrediction]:
@@ -393,6 +399,7 @@ def setting_of(profile: ModelProfile, cluster: Cluster) -> Setting:
 def _best(predictions: Sequence[StepPrediction]) -> StepPrediction:
     # What exchanges nothing trains no common model: it is there to be compared with.
     several = [one for one in predictions if one.strategy != ALONE] or predictions
+    several = [one for one in several if not one.is_lower_limit] or several
     fastest = max(one.samples_per_s for one in several)
     return next(one for one in several if one.samples_per_s >= (1 - CLOSE) * fastest)
 
@@ -437,7 +444,12 @@ def _crossing(
         - next(one.step_s for one in side if one.strategy == first)
         for side in (low, high)
     ]
-    share = 0.5 if gaps[0] == gaps[1] else min(1.0, max(0.0, gaps[0] / (gaps[0] - gaps[1])))
+    limits = any(one.is_lower_limit for one in low if one.strategy == second) or any(
+        one.is_lower_limit for one in high if one.strategy == first
+    )
+    share = (
+        0.5 if limits or gaps[0] == gaps[1] else min(1.0, max(0.0, gaps[0] / (gaps[0] - gaps[1])))
+    )
     rates = low[0].rate_bit_per_s, high[0].rate_bit_per_s
     return float(f"{rates[0] * (rates[1] / rates[0]) ** share:.2g}")
 

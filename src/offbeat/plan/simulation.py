@@ -305,6 +305,7 @@ class Simulated:
         alpha_share: which part of the exchange's time is that of latencies and messages.
         by_events: whether every message was simulated.
         note: what should be known; empty: nothing.
+        is_lower_limit: whether the simulated steps end before their first averages do.
     """
 
     step_s: float
@@ -313,6 +314,7 @@ class Simulated:
     alpha_share: float
     by_events: bool = True
     note: str = ""
+    is_lower_limit: bool = False
 
 
 class Method(ABC):

@@ -77,9 +77,10 @@ def _has_deaths(plan: Plan) -> bool:
 
 def _cells(one: StepPrediction, *, has_deaths: bool, has_target: bool) -> dict[str, str]:
     """By head."""
+    limit = "> " if one.is_lower_limit else ""
     cells = {
         "strategy": one.strategy,
-        "step": display_duration(_three_digits(one.step_s)),
+        "step": f"{limit}{display_duration(_three_digits(one.step_s))}",
         "band": band_text(one),
         _RATE: _number(one.samples_per_s),
         "MB sent": f"{one.bytes_per_step / 1e6:.3g}",
@@ -88,7 +89,8 @@ def _cells(one: StepPrediction, *, has_deaths: bool, has_target: bool) -> dict[s
         "memory": _memory_text(one.memory_bytes),
     }
     if has_target:
-        cells[_TARGET] = _time_text(one.time_to_target_s)
+        time = _time_text(one.time_to_target_s)
+        cells[_TARGET] = f"{limit}{time}" if time else ""
     if has_deaths:
         cells["deaths"] = f"{one.lost_to_deaths:.1%}"
     return cells

@@ -50,13 +50,20 @@ _HIGHER_IS_BETTER: Final = (
     "acc", "top1", "top5", "f1", "auc", "precision", "recall", "bleu", "rouge", "map", "iou",
     "dice", "psnr", "ssim", "reward", "return", "score", "r2",
 )  # fmt: skip
+_LOWER_IS_BETTER: Final = ("loss", "err", "error", "errors", "mape")
+"""Words that decide, whatever else a name says: top1_error, dice_loss."""
 
 
 def higher_is_better(name: str) -> bool:
     """Whether a metric of this name is the better the higher it is: accuracies, scores and rewards
     are; whatever else, such as losses, errors and perplexities, is not.
+
+    >>> [higher_is_better(name) for name in ("val/acc@1", "top5_error", "dice_loss", "mAP50")]
+    [True, False, False, True]
     """
     words = name.lower().replace("-", "_").replace("/", "_").replace(" ", "_").split("_")
+    if any(word in _LOWER_IS_BETTER for word in words):
+        return False
     return any(word.startswith(_HIGHER_IS_BETTER) for word in words)
 
 

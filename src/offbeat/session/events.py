@@ -67,6 +67,7 @@ class EventDispatcher:
     ) -> None:
         self.parts = parts
         self.num_steps = 0
+        self._known = {id(p) for p in (*parameters.values(), *frozen.values())}
         self._frozen = frozen
         self._step_ended = step_ended
         self._issue_warnings = issue_warnings
@@ -137,6 +138,7 @@ class EventDispatcher:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.report_failed_pass()
+        self._refuse_added(optimizer)
         if self._watch is not None:
             self._watch.stepped()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -148,6 +150,18 @@ class EventDispatcher:
             part.on_before_step()
         self._before_update()
         return None
+
+    def _refuse_added(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if the optimizer has got a parameter that no rank would exchange."""
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in self._known and parameter.requires_grad:
+                    raise UnsupportedError(
+                        f"the optimizer's group {number} has a parameter of shape"
+                        f" {list(parameter.shape)} that the model did not have when the session was"
+                        " attached, so it would not be exchanged; close the session and attach"
+                        " again after adding or replacing parameters"
+                    )
 
     def _then_update(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def called() -> Any:

@@ -64,7 +64,7 @@ def object_of(name: str, value: object, by_name: Mapping[str, T], kind: type[Any
 
 def require_density(name: str, value: float) -> None:
     number = number_of(value)
-    if not 0 < number <= 1:
+    if isinstance(value, bool) or not 0 < number <= 1:
         hint = f"; {value}% is {name}={number / 100:g}" if 1 < number <= 100 else ""
         raise ConfigError(
             f"{name} is the fraction of gradient entries that travel, in (0, 1], got"
