@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 LONG = {
     "stragglers",
     "averaging_accuracy",
+    "group_ablation",
     "deaths",
     "kfac_accuracy",
     "kfac_grafting",
@@ -39,6 +40,7 @@ LONG = {
 }
 READ_DATA = {
     "averaging_accuracy": ("mnist", "text"),
+    "group_ablation": ("images",),
     "kfac_accuracy": ("mnist", "text"),
     "kfac_grafting": ("text",),
     "parity": ("images", "text"),

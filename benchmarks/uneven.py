@@ -20,12 +20,14 @@ claims and merges took no time, so that only the wait for the last batch is left
 A goal is AdaptiveSGD's with `rule=proportional`; the other rules are shown beside it. Everything is
 printed to standard error, mega-batch by mega-batch.
 
-A race shows what speed is worth: strategies with equal options, each for equally many samples. The
-target is 95% of what AllReduce reaches in the end, mean over seeds.
+A race shows what speed is worth: strategies with equal options, each for equally many samples,
+beside one worker with batches as large as all of theirs together. The target is 95% of what
+AllReduce reaches in the end, mean over seeds. `--train` and `--test` give other data, such as
+Delicious of the Extreme Classification Repository.
 
     python benchmarks/uneven.py [--json] [--quick] [--quotas] [--long-steps] [--races NAME,...]
-        [--situations NAME,...] [--rules NAME,...] [--seeds N] [--mega-batches N] [--keep DIRECTORY]
-        [--results DIR]
+        [--racers NAME;...] [--train FILE --test FILE] [--situations NAME,...] [--rules NAME,...]
+        [--seeds N] [--mega-batches N] [--keep DIRECTORY] [--results DIR]
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal
@@ -50,6 +52,7 @@ from offbeat.lab.analysis import analyse as analyse_records
 from offbeat.lab.breakdown import read_steps
 from offbeat.lab.cluster import Cluster, LinkSpec, SpeedChange
 from offbeat.lab.compare import CompareRequest, plan_comparison, run_comparison
+from offbeat.lab.comparison import Comparison
 from offbeat.lab.records import MegaBatch, Record
 from offbeat.lab.statistics import Estimate, estimate
 from offbeat.lab.tasks import build_task
@@ -87,7 +90,9 @@ RACERS: Final[Mapping[str, str]] = {
     "Crossbow": "crossbow",
     "AllReduce": "allreduce",
 }
-"""By label. The last one says what the target is."""
+"""By label."""
+BASELINE = "AllReduce"
+"""Says what the target is."""
 RACES = ("half", "quarter")
 RACE_STEP_S, RACE_EPOCHS, TARGET = 0.05, 4, 0.95
 QUOTA = 0.4
@@ -419,30 +424,36 @@ def bundled(seeds: Sequence[int], mega_batches: int, keep: Path) -> Iterator[Rat
 
 
 def race(
-    situation: str, seeds: Sequence[int], epochs: int, step_s: float, keep: Path
+    title: str,
+    situation: str,
+    racers: Mapping[str, str],
+    paths: Mapping[str, str],
+    seeds: Sequence[int],
+    epochs: int,
+    step_s: float,
+    keep: Path,
 ) -> Iterator[Figure]:
     """Steps, seconds and precision of strategies that train side by side."""
-    task = build_task("xmc", {})
+    task = build_task("xmc", paths)
     steps = task.num_samples * epochs // (WORKERS * BATCH)
+    settings = [f"{key}={value}" for key, value in paths.items()]
     request = CompareRequest(
         task="xmc",
-        strategies=list(RACERS.values()),
-        settings=[f"batch_size={BATCH}"],
+        strategies=list(racers.values()),
+        settings=[*settings, f"batch_size={BATCH}"],
         cluster=cluster(situation, 0, 0, step_s=step_s, seed=0),
         seeds=tuple(seeds),
         steps=steps,
         eval_every=max(1, steps // 20),
     )
-    plan = plan_comparison(request, out=keep / f"race-{situation}")
-    directory, comparison = run_comparison(plan, Quiet(), command="python benchmarks/uneven.py")
-    *_, baseline = comparison.contestants
-    final = baseline.measures.get("final_metric", estimate([])).median
+    directory, comparison = _compared(request, keep / title.replace(", ", "-"))
+    places = dict(zip(racers, comparison.contestants, strict=True))
+    final = places[BASELINE].measures.get("final_metric", estimate([])).median
     alone = {seed: directory / f"runs/alone-seed-{seed}" for seed in seeds}
     if final is not None:
         with_target = comparison.model_copy(update={"target": TARGET * final})
         comparison = analyse_records(directory, with_target, alone)
-    title = f"race, {situation}"
-    for label, contestant in zip(RACERS, comparison.contestants, strict=True):
+    for label, contestant in zip(racers, comparison.contestants, strict=True):
         if contestant.failure is not None:
             print(f"{title}: {label} failed: {contestant.failure}", file=sys.stderr)
             continue
@@ -456,6 +467,29 @@ def race(
         yield cell(column="steps to the target", value=_known(steps_to), decimals=0)
         yield cell(column="seconds to the target", value=_known(time_to), decimals=1)
         yield cell(column="precision in the end", value=_known(metrics), decimals=4)
+    one = replace(
+        request,
+        strategies=["allreduce"],
+        settings=[*settings, f"batch_size={WORKERS * BATCH}"],
+        cluster=Cluster(workers=1),
+        target=None if final is None else TARGET * final,
+    )
+    _, comparison = _compared(one, keep / f"{title.replace(', ', '-')}-one")
+    (contestant,) = comparison.contestants
+    if contestant.failure is not None:
+        print(f"{title}: one worker failed: {contestant.failure}", file=sys.stderr)
+        return
+    cell = partial(Figure, table=title, case="one worker, batches of all")
+    measures = contestant.measures
+    if "steps_to_target" in measures:
+        steps_to = _known(measures["steps_to_target"])
+        yield cell(column="steps to the target", value=steps_to, decimals=0)
+    yield cell(column="precision in the end", value=_known(measures["final_metric"]), decimals=4)
+
+
+def _compared(request: CompareRequest, directory: Path) -> tuple[Path, Comparison]:
+    plan = plan_comparison(request, out=directory)
+    return run_comparison(plan, Quiet(), command="python benchmarks/uneven.py")
 
 
 def _mean(found: Estimate, scale: float = 1.0) -> float | None:
@@ -492,6 +526,16 @@ if __name__ == "__main__":
         "--races", default=",".join(RACES), help="situations, may be empty; default: %(default)s"
     )
     parser.add_argument(
+        "--racers",
+        default=";".join(RACERS),
+        help=f"separated by ';', {BASELINE} among them; default: %(default)s",
+    )
+    parser.add_argument("--train", help="data of races; default: the bundled ones")
+    parser.add_argument("--test", help="data held out; needed with --train")
+    parser.add_argument(
+        "--data", default="Delicious", help="what to call the data of --train; default: %(default)s"
+    )
+    parser.add_argument(
         "--situations", default=",".join((*SPEEDS, BUNDLED)), help="default: %(default)s"
     )
     parser.add_argument(
@@ -516,8 +560,14 @@ if __name__ == "__main__":
         step_s = 0.01 if asked.quick else None if asked.quotas else STEP_S
         directory = asked.keep or Path(temporary)
         of_a_race = (1, 0.02) if asked.quick else (RACE_EPOCHS, RACE_STEP_S)
+        paths = {} if asked.train is None else {"path": asked.train, "test_path": asked.test}
+        on = f"{asked.data}, " if paths else ""
+        racers = {label: RACERS[label] for label in asked.racers.split(";")}
         cells = {
-            f"race: {situation}": partial(race, situation, range(seeds), *of_a_race, directory)
+            f"race: {on}{situation}": partial(
+                *(race, f"race, {on}{situation}", situation, racers, paths),
+                *(range(seeds), *of_a_race, directory),
+            )
             for situation in (RACES[:1] if asked.quick else filter(None, asked.races.split(",")))
         }
         work = LONG_STEPS if asked.long_steps else SHORT_STEPS
