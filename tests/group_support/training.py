@@ -77,10 +77,11 @@ class Trainer:
         plan, driver = world.plan, world.cluster.drivers[self.rank]
         trainer.begin(np.array([0.0, 0, 0, 0, 0, 1, 1]), np.array([0]), step=0)
         for step in range(plan.num_steps):
-            held, counters = trainer.take()
+            held, counters, _ = trainer.take()
             self.taken.append((held, counters))
             yield Sleep(plan.compute_s(self.rank, step))
-            trainer.advance(*self._stepped(held.copy(), counters, plan.loudness(self.rank, step)))
+            stepped = self._stepped(held.copy(), counters, plan.loudness(self.rank, step))
+            assert trainer.advance([stepped[0]], stepped[1])
             self.step_ends_s.append(world.cluster.now_s)
             self._report_step()
             while trainer.held_by:
@@ -89,7 +90,8 @@ class Trainer:
             version = trainer.arrive(lambda version: False)
             if version is not None:
                 driver.start(Post(arrive(version, generation=0)), SERVE)
-        self.taken.append(trainer.take())
+        held, counters, _ = trainer.take()
+        self.taken.append((held, counters))
         driver.start(Post(finish(generation=0)), SERVE)
 
     def _report_step(self) -> None:

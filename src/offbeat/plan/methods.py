@@ -995,13 +995,13 @@ class _BackgroundTrainer:
         trainer.begin(self._zeros, np.zeros(0, np.int64), step=0)
         for step in range(self._num_steps):
             row = step % setting.num_steps
-            held, counters = trainer.take()
+            held, counters, _ = trainer.take()
             factor = float(setting.factors[row, self.rank])
             yield Sleep(float(setting.late_s[row, self.rank]))
             duration_s = (profile.compute_s + copied_s) * factor
             work_s = (setting.work_s + copied_s) * factor * setting.cluster.speeds[self.rank]
             yield from self._cores.compute(self.rank, duration_s, work_s)
-            trainer.advance(held.copy(), counters)
+            trainer.advance([held], counters)
             self._report_step()
             while trainer.held_by:
                 yield Sleep(_LOOK_S)

@@ -69,8 +69,9 @@ ends all this before a generation changes: no version opens any more.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from typing_extensions import override
 
@@ -100,6 +101,21 @@ class AveragingCounts:
     missed: int = 0
     stale: int = 0
     contributions: int = 0
+
+
+class Taken(NamedTuple):
+    """With what the trainer continues.
+
+    Attributes:
+        values: of the model; read-only.
+        counters: the model's.
+        is_held: whether the trainer's model holds `values` already: no average has come since it
+            ended its step.
+    """
+
+    values: Values
+    counters: Counters
+    is_held: bool
 
 
 class ModelState:
@@ -146,20 +162,23 @@ class ModelState:
         """From now on there is no model."""
         self._rule = None
 
-    def advance(self, model: Values, counters: Counters) -> None:
-        """The trainer has ended a step."""
+    def advance(self, model: Sequence[Values], counters: Counters) -> bool:
+        """The trainer has ended a step; see `MergeRule.advance`."""
         # A step that began with a model which was replaced meanwhile says nothing about the new
         # one.
         if not self._replaced:
-            self._existing.advance(model)
+            if not self._existing.advance(model):
+                return False
             self._counters = counters
         self._replaced = False
         self.step += 1
+        return True
 
-    def take(self) -> tuple[Values, Counters]:
-        """The model and counters with which the trainer continues; read-only."""
+    def take(self) -> Taken:
+        """The trainer continues."""
         self._replaced = False
-        return self._existing.take(), self._counters
+        values = self._existing.take()
+        return Taken(values, self._counters, is_held=values is self._existing.held)
 
     def rebase(self, held: Values) -> None:
         """The trainer's model holds `held` instead of what it took."""
@@ -322,13 +341,22 @@ class TrainerPort:
         with self._state.changed:
             self._state.model.forget()
 
-    def advance(self, model: Values, counters: Counters) -> None:
-        """The trainer has ended a step with `model`, which belongs to this object from now on."""
-        with self._state.changed:
-            self._state.model.advance(model, counters)
+    def advance(self, model: Sequence[Values], counters: Counters) -> bool:
+        """The trainer has ended a step.
 
-    def take(self) -> tuple[Values, Counters]:
-        """The model and counters with which the trainer continues; read-only."""
+        Args:
+            model: what it holds, in vectors that have all elements side by side. They are read now
+                and not kept.
+            counters: its integer buffers.
+
+        Returns:
+            Whether the model is finite; if not, nothing has changed.
+        """
+        with self._state.changed:
+            return self._state.model.advance(model, counters)
+
+    def take(self) -> Taken:
+        """The trainer continues."""
         with self._state.changed:
             return self._state.model.take()
 
