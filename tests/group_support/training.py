@@ -15,8 +15,9 @@ import numpy as np
 from offbeat.averaging.background import group_average, pair_average
 from offbeat.averaging.background.interface import ProtocolCounts, ProtocolSettings
 from offbeat.averaging.background.merge_rules import DeltaMerge
+from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.protocol_member import arrive, finish
-from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.codec.model_wire import Counters, Values
 from offbeat.codec.rounding import Rounding
 from offbeat.planning.groups import VersionGroup

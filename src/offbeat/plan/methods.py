@@ -22,8 +22,9 @@ from offbeat.averaging.background.interface import (
     VersionResult,
 )
 from offbeat.averaging.background.merge_rules import DeltaMerge
+from offbeat.averaging.background.model_state import ModelState
 from offbeat.averaging.background.protocol_member import arrive, finish
-from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.averaging.periodic import last_average
 from offbeat.codec.index_codecs import INDEX_CODECS, GapIndices, IndexCodec
 from offbeat.codec.model_wire import scaled_bytes

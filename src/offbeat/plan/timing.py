@@ -20,7 +20,8 @@ import torch
 from typing_extensions import override
 
 from offbeat.averaging.background.merge_rules import DeltaMerge
-from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.averaging.background.model_state import ModelState
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.plan.clock import usual_s
 from offbeat.plan.coding import time_codecs
 from offbeat.plan.low_rank import time_low_rank

@@ -11,7 +11,8 @@ from numpy.testing import assert_array_equal
 
 from offbeat.averaging.background.interface import Contribution, Piece, VersionResult
 from offbeat.averaging.background.merge_rules import DeltaMerge
-from offbeat.averaging.background.published_model import ModelState, PublishedModel
+from offbeat.averaging.background.model_state import ModelState
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.codec.model_wire import Note, Values
 from offbeat.errors import PeerError
 

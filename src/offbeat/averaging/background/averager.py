@@ -17,8 +17,10 @@ from typing_extensions import override
 
 from offbeat.averaging.background.interface import ProtocolSettings
 from offbeat.averaging.background.merge_rules import DeltaMerge, MergeRule
-from offbeat.averaging.background.progress_thread import AveragingProtocol, ProgressThread
-from offbeat.averaging.background.published_model import PublishedModel, TrainerPort
+from offbeat.averaging.background.progress_thread import ProgressThread
+from offbeat.averaging.background.published_model import PublishedModel
+from offbeat.averaging.background.served_generation import AveragingProtocol
+from offbeat.averaging.background.trainer_port import TrainerPort
 from offbeat.codec import moves
 from offbeat.codec import rounding as rounding_kernels
 from offbeat.codec.model_wire import Values

@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from offbeat.averaging.background.interface import Contribution, Piece
 from offbeat.averaging.background.merge_rules import MergeRule
-from offbeat.averaging.background.published_model import ModelState, PublishedModel, Taken
+from offbeat.averaging.background.model_state import ModelState, Taken
+from offbeat.averaging.background.published_model import PublishedModel
 from offbeat.codec.model_wire import Counters, Values
 
 UsedParameters = NDArray[np.bool_]
