@@ -28,7 +28,7 @@ class AveragingCounts:
 
 
 @dataclass(slots=True)
-class Arrival:
+class TrainerArrival:
     """The trainer has arrived at a version that is not closed."""
 
     version: int
@@ -67,7 +67,7 @@ class PublishedState:
         self.open: set[int] = set()
         self.newest = -1
         self.invited: int | None = None
-        self.arrival: Arrival | None = None
+        self.arrival: TrainerArrival | None = None
         self.trainer_waits = False
         self.credit = 0
         self.awaited: int | None = None

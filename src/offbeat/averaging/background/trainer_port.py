@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 
 from offbeat.averaging.background.model_state import Taken
-from offbeat.averaging.background.published_state import Arrival, AveragingCounts, PublishedState
+from offbeat.averaging.background.published_state import (
+    AveragingCounts,
+    PublishedState,
+    TrainerArrival,
+)
 from offbeat.codec.model_wire import Counters, Values
 
 
@@ -95,7 +99,7 @@ class TrainerPort:
                 if not must_wait(version):
                     return None
                 state.changed.wait()
-            state.arrival, state.invited = Arrival(version), None
+            state.arrival, state.invited = TrainerArrival(version), None
             state.trainer_waits = must_wait(version)
             return version
 
